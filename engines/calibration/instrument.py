@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -122,6 +122,23 @@ class Notice(NamedTuple):
     gradients: KVPair
 
 
+class StateNotice(NamedTuple):
+    """Tells what a recurrent layer notices of errors in one array of matrices of its state.
+
+    Attributes:
+        number: of the array among those of a session's state that a codec may pack.
+        matrices: fp32 (..., rows, width), before some tokens.
+        gradients: by it, of random parts of what the layer adds to the residual stream at these
+            tokens, taken over the size of the stream: fp32 (draws, ..., rows, width).
+    """
+
+    number: int
+    matrices: np.ndarray
+    gradients: np.ndarray
+
+
+Note: TypeAlias = Callable[[Notice | StateNotice], None]
+
 NUM_DRAWS: Final = 3  # random parts of a layer's output, for each text
 
 
@@ -129,11 +146,12 @@ NUM_DRAWS: Final = 3  # random parts of a layer's output, for each text
 class Observing(Protocol):
     """An instrument that also sees what single layers make of stored KV."""
 
-    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         """Do the same as ``prefill``, and note what each layer notices from ``tokens[first]`` on.
 
-        Of layers with windows only those that still hold the first token are noted. One whose work
-        has to begin again may be noted twice.
+        Of layers with windows only those that still hold the first token are noted, of recurrent
+        layers those that can be differentiated. One whose work has to begin again may be noted
+        twice.
 
         Raises:
             NotObservable: nothing can be seen of this model.

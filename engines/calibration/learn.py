@@ -16,6 +16,7 @@ from engines.calibration.instrument import (
     NotObservable,
     Observing,
     StatefulInstrument,
+    StateNotice,
     states_of,
 )
 from engines.calibration.measuring.measure import ANY, Tell, quiet
@@ -26,6 +27,7 @@ from kvstore.codecs.calibrated import calibrated_preset, learn_profile
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.learning.sensitivity import Sensitivities
+from kvstore.codecs.learning.state_sensitivity import StateSensitivities
 from kvstore.codecs.learning.statistics import element_means
 from kvstore.codecs.names import LEARNABLE, family_of
 from kvstore.codecs.profile import Profile
@@ -62,12 +64,14 @@ def samples_of(
     wanted: Windows,
     scratch: Scratch | None = None,
     tell: Tell = quiet,
+    of_states: StateSensitivities | None = None,
 ) -> Samples:
     """Prefill windows of ``texts``, and see which errors matter where the engine can.
 
     Args:
         scratch: where the windows' rows are kept; None = in memory.
         tell: told of every window.
+        of_states: gets what errors in recurrent states cost.
 
     Raises:
         OSError: the disk of ``scratch`` is full.
@@ -83,7 +87,7 @@ def samples_of(
     if states is None or (states.windows is not None and not states.has_matrices):
         check_turning(instrument, ropes)
     runs: list[KVRun] = []
-    look = _Look(instrument, Sensitivities(instrument.layout, ropes))
+    look = _Look(instrument, Sensitivities(instrument.layout, ropes), of_states)
     dtype = instrument.layout.dtype
     for number, window in enumerate(windows, 1):
         tell(f"{number - 1} of {len(windows)} texts to learn from")
@@ -98,8 +102,14 @@ class _Look:
     """Prefills texts, and adds up what the engine's layers notice of errors."""
 
     def __init__(
-        self, instrument: Instrument, found: Sensitivities, *, of_windows: bool = False
+        self,
+        instrument: Instrument,
+        found: Sensitivities,
+        of_states: StateSensitivities | None = None,
+        *,
+        of_windows: bool = False,
     ) -> None:
+        self._of_states = of_states
         self._instrument = instrument
         self._found = found
         self._of_windows = of_windows
@@ -124,8 +134,11 @@ class _Look:
                 return run
         return self._instrument.prefill(tokens)
 
-    def _add(self, notice: Notice) -> None:
-        if notice.of_windows == self._of_windows:
+    def _add(self, notice: Notice | StateNotice) -> None:
+        if isinstance(notice, StateNotice):
+            if self._of_states is not None:
+                self._of_states.add(notice.number, notice.matrices, notice.gradients)
+        elif notice.of_windows == self._of_windows:
             self._is_seen = True
             self._found.add(notice.layer, notice.rows, notice.gradients)
 
@@ -137,6 +150,15 @@ class _Look:
         elif metrics is not None:
             logger.info("%d of %d texts were looked back on", self._num_seen, self._num_texts)
         return metrics
+
+
+def look_at_states(
+    instrument: Instrument, texts: Sequence[Text], wanted: Windows, of_states: StateSensitivities
+) -> None:
+    """See what errors in recurrent states cost, of a model that keeps no rows of every token."""
+    look = _Look(instrument, Sensitivities(instrument.layout, ()), of_states)
+    for window in deal(texts, instrument, wanted.num, wanted.tokens):
+        look.prefill(window, wanted.first_probed(window))
 
 
 def window_samples_of(

@@ -13,7 +13,14 @@ from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
 from engines.calibration.gate.profiles import make_folder, save
 from engines.calibration.instrument import Instrument, StatefulInstrument, states_of
-from engines.calibration.learn import Windows, learn, samples_of, window_samples_of, yardsticks
+from engines.calibration.learn import (
+    Windows,
+    learn,
+    look_at_states,
+    samples_of,
+    window_samples_of,
+    yardsticks,
+)
 from engines.calibration.measuring.cases import Case, needle_cases, text_cases
 from engines.calibration.measuring.chains import chain_cases
 from engines.calibration.measuring.measure import Tell, measure, quiet
@@ -22,9 +29,11 @@ from engines.calibration.measuring.trials import AnyCodec, least_context
 from engines.calibration.messages import CalibrationOrder, CalibrationReport, WaterFilling
 from engines.calibration.unfinished import Unfinished
 from kvstore.codecs.learning.bounds import RateDistortionBound
-from kvstore.codecs.names import LEARNABLE, family_of, first_part, session_presets
+from kvstore.codecs.learning.state_sensitivity import StateSensitivities
+from kvstore.codecs.names import LEARNABLE, family_of, first_part, parts_of, session_presets
 from kvstore.codecs.presets import open_codec, warm
-from kvstore.codecs.profile import OF_WINDOWS, Profile
+from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, Profile
+from kvstore.codecs.states.dealt import DEALT
 from kvstore.codecs.states.session_codec import open_session_codec
 
 logger = logging.getLogger(__name__)
@@ -184,7 +193,11 @@ def _codecs(
             warm(codec, layout)
         return found
     ways = (bool(layout.layers), states.windows is not None, states.has_matrices)
-    for name in session_presets(order.presets, *ways):
+    deals = OF_STATES in profile.learned
+    for name in session_presets(order.presets, *ways, deals=deals):
+        if not deals and parts_of(name).states in DEALT:
+            logger.warning("%s is not measured: this engine cannot see what states are for", name)
+            continue
         found[name] = session = open_session_codec(name, profile, states)
         session.check(layout, states)
         session.warm(layout, states)
@@ -202,9 +215,10 @@ def _learned(
     presets = [name for name in names if family_of(name) in LEARNABLE]
     empty = Profile(instrument.fingerprint, instrument.layout, (), {})
     states = states_of(instrument)
-    if not instrument.layout.layers:
-        return _with_windows(instrument, order, empty, presets, unfinished, tell), {}
     before = unfinished.learned() if unfinished is not None else None
+    if not instrument.layout.layers:
+        profile = _with_states(instrument, order, before or empty, unfinished, tell)
+        return _with_windows(instrument, order, profile, presets, unfinished, tell), {}
     profile = before or empty
     missing = [name for name in presets if name not in profile.learned]
     if not missing and not (presets and order.with_bounds and states is None):
@@ -214,7 +228,10 @@ def _learned(
     windows = Windows(order.num_windows, order.window_tokens, order.probed_share)
     # Beside a model that serves its rows are not to take memory.
     with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
-        samples = samples_of(instrument, texts, windows, scratch, tell)
+        seen = StateSensitivities()
+        samples = samples_of(instrument, texts, windows, scratch, tell, seen)
+        if costs := seen.learned():
+            profile = replace(profile, learned={**profile.learned, OF_STATES: costs})
         # They are of rows alone, and a session with states is more.
         wanted = order.with_bounds and states is None
         sticks = yardsticks(samples, order.presets) if wanted else {}
@@ -230,6 +247,28 @@ def _learned(
             if unfinished is not None:
                 profile = unfinished.keep_learned(profile)
     return _with_windows(instrument, order, profile, presets, unfinished, tell), sticks
+
+
+def _with_states(
+    instrument: Instrument,
+    order: CalibrationOrder,
+    profile: Profile,
+    unfinished: Unfinished | None,
+    tell: Tell,
+) -> Profile:
+    """Add what errors in states cost, for a model without rows, if that can be seen."""
+    states = states_of(instrument)
+    if states is None or not states.has_matrices or OF_STATES in profile.learned:
+        return profile
+    tell("reading texts to see what errors in states cost")
+    texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
+    seen = StateSensitivities()
+    windows = Windows(order.num_windows, order.window_tokens, order.probed_share)
+    look_at_states(instrument, texts, windows, seen)
+    if not (found := seen.learned()):
+        return profile
+    profile = replace(profile, learned={**profile.learned, OF_STATES: found})
+    return unfinished.keep_learned(profile) if unfinished is not None else profile
 
 
 def _with_windows(

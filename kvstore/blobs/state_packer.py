@@ -14,7 +14,8 @@ came from, bit for bit, and where it is gone they are kept as rows of 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -30,8 +31,7 @@ from kvstore.blobs.segments import (
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.blobs.whole_rows import WholeRows
 from kvstore.codecs.base import Codec
-from kvstore.codecs.states.matrices import MatrixCodec, matrix_codec_of
-from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.codecs.states.session_codec import AnyMatrixCodec, SessionCodec, matrix_codec_of
 from kvstore.errors import Corrupt, ForeignCodec, UnknownCodec
 from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
 
@@ -65,7 +65,8 @@ class StatePacker:
         """Pack what is marked in the state after ``position`` tokens; the rest stays exact."""
         # A state at the very position of a lossy copy is that copy.
         matrices = codec.matrices if position > lineage.position else None
-        packed = _mapped(state, lambda x: _packed_matrix(x, matrices))
+        numbers = itertools.count()
+        packed = _mapped(state, lambda x: _packed_matrix(x, matrices, numbers))
         run = _rows(state, self._windows) if codec.windows is not None else None
         if run is None or codec.windows is None:
             return packed
@@ -190,7 +191,7 @@ class StatePacker:
                 return StateArray(dtype, array)
         raise Corrupt("a packed state holds something that is no matrix")
 
-    def _matrix_codec(self, codec_id: str) -> MatrixCodec:
+    def _matrix_codec(self, codec_id: str) -> AnyMatrixCodec:
         if codec_id not in self._matrices:
             raise ForeignCodec(f"a state is in codec {codec_id!r}, which is not known here")
         try:
@@ -243,18 +244,19 @@ def rows_of(found: Sequence[np.ndarray], layout: KVLayout) -> list[KVPair] | Non
     return [(k[0], v[0]) for k, v in zip(found[::2], found[1::2], strict=True)]
 
 
-def _packed_matrix(node: StateTree, codec: MatrixCodec | None) -> StateTree:
-    if (
-        not isinstance(node, MatrixArray)
-        or codec is None
-        or not codec.takes(node.array, node.dtype)
-    ):
+def _packed_matrix(
+    node: StateTree, codec: AnyMatrixCodec | None, numbers: Iterator[int]
+) -> StateTree:
+    if not isinstance(node, MatrixArray) or codec is None:
+        return node
+    number = next(numbers)
+    if not codec.takes(node.array, node.dtype):
         return node
     return {
         _MATRIX: codec.id,
         "dtype": node.dtype,
         "shape": list(node.array.shape),
-        "payload": _bytes_array(codec.encode(node.array, node.dtype)),
+        "payload": _bytes_array(codec.encode(node.array, node.dtype, number)),
     }
 
 

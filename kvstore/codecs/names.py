@@ -204,10 +204,14 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
 
 
 class StateEntry(NamedTuple):
-    """A way to keep matrices of recurrent states: ``bits`` for each value, scales not counted."""
+    """A way to keep matrices of recurrent states.
+
+    ``bits``: for each value, scales not counted. ``learns``: only where the model was looked at.
+    """
 
     bits: int
     sentence: str
+    learns: bool = False
 
 
 # Joined to a preset of rows by a plus, as in ``dense3+window4``; without it rows of windows go
@@ -219,9 +223,13 @@ STATES: Final[dict[str, StateEntry]] = {
     "state8": StateEntry(8, "Recurrent states in 8 bits with a scale for each row."),
     "state6": StateEntry(6, "Recurrent states in 6 bits with a scale for each row."),
     "state4": StateEntry(4, "Recurrent states in 4 bits with a scale for each row."),
+    "dealt6": StateEntry(6, "6 bits on average, dealt over rows by what errors cost.", True),
+    "dealt5": StateEntry(5, "5 bits on average, dealt over rows by what errors cost.", True),
+    "dealt4": StateEntry(4, "4 bits on average, dealt over rows by what errors cost.", True),
 }
 JOIN: Final = "+"
 USUAL_STATES: Final = "state8"  # of a preset that names none
+WORST: Final = "state4"  # not measured where bits can be dealt
 
 
 class PresetParts(NamedTuple):
@@ -256,20 +264,29 @@ def for_session(name: str, has_windows: bool, has_matrices: bool) -> str:
 
 
 def session_presets(
-    names: Iterable[str], has_rows: bool, has_windows: bool, has_matrices: bool
+    names: Iterable[str],
+    has_rows: bool,
+    has_windows: bool,
+    has_matrices: bool,
+    deals: bool = False,
 ) -> tuple[str, ...]:
     """List the combinations to measure on a model with states, for presets of rows.
 
     Every preset is joined to the usual way of states, those of ours that are coarser to each way of
     windows, too, and ``USUAL`` to all ways of states. Without rows there are only the ways of
-    states. ``has_rows``: of every token.
+    states.
+
+    Args:
+        has_rows: of every token.
+        deals: what errors in states cost is known, so ways that deal bits by it are among them.
     """
+    ways = [x for x, entry in STATES.items() if entry.learns <= deals and (not deals or x != WORST)]
     if not has_rows and not has_windows:
-        return (EXACT, *(f"{EXACT}{JOIN}{x}" for x in STATES))
+        return (EXACT, *(f"{EXACT}{JOIN}{x}" for x in ways))
     presets = [for_session(name, has_windows, has_matrices) for name in names]
     found = dict.fromkeys(presets)
     if has_matrices and USUAL in map(first_part, found):
-        found |= dict.fromkeys(f"{USUAL}{JOIN}{x}" for x in STATES)
+        found |= dict.fromkeys(f"{USUAL}{JOIN}{x}" for x in ways)
     if has_windows and has_rows:
         for way, codec in WINDOWS.items():
             coarser = [x for x in presets if _is_coarser(first_part(x), codec)]
@@ -279,6 +296,12 @@ def session_presets(
 
 def _is_coarser(name: str, than: str) -> bool:
     return name in OWN and OWN[name].bits < OWN[than].bits
+
+
+def must_learn(name: str) -> bool:
+    """Tell if a part of a preset needs that the model was looked at."""
+    rows, _, states = parts_of(name)
+    return family_of(rows) in LEARNABLE or (states in STATES and STATES[states].learns)
 
 
 def first_part(name: str) -> str:

@@ -42,6 +42,7 @@ DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1", "|i1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
 OF_WINDOWS: Final = "@windows"  # behind a preset's name: what it learned of layers with windows
 BEFORE: Final = "before:"  # before a preset's name: what it had learned until it was learned anew
+OF_STATES: Final = "@states"  # in the place of one: what errors in recurrent states cost
 
 
 class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,7 +129,8 @@ class Profile:
         """Returns a profile without what other presets learned, whose memory can then be freed."""
         rows = tuple(x for x in self.rows if x.preset == preset)
         codec = first_part(preset)
-        learned = {k: x for k, x in self.learned.items() if k in (codec, codec + OF_WINDOWS)}
+        own = (codec, codec + OF_WINDOWS, OF_STATES)
+        learned = {k: x for k, x in self.learned.items() if k in own}
         return replace(self, learned=learned, rows=rows)
 
     def in_memory(self) -> Profile:

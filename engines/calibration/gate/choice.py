@@ -17,12 +17,11 @@ from kvstore.codecs.base import Codec
 from kvstore.codecs.names import (
     EXACT,
     JOIN,
-    LEARNABLE,
     OWN,
     USUAL_STATES,
-    family_of,
     first_part,
     for_session,
+    must_learn,
 )
 from kvstore.codecs.presets import canonical_name, codec_by_name, open_codec
 from kvstore.codecs.profile import Profile
@@ -352,7 +351,7 @@ def _opened(name: str, model: _Model, *, serves: bool = True) -> Choice | None:
         codec = session.kv if session is not None else open_codec(name, own)
         codec.check(model.layout)
     except UnknownCodec:
-        if family_of(first_part(name)) in LEARNABLE:
+        if must_learn(name):
             return None
         raise
     choice = Choice(name, codec, "", session=session)

@@ -12,12 +12,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engines.calibration.instrument import HeldSession, Notice
+from engines.calibration.instrument import HeldSession, Notice, StateNotice
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.model.instrument import caches_of, session_of
 from engines.mlx_worker.model.layer_calls import NotedRows, noted_calls, noted_rows
 from engines.mlx_worker.model.scoring import log_probs
+from engines.mlx_worker.model.state_calls import NotedState, noted_states
 from kvstore.shapes import KVLayout, KVPair, KVRun
 
 
@@ -32,7 +33,7 @@ class HeldPrefix:
         self._model = model
         self._layout = layout
         self._caches: Caches | None = None
-        self._noted: list[NotedRows] = []  # of the tokens that were fed last
+        self._noted: list[NotedRows | NotedState] = []  # of the tokens that were fed last
         self._nbytes = 0
 
     @property
@@ -98,11 +99,14 @@ class HeldPrefix:
         before = kv_arrays.copy_of(held)
         with noted_calls(self._model, held) as layers:
             self.feed(tokens)
-        self._noted = noted_rows(held, before, layers)
+        self._noted = [*noted_rows(held, before, layers), *noted_states(held, before, layers)]
         return len(self._noted)
 
-    def notice(self, number: int, first: int, seed: int) -> Notice:
-        """Return what one of the calls noticed of the first tokens' K and V. Raises ``Dropped``."""
+    def notice(self, number: int, first: int, seed: int) -> Notice | StateNotice | None:
+        """Return what one of the calls noticed of the first tokens' K and V, or of its state.
+
+        Raises ``Dropped``.
+        """
         self._held()
         found = self._noted[number].notice(first, seed)
         if number == len(self._noted) - 1:

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from engines.calibration.instrument import HeldSession, Interrupted, Notice, NotObservable
+from engines.calibration.instrument import HeldSession, Interrupted, Note, NotObservable
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.measuring.held_prefix import Dropped, HeldPrefix
 from engines.mlx_worker.measuring.idle_steps import IdleSteps
@@ -100,7 +100,7 @@ class ServingInstrument:
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
         return self._until_done(lambda: self._whole(tokens, past or HeldSession((), 0)))
 
-    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         try:
             return self._until_done(lambda: self._observed(tokens, first, note))
         except (RuntimeError, ValueError) as error:  # mlx says so in either way
@@ -121,8 +121,12 @@ class ServingInstrument:
     def _prefilled(self, tokens: Sequence[int], past: KVRun) -> list[KVPair]:
         num_past = past[0][0].shape[1] if past else 0
         self._feed(HeldSession(past, num_past), tokens[num_past:])
-        out = self._layout.empty(len(tokens))
-        self._steps.run(lambda: self._held.take(out))
+        return self._taken(len(tokens))
+
+    def _taken(self, num_tokens: int) -> list[KVPair]:
+        """The rows of all tokens that are held; nothing is held any more."""
+        out = self._layout.empty(num_tokens)
+        self._steps.run((lambda: self._held.take(out)) if out else self._held.drop)
         return out
 
     def _whole(self, tokens: Sequence[int], past: HeldSession) -> HeldSession:
@@ -138,7 +142,7 @@ class ServingInstrument:
             self._timed(self._size, len(part), partial(self._held.feed, part))
             at += len(part)
 
-    def _observed(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+    def _observed(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         self._feed(HeldSession((), 0), tokens[:first])
         at = first
         while at < len(tokens):
@@ -146,11 +150,10 @@ class ServingInstrument:
             feed = partial(self._held.feed_noted, part)
             for number in range(self._timed(self._size, len(part), feed)):
                 look = partial(self._held.notice, number, first, sum(tokens) + at + number)
-                note(self._steps.run(look))
+                if (notice := self._steps.run(look)) is not None:
+                    note(notice)
             at += len(part)
-        out = self._layout.empty(len(tokens))
-        self._steps.run(lambda: self._held.take(out))
-        return out
+        return self._taken(len(tokens))
 
     def _scored(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         self._steps.run(lambda: self._held.begin_whole(session))

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from engines.calibration.instrument import HeldSession, Notice, NotObservable
+from engines.calibration.instrument import HeldSession, Note, NotObservable
 from engines.calibration.rope_probe import read_rope
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import (
@@ -22,9 +22,10 @@ from engines.mlx_worker.cache.layout import (
     packable_window,
 )
 from engines.mlx_worker.model.fingerprint import fingerprint
-from engines.mlx_worker.model.layer_calls import noted_calls, noted_rows
+from engines.mlx_worker.model.layer_calls import NotedRows, noted_calls, noted_rows
 from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.model.scoring import log_probs
+from engines.mlx_worker.model.state_calls import NotedState, noted_states
 from kvstore.blobs.snapshot import copied_state
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayer, KVLayout, KVRun, StateLayout
@@ -98,15 +99,19 @@ class MlxInstrument:
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         return np.array(log_probs(self._loaded.model, self._caches(session), tokens))
 
-    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         caches = self._prefilled(self._caches(HeldSession((), 0)), tokens[:first], 0)
         try:
             for at in range(first, len(tokens), CHUNK_TOKENS):
                 before = kv_arrays.copy_of(caches)
                 with noted_calls(self._loaded.model, caches) as layers:
                     self._prefilled(caches, tokens[: at + CHUNK_TOKENS], at)
-                for number, rows in enumerate(noted_rows(caches, before, layers)):
-                    note(rows.notice(first, sum(tokens) + at + number))
+                calls: list[NotedRows | NotedState] = [*noted_rows(caches, before, layers)]
+                calls += noted_states(caches, before, layers)
+                for number, call in enumerate(calls):
+                    notice = call.notice(first, sum(tokens) + at + number)
+                    if notice is not None:
+                        note(notice)
         except (RuntimeError, ValueError) as error:  # mlx says so in either way
             raise NotObservable(f"mlx cannot differentiate a layer: {error}") from error
         return [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, len(tokens))]

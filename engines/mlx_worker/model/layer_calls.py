@@ -42,8 +42,9 @@ class LayerCall:
         """Call it with another cache; fp32 (1, num_tokens, hidden)."""
         given = [cache if x is self.cache else x for x in self.given]
         named = {name: cache if x is self.cache else x for name, x in self.named.items()}
-        output: mx.array = self.module(*given, **named)
-        return output.astype(mx.float32)
+        output: Any = self.module(*given, **named)
+        added: mx.array = output[0] if isinstance(output, tuple) else output
+        return added.astype(mx.float32)
 
     def sizes(self) -> mx.array:
         """The size of each token's residual stream, (num_tokens, 1); 1 if it is not known."""
@@ -138,14 +139,20 @@ class NotedRows:
         )
 
 
+def calls_by_cache(layers: Sequence[NotedLayer]) -> dict[int, list[LayerCall]]:
+    """Sort the calls of one forward pass by the ``id`` of the cache that they were given."""
+    calls: dict[int, list[LayerCall]] = {}
+    for call in (x for layer in layers for x in layer.calls):
+        calls.setdefault(id(call.cache), []).append(call)
+    return calls
+
+
 def noted_rows(caches: Caches, before: Caches, layers: Sequence[NotedLayer]) -> list[NotedRows]:
     """The calls of one forward pass whose caches hold rows from a session's first token on.
 
     Raises ``NotObservable``: a layer that keeps all tokens was not seen to be called, once.
     """
-    calls: dict[int, list[LayerCall]] = {}
-    for call in (x for layer in layers for x in layer.calls):
-        calls.setdefault(id(call.cache), []).append(call)
+    calls = calls_by_cache(layers)
     found, numbers = [], {True: 0, False: 0}
     for leaf, earlier in zip(leaves(caches), leaves(before), strict=True):
         growing = is_growing(leaf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from vllm import LLMEngine, RequestOutput, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from engines.calibration.instrument import Notice, NotObservable
+from engines.calibration.instrument import Note, NotObservable
 from engines.vllm_plugin.calibration.calibration_connector import (
     BLOCKS,
     RESTORED,
@@ -93,7 +93,7 @@ class VllmInstrument:
             scores = torch.log_softmax(logits.float(), -1).cpu().numpy()
         return np.asarray(scores)
 
-    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         connector = self._connector
         if connector.pages.has_latents:
             raise NotObservable("this model keeps latents in the place of keys and values")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from torch import nn
 
-from engines.calibration.instrument import HeldSession, Notice, NotObservable
+from engines.calibration.instrument import HeldSession, Note, NotObservable
 from engines.vllm_plugin.calibration.ropes import ropes_if_found, ropes_of
 from engines.vllm_plugin.measuring.exchange import Exchange, Found
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
@@ -127,7 +127,7 @@ class ServingInstrument:
         self._tokens = tuple(tokens)
         return run
 
-    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         """Do the same as ``prefill``; the last whole blocks, or more, are computed in a step apart.
 
         A text beside which others' requests ran is not noted.

@@ -48,21 +48,20 @@ class MatrixCodec:
 
     def takes(self, array: np.ndarray, dtype: str) -> bool:
         """Say whether it can pack this array; one with infinities is better kept as it is."""
-        if self.exact or dtype not in NUMPY_DTYPES or not array.ndim or not array.size:
-            return False
-        return bool(np.isfinite(_fp32(array, dtype)).all())
+        return not self.exact and is_finite(array, dtype)
 
-    def encode(self, array: np.ndarray, dtype: str) -> bytes:
-        """Pack an array of any shape that it ``takes``; ``dtype`` names that of its values."""
-        values = _fp32(array, dtype).reshape(-1, array.shape[-1])
+    def encode(self, array: np.ndarray, dtype: str, number: int = 0) -> bytes:
+        """Pack an array of any shape that it ``takes``.
+
+        Args:
+            dtype: names that of its values.
+            number: of the array in its state; here all are packed alike.
+        """
+        values = fp32(array, dtype).reshape(-1, array.shape[-1])
         if self.num_bits == _BF16:
             return round_to_bf16(values).tobytes()
-        largest = np.float32((1 << (self.num_bits - 1)) - 1)
-        stored = _round_up_to_bf16(np.abs(values).max(1) / largest)
-        scales = widen(stored, "bfloat16")[:, None]
-        codes = np.rint(np.divide(values, scales, out=np.zeros_like(values), where=scales > 0))
-        # A quotient of the smallest scales can be rounded past the end.
-        return stored.tobytes() + self._codes(np.clip(codes, -largest, largest).astype(np.int8))
+        stored, codes = scaled(values, self.num_bits)
+        return stored.tobytes() + packed_codes(codes, self.num_bits)
 
     def decode(self, payload: memoryview, dtype: str, shape: Sequence[int]) -> np.ndarray:
         """Unpack into a new array of this shape, in the numpy dtype of ``dtype``.
@@ -71,10 +70,7 @@ class MatrixCodec:
             Corrupt: the payload does not have the length that this shape asks for; nothing was
                 allocated then.
         """
-        if dtype not in NUMPY_DTYPES or not shape or min(shape) < 1:
-            raise Corrupt(f"no packed state has dtype {dtype} and shape {tuple(shape)}")
-        kind: DType = dtype  # type: ignore[assignment]  # one of the keys
-        num_rows, width = math.prod(shape[:-1]), shape[-1]
+        num_rows, width = rows_of_shape(dtype, shape)
         if len(payload) != self.nbytes(num_rows, width):
             raise Corrupt(f"{len(payload)} bytes are no packed state of shape {tuple(shape)}")
         reader = Reader(payload)
@@ -83,36 +79,14 @@ class MatrixCodec:
         else:
             scales = widen(reader.take("<u2", num_rows), "bfloat16")
             with np.errstate(over="ignore"):  # of a damaged scale; what comes of it is refused
-                values = self._read_codes(reader, num_rows, width) * scales[:, None]
-        if not np.isfinite(values).all():
-            raise Corrupt("a packed state has infinite values")
-        exact = values if dtype == "float32" else narrow(values, kind)
-        return np.ascontiguousarray(exact).reshape(shape)
+                values = read_codes(reader, num_rows, width, self.num_bits) * scales[:, None]
+        return narrowed(values, dtype, shape)
 
     def nbytes(self, num_rows: int, width: int) -> int:
         """Bytes of a payload of so many rows of ``width`` values."""
         if self.num_bits == _BF16:
             return 2 * num_rows * width
-        planes = self.num_bits * -(-width // 8)
-        return num_rows * (2 + (width if self.num_bits == 8 else planes))
-
-    def _codes(self, codes: np.ndarray) -> bytes:
-        """Pack int8 codes (rows, width)."""
-        if self.num_bits == 8:
-            return codes.tobytes()
-        raised = (codes + (1 << (self.num_bits - 1))).astype(np.uint8)
-        planes = [np.packbits((raised >> bit) & 1, axis=1) for bit in range(self.num_bits)]
-        return np.stack(planes, 1).tobytes()
-
-    def _read_codes(self, reader: Reader, num_rows: int, width: int) -> np.ndarray:
-        """Read codes as fp32 (rows, width)."""
-        if self.num_bits == 8:
-            return reader.take("|i1", num_rows, width).astype(np.float32)
-        planes = reader.take("|u1", num_rows, self.num_bits, -(-width // 8))
-        raised = np.zeros((num_rows, width), np.uint8)
-        for bit in range(self.num_bits):
-            raised |= np.unpackbits(planes[:, bit], axis=1, count=width) << np.uint8(bit)
-        return raised.astype(np.float32) - np.float32(1 << (self.num_bits - 1))
+        return num_rows * (2 + code_bytes(width, self.num_bits))
 
 
 EXACT_STATES: Final = MatrixCodec("", 0)
@@ -126,20 +100,74 @@ def matrix_codec(name: str) -> MatrixCodec:
     """
     if not name:
         return EXACT_STATES
-    if name not in STATES:
-        raise UnknownCodec(f"no codec of states named {name!r}; there are {', '.join(STATES)}")
+    if name not in STATES or STATES[name].learns:
+        ways = ", ".join(x for x in STATES if not STATES[x].learns)
+        raise UnknownCodec(f"no codec of states named {name!r}; there are {ways}")
     return MatrixCodec(name, STATES[name].bits)
 
 
-def matrix_codec_of(codec_id: str) -> MatrixCodec:
-    """Return the codec of an id, as a blob says it. Raises ``UnknownCodec``."""
-    name, _, version = codec_id.partition(".")
-    if version != str(ARITHMETIC) or not name:
-        raise UnknownCodec(f"states in {codec_id!r}, of another release")
-    return matrix_codec(name)
+# ---- what all codecs of matrices share
 
 
-def _fp32(array: np.ndarray, dtype: str) -> np.ndarray:
+def scaled(values: np.ndarray, num_bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return scales, bf16 bit patterns, and codes, int8, of fp32 (rows, width)."""
+    largest = np.float32((1 << (num_bits - 1)) - 1)
+    stored = _round_up_to_bf16(np.abs(values).max(1) / largest)
+    scales = widen(stored, "bfloat16")[:, None]
+    codes = np.rint(np.divide(values, scales, out=np.zeros_like(values), where=scales > 0))
+    # A quotient of the smallest scales can be rounded past the end.
+    return stored, np.clip(codes, -largest, largest).astype(np.int8)
+
+
+def code_bytes(width: int, num_bits: int) -> int:
+    """Count the bytes of a row's codes."""
+    return width if num_bits == 8 else num_bits * -(-width // 8)
+
+
+def packed_codes(codes: np.ndarray, num_bits: int) -> bytes:
+    """Pack int8 codes (rows, width)."""
+    if num_bits == 8:
+        return codes.tobytes()
+    raised = (codes + (1 << (num_bits - 1))).astype(np.uint8)
+    planes = [np.packbits((raised >> bit) & 1, axis=1) for bit in range(num_bits)]
+    return np.stack(planes, 1).tobytes()
+
+
+def read_codes(reader: Reader, num_rows: int, width: int, num_bits: int) -> np.ndarray:
+    """Read codes as fp32 (rows, width)."""
+    if num_bits == 8:
+        return reader.take("|i1", num_rows, width).astype(np.float32)
+    planes = reader.take("|u1", num_rows, num_bits, -(-width // 8))
+    raised = np.zeros((num_rows, width), np.uint8)
+    for bit in range(num_bits):
+        raised |= np.unpackbits(planes[:, bit], axis=1, count=width) << np.uint8(bit)
+    return raised.astype(np.float32) - np.float32(1 << (num_bits - 1))
+
+
+def rows_of_shape(dtype: str, shape: Sequence[int]) -> tuple[int, int]:
+    """Return the number of rows and their width. Raises ``Corrupt``: no state is like this."""
+    if dtype not in NUMPY_DTYPES or not shape or min(shape) < 1:
+        raise Corrupt(f"no packed state has dtype {dtype} and shape {tuple(shape)}")
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def narrowed(values: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
+    """Return fp32 values in the numpy dtype of ``dtype``. Raises ``Corrupt``: some are infinite."""
+    if not np.isfinite(values).all():
+        raise Corrupt("a packed state has infinite values")
+    kind: DType = dtype  # type: ignore[assignment]  # ``rows_of_shape`` has looked
+    exact = values if dtype == "float32" else narrow(values, kind)
+    return np.ascontiguousarray(exact).reshape(shape)
+
+
+def is_finite(array: np.ndarray, dtype: str) -> bool:
+    """Say whether an array has values of a dtype that can be packed, and all are finite."""
+    if dtype not in NUMPY_DTYPES or not array.ndim or not array.size:
+        return False
+    return bool(np.isfinite(fp32(array, dtype)).all())
+
+
+def fp32(array: np.ndarray, dtype: str) -> np.ndarray:
     """Widen values of any shape to fp32."""
     contiguous = np.ascontiguousarray(array)
     if dtype == "float32":

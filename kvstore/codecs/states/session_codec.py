@@ -8,16 +8,23 @@ that learns nothing, as in ``dense3+window4``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import WINDOWS, parts_of
+from kvstore.codecs.names import STATES, WINDOWS, parts_of
 from kvstore.codecs.presets import open_codec, warm
+from kvstore.codecs.profile import OF_STATES
+from kvstore.codecs.states import dealt, matrices
+from kvstore.codecs.states.dealt import DEALT, DealtCodec, dealt_codec
 from kvstore.codecs.states.matrices import MatrixCodec, matrix_codec
+from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout, StateLayout
 
 if TYPE_CHECKING:
     from kvstore.codecs.profile import Profile
+
+
+AnyMatrixCodec: TypeAlias = MatrixCodec | DealtCodec
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class SessionCodec:
 
     kv: Codec
     windows: Codec | None
-    matrices: MatrixCodec
+    matrices: AnyMatrixCodec
 
     @property
     def id(self) -> str:
@@ -71,4 +78,24 @@ def open_session_codec(name: str, profile: Profile | None, states: StateLayout) 
         else:
             codec = open_codec(kv_name, profile.of_windows() if profile is not None else None)
             windows = None if codec.exact else codec
-    return SessionCodec(kv, windows, matrix_codec(state_name if states.has_matrices else ""))
+    return SessionCodec(kv, windows, _matrices(state_name if states.has_matrices else "", profile))
+
+
+def _matrices(name: str, profile: Profile | None) -> AnyMatrixCodec:
+    if name not in DEALT:
+        return matrix_codec(name)
+    if profile is None:  # of a plan: nothing is packed
+        return dealt_codec(name, None, "")
+    if OF_STATES not in profile.learned:
+        raise UnknownCodec(f"nothing is known of this model's states for {name!r}; calibrate it")
+    return dealt_codec(name, profile.learned[OF_STATES], profile.ids[OF_STATES])
+
+
+def matrix_codec_of(codec_id: str) -> AnyMatrixCodec:
+    """Return a codec to read with, of an id as a blob says it. Raises ``UnknownCodec``."""
+    name, _, version = codec_id.partition(".")
+    arithmetic, _, digits = version.partition("-")
+    known = str(dealt.ARITHMETIC if name in DEALT else matrices.ARITHMETIC)
+    if name not in STATES or arithmetic != known or bool(digits) != (name in DEALT):
+        raise UnknownCodec(f"states in {codec_id!r}, of another release")
+    return dealt_codec(name, None, digits) if name in DEALT else matrix_codec(name)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from engines.calibration.instrument import NUM_DRAWS, Notice, NotObservable
+from engines.calibration.instrument import NUM_DRAWS, Notice, NotObservable, StateNotice
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
@@ -56,12 +56,13 @@ def test_a_model_that_was_seen_is_as_it_was(kind: str) -> None:
     instrument = MlxInstrument(loaded, probe(loaded.model))
     before = [dict(x.children()) for x in loaded.model.layers]
     run = instrument.prefill(TOKENS)
-    found: list[Notice] = []
-    seen = instrument.observe(TOKENS, FIRST, found.append)
+    noticed: list[Notice | StateNotice] = []
+    seen = instrument.observe(TOKENS, FIRST, noticed.append)
     assert [dict(x.children()) for x in loaded.model.layers] == before
     for pair, other in zip(run, seen, strict=True):
         for array, exact in zip(pair, other, strict=True):
             np.testing.assert_allclose(array, exact, atol=1e-4)
+    found = [x for x in noticed if isinstance(x, Notice)]
     growing = [x.layer for x in found if not x.of_windows]
     assert growing == list(range(len(instrument.layout.layers)))
     for notice in found:

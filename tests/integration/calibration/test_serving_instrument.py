@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.calibration.instrument import Interrupted, Notice
+from engines.calibration.instrument import Interrupted, Notice, StateNotice
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.measuring.serving_instrument import ServingInstrument
 from engines.mlx_worker.model.instrument import MlxInstrument
@@ -80,11 +80,14 @@ async def test_it_sees_what_a_model_of_its_own_sees(kind: str, tmp_path: Path) -
     alone = MlxInstrument(loaded, probe(loaded.model))
     tokens = text(1, 200)
     async with engine(kind, tmp_path, codec="auto", gate={}) as it:
-        beside, found, expected = serving(it), list[Notice](), list[Notice]()
-        run = await asyncio.to_thread(beside.observe, tokens, 150, found.append)
-        for pair, other in zip(run, alone.observe(tokens, 150, expected.append), strict=True):
+        beside, seen, own = serving(it), list[Notice | StateNotice](), list[Notice | StateNotice]()
+        run = await asyncio.to_thread(beside.observe, tokens, 150, seen.append)
+        for pair, other in zip(run, alone.observe(tokens, 150, own.append), strict=True):
             np.testing.assert_allclose(pair[1], other[1], atol=1e-4)
         assert it.owner.held is not None and it.owner.held.nbytes == 0
+    found, expected = ([x for x in notices if isinstance(x, Notice)] for notices in (seen, own))
+    states = [{x.number for x in notices if isinstance(x, StateNotice)} for notices in (seen, own)]
+    assert states[0] == states[1]
     assert len(expected) == len(alone.layout.layers)
     by_layer: dict[int, float] = {}
     for notice in found:

@@ -10,8 +10,7 @@ from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.messages import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.calibrate import calibrate
-from kvstore.codecs.names import STATES
-from kvstore.codecs.profile import OF_WINDOWS, load_profile
+from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, load_profile
 from kvstore.config import StoreConfig
 from tests.integration.tiny_models import tiny_model, write_model
 
@@ -65,8 +64,21 @@ def test_windows_are_learned_by_themselves(tmp_path: Path) -> None:
 def test_every_way_of_states_is_measured_with_the_usual_rows(tmp_path: Path) -> None:
     report = calibrated("qwen3_next", tmp_path)
     rows = {x.preset: x for x in report.rows}
-    assert set(rows) == {f"dense3+{x}" for x in STATES}
-    by_bits = [rows[f"dense3+{x}"].bits_per_element for x in STATES]
-    assert by_bits == sorted(by_bits, reverse=True)
+    plain, dealt = ("state16", "state8", "state6"), ("dealt6", "dealt5", "dealt4")
+    ways = (*plain, *dealt)  # mlx sees what errors cost
+    assert set(rows) == {f"dense3+{x}" for x in ways}
+    for names in (plain, dealt):
+        by_bits = [rows[f"dense3+{x}"].bits_per_element for x in names]
+        assert by_bits == sorted(by_bits, reverse=True)
+    profile = load_profile(Path(report.profile))
+    assert set(profile.learned) == {"dense3", OF_STATES}
+    assert profile.ids[OF_STATES] in rows["dense3+dealt5"].codec_id
     codecs = served("qwen3_next", report, tmp_path, max_kl=1e9)
     assert codecs.report.id == rows["dense3+state8"].codec_id  # what "dense3" alone stands for
+
+
+def test_bits_are_dealt_to_a_state_that_is_all_there_is(tmp_path: Path) -> None:
+    report = calibrated("mamba2", tmp_path)
+    rows = {x.preset: x for x in report.rows}
+    assert {"raw+state8", "raw+dealt6", "raw+dealt4"} <= set(rows)
+    assert rows["raw+dealt6"].bits_per_element < rows["raw+state8"].bits_per_element

@@ -66,7 +66,8 @@ def test_each_preset_is_measured_with_finer_windows_too() -> None:
     # Where windows are all there is, the preset is theirs.
     assert session_presets(names, False, True, False) == names
     assert session_presets(names, True, False, False) == names
-    assert session_presets(names, False, False, True)[1:] == tuple(f"raw+{x}" for x in STATES)
+    plain = [x for x, entry in STATES.items() if not entry.learns]
+    assert session_presets(names, False, False, True)[1:] == tuple(f"raw+{x}" for x in plain)
 
 
 def test_rows_of_windows_go_through_the_codec_that_is_named() -> None:
@@ -76,3 +77,10 @@ def test_rows_of_windows_go_through_the_codec_that_is_named() -> None:
     assert own.windows is not None and own.windows.id == own.kv.id
     assert finer.windows is not None and finer.windows.id.startswith("tq4")
     assert finer.kv.id == own.kv.id and finer.id != own.id
+
+
+def test_where_bits_can_be_dealt_four_are_not_spread_evenly() -> None:
+    ways = ("state16", "state8", "state6", "dealt6", "dealt5", "dealt4")
+    assert session_presets((), False, False, True, True)[1:] == tuple(f"raw+{x}" for x in ways)
+    found = session_presets(("dense3", "tq4"), True, False, True, True)
+    assert set(found) == {"tq4+state8", *(f"dense3+{x}" for x in ways)}
