@@ -335,7 +335,7 @@ class ControlReply(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """A session changed: saved after a turn, evicted by the engine, moved, packed again, ..."""
+    """A session changed: saved, evicted, moved, packed again, by a verb of another gateway, ..."""
 
     cause: Literal["saved", "dropped", "moved", "packed", "restored", "lost", "turn"]
     session: SessionReport

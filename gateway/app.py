@@ -134,6 +134,8 @@ def _lifespan(
         if headroom is not None and headroom.guards:
             guarding = headroom.guard(gateway.restart_largest)
             housekeeping.append(asyncio.create_task(guarding, name="memory-guard"))
+        if gateway.directory is not None:
+            housekeeping.append(asyncio.create_task(gateway.directory.run(), name="directory"))
         gateway.stored.start()
         try:
             yield

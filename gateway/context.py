@@ -17,6 +17,7 @@ from engines.wire import Welcome
 from gateway.access.key_list import KeyList
 from gateway.access.log_ring import LogRing
 from gateway.config import LOOPBACK, GatewayConfig
+from gateway.directory.directory import Directory
 from gateway.edge.body_budget import BodyBudget, body_share_of
 from gateway.errors import Failure, Refused
 from gateway.keys import Tenant, Tenants
@@ -49,6 +50,7 @@ class Gateway:
     keys: KeyList
     stored: Stored = field(default_factory=Stored)
     loading: Loading | None = None  # None: every model is loaded for as long as the server runs
+    directory: Directory | None = None  # None: no other server shares sessions with this one
     tracing: Tracing = field(default_factory=PassOn)
     log_ring: LogRing = field(default_factory=LogRing)
     started_at: int = field(default_factory=lambda: int(time.time()))

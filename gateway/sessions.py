@@ -21,10 +21,22 @@ from engines.base import EngineUnavailable, SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
 from gateway.context import admin_of, caller_of, gateway_of, model_asked
+from gateway.directory.beyond import (
+    Found,
+    carried_out_elsewhere,
+    delete_everywhere,
+    found_elsewhere,
+    shown_elsewhere,
+    unknown_while_away,
+    used_later,
+)
+from gateway.directory.directory import Elsewhere
+from gateway.directory.verbs import done, shown, sleeps
 from gateway.identity.names import checked_name
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
 from gateway.prefixes.beside import SUFFIX
+from gateway.stored.shelf import StoreFailed
 from scheduler.sessions import Overloaded, Place
 from scheduler.view import SessionView
 
@@ -48,17 +60,20 @@ async def list_sessions(request: Request) -> Response:
     tenant, models = _owner(request), _models(request)
     limit, (number, after) = _limit(request), _after(request)
     rows: list[tuple[int, SessionView]] = []
+    beyond = after if number == len(models) else None
     for i, model in enumerate(models[number:], number):
         few = model.sessions.list(tenant.name, limit + 1 - len(rows), after)
         rows += [(i, x) for x in few]
         after = None
-    data = [_row(models[i], view) for i, view in rows[:limit]]
+    data = [shown(models[i], view) for i, view in rows[:limit]]
     listed: dict[str, Any] = {"object": "list", "data": data, "codec": models[0].engine.codec}
     if len(rows) > limit:
         i, last = rows[limit - 1]
         place = models[i].sessions.place(tenant.session(last.id))
         assert place is not None, "nothing has changed since it was listed"
         listed["next"] = f"{i}/{place[0]!r}/{place[1]}"
+    else:
+        await _add_elsewhere(request, tenant, listed, limit - len(rows), beyond)
     if unlisted := [x.label for x in models if not x.is_listed]:
         listed["unlisted_models"] = unlisted  # not loaded since the server's start
     return _json(listed)
@@ -67,53 +82,45 @@ async def list_sessions(request: Request) -> Response:
 @router.post(_ONE + "/demote")
 async def demote(request: Request) -> Response:
     """Put a session to sleep now; a tier in the body also moves its cold copy down."""
-    model, session = _addressed(request)
+    session = _session(request)
     body = await read_json_body(request, gateway_of(request).config)
     try:
         to = msgspec.json.decode(body or b"{}", type=DemoteTo)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is {{}} or {{'tier': NAME}}: {error}.", "tier") from error
-    if model.state == "unloaded":  # then it sleeps already, as deep as it can
-        return _one(model, model.sessions.get(session))
-    async with gateway_of(request).using(model, request):
-        return _one(model, await model.sessions.demote(session, to.tier))
+    return await _carried_out(request, session, "demote", to.tier)
 
 
 @router.post(_ONE + "/prefetch")
 async def prefetch(request: Request) -> Response:
     """Wake a session before its next turn comes."""
-    model, session = await _addressed_by_post(request)
-    async with gateway_of(request).using(model, request):
-        return _one(model, await model.sessions.prefetch(session))
+    return await _verb(request, "prefetch")
 
 
 @router.post(_ONE + "/pin")
 async def pin(request: Request) -> Response:
     """Protect a session from sleep and eviction until it is unpinned."""
-    model, session = await _addressed_by_post(request)
-    async with gateway_of(request).using(model, request):
-        return _one(model, await model.sessions.pin(session, True))
+    return await _verb(request, "pin")
 
 
 @router.post(_ONE + "/unpin")
 async def unpin(request: Request) -> Response:
-    model, session = await _addressed_by_post(request)
-    async with gateway_of(request).using(model, request):
-        return _one(model, await model.sessions.pin(session, False))
+    return await _verb(request, "unpin")
 
 
 @router.get(_ONE)
 async def show_session(request: Request) -> Response:
     """Show one session, its past, and how its latest prompt compares with the one before."""
-    model, session = _addressed(request)
-    view = model.sessions.get(session)
-    if view is None:
-        raise _unknown_session()
+    session = _session(request)
+    model = _model_of(request, session)
+    view = model.sessions.get(session) if model else None
+    if model is None or view is None:
+        return _json(shown_elsewhere(await _held_elsewhere(request, session)))
     prefix = model.prefixes.report(session.tenant, session.id)
     past = model.live.detail(session, admin=False)
     return _json(
         {
-            **_row(model, view),
+            **shown(model, view),
             **(msgspec.to_builtins(past.row) if past else {}),  # knows what is being answered
             "prefix": prefix,
             "timeline": past.timeline if past else [],
@@ -126,11 +133,18 @@ async def show_session(request: Request) -> Response:
 async def forget(request: Request) -> Response:
     """Remove a session from every tier, for good."""
     session, gateway = _session(request), gateway_of(request)
-    num_stored = await gateway.stored.ask(
-        session.tenant, lambda objects: objects.forget(session.tenant, session.id), 0
-    )
+    num_stored, not_removed = 0, None
+    try:
+        num_stored = await gateway.stored.ask(
+            session.tenant, lambda objects: objects.forget(session.tenant, session.id), 0
+        )
+    except StoreFailed as error:  # the session goes all the same
+        not_removed = error
     beside = msgspec.structs.replace(session, id=session.id + SUFFIX)
     models, known = _models(request), []
+    elsewhere = await delete_everywhere(
+        gateway.directory, (session, beside), models, _model_name(request)
+    )
     unseen: dict[str, Exception] = {}  # models that could not be loaded to look for it
     for model in models:  # one after the other: to use two at once would be to wait for oneself
         if not model.may_have(session) and not model.may_have(beside):
@@ -142,12 +156,16 @@ async def forget(request: Request) -> Response:
             if model.is_listed:  # it is there, and stays
                 raise
             unseen[model.label] = error
-    if not any(known) and not num_stored:
-        raise next(iter(unseen.values()), _unknown_session())
+    if not_removed is not None:
+        raise not_removed
+    if not any(known) and not num_stored and not elsewhere.rows:
+        raise next(iter(unseen.values()), _unknown(elsewhere))
     for model in models:
         for x in (session, beside):
             model.prefixes.forget(x.tenant, x.id)
     deleted = {"id": session.id, "object": "session.deleted", "deleted": True}
+    if elsewhere.is_away:
+        deleted["only_here"] = True  # other servers learn of it when the directory answers again
     return _json(deleted | ({"unlisted_models": sorted(unseen)} if unseen else {}))
 
 
@@ -197,35 +215,89 @@ def _session(request: Request) -> SessionRef:
     return tenant.session(checked_name(request.path_params["session_id"], "the session's id"))
 
 
-def _addressed(request: Request) -> tuple[ServedModel, SessionRef]:
-    """Return the session that is meant, and its model: of several the one that had it last.
-
-    Raises:
-        InvalidRequest: 404, no model can have it: none is loaded to look for it.
-    """
-    session, models = _session(request), _models(request)
+def _model_of(request: Request, session: SessionRef) -> ServedModel | None:
+    """Return a session's model: of several the one that had it last; None if none can have it."""
+    models = _models(request)
     known = [(view.idle_s, x) for x in models if (view := x.sessions.get(session))]
     if known:
-        return min(known, key=lambda x: x[0])[1], session
-    if unseen := [x for x in models if x.may_have(session)]:
-        return unseen[0], session
-    raise _unknown_session()
+        return min(known, key=lambda x: x[0])[1]
+    return next((x for x in models if x.may_have(session)), None)
 
 
-async def _addressed_by_post(request: Request) -> tuple[ServedModel, SessionRef]:
-    addressed = _addressed(request)
+async def _verb(request: Request, verb: str) -> Response:
+    session = _session(request)
     await read_json_body(request, gateway_of(request).config)
-    return addressed
+    return await _carried_out(request, session, verb)
 
 
-def _row(model: ServedModel, view: SessionView) -> dict[str, Any]:
-    return {**msgspec.to_builtins(view), "model": model.label}
-
-
-def _one(model: ServedModel, view: SessionView | None) -> Response:
+async def _carried_out(
+    request: Request, session: SessionRef, verb: str, tier: TierName | None = None
+) -> Response:
+    """Carry out a verb where the session was used last, here or at another server."""
+    gateway = gateway_of(request)
+    model = _model_of(request, session)
+    view = model.sessions.get(session) if model else None
+    elsewhere = await _elsewhere(request, session.tenant, session.id)
+    if holder := used_later(elsewhere, view):
+        return await carried_out_elsewhere(gateway.directory, holder, verb, session, tier)
+    if model is None:
+        raise _unknown(elsewhere)
+    if sleeps(model, verb):
+        view = await done(model, session, verb)
+    else:
+        async with gateway.using(model, request):
+            view = await done(model, session, verb, tier)
     if view is None:
-        raise _unknown_session()
-    return _json(_row(model, view))
+        raise _unknown(elsewhere)
+    return _json(shown(model, view))
+
+
+def _model_name(request: Request) -> str:
+    """Return the name of the model that is asked for; "" = of all."""
+    asked = model_asked(request)
+    return "" if asked is None else asked.label
+
+
+async def _add_elsewhere(
+    request: Request, tenant: Tenant, listed: dict[str, Any], most: int, after: Place | None
+) -> None:
+    """Add to a list the sessions that other servers have, and this one does not."""
+    models, found = _models(request), await _elsewhere(request, tenant.name)
+    if found.is_away:
+        listed["only_here"] = True  # the directory of other servers' sessions does not answer
+    own = {x.label: x for x in models}
+    rows = {
+        f"{x.row.model}/{x.row.id}": x
+        for x in found.rows
+        if x.row.model not in own or not own[x.row.model].knows(tenant, x.row.id)
+    }
+    keys = sorted(x for x in rows if after is None or x > after[1])
+    listed["data"] += [shown_elsewhere(rows[x]) for x in keys[:most]]
+    if len(keys) > most:
+        last = keys[most - 1] if most else ""
+        listed["next"] = f"{len(models)}/0.0/{last or '!'}"
+
+
+async def _elsewhere(request: Request, tenant: str, id: str | None = None) -> Found:
+    directory = gateway_of(request).directory
+    return await found_elsewhere(directory, tenant, _model_name(request), id)
+
+
+async def _held_elsewhere(request: Request, session: SessionRef) -> Elsewhere:
+    """Find a session that this server does not know; the one that was used last.
+
+    Raises:
+        InvalidRequest: 404, there is none.
+        Refused: 503, the others cannot be asked.
+    """
+    found = await _elsewhere(request, session.tenant, session.id)
+    if not found.rows:
+        raise _unknown(found)
+    return found.rows[0]
+
+
+def _unknown(found: Found) -> Exception:
+    return unknown_while_away() if found.is_away else _unknown_session()
 
 
 def _unknown_session() -> InvalidRequest:

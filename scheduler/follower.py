@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from engines.base import Engine, EngineError, Notice, SessionRef, SessionReport, Welcome
 from scheduler.session import State
@@ -21,6 +22,20 @@ ASK_AGAIN_CAP_S = 30.0
 # Why a session left, where the engine does not say: it needed the room, or had no cold copy of it.
 WHY = {"dropped": "engine", "lost": "no-copy"}
 ROWS_AT_ONCE = 500  # then turns get their share of the event loop
+
+
+class Deletions(Protocol):
+    """Knows which sessions were deleted at other servers."""
+
+    async def among(self, reports: Iterable[SessionReport]) -> list[SessionReport]:
+        """List the reports of sessions that were deleted elsewhere since they began."""
+
+
+class NoDeletions:
+    """There are no other servers."""
+
+    async def among(self, reports: Iterable[SessionReport]) -> list[SessionReport]:
+        return []
 
 
 class Follower:
@@ -43,8 +58,13 @@ class Follower:
         self._clock = clock
         self._on_turn = on_turn
         self._ask_again_first_s = ask_again_first_s
+        self._deletions: Deletions = NoDeletions()
         self._to_ask = asyncio.Event()
         self._followed: Welcome | None = None  # the engine whose sessions are in the table
+
+    def heed(self, deletions: Deletions) -> None:
+        """Have the engine forget what these name whenever it lists its sessions."""
+        self._deletions = deletions
 
     @property
     def settled(self) -> bool:
@@ -104,6 +124,11 @@ class Follower:
         """Take over all that the engine holds, drop what it does not. Raises ``EngineError``."""
         welcome, asked_at = self._engine.welcome, self._clock()
         reports = {(x.tenant, x.id): x for x in await self._engine.sessions()}
+        for report in await self._deletions.among(reports.values()):
+            del reports[report.tenant, report.id]
+            ref = self._ref(report)
+            with self._table.forgetting(ref):
+                await self._engine.forget(ref)
         known = list(self._table)
         # The longest idle first, as in the table: where rows must go, the latest stay.
         for i, report in enumerate(sorted(reports.values(), key=lambda x: -x.idle_s)):
@@ -123,6 +148,8 @@ class Follower:
     def _adopt(self, report: SessionReport) -> None:
         if self._table.was_forgotten(report.tenant, report.id):
             return
-        ref = SessionRef(tenant=report.tenant, id=report.id, salt=self._salt_of(report.tenant))
         state = State.IDLE if report.hot else State.COLD
-        self._table.add(ref, state, self._clock() - report.idle_s, report)
+        self._table.add(self._ref(report), state, self._clock() - report.idle_s, report)
+
+    def _ref(self, report: SessionReport) -> SessionRef:
+        return SessionRef(report.tenant, report.id, self._salt_of(report.tenant))

@@ -22,7 +22,7 @@ from scheduler.admission import AdmissionQueue
 from scheduler.admission import Draining as Draining
 from scheduler.admission import Overloaded as Overloaded
 from scheduler.config import SchedulerConfig
-from scheduler.follower import Follower
+from scheduler.follower import Deletions, Follower
 from scheduler.headroom import Headroom
 from scheduler.headroom import MemoryScarce as MemoryScarce
 from scheduler.moves import Moves
@@ -116,6 +116,10 @@ class SessionManager:
         self.follower = Follower(
             engine, self.table, salt_of=salt_of, clock=clock, on_turn=self.sweeps.hurry
         )
+
+    def heed(self, deletions: Deletions) -> None:
+        """Remove from now on what was deleted elsewhere, before it is listed here."""
+        self.follower.heed(deletions)
 
     def observe(self, observer: Observer) -> None:
         """Let one more observer hear of everything from now on."""
@@ -300,6 +304,20 @@ class SessionManager:
         if session.can(Event.EXPIRE):
             session.apply(Event.EXPIRE, "forgotten")
         return True
+
+    async def forget_deleted(self, ref: SessionRef) -> None:
+        """Remove a session that was deleted at another server, if this one knows it or not.
+
+        It is listed no more at once, also while the engine is away.
+
+        Raises:
+            EngineError: the engine did not do it; to be tried again.
+        """
+        session = self._known(ref)
+        if session is not None and session.can(Event.EXPIRE):
+            session.apply(Event.EXPIRE, "forgotten")
+        with self.table.forgetting(ref):
+            await self._engine.forget(ref)
 
     def _known(self, ref: SessionRef) -> Session | None:
         session = self.table.row(ref.tenant, ref.id)

@@ -96,7 +96,7 @@ class FleetEngine:
     def _served(self, session: SessionRef, replica: Replica) -> None:
         """Note that a replica has taken a request, and let go of the copy that it left behind."""
         home = self._choice.home(session)
-        self._homes.put(session, replica.name)
+        self._homes.served(session, replica.name)
         if home is None or home is replica:
             return
         why = "load" if home.takes else "away"
@@ -345,6 +345,7 @@ class FleetEngine:
                     if notice is None:
                         await self._connected(replica)
                     elif self._is_home(replica, notice.session):
+                        self._choice.note_pinned(notice.session)
                         self._publish(notice)
             except Exception:  # the edge of this task: other replicas must not suffer
                 log.exception("the notices of replica %s were not followed", replica.name)

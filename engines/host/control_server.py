@@ -48,6 +48,7 @@ from engines.wire import (
     VerbAnswer,
     Welcome,
     WireError,
+    absent,
     frame,
     read_request,
 )
@@ -146,13 +147,30 @@ class ControlServer:
     async def _serve(self, request: ControlRequest, writer: asyncio.StreamWriter) -> None:
         try:
             # An answer that is too long for a frame is this verb's failure, not the connection's.
-            body = frame(ControlReply(request.number, await self._answer(request.verb, writer)))
+            answer = await self._answer(request.verb, writer)
+            self._tell_others(request.verb, answer, writer)
+            body = frame(ControlReply(request.number, answer))
         except PinLimit as error:
             body = frame(ControlReply(request.number, Refused(str(error), "pin_limit")))
         except Exception as error:  # the edge of this process: the gateway gets an answer
             logger.exception("%s failed", type(request.verb).__name__)
             body = frame(ControlReply(request.number, Refused(_words(error))))
         send_bounded(writer, body)
+
+    def _tell_others(self, verb: Verb, answer: VerbAnswer, writer: asyncio.StreamWriter) -> None:
+        """Send what a verb has changed to the other gateways that use this engine."""
+        if not isinstance(answer, Done) or len(self._greeted) < 2:
+            return
+        match verb:
+            case Forget():
+                notice = Notice("lost", absent(verb.session), "forgotten")
+            case Demote() | Prefetch() | Pin() | Unpin() if answer.report is not None:
+                notice = Notice("moved", answer.report, "asked")
+            case _:
+                return
+        body = frame(notice)
+        for other in self._greeted - {writer}:
+            send_bounded(other, body)
 
     async def _answer(self, verb: Verb, writer: asyncio.StreamWriter) -> VerbAnswer:
         if isinstance(verb, Hello):

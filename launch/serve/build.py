@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fastapi import FastAPI
 from engines.base import Engine, EngineError, TierName
 from engines.config import WorkerConfig
 from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE, FleetEngine
-from engines.fleet.homes import LastHomes
+from engines.fleet.homes import FleetHomes, Homes, SaidMoves
 from engines.registry import UnknownEngine, create_engine
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
@@ -27,9 +28,8 @@ from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ServedModel
 from gateway.telemetry.tracing import PassOn, Tracing
 from kvstore.codecs.names import EXACT
-from kvstore.codecs.presets import check_name, is_exact
+from kvstore.codecs.presets import is_exact
 from kvstore.config import AUTO, StoreConfig
-from kvstore.errors import UnknownCodec
 from launch.errors import LaunchError, UsageError
 from launch.machine.blas import Blas, find_blas
 from launch.machine.interpreters import CHILD_ENV
@@ -39,10 +39,11 @@ from launch.model import Model, find_model
 from launch.plan.cache_shape import NotUnderstood
 from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
 from launch.plan.served_cache import served_cache
+from launch.serve.directory import directory_of, homes_for
 from launch.serve.keys import key_lines
 from launch.serve.lending import lending_of
 from launch.serve.listed import listed_fleet
-from launch.serve.preflight import check_memory, check_tiers
+from launch.serve.preflight import check_codecs, check_memory, check_tiers
 from launch.serve.secret import secret_of, secret_path
 from launch.serve.stored import stored_objects
 from launch.settings.default_budgets import weights_bytes
@@ -108,13 +109,15 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     _check_memory(entries, models, settings)
     with ExitStack() as stack:
         metrics, served, engines, on_demand = Metrics(), [], [], []
+        shared = FleetHomes([], SaidMoves(time.monotonic))
         headroom = None
         if len(entries) > 1:
             headroom = Headroom(
                 machine_memory, settings.scheduler, clock=time.monotonic, observer=metrics
             )
         for (entry, own), model in zip(entries, models, strict=True):
-            built = _built_engine(own, model, environ, stack)
+            make_homes = partial(homes_for, settings=own.settings, tenants=tenants, shared=shared)
+            built = _built_engine(own, model, environ, stack, make_homes)
             sessions = SessionManager(
                 built.engine,
                 _for_replicas(settings.scheduler, built.num_replicas),
@@ -147,6 +150,9 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded, lending=lending)
         app = create_app(settings.gateway, served, tenants, metrics, stored, loading, headroom)
         app.state.gateway.tracing = _tracing(settings.gateway)
+        app.state.gateway.directory = directory_of(
+            settings.store, served, tenants, loading, shared, effective.folders.data, stack
+        )
         yield BuiltServer(app, engines, tenants)
 
 
@@ -170,7 +176,7 @@ def _check_aliases(settings: Settings) -> None:
 
 
 def _checked(effective: EffectiveSettings) -> Model:
-    _check_codecs(effective.settings.store)
+    check_codecs(effective.settings.store)
     require_installed(effective)
     model = _model(effective)
     each = next(iter(replica_settings(effective).values()))  # they differ in names only
@@ -181,7 +187,11 @@ def _checked(effective: EffectiveSettings) -> Model:
 
 
 def _built_engine(
-    effective: EffectiveSettings, model: Model, environ: Mapping[str, str], stack: ExitStack
+    effective: EffectiveSettings,
+    model: Model,
+    environ: Mapping[str, str],
+    stack: ExitStack,
+    make_homes: Callable[[Iterable[str]], Homes],
 ) -> BuiltEngine:
     """Make the engine of a model; of several replicas one that is all of them."""
     settings = effective.settings
@@ -198,7 +208,7 @@ def _built_engine(
         return built
     fleet = FleetEngine(
         {name: x.engine for name, x in each.items()},
-        LastHomes(settings.scheduler.max_sessions),
+        make_homes(each),
         MOVES_AT if settings.store.redis_url else MOVES_AT_ALONE,
     )
     return replace(built, effective=effective, engine=fleet, num_replicas=len(each))
@@ -387,13 +397,3 @@ def _check_admins(config: GatewayConfig, tenants: Tenants) -> None:
             " is no admin key; make one with `thermocline keys new NAME` and put its line into"
             " gateway.admin_keys_file"
         )
-
-
-def _check_codecs(store: StoreConfig) -> None:
-    """Check the names only. Whether a codec may serve this model, the engine decides."""
-    for field in ("codec", "disk_codec", "redis_codec"):
-        try:
-            if (name := getattr(store, field)) not in ("", AUTO):
-                check_name(name)
-        except UnknownCodec as error:
-            raise UsageError(f"store.{field}: {error}") from error

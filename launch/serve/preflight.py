@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engines.config import vllm_rank_folder
-from kvstore.config import StoreConfig
-from kvstore.errors import TierInUse, TierUnavailable
+from kvstore.codecs.presets import check_name
+from kvstore.config import AUTO, StoreConfig
+from kvstore.errors import TierInUse, TierUnavailable, UnknownCodec
 from kvstore.tiers.disk.budget import capacity_within
 from kvstore.tiers.disk.folder import DiskFolder
 from launch.errors import LaunchError, UsageError
@@ -168,3 +169,16 @@ def _check_redis(config: StoreConfig) -> None:
         log.warning("going on without redis until it answers")
     finally:
         link.close()
+
+
+def check_codecs(store: StoreConfig) -> None:
+    """Check the names only. Whether a codec may serve this model, the engine decides.
+
+    Raises ``UsageError``.
+    """
+    for field in ("codec", "disk_codec", "redis_codec"):
+        try:
+            if (name := getattr(store, field)) not in ("", AUTO):
+                check_name(name)
+        except UnknownCodec as error:
+            raise UsageError(f"store.{field}: {error}") from error

@@ -33,11 +33,18 @@ class Breaker:
     Args:
         monotonic: seconds from anywhere, never going back.
         threshold: failures in a row, with no success between them, that open it.
+        longest_wait_s: until it asks again.
     """
 
-    def __init__(self, monotonic: Callable[[], float], threshold: int = THRESHOLD) -> None:
+    def __init__(
+        self,
+        monotonic: Callable[[], float],
+        threshold: int = THRESHOLD,
+        longest_wait_s: float = LONGEST_WAIT_S,
+    ) -> None:
         self._monotonic = monotonic
         self._threshold = threshold
+        self._longest_wait_s = longest_wait_s
         self._lock = threading.Lock()
         self._state = BreakerState.CLOSED
         self._failures = 0
@@ -78,7 +85,7 @@ class Breaker:
                 return
             self._failures += 1
             if self._state is BreakerState.HALF_OPEN:
-                self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
+                self._wait_s = min(2 * self._wait_s, self._longest_wait_s)
                 self._open()
             elif self._failures >= self._threshold:
                 self._open()

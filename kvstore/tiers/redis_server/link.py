@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.redis_server.breaker import Breaker, BreakerState
+from kvstore.tiers.redis_server.breaker import LONGEST_WAIT_S, Breaker, BreakerState
 
 try:
     import redis
@@ -41,19 +41,24 @@ class RedisLink:
         url: ``redis://``, ``rediss://`` or ``unix://``. Nothing is connected before the first run.
         deadline_s: for one batch, connecting included. A silent server is given up after half of
             it, so that a batch never takes longer than one and a half times this.
+        longest_wait_s: until a server that did not answer is asked again.
 
     Raises:
         ValueError: the URL is not one; the message does not repeat its password.
     """
 
     def __init__(
-        self, url: str, deadline_s: float, monotonic: Callable[[], float] = time.monotonic
+        self,
+        url: str,
+        deadline_s: float,
+        monotonic: Callable[[], float] = time.monotonic,
+        longest_wait_s: float = LONGEST_WAIT_S,
     ) -> None:
         self.name = masked(url)
         self._secrets = _secrets(url)
         self._deadline_s = deadline_s
         self._monotonic = monotonic
-        self._breaker = Breaker(monotonic)
+        self._breaker = Breaker(monotonic, longest_wait_s=longest_wait_s)
         self._counting = threading.Lock()
         self._num_errors = 0
         self._answered = False  # ever

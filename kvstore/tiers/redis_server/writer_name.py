@@ -26,19 +26,19 @@ _log = logging.getLogger(__name__)
 class WriterName:
     """A name that nobody else has until ``release``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file_name: str = FILE_NAME) -> None:
         self._fd = -1
         self.text = secrets.token_hex(_NAME_BYTES // 2)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._fd = _held(folder / FILE_NAME)
+            self._fd = _held(folder / file_name)
             self.text = _kept(self._fd, self.text)
         except OSError as error:
             self.release()
             _log.warning(
-                "what this engine leaves in redis will not count in its next life's budget: "
+                "what this life leaves in redis will not be known to the next: "
                 "%s cannot be used: %s",
-                folder / FILE_NAME,
+                folder / file_name,
                 error.strerror or error,
             )
 

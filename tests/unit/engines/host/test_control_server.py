@@ -279,6 +279,26 @@ async def test_notices_go_to_those_who_said_hello(served: Served) -> None:
         assert (await stranger.reply()).number == 7
 
 
+async def test_what_one_gateway_asks_for_the_others_learn(served: Served) -> None:
+    served.verbs.begin(ONE, ["a", "b"])
+    served.verbs.end(ONE, ["a", "b"])
+    served.verbs.release.set()
+    async with served.call() as one, served.call() as other:
+        await one.ask(Pin(ONE))
+        notice = await read_from_engine(other.reader)
+        assert isinstance(notice, Notice)
+        assert (notice.cause, notice.session.pinned) == ("moved", True)
+        await one.ask(Demote(ONE))  # and itself has its answers only
+        notice = await read_from_engine(other.reader)
+        assert isinstance(notice, Notice)
+        assert not notice.session.hot
+        assert isinstance(await one.ask(Forget(ONE)), Refused)  # this engine's fails: no notice
+        await one.ask(Unpin(ONE))
+        notice = await read_from_engine(other.reader)
+        assert isinstance(notice, Notice)
+        assert (notice.cause, notice.session.pinned) == ("moved", False)
+
+
 async def test_a_caller_that_does_not_read_is_cut_off(served: Served) -> None:
     notice = Notice("saved", msgspec.structs.replace(REPORT, id="x" * 100_000))
     async with served.call() as caller:

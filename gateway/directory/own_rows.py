@@ -1,0 +1,114 @@
+"""The sessions of this server as the directory shows them to others: rows in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from engines.base import SessionRef
+from kvstore.directory.exchange import PageName
+from kvstore.directory.names import Names
+from kvstore.directory.rows import Row, page_of
+from scheduler.observer import NullObserver
+from scheduler.view import SessionView
+
+
+class OwnKey(NamedTuple):
+    """Names a session of this server."""
+
+    tenant: str
+    model: str
+    id: str
+
+
+class OwnRows:
+    """Rows by page, as many as the tables of sessions have. ``changed``: pages to be written."""
+
+    def __init__(self, names: Names, clock: Callable[[], int]) -> None:
+        """``clock`` returns the reading of the logical clock of ``kvstore.directory.deletions``."""
+        self._names = names
+        self._clock = clock
+        self._pages: dict[PageName, dict[OwnKey, Row]] = {}
+        self._by_mark: dict[bytes, set[OwnKey]] = {}
+        self.changed: set[PageName] = set()
+
+    def put(self, key: OwnKey, view: SessionView, used: float) -> None:
+        """Show a session as it is now; one that is new begins at this moment."""
+        page = PageName(key.tenant, page_of(key.id))
+        listed = self._pages.setdefault(page, {})
+        known = listed.get(key)
+        if known is None:
+            for mark in self._marks(key):
+                self._by_mark.setdefault(mark, set()).add(key)
+        row = Row(
+            model=key.model,
+            id=key.id,
+            epoch=self._clock() if known is None else known.epoch,
+            used=used,
+            state=view.state,
+            tier=view.tier,
+            tokens=view.tokens,
+            nbytes=view.bytes,
+            pinned=view.pinned,
+            kind=view.kind,
+            parent=view.parent,
+            retain_s=view.retain_s,
+        )
+        if known is None or not _same(known, row):
+            listed[key] = row
+            self.changed.add(page)
+
+    def drop(self, key: OwnKey) -> None:
+        """Show a session no more."""
+        page = PageName(key.tenant, page_of(key.id))
+        listed = self._pages.get(page, {})
+        if listed.pop(key, None) is None:
+            return
+        if not listed:
+            del self._pages[page]
+        for mark in self._marks(key):
+            keys = self._by_mark[mark]
+            keys.discard(key)
+            if not keys:
+                del self._by_mark[mark]
+        self.changed.add(page)
+
+    def _marks(self, key: OwnKey) -> Iterator[bytes]:
+        yield self._names.mark(key.tenant, key.model, key.id)
+        yield self._names.mark(key.tenant, "", key.id)
+
+    def row(self, key: OwnKey) -> Row | None:
+        """Return the row of a session; None if it has none."""
+        return self._pages.get(PageName(key.tenant, page_of(key.id)), {}).get(key)
+
+    def marked(self, mark: bytes, before: int) -> list[OwnKey]:
+        """List the sessions that a mark means and that began before an epoch."""
+        keys = self._by_mark.get(mark, ())
+        return [x for x in keys if (row := self.row(x)) is not None and row.epoch < before]
+
+    def page(self, name: PageName) -> list[Row]:
+        """List the rows of a page."""
+        return list(self._pages.get(name, {}).values())
+
+    def change_all(self) -> None:
+        """Have every page written again."""
+        self.changed.update(self._pages)
+
+
+def _same(row: Row, other: Row) -> bool:
+    """Tell whether two rows differ in no more than a moment of time."""
+    near = abs(row.used - other.used) < 1.0
+    return near and msgspec.structs.replace(row, used=other.used, retain_s=other.retain_s) == other
+
+
+class Changes(NullObserver):
+    """Notes which rows of a model's table have changed."""
+
+    def __init__(self, number: int, changes: dict[tuple[int, str, str], None]) -> None:
+        self._number = number
+        self._changes = changes
+
+    def row_changed(self, ref: SessionRef) -> None:
+        self._changes[self._number, ref.tenant, ref.id] = None

@@ -1,0 +1,85 @@
+"""The board of a server: what it says to all others, in one small document that it writes anew.
+
+Others read it twice in a second. A board of a life that has a lower number than one that was read
+before is a replay, and is ignored. A server lives as long as its board changes: each reader
+measures that by its own clock, and by the Redis server's where it sees a board for the first time.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from kvstore.session import TierName
+
+LIFE_BYTES: Final = 8
+HEADER_BYTES: Final = LIFE_BYTES + 8
+MAX_BOARD_BYTES: Final = 256 << 10
+MAX_RECENT: Final = 256  # deletions
+MAX_ORDERS: Final = 64  # and as many answers
+LEASE_S: Final = 10.0
+
+
+class Order(msgspec.Struct, frozen=True, array_like=True):
+    """A verb on a session, for the server that has it.
+
+    It is for one life of that server. ``seen`` is the number of that server's board when the order
+    was written: by that the server knows how old the order is, whatever clocks say.
+    """
+
+    number: int
+    to: bytes  # a life
+    seen: int
+    verb: str  # demote, prefetch, pin, unpin
+    tenant: str
+    model: str
+    id: str
+    tier: TierName | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to an order: a status of HTTP and a body, as the server itself would answer."""
+
+    to: bytes  # a life
+    number: int  # of the order
+    status: int
+    body: bytes
+
+
+class Board(msgspec.Struct, frozen=True, array_like=True):
+    """All that a server says to the others at one moment."""
+
+    name: str  # the same in all lives
+    life: bytes
+    number: int  # grows with each writing
+    at: float  # seconds of the Redis server's clock
+    clock: int  # see ``deletions``
+    num_deletions: int  # that were said, the recent ones included
+    recent: list[tuple[bytes, int]] = []  # marks and epochs; all others are in its ``deletions``
+    orders: list[Order] = []
+    answers: list[Answer] = []
+    num_homes: int = 0  # that were said, the latest ones below included
+    homes: list[tuple[bytes, bytes]] = []  # marks of sessions, and of the engines that have them
+
+    @property
+    def header(self) -> bytes:
+        """The beginning of what lies on the server: says in clear whether the rest is new."""
+        return self.life + self.number.to_bytes(8, "big")
+
+
+_decoder = msgspec.msgpack.Decoder(Board)
+
+
+def pack(board: Board) -> bytes:
+    """Write a board; ``Names.seal`` seals it."""
+    return msgspec.msgpack.encode(board)
+
+
+def unpack(packed: bytes | memoryview, header: bytes) -> Board | None:
+    """Read a board that was sealed; None if it is of another release, or not of this header."""
+    try:
+        board = _decoder.decode(packed)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return board if board.header == header else None
