@@ -18,6 +18,8 @@ import msgspec
 from kvstore.codecs.quality import Quality
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
+from kvstore.stats import Difference as Difference
+from kvstore.stats import Members as Members
 from kvstore.stats import Repacking
 
 WIRE_VERSION = 3
@@ -135,6 +137,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     codec: CodecReport | None = None  # None: it did not say
     requests: list[RequestProgress] = []  # those inside the engine, as far as it can tell
     repacking: Repacking = Repacking()  # of what was stored before there was a codec for it
+    members: Members | None = None  # the other engines on its Redis; None: none, or not known
 
 
 # ---- gateway -> engine

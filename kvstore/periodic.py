@@ -10,11 +10,14 @@ _log = logging.getLogger(__name__)
 
 
 class Periodic:
-    """Calls ``work`` every ``every_s`` seconds, until ``close``."""
+    """Calls ``work`` every ``every_s`` seconds, until ``close``; ``at_once``: now, too."""
 
-    def __init__(self, work: Callable[[], None], every_s: float, name: str) -> None:
+    def __init__(
+        self, work: Callable[[], None], every_s: float, name: str, *, at_once: bool = False
+    ) -> None:
         self._work = work
         self._every_s = every_s
+        self._first_s = 0.0 if at_once else every_s
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -25,7 +28,9 @@ class Periodic:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(self._every_s):
+        wait_s = self._first_s
+        while not self._closed.wait(wait_s):
+            wait_s = self._every_s
             try:
                 self._work()
             except Exception:  # the edge of this thread: a bad round must not be the last one

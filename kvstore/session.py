@@ -21,7 +21,14 @@ MissReason: TypeAlias = Literal[
     "deadline",  # a slow tier; prefill is faster
     "unavailable",  # a tier is down
     "disabled",  # this engine serves without hibernation
+    # Nothing of it was found, and an engine on the same Redis has another secret: perhaps it is
+    # there, sealed with that.
+    "foreign-secret",
+    # All of it is under other names: another engine on the same Redis has another PYTHONHASHSEED.
+    "foreign-seed",
 ]
+# Of a session of which nothing is known, which may well be new.
+UNKNOWN_REASONS: Final[frozenset[MissReason | None]] = frozenset({"never-stored", "foreign-secret"})
 
 
 class SessionRef(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 
@@ -17,6 +18,30 @@ class Repacking(msgspec.Struct, frozen=True):
     bytes_left: int = 0  # that these take now
     sessions_done: int = 0  # since the start
     freed_bytes: int = 0  # in all tiers together
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Something that keeps other engines on the same Redis apart from this one."""
+
+    kind: str  # a word of ``kvstore.members.differences.WORDS``
+    number: int  # of such engines
+    text: str  # one sentence, with what to do
+
+
+class Members(msgspec.Struct, frozen=True):
+    """The other engines on the store's Redis, as far as they have said so lately."""
+
+    alike: int = 0  # those that find what this one stores, or serve other models
+    differing: tuple[Difference, ...] = ()
+
+
+def most_different(parts: Iterable[Members | None]) -> Members | None:
+    """Choose what one engine of several says: of those on the same Redis one finds the most."""
+    return max(
+        (x for x in parts if x is not None),
+        key=lambda x: (len(x.differing), x.alike),
+        default=None,
+    )
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +65,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierStats]
     codecs: dict[str, str] = {}  # by tier, the id of the one that new blobs are in
     repacking: Repacking = Repacking()
+    members: Members | None = None  # None: there is no Redis, or nothing is known yet
 
 
 class Counters:

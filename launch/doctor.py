@@ -29,6 +29,7 @@ from kvstore.tiers.disk.folder import left_behind
 from launch.calibrate.program import MEASURABLE
 from launch.capacity.wish import with_capacity
 from launch.errors import LaunchError
+from launch.joining.roll_call import roll_call
 from launch.machine.blas import find_blas
 from launch.machine.installation import DISTRIBUTION, HOME, installed, require_own_packages
 from launch.machine.interpreters import require_vllm
@@ -282,6 +283,16 @@ def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     return "ok", f"{masked('', url)}, version {info.get('redis_version')}"
 
 
+def _members(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
+    """Look who else is on the Redis, and whether they can find what this server stores."""
+    if not effective.settings.store.redis_url:
+        return "ok", "no Redis to share"
+    found = roll_call(effective, environ)
+    if found.differing:
+        return "warning", "; ".join(x.text for x in found.differing)
+    return "ok", f"{found.alike} engines on this Redis have this secret"
+
+
 def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if effective.engine_kind in ("attached", "fake"):
         return "ok", "the engine's own"
@@ -361,6 +372,7 @@ CHECKS: Mapping[str, Check] = {
     "memory": _memory,
     "disk": _disk,
     "redis": _redis,
+    "members": _members,
     "port": _port,
     "open files": _open_files,
 }

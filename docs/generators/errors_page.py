@@ -106,6 +106,14 @@ MISS_MEANINGS = {
     "deadline": "the tier was slower than `store.restore_deadline_s` or `store.redis_deadline_s`",
     "unavailable": "a tier is down",
     "disabled": "this engine serves without a cold store",
+    "foreign-secret": (
+        "nothing of it was found, and another engine on the same Redis has another secret"
+        " (`store.secret_file`) or `store.encrypt`; see `thermocline join`"
+    ),
+    "foreign-seed": (
+        "all of it lies under other names: another engine on the same Redis has another"
+        " `PYTHONHASHSEED`"
+    ),
 }
 
 

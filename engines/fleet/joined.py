@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from engines.wire import EngineReport, TierReport, Welcome
-from kvstore.stats import Repacking
+from kvstore.stats import Repacking, most_different
 
 _SUMS = (
     *("hot_bytes", "idle_hot_bytes", "hot_capacity_bytes", "active_bytes"),
@@ -63,6 +63,7 @@ def joined_report(reports: Sequence[EngineReport], counters: Mapping[str, int]) 
         counters=dict(Counter(counters)),
         requests=[y for x in reports for y in x.requests],
         repacking=_joined_repacking([x.repacking for x in reports]),
+        members=most_different([x.members for x in reports]),
     )
 
 

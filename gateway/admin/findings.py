@@ -88,6 +88,16 @@ def _tiers(model: ServedModel) -> Iterator[Finding]:
             yield Finding(f"tier {tier.name}", "warning", text, "Give it more room, or less time.")
 
 
+def _members(model: ServedModel) -> Iterator[Finding]:
+    members = model.live.report.members if model.live.report else None
+    if members is None:
+        return
+    if members.alike:
+        yield Finding("members", "ok", f"{members.alike} other engines share this Redis")
+    for each in members.differing:
+        yield Finding("members", "warning", each.text, "`thermocline join` compares the settings.")
+
+
 def _reach(gateway: Gateway) -> Iterator[Finding]:
     config, tenants = gateway.config, gateway.tenants
     if config.on_loopback:
@@ -139,5 +149,5 @@ def _mode(path: str) -> int | None:
 
 CHECKS: tuple[Callable[[Gateway], Iterator[Finding]], ...] = (*(_reach, _keys, _open_files),)
 MODEL_CHECKS: tuple[Callable[[ServedModel], Iterator[Finding]], ...] = (
-    *(_engine, _codec, _tiers, _memory),
+    *(_engine, _codec, _tiers, _members, _memory),
 )

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from engines.wire import CodecReport, EngineReport, TierReport
+from engines.wire import CodecReport, EngineReport, Members, TierReport
 from gateway.metrics import Defined, Gauges, Metrics
 from gateway.telemetry.gauges import GaugeCollector
 from kvstore.codecs.quality import Quality
@@ -81,6 +81,7 @@ def _gauges() -> Iterable[Defined]:
         tiers=[TierReport("ram", 1, 1, 1, 1, 1, True)],
         counters={"turns": 1},
         codec=CodecReport(name="p", tiers={"ram": "p.1"}, rows=(cost,), max_kl=0.01),
+        members=Members(1),
     )
     gauges = Gauges(
         ready=True,

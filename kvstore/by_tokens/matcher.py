@@ -19,7 +19,7 @@ from kvstore.blobs.packer import Packer
 from kvstore.by_tokens.keys import KeyMaker
 from kvstore.by_tokens.records import SessionRecord
 from kvstore.ledger.ledger import Ledger
-from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
 
 PROBE_CHUNKS = 16  # asked for by content at a time
 
@@ -74,6 +74,7 @@ class Matcher:
         self._stack = ledger.stack
         self._keys = keys
         self._packer = packer
+        self._company = ledger.company
         self._chunk = keys.space.chunk_tokens
 
     def match(
@@ -147,7 +148,7 @@ class Matcher:
     ) -> _Known:
         if record is None:
             lapsed = self._index.has_lapsed(session.tenant, session.id)
-            return _Known(None, 0, "ttl" if lapsed else "never-stored")
+            return _Known(None, 0, "ttl" if lapsed else self._company.why_unknown())
         if record.root != root or not self._packer.reads_any(record.codecs):
             return _Known(None, 0, "fingerprint")
         if self._index.is_over(record):
@@ -251,4 +252,4 @@ def _held(reads: list[BlobRead], levels: list[int | None]) -> list[BlobRead]:
 
 def _unless(num_tokens: int, why_not: MissReason | None) -> MissReason | None:
     """A prompt of no known session that still found something has lost nothing."""
-    return None if num_tokens and why_not == "never-stored" else why_not
+    return None if num_tokens and why_not in UNKNOWN_REASONS else why_not

@@ -43,6 +43,7 @@ from kvstore.ledger.claims import Claims
 from kvstore.ledger.eviction_notices import OnGone
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.repacking import OnPacked
+from kvstore.members.company import ALONE, Company
 from kvstore.session import SessionRef, TierName
 from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import StoreStats
@@ -70,6 +71,7 @@ class ColdStore:
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        company: Company = ALONE,
     ) -> None:
         self._config = config
         self.layout = model.layout
@@ -89,6 +91,7 @@ class ColdStore:
             is_awaited=queue.is_waiting,
             clock=clock,
             monotonic=monotonic,
+            company=company,
         )
         ledger.start()
         self._matcher = Matcher(ledger, keys, packer)
@@ -183,7 +186,7 @@ class ColdStore:
         """All that the session's record covers, for a restore ahead of the prompt."""
         record = self.record(session)
         if record is None:
-            return Match(0, None, "disabled" if self._closed else "never-stored")
+            return Match(0, None, "disabled" if self._closed else self.ledger.company.why_unknown())
         return self._matcher.match(session, session.salt, record.tokens, record.num_tokens)
 
     def load(self, match: Match, deadline_s: float | None = None) -> Restored:

@@ -23,6 +23,7 @@ from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.upkeep import Upkeep
 from kvstore.ledger.write_behind import WriteBehind
+from kvstore.members.company import ALONE, Company
 from kvstore.periodic import Periodic
 from kvstore.session import SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
@@ -49,6 +50,7 @@ class Ledger(Generic[R]):
         is_awaited: says of a record key whether a save of that session waits to be done.
         clock: seconds of the wall clock, for what is stored.
         monotonic: seconds that never jump, for deadlines.
+        company: the other engines on the same Redis; owned.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class Ledger(Generic[R]):
         is_awaited: Callable[[bytes], bool] = _nobody_waits,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        company: Company = ALONE,
     ) -> None:
         self.kind = kind
+        self.company = company
         self.counters = Counters()
         self.workers = Workers(config.num_threads)
         self.claims = claims or Claims()
@@ -225,6 +229,7 @@ class Ledger(Generic[R]):
             tiers=self.stack.stats(),
             codecs={name: codecs.of(name).id for name in self.stack.names},
             repacking=self.repacker.progress,
+            members=self.company.report(),
         )
 
     def flush(self, deadline_s: float) -> bool:
@@ -237,6 +242,7 @@ class Ledger(Generic[R]):
 
     def close(self) -> None:
         """Stop all threads and close the tiers; what still waits is dropped. Once."""
+        self.company.close()
         self.repacker.close()
         if self._housekeeping is not None:
             self._housekeeping.close()

@@ -18,6 +18,7 @@ import typer
 from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
 from launch.cli.connect import connect
+from launch.cli.join import join
 from launch.cli.printing import print_json, print_table
 from launch.cli.tools.bench import bench
 from launch.cli.tools.chat import chat
@@ -286,7 +287,7 @@ def calibrate(
 
 
 # In the order in which --help lists them.
-for command in (chat, top, bench, connect):
+for command in (chat, top, bench, connect, join):
     app.command()(command)
 keys_app.command("list")(keys.list_keys)
 keys_app.command("revoke")(keys.revoke_key)

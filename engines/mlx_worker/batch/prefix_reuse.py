@@ -16,7 +16,7 @@ from engines.mlx_worker.batch.request import PrefillTask
 from engines.mlx_worker.sessions.cold_sessions import ColdPrefix, ColdSessions, PrefixQuery
 from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
 from engines.mlx_worker.sessions.hot_sessions import HotPrefix
-from kvstore.session import MissReason, SessionRef
+from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _outcome(task: PrefillTask, hot: HotPrefix | None, reason: MissReason | None
     """The outcome of a task that starts from hot KV, or from nothing."""
     if hot is None:
         return CacheOutcome("miss", 0, reason)
-    if hot.num_tokens == task.target or reason == "never-stored":
+    if hot.num_tokens == task.target or reason in UNKNOWN_REASONS:
         reason = None
     elif hot.diverged:
         reason = "diverged"

@@ -97,6 +97,7 @@ class SessionReports:
             codec=self.codec(),
             requests=self._requests(),
             repacking=store.repacking if store else Repacking(),
+            members=store.members if store else None,
         )
 
     def _requests(self) -> list[RequestProgress]:

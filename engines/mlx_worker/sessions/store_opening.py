@@ -11,14 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.mlx_worker.cache.layout import CachePlan, CannotServe
 from engines.mlx_worker.model.fingerprint import fingerprint
 from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.sessions.selftest import restore_fault
 from kvstore.by_tokens.store import ColdStore
+from kvstore.chunk_size import chunk_tokens
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
+from kvstore.members.company import joined
+from kvstore.members.facts import Facts
 from kvstore.shapes import StoredModel
 from kvstore.tiers.base import Tier
 from kvstore.tiers.registry import open_usable_tiers
@@ -75,7 +80,16 @@ def store_opener(
             return "every tier of the cold store is switched off"
         windows = plan.states.windows if plan.states else None
         model = StoredModel(name, identity, plan.layout, plan.needs_state, windows)
-        store = ColdStore(config, model, codecs.codecs, tiers)
+        facts = Facts(
+            model=name,
+            fingerprint=identity,
+            chunk_tokens=chunk_tokens(config),
+            encrypt=config.encrypt,
+        )
+        company = joined(
+            config, lambda: msgspec.structs.replace(facts, codec=codecs.codecs.redis.id)
+        )
+        store = ColdStore(config, model, codecs.codecs, tiers, company=company)
         return OpenedStore(store, codecs)
 
     return open_store

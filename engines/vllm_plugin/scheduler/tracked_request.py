@@ -9,7 +9,7 @@ from engines.headers import COLD_SOURCES, CacheOutcome, CacheSource
 from engines.vllm_plugin.messages import Staged
 from engines.wire import RequestProgress
 from kvstore.by_blocks.store import RestoredPart
-from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
 
 
 @dataclass
@@ -46,7 +46,7 @@ class TrackedRequest:
         if self.restored_tokens and self.tier and not (self.failed or self.only_part):
             source = COLD_SOURCES[self.tier]
         # Even of a hot prompt the last few tokens are looked for in vain; that is no news.
-        is_news = (source, self.reason) != ("hot", "never-stored")
+        is_news = source != "hot" or self.reason not in UNKNOWN_REASONS
         return source, self.reason if is_news else None
 
     def progress(self, session: SessionRef) -> RequestProgress:

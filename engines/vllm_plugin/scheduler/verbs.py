@@ -38,7 +38,7 @@ from engines.wire import (
 )
 from kvstore.errors import PinLimit
 from kvstore.session import TIER_NAMES, SessionRef, TierName
-from kvstore.stats import Counters, Repacking, StoreStats
+from kvstore.stats import Counters, Repacking, StoreStats, most_different
 
 LOOK_S: Final = 10.0
 MOVE_S: Final = 80.0
@@ -211,6 +211,7 @@ class VllmVerbs:
             codec=_codec([x.codec for x in answers]),
             requests=self._requests(),
             repacking=_repacking([x.repacking for x in stores]),
+            members=most_different([x.members for x in stores]),
         )
 
     def _all_counters(self, stores: list[StoreStats]) -> dict[str, int]:

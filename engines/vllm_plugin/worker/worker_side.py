@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -57,6 +58,8 @@ from kvstore.by_blocks.store import BlockStore
 from kvstore.chunk_size import chunk_tokens
 from kvstore.config import StoreConfig
 from kvstore.ledger.eviction_notices import Departure
+from kvstore.members.company import joined
+from kvstore.members.facts import Facts
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayout
 from kvstore.tiers.registry import open_usable_tiers
@@ -198,7 +201,17 @@ def open_worker_side(
     size = chunk_tokens(config, cache.block_tokens)
     keys = BlockKeys(identity, cache.block_tokens, size // cache.block_tokens)
     tiers = open_usable_tiers(config, vllm_rank_folder(Path(settings.disk_path), rank))
-    store = BlockStore(config, packer, keys, identity, tiers, has_state=states is not None)
+    facts = Facts(
+        model=settings.served_model_name,
+        part=f"rank {rank}",
+        fingerprint=identity,
+        chunk_tokens=size,
+        encrypt=config.encrypt,
+        hash_seed=os.environ.get("PYTHONHASHSEED", ""),  # as vLLM itself reads it
+    )
+    company = joined(config, lambda: msgspec.structs.replace(facts, codec=codecs.codecs.redis.id))
+    has_state = states is not None
+    store = BlockStore(config, packer, keys, identity, tiers, has_state=has_state, company=company)
     staging = StagingArea()
     blocks = choose_blocks(cache, store, config.save_queue_bytes // SPARE_SHARE)
     if states is not None:

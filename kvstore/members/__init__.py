@@ -1,0 +1,6 @@
+"""Who else is on the same Redis: each engine writes a sealed entry, and compares it with others'.
+
+``facts`` is what an engine says of itself, ``entry`` how that is sealed, ``roster`` where entries
+lie on the server, ``differences`` what is wrong between two, ``membership`` the thread that keeps
+an engine's own entry and reads the others.
+"""
