@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
@@ -25,6 +25,7 @@ from gateway.events import routes as events
 from gateway.front import FrontMiddleware
 from gateway.keys import Tenants
 from gateway.limits.key_limits import KeyLimits, usual_limits
+from gateway.limits.shared_limits import SharedLimits
 from gateway.live.places import StreamPlaces
 from gateway.metrics import Metrics
 from gateway.models.loading import Loading
@@ -44,7 +45,6 @@ from gateway.openai.responses import routes as responses
 from gateway.relay.answer_format import STORED_HEADER
 from gateway.stored.stored import Stored
 from scheduler.headroom import Headroom
-from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.gateway")
 
@@ -65,12 +65,14 @@ def create_app(
     stored: Stored | None = None,
     loading: Loading | None = None,
     headroom: Headroom | None = None,
+    shared: SharedLimits | None = None,
 ) -> FastAPI:
     """Build the app around parts that ``launch`` has made.
 
     Its lifespan starts and stops the engines. Without ``stored`` nothing is stored, and
     without ``loading`` all models are loaded from the start. ``headroom`` is what several models
-    share: at its last mark one engine is ended, the one that holds most.
+    share: at its last mark one engine is ended, the one that holds most. ``shared``: what keeps
+    keys' limits together with other gateways.
     """
     gateway = Gateway(
         config=config,
@@ -80,10 +82,13 @@ def create_app(
         stored=stored or Stored(),
         loading=loading,
         bodies=BodyBudget(config.max_bodies_bytes),
-        limits=KeyLimits(usual_limits(config)),
+        limits=KeyLimits(usual_limits(config), shared=shared),
         keys=KeyList(tenants, config),
         event_places=StreamPlaces(config.max_event_streams),
     )
+    if shared is not None:
+        shared.sessions_of = gateway.session_names
+        shared.on_change = metrics.limits_shared
     # FastAPI's pages fetch scripts from a foreign server, and its description knows no bodies here.
     app = FastAPI(
         title="Thermocline",
@@ -112,8 +117,9 @@ def create_app(
         FrontMiddleware,
         config=config,
         metrics=metrics,
-        open_to_all=tenants.open_to_all,
         bodies=gateway.bodies,
+        tenants=tenants,
+        limits=gateway.limits,
     )
     return app
 
@@ -127,7 +133,7 @@ def _lifespan(
         for model in gateway.models:
             if model.on_demand is None:
                 await model.engine.start()
-            keeping = _keep_house(model.sessions)
+            keeping = _again_and_again(model.sessions.run, "the sessions' housekeeping")
             housekeeping.append(asyncio.create_task(keeping, name="sessions"))
         if gateway.loading is not None:
             housekeeping.append(asyncio.create_task(gateway.loading.run(), name="model-loading"))
@@ -136,6 +142,9 @@ def _lifespan(
             housekeeping.append(asyncio.create_task(guarding, name="memory-guard"))
         if gateway.directory is not None:
             housekeeping.append(asyncio.create_task(gateway.directory.run(), name="directory"))
+        if gateway.limits.shared is not None:
+            sharing = _again_and_again(gateway.limits.shared.run, "sharing keys' limits")
+            housekeeping.append(asyncio.create_task(sharing, name="shared-limits"))
         gateway.stored.start()
         try:
             yield
@@ -153,15 +162,15 @@ def _lifespan(
     return lifespan
 
 
-async def _keep_house(session_manager: SessionManager) -> None:
-    """Run the sessions' housekeeping until cancelled; start it again if it fails.
+async def _again_and_again(run: Callable[[], Awaitable[None]], what: str) -> None:
+    """Run something until cancelled; start it again if it fails.
 
-    A defect in it must not end the service: meanwhile sessions just stay hot until the engine
-    itself drops them.
+    A defect in it must not end the service: without housekeeping sessions just stay hot until the
+    engine itself drops them, and without sharing each gateway counts for itself.
     """
     while True:
         try:
-            await session_manager.run()
+            await run()
         except Exception:  # the edge of the process
-            log.exception("the sessions' housekeeping failed; starting it again")
+            log.exception("%s failed; starting it again", what)
         await asyncio.sleep(RESTART_LOOP_S)

@@ -70,10 +70,21 @@ class Gateway:
         num_new = sum(not by_name[name].knows(tenant, id) for name, _, id in apart)
         return sum(x.sessions.num_sessions(tenant.name) for x in self.models) + num_new < most
 
-    def check_new_session(self, tenant: Tenant, model: ServedModel, session_id: str) -> None:
-        """Raise ``Refused`` (429) if the tenant has all the sessions it may, and not this one."""
-        if not self.has_room_for(tenant, model, session_id):
-            most = self.limits.of(tenant).sessions
+    def session_names(self, tenant: str) -> list[str]:
+        """Name all sessions of a tenant, of all models, as ``ServedModel.coming`` does."""
+        return [x.coming(id) for x in self.models for id in x.sessions.ids(tenant)]
+
+    async def check_new_session(self, tenant: Tenant, model: ServedModel, session_id: str) -> None:
+        """Raise ``Refused`` (429) if the tenant has all the sessions it may, and not this one.
+
+        Where gateways share a Redis, those at all of them count.
+        """
+        most = self.limits.of(tenant).sessions
+        has_room = self.has_room_for(tenant, model, session_id)
+        if has_room and most and self.limits.shared and not model.knows(tenant, session_id):
+            name = model.coming(session_id)
+            has_room = await self.limits.shared.claim_session(tenant, most, name)
+        if not has_room:
             message = f"This key may have {most} sessions at once. Delete some: /v1/sessions."
             raise Refused(Failure(429, message, "session_id", "session_limit"))
 

@@ -21,7 +21,8 @@ from engines.asgi import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.edge.body_budget import BODY_SHARE, BodyBudget, BodyShare
 from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
-from gateway.limits.key_limits import key_share_of
+from gateway.keys import Tenants
+from gateway.limits.key_limits import KeyLimits, give_back, key_share_of
 from gateway.metrics import Metrics
 
 log = logging.getLogger("thermocline.gateway")
@@ -32,6 +33,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 _OPERATORS_ROUTES = ("livez", "readyz", "health", "metrics", "dashboard_file")
 _HEAD_ONLY = "head_only"  # where the scope's state says that it was HEAD before it became GET
 _HEALTH = ("/livez", "/readyz", "/health", "/ping")
+_COUNTED = ("/v1/", "/tokenize", "/detokenize")  # paths that count in a key's limits
 _NAMING = ("/v1/sessions/", "/v1/models/")  # a name that follows may hold slashes
 
 
@@ -65,12 +67,13 @@ class FrontMiddleware:
         app: ASGIApp,
         config: GatewayConfig,
         metrics: Metrics,
-        open_to_all: bool,
         bodies: BodyBudget,
+        tenants: Tenants,
+        limits: KeyLimits,
     ) -> None:
-        """``open_to_all``: no API key is needed."""
         self._bodies = bodies
-        self._open_to_all = open_to_all
+        self._tenants = tenants
+        self._limits = limits
         self._app = app
         self._config = config
         self._metrics = metrics
@@ -91,6 +94,8 @@ class FrontMiddleware:
         try:
             refusal = self._refusal(scope, headers)
             app = refusal.response_for(path, response.request_id) if refusal else self._app
+            if refusal is None and path.startswith(_COUNTED):
+                await self._limits.prepare(self._tenants, scope, headers)
             await app(scope, receive, response.send)
         except (ClientGone, ClientDisconnect):
             response.status = CLIENT_CLOSED_REQUEST
@@ -102,6 +107,7 @@ class FrontMiddleware:
             await answer(scope, receive, response.send)
         finally:
             share.give_back()
+            give_back(scope)
             if place := key_share_of(scope):
                 place.leave()
             self._done(scope, response)
@@ -136,7 +142,7 @@ class FrontMiddleware:
             return name in self._config.allowed_hosts
         if self._config.on_loopback:
             return name in LOOPBACK
-        return not self._open_to_all or "." not in name or _is_address(name)
+        return not self._tenants.open_to_all or "." not in name or _is_address(name)
 
     def _known(self, origin: str, host: str) -> bool:
         return origin in self._config.allowed_origins or urlsplit(origin).netloc == host

@@ -182,6 +182,9 @@ class Metrics:
             "thermocline_connections", "Open connections.", registry=self._registry
         )
         self.defined.append(Defined("thermocline_connections", "gauge", (), "Open connections."))
+        words = "1 while keys' limits hold over all gateways of one Redis; 0: at this one alone."
+        self._shared_limits = Gauge("thermocline_limits_shared", words, registry=self._registry)
+        self.defined.append(Defined("thermocline_limits_shared", "gauge", (), words))
         self._connection_ends = self._counter(
             "thermocline_connections_ended", "Connections refused or cut.", ("reason",)
         )
@@ -193,6 +196,10 @@ class Metrics:
 
     def connection_ended(self, reason: str) -> None:
         self._connection_ends(reason).inc()
+
+    def limits_shared(self, is_shared: bool) -> None:
+        """Note whether keys' limits are shared with other gateways."""
+        self._shared_limits.set(is_shared)
 
     # ---- scheduler.observer.Observer
 

@@ -179,7 +179,7 @@ async def _prepared(
         named = asked.session or _found(model, tenant, asked.chain)
         if asked.outline is not None and named_by_agent(request.headers):
             named = _row_of(gateway, model, tenant, named, asked.outline)
-        gateway.check_new_session(tenant, model, named.id)
+        await gateway.check_new_session(tenant, model, named.id)
         gateway.limits.comes(tenant, model.coming(named.id), request.scope)
         session = tenant.session(named.id)
         request.scope["state"]["session"] = named.id

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from operator import attrgetter
 from typing import TypeAlias
@@ -215,6 +215,10 @@ class SessionManager:
     def num_sessions(self, tenant: str) -> int:
         """Count a tenant's sessions, hot and cold."""
         return len(self.table.of(tenant))
+
+    def ids(self, tenant: str) -> Sequence[str]:
+        """Return the ids of a tenant's sessions, hot and cold."""
+        return [x.ref.id for x in self.table.of(tenant)]
 
     def list(
         self, tenant: str, most: int | None = None, after: Place | None = None

@@ -123,6 +123,13 @@ def _keys(gateway: Gateway) -> Iterator[Finding]:
             yield Finding("keys", "warning", text, f"chmod 600 {path}")
 
 
+def _limits(gateway: Gateway) -> Iterator[Finding]:
+    shared = gateway.limits.shared
+    if shared is not None and not shared.is_shared:
+        text = "Redis does not answer, so what keys may take is counted at this gateway alone"
+        yield Finding("limits", "warning", text, "The log says why Redis does not answer.")
+
+
 def _open_files(gateway: Gateway) -> Iterator[Finding]:
     most = most_connections(open_files_limit(), gateway.config.max_connections)
     if most < COMFORTABLE_CONNECTIONS:
@@ -147,7 +154,9 @@ def _mode(path: str) -> int | None:
         return None
 
 
-CHECKS: tuple[Callable[[Gateway], Iterator[Finding]], ...] = (*(_reach, _keys, _open_files),)
+CHECKS: tuple[Callable[[Gateway], Iterator[Finding]], ...] = (
+    *(_reach, _keys, _limits, _open_files),
+)
 MODEL_CHECKS: tuple[Callable[[ServedModel], Iterator[Finding]], ...] = (
     *(_engine, _codec, _tiers, _members, _memory),
 )

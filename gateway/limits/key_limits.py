@@ -1,26 +1,31 @@
 """Lets a key's requests in, within what that key may take; says so in each answer's head.
 
-The counts are of this process: several gateways each allow as much. Tokens are counted when an
-answer has ended, since nobody knows before, so a key may go over once and waits for it afterwards.
-A session has no row before its turn has a slot, so the ids on their way there are counted here.
+The counts are of this process. Where several gateways share a Redis, a key also takes what it uses
+from what they have together (``shared_limits``). Tokens are counted when an answer has ended, since
+nobody knows before, so a key may go over once and waits for it afterwards. A session has no row
+before its turn has a slot, so the ids on their way there are counted here.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from starlette.types import Scope
 
+from engines.openai.requests import InvalidRequest
 from gateway.config import GatewayConfig
 from gateway.errors import Failure, Refused
-from gateway.keys import Limits, Tenant
+from gateway.keys import Limits, Tenant, Tenants
 from gateway.limits.accounts import Account
 from gateway.limits.bucket import Bucket
+from gateway.limits.shared_limits import SharedLimits
+from gateway.limits.stock import Stock
 
 KEY_SHARE = "key_share"  # where a request's share is in the scope's state
+RESERVED = "reserved"  # and what it has waited for
 AGAIN_S = 1.0  # after a refusal for too many at once
 Headers = tuple[tuple[str, str], ...]
 
@@ -38,8 +43,14 @@ def usual_limits(config: GatewayConfig) -> Limits:
 class KeyLimits:
     """The counts of all keys of one app. Runs on the event loop."""
 
-    def __init__(self, usual: Limits, clock: Callable[[], float] = time.monotonic) -> None:
-        """``usual``: see ``usual_limits``."""
+    def __init__(
+        self,
+        usual: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        shared: SharedLimits | None = None,
+    ) -> None:
+        """``usual``: see ``usual_limits``; ``shared``: where the limits are of all gateways."""
+        self.shared = shared
         self.usual = usual  # may be replaced at any time
         self._clock = clock
         self._counts: dict[str, _Counts] = {}
@@ -48,6 +59,17 @@ class KeyLimits:
     def of(self, tenant: Tenant) -> Limits:
         """Return what the caller's key may take."""
         return tenant.limits or self.usual
+
+    async def prepare(self, tenants: Tenants, scope: Scope, headers: Mapping[str, str]) -> None:
+        """Have a part of the limits at hand for a request, whoever it is of; see ``give_back``."""
+        if self.shared is None:
+            return
+        try:
+            key, other = headers.get("authorization"), headers.get("x-api-key")
+            tenant = tenants.authenticate(key, other)
+        except InvalidRequest:
+            return  # it is refused in its own time
+        scope["state"][RESERVED] = await self.shared.ready(tenant, self.of(tenant))
 
     def enter(self, tenant: Tenant, scope: Scope, account: Account) -> None:
         """Charge a request to its key; ``leave`` of its share lets the next one in.
@@ -65,7 +87,9 @@ class KeyLimits:
             counts = self._counts[tenant.key_id] = _Counts(limits, self._clock)
         elif counts.limits != limits:  # its line was changed; its shares hold on to the counts
             counts.limit_to(limits)
-        counts.admit(account)
+        counts.share_by(self.shared.stock(tenant, limits) if self.shared else None)
+        give_back(scope)
+        counts.admit(account, is_shared=self.shared is not None and self.shared.is_shared)
         scope["state"][KEY_SHARE] = KeyShare(counts, int(account.computes))
 
     def coming(self, tenant: Tenant) -> Collection[str]:
@@ -94,6 +118,8 @@ class _Counts:
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.running = 0
         self._clock = clock
+        self._stock: Stock | None = None  # what is at hand of what all gateways have together
+        self._is_shared = False  # when a request was let in last
         self.limit_to(limits)
 
     def limit_to(self, limits: Limits) -> None:
@@ -108,7 +134,14 @@ class _Counts:
             if per_minute
         }
 
-    def admit(self, account: Account) -> None:
+    def share_by(self, stock: Stock | None) -> None:
+        """Count there, too."""
+        self._stock = stock
+        if stock is not None:
+            stock.running = self.running
+
+    def admit(self, account: Account, *, is_shared: bool = False) -> None:
+        self._is_shared = is_shared and self._stock is not None
         at_once = self.limits.concurrent_requests
         if account.computes and at_once and self.running >= at_once:
             raise self._refusal(f"{self.running} requests of this key are running already", AGAIN_S)
@@ -116,12 +149,38 @@ class _Counts:
         for what, bucket in self._buckets.items():
             if wait_s := bucket.wait_s(needed[what]) if needed[what] else 0.0:
                 raise self._refusal(f"this key may use {bucket.per_minute} {what} a minute", wait_s)
+        self._check_shared(account, needed)
         self.use("requests", account.requests)
-        self.running += account.computes
+        self.run(int(account.computes))
+
+    def _check_shared(self, account: Account, needed: Mapping[str, float]) -> None:
+        stock = self._stock
+        if stock is None or not self._is_shared:
+            return
+        if account.computes and not stock.has_place():
+            raise self._refusal("requests of this key run at other gateways already", AGAIN_S)
+        for what, part in stock.slices.items():
+            if needed[what] and not part.holds(needed[what]):
+                why = f"this key may use {part.most} {what} a minute at all gateways"
+                raise self._refusal(why, part.wait_s(needed[what]))
+
+    def run(self, more: int) -> None:
+        """Count so many more that run; fewer, if it is less than nothing."""
+        self.running += more
+        if self._stock is not None:
+            self._stock.running = self.running
 
     def use(self, what: str, number: float) -> None:
         if what in self._buckets:
             self._buckets[what].use(number)
+        if self._stock is not None and self._is_shared and what in self._stock.slices:
+            self._stock.slices[what].use(number)
+
+    def _remaining(self, what: str) -> int:
+        here = self._buckets[what].remaining
+        if self._stock is None or not self._is_shared:
+            return here
+        return min(here, self._stock.slices[what].remaining)
 
     def headers(self) -> Headers:
         return tuple(
@@ -129,7 +188,7 @@ class _Counts:
             for what, bucket in self._buckets.items()
             for name, value in (
                 ("limit", str(bucket.per_minute)),
-                ("remaining", str(bucket.remaining)),
+                ("remaining", str(self._remaining(what))),
                 ("reset", f"{bucket.reset_s:.3f}s"),
             )
         )
@@ -167,9 +226,15 @@ class KeyShare:
         """Make room for another request; may be called twice."""
         if self._inside:
             self._inside = False
-            self._counts.running -= self._num_places
+            self._counts.run(-self._num_places)
             for then in self._on_leaving:
                 then()
+
+
+def give_back(scope: Scope) -> None:
+    """Let others have what a request has waited for, and has taken or never will."""
+    if (reserved := scope["state"].pop(RESERVED, None)) is not None:
+        reserved.release()
 
 
 def key_share_of(scope: Scope) -> KeyShare | None:

@@ -54,9 +54,7 @@ def join(
         made = invitation_of(effective, os.environ, redis_from_there)
         write_invitation(made, invite)
         if is_local(made.redis_url):
-            _say(
-                "Redis is named by an address of this machine alone; others need --redis-from-there URL"
-            )
+            _say("Redis has an address of this machine alone; others need --redis-from-there URL")
         _say("It holds the secret: copy it as you copy keys (scp), and remove it after use.")
     elif file is not None:
         invitation = read_invitation(file)

@@ -45,6 +45,7 @@ from launch.serve.lending import lending_of
 from launch.serve.listed import listed_fleet
 from launch.serve.preflight import check_codecs, check_memory, check_tiers
 from launch.serve.secret import secret_of, secret_path
+from launch.serve.shared import shared_limits
 from launch.serve.stored import stored_objects
 from launch.settings.default_budgets import weights_bytes
 from launch.settings.effective_settings import (
@@ -148,7 +149,10 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
         if on_demand:
             lending = lending_of(entries, [x.engine for x in engines], places)
             loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded, lending=lending)
-        app = create_app(settings.gateway, served, tenants, metrics, stored, loading, headroom)
+        limits = shared_limits(settings.store, tenants)
+        app = create_app(
+            settings.gateway, served, tenants, metrics, stored, loading, headroom, limits
+        )
         app.state.gateway.tracing = _tracing(settings.gateway)
         app.state.gateway.directory = directory_of(
             settings.store, served, tenants, loading, shared, effective.folders.data, stack
