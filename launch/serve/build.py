@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -26,7 +25,6 @@ from gateway.keys import BadKeyLine, Tenants
 from gateway.metrics import Metrics
 from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ServedModel
-from gateway.telemetry.tracing import PassOn, Tracing
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import is_exact
 from kvstore.config import AUTO, StoreConfig
@@ -47,6 +45,7 @@ from launch.serve.preflight import check_codecs, check_memory, check_tiers
 from launch.serve.secret import secret_of, secret_path
 from launch.serve.shared import shared_limits
 from launch.serve.stored import stored_objects
+from launch.serve.tracing import tracing_of
 from launch.settings.default_budgets import weights_bytes
 from launch.settings.effective_settings import (
     EffectiveSettings,
@@ -153,10 +152,14 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
         app = create_app(
             settings.gateway, served, tenants, metrics, stored, loading, headroom, limits
         )
+<<<<<<< HEAD
         app.state.gateway.tracing = _tracing(settings.gateway)
         app.state.gateway.directory = directory_of(
             settings.store, served, tenants, loading, shared, effective.folders.data, stack
         )
+=======
+        app.state.gateway.tracing = tracing_of(settings.gateway)
+>>>>>>> 988ab13 (Choose the tracing in a file of its own)
         yield BuiltServer(app, engines, tenants)
 
 
@@ -275,18 +278,6 @@ def _on_demand(
         )
     timeout_s = settings.engine.start_timeout_s
     return OnDemand(entry.name, engine, sessions, entry.unload_after_s, timeout_s, rests_in)
-
-
-def _tracing(config: GatewayConfig) -> Tracing:
-    if not config.otlp_endpoint:
-        return PassOn()
-    try:
-        from gateway.telemetry.otlp import OtlpTracing
-    except ImportError as error:
-        raise UsageError(
-            "gateway.otlp_endpoint needs OpenTelemetry's packages: pip install 'thermocline[otlp]'"
-        ) from error
-    return OtlpTracing(config.otlp_endpoint, version("thermocline"))
 
 
 def _engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
