@@ -18,7 +18,6 @@ import msgspec
 from kvstore.codecs.quality import Quality
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
-from kvstore.stats import Difference as Difference
 from kvstore.stats import Members as Members
 from kvstore.stats import Repacking
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -16,7 +17,7 @@ from gateway.access.key_list import KeyList
 from gateway.admin import findings, keys, log_tail, measuring
 from gateway.anthropic import messages, token_count
 from gateway.config import GatewayConfig
-from gateway.context import Gateway
+from gateway.context import Gateway, prepare
 from gateway.dashboard import routes as dashboard
 from gateway.description import openapi
 from gateway.edge.body_budget import BodyBudget
@@ -118,8 +119,8 @@ def create_app(
         config=config,
         metrics=metrics,
         bodies=gateway.bodies,
-        tenants=tenants,
-        limits=gateway.limits,
+        open_to_all=tenants.open_to_all,
+        prepare=partial(prepare, gateway),
     )
     return app
 

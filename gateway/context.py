@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from engines.asgi import while_client_stays
 from engines.openai.requests import InvalidRequest
@@ -249,9 +250,23 @@ def caller_of(request: Request) -> Tenant:
     if gateway.config.is_admin_socket(request.scope.get("server")):
         caller = gateway.tenants.operator()
     else:
-        key, other = headers.get("authorization"), headers.get("x-api-key")
-        caller = gateway.tenants.authenticate(key, other)
+        caller = _known(gateway, headers)
     gateway.limits.enter(caller, request.scope, account_of(request.scope))
     body_share_of(request.scope).tenant = caller.name
     state[_CALLER] = caller
     return caller
+
+
+async def prepare(gateway: Gateway, scope: Scope, headers: Mapping[str, str]) -> None:
+    """Have at hand what a request will take of its key's limits, before anything waits for it.
+
+    Nothing is charged. A request of nobody known is refused in its own time, by ``caller_of``.
+    """
+    if gateway.limits.shared is None:
+        return
+    with suppress(InvalidRequest):
+        await gateway.limits.prepare(_known(gateway, headers), scope)
+
+
+def _known(gateway: Gateway, headers: Mapping[str, str]) -> Tenant:
+    return gateway.tenants.authenticate(headers.get("authorization"), headers.get("x-api-key"))

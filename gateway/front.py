@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -21,8 +22,7 @@ from engines.asgi import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.edge.body_budget import BODY_SHARE, BodyBudget, BodyShare
 from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
-from gateway.keys import Tenants
-from gateway.limits.key_limits import KeyLimits, give_back, key_share_of
+from gateway.limits.key_limits import give_back, key_share_of
 from gateway.metrics import Metrics
 
 log = logging.getLogger("thermocline.gateway")
@@ -68,12 +68,17 @@ class FrontMiddleware:
         config: GatewayConfig,
         metrics: Metrics,
         bodies: BodyBudget,
-        tenants: Tenants,
-        limits: KeyLimits,
+        open_to_all: bool,
+        prepare: Callable[[Scope, Headers], Awaitable[None]],
     ) -> None:
+        """
+        Args:
+            open_to_all: no API key is needed.
+            prepare: called before a request that counts in its key's limits is handled.
+        """
         self._bodies = bodies
-        self._tenants = tenants
-        self._limits = limits
+        self._open_to_all = open_to_all
+        self._prepare = prepare
         self._app = app
         self._config = config
         self._metrics = metrics
@@ -95,7 +100,7 @@ class FrontMiddleware:
             refusal = self._refusal(scope, headers)
             app = refusal.response_for(path, response.request_id) if refusal else self._app
             if refusal is None and path.startswith(_COUNTED):
-                await self._limits.prepare(self._tenants, scope, headers)
+                await self._prepare(scope, headers)
             await app(scope, receive, response.send)
         except (ClientGone, ClientDisconnect):
             response.status = CLIENT_CLOSED_REQUEST
@@ -142,7 +147,7 @@ class FrontMiddleware:
             return name in self._config.allowed_hosts
         if self._config.on_loopback:
             return name in LOOPBACK
-        return not self._tenants.open_to_all or "." not in name or _is_address(name)
+        return not self._open_to_all or "." not in name or _is_address(name)
 
     def _known(self, origin: str, host: str) -> bool:
         return origin in self._config.allowed_origins or urlsplit(origin).netloc == host

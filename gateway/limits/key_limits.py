@@ -15,10 +15,9 @@ from functools import partial
 
 from starlette.types import Scope
 
-from engines.openai.requests import InvalidRequest
 from gateway.config import GatewayConfig
 from gateway.errors import Failure, Refused
-from gateway.keys import Limits, Tenant, Tenants
+from gateway.keys import Limits, Tenant
 from gateway.limits.accounts import Account
 from gateway.limits.bucket import Bucket
 from gateway.limits.shared_limits import SharedLimits
@@ -60,16 +59,10 @@ class KeyLimits:
         """Return what the caller's key may take."""
         return tenant.limits or self.usual
 
-    async def prepare(self, tenants: Tenants, scope: Scope, headers: Mapping[str, str]) -> None:
-        """Have a part of the limits at hand for a request, whoever it is of; see ``give_back``."""
-        if self.shared is None:
-            return
-        try:
-            key, other = headers.get("authorization"), headers.get("x-api-key")
-            tenant = tenants.authenticate(key, other)
-        except InvalidRequest:
-            return  # it is refused in its own time
-        scope["state"][RESERVED] = await self.shared.ready(tenant, self.of(tenant))
+    async def prepare(self, tenant: Tenant, scope: Scope) -> None:
+        """Have a part of the limits at hand for a request of the tenant; see ``give_back``."""
+        if self.shared is not None:
+            scope["state"][RESERVED] = await self.shared.ready(tenant, self.of(tenant))
 
     def enter(self, tenant: Tenant, scope: Scope, account: Account) -> None:
         """Charge a request to its key; ``leave`` of its share lets the next one in.
