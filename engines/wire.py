@@ -18,8 +18,7 @@ import msgspec
 from kvstore.codecs.quality import Quality
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
-from kvstore.stats import Members as Members
-from kvstore.stats import Repacking
+from kvstore.stats import Members, Repacking
 
 WIRE_VERSION = 3
 MAX_FRAME_BYTES = 16 << 20

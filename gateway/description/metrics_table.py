@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from engines.wire import CodecReport, EngineReport, Members, TierReport
+from engines.wire import CodecReport, EngineReport, TierReport
 from gateway.metrics import Defined, Gauges, Metrics
 from gateway.telemetry.gauges import GaugeCollector
 from kvstore.codecs.quality import Quality
+from kvstore.stats import Members
 
 _HEAD = """# Metrics
 

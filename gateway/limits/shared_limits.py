@@ -47,7 +47,7 @@ class _Claimed:
 
 
 class Reservation:
-    """What a request has waited for, until it takes it; others leave so much at hand."""
+    """Holds what a request has waited for, until it takes it; others leave so much at hand."""
 
     def __init__(self, stock: Stock) -> None:
         self._stock = stock

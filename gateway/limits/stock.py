@@ -43,7 +43,7 @@ class Slice:
 
     @property
     def remaining(self) -> int:
-        """What all gateways together may use now, as far as is known."""
+        """Return what all gateways together may use now, as far as is known."""
         return max(0, int(self.level + self._left.level))
 
     def holds(self, number: float) -> bool:
@@ -75,7 +75,7 @@ class Slice:
 
 
 class Stock:
-    """What one key may take here at once. Runs on the event loop."""
+    """Holds what one key may take here at once. Runs on the event loop."""
 
     def __init__(self, name: str, limits: Limits, clock: Clock) -> None:
         self.name = name

@@ -79,7 +79,7 @@ class BlockReader:
         self._workers = ledger.workers
         self._counters = ledger.counters
         self._monotonic = ledger.monotonic
-        self._company = ledger.company
+        self._ledger = ledger
         self._copies = CopyReader(ledger.stack, ledger.counters)
         self._keys = keys
         self._packer = packer
@@ -100,7 +100,7 @@ class BlockReader:
                 self._take(shared)
                 return Known(shared)
         lapsed = local is None and self._index.has_lapsed(session.tenant, session.id)
-        return Known(local, "ttl" if lapsed else self._company.why_unknown())
+        return Known(local, "ttl" if lapsed else self._ledger.company.why_unknown())
 
     def fetch(
         self, known: Known, hashes: Sequence[bytes], first_block: int, deadline_s: float
@@ -182,7 +182,7 @@ class BlockReader:
         elif len(held) < len(needed):
             reason = "evicted" if self._packer.reads_all(record.codecs) else "fingerprint"
         elif common < min(len(stored), len(hashes)):
-            reason = "diverged" if common else self._company.why_diverged()
+            reason = "diverged" if common else self._ledger.company.why_diverged()
         if reach < end:
             return _Plan(by_content, end, reason)
         if not record.part or not common == reach == len(stored):

@@ -33,7 +33,6 @@ from kvstore.ledger.eviction_notices import OnGone
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import OlderRun, packed_rows
 from kvstore.ledger.repacking import OnPacked
-from kvstore.members.company import ALONE, Company
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
 from kvstore.tiers.base import Blob, Tier
@@ -72,7 +71,6 @@ class BlockStore:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         has_state: bool = False,
-        company: Company = ALONE,
     ) -> None:
         """``has_state``: the model has layers that do not keep all tokens."""
         self.packer = packer
@@ -81,7 +79,7 @@ class BlockStore:
         self._closed = False
         records = BlockRecords(keys, packer, fingerprint)
         self.ledger = ledger = Ledger(
-            config, records, packer, tiers, clock=clock, monotonic=monotonic, company=company
+            config, records, packer, tiers, clock=clock, monotonic=monotonic
         )
         ledger.start()
         self._reviser = BlockReviser(keys, ledger.index, packer, clock, config.max_snapshots)

@@ -74,7 +74,7 @@ class Matcher:
         self._stack = ledger.stack
         self._keys = keys
         self._packer = packer
-        self._company = ledger.company
+        self._ledger = ledger
         self._chunk = keys.space.chunk_tokens
 
     def match(
@@ -148,7 +148,7 @@ class Matcher:
     ) -> _Known:
         if record is None:
             lapsed = self._index.has_lapsed(session.tenant, session.id)
-            return _Known(None, 0, "ttl" if lapsed else self._company.why_unknown())
+            return _Known(None, 0, "ttl" if lapsed else self._ledger.company.why_unknown())
         if record.root != root or not self._packer.reads_any(record.codecs):
             return _Known(None, 0, "fingerprint")
         if self._index.is_over(record):

@@ -43,7 +43,6 @@ from kvstore.ledger.claims import Claims
 from kvstore.ledger.eviction_notices import OnGone
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.repacking import OnPacked
-from kvstore.members.company import ALONE, Company
 from kvstore.session import SessionRef, TierName
 from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import StoreStats
@@ -71,7 +70,6 @@ class ColdStore:
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
-        company: Company = ALONE,
     ) -> None:
         self._config = config
         self.layout = model.layout
@@ -91,7 +89,6 @@ class ColdStore:
             is_awaited=queue.is_waiting,
             clock=clock,
             monotonic=monotonic,
-            company=company,
         )
         ledger.start()
         self._matcher = Matcher(ledger, keys, packer)

@@ -50,7 +50,6 @@ class Ledger(Generic[R]):
         is_awaited: says of a record key whether a save of that session waits to be done.
         clock: seconds of the wall clock, for what is stored.
         monotonic: seconds that never jump, for deadlines.
-        company: the other engines on the same Redis; owned.
     """
 
     def __init__(
@@ -64,10 +63,9 @@ class Ledger(Generic[R]):
         is_awaited: Callable[[bytes], bool] = _nobody_waits,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
-        company: Company = ALONE,
     ) -> None:
         self.kind = kind
-        self.company = company
+        self.company: Company = ALONE  # the other engines on the same Redis
         self.counters = Counters()
         self.workers = Workers(config.num_threads)
         self.claims = claims or Claims()
@@ -147,6 +145,10 @@ class Ledger(Generic[R]):
             self._notices.look()
         else:
             self._upkeep.expire()
+
+    def join(self, company: Company) -> None:
+        """Know the other engines on the same Redis from now on; ``company`` is closed with this."""
+        self.company = company
 
     # ---- sessions between their turns
 

@@ -14,7 +14,10 @@ from kvstore.tiers.seal import read_secret
 
 
 class Company(Protocol):
-    """What a store asks of the engines that share its Redis. Thread-safe; never waits."""
+    """Says what a store wants to know of the engines that share its Redis.
+
+    Thread-safe; never waits.
+    """
 
     def report(self) -> Members | None:
         """Say who else is there; None: it is not known."""

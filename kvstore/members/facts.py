@@ -16,7 +16,7 @@ def release() -> str:
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be the same where two engines are to find each other's blobs.
+    """Names what must be the same where two engines are to find each other's blobs.
 
     Later releases may say more; what is not known here is passed over.
     """

@@ -18,10 +18,10 @@ import typer
 from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
 from launch.cli.connect import connect
-from launch.cli.join import join
 from launch.cli.printing import print_json, print_table
 from launch.cli.tools.bench import bench
 from launch.cli.tools.chat import chat
+from launch.cli.tools.join import join
 from launch.cli.tools.top import top
 from launch.errors import LaunchError, UsageError
 from launch.settings.schema import flat, masked

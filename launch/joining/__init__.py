@@ -1,3 +1,5 @@
-"""Joining servers that share one Redis: ``invitation`` is what one hands to another in a file,
-``acceptance`` what the other makes of it, ``roll_call`` who is there and whether they agree.
+"""Has a server share a Redis, and its sessions, with others.
+
+``invitation`` is what one server hands to another in a file, ``acceptance`` what the other makes of
+it, ``roll_call`` says who is there and whether they agree.
 """

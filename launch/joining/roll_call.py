@@ -22,7 +22,7 @@ DEADLINE_S: Final = 3.0
 
 
 class RollCall(NamedTuple):
-    """Who is there."""
+    """Names the engines that are there."""
 
     alike: int  # engines that have the same secret
     differing: tuple[Difference, ...]

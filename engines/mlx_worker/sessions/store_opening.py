@@ -89,7 +89,8 @@ def store_opener(
         company = joined(
             config, lambda: msgspec.structs.replace(facts, codec=codecs.codecs.redis.id)
         )
-        store = ColdStore(config, model, codecs.codecs, tiers, company=company)
+        store = ColdStore(config, model, codecs.codecs, tiers)
+        store.ledger.join(company)
         return OpenedStore(store, codecs)
 
     return open_store

@@ -1,1 +1,1 @@
-"""Commands that look at a running server from outside: ``bench``, ``chat`` and ``top``."""
+"""Commands that look at running servers from outside: ``bench``, ``chat``, ``join``, ``top``."""

@@ -132,7 +132,8 @@ def test_a_store_says_why_a_session_of_another_secret_is_unknown(
         until(lambda: kinds(company) == {"secret": 1})
         model = StoredModel("model", "f1", kv_sessions.LAYOUT, False)
         config = StoreConfig(codec="raw", chunk_tokens=16, num_threads=1)
-        store = ColdStore(config, model, codec_by_name("raw"), [kv_sessions.ram()], company=company)
+        store = ColdStore(config, model, codec_by_name("raw"), [kv_sessions.ram()])
+        store.ledger.join(company)
         unknown = kv_sessions.ref("unknown")
         assert store.match(unknown, unknown.salt, tokens, 64).reason == "foreign-secret"
         kv_sessions.save(store, kv_sessions.ref(), tokens)
