@@ -16,14 +16,13 @@ from kvstore.codecs.base import Codec
 from kvstore.codecs.names import (
     CODECS,
     LEARNABLE,
-    STATES,
-    WINDOWS,
     canonical,
     family_of,
     parameters_of,
     parts_of,
     unknown,
 )
+from kvstore.codecs.states.ways import STATES, WINDOWS
 from kvstore.errors import UnknownCodec
 
 if TYPE_CHECKING:

@@ -37,13 +37,13 @@ from launch.model import Model, find_model
 from launch.plan.cache_shape import NotUnderstood
 from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
 from launch.plan.served_cache import served_cache
-from launch.serve.directory import directory_of, homes_for
 from launch.serve.keys import key_lines
 from launch.serve.lending import lending_of
-from launch.serve.listed import listed_fleet
 from launch.serve.preflight import check_codecs, check_memory, check_tiers
 from launch.serve.secret import secret_of, secret_path
-from launch.serve.shared import shared_limits
+from launch.serve.sharing.directory import directory_of, homes_for
+from launch.serve.sharing.limits import shared_limits
+from launch.serve.sharing.listed import listed_fleet
 from launch.serve.stored import stored_objects
 from launch.serve.tracing import tracing_of
 from launch.settings.default_budgets import weights_bytes
@@ -152,14 +152,10 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
         app = create_app(
             settings.gateway, served, tenants, metrics, stored, loading, headroom, limits
         )
-<<<<<<< HEAD
-        app.state.gateway.tracing = _tracing(settings.gateway)
+        app.state.gateway.tracing = tracing_of(settings.gateway)
         app.state.gateway.directory = directory_of(
             settings.store, served, tenants, loading, shared, effective.folders.data, stack
         )
-=======
-        app.state.gateway.tracing = tracing_of(settings.gateway)
->>>>>>> 988ab13 (Choose the tracing in a file of its own)
         yield BuiltServer(app, engines, tenants)
 
 

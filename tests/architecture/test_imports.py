@@ -18,7 +18,7 @@ LIGHT_CODECS = {
     for name in (
         "",
         *(".base", ".floats", ".names", ".presets", ".profile", ".quality", ".reader", ".rope"),
-        *(".states", ".states.matrices", ".states.session_codec"),
+        *(".states", ".states.matrices", ".states.session_codec", ".states.ways"),
         *(".rows", ".rows.packed_layout"),
     )
 }
@@ -79,7 +79,8 @@ def test_the_gateway_process_imports_no_codec_before_one_is_chosen():
 def test_the_table_of_codec_names_imports_nothing():
     loaded = loaded_by("kvstore.codecs.names")
     ours = {name for name in loaded if name.startswith(("kvstore", "engines", "launch"))}
-    assert ours == {"kvstore", "kvstore.codecs", "kvstore.codecs.names"}
+    table = {"kvstore.codecs.names", "kvstore.codecs.states", "kvstore.codecs.states.ways"}
+    assert ours == {"kvstore", "kvstore.codecs", *table}
     assert not loaded & {"numpy", "msgspec"}
 
 

@@ -14,19 +14,12 @@ from typing import TYPE_CHECKING, Final
 from engines.calibration.gate.bound import Bound, refusal
 from engines.calibration.gate.preference import UNTIMED, preferred
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import (
-    EXACT,
-    JOIN,
-    OWN,
-    USUAL_STATES,
-    first_part,
-    for_session,
-    must_learn,
-)
+from kvstore.codecs.names import EXACT, JOIN, OWN, first_part, for_session, must_learn
 from kvstore.codecs.presets import canonical_name, codec_by_name, open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.codecs.states.ways import USUAL_STATES
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.session import TIER_NAMES, TierName

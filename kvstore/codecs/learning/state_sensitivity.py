@@ -20,8 +20,8 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.codecs.names import STATES
 from kvstore.codecs.states.dealt import DEALT, FEWEST, MOST, dealt_bits, relative_peaks
+from kvstore.codecs.states.ways import STATES
 
 # Of the mean weight of an array's rows: a row that no text needed may be needed by another.
 FLOOR: Final = 0.1

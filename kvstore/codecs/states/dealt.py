@@ -26,7 +26,6 @@ from typing import Final
 import numpy as np
 
 from kvstore.codecs.floats import widen
-from kvstore.codecs.names import STATES
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.states.matrices import (
     code_bytes,
@@ -38,6 +37,7 @@ from kvstore.codecs.states.matrices import (
     rows_of_shape,
     scaled,
 )
+from kvstore.codecs.states.ways import STATES
 from kvstore.errors import Corrupt, UnknownCodec
 
 ARITHMETIC: Final = 1  # raise it when bytes change
@@ -145,7 +145,7 @@ class DealtCodec:
 
 
 def dealt_codec(name: str, learned: Mapping[str, np.ndarray] | None, digits: str) -> DealtCodec:
-    """Return the codec of a name in ``names.STATES`` that learns.
+    """Return the codec of a name in ``ways.STATES`` that learns.
 
     Args:
         learned: what ``learning.state_sensitivity`` found; None = nothing, as for a plan.

@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 
 from kvstore.codecs.floats import narrow, round_to_bf16, to_stored, widen
-from kvstore.codecs.names import STATES
 from kvstore.codecs.reader import Reader
+from kvstore.codecs.states.ways import STATES
 from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import NUMPY_DTYPES, DType
 
@@ -93,7 +93,7 @@ EXACT_STATES: Final = MatrixCodec("", 0)
 
 
 def matrix_codec(name: str) -> MatrixCodec:
-    """Return the codec of a name in ``names.STATES``; "" keeps states as they are.
+    """Return the codec of a name in ``ways.STATES``; "" keeps states as they are.
 
     Raises:
         UnknownCodec: there is none.

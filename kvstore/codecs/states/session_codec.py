@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import STATES, WINDOWS, parts_of
+from kvstore.codecs.names import parts_of
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import OF_STATES
 from kvstore.codecs.states import dealt, matrices
 from kvstore.codecs.states.dealt import DEALT, DealtCodec, dealt_codec
 from kvstore.codecs.states.matrices import MatrixCodec, matrix_codec
+from kvstore.codecs.states.ways import STATES, WINDOWS
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout, StateLayout
 

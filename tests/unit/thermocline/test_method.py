@@ -212,7 +212,8 @@ def test_scores_and_sums_are_those_of_restored_rows(dim, first_token):
     restored = method.restore(packed)
     right = np.einsum("hqd,htd->hqt", query, restored)
     # Restored rows are rounded to bf16, and products with packed ones are not.
-    size = np.linalg.norm(query, axis=2)[..., None] * np.linalg.norm(restored, axis=2)[:, None]
+    norms = np.linalg.norm(restored.astype(np.float64), axis=2)  # of 1e30 squared, too
+    size = np.linalg.norm(query, axis=2)[..., None] * norms[:, None]
     assert (np.abs(method.scores(query, packed) - right) <= 1e-6 + size / 256).all()
     right = np.einsum("hqt,htd->hqd", weights, restored)
     size = np.einsum("hqt,htd->hqd", weights, np.abs(restored))

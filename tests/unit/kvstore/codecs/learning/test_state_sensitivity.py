@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvstore.codecs.learning.state_sensitivity import FLOOR, StateSensitivities
-from kvstore.codecs.names import STATES
 from kvstore.codecs.states.dealt import DEALT, dealt_codec
+from kvstore.codecs.states.ways import STATES
 
 HEADS, ROWS, WIDTH = 3, 8, 16
 RNG = np.random.default_rng(5)

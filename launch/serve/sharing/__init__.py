@@ -1,0 +1,1 @@
+"""Joins what servers and replicas share: the directory, keys' limits, lists of replicas."""
