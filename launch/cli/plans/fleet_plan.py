@@ -1,4 +1,4 @@
-"""``thermocline plan --fleet``: what many users see of several machines, simulated."""
+"""``thermocline plan --fleet N``: what many users see of several machines, simulated."""
 
 from __future__ import annotations
 
