@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from engines.about_vllm.fields import with_session
 from engines.base import (
@@ -116,8 +116,7 @@ class EngineClient:
             exchange.fail(EngineUnavailable("the gateway is shutting down"))
         if self._running_link is not None:
             self._running_link.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._running_link
+            await asyncio.wait([self._running_link])
             self._running_link = None
             self._link.forget()
 

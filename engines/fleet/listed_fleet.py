@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Final
 
 from engines.base import SAVE_S, Engine, EngineError, SessionRef
@@ -66,8 +65,7 @@ class ListedFleet(FleetEngine):
     async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
         if self._watching is not None:
             self._watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watching
+            await asyncio.wait([self._watching])
         await super().stop(drain_s, save_s)
 
     async def _watch(self) -> None:

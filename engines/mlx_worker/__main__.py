@@ -9,7 +9,7 @@ import asyncio
 import errno
 import logging
 import socket
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -169,8 +169,7 @@ async def _serve_until(
     await owner.close()  # ends the answers that are being streamed, so that http can leave
     await serving
     notifying.cancel()
-    with suppress(asyncio.CancelledError):
-        await notifying
+    await asyncio.wait([notifying])
     if died:  # the gateway starts another process
         raise RuntimeError("the owner thread has ended")
 

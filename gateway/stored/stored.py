@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
@@ -101,8 +100,7 @@ class Stored:
         """Finish what runs, and let go of files and connections."""
         if self._chores is not None:
             self._chores.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._chores
+            await asyncio.wait([self._chores])
         await self._threads.close()
         if self._objects is not None:
             self._objects.shelf.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -73,8 +72,7 @@ class ChildEngine(EngineClient):
     async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
         if self._watching is not None:
             self._watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watching
+            await asyncio.wait([self._watching])
             self._watching = None
         await super().stop(drain_s)
         await self._supervisor.stop(save_s)

@@ -105,8 +105,7 @@ class Supervisor:
             await _end(process, grace_s, self._term_grace_s)
         if self._keeping is not None:
             self._keeping.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._keeping
+            await asyncio.wait([self._keeping])
             self._keeping = None
 
     def kill(self, why: str) -> None:

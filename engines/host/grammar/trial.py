@@ -74,8 +74,7 @@ class GrammarTrials:
         """End the process."""
         if self._beginning is not None:
             self._beginning.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._beginning
+            await asyncio.wait([self._beginning])
         await self._end()
 
     async def _asked(self, body: bytes) -> Verdict | None:

@@ -280,8 +280,7 @@ class _HeldAnswer:
             return
         async with self._order:  # never in the middle of a message
             waiting.cancel()
-        with suppress(asyncio.CancelledError):
-            await waiting
+        await asyncio.wait([waiting])
 
 
 def _is_stream(head: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from engines.about_vllm.environment import inspect_environment
 from engines.about_vllm.fields import with_session
-from engines.client.child.servers import VllmServer
+from engines.client.child.servers import FakeServer, VllmServer
 from engines.client.engine_client import AttachedEngine
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.fake_worker.fake_sessions import FakeSessions
@@ -31,6 +31,7 @@ from engines.vllm_plugin.process.command import (
 from engines.wire import CodecReport, Welcome
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
+from tests.unit.engines.conftest import until, worker_config
 
 
 def worker(folder: Path, **engine) -> WorkerConfig:
@@ -265,3 +266,28 @@ def test_a_plug_in_of_another_release_is_not_taken(tmp_path, monkeypatch):
     assert inspect_environment(interpreter(tmp_path)).problem == ""
     problem = inspect_environment(interpreter(tmp_path, plugin_version="0.0.1")).problem
     assert f"release 0.0.1, the gateway is {version('thermocline')}" in problem
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+async def test_a_stop_that_is_cancelled_ends_at_once(folder: Path, num_steps: int) -> None:
+    """However far it is: a wait for a task that it has cancelled must not hide its own end."""
+    engine = FakeServer(worker_config(folder))
+    await engine.start()
+    await until(lambda: engine.ready)
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": True,
+        "metadata": {"fake": "chunks=100000 delay_s=0.01"},
+    }
+    try:
+        async with engine.open("/v1/chat/completions", json.dumps(body).encode(), {}):
+            stopping = asyncio.create_task(engine.stop(1000.0))
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            stopping.cancel()
+            async with asyncio.timeout(60):
+                await asyncio.wait([stopping])
+            assert stopping.cancelled()
+    finally:
+        await engine.stop(0)
