@@ -77,8 +77,8 @@ def _beside(name: str, row: Quality, chosen: Quality) -> str:
 
 
 def _beats(row: Quality, other: Quality) -> bool:
-    """True if a preset is denser and loses less."""
-    return row.bits_per_element < other.bits_per_element and row.kl < other.kl
+    """True if a preset loses less and is no larger."""
+    return row.bits_per_element <= other.bits_per_element and row.kl < other.kl
 
 
 def _times(row: Quality) -> str:
