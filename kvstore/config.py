@@ -26,6 +26,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # Of these tiers, where it is to be another than memory's; "" = the same.
     disk_codec: str = ""
     redis_codec: str = ""
+    # Modules that register codecs of one's own (``thermocline.register``), imported by name before
+    # any codec is looked for, here and in engines.
+    codec_modules: tuple[str, ...] = ()
     # 0 = what suits engine and codec: see kvstore.chunk_size.
     chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
     # A codec that loses something serves only where it was measured on this very model and stayed

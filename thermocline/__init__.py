@@ -15,6 +15,9 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from kvstore.codecs.catalogue.entries import Parameter as Parameter
+    from kvstore.codecs.catalogue.registration import register as register
+    from kvstore.codecs.learning.samples import Samples as Samples
     from kvstore.codecs.profile import Profile as Profile
     from kvstore.codecs.quality import Quality as Quality
     from kvstore.errors import Corrupt as Corrupt
@@ -22,10 +25,14 @@ if TYPE_CHECKING:
     from kvstore.errors import UnknownCodec as UnknownCodec
     from kvstore.shapes import KVLayer as KVLayer
     from kvstore.shapes import KVLayout as KVLayout
+    from thermocline.by_layer import per_layer as per_layer
     from thermocline.catalogue import CodecInfo as CodecInfo
     from thermocline.catalogue import codec as codec
     from thermocline.catalogue import codecs as codecs
     from thermocline.codebooks import codebook as codebook
+    from thermocline.layouts import layout_of as layout_of
+    from thermocline.measuring import judge as judge
+    from thermocline.measuring import learn as learn
     from thermocline.method import Method as Method
     from thermocline.method import NoScores as NoScores
     from thermocline.packed import Packed as Packed
@@ -40,12 +47,19 @@ NAMES: Final = {
     "Mismatch": "kvstore.errors",
     "NoScores": "thermocline.method",
     "Packed": "thermocline.packed",
+    "Parameter": "kvstore.codecs.catalogue.entries",
     "Profile": "kvstore.codecs.profile",
     "Quality": "kvstore.codecs.quality",
+    "Samples": "kvstore.codecs.learning.samples",
     "UnknownCodec": "kvstore.errors",
     "codebook": "thermocline.codebooks",
     "codec": "thermocline.catalogue",
     "codecs": "thermocline.catalogue",
+    "judge": "thermocline.measuring",
+    "layout_of": "thermocline.layouts",
+    "learn": "thermocline.measuring",
+    "per_layer": "thermocline.by_layer",
+    "register": "kvstore.codecs.catalogue.registration",
 }
 __all__ = sorted(NAMES)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from kvstore.codecs.names import CODECS, FAMILIES, Parameter, with_parameters
+from kvstore.codecs.catalogue.entries import Parameter
+from kvstore.codecs.names import CODECS, FAMILIES, with_parameters
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.rows.backend import reference_kernel
@@ -23,16 +24,17 @@ class CodecInfo:
     bits: float  # per value, for heads of 128 values; of a learned method about what models take
     sentence: str
     needs_profile: bool  # it has to learn the model first
+    paper: str = ""  # or project, and where to find it
     parameters: tuple[Parameter, ...] = ()  # for ``codec``; their names, usual and extreme values
 
 
 def codecs() -> dict[str, CodecInfo]:
-    """Returns all methods by name: the product's own first, then those of papers.
+    """Returns all methods by name: the product's own, those of papers, those of ``register``.
 
     ``tq``, with any number of bits, is the family of ``tq1`` to ``tq8``.
     """
     found = {
-        name: CodecInfo(entry.bits, entry.sentence, not entry.make, entry.parameters)
+        name: CodecInfo(entry.bits, entry.sentence, not entry.make, entry.paper, entry.parameters)
         for name, entry in CODECS.items()
     }
     for family, parameter in FAMILIES.items():

@@ -9,14 +9,20 @@ Without ``attending`` the cache is as small, and its rows are restored at every 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.config import EngineConfig
 from engines.mlx_worker.cache.layout import CannotServe, probe
 from engines.mlx_worker.cache.packed import attention
 from engines.mlx_worker.cache.packed.model import with_packed_caches
 from engines.packed_budget import HOT_CODECS
+from kvstore.shapes import KVLayout
+
+if TYPE_CHECKING:
+    from engines.mlx_worker.model.instrument import MlxInstrument
+    from kvstore.codecs.learning.samples import Samples
 
 
 def make_cache(model: Any, codec: str = "tq3") -> list[Any]:
@@ -44,3 +50,51 @@ def attending(model: Any) -> AbstractContextManager[None]:
     effect on CPUs only, and none on models that do not use mlx_lm's function.
     """
     return attention.attending(model)
+
+
+def capture(model: Any, tokens: Sequence[Sequence[int]]) -> Samples:
+    """Computes the KV of some texts, and finds which errors in it matter, for ``learn``.
+
+    ``tokens``: token ids of each text, as the model is given them. The result has the layout, the
+    turns of the keys, K and V of all layers of each text as numpy arrays (heads, tokens, dim), and
+    what the last quarter of each text makes of errors in the KV before it.
+
+    Raises:
+        ValueError: the model's cache cannot be packed, it turns its keys in a way that is not
+            understood, or there is no text.
+    """
+    from engines.calibration.learn import samples_of_tokens
+
+    if not tokens or not all(map(len, tokens)):
+        raise ValueError("token ids of one text or more are wanted")
+    return samples_of_tokens(instrument(model), tokens)
+
+
+def layout_of(model: Any) -> KVLayout:
+    """Returns the layout of a model's growing caches; computes three tokens.
+
+    Raises:
+        ValueError: its caches cannot be packed; says why.
+    """
+    return instrument(model).layout
+
+
+def instrument(model: Any) -> MlxInstrument:
+    """Returns what measures a model of mlx_lm: an ``engines.calibration.instrument.Instrument``.
+
+    It has no tokenizer, so it encodes no texts. Raises ``ValueError`` as ``layout_of``.
+    """
+    from engines.mlx_worker.model.instrument import MlxInstrument
+    from engines.mlx_worker.model.loading import LoadedModel
+
+    try:
+        return MlxInstrument(LoadedModel(model, _NoTokenizer(), {}), probe(model))
+    except CannotServe as error:
+        raise ValueError(str(error)) from error
+
+
+class _NoTokenizer:
+    """Encodes every text to no token."""
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return []

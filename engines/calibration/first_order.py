@@ -14,7 +14,7 @@ import msgspec
 from engines.calibration.corpus import held_out_texts
 from engines.calibration.messages import CalibrationOrder
 from kvstore.chunk_size import USUAL_TOKENS
-from kvstore.codecs.names import LEARNABLE, first_part, session_presets
+from kvstore.codecs.names import first_part, is_learned, session_presets
 from kvstore.config import AUTO, StoreConfig
 from kvstore.shapes import StateLayout
 from kvstore.workers import restoring_threads
@@ -86,7 +86,7 @@ def further_order(order: CalibrationOrder, elements_per_token: int) -> Calibrati
     room = min(MOST_ROW_BYTES, shutil.disk_usage(order.data_path).free // FREE_SHARE)
     of_window = max(1, order.window_tokens * elements_per_token * STORED_BYTES)
     num_windows = max(order.num_windows, min(MOST_WINDOWS, room // of_window))
-    learned = [x for x in order.presets if first_part(x) in LEARNABLE]
+    learned = [x for x in order.presets if is_learned(first_part(x))]
     return msgspec.structs.replace(
         order,
         presets=tuple(dict.fromkeys([*learned, DENSEST])),

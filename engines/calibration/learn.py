@@ -29,7 +29,7 @@ from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.learning.sensitivity import Sensitivities
 from kvstore.codecs.learning.state_sensitivity import StateSensitivities
 from kvstore.codecs.learning.statistics import element_means
-from kvstore.codecs.names import LEARNABLE, family_of
+from kvstore.codecs.names import is_learned
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.stack_shape import Scope
 from kvstore.shapes import KVRun
@@ -81,6 +81,18 @@ def samples_of(
     windows = list(deal(texts, instrument, wanted.num, wanted.tokens))
     if not windows:
         raise ValueError(f"no text to learn from has {LEAST_WINDOW} tokens")
+    return samples_of_tokens(instrument, windows, wanted.probed_share, scratch, tell, of_states)
+
+
+def samples_of_tokens(
+    instrument: Instrument,
+    windows: Sequence[Sequence[int]],
+    probed_share: float = PROBED_SHARE,
+    scratch: Scratch | None = None,
+    tell: Tell = quiet,
+    of_states: StateSensitivities | None = None,
+) -> Samples:
+    """Do the same as ``samples_of``, of texts that are token ids already, each one window."""
     ropes = instrument.ropes
     states = states_of(instrument)
     # Behind a recurrent state, if only of a convolution, equal tokens have unequal keys.
@@ -91,7 +103,7 @@ def samples_of(
     dtype = instrument.layout.dtype
     for number, window in enumerate(windows, 1):
         tell(f"{number - 1} of {len(windows)} texts to learn from")
-        run = look.prefill(window, wanted.first_probed(window))
+        run = look.prefill(window, int(len(window) * (1 - probed_share)))
         runs.append(scratch.keep_stored(run, dtype) if scratch is not None else run)
         del run
         logger.info("read %d of %d windows to learn from", number, len(windows))
@@ -205,7 +217,7 @@ def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile
 
 def yardsticks(samples: Samples, presets: Sequence[str]) -> dict[str, RateDistortionBound]:
     """A bound for each preset with a scope of its own; a layer's (``ANY``) for all others."""
-    learned = {name: calibrated_preset(name) for name in presets if family_of(name) in LEARNABLE}
+    learned = {name: calibrated_preset(name) for name in presets if is_learned(name)}
     scopes = {name: getattr(learned.get(name), "scope", None) for name in presets}
     of_scope: dict[Scope, RateDistortionBound] = {}
     means = element_means(samples)

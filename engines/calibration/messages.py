@@ -20,6 +20,7 @@ class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     vllm: VllmConfig = VllmConfig()  # for vLLM: the same as for serving
     presets: tuple[str, ...]
+    codec_modules: tuple[str, ...] = ()  # see ``StoreConfig``
     contexts: Contexts
     fit_texts: tuple[str, ...] = ()  # files to learn from; none = those of ``corpus``
     eval_texts: tuple[str, ...] = ()  # files to judge by; none = those of ``corpus``

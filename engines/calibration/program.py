@@ -17,6 +17,7 @@ from engines.calibration.messages import CalibrationOrder, CalibrationReport
 from engines.calibration.survey import CannotCalibrate
 from engines.config import WRONG_SETTINGS
 from engines.log_lines import configure_logging
+from kvstore.codecs.catalogue.registration import import_registering
 from kvstore.errors import UnknownCodec
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ def run(calibrate: Callable[[CalibrationOrder], CalibrationReport]) -> None:
     output = os.fdopen(os.dup(1), "wb", closefd=False)
     os.dup2(2, 1)
     try:
+        import_registering(order.codec_modules)
         report = calibrate(order)
     except (CannotCalibrate, UnknownCodec, OSError, ValueError) as error:
         logger.error("%s", " ".join(str(error).split()))

@@ -30,7 +30,7 @@ from engines.calibration.messages import CalibrationOrder, CalibrationReport, Wa
 from engines.calibration.unfinished import Unfinished
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.learning.state_sensitivity import StateSensitivities
-from kvstore.codecs.names import LEARNABLE, family_of, first_part, parts_of, session_presets
+from kvstore.codecs.names import first_part, is_learned, parts_of, session_presets
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, Profile
 from kvstore.codecs.states.dealt import DEALT
@@ -129,7 +129,7 @@ def survey(
             needed = context + order.num_scored
             raise CannotCalibrate(f"no text has {needed} tokens; give longer ones by --eval-text")
     profile, sticks = _learned(instrument, order, unfinished, tell)
-    codecs = _codecs(instrument, order, profile)
+    codecs = codecs_to_measure(instrument, order.presets, profile)
     folder = _folder(order) if unfinished is not None else None
     rows = measure(
         instrument,
@@ -180,21 +180,25 @@ def _too_short(step: int, least: int) -> CannotCalibrate:
     )
 
 
-def _codecs(
-    instrument: Instrument, order: CalibrationOrder, profile: Profile
+def codecs_to_measure(
+    instrument: Instrument, presets: Sequence[str], profile: Profile
 ) -> dict[str, AnyCodec]:
-    """The codecs to measure, by preset: of a model with states those of whole sessions."""
+    """Open the codecs to measure, by preset: of a model with states those of whole sessions.
+
+    Raises:
+        UnknownCodec: a preset does not exist, or cannot pack this model's cache.
+    """
     layout, states = instrument.layout, states_of(instrument)
     found: dict[str, AnyCodec] = {}
     if states is None:
-        for name in dict.fromkeys(map(first_part, order.presets)):
+        for name in dict.fromkeys(map(first_part, presets)):
             found[name] = codec = open_codec(name, profile)
             codec.check(layout)
             warm(codec, layout)
         return found
     ways = (bool(layout.layers), states.windows is not None, states.has_matrices)
     deals = OF_STATES in profile.learned
-    for name in session_presets(order.presets, *ways, deals=deals):
+    for name in session_presets(presets, *ways, deals=deals):
         if not deals and parts_of(name).states in DEALT:
             logger.warning("%s is not measured: this engine cannot see what states are for", name)
             continue
@@ -212,7 +216,7 @@ def _learned(
 ) -> tuple[Profile, dict[str, RateDistortionBound]]:
     """The profile and the bounds; both empty, without a prefill, if no preset has to learn."""
     names = dict.fromkeys(map(first_part, order.presets))
-    presets = [name for name in names if family_of(name) in LEARNABLE]
+    presets = [name for name in names if is_learned(name)]
     empty = Profile(instrument.fingerprint, instrument.layout, (), {})
     states = states_of(instrument)
     before = unfinished.learned() if unfinished is not None else None

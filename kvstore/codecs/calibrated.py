@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from kvstore.codecs.learning.statistics import element_means
 from kvstore.codecs.names import CALIBRATED, CODECS, family_of, parameters_of
+from kvstore.codecs.presets import imported
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.pipeline import StackPacker
 from kvstore.codecs.stacks.stack_codec import StackCodec
@@ -43,10 +43,10 @@ class CalibratedPreset(Protocol):
 
 
 def calibrated_preset(name: str) -> CalibratedPreset:
-    """Imports the preset of that name, one of ``names.LEARNABLE``, with its parameters."""
+    """Returns the preset of that name, which has to be a learned one's, with its parameters."""
     family = family_of(name)
-    module_name, _, attribute = CODECS[family].learn.partition(":")
-    usual: Any = getattr(importlib.import_module(module_name), attribute)
+    learn = CODECS[family].learn
+    usual: Any = imported(family, learn) if isinstance(learn, str) else learn
     preset: CalibratedPreset = (
         usual if family == name else dataclasses.replace(usual, **parameters_of(name))
     )

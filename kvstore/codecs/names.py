@@ -1,9 +1,8 @@
 """The names of all codecs, for whoever needs only names: nothing heavy is imported here.
 
 ``presets`` makes a codec of a name, ``calibrated`` one of a name and a profile; both find the code
-by the import strings of this table. ``OWN`` are the product's codecs. ``LITERATURE`` are methods of
-papers and of the projects that this one grew from: for comparison, measured by the same tests, and
-never served unless they are named.
+by the import strings of the ``catalogue``. ``OWN`` are the product's codecs, ``LITERATURE`` methods
+of papers, and ``catalogue.registration`` adds one's own.
 """
 
 from __future__ import annotations
@@ -13,197 +12,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
+from kvstore.codecs.catalogue.entries import CodecEntry, Parameter
+from kvstore.codecs.catalogue.own import OWN as OWN
+from kvstore.codecs.catalogue.papers import LITERATURE as LITERATURE
 from kvstore.codecs.states.ways import STATES, USUAL_STATES, WINDOWS, WORST
-
-
-class Parameter(NamedTuple):
-    """A number that a codec's name may give, as in ``kivi:bits=4``."""
-
-    name: str
-    usual: float
-    least: float
-    most: float
-    is_whole: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.least:g} to {self.most:g}, usually {self.usual:g})"
-
-
-class CodecEntry(NamedTuple):
-    """One row of the table.
-
-    ``bits``: per value, for heads of 128 values and chunks of 128 tokens; headers and the exact
-    first tokens of a session are not counted. Of a learned codec, about what models take.
-    """
-
-    bits: float
-    sentence: str
-    make: str = ""  # import string of what makes the codec; "" = only a profile can
-    learn: str = ""  # import string of its ``CalibratedPreset``; "" = nothing to learn
-    exact: bool = False  # nothing is lost
-    small_chunks: bool = False  # chunks of few tokens take no more bytes per token
-    parameters: tuple[Parameter, ...] = ()
-
 
 EXACT: Final = "raw"
 USUAL: Final = "dense3"  # what most models get
-
-_ROWS: Final = "kvstore.codecs.rows.row_codec"
-_ONE_STEP: Final = "kvstore.codecs.one_step.one_step"
-_PAPERS: Final = "kvstore.codecs.literature"
-
-OWN: Final[dict[str, CodecEntry]] = {
-    "raw": CodecEntry(
-        16,
-        "Keeps every byte as the engine has it.",
-        make="kvstore.codecs.raw:RawCodec",
-        exact=True,
-        small_chunks=True,
-    ),
-    "lm3": CodecEntry(
-        3.25,
-        "Eight Lloyd-Max levels without rotation; the control.",
-        make=f"{_ROWS}:lm3",
-        small_chunks=True,
-    ),
-    "tq3": CodecEntry(
-        3.125,
-        "Rotates every row by signs and a Hadamard matrix, then takes three bits a value.",
-        make=f"{_ROWS}:tq3",
-        small_chunks=True,
-    ),
-    "tq4": CodecEntry(
-        4.125,
-        "Rotates every row by signs and a Hadamard matrix, then takes four bits a value.",
-        make=f"{_ROWS}:tq4",
-        small_chunks=True,
-    ),
-    "dense3": CodecEntry(
-        3.2,
-        "Three bits at a fixed rate: a learned transform of each head, or tq3 without a profile.",
-        make=f"{_ROWS}:dense3",
-        learn="kvstore.codecs.fixed_rate.fixed_rate:DENSE3",
-        small_chunks=True,
-    ),
-    "balanced": CodecEntry(
-        1.5,
-        "A learned transform of each layer, entropy-coded: half the size of dense3.",
-        learn=f"{_ONE_STEP}:BALANCED",
-    ),
-    "max": CodecEntry(
-        0.8,
-        "A learned transform of ten layers at once, entropy-coded: the densest.",
-        learn=f"{_ONE_STEP}:MAX",
-    ),
-    "safe": CodecEntry(
-        5.3,
-        "A learned transform of each layer with a fine step: greedy text hardly ever changes.",
-        learn=f"{_ONE_STEP}:SAFE",
-    ),
-}
-
-LITERATURE: Final[dict[str, CodecEntry]] = {
-    "spectral": CodecEntry(
-        2.5,
-        "SpectralQuant: many bits for principal components with variance, few for the others.",
-        learn=f"{_PAPERS}.spectral_quant:SPECTRAL",
-    ),
-    "ratequant": CodecEntry(
-        2.6,
-        "RateQuant: TurboQuant-MSE with the bits dealt out to heads by what errors cost.",
-        learn=f"{_PAPERS}.rate_quant:RATEQUANT",
-        parameters=(Parameter("bits", 2.5, 1, 8, is_whole=False), Parameter("least", 2, 0, 8)),
-    ),
-    "kvquant": CodecEntry(
-        3.375,
-        "KVQuant: keys before RoPE in groups by channel, values in groups by token.",
-        learn=f"{_PAPERS}.kv_quant:KVQUANT",
-    ),
-    "commvq": CodecEntry(
-        2.125,
-        "CommVQ: eight neighbours as a sum of two learned vectors.",
-        learn=f"{_PAPERS}.comm_vq:COMMVQ",
-        parameters=(Parameter("dim", 8, 2, 64), Parameter("stages", 2, 1, 8)),
-    ),
-    "manthan": CodecEntry(
-        3.25,
-        "ManthanQuant: eight Lloyd-Max levels and an fp32 norm; the arithmetic of lm3.",
-        make=f"{_PAPERS}.manthan_quant:manthan",
-    ),
-    **{
-        f"tq{num_bits}": CodecEntry(
-            num_bits + 0.125,
-            f"TurboQuant-MSE with {num_bits} bit{'s' if num_bits > 1 else ''} a value.",
-            make=f"{_PAPERS}.turbo_quant:tq{num_bits}",
-        )
-        for num_bits in (1, 2, 5, 6, 7, 8)
-    },
-    "tqprod": CodecEntry(
-        3.25,
-        "TurboQuant-prod: two bits of levels and one sign of a sketch of what they missed.",
-        make=f"{_PAPERS}.turbo_quant:tqprod",
-        parameters=(Parameter("bits", 3, 2, 4),),
-    ),
-    "base11": CodecEntry(
-        3.625,
-        "turboquant-mlx: eleven levels after a rotation, as digits of large numbers.",
-        make=f"{_PAPERS}.turboquant_mlx:base11",
-    ),
-    "rvq": CodecEntry(
-        2.125,
-        "VeloxQuant's residual quantiser: a sign, then the sign of what it missed.",
-        make=f"{_PAPERS}.rvq:rvq",
-    ),
-    "vecinfer": CodecEntry(
-        2.1875,
-        "VecInfer: smoothed keys, rotated, and four neighbours by one of 256 vectors.",
-        make=f"{_PAPERS}.vecinfer:vecinfer",
-        parameters=(Parameter("bits", 2, 1, 2),),
-    ),
-    "polar": CodecEntry(
-        3.875,
-        "PolarQuant: angles of recursive polar coordinates, and one radius of sixteen values.",
-        make=f"{_PAPERS}.polar_quant:polar",
-    ),
-    "qjl": CodecEntry(
-        2.0625,
-        "QJL: a sketch of signs for keys, groups of two bits for values.",
-        make=f"{_PAPERS}.qjl:qjl",
-        parameters=(Parameter("signs", 0, 0, 4096),),
-    ),
-    "rabitq": CodecEntry(
-        2.6875,
-        "RaBitQ: one sign a value for rotated keys, TurboQuant of four bits for values.",
-        make=f"{_PAPERS}.rabitq:rabitq",
-    ),
-    "playground": CodecEntry(
-        3.0625,
-        "turboQuantPlayground: rotated keys of three bits, values in groups of two bits.",
-        make=f"{_PAPERS}.turboquant_playground:playground",
-        parameters=(
-            Parameter("key_bits", 3, 1, 8),
-            Parameter("value_bits", 2, 1, 8),
-            Parameter("group", 32, 2, 1024),
-        ),
-    ),
-    "kivi": CodecEntry(
-        3.0,
-        "KIVI: groups of 32 values of two bits, keys by channel and values by token.",
-        make=f"{_PAPERS}.kivi:kivi",
-        parameters=(Parameter("bits", 2, 1, 8), Parameter("group", 32, 2, 1024)),
-    ),
-    "fp8": CodecEntry(
-        8,
-        "Floats of 8 bits, e4m3, with a scale for each tensor: an engine's own fp8 KV cache.",
-        make=f"{_PAPERS}.fp8:fp8",
-    ),
-    "q8": CodecEntry(
-        8.5,
-        "Integers of 8 bits in blocks of 32 with a scale: q8_0 of llama.cpp.",
-        make=f"{_PAPERS}.q8:q8",
-    ),
-}
-
 
 JOIN: Final = "+"
 
@@ -277,7 +92,7 @@ def _is_coarser(name: str, than: str) -> bool:
 def must_learn(name: str) -> bool:
     """Tell if a part of a preset needs that the model was looked at."""
     rows, _, states = parts_of(name)
-    return family_of(rows) in LEARNABLE or (states in STATES and STATES[states].learns)
+    return is_learned(rows) or (states in STATES and STATES[states].learns)
 
 
 def first_part(name: str) -> str:
@@ -288,6 +103,7 @@ def first_part(name: str) -> str:
 # What is usual elsewhere and taken for harmless: measured with ours, to see what a loss amounts to.
 FLOOR: Final = ("fp8", "q8")
 
+# ``catalogue.registration`` adds to it.
 CODECS: Final[dict[str, CodecEntry]] = {**OWN, **LITERATURE}
 # The product's codecs that need no profile.
 READY: Final = tuple(name for name, entry in OWN.items() if entry.make)
@@ -295,8 +111,14 @@ READY: Final = tuple(name for name, entry in OWN.items() if entry.make)
 CALIBRATED: Final = tuple(name for name, entry in OWN.items() if entry.learn)
 # Families of codecs that have a name for each number of bits: ``tq:bits=5`` is ``tq5``.
 FAMILIES: Final = {"tq": Parameter("bits", 3, 1, 8)}
-# All codecs that learn a model.
+# All codecs of the table that learn a model.
 LEARNABLE: Final = tuple(name for name, entry in CODECS.items() if entry.learn)
+
+
+def is_learned(name: str) -> bool:
+    """Return whether a codec, with or without parameters, learns a model."""
+    family = family_of(name)
+    return family in CODECS and bool(CODECS[family].learn)
 
 
 def family_of(name: str) -> str:
@@ -389,11 +211,9 @@ def _number(family: str, parameter: Parameter, text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    is_allowed = parameter.least <= value <= parameter.most  # False of NaN
+    is_allowed = math.isfinite(value) and parameter.least <= value <= parameter.most
     if not is_allowed or (parameter.is_whole and value != int(value)):
         kind = "a whole number" if parameter.is_whole else "a number"
-        raise ValueError(
-            f"{parameter.name}={text} of codec {family!r}: {kind} from {parameter.least:g} to"
-            f" {parameter.most:g} is wanted"
-        )
+        within = f"{kind} from {parameter.span}".replace(f"{kind} from any", "any")
+        raise ValueError(f"{parameter.name}={text} of codec {family!r}: {within} is wanted")
     return int(value) if parameter.is_whole else value

@@ -65,13 +65,15 @@ def padded_layout(codec: Codec, layout: KVLayout) -> KVLayout:
     """Returns ``layout`` with the next dimensions that ``codec`` can pack.
 
     Raises:
-        UnknownCodec: there are none within ``MOST`` more.
+        UnknownCodec: there are none within ``MOST`` more, or it takes no such layers at all.
     """
     try:
         codec.check(layout)
         return layout
     except UnknownCodec:
         layers = tuple(_padded_layer(codec, layer) for layer in layout.layers)
+        if layers == layout.layers:
+            raise
         wide = msgspec.structs.replace(layout, layers=layers)
         codec.check(wide)
         return wide

@@ -13,11 +13,12 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.codecs.base import Codec
+from kvstore.codecs.catalogue.entries import MakeCodec
 from kvstore.codecs.names import (
     CODECS,
-    LEARNABLE,
     canonical,
     family_of,
+    is_learned,
     parameters_of,
     parts_of,
     unknown,
@@ -52,8 +53,7 @@ def open_codec(name: str, profile: Profile | None = None) -> Codec:
         UnknownCodec: no such name, or it needs a profile that there is none of; says what to do.
     """
     name = canonical_name(name)
-    family = family_of(name)
-    if profile is not None and name in profile.learned and family in LEARNABLE:
+    if profile is not None and name in profile.learned and is_learned(name):
         from kvstore.codecs.calibrated import calibrated_codec
 
         return calibrated_codec(name, profile)
@@ -79,19 +79,18 @@ def codec_by_name(name: str) -> Codec:
         return _imported(name, CODECS[name].make, {})
     codec: Any = _imported(name, CODECS[family].make, parameters_of(name))
     digest = blake2b(name.encode(), digest_size=ID_DIGITS // 2).hexdigest()
-    found: Codec = dataclasses.replace(codec, id=f"{codec.id}-{digest}")
+    try:
+        found: Codec = dataclasses.replace(codec, id=f"{codec.id}-{digest}")
+    except TypeError as error:  # of a user's own
+        raise UnknownCodec(
+            f"codec {family!r} takes parameters, so it has to be a dataclass with a field id"
+        ) from error
     return found
 
 
-def _imported(name: str, target: str, parameters: dict[str, float]) -> Codec:
-    """Returns what an import string names, or makes when it is called with ``parameters``."""
-    module_name, _, attribute = target.partition(":")
-    if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        raise UnknownCodec(unknown(name))
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UnknownCodec(f"codec {name!r} cannot be imported: {error}") from error
+def _imported(name: str, target: MakeCodec, parameters: dict[str, float]) -> Codec:
+    """Returns what ``target`` names, or makes when it is called with ``parameters``."""
+    found = imported(name, target) if isinstance(target, str) else target
     try:
         codec: object = found(**parameters) if callable(found) else found
     except Exception as error:  # somebody else's code, named by mistake perhaps
@@ -99,6 +98,21 @@ def _imported(name: str, target: str, parameters: dict[str, float]) -> Codec:
     if not isinstance(codec, Codec):
         raise UnknownCodec(f"codec {name!r} is a {type(codec).__name__}, which is no codec")
     return codec
+
+
+def imported(name: str, target: str) -> Any:
+    """Returns what the import string ``target`` names, for the codec ``name``.
+
+    Raises:
+        UnknownCodec: it is no import string, or names nothing that can be imported.
+    """
+    module_name, _, attribute = target.partition(":")
+    if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
+        raise UnknownCodec(unknown(name))
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UnknownCodec(f"codec {name!r} cannot be imported: {error}") from error
 
 
 def check_name(name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,7 +26,7 @@ BEHIND_CONTEXT: Final = 512  # tokens after the context: the scored ones, a need
 MOST_CONTEXT: Final = 1 << 20  # tokens that an order may ask for
 SNIFFED_BYTES: Final = 1 << 16  # of a file, to see whether it is text
 # Names that stand for several presets.
-GROUPS: Final = {"ours": tuple(OWN), "usual": FLOOR, "all": tuple(CODECS)}
+GROUPS: Final[Mapping[str, Iterable[str]]] = {"ours": OWN, "usual": FLOOR, "all": CODECS}
 # With what is usual elsewhere beside them: a figure alone says little.
 USUAL_PRESETS: Final = "ours,usual"
 
@@ -60,6 +60,7 @@ def order_of(effective: EffectiveSettings, options: CalibrateOptions) -> Calibra
         dtype=effective.settings.engine.dtype,
         vllm=effective.settings.engine.vllm,
         presets=presets_of(options.presets),
+        codec_modules=effective.settings.store.codec_modules,
         contexts=_contexts(options.contexts, longest),
         window_tokens=_window_tokens(longest),
         fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),

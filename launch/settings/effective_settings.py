@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engines.config import EngineConfig
+from kvstore.codecs.catalogue.registration import import_registering
 from kvstore.codecs.names import CODECS, canonical, parts_of, unknown
 from kvstore.config import AUTO, StoreConfig
+from kvstore.errors import UnknownCodec
 from launch.errors import LaunchError, UsageError
 from launch.machine.folders import Folders, folders
 from launch.machine.gpus import Gpu, find_gpus
@@ -107,7 +109,11 @@ def effective_settings(
 
 
 def _check_codecs(store: StoreConfig) -> None:
-    """Check the names of codecs and their parameters; one's own is imported later."""
+    """Check the names of codecs and their parameters, those that are registered among them."""
+    try:
+        import_registering(store.codec_modules)
+    except UnknownCodec as error:
+        raise UsageError(str(error)) from error
     for field in ("codec", "disk_codec", "redis_codec"):
         name = getattr(store, field)
         rows = parts_of(name).rows

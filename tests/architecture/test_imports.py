@@ -18,6 +18,8 @@ LIGHT_CODECS = {
     for name in (
         "",
         *(".base", ".floats", ".names", ".presets", ".profile", ".quality", ".reader", ".rope"),
+        *(".catalogue", ".catalogue.entries", ".catalogue.own", ".catalogue.papers"),
+        ".catalogue.registration",
         *(".states", ".states.matrices", ".states.session_codec", ".states.ways"),
         *(".rows", ".rows.packed_layout"),
     )
@@ -80,6 +82,7 @@ def test_the_table_of_codec_names_imports_nothing():
     loaded = loaded_by("kvstore.codecs.names")
     ours = {name for name in loaded if name.startswith(("kvstore", "engines", "launch"))}
     table = {"kvstore.codecs.names", "kvstore.codecs.states", "kvstore.codecs.states.ways"}
+    table |= {f"kvstore.codecs.catalogue{x}" for x in ("", ".entries", ".own", ".papers")}
     assert ours == {"kvstore", "kvstore.codecs", *table}
     assert not loaded & {"numpy", "msgspec"}
 

@@ -18,6 +18,7 @@ from engines.calibration.gate.earlier import PackedBy, earlier_codecs
 from engines.calibration.gate.profiles import profile_path
 from engines.wire import CodecReport
 from kvstore.blobs.codec_set import CodecSet
+from kvstore.codecs.catalogue.registration import import_registering
 from kvstore.codecs.names import first_part
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import BEFORE, Profile, load_profile
@@ -115,6 +116,7 @@ class ServedCodecs:
         unmeasurable: str = "",
         states: StateLayout | None = None,
     ) -> None:
+        import_registering(config.codec_modules)
         self._states = states
         self._config = config
         self._layout = layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,15 @@ class MlxInstrument:
         self._layout = kept_layout(plan)
         self._plan = plan
         self._loaded = loaded
-        self._fingerprint = fingerprint(loaded, plan, folder)
+        self._folder = folder
 
     @property
     def layout(self) -> KVLayout:
         return self._layout
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        return self._fingerprint
+        return fingerprint(self._loaded, self._plan, self._folder)
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:

@@ -12,8 +12,8 @@ import pytest
 import thermocline
 
 PUBLIC = """
-CodecInfo Corrupt KVLayer KVLayout Method Mismatch NoScores Packed Profile Quality UnknownCodec
-codebook codec codecs
+CodecInfo Corrupt KVLayer KVLayout Method Mismatch NoScores Packed Parameter Profile Quality Samples
+UnknownCodec codebook codec codecs judge layout_of learn per_layer register
 """
 
 

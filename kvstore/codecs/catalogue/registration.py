@@ -1,0 +1,132 @@
+"""Adds one's own methods to the table, for this process.
+
+A method that is registered has a name like any other: settings, calibration, the quality gate and
+the server take it. Every process that reads names has to register it, so a server imports the
+modules of ``store.codec_modules`` wherever it opens codecs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from kvstore.codecs.catalogue.entries import CodecEntry, MakeCodec, Parameter
+from kvstore.codecs.catalogue.own import OWN
+from kvstore.codecs.catalogue.papers import LITERATURE
+from kvstore.codecs.names import CODECS, FAMILIES
+from kvstore.errors import UnknownCodec
+
+# An id has 24 characters (``kvstore.blobs.format``), 13 of them for what was learned.
+NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,10}")
+MOST_ID: Final = 24
+PARAMETER_DIGITS: Final = 11  # that other parameters than the usual add to it
+SIZED_DIM: Final = 128  # of the rows, and so many tokens, that ``CodecEntry.bits`` is of
+
+
+def register(
+    name: str,
+    make: MakeCodec | None,
+    learn: object = None,
+    paper: str = "",
+    *,
+    parameters: Sequence[Parameter] | None = None,
+) -> None:
+    """Adds a method to the table, in this process. A method of one's own can be replaced.
+
+    Args:
+        name: small letters, digits and "_", at most 11.
+        make: a callable that returns a ``kvstore.codecs.base.Codec``, or an import string of one;
+            None if only a profile can make it. The first sentence of its docstring is the method's.
+        learn: a ``kvstore.codecs.calibrated.CalibratedPreset``, or an import string of one, if the
+            method learns a model.
+        paper: where the method is from.
+        parameters: the numbers that ``make`` takes by name, and the fields of ``learn``; None =
+            its parameters whose defaults are numbers, of any value. Codecs with parameters are
+            dataclasses with a field ``id``.
+
+    Raises:
+        ValueError: the name cannot be used, or is one of the product's.
+        UnknownCodec: ``make`` makes no codec.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"a method cannot be called {name!r}; use at most 11 small letters, digits and _"
+        )
+    if name in OWN or name in LITERATURE or name in FAMILIES:
+        raise ValueError(f"there is a method {name!r} already; take another name")
+    if make is None and learn is None:
+        raise ValueError(f"method {name!r} can neither be made nor learned")
+    before = CODECS.get(name)
+    entry = CodecEntry(math.nan, "", make or "", learn or "", paper=paper)
+    CODECS[name] = entry
+    try:
+        CODECS[name] = _described(name, entry, parameters)
+    except BaseException:
+        del CODECS[name]
+        if before is not None:
+            CODECS[name] = before
+        raise
+
+
+def import_registering(modules: Iterable[str]) -> None:
+    """Imports modules that register methods; a second time does nothing.
+
+    Raises:
+        UnknownCodec: one cannot be imported; says why.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a user's own code
+            raise UnknownCodec(
+                f"store.codec_modules: {module} cannot be imported: {error}"
+            ) from error
+
+
+def _described(name: str, entry: CodecEntry, parameters: Sequence[Parameter] | None) -> CodecEntry:
+    """Returns a row with all that can be found out of its method."""
+    from kvstore.codecs.presets import codec_by_name, imported
+    from kvstore.shapes import KVLayer, KVLayout
+
+    source = entry.make or entry.learn
+    source = imported(name, source) if isinstance(source, str) else source
+    if parameters is None:
+        parameters = _parameters_of(source)
+    entry = entry._replace(sentence=_sentence_of(source), parameters=tuple(parameters))
+    if not entry.make:
+        return entry
+    codec = codec_by_name(name)
+    most = MOST_ID - (PARAMETER_DIGITS if parameters else 0)
+    if not 0 < len(codec.id) <= most or not codec.id.isascii():
+        raise UnknownCodec(f"method {name!r}: the id {codec.id!r} has more than {most} characters")
+    layout = KVLayout("bfloat16", (KVLayer(1, SIZED_DIM, SIZED_DIM),))
+    past_sinks = 1 << 20
+    nbytes = codec.packed_nbytes(layout, SIZED_DIM, past_sinks)
+    bits = 8 * nbytes / (SIZED_DIM * layout.elements_per_token)
+    return entry._replace(bits=round(bits, 4), exact=codec.exact)
+
+
+def _sentence_of(source: Any) -> str:
+    described = source if callable(source) else type(source)
+    text = inspect.getdoc(described) or ""
+    sentence, dot, _ = " ".join(text.partition("\n\n")[0].split()).partition(". ")
+    return f"{sentence}." if dot else sentence
+
+
+def _parameters_of(source: Any) -> tuple[Parameter, ...]:
+    """Returns what a callable takes by name, or a dataclass has as fields, and is a number."""
+    usual: dict[str, Any] = {}
+    if callable(source):
+        usual = {x.name: x.default for x in inspect.signature(source).parameters.values()}
+    elif dataclasses.is_dataclass(source):
+        usual = {x.name: getattr(source, x.name) for x in dataclasses.fields(source)}
+    return tuple(
+        Parameter(key, value, is_whole=isinstance(value, int))
+        for key, value in usual.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    )

@@ -1,0 +1,46 @@
+"""From a model of mlx_lm to a profile and figures, in a few lines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core", reason="mlx is not installed")
+
+import thermocline
+import thermocline.mlx
+from tests.integration.tiny_models import VOCAB, tiny_model
+
+pytestmark = pytest.mark.mlx
+
+
+def texts(count: int, length: int) -> list[list[int]]:
+    return np.random.default_rng(count).integers(0, VOCAB, (count, length)).tolist()
+
+
+def test_a_model_is_captured_learned_and_judged():
+    model = tiny_model("llama").model
+    assert thermocline.layout_of(model).layers == (thermocline.KVLayer(2, 64, 64),) * 3
+    samples = thermocline.mlx.capture(model, texts(2, 80))
+    assert len(samples.texts) == 2 and samples.texts[0][2][1].shape == (2, 80, 64)
+    assert samples.metrics is not None and samples.ropes[0] is not None
+    profile = thermocline.learn(samples, "ratequant")
+    other = thermocline.per_layer({0: "raw", "default": "tq5"})
+    names = ["raw", "tq2", "tq:bits=8", "ratequant", other]
+    rows = thermocline.judge(
+        model, names, texts(1, 144), context=128, num_scored=16, profile=profile
+    )
+    assert [x.preset for x in rows] == ["raw", "tq2", "tq8", "ratequant", other.id]
+    raw, tq2, tq8, learned, _ = rows
+    assert abs(raw.kl) <= 1e-6 < tq8.kl < tq2.kl and learned.codec_id.startswith("ratequant.4-")
+    assert tq2.context == 128 and 2 < tq2.bits_per_element < tq8.bits_per_element
+
+
+def test_what_cannot_be_measured_is_refused():
+    model = tiny_model("llama").model
+    with pytest.raises(ValueError, match="texts of 160 tokens or more"):
+        thermocline.judge(model, ["tq3"], texts(1, 159), context=128, num_scored=32)
+    with pytest.raises(ValueError, match="token ids"):
+        thermocline.mlx.capture(model, [[]])
+    with pytest.raises(thermocline.UnknownCodec, match="learns nothing"):
+        thermocline.learn(thermocline.mlx.capture(model, texts(1, 64)), "tq3")

@@ -1,0 +1,121 @@
+"""A method of its own for each layer of a model, as one codec.
+
+payload: for each method, in the order of its first layer, u32 length and that method's payload
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from kvstore.codecs.base import Codec
+from kvstore.codecs.padded import PaddedCodec
+from kvstore.codecs.reader import Reader, count_bytes
+from kvstore.errors import UnknownCodec
+from kvstore.shapes import KVLayout, KVPair, KVRun
+from thermocline import catalogue
+from thermocline.method import Method
+
+DEFAULT: Final = "default"
+ID_DIGITS: Final = 10
+LENGTH_NBYTES: Final = 4
+# A layer's number, from 0 on or from -1 backwards, or "default" for all others.
+LayerName: TypeAlias = int | Literal["default"]
+
+
+def per_layer(methods: Mapping[LayerName, str | Method]) -> Method:
+    """Makes a method that packs each layer of a model by a method of its own.
+
+    ``methods``: names, or methods, by the number of the layer (from 0 on, or from -1 backwards);
+    "default" is for all others. Layers of one method are packed together. Methods that learned a
+    model know all of its layers, so they can only be the only one. To serve it:
+    ``register("mine", lambda: per_layer({...}).codec)``.
+
+    Raises:
+        UnknownCodec: there is no method of a name.
+        ValueError: "default" is missing, or a key is neither that nor a number.
+    """
+    if DEFAULT not in methods:
+        raise ValueError("per_layer needs a method for 'default'")
+    codecs: dict[LayerName, Codec] = {}
+    for layer, method in methods.items():
+        if layer != DEFAULT and not isinstance(layer, int):
+            raise ValueError(f"layer {layer!r} is neither a number nor 'default'")
+        made = method if isinstance(method, Method) else catalogue.codec(method)
+        codecs[layer] = PaddedCodec(made.codec)  # each pads for itself
+    default = codecs.pop(DEFAULT)
+    return Method(PerLayerCodec(default, tuple(sorted(codecs.items()))))  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class PerLayerCodec:
+    """Packs each layer by the codec that is named for it. Implements ``Codec``."""
+
+    default: Codec
+    layers: tuple[tuple[int, Codec], ...]  # by the number of the layer; negative: from the end
+
+    @property
+    def id(self) -> str:
+        named = f"{self.default.id} " + " ".join(f"{x}:{y.id}" for x, y in self.layers)
+        return f"layers.1-{blake2b(named.encode(), digest_size=ID_DIGITS // 2).hexdigest()}"
+
+    @property
+    def exact(self) -> bool:
+        return self.default.exact and all(x.exact for _, x in self.layers)
+
+    def check(self, layout: KVLayout) -> None:
+        for codec, part, _ in self._parts(layout):
+            codec.check(part)
+
+    def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        return sum(
+            LENGTH_NBYTES + codec.packed_nbytes(part, num_tokens, first_token)
+            for codec, part, _ in self._parts(layout)
+        )
+
+    def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        return sum(
+            LENGTH_NBYTES + codec.least_nbytes(part, num_tokens, first_token)
+            for codec, part, _ in self._parts(layout)
+        )
+
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
+        chunks: list[bytes | memoryview] = []
+        for codec, part, numbers in self._parts(layout):
+            payload = codec.encode([run[x] for x in numbers], part, first_token)
+            chunks += [count_bytes(len(payload)), payload]
+        return b"".join(chunks)
+
+    def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
+        reader = Reader(payload)
+        for codec, part, numbers in self._parts(layout):
+            own = reader.take("u1", reader.count(len(payload)))
+            pairs: list[KVPair] = [out[x] for x in numbers]
+            codec.decode(memoryview(own), part, first_token, pairs)
+        reader.expect_end()
+
+    def _parts(self, layout: KVLayout) -> list[tuple[Codec, KVLayout, list[int]]]:
+        """Returns each codec with its layers: their layout and their numbers.
+
+        Raises:
+            UnknownCodec: a layer is named that the model does not have.
+        """
+        count = len(layout.layers)
+        named = [x for x, _ in self.layers if not -count <= x < count]
+        if named:
+            raise UnknownCodec(f"layer {named[0]} is named, and there are {count}")
+        chosen = [self.default] * count
+        for layer, codec in self.layers:
+            chosen[layer] = codec
+        numbers: dict[str, list[int]] = {}
+        for number, codec in enumerate(chosen):
+            numbers.setdefault(codec.id, []).append(number)
+        found = []
+        for own in numbers.values():
+            layers = tuple(layout.layers[x] for x in own)
+            found.append((chosen[own[0]], msgspec.structs.replace(layout, layers=layers), own))
+        return found

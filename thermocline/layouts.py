@@ -1,0 +1,47 @@
+"""The layout of a model's KV, from the model or from its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from kvstore.shapes import DType, KVLayout
+
+
+def layout_of(model: Any) -> KVLayout:
+    """Returns the heads and dimensions of the layers whose KV grow with every token.
+
+    ``model``: one of mlx_lm, one of transformers, the configuration of one, the contents of a
+    config.json, or the path of a model's folder. A model of mlx_lm is asked, which computes three
+    tokens; of all others it is known by their family, and the dtype is that of the weights.
+
+    Raises:
+        ValueError: its layers cannot be packed, or its family is not known; says why.
+        OSError: the folder has no config.json that can be read.
+    """
+    if isinstance(model, str | Path):
+        model = json.loads((Path(model) / "config.json").read_text("utf-8"))
+    config = getattr(model, "config", model)
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if isinstance(config, Mapping) and "model_type" in config:  # mlx's modules are mappings, too
+        return _of_config(config)
+    from thermocline.mlx import layout_of as layout_of_mlx
+
+    return layout_of_mlx(model)
+
+
+def _of_config(content: Mapping[str, Any]) -> KVLayout:
+    from launch.plan.cache_shape import NotUnderstood
+    from launch.plan.families.table import cache_shape
+
+    try:
+        layers = cache_shape(content).growing
+    except NotUnderstood as error:
+        raise ValueError(str(error)) from error
+    text = content.get("text_config") or content
+    stored = str(text.get("dtype") or text.get("torch_dtype")).removeprefix("torch.")
+    dtypes: tuple[DType, ...] = get_args(DType)
+    return KVLayout(next((x for x in dtypes if x == stored), "bfloat16"), layers)

@@ -1,0 +1,109 @@
+"""Learns models, and measures methods on them, as the server's gate does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvstore.codecs.names import CALIBRATED, canonical, is_learned
+from kvstore.codecs.profile import Profile
+from kvstore.codecs.quality import Quality
+from kvstore.errors import UnknownCodec
+from thermocline.method import Method
+
+if TYPE_CHECKING:
+    from engines.calibration.measuring.trials import AnyCodec
+    from kvstore.codecs.learning.samples import Samples
+
+CHUNK_TOKENS = 128  # of the cold store
+
+
+def learn(samples: Samples, *names: str) -> Profile:
+    """Learns a model for some methods; takes seconds, minutes for ``max``.
+
+    ``samples``: as ``thermocline.mlx.capture`` returns them, or made of arrays of one's own.
+    ``names``: methods that learn a model; without any, all of the product's own.
+
+    Raises:
+        UnknownCodec: there is no such method, or it learns nothing.
+    """
+    from kvstore.codecs.calibrated import learn_profile
+
+    try:
+        wanted = [canonical(name) for name in names] or list(CALIBRATED)
+    except ValueError as error:
+        raise UnknownCodec(str(error)) from error
+    for name in wanted:
+        if not is_learned(name):
+            raise UnknownCodec(f"codec {name!r} learns nothing of a model")
+    return learn_profile(samples, "", wanted)
+
+
+def judge(
+    model: Any,
+    names: Iterable[str | Method],
+    tokens: Sequence[Sequence[int]],
+    *,
+    context: int = 512,
+    num_scored: int = 128,
+    profile: Profile | None = None,
+) -> list[Quality]:
+    """Measures the loss of methods on a model, as the server's gate does.
+
+    The KV of each text's first ``context`` tokens goes through the method, chunk by chunk, and the
+    next ``num_scored`` tokens are predicted from what comes back and from the exact KV.
+
+    Args:
+        model: one of mlx_lm, or an ``engines.calibration.instrument.Instrument``.
+        names: methods by name, or methods of one's own.
+        tokens: token ids of some texts, of ``context + num_scored`` or more each.
+        profile: what methods that learn the model have learned of it; never from these texts.
+
+    Returns:
+        A row for each method, in their order: bits for each value, KL in nats, perplexity, the
+        share of equal most likely tokens, errors of K and V.
+
+    Raises:
+        UnknownCodec: there is no such method, or it cannot pack this model.
+        ValueError: a text is too short, or the model's cache cannot be packed.
+    """
+    from engines.calibration.measuring.cases import Case
+    from engines.calibration.measuring.measure import measure
+
+    if not tokens or min(map(len, tokens)) < context + num_scored:
+        raise ValueError(f"texts of {context + num_scored} tokens or more are wanted")
+    end = context + num_scored
+    cases = [
+        Case(f"text {number}", tuple(text[:context]), tuple(text[context:end]))
+        for number, text in enumerate(tokens)
+    ]
+    instrument = _instrument_of(model)
+    return measure(instrument, _codecs(instrument, names, profile), cases, CHUNK_TOKENS)
+
+
+def _instrument_of(model: Any) -> Any:
+    if hasattr(model, "log_probs"):
+        return model
+    from thermocline.mlx import instrument
+
+    return instrument(model)
+
+
+def _codecs(
+    instrument: Any, names: Iterable[str | Method], profile: Profile | None
+) -> dict[str, AnyCodec]:
+    from engines.calibration.survey import codecs_to_measure
+
+    profile = profile or Profile(instrument.fingerprint, instrument.layout, (), {})
+    found: dict[str, AnyCodec] = {}
+    for each in names:
+        if isinstance(each, Method):
+            each.codec.check(instrument.layout)
+            found[each.id] = each.codec
+            continue
+        try:
+            name = canonical(each)
+        except ValueError as error:
+            raise UnknownCodec(str(error)) from error
+        found |= codecs_to_measure(instrument, [name], profile)
+    return found
