@@ -41,14 +41,19 @@ def per_layer(methods: Mapping[LayerName, str | Method]) -> Method:
     """
     if DEFAULT not in methods:
         raise ValueError("per_layer needs a method for 'default'")
-    codecs: dict[LayerName, Codec] = {}
+    codecs: dict[int, Codec] = {}
+    default: Codec | None = None
     for layer, method in methods.items():
         if layer != DEFAULT and not isinstance(layer, int):
             raise ValueError(f"layer {layer!r} is neither a number nor 'default'")
         made = method if isinstance(method, Method) else catalogue.codec(method)
-        codecs[layer] = PaddedCodec(made.codec)  # each pads for itself
-    default = codecs.pop(DEFAULT)
-    return Method(PerLayerCodec(default, tuple(sorted(codecs.items()))))  # type: ignore[type-var]
+        padded = PaddedCodec(made.codec)  # each pads for itself
+        if isinstance(layer, int):
+            codecs[layer] = padded
+        else:
+            default = padded
+    assert default is not None
+    return Method(PerLayerCodec(default, tuple(sorted(codecs.items()))))
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class PerLayerCodec:
         for codec, part, numbers in self._parts(layout):
             own = reader.take("u1", reader.count(len(payload)))
             pairs: list[KVPair] = [out[x] for x in numbers]
-            codec.decode(memoryview(own), part, first_token, pairs)
+            codec.decode(own.data, part, first_token, pairs)
         reader.expect_end()
 
     def _parts(self, layout: KVLayout) -> list[tuple[Codec, KVLayout, list[int]]]:

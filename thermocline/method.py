@@ -7,21 +7,14 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from kvstore.codecs.attention.rotated import (
-    ReferenceAttention,
-    RowAttention,
-    row_attention,
-)
 from kvstore.codecs.base import Codec
-from kvstore.codecs.floats import widen
-from kvstore.codecs.padded import PaddedCodec, padded_layout
-from kvstore.codecs.rows.backend import reference_kernel
-from kvstore.codecs.rows.payload import KEPT_DTYPE, plan_payload
-from kvstore.codecs.rows.rotated_rows import RotatedRows
+from kvstore.codecs.padded import PaddedCodec
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayer, KVLayout, KVPair, KVRun, tokens_in
+from thermocline.attended import AttendedRows, attended_rows
 from thermocline.packed import Packed
+from thermocline.row_arrays import row_arrays
 
 Side: TypeAlias = Literal["key", "value"]
 SIDES: tuple[Side, ...] = ("key", "value")
@@ -112,23 +105,20 @@ class Method:
     def scores(self, query: np.ndarray, packed: Packed) -> np.ndarray:
         """Returns the products of queries with packed rows, fp32 (heads, queries, tokens).
 
-        Nothing is restored: the query is rotated instead. ``query``: fp32 (heads, queries, dim),
-        those of the heads that ``packed`` has.
+        Nothing is restored: the query goes through the linear stages of the method instead.
+        ``query``: fp32 (heads, queries, dim), those of the heads that ``packed`` has.
 
         Raises:
-            NoScores: only rotated rows (``tq1`` to ``tq8``, ``dense3`` without a profile) have any.
+            NoScores: rows of this method have to be restored first.
             ValueError: the query is of other heads or of another dimension.
         """
         rows = self._rows_of(packed)
-        heads, dim = rows.first_tokens.shape[::2]
+        heads, num_first, dim = rows.first_tokens.shape
         if query.ndim != 3 or query.shape[::2] != (heads, dim) or query.dtype != np.float32:
             raise ValueError(f"a query of {query.shape}; fp32 ({heads}, queries, {dim}) is wanted")
         out = np.empty((heads, query.shape[1], packed.num_tokens), np.float32)
-        num_first = rows.first_tokens.shape[1]
         out[:, :, :num_first] = np.matmul(query, rows.first_tokens.swapaxes(1, 2))
-        rows.attention.scores(
-            _wide(query, rows.dim), rows.codes, rows.scales, out[:, :, num_first:]
-        )
+        rows.products(_wide(query, rows.dim), out[:, :, num_first:])
         for head, token, values in rows.kept:
             out[head, :, token] = query[head] @ values
         return out
@@ -144,20 +134,19 @@ class Method:
             wanted = f"({heads}, queries, {packed.num_tokens})"
             raise ValueError(f"weights of {weights.shape}; fp32 {wanted} are wanted")
         weights = np.ascontiguousarray(weights, np.float32)
-        out = np.zeros((heads, weights.shape[1], rows.dim), np.float32)
-        rows.attention.add_weighted(weights[:, :, num_first:], rows.codes, rows.scales, out)
-        total: np.ndarray = out[:, :, :dim]
+        total: np.ndarray = rows.sums(weights[:, :, num_first:])[:, :, :dim]
         total += np.matmul(weights[:, :, :num_first], rows.first_tokens)
         for head, token, values in rows.kept:
             total[head] += weights[head, :, token, None] * values
         return total
 
-    def _rows_of(self, packed: Packed) -> _Rows:
+    def _rows_of(self, packed: Packed) -> AttendedRows:
         self._require_own(packed)
-        if not isinstance(self.codec, RowCodec) or not isinstance(self.codec.rows, RotatedRows):
-            raise NoScores(f"rows of {self.id} have to be restored before they are multiplied")
         _side_of(packed.layout)
-        return _Rows(self.codec, self.codec.rows, packed)
+        rows = attended_rows(self.codec, packed)
+        if rows is None:
+            raise NoScores(f"rows of {self.id} have to be restored before they are multiplied")
+        return rows
 
     def frombytes(self, data: bytes | bytearray | memoryview) -> Packed:
         """Reads what ``Packed.tobytes`` returned, and looks whether it is this method's.
@@ -193,7 +182,7 @@ class Method:
         """Returns ``packed`` with the parts of its payload, where the method packs rows alone."""
         arrays = {"payload": np.frombuffer(packed.payload, np.uint8)}
         if isinstance(self.codec, RowCodec):
-            arrays |= _row_arrays(self.codec, packed)
+            arrays |= row_arrays(self.codec, packed)
         return Packed(
             packed.codec_id,
             packed.layout,
@@ -204,32 +193,6 @@ class Method:
         )
 
 
-class _Rows:
-    """The parts of rows of one side, as attention takes them."""
-
-    def __init__(self, codec: RowCodec, rows: RotatedRows, packed: Packed) -> None:
-        parts, dtype = _row_arrays(codec, packed), packed.layout.dtype
-        (dim,) = (x for y in packed.layout.layers for x in (y.head_dim, y.value_dim) if x)
-        first = widen(parts["first_tokens"], dtype)
-        self.codes, self.scales = parts["codes"], parts["scales"]
-        self.first_tokens = first[:, :, :dim]  # fp32 (heads, up to 4, dim)
-        self.dim = first.shape[2]  # zeros included
-        self.attention: RowAttention = row_attention(rows, self.dim)
-        if codec.backend is reference_kernel:
-            self.attention = ReferenceAttention(rows, self.dim)
-        self.kept: list[tuple[int, int, np.ndarray]] = []  # head, token, values
-        heads, tokens = np.nonzero(self.scales == 0)
-        kept = np.frombuffer(
-            packed.payload, KEPT_DTYPE, offset=packed.nbytes - _nbytes(heads, first)
-        )
-        for head, token, bits in zip(heads, tokens, kept.reshape(-1, self.dim), strict=True):
-            self.kept.append((int(head), int(token) + first.shape[1], widen(bits[:dim], dtype)))
-
-
-def _nbytes(kept: np.ndarray, first_tokens: np.ndarray) -> int:
-    return len(kept) * int(first_tokens.shape[2]) * KEPT_DTYPE.itemsize
-
-
 def _wide(query: np.ndarray, dim: int) -> np.ndarray:
     """Returns a query with the zeros that rows of ``dim`` values have."""
     if query.shape[2] == dim:
@@ -237,24 +200,6 @@ def _wide(query: np.ndarray, dim: int) -> np.ndarray:
     wide = np.zeros((*query.shape[:2], dim), np.float32)
     wide[:, :, : query.shape[2]] = query
     return wide
-
-
-def _row_arrays(codec: RowCodec, packed: Packed) -> dict[str, np.ndarray]:
-    """Returns the first tokens, scales and codes of rows of one side; none of a whole run."""
-    if sum(bool(x) for y in packed.layout.layers for x in (y.head_dim, y.value_dim)) != 1:
-        return {}
-    wide = padded_layout(codec, packed.layout)
-    plan = plan_payload(codec.rows, wide, packed.num_tokens, packed.first_token)
-    payload = np.frombuffer(packed.payload, np.uint8)
-    if len(payload) < plan.nbytes:
-        raise Corrupt(f"payload of {len(payload)} bytes, at least {plan.nbytes} expected")
-    (slot,) = (slot for slot in plan.slots if slot.dim)
-    shape = (slot.num_heads, slot.num_tokens)
-    return {
-        "first_tokens": slot.sinks(payload),
-        "scales": slot.scales(payload).reshape(shape),
-        "codes": slot.packed(payload).reshape(*shape, slot.row_nbytes),
-    }
 
 
 def layout_of_run(run: KVRun) -> KVLayout:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kvstore.codecs.catalogue.imports import imported
 from kvstore.codecs.learning.statistics import element_means
 from kvstore.codecs.names import CALIBRATED, CODECS, family_of, parameters_of
-from kvstore.codecs.presets import imported
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.pipeline import StackPacker
 from kvstore.codecs.stacks.stack_codec import StackCodec

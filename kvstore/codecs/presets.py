@@ -8,12 +8,12 @@ of one's own, ``module:Attr``: a codec, or something that returns one when calle
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.catalogue.entries import MakeCodec
+from kvstore.codecs.catalogue.imports import imported
 from kvstore.codecs.names import (
     CODECS,
     canonical,
@@ -21,7 +21,6 @@ from kvstore.codecs.names import (
     is_learned,
     parameters_of,
     parts_of,
-    unknown,
 )
 from kvstore.codecs.states.ways import STATES, WINDOWS
 from kvstore.errors import UnknownCodec
@@ -98,21 +97,6 @@ def _imported(name: str, target: MakeCodec, parameters: dict[str, float]) -> Cod
     if not isinstance(codec, Codec):
         raise UnknownCodec(f"codec {name!r} is a {type(codec).__name__}, which is no codec")
     return codec
-
-
-def imported(name: str, target: str) -> Any:
-    """Returns what the import string ``target`` names, for the codec ``name``.
-
-    Raises:
-        UnknownCodec: it is no import string, or names nothing that can be imported.
-    """
-    module_name, _, attribute = target.partition(":")
-    if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        raise UnknownCodec(unknown(name))
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UnknownCodec(f"codec {name!r} cannot be imported: {error}") from error
 
 
 def check_name(name: str) -> None:

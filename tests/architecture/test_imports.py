@@ -19,7 +19,7 @@ LIGHT_CODECS = {
         "",
         *(".base", ".floats", ".names", ".presets", ".profile", ".quality", ".reader", ".rope"),
         *(".catalogue", ".catalogue.entries", ".catalogue.own", ".catalogue.papers"),
-        ".catalogue.registration",
+        *(".catalogue.imports", ".catalogue.registration"),
         *(".states", ".states.matrices", ".states.session_codec", ".states.ways"),
         *(".rows", ".rows.packed_layout"),
     )

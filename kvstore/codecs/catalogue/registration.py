@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from kvstore.codecs.catalogue.entries import CodecEntry, MakeCodec, Parameter
+from kvstore.codecs.catalogue.imports import imported
 from kvstore.codecs.catalogue.own import OWN
 from kvstore.codecs.catalogue.papers import LITERATURE
 from kvstore.codecs.names import CODECS, FAMILIES
@@ -90,7 +91,7 @@ def import_registering(modules: Iterable[str]) -> None:
 
 def _described(name: str, entry: CodecEntry, parameters: Sequence[Parameter] | None) -> CodecEntry:
     """Returns a row with all that can be found out of its method."""
-    from kvstore.codecs.presets import codec_by_name, imported
+    from kvstore.codecs.presets import codec_by_name
     from kvstore.shapes import KVLayer, KVLayout
 
     source = entry.make or entry.learn

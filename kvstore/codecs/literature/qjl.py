@@ -13,6 +13,7 @@ import functools
 
 import numpy as np
 
+from kvstore.codecs.attention.sources import Mapped, Source
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, planes_of
 from kvstore.codecs.literature.stages.min_max import grouped
@@ -48,6 +49,10 @@ class Sketch:
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         restored: np.ndarray = np.matmul(stack, self._directions * self._size)
         return restored
+
+    def attended(self, source: Source, note: object) -> Source:
+        directions = self._directions * self._size
+        return Mapped(source, lambda x: x @ directions, lambda x: x @ directions.T)
 
     def note_nbytes(self, num_tokens: int) -> int:
         return 0

@@ -16,6 +16,7 @@ import functools
 
 import numpy as np
 
+from kvstore.codecs.attention.sources import Added, Components, Mapped, Scaled, Source
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages import half_columns
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
@@ -79,6 +80,19 @@ class SketchedResidual:
         missed = np.matmul(signs, self._directions) * (self._size * sizes)
         restored: np.ndarray = coarse + missed
         return restored
+
+    def attended(self, codes: np.ndarray) -> Source:
+        """Returns the components as levels, and signs along the sketch's directions."""
+        width = len(self._directions)
+        sizes = half_columns.from_columns(codes[:, :, width:])[:, :, 0] * self._size
+        coarse = self._first.restore(codes[:, :, :width] & ((1 << self._first_bits) - 1))
+        signs = 2 * (codes[:, :, :width] >> self._first_bits).astype(np.float32) - 1
+        sketch = Mapped(
+            Scaled(Components(signs), sizes),
+            lambda x: x @ self._directions,
+            lambda x: x @ self._directions.T,
+        )
+        return Added((Components(coarse), sketch))
 
 
 def _levels_and_sketch(shape: StackShape, level_bits: int) -> Pipeline:

@@ -16,6 +16,7 @@ import functools
 
 import numpy as np
 
+from kvstore.codecs.attention.sources import Mapped, Source
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
 from kvstore.codecs.literature.stages.rotated import rotated
@@ -57,6 +58,10 @@ class ChunkScale:
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         restored: np.ndarray = stack * note
         return restored
+
+    def attended(self, source: Source, note: object) -> Source:
+        assert isinstance(note, np.ndarray)
+        return Mapped(source, lambda x: x * note, lambda x: x * note)
 
     def note_nbytes(self, num_tokens: int) -> int:
         return 2 * self._shape[0] * self._shape[2]

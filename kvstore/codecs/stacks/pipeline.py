@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -53,6 +53,15 @@ class StackPacker(Protocol):
 
 # Maps components and codes to factors of the gains, fp32 (units, tokens, 1).
 FitGains: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+class PipelineParts(NamedTuple):
+    """A chunk of a stack without its kept groups, read but not restored."""
+
+    before: list[object]  # the notes of the transforms before the gain
+    after: list[object]  # and of those after it
+    gains: np.ndarray  # fp32 (units, tokens, gain groups)
+    codes: np.ndarray  # integers (units, tokens, columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +121,8 @@ class Pipeline:
 
     def _unpack(self, reader: Reader, num_tokens: int, first_token: int) -> np.ndarray:
         """Returns fp32 (units, tokens, width), not yet rounded; kept groups hold anything."""
-        before = [transform.read(reader, num_tokens) for transform in self.before]
-        after = [transform.read(reader, num_tokens) for transform in self.after]
-        gains = self.gain.read(reader, num_tokens)
-        stack = self.quantiser.restore(self.coder.read(reader, num_tokens))
+        before, after, gains, codes = self.read_parts(reader, num_tokens)
+        stack = self.quantiser.restore(codes)
         for transform, note in zip(self.after[::-1], after[::-1], strict=True):
             stack = transform.backward(stack, first_token, note)
         for number, part in enumerate(self.shape.gain_groups):
@@ -123,6 +130,15 @@ class Pipeline:
         for transform, note in zip(self.before[::-1], before[::-1], strict=True):
             stack = transform.backward(stack, first_token, note)
         return stack
+
+    def read_parts(self, reader: Reader, num_tokens: int) -> PipelineParts:
+        """Returns what follows the kept groups. Raises ``Corrupt`` as ``decode``."""
+        return PipelineParts(
+            [transform.read(reader, num_tokens) for transform in self.before],
+            [transform.read(reader, num_tokens) for transform in self.after],
+            self.gain.read(reader, num_tokens),
+            self.coder.read(reader, num_tokens),
+        )
 
     def _divide(self, stack: np.ndarray, gains: np.ndarray, kept: np.ndarray) -> None:
         factors = 1 / np.where(gains > 0, gains, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.codecs.attention.sources import Shifted, Source
 from kvstore.codecs.floats import FP16_LARGEST
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.stack_shape import StackShape
@@ -53,6 +54,10 @@ class ChunkMean:
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         stack += note
         return stack
+
+    def attended(self, source: Source, note: object) -> Source:
+        assert isinstance(note, np.ndarray)
+        return Shifted(source, note)
 
     def note_nbytes(self, num_tokens: int) -> int:
         return 2 * self._shape[0] * self._shape[2]

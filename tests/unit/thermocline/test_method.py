@@ -196,37 +196,3 @@ def test_a_forged_size_gets_no_memory():
     forged = Packed(packed.codec_id, packed.layout, 0, 1 << 31, packed.payload)
     with pytest.raises(Corrupt, match="fewer than"):
         thermocline.codec("tq3").restore(forged)
-
-
-@pytest.mark.parametrize("dim", [64, 100])
-@pytest.mark.parametrize("first_token", [0, 2, 50])
-def test_scores_and_sums_are_those_of_restored_rows(dim, first_token):
-    method, rng = thermocline.codec("tq3", backend="numpy"), np.random.default_rng(3)
-    rows = uneven((2, 30, dim))
-    rows[1, 20] = 0  # rows that cannot be packed
-    rows[0, 9, 1] = 1e30
-    query = rng.standard_normal((2, 5, dim)).astype(np.float32)
-    weights = rng.random((2, 5, 30)).astype(np.float32)
-    weights[0, :, 9] = 0
-    packed = method.pack(rows, first_token=first_token)
-    restored = method.restore(packed)
-    right = np.einsum("hqd,htd->hqt", query, restored)
-    # Restored rows are rounded to bf16, and products with packed ones are not.
-    norms = np.linalg.norm(restored.astype(np.float64), axis=2)  # of 1e30 squared, too
-    size = np.linalg.norm(query, axis=2)[..., None] * norms[:, None]
-    assert (np.abs(method.scores(query, packed) - right) <= 1e-6 + size / 256).all()
-    right = np.einsum("hqt,htd->hqd", weights, restored)
-    size = np.einsum("hqt,htd->hqd", weights, np.abs(restored))
-    assert (np.abs(method.weighted_sum(weights, packed) - right) <= 1e-5 + size / 256).all()
-
-
-def test_scores_of_wrong_shapes_and_of_other_methods_are_refused():
-    method = thermocline.codec("tq4", backend="numpy")
-    packed = method.pack(uneven((2, 8, 64)))
-    with pytest.raises(ValueError, match=r"fp32 \(2, queries, 64\)"):
-        method.scores(np.zeros((3, 1, 64), np.float32), packed)
-    with pytest.raises(ValueError, match=r"fp32 \(2, queries, 8\)"):
-        method.weighted_sum(np.zeros((2, 1, 9), np.float32), packed)
-    kivi = thermocline.codec("kivi")
-    with pytest.raises(thermocline.NoScores, match=r"kivi\.1 have to be restored"):
-        kivi.scores(np.zeros((2, 1, 64), np.float32), kivi.pack(uneven((2, 8, 64))))

@@ -32,7 +32,7 @@ def test_a_model_is_captured_learned_and_judged():
     )
     assert [x.preset for x in rows] == ["raw", "tq2", "tq8", "ratequant", other.id]
     raw, tq2, tq8, learned, _ = rows
-    assert abs(raw.kl) <= 1e-6 < tq8.kl < tq2.kl and learned.codec_id.startswith("ratequant.4-")
+    assert raw.kl < tq8.kl < tq2.kl and learned.codec_id.startswith("ratequant.4-")
     assert tq2.context == 128 and 2 < tq2.bits_per_element < tq8.bits_per_element
 
 

@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from kvstore.codecs.attention.groups import TokenGroups, WidthGroups
+from kvstore.codecs.attention.sources import Source
 from kvstore.codecs.floats import FP16_LARGEST
 from kvstore.codecs.literature.stages.half_range import HalfRange
 from kvstore.codecs.literature.stages.head_pipelines import equal_bits, planes_of
@@ -53,6 +55,11 @@ class MinMaxGroups:
         lows, steps = note
         values = self._groups(stack) * steps[..., None] + lows[..., None]
         return self._ungrouped(values, stack.shape[1])
+
+    def attended(self, source: Source, note: object) -> Source:
+        assert isinstance(note, tuple)
+        groups = WidthGroups if self._along == "width" else TokenGroups
+        return groups(source.rows(), *note, self._group)
 
     def note_nbytes(self, num_tokens: int) -> int:
         return 4 * int(np.prod(self._note_shape(num_tokens)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.codecs.attention.sources import Mapped, Source
 from kvstore.codecs.literature.stages.head_pipelines import equal_bits, planes_of
 from kvstore.codecs.literature.stages.lloyd import LloydMax
 from kvstore.codecs.reader import Reader
@@ -40,6 +41,9 @@ class SignHadamard:
         rows = np.ascontiguousarray(stack).reshape(-1, self._width)
         turned = rotation.rotate_back(rows) * self._unit
         return rotation.flip_signs(turned, rotation.sign_masks(self._width)).reshape(stack.shape)
+
+    def attended(self, source: Source, note: object) -> Source:
+        return Mapped(source, lambda x: self.backward(x, 0, None), lambda x: self.forward(x, 0)[0])
 
     def note_nbytes(self, num_tokens: int) -> int:
         return 0

@@ -1,0 +1,74 @@
+"""Products with rows of a stack, and weighted sums, by the stages of its pipeline.
+
+See ``sources``. Rows that a pipeline keeps as they are count as zero here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.codecs.attention.sources import (
+    AttendedQuantiser,
+    AttendedTransform,
+    Components,
+    Scaled,
+    Source,
+)
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks.pipeline import Pipeline
+
+
+class KeptRow(NamedTuple):
+    """A row that is kept as it is."""
+
+    unit: int
+    token: int
+    bits: np.ndarray  # uint16 (width,), the bits of the values
+
+
+class AttendedStack(NamedTuple):
+    """The rows of a stack: those that are packed, and those that are kept."""
+
+    source: Source
+    kept: Sequence[KeptRow]
+
+
+def can_attend(pipeline: object) -> bool:
+    """Returns whether all stages of a stack can be attended to without restoring rows."""
+    if not isinstance(pipeline, Pipeline) or len(pipeline.shape.gain_groups) != 1:
+        return False
+    stages = (*pipeline.before, *pipeline.after)
+    return all(isinstance(stage, AttendedTransform) for stage in stages)
+
+
+def attended_stack(pipeline: Pipeline, reader: Reader, num_tokens: int) -> AttendedStack:
+    """Reads a stack's part of a payload, for a pipeline of which ``can_attend`` is true.
+
+    Raises:
+        Corrupt: the payload is not one of this pipeline's.
+    """
+    numbers, exact = pipeline.read_kept(reader, num_tokens)
+    parts = pipeline.read_parts(reader, num_tokens)
+    units, tokens = np.divmod(numbers, max(num_tokens, 1))
+    each = zip(units.tolist(), tokens.tolist(), exact, strict=True)
+    kept = [KeptRow(*row) for row in each]
+    quantiser = pipeline.quantiser
+    source: Source
+    if isinstance(quantiser, AttendedQuantiser):
+        source = quantiser.attended(parts.codes)
+    else:
+        source = Components(quantiser.restore(parts.codes))
+    source = _through(source, pipeline.after, parts.after)
+    gains = parts.gains[:, :, 0].copy()
+    gains[units, tokens] = 0
+    return AttendedStack(_through(Scaled(source, gains), pipeline.before, parts.before), kept)
+
+
+def _through(source: Source, stages: Sequence[object], notes: Sequence[object]) -> Source:
+    for stage, note in zip(stages[::-1], notes[::-1], strict=True):
+        assert isinstance(stage, AttendedTransform)
+        source = stage.attended(source, note)
+    return source

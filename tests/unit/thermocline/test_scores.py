@@ -1,0 +1,94 @@
+"""Products with packed rows, and weighted sums of them, against those of restored rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import thermocline
+from kvstore.codecs.literature.stages.rotated import normal_levels
+from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
+from tests.unit.kvstore.codecs.samples import uneven
+from thermocline import KVLayer, KVLayout
+
+NAMES = (
+    "tq1",
+    "tqprod",
+    "tqprod:bits=2",
+    "qjl",
+    "qjl:signs=100",
+    "kivi",
+    "kivi:bits=4,group=10",
+    "playground",
+    "vecinfer",
+    "rabitq",
+    "rvq",
+    "polar",
+)
+PAIRS, DIM = 10_000, 64
+
+
+@pytest.mark.parametrize("dim", [64, 100])
+@pytest.mark.parametrize("first_token", [0, 2, 50])
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_and_sums_are_those_of_restored_rows(name, dim, first_token):
+    method, rng = thermocline.codec(name), np.random.default_rng(3)
+    rows = uneven((2, 30, dim))
+    rows[1, 20] = 0  # rows that cannot be packed
+    rows[0, 9, 1] = 1e30
+    query = rng.standard_normal((2, 5, dim)).astype(np.float32)
+    weights = rng.random((2, 5, 30)).astype(np.float32)
+    weights[0, :, 9] = 0
+    side = "value" if first_token == 2 else "key"
+    packed = method.pack(rows, side, first_token=first_token)
+    restored = method.restore(packed)
+    right = np.einsum("hqd,htd->hqt", query, restored)
+    # Restored rows are rounded to bf16, and products with packed ones are not.
+    norms = np.linalg.norm(restored.astype(np.float64), axis=2)  # of 1e30 squared, too
+    size = np.linalg.norm(query, axis=2)[..., None] * norms[:, None]
+    assert (np.abs(method.scores(query, packed) - right) <= 1e-6 + size / 256).all()
+    right = np.einsum("hqt,htd->hqd", weights, restored)
+    size = np.einsum("hqt,htd->hqd", weights, np.abs(restored))
+    assert (np.abs(method.weighted_sum(weights, packed) - right) <= 1e-5 + size / 256).all()
+
+
+def test_scores_of_wrong_shapes_and_of_other_methods_are_refused():
+    method = thermocline.codec("tq4", backend="numpy")
+    packed = method.pack(uneven((2, 8, 64)))
+    with pytest.raises(ValueError, match=r"fp32 \(2, queries, 64\)"):
+        method.scores(np.zeros((3, 1, 64), np.float32), packed)
+    with pytest.raises(ValueError, match=r"fp32 \(2, queries, 8\)"):
+        method.weighted_sum(np.zeros((2, 1, 9), np.float32), packed)
+    manthan = thermocline.codec("manthan")
+    with pytest.raises(thermocline.NoScores, match=r"manthan\.1 have to be restored"):
+        manthan.scores(np.zeros((2, 1, 64), np.float32), manthan.pack(uneven((2, 8, 64))))
+
+
+def test_products_with_tqprod_are_unbiased_and_those_with_levels_are_not():
+    """Over 10,000 pairs: the slope of what comes out over what is true, and its standard error."""
+    rng = np.random.default_rng(11)
+    keys = rng.standard_normal((1, PAIRS, DIM)).astype(np.float32)
+    queries = keys[0] / 2 + rng.standard_normal((PAIRS, DIM)).astype(np.float32)
+    true = np.einsum("td,td->t", queries, keys[0]).astype(np.float64)
+
+    def slope(found):
+        return float(found @ true / (true @ true)), float(
+            np.std(found - true) / np.sqrt(true @ true)
+        )
+
+    for bits in (2, 3, 4):
+        method = thermocline.codec("tqprod", bits=bits)
+        packed = method.pack(keys, first_token=4)
+        found = np.concatenate(
+            [
+                method.scores(queries[None, at : at + 500], packed)[0, :, at : at + 500].diagonal()
+                for at in range(0, PAIRS, 500)
+            ]
+        )
+        mean, error = slope(found)
+        assert abs(mean - 1) < 4 * error, bits
+    (shape,) = stack_shapes(Scope("head"), KVLayout("float32", (KVLayer(1, DIM, 0),)))
+    levels = normal_levels(shape, 2)  # what one bit of levels alone makes of such rows
+    coarse = levels.restore(levels.quantise(keys))[0]
+    mean, error = slope(np.einsum("td,td->t", queries, coarse))
+    assert mean < 1 - 20 * error
