@@ -79,7 +79,7 @@ class _Rotated:
         heads, tokens = np.nonzero(self._scales == 0)
         nbytes = len(heads) * self.dim * KEPT_DTYPE.itemsize
         stored = np.frombuffer(packed.payload, KEPT_DTYPE, offset=packed.nbytes - nbytes)
-        self.kept = [
+        self.kept: Sequence[KeptToken] = [
             KeptToken(int(head), int(token) + first.shape[1], widen(bits[:dim], dtype))
             for head, token, bits in zip(heads, tokens, stored.reshape(-1, self.dim), strict=True)
         ]
@@ -105,7 +105,7 @@ class _Stacked:
         first = reader.take("<u2", heads, num_first, self.dim)
         self.first_tokens = widen(first, dtype)[:, :, :dim]
         self._stack: AttendedStack | None = None
-        self.kept: list[KeptToken] = []
+        self.kept: Sequence[KeptToken] = []
         if packed.num_tokens > num_first:
             self._stack = attended_stack(pipeline, reader, packed.num_tokens - num_first)
             self.kept = [

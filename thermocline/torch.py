@@ -63,11 +63,14 @@ class _Block(NamedTuple):
     num_tokens: int
 
 
-class PackedLayer(DynamicLayer):
+class PackedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """The KV of one layer; ``keys`` and ``values`` are the recent tokens alone."""
 
+    keys: Any  # tensors; None before the first tokens
+    values: Any
+
     def __init__(self, method: Method) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.method = method
         self._sequences: list[list[_Block]] = []  # of a batch, each from its first token on
 
@@ -92,7 +95,7 @@ class PackedLayer(DynamicLayer):
         """The bytes of packed and recent rows."""
         recent = (self.keys, self.values) if self.is_initialized else ()
         packed = (y.nbytes for x in self._sequences for block in x for y in block.pair)
-        return sum(packed) + sum(x.nbytes for x in recent)
+        return sum(packed) + sum(int(x.nbytes) for x in recent)
 
     def get_seq_length(self) -> int:
         if not self.is_initialized:

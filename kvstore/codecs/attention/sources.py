@@ -97,13 +97,16 @@ class Scaled:
     factors: np.ndarray
 
     def products(self, query: np.ndarray) -> np.ndarray:
-        return self.inner.products(query) * self.factors[:, None]
+        found: np.ndarray = self.inner.products(query) * self.factors[:, None]
+        return found
 
     def sums(self, weights: np.ndarray) -> np.ndarray:
-        return self.inner.sums(weights * self.factors[:, None])
+        found: np.ndarray = self.inner.sums(weights * self.factors[:, None])
+        return found
 
     def rows(self) -> np.ndarray:
-        return self.inner.rows() * self.factors[:, :, None]
+        found: np.ndarray = self.inner.rows() * self.factors[:, :, None]
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,13 +117,18 @@ class Shifted:
     shift: np.ndarray
 
     def products(self, query: np.ndarray) -> np.ndarray:
-        return self.inner.products(query) + np.matmul(query, self.shift.swapaxes(1, 2))
+        found: np.ndarray = self.inner.products(query) + np.matmul(query, self.shift.swapaxes(1, 2))
+        return found
 
     def sums(self, weights: np.ndarray) -> np.ndarray:
-        return self.inner.sums(weights) + weights.sum(axis=2, keepdims=True) * self.shift
+        found: np.ndarray = (
+            self.inner.sums(weights) + weights.sum(axis=2, keepdims=True) * self.shift
+        )
+        return found
 
     def rows(self) -> np.ndarray:
-        return self.inner.rows() + self.shift
+        found: np.ndarray = self.inner.rows() + self.shift
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -116,6 +116,18 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
         parameters=(Parameter("bits", 2, 1, 8), Parameter("group", 32, 2, 1024)),
         paper="KIVI, arXiv 2402.02750",
     ),
+    "gear": CodecEntry(
+        4.75,
+        "GEAR: KIVI's groups, a low-rank part of what they missed, and outliers apart.",
+        make=f"{_PAPERS}.gear:gear",
+        parameters=(
+            Parameter("bits", 2, 1, 8),
+            Parameter("rank", 4, 0, 32),
+            Parameter("outliers", 2, 0, 20, is_whole=False),
+            Parameter("group", 32, 2, 1024),
+        ),
+        paper="GEAR, arXiv 2403.05527",
+    ),
     "fp8": CodecEntry(
         8,
         "Floats of 8 bits, e4m3, with a scale for each tensor: an engine's own fp8 KV cache.",

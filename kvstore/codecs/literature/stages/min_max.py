@@ -58,8 +58,9 @@ class MinMaxGroups:
 
     def attended(self, source: Source, note: object) -> Source:
         assert isinstance(note, tuple)
+        lows, steps = note
         groups = WidthGroups if self._along == "width" else TokenGroups
-        return groups(source.rows(), *note, self._group)
+        return groups(source.rows(), lows, steps, self._group)
 
     def note_nbytes(self, num_tokens: int) -> int:
         return 4 * int(np.prod(self._note_shape(num_tokens)))

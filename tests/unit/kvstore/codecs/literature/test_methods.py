@@ -82,6 +82,7 @@ SIZES = {  # bits for each element at D = 64, 128, 256, chunks of 128 tokens
     "rabitq": (2.8125, 2.6875, 2.625),
     "playground": (3.125, 3.0625, 3.031),
     "kivi": (3.0, 3.0, 3.0),
+    "gear": (5.125, 4.75, 4.4375),
     "fp8": (8.0, 8.0, 8.0),
     "q8": (8.5, 8.5, 8.5),
 }
@@ -274,6 +275,22 @@ def test_keys_before_rope_suit_groups_along_tokens():
 def test_eight_bits_lose_next_to_nothing():
     for kind in ("alike", "uneven"):
         assert error_of("q8", kind) < 1e-4 < error_of("fp8", kind) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["alike", "uneven"])
+def test_gear_finds_what_groups_missed(kind):
+    names = (
+        "kivi",
+        "gear:rank=0,outliers=0",
+        "gear:rank=0",
+        "gear:outliers=0",
+        "gear",
+        "gear:rank=16",
+    )
+    plain, none, sparse, low_rank, both_parts, more = (error_of(x, kind) for x in names)
+    assert none == pytest.approx(plain, rel=1e-3)
+    assert both_parts < min(sparse, low_rank) and max(sparse, low_rank) < plain
+    assert more < both_parts
 
 
 def test_every_method_has_its_figures():
