@@ -39,7 +39,7 @@ COSINES = {
     "rabitq": 0.75,
     "playground": 0.8,
     "kivi": 0.8,
-    "gear": 0.95,
+    "gear": 0.85,
 }
 
 
