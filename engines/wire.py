@@ -95,6 +95,7 @@ class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     # on: 5 of 48 texts to learn from"; "" = none runs.
     progress: str = ""
     ended: MeasurementEnd | None = None  # null: none has, since the engine was started
+    origin: str = ""  # of the profile: "learned here", "shared by" a machine; "" = there is none
     # The bound that lossy codecs have to keep here (see engines.calibration.gate.bound); None: not
     # said.
     max_kl: float | None = None

@@ -26,6 +26,7 @@ from engines.about_vllm.model_files import read_model_files
 from engines.about_vllm.parsers import needs_tool_template, parsers_for
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk.folder import left_behind
+from launch.calibrate.profile_notes import profile_origin
 from launch.calibrate.program import MEASURABLE
 from launch.capacity.wish import with_capacity
 from launch.errors import LaunchError
@@ -343,7 +344,7 @@ def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
         return "ok", given
     text = "; ".join(dict.fromkeys(map(in_words, choices)))
     if not any(x.unmeasured for x in choices):
-        return "ok", text
+        return "ok", "; ".join(filter(None, [text, profile_origin(effective)]))
     outlook = first_measurement(effective)
     return "ok" if outlook.will_be else "warning", f"{text}; {outlook.text}"
 

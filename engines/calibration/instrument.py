@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -140,6 +141,18 @@ class StateNotice(NamedTuple):
 Note: TypeAlias = Callable[[Notice | StateNotice], None]
 
 NUM_DRAWS: Final = 3  # random parts of a layer's output, for each text
+SEED_BYTES: Final = 6
+
+
+def draw_seed(tokens: Sequence[int], at: int, number: int) -> int:
+    """Make the seed of what is drawn for a text: the same in every process that reads it.
+
+    Args:
+        at: the first token that looks back in the step.
+        number: of the layer's call in the step.
+    """
+    known = np.array([*tokens, at, number], "<i8").tobytes()
+    return int.from_bytes(blake2b(known, digest_size=SEED_BYTES).digest(), "little")
 
 
 @runtime_checkable
@@ -150,8 +163,7 @@ class Observing(Protocol):
         """Do the same as ``prefill``, and note what each layer notices from ``tokens[first]`` on.
 
         Of layers with windows only those that still hold the first token are noted, of recurrent
-        layers those that can be differentiated. One whose work has to begin again may be noted
-        twice.
+        layers those that can be differentiated.
 
         Raises:
             NotObservable: nothing can be seen of this model.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,7 @@ from engines.calibration.measuring.freed_memory import (
 )
 from engines.calibration.messages import CalibrationOrder
 from engines.calibration.one_thread import one_thread
+from engines.calibration.sharing.sharing import NO_SHARING, Sharing
 from engines.calibration.survey import CannotCalibrate, survey_report
 from engines.calibration.unfinished import Unfinished
 from engines.wire import CodecReport, MeasurementEnd
@@ -53,6 +54,23 @@ def _never() -> bool:
     return False
 
 
+class Wanted(NamedTuple):
+    """What is to be found out; asked on the measuring thread.
+
+    Attributes:
+        is_needed: whether there is no verdict yet; asked first, and after another process has
+            measured the same model.
+        learns_on: whether more is to be learned; asked once there is a verdict. Only of a
+            measurement that ``resumes``.
+    """
+
+    is_needed: Callable[[], bool] = _always
+    learns_on: Callable[[], bool] = _never
+
+
+ALL: Final = Wanted()  # what is asked for by hand
+
+
 def _all_of_it(profile: Profile) -> Profile:
     return profile
 
@@ -68,9 +86,9 @@ class SelfMeasurement:
         *,
         engine: str,
         resumes: bool = False,
-        is_needed: Callable[[], bool] = _always,
-        learns_on: Callable[[], bool] = _never,
+        wanted: Wanted = ALL,
         partners: Partners = ALONE,
+        sharing: Sharing = NO_SHARING,
     ) -> None:
         """Begin to measure.
 
@@ -83,19 +101,17 @@ class SelfMeasurement:
             engine: the name and version of the engine, for the report.
             resumes: keep what is done in the data folder, go on from there after a restart, and
                 let no two processes measure one model at a time.
-            is_needed: whether there is no verdict yet; asked first, and after another process has
-                measured the same model.
-            learns_on: whether more is to be learned; asked once there is a verdict. Only of one
-                that ``resumes``.
+            wanted: see there.
             partners: the other ranks, if the engine has several.
+            sharing: with other engines of the fleet, which may have measured the model before.
         """
         self._order = order
         self._open_instrument = open_instrument
         self._adopt = adopt
         self._engine = engine
         self._resumes = resumes
-        self._is_needed = is_needed
-        self._learns_on = learns_on
+        self._wanted = wanted
+        self._sharing = sharing
         self._has_verdict = False
         self._partners = partners
         self._progress = ""
@@ -154,15 +170,31 @@ class SelfMeasurement:
         with self._alone(instrument.fingerprint) as has_waited:
             if has_waited:  # the other may have found what is wanted
                 self._adopt()
-            if self._is_needed():
-                logger.info(
-                    "measuring what each codec costs this model; until then nothing is lost"
-                )
-                self._carry_out(self._order, instrument)
+            if self._wanted.is_needed():
+                if not self._take_over(instrument):
+                    logger.info(
+                        "measuring what each codec costs this model; until then nothing is lost"
+                    )
+                    self._carry_out(self._order, instrument)
+                    self._share(instrument)
                 self._ended = MeasurementEnd(time.time())
             self._has_verdict, self._progress = True, ""
-            if self._resumes and self._learns_on():
+            if self._resumes and self._wanted.learns_on():
                 self._learn_on(instrument)
+
+    def _take_over(self, instrument: Instrument) -> bool:
+        """Have the engine adopt a profile of another engine, if there is one that serves here."""
+        known = (instrument, self._order, self._tell)
+        if not self._sharing.take_over(*known, learned_on=self._has_verdict):
+            return False
+        self._check()
+        self._adopt()
+        return True
+
+    def _share(self, instrument: Instrument) -> None:
+        """Publish what was found. Where another engine was first, all pack by its profile."""
+        if not self._sharing.publish():
+            self._take_over(instrument)
 
     def _carry_out(
         self,
@@ -184,10 +216,13 @@ class SelfMeasurement:
     def _learn_on(self, instrument: Instrument) -> None:
         """Learn from more texts, and adopt what is better than what the first few taught."""
         try:
+            if self._take_over(instrument):
+                return
             order = further_order(self._order, instrument.layout.elements_per_token)
             self._carry_out(
                 order, instrument, partial(worth_adopting, before=self._known(instrument))
             )
+            self._share(instrument)
         except (CannotCalibrate, UnknownCodec, OSError, ValueError) as error:
             logger.warning("no more is learned of the model: %s", " ".join(str(error).split()))
 

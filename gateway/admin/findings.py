@@ -71,7 +71,8 @@ def _codec(model: ServedModel) -> Iterator[Finding]:
         advice = "POST /admin/measure, or run: thermocline calibrate"
         yield Finding("codec", "warning", f"{codec.name}: {codec.why}", advice)
     else:
-        yield Finding("codec", "ok", f"{codec.name}: {codec.why}")
+        words = f"{codec.name}: {codec.why}"
+        yield Finding("codec", "ok", f"{words}; {codec.origin}" if codec.origin else words)
 
 
 def _tiers(model: ServedModel) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from engines.calibration.gate.profiles import profile_path
+from engines.calibration.gate.profiles import origin, profile_path
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Corrupt, Mismatch
 from launch.model import Model, find_model
@@ -51,6 +51,15 @@ def find_profile(effective: EffectiveSettings) -> Profile | None:
             error,
         )
         return None
+
+
+def profile_origin(effective: EffectiveSettings) -> str:
+    """Say in words where the profile of the model comes from; "" if there is none."""
+    try:
+        fingerprint = _note(effective, _model(effective)).read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return origin(effective.folders.data, fingerprint)
 
 
 def _model(effective: EffectiveSettings) -> Model:

@@ -15,7 +15,7 @@ import msgspec
 from engines.calibration.first_order import DENSEST
 from engines.calibration.gate.choice import Choice, choose, choose_tiers, exact, tiers_in_use
 from engines.calibration.gate.earlier import PackedBy, earlier_codecs
-from engines.calibration.gate.profiles import profile_path
+from engines.calibration.gate.profiles import origin, profile_path
 from engines.wire import CodecReport
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.catalogue.registration import import_registering
@@ -46,6 +46,7 @@ class _Chosen:
     choices: Mapping[TierName, Choice]
     measured: tuple[Quality, ...] = ()  # all rows of the model's profile
     earlier: tuple[Choice, ...] = ()  # packed before, and may still be read
+    origin: str = ""  # of the profile, in words
 
     @functools.cached_property
     def codecs(self) -> CodecSet:
@@ -119,8 +120,8 @@ class ServedCodecs:
         import_registering(config.codec_modules)
         self._states = states
         self._config = config
-        self._layout = layout
-        self._fingerprint = fingerprint
+        self.layout = layout
+        self.fingerprint = fingerprint
         self._data = data
         self._unmeasurable = unmeasurable
         self._lock = threading.Lock()
@@ -149,8 +150,9 @@ class ServedCodecs:
             rows=tuple(_short(row) for row in rows),
             others=tuple(_short(row) for row in chosen.measured if row not in rows)[:MAX_OTHERS],
             unmeasured=any(x.unmeasured for x in chosen.choices.values()),
-            fingerprint=self._fingerprint,
+            fingerprint=self.fingerprint,
             max_kl=self._config.max_kl,
+            origin=chosen.origin,
         )
 
     def renew(self, adopt: AdoptCodecs) -> None:
@@ -176,24 +178,33 @@ class ServedCodecs:
             return _Chosen(dict.fromkeys(TIER_NAMES, refused))
 
     def _choose(self) -> _Chosen:
-        profile = self._load()
-        known = (self._config, self._layout, profile, self._unmeasurable, self._states)
-        chosen = _Chosen(choose_tiers(*known))
-        if profile is not None:
+        profile = self.profile()
+        chosen = _Chosen(self.choices_by(profile))
+        if profile is not None and self._data is not None:
             rows = tuple(x for x in profile.rows if not x.preset.startswith(BEFORE))
-            chosen = replace(chosen, measured=rows, earlier=self._earlier(chosen, profile))
+            earlier = self._earlier(chosen, profile)
+            whence = origin(self._data, self.fingerprint)
+            chosen = replace(chosen, measured=rows, earlier=earlier, origin=whence)
         for choice in (*chosen.different, *chosen.earlier):
             if choice.session is not None and self._states is not None:
-                choice.session.warm(self._layout, self._states)
-            elif self._layout.layers:
-                warm(choice.codec, self._layout)
+                choice.session.warm(self.layout, self._states)
+            elif self.layout.layers:
+                warm(choice.codec, self.layout)
         return chosen
+
+    def choices_by(self, profile: Profile | None) -> dict[TierName, Choice]:
+        """The codec that each tier would get by this profile of the model.
+
+        Raises ``CodecRefused`` and ``UnknownCodec``.
+        """
+        known = (self._config, self.layout, profile, self._unmeasurable, self._states)
+        return choose_tiers(*known)
 
     def _earlier(self, chosen: _Chosen, profile: Profile) -> tuple[Choice, ...]:
         """The codecs that packed before this choice, if they may still serve."""
         used = {x.id for x in chosen.different}
         ids = [x for x in self._packed_by.ids() if x not in used] if self._packed_by else []
-        return tuple(earlier_codecs(ids, self._config, self._layout, profile, self._states))
+        return tuple(earlier_codecs(ids, self._config, self.layout, profile, self._states))
 
     def _note_packing(self) -> None:
         lossy = [x.id for x in self._chosen.different if not x.is_exact]
@@ -206,7 +217,7 @@ class ServedCodecs:
         store, states = self._config, self._states
         if not (store.calibrate and store.learn_on) or self._unmeasurable:
             return False
-        has_rows = bool(self._layout.layers) or (states is not None and states.windows is not None)
+        has_rows = bool(self.layout.layers) or (states is not None and states.windows is not None)
         measured = {first_part(x.preset) for x in self._chosen.measured}
         named = {store.codec, store.disk_codec, store.redis_codec}
         return has_rows and AUTO in named and DENSEST not in measured
@@ -225,17 +236,17 @@ class ServedCodecs:
         if any(x.name == name for x in after.different):
             return True
         try:
-            known = (self._config, self._layout, self._load(), self._unmeasurable, self._states)
+            known = (self._config, self.layout, self.profile(), self._unmeasurable, self._states)
             choice = choose(name, *known)
         except (CodecRefused, UnknownCodec):
             return False
         return choice.name == name
 
-    def _load(self) -> Profile | None:
-        """The model's profile; None if there is none that can be used."""
+    def profile(self) -> Profile | None:
+        """The model's profile as it is now; None if there is none that can be used."""
         if self._data is None:
             return None
-        path = profile_path(self._data, self._fingerprint)
+        path = profile_path(self._data, self.fingerprint)
         try:
             # All presets were learned, and one or two serve: only those get memory.
             profile = load_profile(path, mapped=True)
@@ -244,10 +255,14 @@ class ServedCodecs:
         except (OSError, Corrupt, Mismatch) as error:
             logger.warning("what was measured on this model cannot be used: %s", error)
             return None
-        if profile.fingerprint != self._fingerprint or profile.layout != self._layout:
+        if not self.is_of_this_model(profile):
             logger.warning("%s is of another model", path)
             return None
         return profile
+
+    def is_of_this_model(self, profile: Profile) -> bool:
+        """Say whether a profile is of the model that is served, with its cache laid out alike."""
+        return profile.fingerprint == self.fingerprint and profile.layout == self.layout
 
     def _say(self) -> None:
         report = self.report

@@ -6,10 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.calibration.first_order import TooShort, first_order
 from engines.calibration.instrument import Interrupted
+from engines.calibration.sharing.sharing import NO_SHARING, Sharing, open_sharing
 from engines.config import WorkerConfig
 from engines.mlx_worker.measuring.serving_instrument import ServingInstrument
 from engines.mlx_worker.owner import Owner
@@ -29,6 +31,7 @@ class Measuring:
         self._owner = owner
         self._config = config
         self._running: SelfMeasurement | None = None
+        self._sharing: Sharing = NO_SHARING
 
     def told_in(self, report: CodecReport) -> CodecReport:
         """The report with what is to be said of the measurement. Any thread."""
@@ -57,21 +60,25 @@ class Measuring:
         If it was, what was not learned yet is learned.
         """
         wanted = self._config.store.calibrate and (self._is_needed() or self._learns_on())
+        if self.possible and self._owner.codecs is not None:
+            self._sharing = open_sharing(self._config.store, self._owner.codecs, Path(self._folder))
         if wanted and self._folder:
-            self._begin(self._is_needed, self._learns_on)
+            self._begin(self._is_needed, self._learns_on, self._sharing)
 
     def begin_again(self) -> None:
         """Begin to measure, also if that was done before, unless it is being done already."""
         if self.possible and not self.is_running:
-            self._begin(lambda: self._owner.codecs is not None, lambda: False)
+            self._begin(lambda: self._owner.codecs is not None, lambda: False, NO_SHARING)
 
     @property
     def _folder(self) -> str:
         return self._config.data_path or self._config.store.disk_path
 
-    def _begin(self, is_needed: Callable[[], bool], learns_on: Callable[[], bool]) -> None:
+    def _begin(
+        self, is_needed: Callable[[], bool], learns_on: Callable[[], bool], sharing: Sharing
+    ) -> None:
         # Arithmetic of calibration, which a measured model's engine never needs.
-        from engines.calibration.self_measurement import SelfMeasurement
+        from engines.calibration.self_measurement import SelfMeasurement, Wanted
 
         try:
             order = first_order(self._config.store, self._owner.facts.max_context, self._folder)
@@ -84,8 +91,8 @@ class Measuring:
             self._adopt,
             engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
             resumes=True,
-            is_needed=is_needed,
-            learns_on=learns_on,
+            wanted=Wanted(is_needed, learns_on),
+            sharing=sharing,
         )
 
     async def close(self) -> None:
@@ -94,6 +101,7 @@ class Measuring:
             self._running.close()
             self._owner.idle_steps.close()
             await asyncio.to_thread(self._running.join)
+        await asyncio.to_thread(self._sharing.close)
 
     # ---- the measuring thread
 

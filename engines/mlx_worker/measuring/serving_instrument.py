@@ -5,7 +5,6 @@ Belongs to the measuring thread. Whatever touches mlx is a small step on the own
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,11 +12,19 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from engines.calibration.instrument import HeldSession, Interrupted, Note, NotObservable
+from engines.calibration.instrument import (
+    HeldSession,
+    Interrupted,
+    Note,
+    Notice,
+    NotObservable,
+    StateNotice,
+    draw_seed,
+)
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.measuring.held_prefix import Dropped, HeldPrefix
 from engines.mlx_worker.measuring.idle_steps import IdleSteps
-from engines.mlx_worker.measuring.step_size import StepSize
+from engines.mlx_worker.measuring.step_size import step_tokens_of
 from engines.mlx_worker.model.instrument import kept_layout, rope_readers
 from engines.mlx_worker.model.loading import LoadedModel
 from kvstore.codecs.rope import Rope
@@ -42,9 +49,11 @@ class ServingInstrument:
         fingerprint: str,
         steps: IdleSteps,
         held: HeldPrefix,
-        clock: Callable[[], float] = time.perf_counter,
+        step_tokens: int = 0,
     ) -> None:
         """Look at the plan of the served model's cache.
+
+        ``step_tokens``: that are fed at a time; 0 = what suits the model's size.
 
         Raises:
             ValueError: this model's cache cannot be kept.
@@ -55,8 +64,7 @@ class ServingInstrument:
         self._fingerprint = fingerprint
         self._steps = steps
         self._held = held
-        self._size = StepSize()
-        self._clock = clock
+        self._step_tokens = step_tokens or step_tokens_of(loaded.model)
 
     @property
     def layout(self) -> KVLayout:
@@ -101,8 +109,9 @@ class ServingInstrument:
         return self._until_done(lambda: self._whole(tokens, past or HeldSession((), 0)))
 
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
+        noted = _NotedOnce(note)
         try:
-            return self._until_done(lambda: self._observed(tokens, first, note))
+            return self._until_done(lambda: self._observed(tokens, first, noted))
         except (RuntimeError, ValueError) as error:  # mlx says so in either way
             raise NotObservable(f"mlx cannot differentiate a layer: {error}") from error
 
@@ -139,19 +148,19 @@ class ServingInstrument:
         at = 0
         while at < len(tokens):
             part = tokens[at : at + self._step_tokens]
-            self._timed(self._size, len(part), partial(self._held.feed, part))
+            self._steps.run(partial(self._held.feed, part))
             at += len(part)
 
-    def _observed(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
+    def _observed(self, tokens: Sequence[int], first: int, noted: _NotedOnce) -> KVRun:
+        noted.begin()
         self._feed(HeldSession((), 0), tokens[:first])
         at = first
         while at < len(tokens):
             part = tokens[at : at + min(self._step_tokens, MOST_NOTED)]
-            feed = partial(self._held.feed_noted, part)
-            for number in range(self._timed(self._size, len(part), feed)):
-                look = partial(self._held.notice, number, first, sum(tokens) + at + number)
-                if (notice := self._steps.run(look)) is not None:
-                    note(notice)
+            for number in range(self._steps.run(partial(self._held.feed_noted, part))):
+                seed = draw_seed(tokens, at, number)
+                look = partial(self._held.notice, number, first, seed)
+                noted.note(partial(self._steps.run, look))
             at += len(part)
         return self._taken(len(tokens))
 
@@ -161,7 +170,7 @@ class ServingInstrument:
         while at < len(tokens):
             part = tokens[at : at + self._step_tokens]
             is_last = at + len(part) == len(tokens)
-            scores = self._timed(self._size, len(part), partial(self._score, part, is_last))
+            scores = self._steps.run(partial(self._score, part, is_last))
             if not at:
                 found = np.empty((len(tokens), scores.shape[1]), np.float32)
             found[at : at + len(part)] = scores
@@ -175,19 +184,27 @@ class ServingInstrument:
             self._held.drop()
         return found
 
-    @property
-    def _step_tokens(self) -> int:
-        """Tokens of the next step."""
-        self._size.expect(self._steps.alone_s)
-        return self._size.tokens
 
-    def _timed(self, size: StepSize, num_tokens: int, step: Callable[[], T]) -> T:
-        """Run a step, and have ``size`` learn from how long it took on the owner thread."""
+class _NotedOnce:
+    """Passes each notice of a text on once, also where the text had to be begun again.
 
-        def timed() -> T:
-            began = self._clock()
-            found = step()
-            size.took(num_tokens, self._clock() - began)
-            return found
+    Steps and draws are the same each time, and so is the order of notices.
+    """
 
-        return self._steps.run(timed)
+    def __init__(self, note: Note) -> None:
+        self._note = note
+        self._num_noted = 0
+        self._number = 0  # of the next look since the text was begun
+
+    def begin(self) -> None:
+        """Begin the text, perhaps again."""
+        self._number = 0
+
+    def note(self, look: Callable[[], Notice | StateNotice | None]) -> None:
+        """Pass on what a look finds, unless that was done before."""
+        self._number += 1
+        if self._number > self._num_noted:
+            notice = look()
+            self._num_noted = self._number
+            if notice is not None:
+                self._note(notice)

@@ -1,49 +1,32 @@
-"""How many tokens one step of a measurement feeds, by what steps took.
+"""How many tokens one step of a measurement feeds, by the model's size alone.
 
-Every step reads all weights, so long ones are cheaper by the token. Where nobody has asked for
-anything for a while, steps are longer; a request that then arrives may have to wait for one.
+No clock is asked: tokens that are fed in other steps have KV that is rounded otherwise, and two
+servers of one model would learn two profiles, and not find each other's sessions.
+
+Every step reads all weights, so long ones are cheaper by the token; but a request that arrives may
+have to wait for one. The figures below give a quarter of a second to a second on usual machines.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
-TARGET_S: Final = 0.25  # of a step; a request that arrives may have to wait for it
-ALONE_TARGET_S: Final = (
-    1.0  # no longer than a step of a prefill, which it may have to wait for, too
-)
-ALONE_AFTER_S: Final = 30.0
+import mlx.core as mx
+from mlx_lm.utils import get_total_parameters
+
+CPU_WORK: Final = 10**10  # tokens of a step times parameters
+GPU_WORK: Final = 10**12
 SMALLEST: Final = 8
 LARGEST: Final = 512
-FIRST: Final = 32
 
 
-class StepSize:
-    """A number of tokens, a power of two: halved after slow steps, doubled after quick ones."""
+def step_tokens(num_parameters: int, *, on_gpu: bool) -> int:
+    """Return the tokens of a step, a power of two."""
+    wanted = (GPU_WORK if on_gpu else CPU_WORK) // max(num_parameters, 1)
+    return max(SMALLEST, min(LARGEST, 1 << max(wanted.bit_length() - 1, 0)))
 
-    def __init__(self, target_s: float = TARGET_S, first: int = FIRST) -> None:
-        """``target_s``: seconds that a step may take. ``first``: tokens of the first one."""
-        self._target_s = target_s
-        self._tokens = first
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the next step."""
-        return self._tokens
-
-    def expect(self, alone_s: float) -> None:
-        """Note, before a step, that nobody else has used the model for ``alone_s``."""
-        target_s = ALONE_TARGET_S if alone_s >= ALONE_AFTER_S else TARGET_S
-        while target_s < self._target_s:  # back at once, not with the next slow step
-            self._tokens = max(self._tokens // 2, SMALLEST)
-            self._target_s /= 2
-        self._target_s = target_s
-
-    def took(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step; one that fed fewer tokens than it might says little."""
-        if num_tokens < self._tokens:
-            return
-        if seconds > self._target_s:
-            self._tokens = max(self._tokens // 2, SMALLEST)
-        elif 2 * seconds <= self._target_s:
-            self._tokens = min(self._tokens * 2, LARGEST)
+def step_tokens_of(model: Any) -> int:
+    """Return the tokens of a step of this model, on the device that computes it."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    return step_tokens(int(get_total_parameters(model)), on_gpu=on_gpu)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from engines.calibration.instrument import HeldSession, Note, NotObservable
+from engines.calibration.instrument import HeldSession, Note, NotObservable, draw_seed
 from engines.calibration.rope_probe import read_rope
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import (
@@ -109,7 +109,7 @@ class MlxInstrument:
                 calls: list[NotedRows | NotedState] = [*noted_rows(caches, before, layers)]
                 calls += noted_states(caches, before, layers)
                 for number, call in enumerate(calls):
-                    notice = call.notice(first, sum(tokens) + at + number)
+                    notice = call.notice(first, draw_seed(tokens, at, number))
                     if notice is not None:
                         note(notice)
         except (RuntimeError, ValueError) as error:  # mlx says so in either way

@@ -44,6 +44,7 @@ class Exchange:
         self._given: KVRun = ()
         self._given_state: StateTree = None
         self._was_given = False
+        self._was_alone = False
         self._found: Found | None = None
         self._scores: list[np.ndarray] = []
         self._num_rows = 0  # of the prompt's logits that are still to come
@@ -66,7 +67,7 @@ class Exchange:
         """
         with self._lock:
             self._number, self._given, self._given_state = number, given, state
-            self._was_given = False
+            self._was_given = self._was_alone = False
             self._found, self._scores = None, []
             self._num_rows, self._expects_rows = num_rows, False
 
@@ -97,6 +98,11 @@ class Exchange:
                 raise RuntimeError("the scores of a measurement did not come one after the other")
         return np.concatenate(scores)
 
+    @property
+    def was_alone(self) -> bool:
+        """True if the model computed nothing else in the order's step."""
+        return self._was_alone
+
     def _check_given(self) -> None:
         if self._given and not self._was_given:
             raise RuntimeError("vLLM did not take the KV that it was given")
@@ -111,7 +117,9 @@ class Exchange:
     def begin_step(self, step: StepWork) -> None:
         """Have the layers seen that are to be seen, in a step that computes nothing else."""
         with self._lock:
-            views = self._views if step.alone == self._number else None
+            is_alone = step.alone == self._number
+            self._was_alone = self._was_alone or is_alone
+            views = self._views if is_alone else None
         self._see(views)
 
     def fill(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from engines.calibration.agreement import ALONE
 from engines.calibration.messages import CalibrationOrder
-from engines.calibration.self_measurement import SelfMeasurement
+from engines.calibration.self_measurement import SelfMeasurement, Wanted
+from engines.calibration.sharing.sharing import NO_SHARING, Sharing
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.exchange import EXCHANGE
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
@@ -21,8 +22,6 @@ from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.worker.paging import PagedCache
 from engines.vllm_plugin.worker.state_layers import StateBlocks
 from engines.wire import CodecReport
-
-Asked: TypeAlias = Callable[[], bool]
 
 
 def longest_prompt(vllm_config: Any) -> int:
@@ -50,7 +49,8 @@ class RankMeasuring:
         self._states = states
         self._client = client
         self._measurement: SelfMeasurement | None = None
-        self._open: Callable[[Asked, Asked], SelfMeasurement] | None = None
+        self._open: Callable[[Wanted, Sharing], SelfMeasurement] | None = None
+        self._sharing: Sharing = NO_SHARING
         # The same on every rank, and unknown to clients.
         self._salt = hashlib.sha256(f"measuring {token}".encode()).hexdigest()
 
@@ -60,8 +60,13 @@ class RankMeasuring:
         groups: Groups,
         fingerprint: str,
         adopt: Callable[[], None],
+        sharing: Sharing = NO_SHARING,
     ) -> None:
-        """Know from now on how this model is measured: see ``SelfMeasurement``."""
+        """Know from now on how this model is measured: see ``SelfMeasurement``.
+
+        ``sharing`` is owned by this object.
+        """
+        self._sharing = sharing
 
         def opened() -> ServingInstrument:
             return ServingInstrument(
@@ -83,29 +88,30 @@ class RankMeasuring:
         # What one rank has kept of an interrupted measurement another may not have.
         several = self._config.parallel_config.world_size > 1
 
-        def begun(is_needed: Asked, learns_on: Asked) -> SelfMeasurement:
+        def begun(wanted: Wanted, sharing: Sharing) -> SelfMeasurement:
             return SelfMeasurement(
                 order(),
                 opened,
                 adopt,
                 engine=f"vllm {vllm.__version__}",
                 resumes=not several,
-                is_needed=is_needed,
-                learns_on=learns_on,
+                wanted=wanted,
                 partners=self._client if several else ALONE,
+                sharing=sharing,
             )
 
         self._open = begun
 
-    def begin(self, is_needed: Asked = lambda: True, learns_on: Asked = lambda: False) -> None:
+    def begin(self, wanted: Wanted | None = None) -> None:
         """Begin to measure, unless that is being done or cannot be.
 
-        See ``SelfMeasurement``. Several ranks do not learn on: what each of them kept of its share
-        would have to be the same presets.
+        Without ``wanted`` it is measured once more, and no other engine is asked. Several ranks do
+        not learn on: what each of them kept of its share would have to be the same presets.
         """
         if self._open is None or self.is_running:
             return
-        self._measurement = self._open(is_needed, learns_on)
+        sharing = NO_SHARING if wanted is None else self._sharing
+        self._measurement = self._open(wanted or Wanted(), sharing)
 
     def begin_step(self, step: StepWork) -> None:
         """Have the layers seen that are to be seen in the step."""
@@ -142,3 +148,4 @@ class RankMeasuring:
         if self._measurement is not None:
             self._measurement.close()
         self._client.close()
+        self._sharing.close()

@@ -23,6 +23,7 @@ logger = logging.getLogger("thermocline.vllm")
 
 STEP_TOKENS: Final = 256  # of a prefill at a time: a user's request waits for so many at most
 READ_S: Final = 60.0
+MOST_TRIES: Final = 4  # to have a step alone
 MOST_MISSES: Final = 3  # prompts in a row that could not be scored, until none is tried any more
 
 
@@ -113,16 +114,13 @@ class ServingInstrument:
         return list(self._tokenizer.encode(text))
 
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
-        """The KV of ``tokens``; what vLLM still has of them in its own cache is not computed again.
-
-        ``past`` is taken as it is.
-        """
+        """The KV of ``tokens``, ``STEP_TOKENS`` in a step; ``past`` is taken as it is."""
         run = self._kv.layout.empty(len(tokens))
         done = past[0][0].shape[1] if past else 0
         _copy(past, run, 0)
         while done < len(tokens):
             end = min(done + STEP_TOKENS, len(tokens))
-            _copy(self._computed(tokens[:end], done), run, done)
+            _copy(self._computed(tokens[:end], done, run), run, done)
             done = end
         self._tokens = tuple(tokens)
         return run
@@ -156,11 +154,29 @@ class ServingInstrument:
             logger.info("a text is not looked back on: %s", error)
         return run
 
-    def _computed(self, tokens: Sequence[int], first: int) -> KVRun:
-        """The KV of ``tokens`` from number ``first`` on."""
-        rows = self._found(tokens, first).rows
+    def _computed(self, tokens: Sequence[int], first: int, run: KVRun) -> KVRun:
+        """The KV of ``tokens`` from number ``first`` on; ``run`` has that of those before.
+
+        Of a model without states it does not depend on what else vLLM does: the tokens before are
+        given, not looked for in vLLM's cache, and a step that others share is done once more.
+        """
         skipped = first % self._kv.block_tokens
+        if self._kv.states is not None:
+            rows = self._found(tokens, first).rows
+        else:
+            for _ in range(MOST_TRIES):
+                rows = self._found_behind(slice_tokens(run, 0, first - skipped), tokens, first)
+                if self._exchange.was_alone:
+                    break
         return slice_tokens(rows, skipped, skipped + len(tokens) - first)
+
+    def _found_behind(self, given: KVRun, tokens: Sequence[int], first: int) -> KVRun:
+        """The KV of ``tokens`` from the block of number ``first`` on, behind whole blocks."""
+        number, num_given = self._client.next_number(), given[0][0].shape[1]
+        self._exchange.open(number, _as_copied(given) if num_given else ())
+        salt = self._new_salt(number)
+        self._client.order(number, tokens, salt, given=num_given, wanted_from=first)
+        return self._exchange.found(READ_S).rows
 
     def _found(self, tokens: Sequence[int], first: int, past: HeldSession | None = None) -> Found:
         """The KV of ``tokens`` from number ``first`` on, and the state behind them."""

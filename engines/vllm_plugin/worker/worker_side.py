@@ -18,6 +18,8 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from engines.calibration.first_order import first_order
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.measuring.trials import least_context
+from engines.calibration.self_measurement import Wanted
+from engines.calibration.sharing.sharing import NO_SHARING, open_sharing
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device.accelerator import stream_of
@@ -240,12 +242,13 @@ def open_worker_side(
     # A state can only sleep behind whole blocks, which may be hundreds of tokens long.
     least = least_context(layout, cache.block_tokens)
     longest = longest_prompt(vllm_config)
+    is_alone = vllm_config.parallel_config.world_size == 1  # several neither learn on nor share
     if not why:
         order = partial(first_order, settings.store, longest, str(data), least)
-        measuring.prepare(order, groups, identity, link.adopt)
-    is_alone = vllm_config.parallel_config.world_size == 1  # several ranks do not learn on
+        sharing = open_sharing(config, codecs, data) if is_alone else NO_SHARING
+        measuring.prepare(order, groups, identity, link.adopt, sharing)
     if config.calibrate and (codecs.report.unmeasured or (is_alone and codecs.learns_on)):
-        measuring.begin(lambda: codecs.report.unmeasured, lambda: codecs.learns_on)
+        measuring.begin(Wanted(lambda: codecs.report.unmeasured, lambda: codecs.learns_on))
     resting = RestingWatch(store, rank, link.send) if wants_events(vllm_config) else None
     if resting is not None:
         link.watch(resting)

@@ -24,7 +24,7 @@ def serving(it: Engine) -> ServingInstrument:
     owner = it.owner
     assert owner.held is not None and owner.codecs is not None
     known = owner.codecs.report.fingerprint
-    return ServingInstrument(owner.loaded, owner.plan, known, owner.idle_steps, owner.held)
+    return ServingInstrument(owner.loaded, owner.plan, known, owner.idle_steps, owner.held, 64)
 
 
 async def test_it_finds_what_a_model_of_its_own_finds(tmp_path: Path) -> None:

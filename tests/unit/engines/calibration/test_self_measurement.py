@@ -15,7 +15,7 @@ from engines.calibration import first_order as orders
 from engines.calibration.first_order import FIRST_PRESETS, first_order
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument, Interrupted
-from engines.calibration.self_measurement import SelfMeasurement
+from engines.calibration.self_measurement import SelfMeasurement, Wanted
 from engines.wire import CodecReport
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.codecs.quality import Quality
@@ -125,20 +125,20 @@ def test_it_learns_on_after_the_verdict_and_over_a_restart(
     def wanted() -> bool:
         return "max" not in {x.preset for x in load_profile(path).rows}
 
-    one = Engine(tmp_path, Stopped(), learns_on=wanted)
+    one = Engine(tmp_path, Stopped(), wanted=Wanted(learns_on=wanted))
     assert one.ended() == "", "the verdict stands, though learning on was interrupted"
     assert one.measurement.has_verdict and one.adopted == 1
     assert progress[0].startswith("measuring: ") and "learning on: 1 of " in progress[-1]
     first = load_profile(path)
     assert {x.preset for x in first.rows} == set(FIRST_PRESETS)
     second = Talking()
-    two = Engine(tmp_path, second, is_needed=lambda: False, learns_on=wanted)
+    two = Engine(tmp_path, second, wanted=Wanted(lambda: False, wanted))
     assert two.ended() == "" and two.adopted == 1
     whole = load_profile(path)
     assert {x.preset for x in whole.rows if ":" not in x.preset} == {*FIRST_PRESETS, "max"}
     assert first.ids["dense3"] in (whole.ids["dense3"], whole.before().ids["dense3"])
     assert second.num_prefills < 10 + len(progress), "texts were not read again"
-    three = Engine(tmp_path, Talking(), is_needed=lambda: False, learns_on=wanted)
+    three = Engine(tmp_path, Talking(), wanted=Wanted(lambda: False, wanted))
     assert three.ended() == "" and three.adopted == 0
 
 
@@ -151,7 +151,7 @@ def test_a_verdict_stands_if_no_more_can_be_learned(
                 raise OSError("no text is left")
             return super().encode(text)
 
-    one = Engine(tmp_path, Unlearned(), learns_on=lambda: True)
+    one = Engine(tmp_path, Unlearned(), wanted=Wanted(learns_on=lambda: True))
     assert one.ended() == "" and one.adopted == 1
     assert "no more is learned of the model: no text is left" in caplog.text
 
@@ -169,7 +169,7 @@ def test_one_process_measures_a_model_at_a_time(tmp_path: Path) -> None:
     needed = threading.Event()
     instrument = Talking()
     with locked(tmp_path, instrument.fingerprint, lambda: None):
-        one = Engine(tmp_path, instrument, is_needed=needed.is_set)
+        one = Engine(tmp_path, instrument, wanted=Wanted(needed.is_set))
         until(lambda: "another process" in one.report.progress)
     one.ended()
     assert instrument.num_prefills == 0 and one.adopted == 1

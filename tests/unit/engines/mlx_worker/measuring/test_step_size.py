@@ -1,49 +1,33 @@
-"""A step of a measurement is as long as the machine is quick."""
+"""A step of a measurement is as long as the model is small."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.mlx_worker.measuring.step_size import FIRST, LARGEST, SMALLEST, StepSize
+from engines.mlx_worker.measuring.step_size import (
+    CPU_WORK,
+    GPU_WORK,
+    LARGEST,
+    SMALLEST,
+    step_tokens,
+    step_tokens_of,
+)
+from tests.integration.tiny_models import tiny_model
 
 
-def settled(seconds_per_token: float, steps: int = 12) -> StepSize:
-    size = StepSize(target_s=0.25)
-    for _ in range(steps):
-        size.took(size.tokens, size.tokens * seconds_per_token)
-    return size
+@given(st.integers(1, 10**13), st.booleans())
+def test_a_step_stays_within_its_work(num_parameters: int, on_gpu: bool) -> None:
+    tokens, work = step_tokens(num_parameters, on_gpu=on_gpu), GPU_WORK if on_gpu else CPU_WORK
+    assert tokens & (tokens - 1) == 0 and SMALLEST <= tokens <= LARGEST
+    assert tokens * num_parameters <= work or tokens == SMALLEST
+    assert 2 * tokens * num_parameters > work or tokens == LARGEST
 
 
-@given(st.floats(1e-5, 0.03))
-def test_a_step_stays_below_its_target(seconds_per_token: float) -> None:
-    tokens = settled(seconds_per_token).tokens
-    assert tokens * seconds_per_token <= 0.25 or tokens == SMALLEST
-    assert 4 * tokens * seconds_per_token > 0.25 or tokens == LARGEST
+def test_usual_models() -> None:
+    assert [step_tokens(x, on_gpu=False) for x in (135_000_000, 8_000_000_000)] == [64, SMALLEST]
+    assert [step_tokens(x, on_gpu=True) for x in (135_000_000, 8_000_000_000)] == [LARGEST, 64]
 
 
-def test_it_follows_a_machine_that_becomes_slow_and_quick_again() -> None:
-    size = settled(0.0001)
-    assert size.tokens == LARGEST
-    size.took(size.tokens, 3.0)
-    size.took(size.tokens, 3.0)
-    assert size.tokens == LARGEST // 4
-    size.took(size.tokens, 0.01)
-    assert size.tokens == LARGEST // 2
-
-
-def test_the_rest_of_a_text_says_nothing() -> None:
-    size = StepSize(target_s=0.25)
-    size.took(3, 0.001)
-    assert size.tokens == FIRST
-
-
-def test_steps_are_longer_while_nobody_asks_for_anything() -> None:
-    size = settled(0.004)
-    assert size.tokens == 32
-    size.expect(alone_s=60.0)
-    for _ in range(4):
-        size.took(size.tokens, size.tokens * 0.004)
-    assert size.tokens == 128
-    size.expect(alone_s=1.0)
-    assert size.tokens == 32, "the very next step is short again"
+def test_a_tiny_model_has_the_longest_steps() -> None:
+    assert step_tokens_of(tiny_model("llama").model) == LARGEST

@@ -79,6 +79,20 @@ def test_layers_are_seen_in_the_orders_own_step_alone():
     assert views.armed == 1
 
 
+def test_it_is_known_whether_an_order_had_its_step_alone():
+    exchange = Exchange()
+    exchange.open(5)
+    exchange.begin_step(StepWork())  # with others
+    assert not exchange.was_alone
+    exchange.begin_step(StepWork(alone=5))
+    exchange.begin_step(StepWork())  # of others, until its blocks are read
+    assert exchange.was_alone
+    exchange.open(6)
+    assert not exchange.was_alone
+    exchange.begin_step(StepWork(alone=5))
+    assert not exchange.was_alone
+
+
 def test_what_is_wanted_is_read_and_every_job_is_acknowledged():
     exchange, cache = Exchange(), Cache()
     exchange.open(2)

@@ -1,0 +1,219 @@
+"""The profiles that engines of one secret share over their Redis, as one engine sees them.
+
+Whoever measured a model first publishes what it found; an engine that is about to measure it looks
+first, tries for itself what it finds, and packs by it. If anything is wrong with it, the engine
+measures for itself, and the log says why. Nothing is replaced that is whole: of two engines that
+learn at once, the later one takes over what the other published.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from engines.calibration.first_order import DENSEST
+from engines.calibration.gate.bound import Bound
+from engines.calibration.gate.choice import Choice
+from engines.calibration.gate.profiles import make_folder, profile_path, save
+from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.calibration.instrument import Instrument
+from engines.calibration.measuring.measure import Tell
+from engines.calibration.messages import CalibrationOrder
+from kvstore.codecs.names import first_part
+from kvstore.codecs.profile import BEFORE, OF_STATES, OF_WINDOWS, UNFINISHED, Profile, load_profile
+from kvstore.config import StoreConfig
+from kvstore.errors import CodecRefused, Corrupt, Mismatch, TierUnavailable, UnknownCodec
+from kvstore.periodic import Periodic
+from kvstore.published.publication import MAX_BYTES, Publication, Stage
+from kvstore.published.shelf import Shelf, described
+from kvstore.session import TierName
+
+logger = logging.getLogger(__name__)
+
+KEEP_EVERY_S: Final = 900.0
+ROOM: Final = MAX_BYTES - (8 << 20)  # for arrays; the rest is the header, and what lies between
+STAGES: Final[tuple[Stage, ...]] = ("further", "first")  # the better one first
+
+
+class FleetProfiles:
+    """A ``Sharing`` over Redis. Keeps what it has published there, on a thread of its own.
+
+    Args:
+        shelf: owned by this object.
+        codecs: of the engine; they know its model, its settings and its own profile.
+        data: the folder of profiles.
+        machine: what others are told of where a profile was learned.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        codecs: ServedCodecs,
+        config: StoreConfig,
+        data: Path,
+        machine: str = "",
+        keep_every_s: float = KEEP_EVERY_S,
+    ) -> None:
+        self._shelf = shelf
+        self._codecs = codecs
+        self._bound = Bound(kl=config.max_kl)
+        self._accepts_loss = config.accept_loss
+        self._data = data
+        self._machine = machine or platform.node() or "another machine"
+        self._lock = threading.Lock()
+        self._damaged: set[Stage] = set()  # what is there may be written over
+        self._refused: set[bytes] = set()  # digests of what did not pass
+        self._keeper = Periodic(self._keep, keep_every_s, "thermocline-profiles", at_once=True)
+
+    def take_over(
+        self, instrument: Instrument, order: CalibrationOrder, tell: Tell, *, learned_on: bool
+    ) -> bool:
+        return any(
+            self._taken_over(x, instrument, order, tell) for x in STAGES[: 1 if learned_on else 2]
+        )
+
+    def _taken_over(
+        self, stage: Stage, instrument: Instrument, order: CalibrationOrder, tell: Tell
+    ) -> bool:
+        fetched = profile_path(self._data, instrument.fingerprint).with_suffix(".fetched")
+        found: Publication | None = None
+        try:
+            found = self._shelf.look(stage)
+            if found is None or found.digest in self._refused:
+                return False
+            make_folder(self._data)
+            self._shelf.fetch(stage, found, fetched)
+            profile = load_profile(fetched, mapped=True)
+            if reason := self._fault(profile, instrument, order, tell):
+                self._refuse(found, reason)
+                return False
+            save(profile, self._data, found.by)
+            logger.info("packs by the profile that %s has published", found.by)
+            return True
+        except (Corrupt, Mismatch) as error:
+            self._damaged.add(stage)
+            logger.warning("the profile that another engine published is damaged: %s", error)
+        except (TierUnavailable, OSError) as error:
+            logger.info("no profile of another engine is to be had: %s", error)
+        finally:
+            fetched.unlink(missing_ok=True)
+        return False
+
+    def _refuse(self, found: Publication, reason: str) -> None:
+        self._refused.add(found.digest)
+        logger.warning(
+            "the profile that %s has published does not serve here: %s", found.by, reason
+        )
+
+    def _fault(
+        self, profile: Profile, instrument: Instrument, order: CalibrationOrder, tell: Tell
+    ) -> str:
+        if not self._codecs.is_of_this_model(profile):
+            return "it is of another model"
+        try:
+            choices = self._codecs.choices_by(profile)
+        except (CodecRefused, UnknownCodec) as error:
+            return str(error)
+        if any(x.unmeasured for x in choices.values()):
+            return "it has not what the settings ask for"
+        if self._accepts_loss:
+            return ""
+        from engines.calibration.sharing.short_check import (
+            fault,
+        )  # an engine's usual start has none
+
+        return fault(instrument, _different(choices), order, self._bound, tell)
+
+    def publish(self) -> bool:
+        with self._lock:
+            try:
+                return self._published()
+            except (TierUnavailable, OSError) as error:
+                logger.info("the profile is not published now: %s", error)
+            except (CodecRefused, UnknownCodec, ValueError) as error:
+                logger.info("the profile is not published: %s", error)
+            return True
+
+    def _published(self) -> bool:
+        profile = self._codecs.profile()
+        choices = self._codecs.choices_by(profile)
+        if profile is None or any(x.unmeasured for x in choices.values()):
+            return True
+        public = _public(profile, choices)
+        stage: Stage = "further" if _was_learned_on(profile) else "first"
+        for _ in range(2):  # another engine may have been first
+            there = self._there(stage)
+            if there is not None and there.digest in self._refused:
+                return True
+            if there is not None and not _are_alike(there, public):
+                return False
+            if there is not None and self._shelf.refresh(stage, there):
+                return True
+            if self._put(stage, public, anew=there is not None or stage in self._damaged):
+                return True
+        return True
+
+    def _there(self, stage: Stage) -> Publication | None:
+        """What is published; None also if it is damaged, and then it is written over."""
+        try:
+            return self._shelf.look(stage)
+        except Corrupt:
+            self._damaged.add(stage)
+            return None
+
+    def _put(self, stage: Stage, public: Profile, *, anew: bool) -> bool:
+        path = profile_path(self._data, public.fingerprint).with_suffix(
+            f".public.{os.getpid()}{UNFINISHED}"
+        )
+        try:
+            public.save(path)
+            own = described(path, self._machine, dict(public.ids))
+            done = self._shelf.publish(stage, own, path, anew=anew)
+        finally:
+            path.unlink(missing_ok=True)
+        if done:
+            self._damaged.discard(stage)
+            logger.info("published the profile for other engines: %d KiB", own.nbytes >> 10)
+        return done
+
+    def _keep(self) -> None:
+        """Have what is published last, and publish what is not, or not any more."""
+        self.publish()
+
+    def close(self) -> None:
+        self._shelf.close()  # first: a round that waits for the server then ends
+        self._keeper.close()
+
+
+def _different(choices: Mapping[TierName, Choice]) -> list[Choice]:
+    """The choices without repetition."""
+    return list({x.id: x for x in choices.values()}.values())
+
+
+def _was_learned_on(profile: Profile) -> bool:
+    return DENSEST in {first_part(x.preset) for x in profile.rows}
+
+
+def _are_alike(there: Publication, own: Profile) -> bool:
+    """Say whether no preset has learned one thing there and another here."""
+    return all(own.ids[x] == id for x, id in there.ids.items() if x in own.ids)
+
+
+def _public(profile: Profile, choices: Mapping[TierName, Choice]) -> Profile:
+    """Take from a profile what others need: not what presets had learned before.
+
+    Of a large one that is only what the tiers are packed by.
+    """
+    learned = {k: x for k, x in profile.learned.items() if not k.startswith(BEFORE)}
+    if sum(x.nbytes for arrays in learned.values() for x in arrays.values()) > ROOM:
+        used = {first_part(x.name) for x in choices.values()}
+        wanted = {OF_STATES, *used, *(x + OF_WINDOWS for x in used)}
+        learned = {k: x for k, x in learned.items() if k in wanted}
+    rows = tuple(x for x in profile.rows if not x.preset.startswith(BEFORE))
+    return replace(profile, learned=learned, rows=rows)

@@ -1,0 +1,151 @@
+"""Puts profiles on a Redis server, and takes them from there.
+
+A notice is written once, by whoever is first, and only after all pieces are there. Pieces are named
+by what they are part of, so nobody changes another one's. Both expire a while after the last engine
+that uses them was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvstore.errors import Corrupt, TierUnavailable
+from kvstore.published.publication import (
+    DIGEST_BYTES,
+    MAX_BYTES,
+    MAX_NAME,
+    MAX_NOTICE_BYTES,
+    PIECE_BYTES,
+    Publication,
+    PublishedNames,
+    Stage,
+    sealed_bytes,
+)
+from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
+
+TTL_MS: Final = 30 * 86_400_000
+UNFINISHED_MS: Final = 600_000  # pieces whose notice never came expire by themselves
+BATCH: Final = 8  # pieces that travel together
+
+
+class Shelf:
+    """The profiles of one model on one server. Thread-safe.
+
+    Every method that asks the server raises ``TierUnavailable`` if it does not answer or refuses.
+
+    Args:
+        link: owned by this object.
+    """
+
+    def __init__(self, link: RedisLink, names: PublishedNames) -> None:
+        self._link = link
+        self._names = names
+
+    def look(self, stage: Stage) -> Publication | None:
+        """Read what is published; None if nothing is. Raises ``Corrupt`` if that is damaged."""
+        name = self._names.notice(stage)
+        (raw,) = self._run([("GETRANGE", name, 0, MAX_NOTICE_BYTES)])
+        if not raw:
+            return None
+        return self._names.open_notice(name, raw)
+
+    def fetch(self, stage: Stage, publication: Publication, path: Path) -> None:
+        """Write what is published to a file.
+
+        Raises:
+            Corrupt: a piece is missing or damaged.
+            OSError: the file cannot be written.
+        """
+        names = self._names.pieces(stage, publication)
+        digest = blake2b(digest_size=DIGEST_BYTES)
+        with path.open("wb") as file:
+            for numbers in _batches(len(names)):
+                sizes = [sealed_bytes(publication.piece_bytes(x)) for x in numbers]
+                asked = zip(numbers, sizes, strict=True)
+                replies = self._run([("GETRANGE", names[x], 0, size) for x, size in asked])
+                for number, raw in zip(numbers, replies, strict=True):
+                    if not raw:
+                        raise Corrupt(f"{_piece(number, names)} is missing")
+                    piece = self._names.open(names[number], raw)
+                    digest.update(piece)
+                    file.write(piece)
+        if digest.digest() != publication.digest:
+            raise Corrupt("its pieces are not those of one file")
+
+    def publish(self, stage: Stage, publication: Publication, path: Path, *, anew: bool) -> bool:
+        """Publish a file; False: another one was published before.
+
+        Args:
+            publication: as ``described`` made it of the same file.
+            anew: in the place of what is there, since that is damaged.
+
+        Raises ``OSError``: the file cannot be read.
+        """
+        notice = self._names.notice(stage)
+        if not anew and self._run([("EXISTS", notice)])[0]:
+            return False
+        names = self._names.pieces(stage, publication)
+        with path.open("rb") as file:
+            for numbers in _batches(len(names)):
+                pieces = [file.read(publication.piece_bytes(x)) for x in numbers]
+                self._run(
+                    [
+                        ("SET", names[x], self._names.close(names[x], piece), "PX", UNFINISHED_MS)
+                        for x, piece in zip(numbers, pieces, strict=True)
+                    ]
+                )
+        sealed = self._names.close(notice, msgspec.msgpack.encode(publication))
+        only_first = () if anew else ("NX",)
+        (reply,) = self._run([("SET", notice, sealed, "PX", TTL_MS, *only_first)])
+        if reply is None:  # and our pieces expire
+            return False
+        self.refresh(stage, publication)
+        return True
+
+    def refresh(self, stage: Stage, publication: Publication) -> bool:
+        """Keep what is published for another while; False: a part of it is gone."""
+        names = [self._names.notice(stage), *self._names.pieces(stage, publication)]
+        return all(x == 1 for x in self._run([("PEXPIRE", x, TTL_MS) for x in names]))
+
+    def close(self) -> None:
+        """End the connection; who waits for it gets ``TierUnavailable``."""
+        self._link.close()
+
+    def _run(self, commands: Sequence[Command]) -> list[Reply]:
+        replies = self._link.run(commands)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                if str(reply).startswith("WRONGTYPE"):
+                    raise Corrupt("something else lies in its place")
+                raise TierUnavailable(f"redis: {reply}")
+        return replies
+
+
+def described(path: Path, by: str, ids: dict[str, str]) -> Publication:
+    """Say of a profile's file what is to be published of it.
+
+    Raises:
+        ValueError: it is larger than what may be published; the message says so.
+        OSError: it cannot be read.
+    """
+    nbytes = path.stat().st_size
+    if not 0 < nbytes <= MAX_BYTES:
+        raise ValueError(f"it has {nbytes >> 20} MiB, more than {MAX_BYTES >> 20}")
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    with path.open("rb") as file:
+        while block := file.read(PIECE_BYTES):
+            digest.update(block)
+    return Publication(by[:MAX_NAME], nbytes, digest.digest(), ids)
+
+
+def _batches(count: int) -> Iterator[list[int]]:
+    yield from (list(range(x, min(x + BATCH, count))) for x in range(0, count, BATCH))
+
+
+def _piece(number: int, names: Sequence[bytes]) -> str:
+    return f"piece {number + 1} of {len(names)}"

@@ -1,0 +1,94 @@
+"""Two engines of one model learn the same, to the bit, whatever else they do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engines.calibration.corpus import Text
+from engines.calibration.learn import Windows, learn, samples_of
+from engines.calibration.measuring.scratch import Scratch
+from engines.mlx_worker.measuring.serving_instrument import ServingInstrument
+from tests.integration.mlx_owner.harness import Engine, engine, session, text
+
+pytestmark = pytest.mark.mlx
+
+TEXTS = [Text(str(x), "." * x) for x in (1, 2, 3)]
+WANTED = Windows(3, 192)
+PRESETS = ["dense3", "balanced"]
+
+
+class Instrument(ServingInstrument):
+    """Has no tokenizer, as tiny models have none: a text is as long as its number."""
+
+    def encode(self, text_: str) -> list[int]:
+        return text(len(text_), 192)
+
+
+class Late:
+    """Holds each step up for a while that differs from step to step."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def __call__(self) -> None:
+        self.num_steps += 1
+        time.sleep(0.002 * (self.num_steps % 5))
+
+
+def learned(it: Engine, folder: Path, late: Callable[[], None] = lambda: None) -> dict[str, str]:
+    owner = it.owner
+    assert owner.held is not None and owner.codecs is not None
+
+    class Steps:
+        def run(self, step):  # type: ignore[no-untyped-def]
+            late()
+            return owner.idle_steps.run(step)
+
+    known, steps = owner.codecs.report.fingerprint, Steps()
+    beside = Instrument(owner.loaded, owner.plan, known, steps, owner.held, 64)  # type: ignore[arg-type]
+    with Scratch(folder) as scratch:
+        samples = samples_of(beside, TEXTS, WANTED, scratch)
+        assert samples.metrics is not None, "nothing was looked back on"
+        return learn(samples, known, PRESETS).ids
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+async def test_delays_drops_and_users_change_nothing(kind: str, tmp_path: Path) -> None:
+    async with engine(kind, tmp_path / "one", codec="auto", gate={}) as it:
+        quiet = await asyncio.to_thread(learned, it, tmp_path)
+    other = {"prefill_step": 32, "max_batch": 3}
+    gate = {"chunk_tokens": 32}
+    async with engine(kind, tmp_path / "two", codec="auto", gate=gate, **other) as it:
+        owner, late = it.owner, Late()
+        held = owner.held
+        assert held is not None
+        running = asyncio.create_task(asyncio.to_thread(learned, it, tmp_path, late))
+        for number in range(4):
+            await it.turn(text(10 + number, 40 + number), session(str(number)), max_tokens=2)
+            await owner.call(held.drop)  # as for a request that needs its memory
+            before = owner.idle_steps.num_done
+            while owner.idle_steps.num_done < before + 3:
+                await asyncio.sleep(0.001)
+        assert not running.done()
+        busy = await running
+        assert late.num_steps > 20
+    assert set(quiet) == set(PRESETS)
+    assert busy == quiet
+
+
+async def test_other_steps_teach_something_else(tmp_path: Path) -> None:
+    """So the test above can fail."""
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        owner = it.owner
+        assert owner.held is not None
+        found = []
+        for step in (64, 32):
+            beside = Instrument(owner.loaded, owner.plan, "f", owner.idle_steps, owner.held, step)
+            samples = await asyncio.to_thread(samples_of, beside, TEXTS, WANTED)
+            found.append(learn(samples, "f", ["dense3"]).ids)
+    assert found[0] != found[1]
