@@ -29,4 +29,5 @@ def step_tokens(num_parameters: int, *, on_gpu: bool) -> int:
 def step_tokens_of(model: Any) -> int:
     """Return the tokens of a step of this model, on the device that computes it."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    return step_tokens(int(get_total_parameters(model)), on_gpu=on_gpu)
+    count: int = get_total_parameters(model)  # type: ignore[no-untyped-call]
+    return step_tokens(count, on_gpu=on_gpu)

@@ -162,7 +162,7 @@ class ServingInstrument:
         """
         skipped = first % self._kv.block_tokens
         if self._kv.states is not None:
-            rows = self._found(tokens, first).rows
+            rows: KVRun = self._found(tokens, first).rows
         else:
             for _ in range(MOST_TRIES):
                 rows = self._found_behind(slice_tokens(run, 0, first - skipped), tokens, first)
