@@ -55,7 +55,7 @@ def _never() -> bool:
 
 
 class Wanted(NamedTuple):
-    """What is to be found out; asked on the measuring thread.
+    """Says which findings are wanted; asked on the measuring thread.
 
     Attributes:
         is_needed: whether there is no verdict yet; asked first, and after another process has

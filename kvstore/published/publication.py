@@ -32,7 +32,7 @@ DIGEST_BYTES: Final = 32
 
 
 class Publication(msgspec.Struct, frozen=True):
-    """What an engine says of a profile that it publishes.
+    """Describes a profile that an engine publishes.
 
     ``ids``: see ``Profile.ids``. ``digest``: BLAKE2b of the file.
     """

@@ -1,8 +1,8 @@
 """Puts profiles on a Redis server, and takes them from there.
 
-A notice is written once, by whoever is first, and only after all pieces are there. Pieces are named
-by what they are part of, so nobody changes another one's. Both expire a while after the last engine
-that uses them was there.
+A notice is written once, by the engine that is first, and only after all pieces are there. Pieces
+are named by the file that they are of, so no engine changes another one's. Both expire a while
+after the last engine that uses them was there.
 """
 
 from __future__ import annotations

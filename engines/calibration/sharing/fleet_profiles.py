@@ -1,9 +1,9 @@
 """The profiles that engines of one secret share over their Redis, as one engine sees them.
 
-Whoever measured a model first publishes what it found; an engine that is about to measure it looks
-first, tries for itself what it finds, and packs by it. If anything is wrong with it, the engine
-measures for itself, and the log says why. Nothing is replaced that is whole: of two engines that
-learn at once, the later one takes over what the other published.
+The engine that measured a model first publishes its profile. Another one that is about to measure
+it looks first, tries that profile for itself, and packs by it. If anything is wrong with it, the
+engine measures for itself, and the log says why. Nothing is replaced that is whole: of two engines
+that learn at once, the later one takes over what the other published.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ STAGES: Final[tuple[Stage, ...]] = ("further", "first")  # the better one first
 
 
 class FleetProfiles:
-    """A ``Sharing`` over Redis. Keeps what it has published there, on a thread of its own.
+    """Implements ``Sharing`` over Redis. A thread of its own keeps the publication there.
 
     Args:
         shelf: owned by this object.
         codecs: of the engine; they know its model, its settings and its own profile.
         data: the folder of profiles.
-        machine: what others are told of where a profile was learned.
+        machine: named to others as the place where a profile was learned; "" = the host's name.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class FleetProfiles:
         self._data = data
         self._machine = machine or platform.node() or "another machine"
         self._lock = threading.Lock()
-        self._damaged: set[Stage] = set()  # what is there may be written over
+        # What may be written over: the digest that was said of it; b"" = it was not to be read.
+        self._damaged: dict[Stage, bytes] = {}
         self._refused: set[bytes] = set()  # digests of what did not pass
         self._keeper = Periodic(self._keep, keep_every_s, "thermocline-profiles", at_once=True)
 
@@ -97,7 +98,7 @@ class FleetProfiles:
             logger.info("packs by the profile that %s has published", found.by)
             return True
         except (Corrupt, Mismatch) as error:
-            self._damaged.add(stage)
+            self._damaged[stage] = found.digest if found is not None else b""
             logger.warning("the profile that another engine published is damaged: %s", error)
         except (TierUnavailable, OSError) as error:
             logger.info("no profile of another engine is to be had: %s", error)
@@ -151,20 +152,27 @@ class FleetProfiles:
             there = self._there(stage)
             if there is not None and there.digest in self._refused:
                 return True
-            if there is not None and not _are_alike(there, public):
-                return False
-            if there is not None and self._shelf.refresh(stage, there):
-                return True
-            if self._put(stage, public, anew=there is not None or stage in self._damaged):
+            is_damaged = self._is_damaged(stage, there)
+            if there is not None and not is_damaged:
+                if not _are_alike(there, public):
+                    return False
+                if self._shelf.refresh(stage, there):
+                    return True
+                is_damaged = True  # a part of it is gone
+            if self._put(stage, public, anew=is_damaged):
                 return True
         return True
 
+    def _is_damaged(self, stage: Stage, there: Publication | None) -> bool:
+        """Say whether this is what was found damaged, and was not replaced since."""
+        return self._damaged.get(stage) == (there.digest if there is not None else b"")
+
     def _there(self, stage: Stage) -> Publication | None:
-        """What is published; None also if it is damaged, and then it is written over."""
+        """Look up the publication; None also if it is damaged, and then it is written over."""
         try:
             return self._shelf.look(stage)
         except Corrupt:
-            self._damaged.add(stage)
+            self._damaged[stage] = b""
             return None
 
     def _put(self, stage: Stage, public: Profile, *, anew: bool) -> bool:
@@ -178,7 +186,7 @@ class FleetProfiles:
         finally:
             path.unlink(missing_ok=True)
         if done:
-            self._damaged.discard(stage)
+            self._damaged.pop(stage, None)
             logger.info("published the profile for other engines: %d KiB", own.nbytes >> 10)
         return done
 

@@ -38,7 +38,7 @@ class Sharing(Protocol):
 
 
 class NoSharing:
-    """The ``Sharing`` of an engine without a Redis, or without a secret."""
+    """Implements ``Sharing`` for an engine without a Redis, or without a secret."""
 
     def take_over(
         self, instrument: Instrument, order: CalibrationOrder, tell: Tell, *, learned_on: bool
