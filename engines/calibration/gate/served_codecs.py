@@ -136,6 +136,11 @@ class ServedCodecs:
         return self._chosen.codecs
 
     @property
+    def choices(self) -> Mapping[TierName, Choice]:
+        """The codec of each tier, and why."""
+        return self._chosen.choices
+
+    @property
     def report(self) -> CodecReport:
         """The codecs and the reasons for them, as the gateway is told."""
         chosen = self._chosen

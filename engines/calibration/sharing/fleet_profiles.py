@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from engines.calibration.first_order import DENSEST
 from engines.calibration.gate.bound import Bound
@@ -39,6 +39,20 @@ logger = logging.getLogger(__name__)
 KEEP_EVERY_S: Final = 900.0
 ROOM: Final = MAX_BYTES - (8 << 20)  # for arrays; the rest is the header, and what lies between
 STAGES: Final[tuple[Stage, ...]] = ("further", "first")  # the better one first
+
+
+class _Seen(NamedTuple):
+    """Holds what was published when it was compared with our profile: that need not be done again.
+
+    Attributes:
+        stamp: of our file.
+        are_alike: no preset has learned one thing there and another here.
+    """
+
+    stamp: tuple[int, int]
+    stage: Stage
+    there: Publication
+    are_alike: bool
 
 
 class FleetProfiles:
@@ -70,6 +84,7 @@ class FleetProfiles:
         # What may be written over: the digest that was said of it; b"" = it was not to be read.
         self._damaged: dict[Stage, bytes] = {}
         self._refused: set[bytes] = set()  # digests of what did not pass
+        self._seen: _Seen | None = None
         self._keeper = Periodic(self._keep, keep_every_s, "thermocline-profiles", at_once=True)
 
     def take_over(
@@ -135,15 +150,20 @@ class FleetProfiles:
         with self._lock:
             try:
                 return self._published()
+            except FileNotFoundError:
+                return True  # nothing was measured yet
             except (TierUnavailable, OSError) as error:
                 logger.info("the profile is not published now: %s", error)
-            except (CodecRefused, UnknownCodec, ValueError) as error:
+            except ValueError as error:
                 logger.info("the profile is not published: %s", error)
             return True
 
     def _published(self) -> bool:
-        profile = self._codecs.profile()
-        choices = self._codecs.choices_by(profile)
+        stamp = self._stamp()
+        seen = self._seen
+        if seen is not None and seen.stamp == stamp and self._is_still_there(seen):
+            return seen.are_alike
+        profile, choices = self._codecs.profile(), self._codecs.choices
         if profile is None or any(x.unmeasured for x in choices.values()):
             return True
         public = _public(profile, choices)
@@ -154,14 +174,25 @@ class FleetProfiles:
                 return True
             is_damaged = self._is_damaged(stage, there)
             if there is not None and not is_damaged:
-                if not _are_alike(there, public):
-                    return False
-                if self._shelf.refresh(stage, there):
-                    return True
+                are_alike = _are_alike(there, public)
+                self._seen = _Seen(stamp, stage, there, are_alike)
+                if not are_alike or self._shelf.refresh(stage, there):
+                    return are_alike
                 is_damaged = True  # a part of it is gone
             if self._put(stage, public, anew=is_damaged):
                 return True
         return True
+
+    def _is_still_there(self, seen: _Seen) -> bool:
+        """Say whether the same is published, and keep it, if it is like ours."""
+        if self._there(seen.stage) != seen.there:
+            return False
+        return not seen.are_alike or self._shelf.refresh(seen.stage, seen.there)
+
+    def _stamp(self) -> tuple[int, int]:
+        """Say which profile lies in our file: it changes with each that is saved."""
+        found = profile_path(self._data, self._codecs.fingerprint).stat()
+        return found.st_ino, found.st_mtime_ns
 
     def _is_damaged(self, stage: Stage, there: Publication | None) -> bool:
         """Say whether this is what was found damaged, and was not replaced since."""
