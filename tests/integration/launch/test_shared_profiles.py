@@ -32,7 +32,7 @@ redis_url = "{redis}"
 secret_file = "{secret}"
 disk_bytes = 0
 """
-SAID = "word " * 200  # more than a chunk
+SAID = "word " * 60  # more than a chunk, and less than the context
 WITHIN_S = 800.0
 
 
@@ -70,7 +70,7 @@ def test_the_second_server_takes_over_what_the_first_has_measured(
         measured = codec_of(one)
         assert measured["origin"] == "learned here"
         one.wait_for("published the profile for other engines")
-        chat(one, "tiny", "travels", SAID)
+        assert chat(one, "tiny", "travels", SAID)[0] == 200
         assert ask(one, "/v1/sessions/travels/demote", {"tier": "redis"})[0] == 200
         two = start(folder, "two", redis)
         try:
