@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 from engines.calibration.corpus import Text, held_out_texts
@@ -22,7 +23,7 @@ from engines.calibration.messages import CalibrationOrder
 from kvstore.codecs.quality import Quality
 
 NUM_TEXTS: Final = 2
-MOST: Final = 1.5  # times what these texts cost there, where that is above the bound
+MOST: Final = 1.5  # times the loss of these texts there, where that is above the bound
 
 
 def fault(
@@ -62,7 +63,7 @@ def fault(
         num_threads=order.num_threads,
     )
     published = {x.name: x.rows for x in lossy}
-    faults = (_fault(x, published[x.preset], bound) for x in rows)
+    faults = (difference(x, published[x.preset], bound) for x in rows)
     return next(filter(None, faults), "")
 
 
@@ -73,19 +74,24 @@ def _usual_texts(row: Quality) -> list[Text]:
     return [known[x.text] for x in named if x.text in known][:NUM_TEXTS]
 
 
-def _fault(found: Quality, published: Sequence[Quality], bound: Bound) -> str:
+def difference(found: Quality, published: Sequence[Quality], bound: Bound) -> str:
+    """Compare with the same texts there: two texts alone may cost more than the mean of all."""
     names = {x.text for x in found.texts}
     there = [
-        x.kl
+        x
         for row in published
         if row.context == found.context
         for x in row.texts
         if x.text in names
     ]
-    most = max(bound.kl, MOST * sum(there) / len(there) if there else 0.0)
+    most_kl, most_changed = bound.kl, 1 - bound.top1
+    if there:
+        most_kl = max(most_kl, MOST * fmean(x.kl for x in there))
+        most_changed = max(most_changed, MOST * fmean(1 - x.top1 for x in there))
     words = f"{found.preset} at {found.context} tokens"
-    if not found.kl <= most:
-        return f"{words} has a KL of {found.kl:.4f} here, above {most:.4f}"
-    if not found.top1 >= bound.top1:
-        return f"{words} keeps {found.top1:.1%} of the most likely tokens here"
+    if not found.kl <= most_kl:
+        return f"{words} has a KL of {found.kl:.4f} here, above {most_kl:.4f}"
+    if not 1 - found.top1 <= most_changed + 1e-9:
+        least = 1 - most_changed
+        return f"{words} keeps {found.top1:.1%} of the most likely tokens here, under {least:.1%}"
     return ""
