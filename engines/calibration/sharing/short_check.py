@@ -78,11 +78,7 @@ def difference(found: Quality, published: Sequence[Quality], bound: Bound) -> st
     """Compare with the same texts there: two texts alone may cost more than the mean of all."""
     names = {x.text for x in found.texts}
     there = [
-        x
-        for row in published
-        if row.context == found.context
-        for x in row.texts
-        if x.text in names
+        x for row in published if row.context == found.context for x in row.texts if x.text in names
     ]
     most_kl, most_changed = bound.kl, 1 - bound.top1
     if there:

@@ -40,7 +40,7 @@ THERE = row(("a", 0.004, 0.89), ("b", 0.004, 0.87), ("c", 0.001, 0.99), kl=0.004
         (0.004, 0.88, ""),  # as there
         (0.010, 0.83, ""),  # worse, by less than half
         (0.011, 0.88, "dense3 at 1024 tokens has a KL of 0.0110 here, above 0.0100"),
-        (0.004, 0.81, "dense3 at 1024 tokens keeps 81.0% of the most likely tokens here, under 82.0%"),
+        (0.004, 0.81, "dense3 at 1024 tokens keeps 81.0% of the most likely tokens here, under 82"),
         (float("nan"), 0.88, "dense3 at 1024 tokens has a KL of nan here, above 0.0100"),
         (0.004, float("nan"), "dense3 at 1024 tokens keeps nan% of the most likely tokens here"),
     ],
