@@ -26,7 +26,8 @@ TRIED_AT = (0, 7, 1000)
 TOLERANCE = 1.5e-2
 NOT_UNDERSTOOD = "this model turns its keys in a way that is not understood"
 
-NUM_EQUAL_TOKENS = 192
+NUM_EQUAL_TOKENS = 256
+NUM_UNSETTLED = 96  # the first of them; the shares of attention sinks fall quickly there
 # As a share of a key's length. With a wrong rotation keys are as far apart as they are long.
 LARGEST_DRIFT = 0.15
 
@@ -51,7 +52,8 @@ def check_turning(instrument: Instrument, ropes: Sequence[Rope | None]) -> None:
     """Check ``ropes`` on a prompt that repeats one token.
 
     Attention then takes the same from the past at every position, so the keys must all be equal
-    once they are turned back.
+    once they are turned back. The first ones are left out, and the median decides: where heads have
+    sinks, attention takes less from a shorter past, and a router may choose other experts for it.
 
     Raises:
         ValueError: they are not equal.
@@ -59,10 +61,10 @@ def check_turning(instrument: Instrument, ropes: Sequence[Rope | None]) -> None:
     token = (instrument.encode(" the") or [0])[-1]
     run = instrument.prefill([token] * NUM_EQUAL_TOKENS)
     for rope, (keys, _) in zip(ropes, run, strict=True):
-        plain = _turned_back(widened(keys, instrument.layout), rope)
+        plain = _turned_back(widened(keys, instrument.layout), rope)[:, NUM_UNSETTLED:]
         middle = plain.mean(1, keepdims=True)
-        drift = np.linalg.norm(plain - middle, axis=-1)
-        if (drift > LARGEST_DRIFT * np.linalg.norm(middle, axis=-1)).any():
+        drift = np.median(np.linalg.norm(plain - middle, axis=-1), axis=1)
+        if (drift > LARGEST_DRIFT * np.linalg.norm(middle[:, 0], axis=-1)).any():
             raise ValueError(NOT_UNDERSTOOD)
 
 

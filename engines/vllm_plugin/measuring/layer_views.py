@@ -271,5 +271,5 @@ def _by_head(rows: torch.Tensor, num_heads: int) -> np.ndarray:
 def _array(values: Any) -> np.ndarray | None:
     if values is None:
         return None
-    found: np.ndarray = torch.as_tensor(values).float().cpu().numpy()
+    found: np.ndarray = torch.as_tensor(values).detach().float().cpu().numpy()
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,14 +11,27 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 from tests.vllm.calibration.test_calibration import facts_of
+from tests.vllm.rig.tiny_families import write_gemma2, write_gpt_oss, write_int8, write_qwen3
 from tests.vllm.rig.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, write_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    model = write_tiny_model(tmp_path_factory.mktemp("model"))
+# By what their layers have that attention as such has not.
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "plain": write_tiny_model,
+    "int8": write_int8,  # the projection's matrix is not to be read
+    "norms": write_qwen3,
+    "sinks": write_gpt_oss,
+    "caps": write_gemma2,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def facts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    model = MODELS[request.param](tmp_path_factory.mktemp("model"))
     return facts_of("layer_facts", str(model))
 
 

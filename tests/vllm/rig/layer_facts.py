@@ -11,16 +11,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import Notice, NotObservable
 from engines.calibration.learn import Windows, samples_of
-from kvstore.shapes import KVRun, slice_tokens
+from kvstore.codecs.states.matrices import fp32, narrowed
+from kvstore.shapes import DType, KVRun, slice_tokens
 from tests.vllm.rig.calibration_facts import TOKENS, order
 
 PAST, WINDOW = 150, 200  # no whole number of blocks
-CHANGE = 0.003  # of K or V, relative to its size; attention bends with larger ones
+# Of K or V, relative to its size; attention bends with larger ones, and bf16 rounds smaller ones.
+CHANGES: dict[DType, float] = {"float32": 0.003, "bfloat16": 0.01}
 TEXTS = [Text("one", "ab cd " * 60), Text("two", "the quick brown fox " * 15)]
 
 
@@ -36,7 +39,9 @@ def main(folder: Path) -> dict[str, object]:
         def encode(self, text: str) -> list[int]:
             return [3 + x for x in text.encode()]
 
-    engine = open_engine(order(str(folder)))
+    config = json.loads((folder / "config.json").read_text())
+    dtype = config.get("dtype") or config["torch_dtype"]
+    engine = open_engine(msgspec.structs.replace(order(str(folder)), dtype=dtype))
     instrument = Spelling(engine, None)
     names = connector_here().groups.layers
     (model,) = engine.apply_model(lambda x: x)
@@ -57,23 +62,24 @@ def main(folder: Path) -> dict[str, object]:
         cotangents = before.cotangents(notice.layer)[0]
         for side in (0, 1):
             gradient = notice.gradients[side][0]
-            moved = [(k.copy(), v.copy()) for k, v in past]
-            array = moved[notice.layer][side]
-            step = CHANGE * np.linalg.norm(array) / np.linalg.norm(gradient)
-            ends = []
-            for sign in (1, -1):
-                array += sign * step * gradient
-                ends.append(seen(moved).outputs(notice.layer))
-                array -= sign * step * gradient
-            change = float((cotangents * (ends[0] - ends[1])).sum())
-            slopes.append((change, float(2 * step * np.square(gradient).sum())))
+            array = fp32(past[notice.layer][side], dtype)
+            step = CHANGES[dtype] * np.linalg.norm(array) / np.linalg.norm(gradient)
+            moved = [
+                narrowed(array + sign * step * gradient, dtype, array.shape) for sign in (1, -1)
+            ]
+            ends = [seen(_with(past, notice.layer, side, x)) for x in moved]
+            outputs = [x.outputs(notice.layer) for x in ends]
+            change = float((cotangents * (outputs[0] - outputs[1])).sum())
+            # What the run holds of a change that was rounded to its dtype.
+            done = fp32(moved[0], dtype) - fp32(moved[1], dtype)
+            slopes.append((change, float((done * gradient).sum())))
     unseen = LayerViews(model, names, WINDOW)
     samples = samples_of(instrument, TEXTS, Windows(2, 200))
     facts = {
         "layers": [x.layer for x in found],
         "shapes": [list(x.gradients[0].shape) for x in found],
         "same run": all(
-            np.allclose(a, b, atol=1e-4)
+            np.allclose(fp32(a, dtype), fp32(b, dtype), atol=1e-4)
             for pair, other in zip(instrument.prefill(TOKENS[:WINDOW]), run, strict=True)
             for a, b in zip(pair, other, strict=True)
         ),
@@ -83,10 +89,15 @@ def main(folder: Path) -> dict[str, object]:
         "heads": sum(2 * x.num_kv_heads for x in instrument.layout.layers),
         "products later": _products_later(before, run, instrument),
         "unseen": _refusal(unseen, run, instrument),
-        "another prompt": _refusal(seen(past), [(k + 1, v) for k, v in run], instrument),
+        "another prompt": _refusal(seen(past), [(k * 0, v) for k, v in run], instrument),
     }
     instrument.close()
     return facts
+
+
+def _with(run: KVRun, layer: int, side: int, rows: np.ndarray) -> KVRun:
+    pair = (rows, run[layer][1]) if side == 0 else (run[layer][0], rows)
+    return [pair if i == layer else x for i, x in enumerate(run)]
 
 
 def _products_later(views: Any, run: KVRun, instrument: Any) -> list[str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from tests.vllm.rig.tiny_model import HIDDEN, LAYERS, MLP, VOCAB, write_tiny_model
 
@@ -36,6 +40,62 @@ def write_qwen3(folder: Path) -> Path:
 
     config = Qwen3Config(**_COMMON, num_key_value_heads=2, head_dim=128, rope_theta=1e6)
     return _written(Qwen3ForCausalLM(config), folder)
+
+
+def write_gpt_oss(folder: Path) -> Path:
+    """Every head has a sink, and projections have biases. No layer has a window."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **_COMMON,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=None,
+        layer_types=["full_attention"] * LAYERS,
+    )
+    return _written(GptOssForCausalLM(config), folder)
+
+
+def write_gemma2(folder: Path) -> Path:
+    """Scores are capped; norms stand before and behind what a layer adds."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        **{**_COMMON, "tie_word_embeddings": True},
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        attn_logit_softcapping=3.0,
+        layer_types=["full_attention"] * LAYERS,
+    )
+    return _written(Gemma2ForCausalLM(config), folder)
+
+
+def write_int8(folder: Path) -> Path:
+    """A Llama whose projections are kept as int8 with a scale for each output."""
+    write_tiny_model(folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in [x for x in weights if "_proj" in x]:
+        scales = np.abs(weights[name]).max(1, keepdims=True) / 127
+        weights[name.replace(".weight", ".weight_scale")] = scales
+        weights[name] = np.rint(weights[name] / scales).astype(np.int8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    by_row = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    by_token = {**by_row, "strategy": "token", "dynamic": True}
+    config["torch_dtype"] = "bfloat16"  # vLLM's kernel on CPUs takes no float32
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": by_row, "input_activations": by_token}
+        },
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def write_latents(folder: Path) -> Path:

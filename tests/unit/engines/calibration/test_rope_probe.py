@@ -103,6 +103,23 @@ def test_keys_that_are_turned_otherwise(turned: Turned) -> None:
         check_turning(model, model.ropes)
 
 
+def test_keys_of_a_past_that_is_short_may_be_others() -> None:
+    """Attention sinks take more there, and a router may choose other experts."""
+
+    class WithSinks(OneTokenModel):
+        def prefill(self, tokens: Sequence[int], past: Sequence[KVPair] = ()) -> list[KVPair]:
+            ((keys, values),) = super().prefill(tokens, past)
+            keys[:, :50] *= -1
+            keys[:, 200] = 0
+            return [(keys, values)]
+
+    model = WithSinks(turning(8))
+    check_turning(model, model.ropes)
+    model = WithSinks(turning(7))
+    with pytest.raises(ValueError, match="not understood"):
+        check_turning(model, model.ropes)
+
+
 def test_keys_that_are_not_turned_at_all() -> None:
     check_turning(OneTokenModel(turning(8)), [Rope(tuple(frequencies(8).tolist()))])
     check_turning(OneTokenModel(lambda position: np.eye(DIM, dtype=np.float32)), [None])
