@@ -75,8 +75,8 @@ def test_each_lists_the_sessions_of_both(two):
     a, b = two
     chat(a, "fake", "of-a", "hello")
     chat(b, "fake", "of-b", "hello")
-    seen = until(lambda: listed(a), lambda x: "of-b" in x)
-    assert seen["of-b"]["server_lives"] is True
+    # On a busy machine a server's sign of life may be late.
+    seen = until(lambda: listed(a), lambda x: "of-b" in x and x["of-b"]["server_lives"])
     assert "server" not in seen["of-a"]
     assert (seen["of-b"]["state"], seen["of-b"]["tokens"]) == ("idle", listed(b)["of-b"]["tokens"])
     until(lambda: listed(b), lambda x: "of-a" in x)
