@@ -1,6 +1,6 @@
-"""How many tokens one blob holds, where nobody has said so.
+"""How many tokens one blob holds, where no setting says so.
 
-What is behind the last full chunk stays unpacked, so small chunks are denser for short chats. They
+Tokens after the last full chunk stay unpacked, so small chunks are denser for short chats. They
 cost calls and entries, and more where a codec shares something among the tokens of a chunk, as the
 lanes of an entropy coder. See docs/decisions/0025-chunk-size.md.
 
@@ -16,7 +16,7 @@ from kvstore.codecs.names import CODECS, canonical
 from kvstore.config import AUTO, StoreConfig
 
 USUAL_TOKENS: Final = 128
-# Of an engine that saves whole blocks and has few tokens left behind the last one.
+# Of an engine that saves whole blocks and has few tokens after the last one.
 SMALL_TOKENS: Final = 32
 
 
@@ -37,6 +37,6 @@ def _packs_tokens_alone(name: str) -> bool:
         return True
     try:
         known = CODECS.get(canonical(name))
-    except ValueError:  # nothing is known of it; whoever opens it says what is wrong
+    except ValueError:  # nothing is known of it; opening it reports what is wrong
         return False
     return known is not None and known.small_chunks

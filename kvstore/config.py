@@ -59,7 +59,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # On vLLM as many packed bytes may wait to be loaded; beyond it requests wait in line. And a
     # quarter of it is the most memory that is kept there between loads to unpack into.
     save_queue_bytes: NonNegative = 1 << 30
-    # Packed bytes that may wait for each slower tier; beyond it that tier is left behind, counted,
+    # Packed bytes that may wait for each slower tier; beyond it that tier is skipped, counted,
     # and caught up with later. One save always fits an empty queue, here and above.
     write_queue_bytes: NonNegative = 256 << 20
     # States that are kept of a session whose cache cannot be cut: see kvstore.kept_states.
@@ -67,13 +67,13 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # Memory for the list of sessions; beyond it the longest unused are no longer listed.
     index_bytes: NonNegative = 256 << 20
     # So much of each tier is divided between the tenants that used it within a day: what one holds
-    # within its part is not evicted for others. 0 = whoever was away longest gives way.
+    # within its part is not evicted for others. 0 = the tenant that was away longest gives way.
     guaranteed_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     # Pinned sessions take at most so much of the smallest tier; a pin beyond it is refused.
     pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     # Of that, one tenant gets at most so much.
     tenant_pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
-    # A session nobody came back to is dropped from every tier after this long. 0 = never.
+    # A session that was not used for so long is dropped from every tier. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ def lower_priority() -> None:
 
 
 def memory_nodes(status: Path = Path("/proc/self/status")) -> int:
-    """NUMA nodes whose memory this process may use; 1 where the system does not tell.
+    """NUMA nodes whose memory this process may use; 1 where the system does not say.
 
     A container's are fewer than the machine's.
     """

@@ -13,8 +13,8 @@
     +-- PinLimit          pinned sessions take all that they may; one more is refused
 
 None but the last two ever reaches a user: the worst outcome of each is a recompute.
-``CodecRefused`` ends the start of an engine whose codec was named; ``PinLimit`` answers whoever
-asked for the pin.
+``CodecRefused`` ends the start of an engine whose codec was named; ``PinLimit`` answers the request
+for the pin.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which states a session keeps whose cache cannot be cut back to an earlier token.
 
 A state (recurrent layers, sliding windows) is as large as thousands of packed tokens, so a session
-keeps as few as coming back needs. The newest serves the turn that goes on behind the answer. The
+keeps as few as coming back needs. The newest serves the turn that continues the answer. The
 one before the answer serves a chat template that drops what the model thought, an answer that is
-generated again, and a last message that is edited. Whoever comes back to an earlier point pays a
+generated again, and a last message that is edited. A return to an earlier point costs a
 prefill.
 """
 

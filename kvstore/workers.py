@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def default_threads() -> int:
-    """Number of codec threads where nobody has said one: one core is left to the engine."""
+    """Number of codec threads where no setting says so: one core is left to the engine."""
     return min(max(usable_cores() - 1, 1), MAX_DEFAULT_THREADS)
 
 
@@ -67,7 +67,7 @@ class Workers:
         return max(1, self.num_threads - 1)
 
     def later(self, call: Callable[..., None], *args: object) -> None:
-        """Run a call soon; nobody waits for it but ``quiet``."""
+        """Run a call soon; only ``quiet`` waits for it."""
         future = _submit(self._readers, call, *args)
         with self._lock:
             self._unfinished.add(future)

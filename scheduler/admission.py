@@ -92,7 +92,7 @@ class AdmissionQueue:
         await self._wait(tenant)
 
     def _within_share(self, tenants: Iterable[str]) -> list[str]:
-        """Return those whose next turn is within their share, whoever holds the slots."""
+        """Return those whose next turn is within their share, regardless of who holds the slots."""
         if self.num_running >= 2 * self._max_running:
             return []
         total = sum(self._weights.values())

@@ -105,7 +105,7 @@ class Follower:
             try:
                 await self._ask_until_told()
             except BaseException:
-                self._to_ask.set()  # whoever runs this next has to ask
+                self._to_ask.set()  # the next run has to ask
                 raise
 
     async def _ask_until_told(self) -> None:

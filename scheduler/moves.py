@@ -47,7 +47,7 @@ class Moves:
 
         Args:
             why: it is to sleep, in a word; see ``scheduler.observer.Step``.
-            urgent: memory is short, so this does not wait behind jobs that are not.
+            urgent: memory is short, so this does not wait for jobs that are not.
 
         Raises:
             EngineError: the engine did not do it; the session is as it was.

@@ -1,4 +1,4 @@
-"""The protocol by which the scheduler reports to logs, metrics and whoever watches."""
+"""The protocol by which the scheduler reports to logs, metrics and other listeners."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Observer(Protocol):
         """A row of the table is new, gone, or not as it was; also called when nothing differs."""
 
     def engine_told(self, report: EngineReport) -> None:
-        """The engine told its figures, as it does at every look of the sweeps."""
+        """The engine reported its figures, as it does at every look of the sweeps."""
 
     def turn_waited(self, seconds: float) -> None:
         """A turn was admitted after this long in the waiting line."""

@@ -75,7 +75,7 @@ def ranks(
 
 
 def may_sleep(session: Session, now: float) -> bool:
-    """Tell whether the session is idle and nothing forbids to drop its hot copy."""
+    """Say whether the session is idle and nothing forbids to drop its hot copy."""
     return session.state is State.IDLE and not session.pinned and now >= session.keep_until
 
 
@@ -118,7 +118,7 @@ def victims(
 
 
 def may_leave_memory(session: Session, now: float) -> bool:
-    """Tell whether the session is quiet and holds memory, hot or packed, that it may give up."""
+    """Say whether the session is quiet and holds memory, hot or packed, that it may give up."""
     in_ram = session.state is State.COLD and session.tier == "ram" and not session.pinned
     return may_sleep(session, now) or (in_ram and now >= session.keep_until)
 

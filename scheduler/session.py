@@ -97,7 +97,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 
 
 class TurnHints(NamedTuple):
-    """The wishes that come with a turn, whatever its dialect calls them."""
+    """The wishes that come with a turn, by whichever names its dialect has for them."""
 
     parent: str | None = None  # the id of the session that started this one
     is_child: bool = False  # it serves another session, and is the first to be given up
@@ -142,11 +142,11 @@ class Session:
         return self.state in (S.ACTIVE, S.IDLE, S.HIBERNATING)
 
     def can(self, event: Event) -> bool:
-        """Tell whether the event is legal in this state."""
+        """Say whether the event is legal in this state."""
         return event in TRANSITIONS[self.state]
 
     def apply(self, event: Event, why: str = "") -> State:
-        """Change the state, tell the listener, and return the new state.
+        """Change the state, call the listener, and return the new state.
 
         Args:
             why: the session leaves a place, in a word; see ``Step``.

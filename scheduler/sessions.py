@@ -1,6 +1,6 @@
 """Manages the sessions of one engine: turns come and go, quiet sessions are put to sleep.
 
-``SessionManager`` is all that the gateway sees. Behind it stand the table of all sessions, a
+``SessionManager`` is all that the gateway sees. It owns the table of all sessions, a
 follower that keeps the table true to what the engine says, sweeps that decide which sessions are to
 sleep, and moves that put them there. Everything runs on one event loop, so a row changes only where
 something awaits.
@@ -74,12 +74,12 @@ class Turn:
             self._session.apply(Event.LOST if lost else Event.RESTORED)
 
     def used(self, num_tokens: int) -> None:
-        """Note the tokens of prompt and answer: the session's length until the engine tells."""
+        """Note the tokens of prompt and answer: the length until the engine reports it."""
         self._session.tokens = max(self._session.tokens, num_tokens)
 
 
 class SessionManager:
-    """Admits turns and manages the sessions behind them; see above."""
+    """Admits turns and manages their sessions; see above."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class SessionManager:
 
         Args:
             most: so many at most; None = all.
-            after: only those behind this place, which need not be taken any more.
+            after: only those after this place, which need not be taken any more.
         """
         mine = [
             x

@@ -1,7 +1,7 @@
 """All sessions of one engine as rows: found by name, the quiet ones also in order of last use.
 
 The table is what the gateway believes; the engine's blocks are the truth. It is bounded: a row that
-is dropped to make room costs its session nothing, except that nobody here puts it to sleep.
+is dropped to make room costs its session nothing, except that it is not put to sleep from here.
 
 Quiet rows stand in queues, one for each thing that can be done with them, in the order of their
 last use. A sweep looks at the heads of queues, so sessions that are not due cost it nothing,
@@ -136,7 +136,7 @@ class SessionTable:
         return session
 
     def end(self, session: Session, asleep: Event = Event.REFUSED) -> None:
-        """End a turn, whatever came of it.
+        """End a turn, with any outcome.
 
         Args:
             asleep: what happened to a session that is still waking and has no other turn.
@@ -207,7 +207,7 @@ class SessionTable:
             self._remember_forgotten(ref)
 
     def was_forgotten(self, tenant: str, id: str) -> bool:
-        """Tell whether the session was deleted so recently that a report of it is stale."""
+        """Say whether the session was deleted so recently that a report of it is stale."""
         return self._clock() < self._forgotten.get((tenant, id), 0.0)
 
     def _remember_forgotten(self, ref: SessionRef) -> None:

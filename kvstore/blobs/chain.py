@@ -9,11 +9,12 @@ chunk size. Each full chunk hashes the digest before it with its own token ids:
     chunk[i]  = H(chunk[i-1], tokens of chunk i)
 
 so equal keys mean equal tokens from the very first one on, and one tenant can never name another's
-chunk. How KV is packed is not in the key: the same chunk may rest in several codecs, told apart by
-their tags (``codec_tags``). The tail and the snapshots hang off the same chain; only the tail also
-names its session, because it is replaced each turn. A session record is found without the salt: by
-tenant, session id and model name, so that a change of weights is *seen* (and called a miss) instead
-of being silently absent. Ids of any length and any characters are safe: only their digest is used.
+chunk. How KV is packed is not in the key: the same chunk may rest in several codecs, distinguished
+by their tags (``codec_tags``). The tail and the snapshots hang off the same chain; only the tail
+also names its session, because it is replaced each turn. A session record is found without the
+salt: by tenant, session id and model name, so that a change of weights is *seen* (and called a
+miss) instead of being silently absent. Ids of any length and any characters are safe: only their
+digest is used.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class KeySpace:
         self.chunk_tokens = chunk_tokens
 
     def root(self, salt: bytes) -> bytes:
-        """Start of every chain of a tenant: a one-way digest that tells nothing of the salt."""
+        """Start of every chain of a tenant: a one-way digest that reveals nothing of the salt."""
         version, size = struct.pack("<I", FORMAT_VERSION), struct.pack("<I", self.chunk_tokens)
         return _digest(_ROOT, version, salt, self._fingerprint, size)
 
@@ -108,14 +109,14 @@ class Chain:
         return [CHUNK + x for x in self._digests[1:]]
 
     def tail_key(self, tenant: str, session_id: str) -> bytes:
-        """Key of the tokens behind the last full chunk, for this session only."""
+        """Key of the tokens after the last full chunk, for this session only."""
         behind = self._tokens[self.num_chunks * self._chunk_tokens :].tobytes()
         tenant_bytes = tenant.encode("utf-8", "surrogatepass")
         id_bytes = session_id.encode("utf-8", "surrogatepass")
         return TAIL + _digest(_TAIL, self._digests[-1], behind, tenant_bytes, id_bytes)
 
     def snapshot_key(self, position: int) -> bytes:
-        """Key of the state after exactly ``position`` tokens, whoever computed it."""
+        """Key of the state after exactly ``position`` tokens, regardless of who computed it."""
         if not 0 < position <= len(self._tokens):
             raise ValueError(f"no snapshot at {position} of {len(self._tokens)} tokens")
         before = position // self._chunk_tokens

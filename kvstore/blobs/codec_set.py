@@ -1,7 +1,7 @@
 """Which codecs a store uses: one for each tier, and others that it can read.
 
 Memory is read in a hurry and disk is read seldom, so each tier may have a codec of its own. A blob
-says in its header which codec it is in; whatever tier it lies in, it is read by that one.
+names its codec in its header; it is read by that codec, in whichever tier it lies.
 """
 
 from __future__ import annotations

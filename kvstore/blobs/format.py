@@ -18,7 +18,7 @@
 
 A blob says of itself what it is, so a blob under the wrong name, of another model, or of a later
 version is refused, and so is one with a single bit changed. The key says nothing of the codec: it
-is the header that names the one to read the payload with. Behind a seal (``kvstore.tiers.seal``)
+it is the header that names the one to read the payload with. Under a seal (``kvstore.tiers.seal``)
 the checksum was proved with the rest, and is not computed again. All integers are little-endian.
 """
 
@@ -59,7 +59,7 @@ class Header:
 
 
 class VerifiedBlob(NamedTuple):
-    """A blob whose checksum and name were checked: whoever unpacks it need not do so again."""
+    """A blob whose checksum and name were checked, so unpacking it need not check them again."""
 
     blob: bytes | bytearray | memoryview
     header: Header

@@ -4,11 +4,11 @@ Every ``unpack_*`` checks first that the blob is the one asked for (key, model, 
 and whole, and in a codec that is known, and raises ``Unusable`` otherwise, before the caller can
 have seen a byte of it.
 
-A *run* of tokens is a chunk, the tail behind the last full chunk, or the part of a block: all are
+A *run* of tokens is a chunk, the tail after the last full chunk, or the part of a block: all are
 packed alike, by codecs that pack each token by itself, so it does not matter how long a run is. KV
-is packed by a lossy codec once. Of a run that goes on behind a lossy copy, the packed bytes of that
+is packed by a lossy codec once. Of a run that continues a lossy copy, the packed bytes of that
 copy are taken over (``segments``); where they are gone its rows are kept in 16 bits, and the name
-of their codec says that they were *restored*. Whatever comes out of them still counts as lossy.
+of their codec says that they were *restored*. Rows unpacked from them still count as lossy.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from kvstore.shapes import KVLayout, KVRun, tokens_in
 from kvstore.tiers.base import Blob
 
 RECORD_CODEC: Final = b"msgpack.1"
-PACKED_STATE: Final = b"+s1"  # behind the name of a snapshot's rows: its state is packed, too
+PACKED_STATE: Final = b"+s1"  # ends the name of a snapshot's rows: its state is packed, too
 SEGMENTS: Final = rows_in_segments.CODEC_ID.encode()
 RUNS: Final = frozenset((CHUNK, TAIL, PART))  # kinds of blobs that hold rows and nothing else
-_LENGTH: Final = struct.Struct("<Q")  # behind packed rows of a snapshot: their bytes
+_LENGTH: Final = struct.Struct("<Q")  # after packed rows of a snapshot: their bytes
 # One that was checked before is not checked again.
 AnyBlob: TypeAlias = Blob | blobs.VerifiedBlob
 
@@ -290,7 +290,7 @@ class Packer:
         how: SessionCodec | None = None,
         lineage: Lineage = FRESH,
     ) -> bytes:
-        """Pack a state with the ``num_tokens`` tokens behind the last full chunk before it.
+        """Pack a state with the ``num_tokens`` tokens after the last full chunk before it.
 
         Args:
             run: those tokens; empty for a model without growing layers.
@@ -312,7 +312,7 @@ class Packer:
     def _pack_rows(
         self, run: KVRun, first_token: int, codec: Codec, lineage: Lineage, restored: bool
     ) -> tuple[bytes, bytes]:
-        """Pack the rows of a snapshot, which lie behind its state; give their name, too."""
+        """Pack the rows of a snapshot, which follow its state; give their name, too."""
         if codec.exact or not tokens_in(run):
             whole = self._whole(exact=codec.exact, restored=restored)
             return whole.codec_id.encode(), whole.encode(run)

@@ -6,11 +6,11 @@ taken over as they are, from the blob that they came from; only the others are p
 goes through a codec with loss twice, however often a session sleeps, and nothing has to rest
 unpacked.
 
-    u32 number of segments | for each: u32 first token, behind that of the run; u32 tokens that are
+    u32 number of segments | for each: u32 first token, counted from that of the run; u32 tokens
     packed in it; u64 length; 24 bytes codec id | the payloads
 
 A segment holds the tokens up to the first one of the next. It may have been packed with more of
-them: those behind were dropped when a history was edited.
+them: the later ones were dropped when a history was edited.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENTRY: Final = struct.Struct("<IIQ24s")
 class Segment(NamedTuple):
     """Packed rows of the tokens ``first ..`` of a session, in all layers of a layout.
 
-    ``until``: behind this token its rows were dropped; None = they are all in use.
+    ``until``: the rows after this token were dropped; None = all are in use.
     """
 
     first: int
@@ -45,16 +45,16 @@ class Segment(NamedTuple):
 
     @property
     def packed_end(self) -> int:
-        """The token behind the last that was packed in it."""
+        """The token after the last that was packed in it."""
         return self.first + self.num_tokens
 
     @property
     def end(self) -> int:
-        """The token behind the last that is in use."""
+        """The token after the last that is in use."""
         return self.packed_end if self.until is None else self.until
 
     def cut(self, end: int) -> Segment:
-        """Drop the rows behind this token."""
+        """Drop the rows after this token."""
         return self._replace(until=end) if end < self.end else self
 
 
@@ -68,9 +68,9 @@ Least: TypeAlias = Callable[[Segment], int]
 class Lineage:
     """Says where rows or a state come from that are to be packed.
 
-    ``position``: behind so many tokens nothing was restored from a lossy copy; 0 = nothing at all
+    ``position``: no token after this one was restored from a lossy copy; 0 = none at all
     was. ``segments``: of that copy and later ones, as far as they are still there.
-    ``shared_end``: behind so many tokens they are of others, since the history was edited; None =
+    ``shared_end``: the tokens after this one belong to others, since the history was edited; None =
     they are not.
     """
 
@@ -112,7 +112,7 @@ def pack(
     for segment in cover(own, first_token, taken_end):
         behind = min(segment.end, taken_end)
         if behind < segment.packed_end and len(segment.payload) > kept.nbytes(behind - at):
-            break  # most of it was left behind: the rows themselves are smaller
+            break  # most of it is unused by now: the rows themselves are smaller
         found.append(segment.cut(behind))
         at = behind
     if at < lossy_end:
@@ -209,7 +209,7 @@ def fill(
 def cover(segments: Sequence[Segment], start: int, end: int) -> list[Segment]:
     """Find segments that lie end to end and hold the tokens from ``start`` on, as far as they go.
 
-    Of several that begin alike the longest is taken. ``end``: no further than behind this token.
+    Of several that begin alike the longest is taken. ``end``: nothing after this token.
     """
     found: list[Segment] = []
     at = start

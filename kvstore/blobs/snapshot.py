@@ -3,9 +3,9 @@
 Such a state cannot be cut back to an earlier token, so it is kept as a snapshot at one position.
 What is written here is exact; ``state_packer`` packs what an engine has marked, where that was
 measured, then or later: marks are written, too. The engine hands over a *tree*: nested lists,
-tuples and dicts of plain values and arrays, in whatever shape its own cache classes want back. On
+tuples and dicts of plain values and arrays, in the shape that its own cache classes take back. On
 the wire the tree is msgpack in which every container and array carries a number saying what it is,
-and arrays refer to one raw section behind it:
+and arrays refer to one raw section that follows it:
 
     u32 length of the structure | u32 0 | structure | zeros up to 64 bytes | arrays, 64-byte aligned
 """
@@ -93,7 +93,7 @@ def state_nbytes(tree: StateTree) -> int:
 
 
 def copied_state(tree: StateTree) -> StateTree:
-    """Copy a tree whose arrays are views of somebody's memory; marks stay."""
+    """Copy a tree whose arrays are views of borrowed memory; marks stay."""
     if isinstance(tree, StateArray):
         return replace(tree, array=tree.array.copy())
     if isinstance(tree, dict):

@@ -86,7 +86,7 @@ class StatePacker:
         at = start
         for segment in cover(lineage.segments, start, lossy_end):
             if segment.end > lossy_end:
-                break  # what lies behind may be of other tokens, or computed anew
+                break  # later ones may be of other tokens, or computed anew
             yield segment
             at = segment.end
         if at < lossy_end:

@@ -3,9 +3,9 @@
 vLLM cuts a request into blocks and gives each a hash over everything that its KV depends on: the
 hash before it, its token ids, the tenant's salt, adapters, images. Here ``chunk_blocks`` blocks in
 a row make one chunk, named by the hash of its *last* block, which by the chain stands for all
-tokens before it. What is left over behind the last full chunk is one tail. Layers that do not keep
-all tokens (recurrent ones, sliding windows) have a state, stored behind a few of the blocks. Tokens
-behind the last full block have no hash of the engine's; they are the *part* of a block, named by
+tokens before it. The blocks after the last full chunk are one tail. Layers that do not keep
+all tokens (recurrent ones, sliding windows) have a state, stored after a few of the blocks. Tokens
+after the last full block have no hash of the engine's; they are the *part* of a block, named by
 the hash of the block before it and their ids.
 
     key = kind, H(version, fingerprint, tokens per block, number of blocks, last hash)
@@ -44,7 +44,7 @@ _SESSION: Final = b"thermoclineblkss"
 
 @dataclass(frozen=True)
 class BlobSpan:
-    """One blob of a chain of blocks: a full chunk, the tail, a part, or the state behind a block.
+    """One blob of a chain of blocks: a full chunk, the tail, a part, or the state after a block.
 
     A state covers no blocks of its own: it lies between ``first_block - 1`` and ``first_block``.
     A part covers no full one: its tokens are the first ``part_tokens`` of ``first_block``.
@@ -121,20 +121,20 @@ class BlockKeys:
         return BlobSpan(SNAPSHOT + digest, num_blocks, 0)
 
     def part(self, hashes: Sequence[bytes], tokens: Sequence[int]) -> BlobSpan:
-        """Name the blob of the ``tokens`` behind all these blocks; there is at least one block."""
+        """Name the blob of the ``tokens`` after all these blocks; there is at least one block."""
         sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, len(hashes))
         ids = struct.pack(f"<{len(tokens)}I", *tokens)
         digest = _digest(_PART, self._prefix, sizes, hashes[-1], ids)
         return BlobSpan(PART + digest, len(hashes), 0, len(tokens))
 
     def covering(self, hashes: Sequence[bytes], part: Sequence[int]) -> list[BlobSpan]:
-        """Name what ``whole`` does, and the part behind it if there is one."""
+        """Name what ``whole`` does, and the part after it if there is one."""
         return self.whole(hashes) + ([self.part(hashes, part)] if part else [])
 
     def spans(self, record: BlockRecord) -> list[BlobSpan]:
         """Name all blobs of a session: the newest state, the blocks, the older states.
 
-        Nothing comes back without a state; a turn that goes on behind the answer needs the newest
+        Nothing comes back without a state; a turn that continues the answer needs the newest
         only, so under pressure the others, which are large, go first.
         """
         hashes = record.block_hashes
@@ -162,7 +162,7 @@ def _digest(person: bytes, *parts: bytes) -> bytes:
 
 
 class BlockRecords:
-    """Tells the ledger about records of chains of blocks: see ``RecordKind``."""
+    """Describes records of chains of blocks to the ledger: see ``RecordKind``."""
 
     def __init__(self, keys: BlockKeys, packer: Packer, fingerprint: str) -> None:
         self._keys = keys

@@ -1,7 +1,7 @@
 """Finding and reading the stored blobs of a chain of blocks.
 
-Everything that is returned was read completely and verified, so that whoever offers it to an engine
-can keep the promise. Only then does the engine set blocks aside for it.
+Everything that is returned was read completely and verified, so that a caller that offers it to an
+engine can keep the promise. Only then does the engine set blocks aside for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Fetched:
 
     ``tier`` is the slowest that was read. ``reason``: why not all of what was once stored.
     ``from_slower``: by key, those blobs that the fastest tier did not have.
-    ``part``: ids of tokens behind ``end_block`` whose rows are the last of the blobs. Whether the
+    ``part``: ids of tokens after ``end_block`` whose rows are the last of the blobs. Whether the
     prompt goes on with them is for the caller to see: with the first few of them, perhaps.
     """
 

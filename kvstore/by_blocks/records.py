@@ -23,12 +23,12 @@ class BlockRecord(StoredSession, frozen=True, kw_only=True):
 
     hashes: bytes  # HASH_BYTES each
     block_tokens: int
-    # Keys of blobs that an edited history left behind: ``forget`` removes them with the rest.
+    # Keys of blobs that an edited history no longer uses: ``forget`` removes them with the rest.
     left_behind: tuple[bytes, ...] = ()
     # After how many blocks a state is stored, and the size of one; none: the model has no state.
     states: tuple[int, ...] = ()
     state_bytes: int = 0
-    # Ids of the tokens behind the last full block, if their KV is stored, too.
+    # Ids of the tokens after the last full block, if their KV is stored, too.
     part: tuple[int, ...] = ()
     # Ids of the tokens of the first full blocks, if an engine that reports KV events saved them.
     ids: bytes = b""

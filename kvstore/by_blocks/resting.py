@@ -14,7 +14,7 @@ from kvstore.by_blocks.names import BlobSpan, BlockKeys
 from kvstore.by_blocks.records import BlockRecord
 from kvstore.ledger.stack import TierStack
 
-# Runs of blocks in order: the first block of each, and the one behind its last.
+# Runs of blocks in order: the first block of each, and the one after its last.
 BlockRuns: TypeAlias = tuple[tuple[int, int], ...]
 
 

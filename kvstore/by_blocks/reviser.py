@@ -46,7 +46,7 @@ class BlockReviser:
         part: Sequence[int],
         ids: bytes = b"",
     ) -> tuple[BlockRecord, list[bytes]]:
-        """Give the new record, and keys of blobs that nobody needs once it is written."""
+        """Give the new record, and keys of blobs that are unused once it is written."""
         chain = self._keys.covering(hashes, part)
         states = kept_states(states or _still_good(old, hashes), self._max_states)
         state_keys = [self._keys.state(hashes, x).key for x in states]
@@ -87,7 +87,7 @@ class BlockReviser:
         fresh: Mapping[bytes, Blob],
         old: BlockRecord | None,
     ) -> tuple[int, int]:
-        """Count the bytes of all blobs with rows, and of those behind the last full chunk."""
+        """Count the bytes of all blobs with rows, and of those after the last full chunk."""
         known, total = self._known_bytes(hashes, old)
         tail_bytes = 0
         for span in chain[known:]:

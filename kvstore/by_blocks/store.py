@@ -3,7 +3,8 @@
 ``ColdStore`` works on tokens and on arrays that an engine lends it for as long as it takes. Here
 the engine cuts and names the blocks, and lends them only for moments. So the work is split: the
 caller copies blocks out and in, and encodes and decodes them with ``packer``; this class knows
-which blobs exist, where, and whose they are. Tiers, write-behind, format and codecs are the same.
+which blobs exist, where, and to whom they belong. Tiers, write-behind, format and codecs are
+shared.
 
     missing -> (caller encodes) -> commit           at the end of a turn
     fetch -> (caller decodes)                       on return
@@ -88,7 +89,7 @@ class BlockStore:
 
     @property
     def workers(self) -> Workers:
-        """The store's threads, for whoever packs and unpacks its blobs."""
+        """The store's threads, for callers that pack and unpack its blobs."""
         return self.ledger.workers
 
     @property
@@ -105,7 +106,7 @@ class BlockStore:
 
         Args:
             states: after how many blocks.
-            part: ids of the tokens behind the last block.
+            part: ids of the tokens after the last block.
         """
         spans = [*self.keys.covering(hashes, part), *(self.keys.state(hashes, x) for x in states)]
         levels = self.ledger.stack.locate([x.key for x in spans]).levels
@@ -146,7 +147,7 @@ class BlockStore:
 
         Args:
             hashes: of the session's blocks.
-            lossy_tokens: behind so many tokens of the session none of these rows was restored.
+            lossy_tokens: after so many tokens of the session none of these rows was restored.
             codec: of the new blob; a copy in it is preferred to others.
             part: the one that some of the rows came with.
         """
@@ -194,7 +195,7 @@ class BlockStore:
         again: Again | None = None,
         ids: bytes = b"",
     ) -> BlockRecord | None:
-        """The session is now this chain. Fast tier at once, slower ones behind.
+        """The session is now this chain. Fast tier at once, slower ones later.
 
         None if no tier takes it: the session stays what it was.
 
@@ -202,7 +203,7 @@ class BlockStore:
             fresh: new blobs, in the codec of the fastest tier (the first of ``save_codecs``).
             states: after how many blocks a state is stored; those before that still hold are kept
                 if there are none.
-            part: ids of the tokens behind the last block that are stored, too.
+            part: ids of the tokens after the last block that are stored, too.
             again: ``fresh`` in another codec, packed from the same rows. Called for each other one
                 of ``save_codecs``, once the fastest tier has the session; without it slower tiers
                 get copies of what that has.
@@ -346,7 +347,7 @@ class BlockStore:
         return self.ledger.forget(session)
 
     def expire(self) -> None:
-        """Forget sessions that nobody came back to for ``ttl_s``; done now and then anyway."""
+        """Forget sessions that were not used for ``ttl_s``; done now and then anyway."""
         self.ledger.expire()
 
     # ---- the store itself
@@ -368,7 +369,7 @@ class BlockStore:
         """``on_gone`` hears, on a store thread, of each session that ttl took, or eviction,
         if only from a faster tier.
 
-        It is told within a minute.
+        The listener is called within a minute.
         """
         self.ledger.listen(on_gone)
 

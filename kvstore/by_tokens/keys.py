@@ -1,9 +1,9 @@
 """All blobs of one session, by key, in the order in which they matter.
 
-A session's blobs are its full chunks, and behind them either the tail or, for a model whose cache
-cannot be cut, its snapshots. The order is that of use: whoever evicts from the end loses the least.
+A session's blobs are its full chunks, followed by either the tail or, for a model whose cache
+cannot be cut, its snapshots. The order is that of use: evicting from the end loses the least.
 Nothing comes back without a state, so the newest one is in front; then come the chunks, in the
-order of their tokens. Older states are at the end: they are large, and a turn that goes on behind
+order of their tokens. Older states are at the end: they are large, and a turn that continues
 the answer does without them.
 """
 
@@ -71,7 +71,7 @@ class KeyMaker:
 
 
 class TokenRecords:
-    """Tells the ledger about records of chains of tokens: see ``RecordKind``."""
+    """Describes records of chains of tokens to the ledger: see ``RecordKind``."""
 
     def __init__(self, keys: KeyMaker, packer: Packer) -> None:
         self._keys = keys
@@ -114,7 +114,7 @@ class TokenRecords:
         return blobs.pack(header, encode_record(record))
 
     def unpack(self, key: bytes, blob: Blob) -> SessionRecord:
-        """A record by whatever model; who uses it compares ``root``."""
+        """A record of any model; callers that use it compare ``root``."""
         header, payload = blobs.parse(blob)
         if header.key != key or header.codec != RECORD_CODEC:
             raise Mismatch("the record is of another session")

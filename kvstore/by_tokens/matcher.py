@@ -6,7 +6,7 @@ prompt can be asked for by content: another session of the tenant, or an abandon
 one, may have left it. The plan is the longest run of blobs without a hole.
 
 A cache that cannot be cut back is restorable only where a snapshot was taken; a snapshot carries
-the tokens behind the last full chunk before it, so any position will do.
+the tokens after the last full chunk before it, so any position will do.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Match:
 
     ``tier`` is the slowest that must be read, None for a miss. ``reason`` says why the rest of what
     was once stored is not reusable; None where nothing was lost. ``tokens``, (num_tokens,) int32,
-    are those it is a match for: whoever loads it needs no other source to know what the KV is of.
+    are those it is a match for: loading it needs no other source for the tokens of the KV.
     """
 
     num_tokens: int
@@ -161,7 +161,7 @@ class Matcher:
         own = self._own_reads(known)
         located = self._stack.locate([x.key for x in own])
         reads = _held(own, located.levels)
-        # Whatever the record gives, the prompt's own chunks behind it may be there by content.
+        # Beyond the record's match, later chunks of the prompt may be found by content.
         chain = self._keys.space.chain(root, prompt)
         full = sum(x.take for x in reads) // self._chunk
         found, down = self._probe(chain, full)
@@ -185,7 +185,7 @@ class Matcher:
         return reads
 
     def _probe(self, chain: Chain, first: int) -> tuple[list[BlobRead], bool]:
-        """Full chunks of the prompt from chunk ``first`` on, up to the first one nobody has."""
+        """Full chunks of the prompt from chunk ``first`` up to the first missing one."""
         found: list[BlobRead] = []
         names = chain.chunk_keys
         for start in range(first, len(names), PROBE_CHUNKS):
@@ -204,7 +204,7 @@ class Matcher:
         self, known: _Known, root: bytes, prompt: Tokens, boundaries: Sequence[int]
     ) -> _Plan:
         own = [x for x in (known.record.snapshots if known.record else ()) if x <= known.common]
-        # Engines take a state there, or behind the last full chunk before it.
+        # Engines take a state there, or after the last full chunk before it.
         ends = {y for x in boundaries for y in (x, x - x % self._chunk)}
         probed = [x for x in ends if 0 < x <= len(prompt)]
         positions = sorted({*own, *probed}, reverse=True)

@@ -20,10 +20,10 @@ class SessionRecord(StoredSession, frozen=True, kw_only=True):
     fingerprint: str
     root: bytes
     token_ids: bytes  # little-endian int32, the whole chain
-    tail_tokens: int  # tokens behind the last full chunk
+    tail_tokens: int  # tokens after the last full chunk
     snapshots: tuple[int, ...]  # ascending token positions of stored recurrent or rotating state
-    # Digests of chunks that this session left behind when its history was edited. They can still
-    # be found by content; ``forget`` removes them with the rest.
+    # Digests of chunks that this session no longer uses since its history was edited. They can
+    # still be found by content; ``forget`` removes them with the rest.
     left_behind: bytes = b""
     state_bytes: int = 0  # of ``packed_bytes``, snapshots
 

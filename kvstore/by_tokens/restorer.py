@@ -4,7 +4,7 @@ Blobs are read in batches, a few ahead of the codec threads, and each is verifie
 codec thread straight into its place in the final arrays; the thread that waits for them decodes
 what no codec thread has begun. A blob that is missing or damaged in one
 tier is looked for in the others; where none has it, the tokens before it are still good. When time
-runs out, whatever came first is kept: prefill does the rest.
+runs out, the tokens read so far are kept: prefill does the rest.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Restored:
     ``run``: per growing layer K and V, (num_kv_heads, num_tokens, head_dim), the engine's dtype
     (bf16 as uint16), C-contiguous, the receiver's to keep. ``state``: for a cache that cannot be
     cut, its state after exactly these tokens. ``tier``: the slowest that was read. ``reason``: why
-    fewer tokens than the match promised. ``lossy_tokens``: behind so many there is nothing that a
-    lossy codec has been at; whoever saves these rows again says so. ``lossy_state``: the same of
-    the state: its position, or 0 if it is exact.
+    fewer tokens than the match promised. ``lossy_tokens``: after so many tokens nothing was
+    unpacked from a lossy codec; a caller that saves these rows again passes it on. ``lossy_state``:
+    the same of the state: its position, or 0 if it is exact.
     """
 
     num_tokens: int
@@ -212,7 +212,7 @@ class Restorer:
             good = []  # without the state at its end, a run of tokens is of no use
         num_tokens = sum(x.read.take for x in good)
         if num_tokens < match.num_tokens:
-            # A late thread may still be writing behind the good prefix: give away a copy.
+            # A late thread may still be writing after the good prefix: give away a copy.
             out = [(k.copy(), v.copy()) for k, v in slice_tokens(out, 0, num_tokens)]
         levels = [x.level for x in good if x.level is not None]
         tier = self._stack.name(max(levels)) if levels else None

@@ -1,6 +1,6 @@
 """What a new save makes of a session's older record.
 
-The new record replaces the old one whatever their tokens have in common: the new is longer (the
+The new record replaces the old one regardless of the tokens they share: the new is longer (the
 usual update), shorter (an answer is generated again), or leaves it half-way (an edited message). Of
 the old one the tail goes, and so do states that are no longer kept. Chunks of a branch that was
 left stay, for the user may go back; the record remembers them so that ``forget`` finds them.
@@ -43,7 +43,7 @@ class SessionUpdate:
 @dataclass(frozen=True)
 class Revision:
     record: SessionRecord
-    obsolete: list[bytes]  # keys that nobody needs once the record is replaced
+    obsolete: list[bytes]  # keys that are unused once the record is replaced
 
 
 class Reviser:

@@ -29,7 +29,7 @@ class SaveJob:
     snapshots: Sequence[Snapshot]
     nbytes: int  # hot bytes not saved before
     on_done: list[OnDone]
-    lossy_tokens: int = 0  # behind so many, no row was ever restored from a lossy copy
+    lossy_tokens: int = 0  # after so many, no row was ever restored from a lossy copy
     lossy_state: int = 0  # position of the lossy copy that the states go on from; 0 = none
 
     def release(self) -> None:
@@ -44,7 +44,7 @@ class Offered(Enum):
 
 
 class SaveQueue:
-    """Thread-safe. A save that runs has claimed its session, so nobody else changes it."""
+    """Thread-safe. A save that runs has claimed its session, so no other thread changes it."""
 
     def __init__(self, max_bytes: int, claims: Claims) -> None:
         self._max_bytes = max_bytes
@@ -116,7 +116,7 @@ class SaveQueue:
             return key in self._waiting
 
     def settled(self, key: bytes) -> bool:
-        """True if nothing of this session waits, and nobody is changing it."""
+        """True if no save of this session waits, and none is running."""
         with self._changed:
             return key not in self._waiting and not self._claims.is_claimed(key)
 

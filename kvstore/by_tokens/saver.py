@@ -4,11 +4,11 @@ One thread takes saves from the queue, one at a time, first into the fastest tie
 from the same rows where a slower tier has a codec of its own, into the others. Only chunks that no
 tier holds are encoded, by the codec threads: the work is proportional to the new tokens, and an
 existing chunk is never encoded again, nor are rows that were restored from a lossy copy of it, so a
-session that sleeps a hundred times loses nothing more than once. The
-record is written last: whoever finds it finds what it names. The process may end at any moment: the
-session is then as it was after this turn or the one before. A power cut may lose the sessions that
-were being saved, because the disk tier overwrites what it replaces while its last commit may not
-have reached the medium; they are computed anew.
+session that sleeps a hundred times loses nothing more than once. The record is written last: a
+reader that finds it finds what it names. The process may end at any moment: the session is then as
+it was after this turn or the one before. A power cut may lose the sessions that were being saved,
+because the disk tier overwrites what it replaces while its last commit may not have reached the
+medium; they are computed anew.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ class ColdStore:
         """Remove the session from every tier; False if nothing was known of it. Blocks.
 
         Afterwards no tier holds anything of it but chunks that another session here uses. A tier
-        that is down is told when it is back.
+        that is down deletes it when it is back.
         """
         if self._closed:
             return False
@@ -262,7 +262,7 @@ class ColdStore:
         return was_known or dropped is not None
 
     def expire(self) -> None:
-        """Forget sessions that nobody came back to for ``ttl_s``; done now and then anyway."""
+        """Forget sessions that were not used for ``ttl_s``; done now and then anyway."""
         self.ledger.expire()
 
     def session_bytes(self, session: SessionRef) -> SessionBytes | None:
@@ -278,7 +278,7 @@ class ColdStore:
         return self.packer.codecs
 
     def adopt(self, codecs: CodecSet, *, keep: bool = True) -> None:
-        """Use these codecs from now on. Any thread; waits for nobody.
+        """Use these codecs from now on. Any thread; does not wait.
 
         What rests unpacked is packed later: see ``pack_when``. ``keep``: codecs that could be read
         before still can; otherwise their blobs are as good as gone. Warm new codecs first. Raises
@@ -294,7 +294,7 @@ class ColdStore:
         """Call ``on_gone``, on a store thread, for each session that ttl took, or
         eviction, if only from a faster tier.
 
-        It is told within a minute.
+        The listener is called within a minute.
         """
         self.ledger.listen(on_gone)
 

@@ -25,7 +25,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
     """A verb on a session, for the server that has it.
 
     It is for one life of that server. ``seen`` is the number of that server's board when the order
-    was written: by that the server knows how old the order is, whatever clocks say.
+    was written: from it the server knows how old the order is, without comparing clocks.
     """
 
     number: int

@@ -44,7 +44,7 @@ class Peers:
         return True
 
     def lives(self, name: str, now: float) -> bool:
-        """Tell whether a server's lease holds: its board has changed lately."""
+        """Say whether a server's lease holds: its board has changed lately."""
         peer = self._peers.get(name)
         return peer is not None and self._lives(peer, now)
 

@@ -1,4 +1,4 @@
-"""One at a time per session: whoever changes what is stored of a session claims it first."""
+"""One at a time per session: a thread claims a session before it changes what is stored of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Claims:
 
     @contextmanager
     def claim(self, record_key: bytes) -> Iterator[None]:
-        """Hold the session; waits for whoever has it."""
+        """Hold the session; waits until its present holder releases it."""
         with self.changed:
             self.changed.wait_for(lambda: record_key not in self._claimed)
             self._claimed.add(record_key)
@@ -29,7 +29,7 @@ class Claims:
             self.release(record_key)
 
     def take(self, record_key: bytes) -> bool:
-        """Claim the session if nobody has it, without waiting; ``release`` ends it."""
+        """Claim the session if it is free, without waiting; ``release`` ends it."""
         with self.changed:
             if record_key in self._claimed:
                 return False
@@ -43,6 +43,6 @@ class Claims:
             self.changed.notify_all()
 
     def is_claimed(self, record_key: bytes) -> bool:
-        """True if somebody has the session just now."""
+        """True if a thread holds the session just now."""
         with self.changed:
             return record_key in self._claimed

@@ -17,7 +17,7 @@ from kvstore.tiers.base import Blob
 
 
 class Committer(Generic[R]):
-    """Thread-safe for different sessions; whoever commits one of them has claimed it.
+    """Thread-safe for different sessions; a caller has claimed the session that it commits.
 
     A record reaches a slower tier only through that tier's queue, so that an older one which still
     waits there never comes after it.
@@ -42,7 +42,7 @@ class Committer(Generic[R]):
 
         Args:
             fresh: new blobs by key.
-            obsolete: keys of blobs that nobody needs once the record is there.
+            obsolete: keys of blobs that are unused once the record is there.
 
         Returns:
             False if no tier has the session or will try to; it then is what it was.

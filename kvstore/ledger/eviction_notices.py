@@ -1,4 +1,4 @@
-"""Telling whoever listens that a session left the store, or a tier of it, and why.
+"""Reports to a listener that a session left the store, or a tier of it, and why.
 
 A session leaves in two ways: its time runs out, which upkeep says at once, or the tiers evicted it,
 to the last blob or from a faster tier only. Tiers know nothing of sessions, so for the second the
@@ -22,7 +22,7 @@ class Departure(NamedTuple):
     """A session that left, without a salt: the store does not keep salts."""
 
     session: SessionRef
-    why: EvictionCause | Literal["expired"]  # the tier's cause; nobody came back in time
+    why: EvictionCause | Literal["expired"]  # the tier's cause; it was not used in time
     is_gone: bool = True  # False: a slower tier still has it
 
 
@@ -55,7 +55,7 @@ class EvictionNotices:
         self._has_looked = False  # sessions of before this process are where they are
 
     def listen(self, on_gone: OnGone) -> None:
-        """Tell ``on_gone`` from now on; what is not here already has not left."""
+        """Call ``on_gone`` from now on; what is not here already has not left."""
         self._listener = on_gone
         self.look()
 
@@ -68,7 +68,7 @@ class EvictionNotices:
             _log.exception("a listener for sessions that are gone failed")
 
     def look(self) -> None:
-        """Tell of sessions that were evicted since the last look, or the last but one.
+        """Report sessions that were evicted since the last look, or the last but one.
 
         Those that are gone are missed twice, because right after a save the slower tiers may still
         be writing.
@@ -107,7 +107,7 @@ class EvictionNotices:
         return {x.record_key: x for x, level in levels if level is None}
 
     def _note_levels(self, known: Sequence[Restorable], levels: Sequence[int | None]) -> None:
-        """Tell of sessions whose end is in a slower tier than it was."""
+        """Report sessions whose end is in a slower tier than it was."""
         now = {x.record_key: (x, i) for x, i in zip(known, levels, strict=True) if i is not None}
         for key, (session, level) in now.items():
             was = self._levels.get(key, 0)

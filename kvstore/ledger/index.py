@@ -39,7 +39,7 @@ class SessionIndex(Generic[R]):
 
     Args:
         max_bytes: of memory; the longest unused sessions are dropped beyond it.
-        ttl_s: how long a session that nobody uses is kept; 0: for ever.
+        ttl_s: how long an unused session is kept; 0: for ever.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SessionIndex(Generic[R]):
         return keys[: len(keys) - self._kind.num_spare(record)]
 
     def owned(self, record: R) -> list[bytes]:
-        """Keys of all blobs that go with the session: those it needs, and those it left behind."""
+        """Keys of all blobs of the session: those it needs, and those it no longer uses."""
         return [*self.blob_keys(record), *self._kind.left_behind(record)]
 
     def all(self) -> list[R]:
@@ -105,7 +105,7 @@ class SessionIndex(Generic[R]):
         return [x for x in self.all() if self._kind.is_usable(x) and not self.is_over(x)]
 
     def restorable(self) -> Iterator[Restorable]:
-        """The usable sessions, each with the blobs that tell where it is."""
+        """The usable sessions, each with the blobs that show where it is."""
         with self._lock:
             entries = list(self._entries.items())
         for key, entry in entries:
@@ -185,7 +185,7 @@ class SessionIndex(Generic[R]):
             self._insert(self.key(record), record, keys)
 
     def use(self, key: bytes) -> None:
-        """Note that somebody came back to the session."""
+        """Note that the session was used."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
@@ -202,7 +202,7 @@ class SessionIndex(Generic[R]):
     # ---- sessions whose time ran out
 
     def is_over(self, record: R) -> bool:
-        """True if nobody came back for longer than sessions are kept."""
+        """True if the session was unused for longer than sessions are kept."""
         age_s = self._clock() - record.last_used_s
         return bool(self._ttl_s) and age_s > self._ttl_s and not record.pinned
 

@@ -30,7 +30,7 @@ from kvstore.stats import Counters, StoreStats
 from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 
-LOOK_S: Final = 3.0  # a session that was evicted is told of after the second look
+LOOK_S: Final = 3.0  # a session that was evicted is reported after the second look
 HOUSEKEEPING_EVERY: Final = 5  # looks
 
 
@@ -127,7 +127,7 @@ class Ledger(Generic[R]):
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
 
     def _say_whose_blobs(self) -> None:
-        """Tell tiers what an earlier run left to whom."""
+        """Assign to tenants the blobs that an earlier run left in the tiers."""
         keys: dict[str, list[bytes]] = {}
         idle_s: dict[str, float] = {}
         now_s = self.clock()  # as records are dated; tiers count by another clock
@@ -191,7 +191,7 @@ class Ledger(Generic[R]):
         """Call ``on_gone``, on a thread of the ledger, for each session that ttl took, or
         eviction, if only from a faster tier.
 
-        It is told within a minute.
+        The listener is called within a minute.
         """
         self._notices.listen(on_gone)
 
@@ -202,7 +202,7 @@ class Ledger(Generic[R]):
     # ---- codecs
 
     def adopt(self, codecs: CodecSet, *, keep: bool) -> None:
-        """Use these codecs from now on. Nobody waits: who has begun ends with those of before.
+        """Use these codecs from now on. Does not wait: running saves end with those of before.
 
         What is stored is found under the tags of all codecs that can be read; what rests unpacked
         is packed in idle moments (``repacking``). Raises ``UnknownCodec``, with nothing changed.

@@ -2,7 +2,7 @@
 
 Pins of everybody together take at most a share of the smallest tier: what is pinned cannot give
 way, and without a bound one tenant could leave the others no room. Of that share one tenant gets at
-most a part, so that nobody can take from all others the right to pin. A pin beyond either is
+most a part, so that no tenant can take from all others the right to pin. A pin beyond either is
 refused; a pinned session that *grows* beyond it keeps what was pinned of it, and the rest can be
 evicted.
 

@@ -34,7 +34,7 @@ class GoodCopy(Generic[T]):
 
 
 class CopyReader:
-    """Falls back from tier to tier, and removes copies that nobody can use. Thread-safe."""
+    """Falls back from tier to tier, and removes copies that cannot be used. Thread-safe."""
 
     def __init__(self, stack: TierStack, counters: Counters) -> None:
         self._stack = stack
@@ -85,7 +85,7 @@ class CopyReader:
 class OlderRun(NamedTuple):
     """A stored blob with rows of the tokens ``first_token ..`` that another goes on from.
 
-    ``shared_end``: behind this token they are of others.
+    ``shared_end``: the tokens after this one belong to others.
     """
 
     key: bytes
@@ -110,7 +110,7 @@ def _packed_rows(stack: TierStack, packer: Packer, run: OlderRun, codec_id: str)
         blob = stack.find(level, [run.key])[0]
         try:
             found = _shared_segments(packer, blob, run) if blob is not None else []
-        except Unusable:  # whoever restores it finds that, too, and removes it
+        except Unusable:  # restoring it finds that, too, and removes it
             continue
         if found and all(x.codec_id == codec_id for x in found):
             return found
@@ -164,7 +164,7 @@ class Promotion(Generic[R]):
     def _wanted(
         self, record_key: bytes | None, blobs: Sequence[tuple[bytes, Blob]]
     ) -> list[tuple[bytes, Blob]]:
-        """Leave out blobs that no session needs or left behind: they may be of a forgotten one.
+        """Leave out blobs that no session uses or used: they may be of a forgotten one.
 
         A commit that is under way may be about to replace the session's tail and states.
         """

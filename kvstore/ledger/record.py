@@ -16,7 +16,7 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a session's record that is the same for every kind of store.
 
     A record rests in the tiers beside the session's blobs and is written after them, so that
-    whoever finds it finds what it names.
+    a reader that finds it finds what it names.
     """
 
     tenant: str
@@ -25,7 +25,7 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
     last_used_s: float  # wall clock, for display and ttl only
     pinned: bool = False
     packed_bytes: int = 0  # of all blobs of the session but this record, headers included
-    # Of these, rows behind the last full chunk. None: an older release left them unpacked.
+    # Of these, rows after the last full chunk. None: an older release left them unpacked.
     tail_bytes: int | None = None
 
     @property
@@ -51,7 +51,7 @@ class RecordKind(Protocol[R]):
     def blob_keys(self, record: R) -> list[bytes]:
         """Keys of all blobs of the session, in the order in which they matter.
 
-        The order is that of use: whoever evicts from the end loses the least.
+        The order is that of use: evicting from the end loses the least.
         """
 
     def num_spare(self, record: R) -> int:

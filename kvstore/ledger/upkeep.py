@@ -115,7 +115,7 @@ class Upkeep(Generic[R]):
             return self._remove(key)
 
     def expire(self) -> None:
-        """Forget whom nobody came back to, tell of what was evicted, do deletions still owed."""
+        """Forget sessions past their time, report evicted ones, do deletions still owed."""
         for record in self._index.all():
             if self._index.is_over(record):
                 self._let_lapse(self._index.key(record))
@@ -125,7 +125,7 @@ class Upkeep(Generic[R]):
     def _let_lapse(self, key: bytes) -> None:
         with self._claims.claim(key):
             record = self._index.get(key)
-            # Somebody may have come back since the look, and the save of that turn may wait.
+            # The session may have been used since the look, and the save of that turn may wait.
             if record is None or not self._index.is_over(record) or self._is_awaited(key):
                 return
             self._remove(key)
@@ -140,8 +140,8 @@ class Upkeep(Generic[R]):
         self._workers.quiet(WAIT_S)  # blobs on their way to a faster tier
         self._pins.release(key)
         doomed = sorted({x for copy in copies for x in self._index.owned(copy)})
-        # A reader may have found the record again meanwhile, since it is deleted last: whoever is
-        # interrupted here can begin again. So the session itself does not count as a user.
+        # A reader may have found the record again meanwhile, since it is deleted last: an
+        # interrupted caller can begin again. So the session itself does not count as a user.
         for keys in (self._index.unshared(doomed, key), [key]):
             self._deletions.everywhere(keys)
         self._index.remove(key)

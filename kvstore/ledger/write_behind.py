@@ -1,7 +1,7 @@
 """Bringing a session to a tier: chunks first, the record last.
 
 ``deliver`` does it for one tier, now. ``WriteBehind`` does it for a slower tier on a thread of its
-own, behind a bounded queue. A delivery that was skipped or cut short leaves the tier with what it
+own, through a bounded queue. A delivery that was skipped or cut short leaves the tier with what it
 had: an older record that is still true, and perhaps some chunks more. It is remembered as *behind*
 and made good by the next save, a demotion or a flush: what is missing is then read from the faster
 tiers.
@@ -36,7 +36,7 @@ class Delivery:
     Args:
         chain: keys of every blob that the record needs, in order.
         fresh: those blobs that this save made, still in memory.
-        obsolete: keys of blobs that the older record needed and nobody does now.
+        obsolete: keys of blobs that the older record needed and no record needs now.
         tenant: whose session it is.
     """
 
@@ -82,7 +82,7 @@ def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) ->
 
 
 def _write(stack: TierStack, level: int, delivery: Delivery, missing: Sequence[bytes]) -> bool:
-    """Put what is missing, as far as somebody has it; True if that was all."""
+    """Put what is missing, as far as a tier has it; True if that was all."""
     # Pinned meanwhile, so that the end of a long session never makes room by evicting its head.
     with stack.pinned_in(level, delivery.chain):
         done = [
@@ -149,7 +149,7 @@ class WriteBehind:
     def offer(self, delivery: Delivery) -> None:
         """Queue a delivery without waiting; before ``start`` it is written at once.
 
-        ``delivery.done`` tells whether it all was taken.
+        ``delivery.done`` says whether it all was taken.
         """
         with self._changed:
             self._num_offered += 1

@@ -6,7 +6,7 @@
     the rest    facts and the server's time of writing, as AES-256-GCM encrypts them
 
 Two engines learn by the key's name whether they have one secret, and by nothing else: it is derived
-from the secret, so it tells nothing of it. The slot that the entry lies in is bound in, and so is
+from the secret, so it reveals nothing of it. The slot that the entry lies in is bound in, and so is
 the time: an entry that is moved or put back later is none.
 """
 

@@ -1,7 +1,8 @@
 """Keeps an engine's entry on Redis, and says what keeps it apart from the others there.
 
-Nobody waits for it: a thread of its own asks the server, every ``BEAT_S`` seconds. Where the server
-does not answer, what was last known is forgotten after a lease: it is a belief, and costs nothing.
+No request waits for it: a thread of its own asks the server, every ``BEAT_S`` seconds. Where the
+server does not answer, what was last known is forgotten after a lease: it is a belief, and costs
+nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The slots on a Redis server in which engines say that they are there, each for a while.
 
-There are ``NUM_SLOTS`` keys, in one slot of a cluster, and each is read up to a bound: whoever can
-write there can hide engines from each other or fill all slots, and do no more. Where there are more
-engines than slots, those without one still read the others.
+There are ``NUM_SLOTS`` keys, in one slot of a cluster, and each is read up to a bound: a client
+that can write there can hide engines from each other or fill all slots, and do no more. Where there
+are more engines than slots, those without one still read the others.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Roster:
         return [x for x in found if x is not None and self._is_good(x)]
 
     def _is_good(self, entry: Entry) -> bool:
-        """False for one that was put back; without a time in it nobody can tell."""
+        """False for one that was put back; without a time in it that cannot be detected."""
         return not entry.at_ms or abs(self._now_ms - entry.at_ms) <= LEASE_S * 1000
 
     def keep(self, id: bytes, facts: Facts) -> bool:
@@ -84,7 +84,7 @@ class Roster:
         replies = self._link.run(commands)
         for i, reply in enumerate(replies):
             if isinstance(reply, Exception):
-                if str(reply).startswith("WRONGTYPE"):  # somebody else's: a slot that is not free
+                if str(reply).startswith("WRONGTYPE"):  # another program's: a slot that is not free
                     replies[i] = b"?"
                     continue
                 self._link.count(str(reply))

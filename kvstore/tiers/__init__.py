@@ -5,13 +5,13 @@ The store calls a tier from its own threads, and a tier may fail at any time:
 1. ``registry.open_usable_tiers`` opens the tiers that are enabled, fastest first.
 2. ``put_many`` and ``replace`` write; a blob that does not fit is refused, which is no error.
 3. ``get_many`` reads; an absent blob is ``None``. The store verifies the others by checksum.
-4. ``touch``, ``pin`` and ``unpin`` tell what is in use; each tier evicts by itself (``lru``).
+4. ``touch``, ``pin`` and ``unpin`` say what is in use; each tier evicts by itself (``lru``).
 5. ``delete_many`` overwrites or removes what was forgotten, as far as the medium allows.
 
-What leaves the process is sealed with the server's secret (``seal``, ``sealed_tier``): nobody else
-can put a blob there that is believed.
+What leaves the process is sealed with the server's secret (``seal``, ``sealed_tier``): without it
+nothing can be put there that is believed.
 
-Whatever the medium raises becomes ``kvstore.errors.TierUnavailable``, or ``TierInUse`` for a
+Every error of the medium becomes ``kvstore.errors.TierUnavailable``, or ``TierInUse`` for a
 folder that another process owns, and never costs more than a prefill.
 
 A new tier is a module here, or a sub-package where it needs several. It implements ``Tier``, keeps

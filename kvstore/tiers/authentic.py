@@ -8,11 +8,11 @@ from kvstore.tiers.base import Blob
 
 
 class _Opened(np.ndarray):
-    """The bytes behind a view of a blob whose seal was right."""
+    """The bytes that a view shows of a blob whose seal was right."""
 
 
 def marked(blob: Blob) -> memoryview:
-    """View a blob whose seal was right. Nobody but the one who opened the seal may call this."""
+    """View a blob whose seal was right. Only the code that opened the seal may call this."""
     return np.frombuffer(blob, np.uint8).view(_Opened).data
 
 

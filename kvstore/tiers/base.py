@@ -43,7 +43,7 @@ class Tier(Protocol):
 
     @property
     def persistent(self) -> bool:
-        """Tell whether blobs survive the end of this process."""
+        """Say whether blobs survive the end of this process."""
 
     @property
     def overhead_bytes(self) -> int:
@@ -122,7 +122,7 @@ class Tier(Protocol):
         """
 
     def drop_quarantine(self) -> None:
-        """Remove what was put aside as damaged: nobody can say whether it holds what is forgotten.
+        """Remove what was put aside as damaged: it may hold what is to be forgotten.
 
         Raises:
             TierUnavailable: it is still there.

@@ -1,7 +1,7 @@
-"""Why blobs were evicted, for as long as somebody may ask.
+"""Why blobs were evicted, for as long as a caller may ask.
 
-Whoever looks through the sessions comes a while later, when a blob is long gone: a tier says
-afterwards of the last few thousand why it let them go. Not thread-safe: ``RecencyIndex`` owns it.
+A scan of the sessions comes a while later, when a blob is long gone: a tier remembers of the last
+few thousand evictions why they happened. Not thread-safe: ``RecencyIndex`` owns it.
 """
 
 from __future__ import annotations

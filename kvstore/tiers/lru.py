@@ -135,7 +135,7 @@ class RecencyIndex:
         self._parts.used_before(owner, idle_s)
 
     def own(self, owner: str, keys: Iterable[bytes], idle_s: float = 0.0) -> None:
-        """Say whose these keys are, as far as they are here and nobody's yet.
+        """Assign these keys to an owner, as far as they are here and have none yet.
 
         ``idle_s``: for how many seconds the owner has used none of them.
         """
@@ -193,7 +193,7 @@ class RecencyIndex:
     def _next_victim(self, owner: str = "", nbytes: int = 0, own: int = 0) -> bytes | None:
         """The least recent key of those whose tenants hold more than is guaranteed to them.
 
-        Where nobody does, pins take what is left: then whoever writes makes way for itself.
+        Where none does, pins take what is left: then a writer makes way for itself.
         """
         gives = self._parts.givers(owner, nbytes, own)
         oldest, entry = next(iter(self._evictable.items()))

@@ -24,8 +24,8 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     """Open the enabled tiers, fastest first; the caller closes them.
 
     A budget of zero bytes turns a tier off; redis needs ``redis_url``. The disk tier lives in
-    ``disk_path / "cold"``, which becomes private to this process; the name by which redis tells
-    this engine's blobs from others' lies in ``disk_path``.
+    ``disk_path / "cold"``, which becomes private to this process; the name that distinguishes
+    this engine's blobs on Redis from others' lies in ``disk_path``.
 
     Raises:
         TierUnavailable: the folder cannot be used, or ``disk_bytes`` is too little.
@@ -60,7 +60,7 @@ def open_usable_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     """Open the enabled tiers, without the disk if that cannot be used; it may be full, say.
 
     Raises:
-        TierInUse: another engine has the folder, which is a mistake of whoever started both.
+        TierInUse: another engine has the folder, which is a mistake of the operator.
         ValueError, ImportError: see ``open_tiers``.
     """
     try:
@@ -90,6 +90,6 @@ def _redis(config: StoreConfig, folder: Path) -> Tier:
         writer.release()
         raise
     tier.count_earlier_lives()
-    # Nobody waits for the answer: a server that hangs must not hold up the engine's start.
+    # Opening does not wait for the answer: a server that hangs must not hold up the engine's start.
     threading.Thread(target=tier.greet, name="kvstore-redis-greeting", daemon=True).start()
     return tier

@@ -1,4 +1,4 @@
-"""The seal of a blob: proof that somebody with the server's secret put it under this name, here.
+"""The seal of a blob: proof that a holder of the server's secret put it under this name, here.
 
     ram          the blob
     elsewhere    the blob, or what encrypts it | 16 bytes of tag | 12 bytes of nonce

@@ -21,7 +21,7 @@ NOT_OURS = b""  # no store accepts it: it is counted there as damaged, and remov
 class SealedTier:
     """Implements ``base.Tier`` around another one. A blob with a wrong seal comes as ``NOT_OURS``.
 
-    Names get the key's own name behind them: after another secret there is nothing here, and two
+    Names end with the key's own name: after another secret there is nothing here, and two
     servers of different secrets share a Redis without seeing each other's blobs.
     """
 

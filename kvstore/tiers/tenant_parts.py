@@ -1,9 +1,9 @@
 """What each tenant holds of a tier, and which part of it is guaranteed.
 
 A share of the budget is divided equally between the tenants that used the tier within a day. What
-one of them holds within its part is not evicted for the sake of others, however much they write;
-whoever holds more gives first. The rest of the budget goes by recency alone. A tenant that has been
-away for longer has no part: what it left is evicted as it grows old.
+one of them holds within its part is not evicted for the sake of others, however much they write; a
+tenant that holds more gives first. The rest of the budget goes by recency alone. A tenant that has
+been away for longer has no part: what it left is evicted as it grows old.
 
 Blobs of which no tenant is known (left by an earlier run, say, and no session needs them) have the
 owner "", who is guaranteed nothing. Not thread-safe: ``RecencyIndex`` owns it.
@@ -85,7 +85,7 @@ class TenantParts:
     # ---- what is guaranteed
 
     def has_part(self, owner: str) -> bool:
-        """Tell whether anything is guaranteed to this tenant now."""
+        """Say whether anything is guaranteed to this tenant now."""
         return self._part() > 0 and owner in self._used_s
 
     def kept_for_others(self, owner: str) -> float:
@@ -95,7 +95,7 @@ class TenantParts:
         return sum(max(0.0, min(self._evictable[x], part - self._pinned[x])) for x in others)
 
     def givers(self, writer: str, num_bytes: int, own_bytes: int) -> Callable[[str], bool]:
-        """Return what tells of an owner whether it is to give blobs up for ``writer``'s.
+        """Return a function that says whether an owner is to give blobs up for ``writer``'s.
 
         Args:
             num_bytes: that the writer wants room for; they count as held.

@@ -20,7 +20,7 @@ _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 
 def is_want_of_room(error: lmdb.Error) -> bool:
-    """Tell whether an error says that the map or the file system is full."""
+    """Say whether an error means that the map or the file system is full."""
     return isinstance(error, lmdb.MapFullError) or error.code in _NO_ROOM
 
 
@@ -46,7 +46,7 @@ class CallGuard:
 
     @property
     def damaged(self) -> bool:
-        """Tell whether a call found the tree damaged; later ones are refused until it is mended."""
+        """Say whether a call found the tree damaged; later ones are refused until it is mended."""
         return self._damaged
 
     @contextmanager

@@ -226,7 +226,7 @@ class DiskTier(IndexedTier):
     ) -> bool:
         """Carry out an update of the index, batch by batch; False if something was refused.
 
-        Whatever could not be written or deleted is undone in the index.
+        Blobs that could not be written or deleted are undone in the index.
 
         Args:
             remains: extents of an evicted blob, to be overwritten once it is deleted; emptied.

@@ -4,7 +4,7 @@
     data.mdb      the LMDB file; lock.mdb is its reader table
     closed        written at a clean close: size and time of data.mdb then
     data.foreign  a data.mdb that was not ours, moved aside; at most one, under no limit
-    data.damaged  the last data.mdb that was damaged, for whoever wants to know why; for a week, or
+    data.damaged  the last data.mdb that was damaged, kept for inspection; for a week, or
                   until the first session is forgotten
 
 LMDB trusts its file: a wrong page number in a damaged tree, or a file that ends too early, is not
@@ -12,8 +12,8 @@ an error there but an abort or a SIGBUS of the whole engine. So a file that was 
 exactly its present size and time is first walked by py-lmdb's own verifier, which uses plain reads
 and trusts nothing (about 0.5 s per GB). One that fails is put aside, and the tier starts empty.
 That is one file at most, never longer than the tier's own may be. It goes with the first start
-after a week, and as a whole as soon as anything is forgotten: whose blobs are in it nobody can say.
-The verifier cannot check the blobs; the store verifies their checksums on every read.
+after a week, and as a whole as soon as anything is forgotten: its blobs cannot be assigned to
+owners. The verifier cannot check the blobs; the store verifies their checksums on every read.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class DiskFolder:
         return self._verify()
 
     def _damage_behind(self, error: lmdb.Error) -> str:
-        """Return the damage that an error comes from, whatever the file's time says.
+        """Return the damage that an error comes from, regardless of the file's time.
 
         Raises:
             lmdb.Error: the file is whole; the disk may be full, or the memory.

@@ -8,14 +8,14 @@ sizes the file grew to 1.2 times its live bytes under steady eviction, with frag
 1.08, and fragments are also read faster (measured, 512 MB, blobs of 2 KB to 3 MB).
 
 **Every fragment owns two pages or more.** LMDB keeps values below half a page inside the pages of
-its tree, which it copies on every write, leaving old copies behind; and it recycles the buffers of
+its tree, which it copies on every write without erasing old copies; and it recycles the buffers of
 *single* pages uncleared, so that remains of a one-page value turn up in the gaps of later pages.
 Short fragments are padded past both limits: a blob's bytes exist exactly once in the file, sizes
 are exact, and ``erase`` finds all of them.
 
 **Erasing.** LMDB never overwrites: deleting only puts pages on a free list, and they keep their
 content until reused. Cold KV can be turned back into the prompt it came from, so ``forget`` must do
-better. ``erase`` writes zeros over the fragments where they lie in the file. LMDB does not tell
+better. ``erase`` writes zeros over the fragments where they lie in the file. LMDB does not report
 where that is, but each run of value pages begins with a 16-byte header holding its page number; the
 bytes found there in the file must have the value's checksum before anything is overwritten. A blob
 erased but not yet deleted (a kill in between) fails its checksum and is a miss. ``erase`` cannot

@@ -1,4 +1,4 @@
-"""Writes, reads and removes whole blobs on a Redis server; nobody sees half a blob.
+"""Writes, reads and removes whole blobs on a Redis server; no reader sees half a blob.
 
 Each method is one exchange with the server, or a few; every one may raise ``TierUnavailable``. A
 command that the server refuses (out of memory and not allowed to evict, a read-only replica, an
@@ -43,7 +43,7 @@ _REMOVE_IF_SAME = (
 class WriteInterrupted(TierUnavailable):
     """The server failed while these were written: they may be there, or may yet be.
 
-    A command that was sent is carried out, even where nobody waits for the reply any more.
+    A command that was sent is carried out, even if the wait for its reply was given up.
     """
 
     def __init__(self, error: TierUnavailable, manifests: Mapping[bytes, BlobManifest]) -> None:
@@ -60,7 +60,7 @@ class _ReadProgress:
     removals: list[Command] = field(default_factory=list)
 
     def remove(self, names: Sequence[bytes], manifest: bytes) -> None:
-        """Have a damaged blob removed: while its manifest is there, nobody stores it again."""
+        """Have a damaged blob removed: while its manifest is there, it is not stored again."""
         self.removals.append(("EVAL", _REMOVE_IF_SAME, len(names), *names, manifest))
 
 
@@ -157,7 +157,7 @@ class RedisBlobs:
     # Writing
 
     def write(self, blobs: Mapping[bytes, bytes]) -> Iterator[dict[bytes, BlobManifest]]:
-        """Write blobs in order, over whatever is there; yield what each batch has written.
+        """Write blobs in order, replacing older ones; yield what each batch has written.
 
         Raises:
             WriteInterrupted: the server failed.

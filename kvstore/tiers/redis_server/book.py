@@ -2,7 +2,7 @@
 
     thermocline.book:<writer>      a hash: <key><generation> -> its manifest, and when it was used
 
-An engine that is killed leaves blobs behind. Its next life reads the book, so that one budget
+An engine that is killed leaves its blobs there. Its next life reads the book, so that one budget
 holds for all of them; and no engine counts or evicts what another one wrote. An entry is written
 before its blob is visible and struck after the blob is gone, so the book may list too much, never
 too little: where the server evicted a manifest, the fragments are removed as well. The server may
@@ -82,7 +82,7 @@ class Book:
         return [("HDEL", self._name, *fields)] if fields else []
 
     def owe(self, written: Iterable[Written]) -> None:
-        """Keep these to be struck along with the next ones: nobody waits for the server here."""
+        """Keep these to be struck along with the next ones, without a wait for the server."""
         with self._lock:
             self._owed += written
 

@@ -54,7 +54,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """The present state; ``OPEN`` also after the wait, until somebody asks."""
+        """The present state; ``OPEN`` also after the wait, until the next call."""
         return self._state
 
     def ask(self) -> int | None:

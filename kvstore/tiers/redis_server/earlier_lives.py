@@ -1,7 +1,7 @@
 """Enters what earlier lives of an engine left on the server into its tier's budget, on a thread.
 
-Nobody waits for it: the tier serves meanwhile. A server that is away is asked again until it has
-answered once; one that came back empty has an empty book.
+No request waits for it: the tier serves meanwhile. A server that is away is asked again until it
+has answered once; one that came back empty has an empty book.
 """
 
 from __future__ import annotations

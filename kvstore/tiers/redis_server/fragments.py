@@ -6,8 +6,8 @@
 
 * ``<key>`` is the blob's key in hex. The braces are Redis Cluster's hash tag: all entries of a blob
   live in one slot.
-* Each write draws a random generation, so the fragments of two writers never mix, and whoever
-  writes the manifest last wins with a whole blob.
+* Each write draws a random generation, so the fragments of two writers never mix, and the writer
+  of the last manifest wins with a whole blob.
 * The manifest is written last and says what to expect. Redis may evict any entry at any time: a
   blob counts only if all fragments are there and length and checksum are right.
 * A blob no longer than one fragment lies in the same entry as its manifest.
@@ -38,7 +38,7 @@ MANIFEST_BYTES = _MANIFEST.size
 
 
 class BlobManifest(NamedTuple):
-    """Tells a reader which fragments a blob has, and how to check the whole."""
+    """Names the fragments of a blob to a reader, and how to check the whole."""
 
     crc: int
     length: int

@@ -82,7 +82,7 @@ class RedisLink:
 
     @property
     def available(self) -> bool:
-        """Tell whether the server answers.
+        """Say whether the server answers.
 
         False until the first answer, and from the failure that opens the breaker to the probe that
         succeeds.
@@ -138,7 +138,7 @@ class RedisLink:
             whole = True
             return replies
         finally:
-            if not whole:  # replies are still on their way: nobody else may read them
+            if not whole:  # replies are still on their way: no other command may read them
                 connection.disconnect()
             self._pool.release(connection)
 

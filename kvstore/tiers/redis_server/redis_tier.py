@@ -7,11 +7,11 @@
 an engine that goes by a ``WriterName`` has a ``book`` on the server, and what earlier lives left is
 entered from there, as less recent than all that this life wrote, on a thread of its own
 (``earlier_lives``). What another engine wrote counts in its own budget and is evicted by it alone.
-Without a name the budget ends with this object. What nobody counts any more (an engine that does
-not come back, or came back with another folder) is bounded by the server's own ``maxmemory`` and
-policy (``allkeys-lru`` suits) and by ``ttl_s``. A server that is full and may not evict refuses a
-blob; that is counted as an error, and the blob stays in the faster tiers. Pins keep blobs from our
-own eviction only; the server knows nothing of them.
+Without a name the budget ends with this object. Blobs that no engine counts any more (of one that
+does not come back, or came back with another folder) is bounded by the server's own ``maxmemory``
+and policy (``allkeys-lru`` suits) and by ``ttl_s``. A server that is full and may not evict refuses
+a blob; that is counted as an error, and the blob stays in the faster tiers. Pins keep blobs from
+our own eviction only; the server knows nothing of them.
 
 **Time.** Each exchange with the server has ``deadline_s``; ``get_many`` has it once for everything
 and returns what came in time. After three failures in a row every call raises ``TierUnavailable``
@@ -94,12 +94,12 @@ class RedisTier(IndexedTier):
         return nbytes_on_server(length) + (ENTRY_BYTES if self._book is not None else 0)
 
     def count_earlier_lives(self) -> None:
-        """Begin to enter what earlier lives of this writer left; nobody waits for it. Once."""
+        """Begin to enter what earlier lives of this writer left, without a wait. Once."""
         if self._earlier is not None:
             self._earlier.start()
 
     def greet(self) -> None:
-        """Ask the server for an answer, so that ``stats`` tells of it before the first blob."""
+        """Ask the server for an answer, so that ``stats`` shows it before the first blob."""
         with contextlib.suppress(TierUnavailable):  # the link has counted and logged it
             self._link.run([("PING",)])
 
@@ -188,7 +188,7 @@ class RedisTier(IndexedTier):
     def _write(self, update: IndexUpdate, blobs: Mapping[bytes, bytes]) -> set[bytes]:
         """Carry out an update of the index; return the keys that were written.
 
-        Whatever could not be written or removed is undone in the index.
+        Blobs that could not be written or removed are undone in the index.
 
         Raises:
             TierUnavailable: nothing was written.
@@ -228,7 +228,7 @@ class RedisTier(IndexedTier):
             self._doubtful.pop()
 
     def _take_known(self, keys: Sequence[bytes]) -> dict[bytes, BlobManifest]:
-        """Return how we wrote these before; nobody can ``_forget`` them while they are written."""
+        """Return how we wrote these before; no call can ``_forget`` them while they are written."""
         known = self._known(keys)
         with self._lock:
             for key in known:
@@ -319,7 +319,7 @@ class RedisTier(IndexedTier):
 
     @property
     def knows_earlier_lives(self) -> bool:
-        """Tell whether all that earlier lives left is counted."""
+        """Say whether all that earlier lives left is counted."""
         return not self._entering
 
     # Recency

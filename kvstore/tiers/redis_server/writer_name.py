@@ -1,8 +1,8 @@
-"""The name by which Redis tells one engine's blobs from another's, the same in all its lives.
+"""The name of one engine as a writer of blobs to Redis, the same in all its lives.
 
-It lies in the engine's own folder, in a file that is held with flock while the engine lives: nobody
-else can go by that name meanwhile, and the kernel lets go of it with the process. Where the file is
-held or cannot be written, the name is a new one: then what this life leaves behind is not known to
+It lies in the engine's own folder, in a file that is held with flock while the engine lives: no
+other engine can go by that name meanwhile, and the kernel lets go of it with the process. Where the
+file is held or cannot be written, the name is a new one: then the blobs of this life are unknown to
 the next.
 """
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class WriterName:
-    """A name that nobody else has until ``release``."""
+    """A name that no other engine has until ``release``."""
 
     def __init__(self, folder: Path, file_name: str = FILE_NAME) -> None:
         self._fd = -1
