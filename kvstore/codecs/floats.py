@@ -71,7 +71,7 @@ def round_to_normal_fp16(values: np.ndarray) -> np.ndarray:
     What is no normal fp16 becomes zero.
     """
     bits = values.view(np.uint32)
-    # uint32 arithmetic wraps, so whatever lies below the range ends far above it.
+    # uint32 arithmetic wraps, so values below the range end far above it.
     rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - np.uint32(REBIAS)
     normal = (rounded - np.uint32(FP16_SMALLEST_NORMAL)) < FP16_INFINITY - FP16_SMALLEST_NORMAL
     return np.where(normal, rounded, 0).astype(np.uint16)

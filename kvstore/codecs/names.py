@@ -1,4 +1,4 @@
-"""The names of all codecs, for whoever needs only names: nothing heavy is imported here.
+"""The names of all codecs, for code that needs only names: nothing heavy is imported here.
 
 ``presets`` makes a codec of a name, ``calibrated`` one of a name and a profile; both find the code
 by the import strings of the ``catalogue``. ``OWN`` are the product's codecs, ``LITERATURE`` methods
@@ -90,7 +90,7 @@ def _is_coarser(name: str, than: str) -> bool:
 
 
 def must_learn(name: str) -> bool:
-    """Tell if a part of a preset needs that the model was looked at."""
+    """Say whether a part of a preset is learned from the model."""
     rows, _, states = parts_of(name)
     return is_learned(rows) or (states in STATES and STATES[states].learns)
 

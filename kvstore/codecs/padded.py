@@ -1,6 +1,6 @@
 """Packs vectors of any length with a codec that takes certain lengths only.
 
-Rows get zeros behind their values up to the next length that the codec can pack, and lose them
+Rows are padded with zeros up to the next length that the codec can pack, and lose them
 when they are restored. The zeros are packed and counted with the rest.
 """
 

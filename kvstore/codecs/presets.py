@@ -92,7 +92,7 @@ def _imported(name: str, target: MakeCodec, parameters: dict[str, float]) -> Cod
     found = imported(name, target) if isinstance(target, str) else target
     try:
         codec: object = found(**parameters) if callable(found) else found
-    except Exception as error:  # somebody else's code, named by mistake perhaps
+    except Exception as error:  # third-party code, named by mistake perhaps
         raise UnknownCodec(f"codec {name!r} cannot be made: {error}") from error
     if not isinstance(codec, Codec):
         raise UnknownCodec(f"codec {name!r} is a {type(codec).__name__}, which is no codec")

@@ -40,7 +40,7 @@ UNFINISHED: Final = ".new"  # files whose writer may have been killed
 BLOCK_BYTES: Final = 1 << 20  # of a file, while its digest is taken
 DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1", "|i1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
-OF_WINDOWS: Final = "@windows"  # behind a preset's name: what it learned of layers with windows
+OF_WINDOWS: Final = "@windows"  # ends a preset's name: what it learned of layers with windows
 BEFORE: Final = "before:"  # before a preset's name: what it had learned until it was learned anew
 OF_STATES: Final = "@states"  # in the place of one: what errors in recurrent states cost
 
@@ -153,7 +153,7 @@ class Profile:
         """Writes the file, whole under another name first.
 
         Raises:
-            OSError: it cannot be written; nothing is left behind.
+            OSError: it cannot be written; no partial file is left.
         """
         arrays = {f"{p}/{n}": a for p, known in self.learned.items() for n, a in known.items()}
         entries = tuple(_ArrayEntry(name, a.dtype.str, a.shape) for name, a in arrays.items())
@@ -239,7 +239,7 @@ def _header(text: bytes, path: Path) -> _Header:
             raise Mismatch(f"{path}: version {version}, {VERSION} expected; calibrate again")
         return msgspec.json.decode(text, type=_Header)
     except (msgspec.MsgspecError, TypeError, KeyError, ValueError, RecursionError) as error:
-        raise Corrupt(f"{path}: {error}") from error  # whoever wrote it could make its digest fit
+        raise Corrupt(f"{path}: {error}") from error  # its writer could make its digest fit
 
 
 # Takes so many values of a dtype from a file, from a byte on.

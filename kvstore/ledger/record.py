@@ -64,7 +64,7 @@ class RecordKind(Protocol[R]):
         """
 
     def left_behind(self, record: R) -> Sequence[bytes]:
-        """Keys of blobs that an edited history left behind and that may still be asked for."""
+        """Keys of blobs that an edited history no longer uses and that may still be asked for."""
 
     def resized(self, record: R, sizes: Mapping[bytes, int]) -> R:
         """The record with what its blobs take now: their bytes by key."""

@@ -3,7 +3,7 @@
 Until a model is measured its sessions are stored exactly, and older releases left tails as rows.
 Once a tier has a codec that loses something, such copies are packed for the first time: a copy that
 was ever packed with loss, and rows that came from one, stay as they are. A session's record names
-the codec before any of its blobs is in it, so whoever forgets the session finds them; each blob is
+the codec before any of its blobs is in it, so forgetting the session finds them; each blob is
 exchanged in one step where the tier knows one; the record gets its new sizes last. So the process
 may end at any moment, and the next one goes on.
 """
@@ -115,7 +115,7 @@ class Repacker(Generic[R]):
         return Repacking(len(left), sum(left), self._num_done, self._freed_bytes)
 
     def begin(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
-        """Pack from now on, whenever ``is_idle`` says that nobody needs the machine. Once.
+        """Pack from now on, whenever ``is_idle`` says that the machine is free. Once.
 
         Args:
             is_idle: asked before each blob, on a thread of this object.
@@ -150,7 +150,7 @@ class Repacker(Generic[R]):
             self._left = {}
 
     def _may_go_on(self) -> bool:
-        """Wait until nobody needs the machine; False once closed."""
+        """Wait until the machine is free; False once closed."""
         while not self._closed.is_set():
             if self._is_idle():
                 return True
@@ -287,7 +287,7 @@ class Repacker(Generic[R]):
     def _packed(self, blob: Blob, key: bytes, codec: Codec) -> bytes | None:
         try:
             return packed_again(self._packer, blob, key, codec)
-        except Unusable:  # whoever restores it finds that, too, and removes it
+        except Unusable:  # restoring it finds that, too, and removes it
             return None
 
     def _take_sizes(self, key: bytes) -> bool:

@@ -1,7 +1,7 @@
 """The tiers of one store, fastest first, with every failure turned into a miss.
 
 A tier is named here by its level in the stack: 0 is the fastest. Tiers are inclusive: a blob may
-rest in several of them, and the fastest copy is the one to read. Whoever asks speaks of keys; under
+rest in several of them, and the fastest copy is the one to read. Callers name blobs by keys; under
 which codec's tag a blob lies, and in which it is put, is known here alone (``codec_tags``). One key
 has one blob in a tier as a rule, and never two that say different things.
 """
@@ -214,7 +214,7 @@ class TierStack:
             return False
 
     def delete(self, i: int, keys: Sequence[bytes]) -> bool:
-        """Delete blobs, in whatever codec, from one tier; False if it could not be asked to."""
+        """Delete blobs, in any codec, from one tier; False if it could not be asked to."""
         tags = (self._tags[i].home, *self._tags[i].others, *self._met)
         names = dict.fromkeys(tagged(key, tag) for tag in tags for key in keys)
         try:

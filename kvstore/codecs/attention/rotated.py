@@ -5,7 +5,7 @@ A row is restored as ``unit S H^T level[code]``. So
     q . row             = unit (H S q) . level[code]          the query is rotated, once
     sum of weight row   = S H^T sum of weight unit level[code]  the sum is rotated back, once
 
-and no row is ever restored. The rotation costs as much as one row does, whatever there are.
+and no row is ever restored. The rotation costs as much as one row does, for any number of rows.
 Rows whose scale is zero count as zero. Sums are in fp32, so their last bits depend on the order;
 values agree with restoring and multiplying to within that.
 """

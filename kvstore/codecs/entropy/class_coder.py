@@ -3,7 +3,7 @@
     u8 method | rANS: u32 length, stream | deflate: u32 length, one byte for each symbol
     bit planes of the wide classes | u32 number of escapes, i32 each
 
-Whoever lacks numba writes deflate, which is 15 to 20 % longer, and reads rANS slowly.
+Without numba, deflate is written, which is 15 to 20 % longer, and rANS is read slowly.
 """
 
 from __future__ import annotations

@@ -2,6 +2,6 @@
 
 The walk: ``axes`` learns a KLT per unit, ``integer_design`` makes small integers of it,
 ``rate_integers`` checks them when a profile is opened, ``fixed_rate`` packs stage by stage and
-``fused_rate`` does the same in one pass. ``rate_pipeline`` and ``rate_payload`` tell kernels on
-other devices what the integers are, and where everything lies in a payload.
+``fused_rate`` does the same in one pass. ``rate_pipeline`` and ``rate_payload`` give the integers
+and the layout of a payload to kernels on other devices.
 """

@@ -36,7 +36,7 @@ class SizeCounts:
     def levels(self) -> np.ndarray:
         """Returns fp64 (units, MAX_BITS + 1, NUM_MAGNITUDES), ascending.
 
-        There are zeros behind those in use.
+        Zeros follow those in use.
         """
         levels = gauss_levels(len(self._counts))
         for unit, counts in zip(levels, self._counts, strict=True):

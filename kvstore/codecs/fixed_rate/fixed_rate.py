@@ -2,7 +2,7 @@
 
 The stages: un-RoPE, the model's mean, a gain of four bits for each row, the metric of each head,
 KLT of the row, Lloyd-Max with the bits dealt out once and for all where they matter most, bit
-planes. All behind the mean is in integers, so that every host gives the same bytes.
+planes. Everything after the mean is in integers, so that every host gives the same bytes.
 """
 
 from __future__ import annotations

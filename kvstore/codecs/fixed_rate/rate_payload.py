@@ -36,7 +36,7 @@ class StackPlace:
 class Kept:
     """The rows of one stack that are kept as they are.
 
-    ``numbers``: int64 (rows,), ascending: unit times number of tokens behind the sinks plus token.
+    ``numbers``: int64 (rows,), ascending: unit times number of tokens after the sinks plus token.
     ``values``: uint16 (rows, width), bit patterns.
     """
 
@@ -48,7 +48,7 @@ class Kept:
 class RatePayload:
     """The plan of a payload.
 
-    ``num_tokens``: those behind the sinks. ``sinks_at``: byte offsets of the sink rows of K and V
+    ``num_tokens``: those after the sinks. ``sinks_at``: byte offsets of the sink rows of K and V
     of the first layer, of the second, ... ``nbytes``: of a plain payload.
     """
 

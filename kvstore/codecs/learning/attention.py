@@ -1,8 +1,8 @@
 """The derivative of one layer's attention by the K and V before it, made by hand.
 
-What a layer adds to the residual stream depends on stored K and V in a way that forward values tell
-alone: no model has to be differentiated, and one layer is enough at a time. With scores s, shares
-a = softmax(s), outputs o_i = sum_j a_ij v_j and a cotangent c_i of each output:
+What a layer adds to the residual stream depends on stored K and V in a way that forward values
+determine: no model has to be differentiated, and one layer is enough at a time. With scores s,
+shares a = softmax(s), outputs o_i = sum_j a_ij v_j and a cotangent c_i of each output:
 
     gv_j = sum_i a_ij c_i
     gs_ij = a_ij (c_i . v_j - sum_l a_il c_i . v_l)

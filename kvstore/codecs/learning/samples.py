@@ -41,7 +41,7 @@ class Samples:
     ) -> np.ndarray:
         """Returns fp32 (units, tokens, width) of tokens of one text, keys without RoPE.
 
-        They are those behind its sinks, or ``first`` to ``last``.
+        They are those after its sinks, or ``first`` to ``last``.
         """
         part = text if last is None else slice_tokens(text, 0, last)
         stack = shape.gather(part, first, self._dtype_of(text))

@@ -1,14 +1,14 @@
 """How much errors in matrices of recurrent states matter, from derivatives of a layer's own output.
 
 The same way as for stored KV (``sensitivity``): what a layer adds to the residual stream at the
-tokens behind a state, y_t = F_t(S), over the size of the stream at t, is differentiated by the
+tokens after a state, y_t = F_t(S), over the size of the stream at t, is differentiated by the
 state S in random directions x_t ~ N(0, 1):
 
     G = d/dS sum_t x_t . y_t / rms(stream at t),  E[G_ij^2] = sum_t |dy_t / dS_ij|^2 / rms_t^2
 
 which is the diagonal of J' J (Hutchinson, 1990): by how much of the stream an error in one value
 moves it. Errors of one row of a matrix are independent and equally large, so a row's weight is the
-sum over its values. What is behind a state (a norm of each head's output, gates) makes it the size
+sum over its values. What follows a state (a norm of each head's output, gates) makes it the size
 of an error *relative to its matrix* that counts, and so weights are taken times the matrix's mean
 square. A layer reads its state linearly, so the weight is the same for large errors as for small
 ones, but for that norm.

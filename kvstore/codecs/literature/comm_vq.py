@@ -3,7 +3,7 @@
 Idea: the first stage takes the nearest of its vectors, the next the nearest to what is left.
 Formula: x[8 i : 8 i + 8] = v1[c1] + v2[c2], with 256 vectors in each stage. CommVQ trains all
 stages together and makes them commute with RoPE, so that attention can work on codes; a cold store
-restores whole keys, so un-RoPE before and RoPE behind do as well, and stages are learned one by
+restores whole keys, so un-RoPE before and RoPE after do as well, and stages are learned one by
 one.
 Size: ``stages`` bytes for ``dim`` neighbours, 2 + 16 / D bits: 64 times smaller with one of 32.
 Paper: CommVQ, arXiv 2506.18879.

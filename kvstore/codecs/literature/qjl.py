@@ -34,7 +34,7 @@ def qjl(signs: int = 0) -> Codec:
 
 
 class Sketch:
-    """Projects rows onto the directions, for ``Sign(1)`` behind it. Implements ``Transform``."""
+    """Projects rows onto the directions; ``Sign(1)`` follows. Implements ``Transform``."""
 
     def __init__(self, width: int, num_signs: int) -> None:
         self._directions = directions(width, num_signs)

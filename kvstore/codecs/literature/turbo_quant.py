@@ -1,6 +1,6 @@
 """TurboQuant: signs, Hadamard, and the best levels for what is normal by then.
 
-Idea: a rotated row has nearly normal components of one variance, whatever it was, so one table of
+Idea: a rotated row has nearly normal components of one variance, for any row, so one table of
 Lloyd-Max levels serves them all (TurboQuant-MSE). TurboQuant-prod spends the last bit on a sketch
 of what the levels missed (see ``stages.sketch``), which makes products with a query unbiased.
 Formula: code = level nearest to (H S x) sqrt(D) / |x|; ours keeps the norm that fits the levels
@@ -49,7 +49,7 @@ def tqprod(bits: int = 3) -> Codec:
 class SketchedResidual:
     """Quantises, and sketches what was missed. Implements ``Quantiser``.
 
-    The codes of a row have the sketch's sign above the bits of the first quantiser. Behind them
+    The codes of a row have the sketch's sign above the bits of the first quantiser. After them
     come two columns of bytes with the size of the residual.
     """
 

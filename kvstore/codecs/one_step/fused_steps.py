@@ -1,4 +1,4 @@
-"""``OneStep`` restored in one pass behind the entropy decoder: the rows of its pipeline, quicker.
+"""``OneStep`` restored in one pass after the entropy decoder: the rows of its pipeline, quicker.
 
 Only where numba is installed, the host multiplies small integers, heads are multiples of 16
 channels, and engines hold bf16 or fp32. The pipeline does all else, and always packs.

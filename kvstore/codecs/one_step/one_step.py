@@ -148,7 +148,7 @@ def _find_step(spectra: list[Spectrum], bits: float) -> float:
 
 
 def _misses(spectrum: Spectrum, step: float) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields sizes of codes, how far the values behind them lie above, and classes; in parts."""
+    """Yields sizes of codes, how far their values lie above them, and classes; in parts."""
     components, deviations = spectrum.beyond(step)
     for first in range(0, len(components), MISSES_AT_A_TIME):
         rows = slice(first, first + MISSES_AT_A_TIME)

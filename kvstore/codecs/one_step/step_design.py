@@ -2,7 +2,7 @@
 
 A component is restored as a level times a row of integers, and what a one in the sums is worth is
 the same for all components of a unit: a finer level is a coarser row. Rounding a row costs in
-proportion to the component's variance, rounding a level costs the same whatever its size; the
+proportion to the component's variance, rounding a level costs the same at any size; the
 shares are such that both together cost least.
 """
 
@@ -95,7 +95,7 @@ def _design(decode: np.ndarray, ratios: np.ndarray, norms: np.ndarray, wide: int
 
 
 def _stacked(parts: list[np.ndarray], kind: type[np.signedinteger]) -> np.ndarray:
-    """Stacks the units' rows, with zeros behind what a unit has."""
+    """Stacks the units' rows, padded with zeros."""
     stacked = np.zeros((len(parts), max(len(x) for x in parts), parts[0].shape[1]), kind)
     for number, part in enumerate(parts):
         stacked[number, : len(part)] = part

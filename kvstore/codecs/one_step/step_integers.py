@@ -44,7 +44,7 @@ class StepIntegers:
     """The arrays of ``StepRows``, ``UniformStep``, ``Predictors`` and ``LogGain`` for one stack.
 
     ``left``: deviations of what is coded, fp32 (units, components); see ``Spectrum``. Raises
-    ``ValueError`` if nobody can have learned them.
+    ``ValueError`` if they cannot have been learned.
     """
 
     shape: StackShape

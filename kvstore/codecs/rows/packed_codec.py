@@ -78,7 +78,7 @@ class PackedCodec:
 
     def _fill(self, payload: np.ndarray, array: PackedArray, slot: ArraySlot) -> None:
         sinks = slot.num_sinks
-        # The first tokens of a session are never packed; whoever did would have lost them.
+        # The first tokens of a session are never packed.
         if array.scales[:, :sinks].any():
             raise ValueError("the first tokens of a packed run are packed")
         slot.sinks(payload)[:] = array.exact[:, :sinks]

@@ -33,7 +33,7 @@ class ArraySlot:
 
     num_heads: int
     num_sinks: int
-    num_tokens: int  # behind the sinks
+    num_tokens: int  # after the sinks
     dim: int
     first_row: int  # among the packed rows of the whole payload
     row_nbytes: int  # of a packed row
@@ -44,7 +44,7 @@ class ArraySlot:
 
     @property
     def num_rows(self) -> int:
-        """The number of packed rows: one for each head and token behind the sinks.
+        """The number of packed rows: one for each head and token after the sinks.
 
         A side without values has none.
         """

@@ -91,7 +91,7 @@ class RotatedRows:
         return rotation.flip_signs(z * units[:, None], rotation.sign_masks(dim))
 
     def are_all_packed(self, scales: np.ndarray) -> bool:
-        # Whatever is below the range wraps around to far above it.
+        # Values below the range wrap around to far above it.
         least = np.uint16(floats.FP16_SMALLEST_NORMAL)
         width = floats.FP16_INFINITY - floats.FP16_SMALLEST_NORMAL
         return bool((scales - least).max(initial=0) < width)

@@ -154,7 +154,7 @@ def wave_run(layout: KVLayout, num_tokens: int = 70) -> KVRun:
 
 
 def padded(array: np.ndarray, *lengths: int) -> np.ndarray:
-    """Returns ``array`` with zeros behind it along the axes after the first, up to ``lengths``."""
+    """Returns ``array`` padded with zeros along the axes after the first, up to ``lengths``."""
     missing = [(0, length - have) for length, have in zip(lengths, array.shape[1:], strict=False)]
     rest = [(0, 0)] * (array.ndim - 1 - len(missing))
     return np.pad(array, [(0, 0), *missing, *rest])

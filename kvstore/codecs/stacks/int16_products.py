@@ -1,4 +1,4 @@
-"""Rows of 16-bit integers times a matrix of them: exact, by whatever the host is quickest with."""
+"""Rows of 16-bit integers times a matrix of them: exact, by the host's quickest way."""
 
 from __future__ import annotations
 

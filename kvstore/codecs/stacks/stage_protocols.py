@@ -2,7 +2,7 @@
 
 A stage that has to remember something of a chunk (its mean, its gains, its codes) returns it as
 bytes when packing, its *note*, and takes it from a ``Reader`` when unpacking. The reader belongs to
-a payload that nobody vouches for: a stage takes what the shape says, checks it, and raises
+a payload that is not trusted: a stage takes what the shape says, checks it, and raises
 ``Corrupt``.
 """
 

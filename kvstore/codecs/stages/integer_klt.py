@@ -48,7 +48,7 @@ class IntegerKlt:
         return None
 
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
-        """Restores rows; sums stay below 2^24, so that fp32 holds them whatever their order."""
+        """Restores rows; sums stay below 2^24, so that fp32 holds them in any order."""
         sums = np.matmul(stack.astype(np.float32), self._decode.astype(np.float32))
         restored: np.ndarray = sums * self._scales[:, None, None]
         return restored
@@ -75,7 +75,7 @@ class IntegerLevels:
         """``bits``: (units, components), 0 to ``MAX_BITS``.
 
         ``bounds``: int32 (units, components, NUM_MAGNITUDES), ascending, of sizes; the last of what
-        the bits allow and all behind it are never reached. ``levels``: uint8 of the same shape.
+        the bits allow and all later ones are never reached. ``levels``: uint8 of the same shape.
         ``units``, ``rates``: fp32 (units, components): what a one of a level and of a component is.
         """
         self._bits = bits.astype(np.int64)

@@ -43,7 +43,7 @@ class StepRows:
 
     ``encode``: int16 (units, components, width), and ``rates``: fp32 (units, components): what a
     one in its sums is worth. ``wide``: int16 (units, most wide ones, width), ``rows``: int8 (units,
-    most others, width), zeros behind what a unit has. ``counts``: int32 (units, 3): wide ones,
+    most others, width), padded with zeros. ``counts``: int32 (units, 3): wide ones,
     others, and by how many bits the sums of wide ones are finer. ``scales``: fp32 (units,), powers
     of two: what a one in the other sums is worth. Raises ``ValueError`` if the arrays do not fit
     together.

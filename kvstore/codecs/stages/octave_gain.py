@@ -44,7 +44,7 @@ class OctaveGain:
         with np.errstate(all="ignore"):
             sizes = np.sqrt(squared_sizes(stack) * np.float32(1 / stack.shape[2]))
         steps = steps_of(sizes)
-        usable = sizes.view(np.uint32) < INFINITY  # not a NaN either, whatever its sign
+        usable = sizes.view(np.uint32) < INFINITY  # not a NaN either, of any sign
         fits = usable & (steps <= ends_of(self.steps)[:, -1:])
         return self._gains(self._codes(steps))[:, :, None], ~fits[:, :, None]
 

@@ -1,9 +1,9 @@
-"""One step for all components, and codes of what units before do not tell.
+"""One step for all components, and codes of the differences from a prediction by earlier units.
 
-Layers know much of each other: the units before a unit, which are there when it is restored, tell
+Layers know much of each other: the units before a unit, which are there when it is restored, predict
 much of its first components. Packing codes the difference, and restoring adds the two up in levels.
-Both go by restored levels and by whole numbers, so that they never drift apart, whatever was cut or
-rounded and whichever host did it: differential coding in a closed loop (Cutler 1952), over layers.
+Both go by restored levels and by whole numbers, so that they never drift apart, however levels were
+cut or rounded, on any host: differential coding in a closed loop (Cutler 1952), over layers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PredictedStep:
     def __init__(self, steps: UniformStep, predictors: Predictors, coded: np.ndarray) -> None:
         """``coded``: which components have codes at all, bool (units, components).
 
-        Codes of others are dropped here, since whoever restores will not have them either.
+        Codes of others are dropped here, since they are missing when the unit is restored.
         """
         self._steps, self._coded = steps, coded
         self._size, self._depth, self._finer = (

@@ -3,7 +3,7 @@
 With entropy-coded integers and equal steps the optimal number of bits for each component comes out
 by itself: it *is* reverse water-filling (Berger 1971). Within a cell small values are likelier than
 large ones, so a code stands for its cell's centroid, a little below the middle. Centroids are whole
-numbers too, of fractions of a step, so that what comes behind is the same on every host.
+numbers too, of fractions of a step, so that all that follows is the same on every host.
 """
 
 from __future__ import annotations

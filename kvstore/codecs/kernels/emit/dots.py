@@ -1,4 +1,4 @@
-"""Products of small integers, exact, by whatever instruction the host has for them.
+"""Products of small integers, exact, by the best instruction that the host has for them.
 
 A tile is a few tokens by a few vectors of columns, its sums in registers. What is multiplied lies
 in *groups* of 32 bits: four bytes where the host has a dot product of bytes (VNNI, ARM's sdot),

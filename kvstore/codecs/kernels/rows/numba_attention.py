@@ -110,7 +110,7 @@ def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
                 row += row_nbytes
                 scale += 2
                 target += 4
-        rotated[0, 0] = 0  # numba frees an array behind its last use, and an address is no use
+        rotated[0, 0] = 0  # numba frees an array after its last use, and an address is no use
 
     return compiled(types.void, scores, *_argument_types())
 

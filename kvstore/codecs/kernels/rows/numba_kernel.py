@@ -128,7 +128,7 @@ def _pack_function(bits: int, dim: int, dtype: int) -> Any:
                         _scales(1, bits, sources, (norms + 4 * i, energies + 4 * i, target))
                     packed += count * row_nbytes
                     scales += count * SCALE_NBYTES
-        scratch[0] = 0  # numba frees an array behind its last use, and an address is no use
+        scratch[0] = 0  # numba frees an array after its last use, and an address is no use
 
     return compiled(types.void, pack, *_argument_types(dtype, payload_is_input=False))
 

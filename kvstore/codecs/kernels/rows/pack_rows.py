@@ -82,7 +82,7 @@ def _halves(wide: Emitter, row: list[Value]) -> list[Value]:
 def _stretches(wide: Emitter, row: list[Value], layout: rotation.Layout) -> list[Value]:
     """Return the lower 16 bits of split vectors, twice as many to a vector.
 
-    ``layout`` begins with bit 0 or with the highest, which tell the vectors apart.
+    ``layout`` begins with bit 0 or with the highest, which distinguish the vectors.
     """
     highest, lanes = log2(wide.lanes), layout[1:]
     halves, stretches = _words_as_halves(wide, row), []
@@ -105,7 +105,7 @@ def _words_as_halves(wide: Emitter, row: list[Value]) -> list[Value]:
 
 
 def _fits_bytes(wide: Emitter, shape: RowShape) -> bool:
-    """Tell whether bounds fit bytes, and one instruction narrows two vectors to bytes."""
+    """Say whether bounds fit bytes, and one instruction narrows two vectors to bytes."""
     has_packs = wide.lanes == 32 and "avx512bw" in host_features()
     return has_packs and int(shape.rows.bounds[-1]) <= 127
 

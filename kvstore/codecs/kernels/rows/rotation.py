@@ -3,12 +3,11 @@
 The rows hold whole numbers. Their sums may wrap around on the way, and the order of adding is free.
 
 A *stretch* is two vectors of a row. Its *layout* says where its elements are, as bits of an
-element's number: first the bit that tells the two vectors apart, then the bits of the lane from the
-highest. A
-butterfly of distance ``2^k`` pairs elements whose numbers differ in bit ``k``. If that bit stands
-first in the layout, it is an addition and a subtraction of whole vectors. So stretches go from
-layout to layout, by two shuffles each, until every bit has stood first. Bits beyond a stretch tell
-vectors apart anyway. A split row (see ``dtypes``) has bit 0 first.
+element's number: first the bit that distinguishes the two vectors, then the bits of the lane from
+the highest. A butterfly of distance ``2^k`` pairs elements whose numbers differ in bit ``k``. If
+that bit stands first in the layout, it is an addition and a subtraction of whole vectors. So
+stretches go from layout to layout, by two shuffles each, until every bit has stood first. Bits
+beyond a stretch distinguish vectors anyway. A split row (see ``dtypes``) has bit 0 first.
 """
 
 from __future__ import annotations

@@ -65,6 +65,6 @@ class RowShape:
 
 
 def has_kernel(dim: int) -> bool:
-    """Tell whether there are kernels for rows of ``dim`` elements."""
+    """Say whether there are kernels for rows of ``dim`` elements."""
     order = order_of(dim)
     return order is not None and order.power >= MIN_POWER and order.base <= MAX_BASE

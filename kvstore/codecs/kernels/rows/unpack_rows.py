@@ -63,7 +63,7 @@ def _split_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
 def _natural_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
     """Return rotated levels in 32 bits, in natural order, by way of 16 bits and twice the lanes.
 
-    At the end bit 4 tells two vectors apart, and bit 5 tells neighbours apart, whose sums and
+    At the end bit 4 distinguishes two vectors, and bit 5 neighbours, whose sums and
     differences have 32 bits.
     """
     wide, num_stretches = Emitter(e.builder, shape.wide_lanes), shape.dim // 64
@@ -95,7 +95,7 @@ def _neighbours(e: Emitter, halves: Value) -> tuple[Value, Value]:
 
 
 def _has_pairs(shape: RowShape) -> bool:
-    """Tell whether codes can be looked up in pairs, in a table of 64, and one load takes a row."""
+    """Say whether codes can be looked up in pairs, in a table of 64, and one load takes a row."""
     has_tables = {"avx512vbmi", "gfni"} <= host_features()
     return has_tables and shape.num_bits == 3 and shape.dim <= 128
 
@@ -140,7 +140,7 @@ def _row_of_bits(shape: RowShape, stretch: int, word: int, bit: int) -> int:
 
 
 def _load_planes(e: Emitter, packed: Value, nbytes: int) -> Value:
-    """Load a packed row with zeros behind it; memory behind it is not read."""
+    """Load a packed row, padded with zeros; memory after it is not read."""
     one_bit, lanes = ir.IntType(1), ir.VectorType(I64, 8)
     which = [ir.Constant(one_bit, 8 * k < nbytes) for k in range(lanes.count)]
     mask = ir.Constant(ir.VectorType(one_bit, lanes.count), which)

@@ -56,7 +56,7 @@ def expect(known: Any, num_units: Any, predictors: Any, unit: Any, expected: Any
             )
             tile_of_rows(SOURCES, args)
             _put_expected(scratch, finer[unit], panel, tile, expected)
-    # numba frees an array behind its last use, and an address is no use
+    # numba frees an array after its last use, and an address is no use
     zeros[0], scratch[0, 0] = 0, 0
 
 

@@ -215,7 +215,7 @@ def _pack_function(sources: int) -> Any:
                 codes_of(steps[:count], ends, codes[:count])
                 put_pairs(codes[:count], pairs[unit, block // 2 : (block + count + 1) // 2])
             plane += num_planes
-        scratch[0, 0] = 0  # numba frees an array behind its last use, and an address is no use
+        scratch[0, 0] = 0  # numba frees an array after its last use, and an address is no use
         return True
 
     return pack_units

@@ -95,7 +95,7 @@ def emit_integers(b: Any, lanes: int, args: tuple[Value, ...]) -> None:
     """Emit fp32 rows times a factor each, rounded to 16 bits.
 
     ``args``: addresses of rows, factors and target; length of a row and number of rows, which lie
-    one behind the other.
+    one after the other.
     """
     rows, factors, target, width, count = args
     e = Emitter(b, lanes)

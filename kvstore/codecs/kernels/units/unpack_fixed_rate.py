@@ -173,7 +173,7 @@ def _unpack_function(sources: int) -> Any:
                     gain_at = address_of(gains) + NBYTES * first
                     _rows_of_tile(sums, unit, token, rest, gain_at, mean, width, ropes, targets)
             plane += num_planes
-        scratch[0, 0] = 0  # numba frees an array behind its last use, and an address is no use
+        scratch[0, 0] = 0  # numba frees an array after its last use, and an address is no use
 
     return unpack_units
 

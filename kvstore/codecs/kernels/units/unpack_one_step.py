@@ -216,7 +216,7 @@ def _unpack_function(sources: int) -> Any:
                         put_rows(SOURCES, 1, out)
                     else:
                         put_rows(SOURCES, 0, out)
-        # numba frees an array behind its last use, and an address is no use
+        # numba frees an array after its last use, and an address is no use
         words[0], narrow[0], scratch[0, 0], told[0] = 0, 0, 0, 0
 
     return unpack_steps

@@ -45,7 +45,7 @@ def _products_function(sources: int) -> Any:
                     for token in range(min(sums.shape[1] - tile * TOKENS, TOKENS)):
                         target = tile * TOKENS + token
                         sums[panel * COLUMNS + column, target] = scratch[token, column]
-        # numba frees an array behind its last use, and an address is no use
+        # numba frees an array after its last use, and an address is no use
         scratch[0, 0], zeros[0] = 0, 0
 
     return products
