@@ -28,11 +28,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # than as the tenant that their line names.
     admin_keys: tuple[str, ...] = ()
     admin_keys_file: str = ""
-    # 0 = admins use the same address as everybody. Else they have this port, on ``admin_host``, and
-    # nobody is an admin anywhere else.
+    # 0 = admins use the same address as all others. Else they have this port, on ``admin_host``,
+    # and no caller is an admin anywhere else.
     admin_port: Port = 0
     admin_host: str = "127.0.0.1"
-    # A unix socket (0600) besides: whoever may open it is an admin, without a key. "" = none.
+    # A unix socket (0600) besides: a process that may open it is an admin, without a key. "" =
+    # none.
     admin_socket: str = ""
     # Names that the Host header may have. (): on loopback the loopback names; elsewhere any name if
     # keys are needed, else addresses and names without a dot. Otherwise a page in a browser could
@@ -77,7 +78,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # Take the line with a nonce, "x-anthropic-billing-header: ...", out of agents' system text.
     strip_attribution: bool = True
     # Let an engine that sees images fetch them from the addresses that clients name. It can reach
-    # whatever its machine can; vLLM's --allowed-media-domains says which servers it may ask.
+    # every host that its machine can; vLLM's --allowed-media-domains limits which servers it may
+    # ask.
     remote_images: bool = False
     # Where spans of turns are sent, such as http://localhost:4318/v1/traces; "" = nowhere. It needs
     # the extra ``otlp``.
@@ -96,7 +98,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     stored_path: str = ""  # their folder; "" = beside the cold sessions. Unused with Redis.
 
     def means_served(self, name: str, served: str) -> bool:
-        """Tell whether ``name`` means the model that is served as ``served``."""
+        """Say whether ``name`` means the model that is served as ``served``."""
         return name == served or name in self.model_aliases or ANY_MODEL in self.model_aliases
 
     def __post_init__(self) -> None:
@@ -108,11 +110,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return self.host in LOOPBACK
 
     def is_admin_socket(self, server: tuple[str, int | None] | None) -> bool:
-        """Tell whether ``server``, as ASGI names an address, is the admins' unix socket."""
+        """Say whether ``server``, as ASGI names an address, is the admins' unix socket."""
         path, port = server or ("", 0)
         return bool(path) and (path, port) == (self.admin_socket, None)
 
     def is_for_admins(self, server: tuple[str, int | None] | None) -> bool:
-        """Tell whether ``server`` is an address of the admins alone, their socket or port."""
+        """Say whether ``server`` is an address of the admins alone, their socket or port."""
         port = server[1] if server else None
         return self.is_admin_socket(server) or (bool(port) and port == self.admin_port)

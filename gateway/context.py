@@ -33,7 +33,7 @@ from gateway.stored.seal import SealedText
 from gateway.stored.stored import Stored
 from gateway.telemetry.tracing import PassOn, Tracing
 
-LAST_WORDS_S = 1.0  # to tell all streams that they end
+LAST_WORDS_S = 1.0  # for all streams to send their ending
 _CALLER = "caller"  # where a request's tenant is in the scope's state
 
 
@@ -58,7 +58,7 @@ class Gateway:
     draining: bool = False
 
     def has_room_for(self, tenant: Tenant, model: ServedModel, session_id: str) -> bool:
-        """Tell whether the tenant has that session, or may open one more.
+        """Say whether the tenant has that session, or may open one more.
 
         The limit is on the sessions of all models together. Sessions that running requests will
         open count as if they were there.
@@ -191,10 +191,10 @@ def model_asked(request: Request) -> ServedModel | None:
 
 
 def sees_all(request: Request, caller: Tenant) -> bool:
-    """Tell whether the caller is an admin: by its key, or as the one user of this very machine.
+    """Say whether the caller is an admin: by its key, or as the one user of this very machine.
 
-    Where admins have a port of their own (``gateway.admin_port``), nobody is one elsewhere, but on
-    their unix socket.
+    Where admins have a port of their own (``gateway.admin_port``), no caller is one elsewhere, but
+    on their unix socket.
 
     An open server on loopback has one user, who owns its process anyway. Pages of other sites are
     kept out by the checks of ``Host`` and ``Origin``, as they are from that user's chats. Once an
@@ -260,7 +260,7 @@ def caller_of(request: Request) -> Tenant:
 async def prepare(gateway: Gateway, scope: Scope, headers: Mapping[str, str]) -> None:
     """Have at hand what a request will take of its key's limits, before anything waits for it.
 
-    Nothing is charged. A request of nobody known is refused in its own time, by ``caller_of``.
+    Nothing is charged. A request of an unknown caller is refused later, by ``caller_of``.
     """
     if gateway.limits.shared is None:
         return

@@ -1,7 +1,7 @@
 """Turns every failure into the shape of its dialect, with a status and headers to act on.
 
-OpenAI's is the rule; what is asked under ``/v1/messages`` is answered in Anthropic's, whoever finds
-the fault: the host's check, the router, the key, the body's reader.
+OpenAI's is the rule; what is asked under ``/v1/messages`` is answered in Anthropic's, wherever the
+fault is found: by the host's check, the router, the key, the body's reader.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Refused(Exception):
 
 
 def failure_of(error: Exception) -> Failure:
-    """Translate an exception. An unforeseen one becomes a 500 that tells nothing more."""
+    """Translate an exception. An unforeseen one becomes a 500 without details."""
     match error:
         case Refused():
             return error.failure

@@ -1,7 +1,7 @@
 """The outermost middleware: every request passes it first, every answer last.
 
 Plain ASGI. It gives the request an id, turns away requests that a page tricked a browser into,
-adds the headers that every answer has, and answers exceptions that nobody foresaw.
+adds the headers that every answer has, and answers unforeseen exceptions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def request_id_of(scope: Scope) -> str:
 
 
 def wants_head_only(scope: Scope) -> bool:
-    """Tell whether the request is for the head alone; the server drops the body in any case."""
+    """Say whether the request is for the head alone; the server drops the body in any case."""
     return bool(scope["state"].get(_HEAD_ONLY))
 
 
@@ -104,7 +104,7 @@ class FrontMiddleware:
             await app(scope, receive, response.send)
         except (ClientGone, ClientDisconnect):
             response.status = CLIENT_CLOSED_REQUEST
-        except Exception as error:  # the edge of the process: told to the log, not to the client
+        except Exception as error:  # the edge of the process: for the log, not for the client
             log.exception("request %s failed", response.request_id)
             if response.status:
                 raise
@@ -137,7 +137,7 @@ class FrontMiddleware:
         return None
 
     def _host_allowed(self, name: str) -> bool:
-        """Tell whether the server may be called by this name.
+        """Say whether the server may be called by this name.
 
         Without API keys the name is the only protection: a page from ``evil.example`` can make a
         browser send requests to this machine under that name (DNS rebinding). Addresses and names

@@ -1,4 +1,4 @@
-"""GET /livez, /readyz, /metrics, /version and their like: for whoever operates the server."""
+"""GET /livez, /readyz, /metrics, /version and their like: for the server's operators."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A key is 32 random bytes, so storing one plain SHA-256 of it is enough. What a caller sends is
 compared with every known key in constant time. A tenant's salt is derived from the server's secret:
-it enters every chunk key of that tenant, is never told to anybody, and no client can choose it.
+it enters every chunk key of that tenant, is never revealed, and no client can choose it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tenant(NamedTuple):
 
     name: str
     salt: bytes
-    key_id: str = ""  # tells keys of one tenant apart; no secret
+    key_id: str = ""  # distinguishes keys of one tenant; no secret
     limits: Limits | None = None  # None: the usual ones
     admin: bool = False  # may see and manage all tenants' sessions
     weight: int = 1  # of its share of the engine; the largest that one of its keys has
@@ -62,7 +62,7 @@ class _Key(NamedTuple):
 
 
 class KeyFacts(NamedTuple):
-    """A key as it may be shown: nobody can make a key of it."""
+    """A key as it may be shown: the key itself cannot be made of it."""
 
     id: str
     tenant: str
@@ -132,7 +132,7 @@ class Tenants:
         return len(self._admin_keys)
 
     def holds(self, caller: Tenant) -> bool:
-        """Tell whether the key by which a caller was known still says the same of it."""
+        """Say whether the key by which a caller was known still gives it the same rights."""
         if not caller.key_id:
             return self.open_to_all or caller.admin
         known = (caller.key_id, caller.name, caller.admin)
@@ -161,7 +161,7 @@ class Tenants:
             raise _unauthorised("Authorization and X-API-Key hold different keys: send one.")
         shown = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found: _Key | None = None
-        # Always all of them, so that the time tells nothing.
+        # Always all of them, so that the time reveals nothing.
         for key_line in keys:
             if hmac.compare_digest(key_line.digest, shown):
                 found = key_line

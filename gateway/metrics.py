@@ -49,7 +49,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
     """The part of ``Usage`` that says how much of the prompt was not computed."""
 
     cached_tokens: int | None = None
-    cache_write_tokens: int | None = None  # newly stored; few engines tell
+    cache_write_tokens: int | None = None  # newly stored; few engines report it
 
 
 class AnswerDetails(msgspec.Struct, frozen=True):
@@ -243,7 +243,7 @@ class Metrics:
     def turn_ended(self, operation: str, model: str, seconds: float, error: str) -> None:
         """Count a turn and its duration. ``error`` is one of few words, "" for a good end.
 
-        ``model`` is the served one's name here and below, whatever the client called it.
+        ``model`` is the served one's name here and below, not the client's name for it.
         """
         self._duration(operation, PROVIDER, model, error).observe(seconds)
 
@@ -259,7 +259,7 @@ class Metrics:
         self._first_token(operation, PROVIDER, model, source).observe(seconds)
 
     def per_token(self, operation: str, model: str, seconds: float) -> None:
-        """Count the time that each token behind the first took, of one stream."""
+        """Count the time that each token after the first took, of one stream."""
         self._per_token(operation, PROVIDER, model).observe(seconds)
 
     def saved(self, source: str, seconds: float) -> None:
@@ -271,7 +271,7 @@ class Metrics:
         self._outcomes(*_source_and_reason(cache)).inc()
 
     def left_out(self, kinds: Iterable[str]) -> None:
-        """Count parts of a request that were left out; kinds that nobody knows as "other"."""
+        """Count parts of a request that were left out; unknown kinds as "other"."""
         for kind in kinds:
             known = kind in _LEFT_OUT_KINDS or kind.startswith(_OF_BLOCKS)
             self._left_out(kind if known else "other").inc()

@@ -191,7 +191,7 @@ def _owner(request: Request) -> Tenant:
     """Return whose sessions are meant: the caller's, or for an admin those of ``?tenant=``.
 
     Raises:
-        InvalidRequest: 403, somebody else names a tenant that is not its own.
+        InvalidRequest: 403, a caller names a tenant that is not its own.
     """
     named = request.query_params.get("tenant")
     if named is None:

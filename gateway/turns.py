@@ -239,7 +239,7 @@ def _check(
 def _named(
     headers: Mapping[str, str], asked: Json, messages: Sequence[object]
 ) -> NamedSession | None:
-    """Return the session that a request names, in whatever way; None if in none."""
+    """Return the session that a request names, in any of the known ways; None if in none."""
     if named := by_headers(headers):
         return named
     session_id = named_in_body(asked) or by_user_id(asked.get("metadata"), messages)
@@ -252,7 +252,7 @@ def _named(
 
 
 def _is_shared(named: NamedSession | None, raw: Json, headers: Mapping[str, str]) -> bool:
-    """Tell whether a request is the one that runs already, if that one is the same.
+    """Say whether a request is the one that runs already, if that one is the same.
 
     It is if its client names the session, or says that it tries again, or if both answers would be
     the same. Otherwise several answers may be wanted, each sampled by itself.
@@ -263,7 +263,7 @@ def _is_shared(named: NamedSession | None, raw: Json, headers: Mapping[str, str]
 
 
 def _encode(engine: Engine, raw: Json, session: SessionRef) -> tuple[bytes, bytes]:
-    """Write the body for the engine, and what tells it from others."""
+    """Write the body for the engine, and what distinguishes it from others."""
     body = msgspec.json.encode(engine.prepare_body(raw, session))
     return body, hashlib.blake2b(body, digest_size=16, person=b"the same request").digest()
 
@@ -276,8 +276,8 @@ def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:
 
     Options of a stream mean nothing without one. A chat's answer that may be as long as the context
     may be as long as there is room; one that has no limit gets the default, if there is one. A
-    text's answer has 16 tokens if nobody says more, so its limit is cut down, not left out. A bias
-    of zero changes nothing, whatever its key.
+    text's answer has 16 tokens if the request says no more, so its limit is cut down, not left out.
+    A bias of zero changes nothing, for any key.
     """
     if biases := raw.pop("logit_bias", None):
         raw["logit_bias"] = {key: bias for key, bias in biases.items() if bias}

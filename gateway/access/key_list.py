@@ -1,7 +1,7 @@
 """The lines of API keys: those of the settings, and those of a file that admins can change.
 
 The file is replaced as a whole (0600), so a crash leaves the old list or the new one. A line that
-somebody adds by hand meanwhile is safe, too: the file is read again before each change.
+added by hand meanwhile is safe, too: the file is read again before each change.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class KeyList:
             return True
 
     def _is_settled(self, key_id: str) -> bool:
-        """Tell whether a key is written anywhere but in the file that admins change."""
+        """Say whether a key is written anywhere but in the file that admins change."""
         lines = lines_of(msgspec.structs.replace(self._config, api_keys_file=""))
         settled = [*facts_of(lines.usual), *facts_of(lines.admin, admin=True)]
         return any(x.id == key_id for x in settled)

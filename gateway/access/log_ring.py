@@ -54,7 +54,7 @@ class LogRing(logging.Handler):
         self._lines.append(LogLine(self._last, round(record.created, 3), level, name, shown))
 
     def lines(self, after: int, most: int) -> list[LogLine]:
-        """Return the latest lines behind number ``after``, the oldest first."""
+        """Return the latest lines after number ``after``, the oldest first."""
         self.acquire()
         try:
             return [x for x in self._lines if x.n > after][-most:]

@@ -1,1 +1,1 @@
-"""Serves whoever runs the server, under ``/admin``: keys, findings, the log, measuring."""
+"""Serves the server's operators, under ``/admin``: keys, findings, the log, measuring."""

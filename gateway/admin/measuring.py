@@ -16,7 +16,7 @@ router = APIRouter()
 
 @router.post("/admin/measure")
 async def measure(request: Request) -> Response:
-    """Begin to measure what each codec costs this model; the events tell how far it is."""
+    """Begin to measure what each codec costs this model; the events show how far it is."""
     gateway = for_admin(request)
     await read_json_body(request, gateway.config)
     model = model_asked(request) or gateway.models.default

@@ -112,7 +112,7 @@ def _write_user(chat: Conversation, turn: Turn, where: str) -> None:
 class _Said:
     """The text and images of a user's message since the last tool result in it.
 
-    Images of results come behind all results that follow each other: those answer the calls of one
+    Images of results come after all results that follow each other: those answer the calls of one
     message, and nothing may stand between them.
     """
 
@@ -126,7 +126,7 @@ class _Said:
         self._parts.append(_part_of(self._chat, block, where))
 
     def end(self) -> None:
-        """Add what is left, behind the last block."""
+        """Add what is left, after the last block."""
         self._parts, self.shown = [*self._parts, *self.shown], []
         self.flush()
 

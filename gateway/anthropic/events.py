@@ -88,7 +88,7 @@ class MessageEvents:
         return out[0] if len(out) == 1 else b"".join(out)
 
     def ending(self, failure: Failure | None) -> bytes:
-        """Return the events that end the message, or the one that tells of ``failure``."""
+        """Return the events that end the message, or the one that reports ``failure``."""
         if self.failed:
             return b""
         if failure is not None:
@@ -104,7 +104,7 @@ class MessageEvents:
         return self._close() + last + b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
     def usage(self) -> Usage | None:
-        """Return the token counts of the answer; None if the engine told none."""
+        """Return the token counts of the answer; None if the engine reported none."""
         if self._usage is None:
             return None
         details = self._usage.prompt_tokens_details

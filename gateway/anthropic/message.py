@@ -169,7 +169,7 @@ def tool_input(arguments: str) -> Json:
 def signature(message_id: str) -> str:
     """Sign the thoughts of a message.
 
-    Clients keep it and send it back; nobody here needs to check it, since thoughts of any origin
+    Clients keep it and send it back; it needs no check here, since thoughts of any origin
     are only text of the prompt.
     """
     return hashlib.blake2b(message_id.encode(), digest_size=24, person=b"thoughts").hexdigest()

@@ -23,7 +23,7 @@ from gateway.turns import Operation, Translate, accept
 
 router = APIRouter()
 
-# Whatever their date: what they once made possible is always so here.
+# Of any date: what they once made possible is always so here.
 KNOWN_BETAS = (
     "cache-diagnosis-",
     "effort-",
@@ -85,5 +85,5 @@ async def messages(request: Request) -> Response:
     return await accept(request, operation(request_id_of(request.scope)))
 
 
-# A plain route: FastAPI's own resolve dependencies, which nobody here has, for every request.
+# A plain route: FastAPI's own resolve dependencies, which are not used here, for every request.
 router.add_route(ANTHROPIC_PATH, messages, methods=["POST"])

@@ -1,6 +1,6 @@
 """The fields of Anthropic's requests, with types and bounds.
 
-Fields that nobody here knows are ignored, so clients newer than this file keep working. Those that
+Unknown fields are ignored, so clients newer than this file keep working. Those that
 ask for something this server cannot do are refused by name. Content blocks stay plain JSON here:
 their kinds are many and grow, and ``conversation`` takes what it knows of them.
 """

@@ -68,7 +68,7 @@ def translated(
     request = checked(raw, MessagesRequest)
     chat, left_out = prompt_fields(request, strip_attribution, sight)
     chat |= {name: raw[name] for name in _SAME if raw.get(name) is not None}
-    # One token, which nobody is shown: vLLM does not take none.
+    # One token, which is not shown to the client: vLLM does not take none.
     chat["max_tokens"] = request.max_tokens or 1
     if request.stop_sequences:
         chat["stop"] = request.stop_sequences
@@ -99,7 +99,7 @@ def prompt_fields(
 
 
 def _thinking(request: CountRequest) -> Json:
-    """Return the fields for how much the model is to think; none of them if nobody says."""
+    """Return the fields for how much the model is to think; none if the request does not say."""
     fields: Json = {}
     effort = request.output_config.effort if request.output_config else None
     if request.thinking is not None and request.thinking.type == "disabled":

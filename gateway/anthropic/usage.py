@@ -12,7 +12,7 @@ Ttl: TypeAlias = Literal["5m", "1h"]
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """The parts of a prompt, as far as the engine tells them."""
+    """The parts of a prompt, as far as the engine reports them."""
 
     cached_tokens: int | None = None
     cache_write_tokens: int | None = None

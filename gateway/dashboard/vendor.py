@@ -1,6 +1,6 @@
 """Fetches the page's libraries from npm, by pinned hashes: ``python -m gateway.dashboard.vendor``.
 
-The files lie in ``page/vendor`` and in the wheel, so nobody who serves or opens the page needs npm.
+The files lie in ``page/vendor`` and in the wheel, so serving and opening the page need no npm.
 Each is the package's own build; only imports by bare name become paths, since a page without inline
 script has no import map.
 """
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     member: str
     file: str
     sha256: str  # of the file as it is stored here
-    end: str = ""  # put behind it
+    end: str = ""  # appended to it
 
 
 _PREACT: Final = (

@@ -337,7 +337,7 @@ class Directory:
         return max(self.deletions.epoch(x) for x in marks)
 
     async def _began_since(self, key: OwnKey, epoch: int) -> bool:
-        """Tell whether any server says that the session began after that deletion."""
+        """Say whether any server reports that the session began after that deletion."""
         if (row := self.own.row(key)) is not None:
             return row.epoch >= epoch
         lives = [*self._exchange.former_lives, *(x.life for x in self.peers.boards())]

@@ -98,7 +98,7 @@ class OwnRows:
 
 
 def _same(row: Row, other: Row) -> bool:
-    """Tell whether two rows differ in no more than a moment of time."""
+    """Say whether two rows differ in no more than a moment of time."""
     near = abs(row.used - other.used) < 1.0
     return near and msgspec.structs.replace(row, used=other.used, retain_s=other.retain_s) == other
 

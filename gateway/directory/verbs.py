@@ -66,7 +66,7 @@ class Verbs:
 
 
 def sleeps(model: ServedModel, verb: str) -> bool:
-    """Tell whether the model's sessions sleep already, as deep as the verb could have them."""
+    """Say whether the model's sessions sleep already, as deep as the verb could have them."""
     return verb == "demote" and model.state == "unloaded"
 
 

@@ -72,7 +72,7 @@ class BodyShare:
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self._nbytes = 0
-        self.tenant = ""  # whose body it is; told before the first byte is read
+        self.tenant = ""  # the owner of the body; set before the first byte is read
 
     def grow(self, nbytes: int) -> None:
         """Have ``nbytes`` in all, if that is more than now. Raises ``Refused`` (503)."""
@@ -85,7 +85,7 @@ class BodyShare:
         self.grow(self._nbytes + nbytes)
 
     def give_back(self) -> None:
-        """Count the body no longer: it was answered, or somebody else has it."""
+        """Count the body no longer: it was answered, or another part of the server holds it."""
         nbytes, self._nbytes = self._nbytes, 0
         if nbytes:
             self._budget.give_back(self.tenant, nbytes)

@@ -1,9 +1,9 @@
 """Counts connections, in total and per address, and says which must go.
 
-A place is given to whoever comes. At the limit the connection that has been idle longest makes
-room; where none is idle, the newcomer is refused, except a few that come where only admins do. One
-address may hold so many at once: of IPv6 a /64, since a client has all of it. Proxies that are
-trusted speak for many clients and are counted in the total only.
+A place is given to each new connection. At the limit the connection that has been idle longest
+makes room; where none is idle, the newcomer is refused, except a few that come where only admins
+do. One address may hold so many at once: of IPv6 a /64, since a client has all of it. Proxies that
+are trusted speak for many clients and are counted in the total only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Evictable(Protocol):
 
 
 class ConnectionObserver(Protocol):
-    """Whoever counts connections for the operator."""
+    """Counts connections for the operator."""
 
     def connections_open(self, number: int) -> None:
         """Note how many connections are open."""

@@ -3,9 +3,9 @@
     idle -> head -> body -> framing and trailers -> idle       each with a clock and a count
                      \\-> answered before it was whole -> rest dropped for a while -> closed
 
-uvicorn counts and times nothing behind a head, takes trailers for headers, and keeps a connection
+uvicorn counts and times nothing after a head, takes trailers for headers, and keeps a connection
 whose client never ends its request. Here a request that was answered before it was whole ends its
-connection, trailers are dropped unread, and whoever takes no answer is cut, too.
+connection, trailers are dropped unread, and a client that takes no answer is cut off, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gateway.errors import Failure
 
 log = logging.getLogger("thermocline.gateway")
 
-MAX_PIPELINED = 32  # requests that wait behind one that is being answered
+MAX_PIPELINED = 32  # requests that wait for the one that is being answered
 APP_FIRST_S = 0.5  # the app began to count later, and has the better words
 
 
@@ -45,7 +45,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self._begun = False  # some bytes of the request that comes next are here
         self._whole = True  # no request is half received
         self._failure: Failure | None = None
-        self._reusable = False  # the request allows another one behind it
+        self._reusable = False  # the request allows another one after it
         self._ending = False
         self._cycles: deque[RequestResponseCycle] = deque()  # not answered yet, oldest first
         self._lingering: Lingering | None = None
@@ -73,7 +73,7 @@ class EdgeProtocol(HttpToolsProtocol):
             if watch is not None:
                 watch.stop()
         super().connection_lost(exc)
-        for cycle in self._cycles:  # uvicorn tells the newest only
+        for cycle in self._cycles:  # uvicorn notifies the newest only
             cycle.disconnected = True
             cycle.message_event.set()
 
@@ -124,7 +124,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if not self._begun:  # it came right behind the one before
+        if not self._begun:  # it came directly after the one before
             self._begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -227,7 +227,7 @@ class EdgeProtocol(HttpToolsProtocol):
     # ---- the end
 
     def _answered_last(self) -> None:
-        """End a connection behind an answer; called when that has been written."""
+        """End a connection after an answer; called when that has been written."""
         if self._whole or self.transport.is_closing():
             close_soon(self.loop, self.transport)
         elif self._lingering is None:
@@ -246,7 +246,7 @@ class EdgeProtocol(HttpToolsProtocol):
     def _cut(self, failure: Failure) -> None:
         """End a connection whose client did what it may not, or took too long.
 
-        What follows on it cannot be parsed. The failure is told where no other answer is due first.
+        What follows on it cannot be parsed. The failure is sent where no other answer is due first.
         """
         self._stop_clock()
         if self.transport.is_closing() or self._lingering is not None:
@@ -259,7 +259,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self.transport.write(_answer(failure))
         self.flow.resume_reading()
         self._lingering = Lingering(self.loop, self.transport)
-        if self._receiving is not None:  # its app must not write behind this
+        if self._receiving is not None:  # its app must not write after this
             self._receiving.disconnected = True
             self._receiving.message_event.set()
 

@@ -49,9 +49,9 @@ class LiveEvents(Response):
     ) -> None:
         """
         Args:
-            tenant: whose sessions are told of; None = everybody's.
+            tenant: whose sessions are reported; None = those of all.
             last_event_id: the last event that the reader has had; "" = none.
-            page_rows: tell a snapshot in pages of so many rows; 0 = in one piece.
+            page_rows: send a snapshot in pages of so many rows; 0 = in one piece.
         """
         super().__init__()
         self._gateway = gateway
@@ -104,7 +104,7 @@ class LiveEvents(Response):
         await _send_event(take, name, event_id, pieces)
 
     def _goes_on(self) -> bool:
-        """Tell whether the reader may stay: its key may be gone, or the server may end.
+        """Say whether the reader may stay: its key may be gone, or the server may end.
 
         Who sees everything without a key does so only as long as there is no admin's.
         """

@@ -13,7 +13,7 @@ from gateway.front import wants_head_only
 router = APIRouter()
 LONGEST_NUMBER = 7
 LEAST_ROWS = 50  # of a page; each is an event
-MOST_ROWS = 1000  # nobody else is served while one is made
+MOST_ROWS = 1000  # no other request is served while one is made
 
 
 @router.get("/v1/events")

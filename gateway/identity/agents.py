@@ -1,7 +1,7 @@
 """The sessions that coding agents name in their own headers, and whose children they are.
 
-An agent's helpers (*subagents*) talk under the session id of their parent; what tells them apart is
-an id of their own beside it. A session is the two together, or helper and parent would overwrite
+An agent's helpers (*subagents*) talk under the session id of their parent; they are distinguished
+by an id of their own beside it. A session is the two together, or helper and parent would overwrite
 each other's KV at every turn.
 """
 
@@ -55,7 +55,7 @@ def by_headers(headers: Mapping[str, str]) -> NamedSession | None:
 
 
 def named_by_agent(headers: Mapping[str, str]) -> bool:
-    """Tell whether an agent named the session in its own way, and a user did not choose the id."""
+    """Say whether an agent named the session in its own way, and a user did not choose the id."""
     if SESSION_ID_HEADER in headers:
         return False
     return any(headers.get(name) for name in (_CLAUDE, *_PLAIN))

@@ -8,9 +8,9 @@ fork, and gets an id of its own. A wrong guess costs nothing but a prefill, sinc
 compares tokens.
 
 One kind of fork goes on in the session that it left: aider writes the last question anew when the
-next one comes, and puts the files behind what was said. Such a request is longer than the one
+next one comes, and puts the files after what was said. Such a request is longer than the one
 before it by an answer and a question, and shares all of it but the last few messages. It takes the
-session over where that is quiet, or every turn would leave a session behind.
+session over where that is quiet, or every turn would leave an unused session.
 
 The id of a new chat is derived from its first head. So after a restart a chat is found again by
 asking which of its derived ids the engine still has a session for.
@@ -52,9 +52,9 @@ class KnownChats:
 
         Args:
             chain: ``message_chain`` of its messages.
-            exists: tells whether the tenant has a session of that id; this is how chats are found
+            exists: says whether the tenant has a session of that id; this is how chats are found
                 that began before the gateway was restarted.
-            is_quiet: tells whether nothing of a session is being served.
+            is_quiet: says whether nothing of a session is being served.
         """
         heads = self._heads_of.setdefault(tenant.name, _Heads(self._capacity))
         session_id = (

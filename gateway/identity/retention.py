@@ -1,4 +1,4 @@
-"""How long a request asks its session to be kept, whatever the dialect calls it.
+"""How long a request asks its session to be kept, by whichever field its dialect has for it.
 
 A time is what its client asks for at least; it is never more than a place in the order in which
 sessions are given up, and budgets go first.

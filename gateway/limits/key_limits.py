@@ -2,8 +2,8 @@
 
 The counts are of this process. Where several gateways share a Redis, a key also takes what it uses
 from what they have together (``shared_limits``). Tokens are counted when an answer has ended, since
-nobody knows before, so a key may go over once and waits for it afterwards. A session has no row
-before its turn has a slot, so the ids on their way there are counted here.
+they are not known before, so a key may go over once and waits for it afterwards. A session has no
+row before its turn has a slot, so the ids on their way there are counted here.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class SharedLimits:
 
     Args:
         ask: reaches the Redis.
-        name_of: makes a name for a key or a tenant that tells nothing of it to others.
+            name_of: makes a name for a key or a tenant that reveals nothing of it to others.
         on_change: called with True when limits begin to be shared, with False when they end to.
     """
 
@@ -120,7 +120,7 @@ class SharedLimits:
         return Reservation(stock)
 
     async def claim_session(self, tenant: Tenant, most: int, session: str) -> bool:
-        """Tell whether a tenant may open a session, counting those at all gateways.
+        """Say whether a tenant may open a session, counting those at all gateways.
 
         True also where that cannot be known in time.
         """

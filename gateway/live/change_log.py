@@ -13,8 +13,8 @@ MAX_ENTRIES = 200_000
 class ChangeLog(Generic[K]):
     """Names, each with the number of the moment in which it last changed.
 
-    Whoever was last told at moment n asks for what changed after n, so a reader that is slow or
-    comes back gets each session once, as it is now: nothing is queued for anybody.
+    A reader that was last served at moment n asks for what changed after n, so one that is slow or
+    comes back gets each session once, as it is now: nothing is queued for any reader.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
@@ -30,7 +30,7 @@ class ChangeLog(Generic[K]):
             _, self._complete_since = self._moments.popitem(last=False)
 
     def knows(self, moment: int) -> bool:
-        """Tell whether all that changed after ``moment`` is still known."""
+        """Say whether all that changed after ``moment`` is still known."""
         return moment >= self._complete_since
 
     def since(self, moment: int) -> list[K]:

@@ -72,7 +72,7 @@ class Past:
         return before, self.place
 
     def _place_before(self, first: TransitionShown) -> Place:
-        """Tell by its first step where a session was: one that was adopted is quiet then."""
+        """Say by its first step where a session was: one that was adopted is quiet then."""
         if first.before in _HOT:
             return "" if first.before == "active" else "hot"
         return first.tier or ""

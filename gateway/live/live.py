@@ -1,7 +1,7 @@
 """Hears of everything that happens to requests and sessions, and lets readers see their part.
 
-Where nobody reads, all that this costs is a few sums and a bounded memory of each session's past.
-While somebody does, it looks once a second at what changed.
+Without readers, all that this costs is a few sums and a bounded memory of each session's past.
+With readers, it looks once a second at what changed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STALE_S = 3.0  # of the engine's figures
 LINGER_S = 60.0  # without a reader: one that comes back by then goes on where it was
 MAX_REQUESTS = 400  # shown
 DIALECTS = ("chat.completions", "completions", "responses", "messages")
-COARSE_BYTES = 64 << 20  # the machine's memory changes all the time; smaller steps tell nothing
+COARSE_BYTES = 64 << 20  # the machine's memory changes all the time; smaller steps mean nothing
 
 
 class Live:
@@ -319,7 +319,7 @@ class Live:
         )
 
     def _past(self, tenant: str | None) -> tuple[HourShown, list[MoveShown]]:
-        """Show the last hour, which no change tells."""
+        """Show the last hour, which is in no change."""
         tally, now, wall = self._tallies[tenant], self._clock(), self._wall()
         since, prompts, answers = tally.hour(now, self._started)
         hour = HourShown(

@@ -1,6 +1,6 @@
 """Makes the figures of memory: the engine's own for an admin, sums of own sessions for a tenant.
 
-Figures of the whole machine would tell a tenant how busy the others are.
+Figures of the whole machine would show a tenant how busy the others are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def memory_shown(
     """Show memory.
 
     Args:
-        report: the engine's latest; None if it has not told any.
+        report: the engine's latest; None if it has sent none.
         water: the scheduler's high and low mark.
     """
     tiers = report.tiers if report else []

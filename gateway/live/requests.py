@@ -56,7 +56,7 @@ class LiveRequest:
         """
         Args:
             at: the Unix time of its arrival.
-            title: for its session; told to nobody but readers of that session.
+            title: for its session; shown to readers of that session only.
         """
         self.ref = ref
         self.id = request_id
@@ -72,7 +72,7 @@ class LiveRequest:
         self.waited_s = 0.0
         self.error = ""
         self.shares: LiveRequest | None = None  # the request whose answer this one gets
-        self.progress: RequestProgress | None = None  # what the engine told last
+        self.progress: RequestProgress | None = None  # the engine's latest report
         self.told_prompt_tokens: int | None = None  # by the head of the engine's answer
         self.num_events = 0  # of a stream, each about a token
         self._clock = clock
@@ -99,7 +99,7 @@ class LiveRequest:
 
     @property
     def tokens_so_far(self) -> int:
-        """The length of its session with what is there of the answer; 0 until the engine tells."""
+        """The length of its session, answer included; 0 until the engine reports it."""
         return (self.prompt_tokens or 0) + self.answered_tokens if self.is_own_turn else 0
 
     def uncounted(self) -> list[Stretch]:
@@ -135,7 +135,7 @@ class LiveRequest:
 
     @property
     def token_s(self) -> float | None:
-        """Seconds for each token behind the first, so far; None where that was not seen."""
+        """Seconds for each token after the first, so far; None where that was not seen."""
         behind = self.answered_tokens - 1
         if self.first_token_s is None or behind < 1:
             return None
@@ -155,7 +155,7 @@ class LiveRequest:
 
     @property
     def answered_tokens(self) -> int:
-        """The tokens of the answer so far, by its events or as the engine told last."""
+        """The tokens of the answer so far, by its events or as the engine last reported."""
         if self.usage is not None:
             return self.usage.completion_tokens
         return max(self.num_events, self.progress.answered_tokens if self.progress else 0)
@@ -174,13 +174,13 @@ class LiveRequest:
 
     @property
     def prefilled_tokens(self) -> int | None:
-        """The part of the prompt that is there, reused or computed; None until the engine tells."""
+        """The finished part of the prompt, reused or computed; None until it is reported."""
         if self.phase == "decode":
             return self.prompt_tokens
         return self.progress.prefilled_tokens if self.progress else None
 
     def used_so_far(self) -> Usage:
-        """Estimate the counts of an answer that ended before the engine told them.
+        """Estimate the counts of an answer that ended before the engine reported them.
 
         Of a prefill that was broken off only what was computed counts.
         """
@@ -218,7 +218,7 @@ class LiveRequest:
     def took(self, chunk: bytes) -> bool:
         """Look at some bytes of the engine's answer; return True if they hold the first token.
 
-        Comments of the engine's tell how far a prefill is. The first event holds the role only.
+        Comments of the engine's show how far a prefill is. The first event holds the role only.
         """
         if self.first_token_s is not None:
             self.num_events += chunk.count(b"data: {")
@@ -268,7 +268,7 @@ class LiveRequest:
 
 
 def _is_opening(event: bytes) -> bool:
-    """Tell whether an event only begins an answer, and holds none of it."""
+    """Say whether an event only begins an answer, and holds none of it."""
     return b'"role"' in event and (b'"content":""' in event or b'"content":null' in event)
 
 

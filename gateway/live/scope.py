@@ -1,7 +1,7 @@
 """The part of everything that one caller may see, and what of it changed since when.
 
 A scope is one tenant's, or the admins'. Every look gives a *moment* its number; a reader that was
-last told at a moment is told what changed after it. Nothing is queued: a reader that was slow for a
+last served at a moment gets what changed after it. Nothing is queued: a reader that was slow for a
 minute, or comes back with ``Last-Event-ID``, gets each changed session once, as it is now.
 """
 
@@ -46,7 +46,7 @@ class Parts(NamedTuple):
 
 
 class Scope:
-    """Tells the readers of one tenant, or admins, what they may see. Belongs to the event loop."""
+    """Shows the readers of one tenant, or admins, what they may see. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -58,10 +58,9 @@ class Scope:
     ) -> None:
         """
         Args:
-            tenant: whose; None = everybody's, for admins.
-            look: makes the parts of this moment.
-            past: gives the last hour, which is in snapshots only.
-            epoch: tells this scope's moments from those of another, or of an earlier process.
+            tenant: whose; None = everybody's, for admins. look: makes the parts of this moment.
+            past: gives the last hour, which is in snapshots only. epoch: distinguishes this scope's
+            moments from those of another, or of an earlier process.
         """
         self.tenant = tenant
         self.num_readers = 0
@@ -85,7 +84,7 @@ class Scope:
     # ---- what happens
 
     def sees(self, tenant: str) -> bool:
-        """Tell whether this scope shows that tenant's sessions."""
+        """Say whether this scope shows that tenant's sessions."""
         return self.tenant is None or self.tenant == tenant
 
     def mark(self, key: Key) -> None:
@@ -133,18 +132,18 @@ class Scope:
         self._next_moment = asyncio.Event()
 
     async def beyond(self, moment: int) -> None:
-        """Wait for a moment after ``moment``, or until somebody is to ``wake``."""
+        """Wait for a moment after ``moment``, or until ``wake`` is called."""
         if self.moment <= moment:
             await self._next_moment.wait()
 
-    # ---- what is told
+    # ---- what is shown
 
     def event_id(self, moment: int) -> str:
         """Name a moment for ``Last-Event-ID``."""
         return f"{self._epoch}.{moment}"
 
     def resumes(self, event_id: str) -> int | None:
-        """Return the moment that a reader was told last; None if it has to begin anew."""
+        """Return the moment that a reader had last; None if it has to begin anew."""
         epoch, _, moment = event_id.partition(".")
         if epoch != str(self._epoch) or not moment.isdecimal() or len(moment) > 15:
             return None

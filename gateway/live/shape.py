@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 from engines.base import TierName
 
 Phase: TypeAlias = Literal["waiting", "prefill", "decode"]
-MAX_MOVES = 60  # told of one tenant, or of all
+MAX_MOVES = 60  # of one tenant, or of all
 Place: TypeAlias = Literal["", "hot", "ram", "disk", "redis"]  # of a session's KV; "" = none yet
 
 
@@ -49,7 +49,7 @@ class RequestShown(msgspec.Struct, frozen=True, kw_only=True):
     operation: str  # chat, text_completion, ...
     started_at: float
     phase: Phase
-    prompt_tokens: int | None  # until the engine tells
+    prompt_tokens: int | None  # None until the engine reports it
     prefilled_tokens: int | None  # reused ones included
     answered_tokens: int | None
     source: str | None  # where the reused part of the prompt came from
@@ -245,14 +245,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class More(msgspec.Struct, frozen=True, kw_only=True):
-    """More rows of a snapshot that is told in pages."""
+    """More rows of a snapshot that is sent in pages."""
 
     sessions: list[SessionShown]
     left: int  # rows that are still to come
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An event behind the first: only what is not as it was."""
+    """An event after the first: only what is not as it was."""
 
     server: ServerShown | UnsetType = UNSET
     now: NowShown | UnsetType = UNSET
@@ -283,7 +283,7 @@ class TurnShown(msgspec.Struct, frozen=True, kw_only=True):
     operation: str
     source: str | None
     reason: str | None  # why not more was reused
-    prompt_tokens: int | None  # null: the answer told no usage
+    prompt_tokens: int | None  # null: the answer had no usage
     reused_tokens: int  # of these, ``restored_tokens`` came from a tier
     restored_tokens: int
     computed_tokens: int | None

@@ -1,4 +1,4 @@
-"""Adds up sessions by state and tier as they change, so that nobody counts them all each second."""
+"""Adds up sessions by state and tier as they change, instead of counting them each second."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from gateway.live.requests import LiveRequest, Stretch
 from gateway.live.shape import MAX_MOVES, MoveShown
 
 RATE_S = 10.0
-LEAST_RATE_S = 1.0  # a shorter time tells more of one step of the engine than of its speed
+LEAST_RATE_S = 1.0  # a shorter time depends more on one step of the engine than on its speed
 STEP_S = 10  # of the last hour
 HOUR_S = 3600
 DAY_S = 86_400
@@ -19,14 +19,14 @@ _INSTANT_S = 1e-3
 class PrefillSpeed:
     """The engine's speed of prefill, measured on turns whose first token was seen."""
 
-    LEAST_TOKENS = 64  # shorter prompts tell more of the step than of the speed
+    LEAST_TOKENS = 64  # shorter prompts depend more on the step than on the speed
 
     def __init__(self) -> None:
         self.told: float | None = None  # by the engine, from when its codecs were measured
         self._seen: float | None = None
 
     def learn(self, request: LiveRequest) -> None:
-        """Learn from a turn. One that was restored tells less: unpacking took some of its time."""
+        """Learn from a turn. One that was restored counts less: unpacking took some of its time."""
         computed, took_s = request.prefill_seen
         if took_s <= 0 or computed < self.LEAST_TOKENS:
             return

@@ -21,7 +21,7 @@ class Budget(NamedTuple):
         return Budget(min(self.hot, other.hot), min(self.ram, other.ram))
 
     def fits(self, other: Budget) -> bool:
-        """Tell whether it is no more than another one."""
+        """Say whether it is no more than another one."""
         return self.within(other) == self
 
 

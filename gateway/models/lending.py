@@ -2,7 +2,7 @@
 
 Each model is guaranteed its part of the machine's budgets while it is loaded, from before its
 engine starts until that has ended. What no loaded model is guaranteed is lent to loaded ones whose
-engines can change their budgets while they run. A loan is counted before an engine is told of it,
+engines can change their budgets while they run. A loan is counted before an engine learns of it,
 and counted no more only once the engine has said that it holds to less: so all that engines may
 use together is at no moment more than the machine's budgets, whichever of them dies meanwhile.
 """
@@ -77,7 +77,7 @@ class Lending:
             part.lent, part.confirmed, part.life = NOTHING, NOTHING, None
 
     async def look(self) -> None:
-        """Lend what nobody needs now, and repeat to engines what they may have missed."""
+        """Lend memory that is not needed now, and repeat to engines what they may have missed."""
         async with self._turn:
             await self._settle()
 

@@ -168,7 +168,7 @@ class Loading:
         return f"the model {model.name} is {model.state.value}"
 
     def _takes(self, model: OnDemand) -> bool:
-        """Tell whether requests may have the model now.
+        """Say whether requests may have the model now.
 
         Not while its place is about to be given to a model that was asked for ``PATIENCE_S`` ago:
         a model that is always in use would else never be unloaded.
@@ -239,7 +239,7 @@ class Loading:
                 self._start(self._unload(model))
 
     def _lend(self) -> None:
-        """Lend what nobody needs now, away from this task: an engine may take its time."""
+        """Lend memory that is not needed now, away from this task: an engine may take its time."""
         if self._lends is None or self._lends.done():
             self._lends = asyncio.create_task(self._lending.look(), name="model-lending")
 

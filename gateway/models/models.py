@@ -35,7 +35,7 @@ class Models:
     def meant(self, asked: object, config: GatewayConfig) -> ServedModel:
         """Return the model that a body's ``model`` means.
 
-        Where there is only one, it is that one whatever the name: ``served_name`` looks at the name
+        Where there is only one, it is that one for any name: ``served_name`` looks at the name
         once the body has been checked.
 
         Raises:

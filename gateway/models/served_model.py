@@ -111,7 +111,7 @@ class ServedModel:
         return max(report.active_bytes, report.hot_bytes) if report else 0
 
     def goes_by(self, asked: str) -> bool:
-        """Tell whether that is its name or one of its aliases. Raises as ``name`` does."""
+        """Say whether that is its name or one of its aliases. Raises as ``name`` does."""
         return asked == self.name or asked in self.aliases
 
     @property
@@ -153,11 +153,11 @@ class ServedModel:
         return self.on_demand is None or self.on_demand.was_listed
 
     def may_have(self, session: SessionRef) -> bool:
-        """Tell whether the session is known here, or could lie where only its engine looks."""
+        """Say whether the session is known here, or could lie where only its engine looks."""
         return not self.is_listed or self.sessions.get(session) is not None
 
     def knows(self, tenant: Tenant, session_id: str) -> bool:
-        """Tell whether the tenant has a session of that id here."""
+        """Say whether the tenant has a session of that id here."""
         return self.sessions.get(tenant.session(session_id)) is not None
 
     def coming(self, session_id: str) -> str:
@@ -165,7 +165,7 @@ class ServedModel:
         return f"{self.given_name}\0{session_id}"
 
     def is_quiet(self, tenant: Tenant, session_id: str) -> bool:
-        """Tell whether the tenant has a session of that id, and nothing of it is being served."""
+        """Say whether the tenant has a session of that id, and nothing of it is being served."""
         seen = self.sessions.get(tenant.session(session_id))
         return seen is not None and seen.state not in ("active", "waking")
 

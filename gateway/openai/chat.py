@@ -118,6 +118,6 @@ async def completions(request: Request) -> Response:
     return await accept(request, TEXT)
 
 
-# Plain routes: FastAPI's own resolve dependencies, which nobody here has, for every request.
+# Plain routes: FastAPI's own resolve dependencies, which are not used here, for every request.
 router.add_route(CHAT.path, chat_completions, methods=["POST"])
 router.add_route(TEXT.path, completions, methods=["POST"])

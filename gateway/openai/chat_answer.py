@@ -86,7 +86,7 @@ class ChatEvents:
         if data == KEEPALIVE:
             return data
         if data == DONE:
-            self.complete = True  # told with the ending: clients look for what is stored then
+            self.complete = True  # sent with the ending: clients look for what is stored then
             return b""
         chunk = _parsed(data)
         if "error" in chunk:

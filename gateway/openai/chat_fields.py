@@ -72,7 +72,7 @@ def _take_functions(raw: Json, asked: Json) -> None:
 
 
 def _needs_offer(raw: Json) -> bool:
-    """Tell whether tools are more than functions, or chosen in another way than by name."""
+    """Say whether tools are more than functions, or chosen in another way than by name."""
     tools, choice = raw.get("tools"), raw.get("tool_choice")
     if not isinstance(tools, list) or not all(isinstance(x, dict) for x in tools):
         return False  # the check of the chat says what is wrong

@@ -1,10 +1,10 @@
 """POST /v1/responses/compact: a conversation made short by a summary of the served model.
 
-What users, system and developer said stays as it is. Behind it stands one ``compaction`` item in
+What users, system and developer said stays as it is. It is followed by one ``compaction`` item in
 place of all else: the summary, sealed for the tenant (``stored.seal``). Sent back as an item of a
-later request, it is opened and told to the model. Nothing is stored here.
+later request, it is opened and shown to the model. Nothing is stored here.
 
-The summary is a turn as any other, asked for behind the conversation as it stands, tools and all:
+The summary is a turn as any other, asked for after the conversation as it stands, tools and all:
 so its prompt is the one that the conversation's session holds already.
 """
 
@@ -46,7 +46,7 @@ _TOKEN_CHARS: Final = 3  # of an excerpt in place of a summary
 _KEPT_ROLES: Final = frozenset({"user", "system", "developer"})
 # For models that think before they answer: the tokens are for the summary.
 _DEFAULTS: Final[Json] = {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
-# Where an answer ends: the summary is ours to ask for, and ends when it is told.
+# Where an answer ends: the summary is ours to ask for, and ends when it is complete.
 _NOT_TAKEN: Final = frozenset({"stop", "min_tokens", "ignore_eos"})
 _CUT: Final = " [...]\n(The summary was cut here: it had reached its limit.)"
 _ASKED: Final = (

@@ -83,7 +83,7 @@ async def delete_conversation(request: Request) -> Response:
 
 @router.post(_ONE + "/items")
 async def add_items(request: Request) -> Response:
-    """Add items behind the others; answers with those that were added."""
+    """Add items after the others; answers with those that were added."""
     caller_of(request)
     _, rows = await _read(request, AddedItems)
     try:

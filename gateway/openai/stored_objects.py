@@ -1,7 +1,7 @@
 """What can be done with any kind of stored object: show, label anew, delete it, list its items.
 
-An object is found by the caller's tenant and the id in the request's path; whatever is not there,
-or is another tenant's, is the same 404.
+An object is found by the caller's tenant and the id in the request's path; one that is not there,
+and one of another tenant, get the same 404.
 """
 
 from __future__ import annotations

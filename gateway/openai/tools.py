@@ -1,7 +1,7 @@
 """Tools as OpenAI's two dialects write them, made into what engines know: functions.
 
 - A *custom* tool takes free text: a function with one string argument, ``input``. Its grammar, if
-  it has one, is told to the model and not enforced.
+  it has one, is shown to the model and not enforced.
 - ``allowed_tools`` offers some of the tools only.
 - Kinds that only OpenAI's own servers run are left out, and counted by who calls.
 """

@@ -33,8 +33,8 @@ def row_of(
     """Choose the row of a request that names ``session_id``.
 
     Args:
-        latest: the latest request of a row; None if nobody remembers one.
-        is_quiet: tells whether nothing of a row is being served.
+        latest: the latest request of a row; None if none is remembered.
+        is_quiet: says whether nothing of a row is being served.
     """
     beside = session_id + SUFFIX
     held = latest(session_id)
@@ -52,7 +52,7 @@ def row_of(
 
 
 def begin_alike(one: Outline, other: Outline) -> bool:
-    """Tell whether two requests have a system text or a first message in common."""
+    """Say whether two requests have a system text or a first message in common."""
     if one.system and one.system == other.system:
         return True
     return one.messages[:DIGEST_BYTES] == other.messages[:DIGEST_BYTES]

@@ -18,7 +18,7 @@ _SYSTEM = ("system", "developer")
 def fitted(messages: Sequence[Json], rules: TemplateRules) -> list[Json]:
     """Return the messages as the model's template takes them; none is moved.
 
-    A system message behind the first becomes a user's, with a mark. Where the template wants user
+    A system message after the first becomes a user's, with a mark. Where the template wants user
     and assistant to alternate, it is added to the message before it, and users' messages that
     follow each other are joined.
     """

@@ -20,7 +20,7 @@ class Outline(NamedTuple):
     model: bytes
     system: bytes  # b"" if there is none
     tools: bytes
-    messages: bytes  # ``DIGEST_BYTES`` for each message behind the system's, in order
+    messages: bytes  # ``DIGEST_BYTES`` for each message after the system's, in order
     size: int = 0  # of messages and tools as JSON, in bytes
 
     @property

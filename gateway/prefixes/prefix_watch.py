@@ -24,7 +24,7 @@ class Compared:
     def __init__(self, outline: Outline, change: Change | None) -> None:
         self.outline = outline
         self.change = change
-        self.prompt_tokens = 0  # both are 0 until the engine tells
+        self.prompt_tokens = 0  # both are 0 until the engine reports them
         self.cached_tokens = 0
 
 
@@ -32,7 +32,7 @@ class PrefixReport(msgspec.Struct, frozen=True):
     """The part of a session's latest request that its owner is shown."""
 
     changed: str | None  # model, system, tools or messages; None: it went on where it had ended
-    at_message: int | None  # of those behind the system message, from 0
+    at_message: int | None  # of those after the system message, from 0
     num_messages: int
     prompt_tokens: int
     cached_tokens: int

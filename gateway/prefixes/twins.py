@@ -1,12 +1,12 @@
 """A request that comes again while it is being served: both get the one answer.
 
 Clients give up on a long prefill and send the same request again. Served by itself the second
-would wait behind the first and be computed once more. Here it joins the turn that runs: it gets the
+would wait for the first and be computed once more. Here it joins the turn that runs: it gets the
 engine's bytes from the first one on, and if the first client leaves, the turn goes on for it.
 
-Whoever wants more takes it from the engine, for all: the first client as fast as it reads, and once
-there are twins a task besides, so that a client which reads slowly keeps no other one waiting. Each
-reads what was taken at its own speed.
+The reader that wants more takes it from the engine, for all: the first client as fast as it reads,
+and once there are twins a task besides, so that a client which reads slowly keeps no other one
+waiting. Each reads what was taken at its own speed.
 
 Everything belongs to the event loop. What a turn holds for twins to come is bounded; a turn that
 has said more takes none any longer. What it holds for twins that read is bounded, too; in a turn
@@ -22,8 +22,8 @@ from typing import Any, Generic, TypeVar
 
 from engines.base import EngineUnavailable, Upstream
 
-MAX_HELD_BYTES = 64 << 10  # of an answer that nobody has joined
-MAX_SHARED_BYTES = 16 << 20  # of one that somebody reads
+MAX_HELD_BYTES = 64 << 10  # of an answer that no twin has joined
+MAX_SHARED_BYTES = 16 << 20  # of one that has readers
 Key = tuple[str, str, bytes]  # tenant, session, digest of the request
 First = TypeVar("First")  # what the gateway knows of the request that a turn is computed for
 
@@ -47,9 +47,9 @@ class SharedTurn(Generic[First]):
         self._put_off = put_off
         self._nbytes = 0
         self._source: AsyncIterator[bytes] | None = None  # None: nothing can be taken from it
-        self._taking = False  # somebody waits for the engine
+        self._taking = False  # a reader waits for the engine
         self._ahead: asyncio.Task[None] | None = None
-        self._news: asyncio.Event | None = None  # None: nobody waits for any
+        self._news: asyncio.Event | None = None  # None: no reader waits for any
 
     @property
     def can_be_joined(self) -> bool:
@@ -62,7 +62,7 @@ class SharedTurn(Generic[First]):
 
     @property
     def needs_past(self) -> bool:
-        """True while somebody else may want what the first client has had."""
+        """True while another reader may want what the first client has had."""
         if self.num_twins:
             return not self.too_long
         return self._nbytes <= MAX_HELD_BYTES
@@ -83,7 +83,7 @@ class SharedTurn(Generic[First]):
                 await asyncio.gather(self._ahead, return_exceptions=True)
 
     async def more(self) -> None:
-        """Take the next piece from the engine, or wait until somebody else has."""
+        """Take the next piece from the engine, or wait until another reader has."""
         if self._taking or self._source is None:
             await self.news()
             return

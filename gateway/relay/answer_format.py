@@ -54,10 +54,10 @@ class EventStream(Protocol):
         """Take the engine's next bytes; return all whole events that can go out now."""
 
     def ending(self, failure: Failure | None) -> bytes:
-        """Return the last bytes of the answer, which tell of ``failure`` if there was one."""
+        """Return the last bytes of the answer, which report ``failure`` if there was one."""
 
     def usage(self) -> Usage | None:
-        """Return the token counts of the answer; None if the engine told none."""
+        """Return the token counts of the answer; None if the engine reported none."""
 
 
 class AnswerFormat(Protocol):
@@ -75,7 +75,7 @@ class AnswerFormat(Protocol):
 
 @runtime_checkable
 class HearsOfPrompt(Protocol):
-    """An ``AnswerFormat`` whose first event tells how long the prompt is."""
+    """An ``AnswerFormat`` whose first event says how long the prompt is."""
 
     def prompt_taken(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Hear it from the head of the engine's answer, before any event is made."""

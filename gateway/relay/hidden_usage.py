@@ -1,6 +1,6 @@
 """Counts the tokens of a stream whose client did not ask for them: that event is not passed on.
 
-Engines tell the counts in an event of its own, without choices, and only to who asks. The gateway
+Engines send the counts in an event of its own, without choices, and only if asked. The gateway
 always asks, since limits and figures need them; clients that did not would trip over the event.
 """
 
@@ -20,7 +20,7 @@ _COMPACT, _SPACED = b'"choices":[]', b'"choices": []'
 
 
 def asks_for_usage(raw: Json) -> bool:
-    """Have the engine tell a stream's token counts; True if its client did not ask for them."""
+    """Have the engine send a stream's token counts; True if its client did not ask for them."""
     options = raw.get("stream_options") or {}
     if not raw.get("stream") or options.get("include_usage"):
         return False
@@ -63,7 +63,7 @@ _decoder = msgspec.json.Decoder(_Event)
 
 
 def _split(events: bytes) -> list[bytes]:
-    """Cut whole events apart, each with the empty line behind it."""
+    """Cut whole events apart, each with the empty line after it."""
     for end in (b"\r\n\r\n", b"\n\n"):
         if events.endswith(end):
             return [x + end for x in events.split(end)[:-1]]

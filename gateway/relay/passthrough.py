@@ -35,7 +35,7 @@ _PASSED_ON = ("content-type", CACHE_HEADER)
 
 
 def is_event_stream(upstream: Upstream) -> bool:
-    """Tell whether the engine answers with a stream of events."""
+    """Say whether the engine answers with a stream of events."""
     return upstream.headers.get("content-type", "").startswith(EVENT_STREAM)
 
 
@@ -56,7 +56,7 @@ async def relay_events(
 ) -> Failure | None:
     """Pass a stream's events on until it ends; the caller sends the head before and the end after.
 
-    Returns the failure that the client has still to be told of, if any.
+    Returns the failure that still has to be sent to the client, if any.
 
     Args:
         deadline: when it breaks off.
@@ -149,7 +149,7 @@ async def send_response(send: Send, response: Response) -> None:
 
 
 def engine_failure(status: int, body: bytes) -> Failure:
-    """Translate an engine's error answer into OpenAI's shape, whatever shape it came in."""
+    """Translate an engine's error answer of any shape into OpenAI's."""
     try:
         said = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -17,7 +17,7 @@ from gateway.metrics import Usage
 MAX_HELD_BYTES = 1 << 20
 # A stream ends with finish reason, usage and [DONE]; a chunk holds at least one event.
 KEPT_CHUNKS = 6
-KEPT_LINES = 4  # [DONE], the empty line behind it, and a comment perhaps
+KEPT_LINES = 4  # [DONE], the empty line after it, and a comment perhaps
 
 
 class SseFramer:
@@ -44,7 +44,7 @@ class SseFramer:
         return b""
 
     def ending(self, failure: Failure | None) -> bytes:
-        """Return an event that tells of ``failure``; nothing more if there was none."""
+        """Return an event that reports ``failure``; nothing more if there was none."""
         return failure.event() if failure else b""
 
     def _whole_events(self, data: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """The client's side of a streamed answer: its head and opening once, and signs of life.
 
 Some clients give up on a connection that shows nothing for a while, and send the same request again
-behind the first. A dialect that has an event for that purpose gets it whenever nothing else has
+after the first. A dialect that has an event for that purpose gets it whenever nothing else has
 gone out for so long. If the engine has not even begun to answer by then, head and opening go out
 without waiting for it; a failure after that is an event, not a status.
 """

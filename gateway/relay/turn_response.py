@@ -159,13 +159,13 @@ class TurnResponse(Response):
             return await self._stream(turn, upstream, out)
 
     async def _twins_left(self) -> None:
-        """Return when the turn is to be cancelled, since its client left and nobody else reads."""
+        """Return when the turn is to be cancelled: its client left, and it has no other reader."""
         self._left = True
         if self._told is not None:
             await self._told.nobody_reads()
             if self._told.over:  # all that is left is to count it
                 await asyncio.Event().wait()
-            self._told.end(EngineUnavailable("all clients left"))  # nobody joins what is cancelled
+            self._told.end(EngineUnavailable("all clients left"))  # a cancelled turn is not joined
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[tuple[Turn | None, Upstream]]:
@@ -216,7 +216,7 @@ class TurnResponse(Response):
     def _let_go(self) -> None:
         """Count the body no longer, and hold it no longer: it goes to the engine, or is not used.
 
-        A turn that computes for minutes keeps nobody else's body out. The engine's client holds
+        A turn that computes for minutes keeps no other body out. The engine's client holds
         small ones until the answer begins (``engines.client.http_exchange``).
         """
         self._body = b""
@@ -298,7 +298,7 @@ class TurnResponse(Response):
             self._metrics.first_token(*self._named, self._seconds(), self._cache)
 
     async def _kept(self) -> NotStored | None:
-        if self._keep is None or self._left:  # a twin keeps what it was told
+        if self._keep is None or self._left:  # a twin keeps its own answer
             return None
         return await self._keep(self._session)
 

@@ -96,7 +96,7 @@ class EntrySeal:
             return number, None
 
     def with_items(self, head: Head, items: Sequence[Item]) -> tuple[Head, list[Part]]:
-        """Return the head with items behind the others, and these as they lie on a shelf."""
+        """Return the head with items after the others, and these as they lie on a shelf."""
         parts, sum_ = [], head.sum
         for number, item in enumerate(items, head.next):
             sealed = self.close(item.body, "item", item.id, number)
@@ -112,13 +112,13 @@ class EntrySeal:
         return grown, parts
 
     def with_outputs(self, head: Head, outputs: Sequence[Item]) -> tuple[Head, list[Part]]:
-        """Return the head with the items of an answer behind the others, and these."""
+        """Return the head with the items of an answer after the others, and these."""
         grown, parts = self.with_items(head, outputs)
         nbytes = grown.nbytes - head.nbytes
         return msgspec.structs.replace(grown, outputs=len(parts), output_bytes=nbytes), parts
 
     def summand(self, item: str, number: int) -> bytes:
-        """Return what an item adds to the sum of a head; nobody else can compute it."""
+        """Return what an item adds to the sum of a head; it takes the secret to compute it."""
         return hashed(self._sums, [*self._place, item, number])[:SUM_BYTES]
 
 

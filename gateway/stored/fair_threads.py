@@ -1,4 +1,4 @@
-"""A few threads that tenants take in turns: one that asks for much waits behind itself."""
+"""A few threads that tenants take in turns: a tenant that asks for much waits for itself only."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class FairThreads:
             line = self._lines.pop(tenant)
             job = line.popleft()
             if line:
-                self._lines[tenant] = line  # behind the others
+                self._lines[tenant] = line  # after the others
             if job.done.cancelled():
                 continue
             self._running[tenant] += 1
@@ -89,5 +89,5 @@ class FairThreads:
             else:
                 done.set_result(ran.result())
         else:
-            ran.exception()  # looked at, though nobody waits for it any more
+            ran.exception()  # looked at, though its caller does not wait for it any more
         self._start()

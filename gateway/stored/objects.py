@@ -42,15 +42,15 @@ class Outgrown(Exception):
 
 
 class Query(NamedTuple):
-    """The wanted part of a list: at most ``limit`` behind the one that is called ``after``."""
+    """The wanted part of a list: at most ``limit`` after the one that is called ``after``."""
 
     limit: int
-    after: str | None = None  # one that is not there has nothing behind it
+    after: str | None = None  # one that is not there is followed by nothing
     ascending: bool = True
 
 
 class Page(NamedTuple):
-    """A part of a list: ids and bodies, and whether there is more behind it."""
+    """A part of a list: ids and bodies, and whether more follows it."""
 
     rows: list[Item]
     more: bool
@@ -244,7 +244,7 @@ class Objects:
         return stored
 
     def append(self, tenant: str, kind: Kind, id: str, items: Sequence[Item]) -> Steps[bool]:
-        """Add items behind the others; those whose id is there already are left out.
+        """Add items after the others; those whose id is there already are left out.
 
         Returns False if there is no such object, or none any more: it had outgrown the budget.
 

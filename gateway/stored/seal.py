@@ -5,7 +5,7 @@ A text that a client keeps for us is sealed for no place, and goes out in base64
     1 byte of version | 12 bytes of nonce | the content, encrypted | 16 bytes of tag
 
 The key is the tenant's own, made of the server's secret, so what one tenant was given opens for
-nobody else, and after a change of the secret for nobody at all.
+no other tenant, and after a change of the secret not at all.
 """
 
 from __future__ import annotations

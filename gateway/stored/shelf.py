@@ -70,7 +70,7 @@ class Change(NamedTuple):
     head: bytes
     body: bytes | None = None  # None: as it is
     tags: Collection[bytes] | None = None  # None: as they are
-    added: Sequence[Part] = ()  # behind the others
+    added: Sequence[Part] = ()  # after the others
     rewritten: Sequence[Part] = ()  # other bytes for items that are there
     removed: str | None = None  # an item's id
 
@@ -79,7 +79,7 @@ class Span(NamedTuple):
     """The wanted part of an entry's items, in the order in which they were added."""
 
     limit: int
-    after: str | None = None  # an item's id; one that is not there has nothing behind it
+    after: str | None = None  # an item's id; one that is not there is followed by nothing
     skip: int = 0  # so many at the beginning are left out
     ascending: bool = True
 

@@ -3,10 +3,10 @@
 Triggers keep each tenant's bytes, so that a budget is never a guess. The tables of entries and
 items are those of older releases, which wrote plain text into them: such an entry has no head. Once
 all are sealed, a mark outside of the file says so, and no plain text in it is believed any more. A
-deleted entry leaves its items behind, which ``tidy`` removes piece by piece.
+deleted entry leaves its items, which ``tidy`` removes piece by piece.
 
-SQLite keeps a value of any type in any column, and whoever can write the file may have put one
-there. So what is read is cast to its column's type: then it is a seal that does not open.
+SQLite keeps a value of any type in any column, and a process that can write the file may have put
+one there. So what is read is cast to its column's type: then it is a seal that does not open.
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ def _seq(db: sqlite3.Connection, tenant: str, kind: str, id: str) -> int | None:
 
 
 def _hide(db: sqlite3.Connection, owner: int | None) -> bool:
-    """Delete an entry but for its items, which nobody finds without it."""
+    """Delete an entry but for its items, which cannot be found without it."""
     if owner is None:
         return False
     db.execute("INSERT INTO leavings SELECT seq, tenant FROM entries WHERE seq = ?", (owner,))

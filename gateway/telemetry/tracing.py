@@ -19,7 +19,7 @@ class TurnTrace(Protocol):
     """The trace of one turn."""
 
     def headers(self) -> dict[str, str]:
-        """Return what tells the engine of the trace; {} if there is none."""
+        """Return the trace's headers for the engine; {} if there is none."""
 
     def end(self, attributes: Attributes, error: str) -> None:
         """End the turn. ``error`` is a word of few, "" for a good end; called once."""

@@ -66,7 +66,7 @@ class ResponseAnswer:
         reason = choice.finish_reason or ""
         output = Output(self._customs)
         for _ in output.add(choice.part, choice.scores):
-            pass  # nobody is told step by step
+            pass  # the client gets no steps
         for _ in output.close(whole=not cut_short(reason)):
             pass
         self._whole = self._draft.finished(output.items, said.usage, reason)

@@ -43,7 +43,7 @@ class ResponseEvents:
         return b"".join(self._translated(data) for data in self._reader.feed(chunk))
 
     def ending(self, failure: Failure | None) -> bytes:
-        if self._error is not None:  # says more than that the stream broke off behind it
+        if self._error is not None:  # says more than that the stream broke off after it
             failure = Failure(502, self._error, None, "engine")
         if failure is not None:
             failed = self._draft.shown(

@@ -58,7 +58,7 @@ class CacheOptions(msgspec.Struct, frozen=True):
 class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /v1/responses.
 
-    Sampling fields have a chat's names and are checked there. Fields that nobody here knows, and
+    Sampling fields have a chat's names and are checked there. Unknown fields, and
     fields that cannot change this server's answer (``service_tier``, ``truncation``,
     ``context_management`` ...), are taken and left alone.
     """
@@ -100,7 +100,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stores(self) -> bool:
-        """Tell whether the response is to be stored; so it is unless the client says no."""
+        """Say whether the response is to be stored; so it is unless the client says no."""
         return self.store is not False
 
     @property

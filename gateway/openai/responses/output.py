@@ -1,8 +1,8 @@
-"""The output items of a response, grown from what the engine says, and the events that tell of it.
+"""The output items of a response, grown from what the engine says, and their events.
 
 Reasoning and text are each one item with one part; a tool call is an item. Reasoning and text are
 done when something else begins, calls when the answer is. A custom tool's input stands inside the
-arguments of a function, so it is told in one piece when the call is whole.
+arguments of a function, so it is sent in one piece when the call is whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gateway.relay.chat_chunks import CallPart, MessagePart
 
 
 def new_id(prefix: str) -> str:
-    """Make an id that nobody can guess: ``prefix``, then 48 hex digits."""
+    """Make an id that cannot be guessed: ``prefix``, then 48 hex digits."""
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
@@ -129,7 +129,7 @@ class Output:
         return self._items
 
     def add(self, part: MessagePart, scores: Collection[Json]) -> Iterator[Json]:
-        """Take what the engine says; yield the events that tell of it."""
+        """Take what the engine says; yield the events for it."""
         if part.thought:
             yield from self._say(part.thought, (), thought=True)
         if text := part.content or part.refusal:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from engines.openai.messages import Json
 
 _EVENTS = {"output_text": "response.output_text", "reasoning_text": "response.reasoning_text"}
-# The field of a call that a model writes, and the event that tells of it.
+# The field of a call that a model writes, and the event that reports it.
 _WRITTEN = {
     "function_call": ("arguments", "response.function_call_arguments"),
     "custom_tool_call": ("input", "response.custom_tool_call_input"),

@@ -80,7 +80,7 @@ class Draft:
 
 
 def cut_short(finish_reason: str) -> bool:
-    """Tell whether the engine ended an answer before the model did."""
+    """Say whether the engine ended an answer before the model did."""
     return finish_reason in _INCOMPLETE
 
 

@@ -114,7 +114,7 @@ router.add_route("/v1/responses", create_response, methods=["POST"])
 
 @router.get(_ONE)
 async def show_response(request: Request) -> Response:
-    """Show a stored response; ``stream`` as events, from behind ``starting_after`` on."""
+    """Show a stored response; ``stream`` as events, those after ``starting_after``."""
     body = await RESPONSES.body(request)
     if request.query_params.get("stream", "").lower() != "true":
         return shown(body)

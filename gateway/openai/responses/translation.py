@@ -16,7 +16,7 @@ from gateway.openai.responses.response import Draft
 from gateway.openai.tools import offer
 from gateway.stored.seal import Open
 
-# Taken as they are: a chat has them under the same name. Those behind the first line are not
+# Taken as they are: a chat has them under the same name. Those after the first line are not
 # OpenAI's, but engines and their users know them.
 _SAME = (
     *("temperature", "top_p", "metadata"),
@@ -88,7 +88,7 @@ def validate(chat: Json, sight: Sight) -> ChatRequest:
 
 def _messages(fields: ResponseFields, writer: MessageWriter) -> list[Json]:
     said = writer.messages()
-    if all(x["role"] == "system" for x in said):  # a probe; templates want somebody to answer
+    if all(x["role"] == "system" for x in said):  # a probe; templates want a message to answer
         said = [*said, {"role": "user", "content": ""}]
     first = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
     return first + said

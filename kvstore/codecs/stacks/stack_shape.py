@@ -1,9 +1,9 @@
 """A run of KV as matrices, and back.
 
-A method works on a *unit*: one head, K or V of a layer, K and V together, or ten layers, as a matrix
-of tokens by ``width``. A scope deals the heads of all layers out to units. Units of the same make-up
-lie in one array, a *stack* of shape (units, tokens, width), in fp32. The stages of a pipeline see
-stacks only and never know of layers and heads.
+A method works on a *unit*: one head, K or V of a layer, K and V together, or ten layers, as a
+matrix of tokens by ``width``. A scope deals the heads of all layers out to units. Units of the same
+make-up lie in one array, a *stack* of shape (units, tokens, width), in fp32. The stages of a
+pipeline see stacks only and never know of layers and heads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """One step for all components, and codes of the differences from a prediction by earlier units.
 
-Layers know much of each other: the units before a unit, which are there when it is restored, predict
-much of its first components. Packing codes the difference, and restoring adds the two up in levels.
-Both go by restored levels and by whole numbers, so that they never drift apart, however levels were
-cut or rounded, on any host: differential coding in a closed loop (Cutler 1952), over layers.
+Layers know much of each other: the units before a unit, which are there when it is restored,
+predict much of its first components. Packing codes the difference, and restoring adds the two up in
+levels. Both go by restored levels and by whole numbers, so that they never drift apart, however
+levels were cut or rounded, on any host: differential coding in a closed loop (Cutler 1952), over
+layers.
 """
 
 from __future__ import annotations
