@@ -59,7 +59,7 @@ class VllmEnvironment:
 
 
 def is_supported(version: str) -> bool:
-    """Tell whether the plug-in was made for this release of vLLM."""
+    """Say whether the plug-in was made for this release of vLLM."""
     return version.startswith(SUPPORTED)
 
 

@@ -15,7 +15,7 @@ PARAMS_FIELD: Final = "thermocline"
 
 
 def with_session(body: Mapping[str, object], session: SessionRef) -> dict[str, object]:
-    """The client's body with tenant and session set by us, whatever it held in these fields."""
+    """The client's body with tenant and session set by us, in place of its own such fields."""
     names = {"tenant": session.tenant, "session": session.id}
     return {
         **body,

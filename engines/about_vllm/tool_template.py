@@ -1,4 +1,4 @@
-"""Wraps a chat template that knows no tools, so that models behind it can be offered some.
+"""Wraps a chat template that knows no tools, so that its models can be offered some.
 
 The wrapped template gets the tools as text in the system message, and earlier calls and their
 results written out in the same plain way. Chats without tools pass through it untouched. Calls are
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# The last tag prints nothing; Jinja takes away a line's end behind all other kinds of tags.
+# The last tag prints nothing; Jinja takes away a line's end after all other kinds of tags.
 _BEFORE: Final = """\
 {%- if tools
        or messages | selectattr("role", "equalto", "tool") | list

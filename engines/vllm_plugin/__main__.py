@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _remove_sockets(folder: Path) -> None:
-    """Remove the sockets that a killed engine left behind, vLLM's own among them."""
+    """Remove the sockets that a killed engine did not remove, vLLM's own among them."""
     for path in folder.iterdir():
         if path.is_socket():
             path.unlink()

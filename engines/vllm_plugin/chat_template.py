@@ -14,7 +14,7 @@ logger = logging.getLogger("thermocline.vllm")
 
 
 def sees_images(model_config: Any) -> bool:
-    """Tell whether the model takes images, and vLLM was not told to take none."""
+    """Say whether the model takes images, and vLLM was not configured to take none."""
     if not getattr(model_config, "supports_multimodal_inputs", False):
         return False
     try:
@@ -22,7 +22,7 @@ def sees_images(model_config: Any) -> bool:
 
         kinds = MULTIMODAL_REGISTRY.get_processing_info(model_config).supported_mm_limits
         limit = model_config.get_multimodal_config().get_limit_per_prompt("image")
-    except Exception as error:  # a model of somebody else's making must not end the engine
+    except Exception as error:  # a third-party model must not end the engine
         logger.warning("whether the model sees images is not known: %s", error)
         return False
     return "image" in kinds and limit > 0
@@ -35,7 +35,7 @@ def fill_in(model_config: Any) -> FillIn | None:
 
         tokenizer = cached_tokenizer_from_config(model_config)
         return fill_in_of(tokenizer.get_vocab()) if tokenizer else None
-    except Exception as error:  # a tokenizer of somebody else's making must not end the engine
+    except Exception as error:  # a third-party tokenizer must not end the engine
         logger.warning("the tokenizer's vocabulary could not be read: %s", error)
         return None
 
@@ -54,6 +54,6 @@ def template_rules(model_config: Any) -> TemplateRules:
         if apply is None or not getattr(tokenizer, "chat_template", None):
             return TemplateRules()
         return rules_of(partial(apply, tokenize=False, add_generation_prompt=False))
-    except Exception as error:  # a tokenizer of somebody else's making must not end the engine
+    except Exception as error:  # a third-party tokenizer must not end the engine
         logger.warning("the chat template could not be tried: %s", error)
         return TemplateRules()

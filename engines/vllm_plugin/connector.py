@@ -173,7 +173,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def get_kv_connector_stats(self) -> ColdStats | None:
-        """The engine's newest report. Workers have none of their own: they tell EngineCore."""
+        """The engine's newest report. Workers have none of their own: they report to EngineCore."""
         return self._stats.take() if self._stats else None
 
     # ---- in vLLM's HTTP server

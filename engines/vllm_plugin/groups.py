@@ -2,7 +2,7 @@
 
 Layers with full attention keep all tokens; the rest of the plug-in is about their blocks. Other
 layers keep less: a recurrent layer keeps its state, in one block; a layer with a sliding window
-keeps the blocks that the window still reaches. What such layers hold behind a given number of
+keeps the blocks that the window still reaches. What such layers hold after a given number of
 blocks is called the *state* at this *boundary*. A restore needs the blocks of the first kind up to
 some boundary, and the state at exactly this boundary.
 

@@ -20,11 +20,11 @@ from kvstore.session import SessionRef
 # Who asks, in vLLM's server: each request is served by a task of its own.
 NOBODY: Final = Payer()
 PAYER: Final = ContextVar("PAYER", default=NOBODY)
-# The answer id within a request's id tells the HTTP server which answer a report belongs to.
+# The answer id within a request's id names to the HTTP server the answer that a report belongs to.
 ANSWER_ID_PREFIX: Final = "tcm"
 TICKET_FIELD: Final = "ticket"
 _MARK: Final = re.compile(ANSWER_ID_PREFIX + r"[0-9a-f]{24}")
-# The weight of the tenant's share stands behind the answer id.
+# The weight of the tenant's share follows the answer id.
 _WEIGHT: Final = re.compile(ANSWER_ID_PREFIX + r"[0-9a-f]{24}w([0-9]{1,7})")
 
 

@@ -63,7 +63,7 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Order to drop what is staged under a ticket: nobody will load it."""
+    """Order to drop what is staged under a ticket: it will not be loaded."""
 
     ticket: int
 
@@ -155,7 +155,7 @@ class RankHello(msgspec.Struct, frozen=True, tag="rank"):
 class Staged(msgspec.Struct, frozen=True, tag="staged"):
     """The answer to ``Stage``: the blocks before ``end_block`` can be loaded.
 
-    ``part``: ids of the tokens behind them whose rows can be loaded, too.
+    ``part``: ids of the tokens after them whose rows can be loaded, too.
     """
 
     ticket: int
@@ -178,7 +178,7 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class RankSaved(msgspec.Struct, frozen=True, tag="saved"):
-    """News that a save has ended on this rank. Every rank tells of every save, in one order."""
+    """News that a save has ended on this rank. Every rank reports every save, in one order."""
 
     job: int
     session: SessionRef

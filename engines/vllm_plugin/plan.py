@@ -21,7 +21,7 @@ class Save:
     Attributes:
         hashes: of the session's full blocks, from its beginning.
         states: the ids of each held state's blocks, by the number of blocks before it (``groups``).
-        part: ids of the tokens behind the last full block. ``block_ids`` then has one block more,
+        part: ids of the tokens after the last full block. ``block_ids`` then has one block more,
             of which only these rows are the session's.
         waits: it is not skipped, however much waits already.
         restored_part: the part of a block that the turn went on from, if its rows were loaded.
@@ -53,7 +53,7 @@ class Load:
 
     Attributes:
         block_ids: the blocks of vLLM's to fill.
-        state_ids: the blocks to fill with the state behind them (``groups``).
+        state_ids: the blocks to fill with the state after them (``groups``).
         part_tokens: the number of rows to fill of one block more, the last of ``block_ids``.
     """
 
@@ -66,7 +66,7 @@ class Load:
 
     @property
     def end_block(self) -> int:
-        """The number of the block behind the last full one."""
+        """The number of the block after the last full one."""
         return self.first_block + len(self.block_ids) - bool(self.part_tokens)
 
 
@@ -77,7 +77,7 @@ class Given:
     request_id: str
     number: int  # of the order
     block_ids: list[int]
-    state_ids: list[int] = field(default_factory=list)  # of the state behind them (``groups``)
+    state_ids: list[int] = field(default_factory=list)  # of the state after them (``groups``)
 
 
 @dataclass(frozen=True)

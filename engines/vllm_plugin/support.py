@@ -139,7 +139,7 @@ def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
 
 
 def _has_index(spec: MLAAttentionSpec) -> bool:
-    """Tell whether these are latents that an index chooses from, or the keys of such an index."""
+    """Say whether these are latents that an index chooses from, or the keys of such an index."""
     told = (spec.is_index_group_leader, spec.model_version, spec.alignment, spec.tokens_per_state)
     return told != (False, None, None, 1) or spec.cache_role != SparseCacheRole.SPARSE
 

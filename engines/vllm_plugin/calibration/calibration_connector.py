@@ -1,4 +1,4 @@
-"""The connector of a calibration, which lets a request go on behind KV of the caller's choice.
+"""The connector of a calibration, which lets a request continue KV of the caller's choice.
 
 There is one request at a time. It says for how many of its first tokens KV is given. Right before
 the forward pass, its blocks are filled with the KV that the instrument has put into the connector
@@ -35,7 +35,7 @@ from kvstore.shapes import KVPair
 
 RESTORED: Final = "restored_tokens"  # in a request's kv_transfer_params
 BLOCKS: Final = "block_ids"  # in those of its answer
-# In the same: of the state behind its prompt's whole blocks, unless the prompt ends with the last
+# In the same: of the state after its prompt's whole blocks, unless the prompt ends with the last
 # of them; [] where vLLM keeps none.
 STATE: Final = "state_ids"
 
@@ -44,7 +44,7 @@ STATE: Final = "state_ids"
 class BlocksToFill(KVConnectorMetadata):
     """Ids of the blocks to fill in this step; most steps have none.
 
-    ``state_ids``: those of the state behind them. ``request_id``: whose they are.
+    ``state_ids``: those of the state after them. ``request_id``: whose they are.
     """
 
     block_ids: Sequence[int] = ()

@@ -15,7 +15,7 @@ from engines.vllm_plugin.process.server import first_sentence
 from engines.vllm_plugin.versions import make_arg_parser
 
 STEP_TOKENS: Final = 2048  # prefilled in one step; the scored tokens have to fit, too
-# Room beyond a prefix and the tokens scored behind it: a needle's question and one token of answer.
+# Room beyond a prefix and the tokens scored after it: a needle's question and one token of answer.
 MORE_TOKENS: Final = 256
 SPARE_BLOCKS: Final = 4
 LEAST_POOL_BYTES: Final = 128 << 20

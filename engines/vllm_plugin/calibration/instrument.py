@@ -116,7 +116,7 @@ class VllmInstrument:
     ) -> RequestOutput:
         """Run a request that samples one token. Its blocks keep their KV until the next request.
 
-        ``state``: behind the tokens of ``past``, which then are whole blocks.
+        ``state``: after the tokens of ``past``, which then are whole blocks.
         """
         num_past = past[0][0].shape[1] if past else 0
         name = f"request{next(self._numbers)}"

@@ -60,7 +60,7 @@ class VllmSessionInstrument(VllmInstrument):
         return self._rows(self._forward(tokens, ()), len(tokens))
 
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
-        """Compute the session of the whole blocks of ``tokens``: only behind such there are states.
+        """Compute the session of the whole blocks of ``tokens``: only after such there are states.
 
         Raises ``RuntimeError``: vLLM has kept no state there.
         """
@@ -81,6 +81,6 @@ class VllmSessionInstrument(VllmInstrument):
         return HeldSession(self._rows(output, whole), whole, self._states.read(num_blocks, ids))
 
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        """Score ``tokens`` behind a session; those behind its whole blocks are computed, too."""
+        """Score ``tokens`` after a session; those after its whole blocks are computed, too."""
         self._forward([*self._tokens, *tokens], session.run, session.state)
         return self._scores(len(self._tokens) - session.num_tokens, len(tokens))

@@ -1,7 +1,7 @@
 """The order and the memory of a device: streams beside the model's, marks, pinned memory and twins.
 
 Work is asked of a stream and done later, in order. Only a mark says what comes before it on another
-stream, and only ``completion`` says when it is done; until then nobody may touch what it reads or
+stream, and only ``completion`` says when it is done; until then nothing may touch what it reads or
 writes. ``Cuda`` is the only device that is served. Tests have one on host memory that is late.
 """
 

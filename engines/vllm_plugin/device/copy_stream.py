@@ -17,7 +17,7 @@ from kvstore.by_blocks.store import BlockStore
 
 @dataclass(frozen=True, eq=False)
 class CopyStream:
-    """The resources of one direction: a save must not wait behind a restore, nor the reverse."""
+    """The resources of one direction: a save must not wait for a restore, nor the reverse."""
 
     store: BlockStore
     layout_of: Callable[[BlobSpan], StagingLayout]
@@ -32,7 +32,7 @@ class CopyStream:
     def table(self, block_ids: list[int]) -> Tensor:
         """Return block ids as int64 (num_blocks,) on the device.
 
-        On CUDA that is one small copy for a whole save or load, which nobody waits for.
+        On CUDA that is one small copy for a whole save or load, for which no thread waits.
         """
         return sent(torch.tensor(block_ids, dtype=torch.int64), self.device)
 

@@ -92,7 +92,7 @@ def device_blocks(
 
 
 def kernels_agree(accelerator: Accelerator, cache: PagedCache, store: BlockStore) -> bool:
-    """Tell whether kernels and host make the same blobs and fill blocks with the same bits."""
+    """Say whether kernels and host make the same blobs and fill blocks with the same bits."""
     chunk, per_block = store.keys.chunk_blocks, store.keys.block_tokens
     codec = store.packer.codec
     scratch = scratch_for(codec, cache, 2 * chunk + 1)

@@ -121,6 +121,6 @@ class DeviceLoad:
 
 
 def _all_blocks(x: Filling) -> list[int]:
-    """Return ids of all blocks of the blob, ``NOT_WANTED`` for those that nobody asked for."""
+    """Return ids of all blocks of the blob, ``NOT_WANTED`` for those that were not asked for."""
     behind = x.span.num_blocks - x.skip - len(x.block_ids)
     return [NOT_WANTED] * x.skip + x.block_ids + [NOT_WANTED] * behind

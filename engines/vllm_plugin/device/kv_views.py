@@ -2,7 +2,7 @@
 
 A *side* is the K or the V of one layer. A kernel that handled one side would be launched a hundred
 times for a chunk, whose work is a millisecond. So all sides of one shape and one set of strides are
-handled in one launch, which is told how far each begins from the first one.
+handled in one launch, with the distance of each from the first one as an argument.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _group(views: Sequence[Tensor], numbers: list[int]) -> KVViewGroup:
 
 
 def _is_plain(view: Tensor) -> bool:
-    """Tell whether rows are contiguous and all strides keep them aligned for 16-byte loads."""
+    """Say whether rows are contiguous and all strides keep them aligned for 16-byte loads."""
     *outer, inner = view.stride()
     return inner == 1 and not view.shape[3] % ALIGNED and not any(x % ALIGNED for x in outer)
 

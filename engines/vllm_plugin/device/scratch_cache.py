@@ -63,7 +63,7 @@ class _Room:
     members: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def has_place_for(self, view: Tensor) -> bool:
-        """Tell whether a side ends within the first side's block."""
+        """Say whether a side ends within the first side's block."""
         _, first = self.members[0]
         alike = view.stride(0) == first.stride(0) and view.dtype == first.dtype
         return bool(alike and self.offset_of(view) + _extent(view) <= view.stride(0))
@@ -106,6 +106,6 @@ def _fill(view: Tensor, number: int) -> None:
     ramp = torch.arange(view.numel(), dtype=torch.float64).add(number).remainder(10007)
     sizes = torch.exp2(torch.arange(view.shape[2], dtype=torch.float64) % 8 - 3)
     view.copy_((ramp * ramp).sin().reshape(view.shape) * sizes[:, None])
-    # Behind the session's first tokens, and not in the tail.
+    # After the session's first tokens, and not in the tail.
     view[-2, 0, 0] = 0
     view[-2, -1, -1] = torch.inf

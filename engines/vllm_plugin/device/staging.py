@@ -92,7 +92,7 @@ class StagingRing:
             self._changed.notify_all()
 
     def _next_start(self, size: int) -> int | None:
-        """Return where a region could begin: behind the newest, or at the beginning again."""
+        """Return where a region could begin: after the newest, or at the beginning again."""
         if not self._regions:
             return 0
         oldest, newest = self._regions[0], self._regions[-1]

@@ -1,8 +1,8 @@
-"""What readers of KV events were told of the packed blocks, and what they are to be told next.
+"""What readers of KV events know of the packed blocks, and what is to be reported to them next.
 
 There is no queue of events. The inventory knows for each block in which media it is and in which it
 was reported, and an event is the difference between the two, made when vLLM asks for it. So changes
-that nobody has read yet cannot pile up, and each block is reported as stored once and as removed
+that were not read yet cannot pile up, and each block is reported as stored once and as removed
 once, however many sessions share it: readers may count.
 """
 
@@ -165,7 +165,7 @@ class Inventory:
         return bool(self._to_store or any(self._to_remove.values()))
 
     def is_told(self, name: SessionName) -> bool:
-        """Readers were told of all blocks of the session that are in some medium."""
+        """Say whether readers know that all blocks of the session are in some medium."""
         return name not in self._to_store
 
     # ---- on vLLM's thread

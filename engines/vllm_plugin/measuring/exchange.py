@@ -29,7 +29,7 @@ logger = logging.getLogger("thermocline.vllm")
 
 
 class Found(NamedTuple):
-    """KV that was read out of blocks. ``state``: behind them; None if there is none."""
+    """KV that was read out of blocks. ``state``: after them; None if there is none."""
 
     rows: list[KVPair]
     state: StateTree
@@ -85,9 +85,9 @@ class Exchange:
             return found
 
     def scores(self) -> np.ndarray:
-        """Log-probabilities behind the tokens that were scored, fp32 (num_tokens, vocabulary).
+        """Log-probabilities after the tokens that were scored, fp32 (num_tokens, vocabulary).
 
-        Raises ``RuntimeError``: the blocks did not get the KV that was given, or somebody else's
+        Raises ``RuntimeError``: the blocks did not get the KV that was given, or another request's
         logits came between.
         """
         with self._lock:
@@ -146,7 +146,7 @@ class Exchange:
         for x in step.wanted:
             try:
                 self._read(x, cache, states)
-            except Exception:  # as in ``fill``; nobody gets the rows, who then gives up
+            except Exception:  # as in ``fill``; the caller gets no rows, and gives up
                 logger.exception("a measurement could not read its blocks")
         return [x.job for x in step.wanted]
 
@@ -168,7 +168,7 @@ class Exchange:
                 self._lock.notify_all()
 
     def note_scores(self, number: int, row: np.ndarray) -> None:
-        """Note the log-probabilities behind the next token of the answer, fp32 (vocabulary,)."""
+        """Note the log-probabilities after the next token of the answer, fp32 (vocabulary,)."""
         with self._lock:
             if number == self._number:
                 self._scores.append(row[None])
@@ -184,7 +184,7 @@ class Exchange:
             return self._expects_rows and self._num_rows > 0
 
     def note_rows(self, rows: np.ndarray) -> None:
-        """Note the log-probabilities behind the next tokens of the prompt, fp32 (tokens, ...)."""
+        """Note the log-probabilities after the next tokens of the prompt, fp32 (tokens, ...)."""
         with self._lock:
             self._expects_rows = False
             self._num_rows -= len(rows)

@@ -5,7 +5,7 @@ prompt are what vLLM computes next, and ``worker_extension`` notes them.
 
     --logits-processors engines.vllm_plugin.measuring.forced_tokens:ForcedTokens
 
-All others pass through it untouched. vLLM runs it behind the model, outside its graphs, on every
+All others pass through it untouched. vLLM runs it after the model, outside its graphs, on every
 rank, and with asynchronous scheduling too; beside speculative decoding it allows none, and neither
 does the plug-in.
 """

@@ -90,7 +90,7 @@ class ForwardClient:
         return self._joint
 
     def give_up(self, reason: str) -> None:
-        """Tell the other ranks that this one measures no more."""
+        """Inform the other ranks that this one measures no more."""
         self._send(RankFindings(self._rank, (), reason))
 
     def hear(self, news: ForwardDone | JointFindings) -> None:
@@ -103,7 +103,7 @@ class ForwardClient:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """End whoever waits."""
+        """End all waits."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()

@@ -1,4 +1,4 @@
-"""Has requests that measure put to vLLM, one at a time, while nobody else needs the model."""
+"""Has requests that measure put to vLLM, one at a time, while no other request needs the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ForwardHub(Protocol):
         """Have one of the HTTP servers put a request to vLLM."""
 
     def tell_ranks(self, news: ForwardDone | JointFindings) -> None:
-        """Tell every rank how the measurement goes on."""
+        """Inform every rank how the measurement goes on."""
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``work()`` on the event loop."""
@@ -45,7 +45,7 @@ class Forwards:
     """The orders of the ranks. On the hub's event loop; ``order_of`` is for any thread."""
 
     def __init__(self, hub: ForwardHub, num_ranks: int, is_idle: Callable[[], bool]) -> None:
-        """``is_idle``: nobody else's request runs or waits. Called on the hub's thread."""
+        """``is_idle``: no user's request runs or waits. Called on the hub's thread."""
         self._hub = hub
         self._num_ranks = num_ranks
         self._is_idle = is_idle
@@ -77,7 +77,7 @@ class Forwards:
             waiting.set_result(done.error)
 
     def hear_findings(self, findings: RankFindings) -> None:
-        """Note what a rank has found; when all have, or one has given up, tell all of them."""
+        """Note what a rank has found; when all have, or one has given up, inform all of them."""
         self._findings[findings.rank] = findings
         found = [self._findings[x] for x in sorted(self._findings)]
         if error := next((x.error for x in found if x.error), ""):

@@ -102,7 +102,7 @@ class SeenLayer:
 
 
 class LayerViews:
-    """Sees steps of a certain number of tokens; behind them vLLM may have padding for its graphs.
+    """Sees steps of a certain number of tokens; vLLM may add padding to them for its graphs.
 
     ``arm`` and ``disarm`` are for vLLM's thread.
     """
@@ -241,7 +241,7 @@ def _how(place: LayerPlace) -> attention.Attention:
 def projection_weights(projection: RowParallelLinear) -> torch.Tensor:
     """Return what a projection makes of each input of this rank, fp32 (inputs, outputs).
 
-    A unit matrix is multiplied through the layer, whatever form its weights are kept in.
+    A unit matrix is multiplied through the layer, in whichever form its weights are kept.
     """
     assert projection.quant_method is not None
     device = next(iter(projection.parameters())).device

@@ -1,4 +1,4 @@
-"""Tells vLLM's scheduler which blocks of a measuring request get KV, and holds those to be read."""
+"""Names to vLLM's scheduler the blocks of a measuring request that get KV; holds those to read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MeasuredRequests:
         return request_id in self._orders
 
     def num_given(self, request: Any, num_computed_tokens: int) -> int:
-        """The number of tokens behind the computed ones whose KV is put ready.
+        """The number of tokens after the computed ones whose KV is put ready.
 
         They are loaded like those of a session that comes back, a step before the request's first.
         """

@@ -29,7 +29,7 @@ class RequestRunner:
         try:
             await self._show_model()
             await self._generate(run)
-        except Exception as error:  # the edge of a task: whoever ordered it must hear of it
+        except Exception as error:  # the edge of a task: its caller must hear of it
             logger.exception("a measuring request failed")
             return ForwardDone(run.order.number, f"{type(error).__name__}: {error}")
         return ForwardDone(run.order.number)
@@ -49,7 +49,7 @@ class RequestRunner:
             temperature=0,
             ignore_eos=True,
             detokenize=False,
-            # Behind a cached prefix, too, where vLLM gives none unless it is told to.
+            # After a cached prefix, too, where vLLM gives none unless asked to.
             prompt_logprobs=0 if order.scored else None,
             skip_reading_prefix_cache=False,
             extra_args={

@@ -62,7 +62,7 @@ class ServingInstrument:
         tokenizer: Any,
         salt: str,
     ) -> None:
-        """``salt``: nobody else's.
+        """``salt``: used by no other request.
 
         Its first request has the workers show their models. Raises as ``ForwardClient.order``.
         """
@@ -171,7 +171,7 @@ class ServingInstrument:
         return slice_tokens(rows, skipped, skipped + len(tokens) - first)
 
     def _found_behind(self, given: KVRun, tokens: Sequence[int], first: int) -> KVRun:
-        """The KV of ``tokens`` from the block of number ``first`` on, behind whole blocks."""
+        """The KV of ``tokens`` from the block of number ``first`` on, after whole blocks."""
         number, num_given = self._client.next_number(), given[0][0].shape[1]
         self._exchange.open(number, _as_copied(given) if num_given else ())
         salt = self._new_salt(number)
@@ -179,7 +179,7 @@ class ServingInstrument:
         return self._exchange.found(READ_S).rows
 
     def _found(self, tokens: Sequence[int], first: int, past: HeldSession | None = None) -> Found:
-        """The KV of ``tokens`` from number ``first`` on, and the state behind them."""
+        """The KV of ``tokens`` from number ``first`` on, and the state after them."""
         number = self._client.next_number()
         if past is None:
             self._exchange.open(number)
@@ -195,7 +195,7 @@ class ServingInstrument:
         return self._kv.block_tokens
 
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
-        """Compute the session of the whole blocks of ``tokens``: only behind such there are states.
+        """Compute the session of the whole blocks of ``tokens``: only after such there are states.
 
         Without ``past``, what vLLM has of them in its own cache is not computed again.
         """
@@ -226,14 +226,14 @@ class ServingInstrument:
         """Log-probabilities after each of ``tokens``: fp32 (num_tokens, vocabulary).
 
         ``run`` is of the tokens that were prefilled last, or of the first of them. Its whole blocks
-        are given to vLLM; the tokens behind them are computed again.
+        are given to vLLM; the tokens after them are computed again.
         """
         num_tokens = run[0][0].shape[1]
         given = num_tokens // self._kv.block_tokens * self._kv.block_tokens
         return self._scored(slice_tokens(run, 0, given), None, self._tokens[:num_tokens], tokens)
 
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        """Score ``tokens`` behind a session; those behind its whole blocks are computed, too."""
+        """Score ``tokens`` after a session; those after its whole blocks are computed, too."""
         return self._scored(session.run, session.state, self._tokens, tokens)
 
     def _scored(
@@ -241,7 +241,7 @@ class ServingInstrument:
     ) -> np.ndarray:
         """Score the tokens as a prompt, in one step; where that cannot be, one by one.
 
-        With others' requests in the same step it cannot be told whose logits come.
+        With others' requests in the same step the origin of logits is unknown.
         """
         if self._exchange.sees_rows and self._num_misses < MOST_MISSES:
             try:
@@ -269,13 +269,13 @@ class ServingInstrument:
         given = run[0][0].shape[1]
         num_rows = len(prompt) + len(tokens) - given
         self._exchange.open(number, _as_copied(run), state, num_rows)
-        # One token more: behind a prompt's last token vLLM samples, and gives no scores.
+        # One token more: after a prompt's last token vLLM samples, and gives no scores.
         whole = [*prompt, *tokens, tokens[-1]]
         self._client.order(number, whole, self._new_salt(number), given=given, scored=True)
         return self._exchange.scores()[-len(tokens) :]
 
     def _new_salt(self, number: int) -> str:
-        """A salt for each: nobody may find blocks that were filled with packed KV."""
+        """A salt for each: no request may find blocks that were filled with packed KV."""
         return f"{self._salt}.{number}"
 
 

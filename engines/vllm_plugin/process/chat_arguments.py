@@ -50,6 +50,6 @@ def _fetched(hub_id: str) -> Path | None:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(hub_id, allow_patterns=list(SMALL_FILES)))
-    except Exception as error:  # whatever it is, vLLM meets it too, and says it better
+    except Exception as error:  # vLLM meets any such error too, and describes it better
         logger.warning("the files of %s that name its tool parser are not here: %s", hub_id, error)
         return None

@@ -137,7 +137,7 @@ def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) 
 def default_environment(
     worker: WorkerConfig, *, cpu: bool, cores: int, memory_nodes: int
 ) -> dict[str, str]:
-    """Variables for the child's environment that give way to those set by whoever starts us.
+    """Variables for the child's environment that give way to those that the user has set.
 
     With any connector vLLM reserves one core more per rank, which ours does not need: on a machine
     of four cores it would take one of the model's three threads. One core per rank is reserved, as

@@ -16,7 +16,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 RETRY_AFTER_S: Final = 1
-# vLLM hears of a client that is gone in one of two ways; after this long it is told in the other.
+# vLLM hears of a client that is gone in one of two ways; after this long it is informed in the
+# other.
 LEAVE_S: Final = 1.0
 
 
@@ -43,7 +44,7 @@ class Departure:
         self._gone.set()
         await asyncio.wait({serving}, timeout=LEAVE_S)
         serving.cancel()
-        with suppress(asyncio.CancelledError, Exception):  # nobody is left to hear of it
+        with suppress(asyncio.CancelledError, Exception):  # no client is left to hear of it
             await serving
 
 

@@ -72,7 +72,7 @@ class AdmissionReports:
         self.connected = False  # else nothing is known of who runs
 
     def start(self, hub_path: str, client: Any, delay_s: float = 0.0) -> None:
-        """Connect to the hub, which also tells it that this server runs. Later calls do nothing.
+        """Connect to the hub, which also informs it that this server runs. Later calls do nothing.
 
         ``client``: vLLM's, for requests that measure.
         """
@@ -126,7 +126,7 @@ class AdmissionReports:
             report.set_result(message)
 
     async def _wake(self) -> None:
-        """Have an idle engine look whether there is work: whatever is asked of it makes it look."""
+        """Have an idle engine look whether there is work: any request makes it look."""
         with suppress(Exception):  # the edge of a task: the engine's next step reports as well
             await self._client.is_sleeping()
 

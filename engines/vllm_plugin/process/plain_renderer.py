@@ -1,7 +1,7 @@
 """Keeps users' spellings of control tokens plain text in vLLM's prompts (``host.control_tokens``).
 
 vLLM's registry of renderers names the class that writes the prompts of a kind of tokenizer; ours
-extend those that write a text, in which a tokenizer would find control tokens whoever wrote them.
+extend those that write a text, in which a tokenizer would find control tokens of any author.
 The others (Mistral's, Kimi K3's, Inkling's, and harmony for gpt-oss) make tokens of each piece by
 itself, and what users write is plain text to them.
 

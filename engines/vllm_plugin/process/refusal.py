@@ -1,4 +1,4 @@
-"""Carries the sentence in which the plug-in refuses an engine to whoever started vLLM.
+"""Carries the sentence in which the plug-in refuses an engine to the process that started vLLM.
 
 The plug-in runs in grandchildren of vLLM's first process. Their exceptions reach that process as
 "engine core initialization failed", so the sentence goes through a file of the runtime folder.
@@ -17,7 +17,7 @@ REFUSAL_FILE: Final = "refusal"
 
 
 def runtime_folder() -> Path | None:
-    """The folder to leave a refusal in; None if vLLM was started by hand, so that nobody looks."""
+    """The folder for a refusal; None if vLLM was started by hand, so that none is looked for."""
     given = os.environ.get(FOLDER_VARIABLE)
     return Path(given) if given else None
 

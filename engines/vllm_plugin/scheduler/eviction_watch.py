@@ -1,4 +1,5 @@
-"""Tells the gateway when vLLM has reused blocks of a quiet session, which is cold from then on.
+"""Reports to the gateway that vLLM has reused blocks of a quiet session, which is cold from then
+on.
 
 vLLM's own KV events would say so, too (``BlockRemoved``, ``AllBlocksCleared``). They leave
 EngineCore through a socket of their own, may be lost on the way, name blocks instead of sessions,

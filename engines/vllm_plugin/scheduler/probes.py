@@ -1,7 +1,7 @@
 """Asks, while there is no room to stage, whether anything is stored that is worth waiting for.
 
 Reading takes memory, so it waits in line; a probe takes none. Without it a new session, of which
-nothing is stored, would stand behind those that read gigabytes.
+nothing is stored, would wait for those that read gigabytes.
 """
 
 from __future__ import annotations

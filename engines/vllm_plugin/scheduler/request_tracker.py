@@ -176,7 +176,7 @@ class RequestTracker:
     # ---- the turn ends
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """Plan the save of a request that has ended, and return what its answer's client is told.
+        """Plan the save of a request that has ended, and return the report for its client.
 
         ``tables``: its blocks, by group. None if the request is not known.
         """

@@ -1,8 +1,8 @@
 """Knows which blocks each session consists of, and whether vLLM still holds them.
 
-vLLM keeps the blocks of finished requests until it needs the room, and tells nobody here when it
+vLLM keeps the blocks of finished requests until it needs the room, and does not report when it
 reuses one. So only the hashes of a session's blocks are remembered. Whether the blocks are still
-there is looked up in vLLM's own table whenever somebody asks, from any thread: a lookup changes
+there is looked up in vLLM's own table at each question, from any thread: a lookup changes
 nothing, and one that vLLM's thread disturbs is repeated. Only vLLM's thread changes vLLM's table.
 
 A session is hot while vLLM holds all of its blocks. vLLM reuses a chain of blocks from its tail on,
@@ -56,7 +56,7 @@ class ResidentSession:
     """The blocks that one session consists of, and what is under way with it."""
 
     hashes: list[bytes] = field(default_factory=list)
-    part: tuple[int, ...] = ()  # ids of the tokens behind these blocks whose KV is saved
+    part: tuple[int, ...] = ()  # ids of the tokens after these blocks whose KV is saved
     boundary: int = 0  # the number of blocks that vLLM can go on from: all, or up to a state
     num_requests: int = 0  # being served
     last_used_s: float = 0.0  # monotonic
@@ -108,7 +108,7 @@ class ResidentSessions:
     ) -> None:
         """Note that a turn is over and that the session now consists of these blocks.
 
-        ``hashes``: empty = the blocks are those from before. ``part``: ids of the tokens behind
+        ``hashes``: empty = the blocks are those from before. ``part``: ids of the tokens after
         them. ``boundary``: where layers have states, the number of blocks before the newest state,
         0 if there is none.
         """
@@ -192,7 +192,7 @@ class ResidentSessions:
     def part_behind(
         self, session: SessionRef, num_blocks: int, block_hash: bytes
     ) -> tuple[int, ...]:
-        """Ids of the session's tokens behind this block, if it is its last full one; else ().
+        """Ids of the session's tokens after this block, if it is its last full one; else ().
 
         ``num_blocks``: the number of blocks up to and including this one.
         """
@@ -259,7 +259,7 @@ class ResidentSessions:
         with self._lock:
             names, self._to_drop = self._to_drop, []
             entries = [self._sessions[x] for x in names if x in self._sessions]
-            idle = [x for x in entries if x.dropping]  # nobody has come back to it meanwhile
+            idle = [x for x in entries if x.dropping]  # it was not used meanwhile
             hashes = [h for x in idle for h in x.hashes if self._users[h] <= 1]
             for entry in idle:
                 self._let_go(entry.hashes)

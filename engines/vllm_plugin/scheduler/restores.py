@@ -63,7 +63,7 @@ class Restores:
     ) -> tuple[int | None, bool]:
         """Answer vLLM's ``get_num_new_matched_tokens``. Asking twice changes nothing.
 
-        ``idle``: no request is being computed, so a short wait costs nobody anything.
+        ``idle``: no request is being computed, so a short wait delays none.
         """
         request = tracked.request
         if tracked.barred or request.skip_reading_prefix_cache:
@@ -87,7 +87,7 @@ class Restores:
     def _is_hot_part(self, tracked: TrackedRequest, first: int) -> bool:
         """True if vLLM has all full blocks of the session and its part is worth a load.
 
-        It is worth one only while no step of the model for somebody else delays the load.
+        It is worth one only while no step of the model for other requests delays the load.
         """
         if not self._blocks.keeps_parts or tracked.session is None or not first:
             return False
@@ -120,7 +120,7 @@ class Restores:
         return 0, False
 
     def _has_answer(self, tracked: TrackedRequest, restore: Restore, idle: bool) -> bool:
-        """True once the ranks have answered, or have taken so long that nobody waits any more."""
+        """True once the ranks have answered, or have taken so long that the wait was given up."""
         if restore.staged is not None:
             return True
         restore.staged = self._ranks.staged(restore.ticket, self._patience_s(idle))
@@ -189,7 +189,7 @@ class Restores:
         return [x for x, ids in self._loading.items() if ids & bad_block_ids or x in failed]
 
     def end_load(self, request_id: str) -> None:
-        """Note that the load is over, whatever came of it."""
+        """Note that the load is over, with any outcome."""
         self._loading.pop(request_id, None)
         self._budget.release(request_id)
 

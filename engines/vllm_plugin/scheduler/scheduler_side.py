@@ -141,7 +141,7 @@ class SchedulerSide:
         return self.inventory.has_news or self._resident.has_drops
 
     def _is_told(self, name: SessionName) -> bool:
-        """True, too, where nobody can wake the engine: its next step may be long in coming."""
+        """True, too, where nothing can wake the engine: its next step may be long in coming."""
         if self.inventory is None or not self._hub.num_fronts:
             return True
         return self.inventory.is_told(name)
@@ -162,7 +162,7 @@ class SchedulerSide:
         return await self._verbs.stats()
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``work()`` on the hub's event loop; nobody waits for it."""
+        """Run ``work()`` on the hub's event loop without waiting for it."""
         self._hub.spawn(work)
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class SchedulerSide:
                     await asyncio.sleep(POLL_S)
         try:
             codec = await self._verbs.codec()
-        except (ConnectionError, TimeoutError):  # a worker is missing; its next report will tell
+        except (ConnectionError, TimeoutError):  # a worker is missing; its next report will show it
             return self._welcome
         live, bf16 = self._hub.kv_sizes
         return msgspec.structs.replace(self._welcome, codec=codec, live_kv=live, bf16_kv=bf16)
@@ -211,7 +211,7 @@ class SchedulerSide:
             self._control.publish(Notice(cause, report))
 
     async def _tell_lost(self, news: RankLost) -> None:
-        """Tell the gateway that a session is lost, if it is still, or where it is now.
+        """Report to the gateway that a session is lost, if it is still, or where it is now.
 
         One rank's share is enough to lose it; a turn may have saved it anew meanwhile.
         """

@@ -5,7 +5,7 @@ have all its sessions in memory together, in every worker. The bound is kept her
 once: ranks that each chose for themselves could wait for each other.
 
 First come, first served: if short sessions overtook, a long one might never find room. A session
-larger than the whole budget gets in when nobody else is there. A request that waits is asked for
+larger than the whole budget gets in when no other is there. A request that waits is asked for
 again in vLLM's next step; one that will not come back has to ``release``, or the others wait for
 it.
 """

@@ -1,6 +1,6 @@
-"""How a request's tokens are cut into vLLM's blocks, and what lies behind the last full one.
+"""How a request's tokens are cut into vLLM's blocks, and what lies after the last full one.
 
-vLLM knows full blocks only. It computes the tokens behind the last full block, called the *part*,
+vLLM knows full blocks only. It computes the tokens after the last full block, called the *part*,
 again in every turn, also of a session that is hot. An engine on CPUs pays for each of these
 tokens; a GPU computes them beside the new ones for nothing. So parts are kept on CPUs only.
 """
@@ -40,7 +40,7 @@ class Tokens(Protocol):
 class TokenBlocks:
     """The block size, the groups of layers, and what is kept with a session; fixed for an engine.
 
-    ``keeps_parts``: the part behind its blocks. ``keeps_ids``: the ids of the blocks' tokens.
+    ``keeps_parts``: the part after its blocks. ``keeps_ids``: the ids of the blocks' tokens.
     """
 
     block_tokens: int
@@ -64,7 +64,7 @@ class TokenBlocks:
         return [bytes(x) for x in request.block_hashes[: max(num_full, 0)]]
 
     def computed_part(self, request: Any, num_full: int, num_blocks: int) -> tuple[int, ...]:
-        """Token ids that were computed behind ``num_full`` full blocks; () where none are kept."""
+        """Token ids that were computed after ``num_full`` full blocks; () where none are kept."""
         first, last = num_full * self.block_tokens, num_final_tokens(request)
         if not (self.keeps_parts and 0 < num_full < num_blocks):
             return ()
@@ -74,7 +74,7 @@ class TokenBlocks:
         """Ids of the tokens of the first blocks, as records have them; b"" where none are kept.
 
         None are kept either if more than ids and the gateway's salt decides on the blocks' hashes:
-        readers could not tell.
+        readers could not see that.
         """
         if not (self.keeps_ids and num_full) or has_own_salt(request):
             return b""
@@ -82,7 +82,7 @@ class TokenBlocks:
         return struct.pack(f"<{len(ids)}I", *ids)
 
     def num_matching(self, request: Any, end_block: int, part: Sequence[int]) -> int:
-        """The number of ``part``'s tokens that the prompt has, too, behind block ``end_block``."""
+        """The number of ``part``'s tokens that the prompt has, too, after block ``end_block``."""
         if not self.keeps_parts:
             return 0
         return num_common(part, request, end_block * self.block_tokens, request.num_tokens - 1)
@@ -98,7 +98,7 @@ def num_final_tokens(request: Any) -> int:
 def ids_between(request: Tokens, first: int, last: int) -> tuple[int, ...]:
     """Ids of the tokens from ``first`` up to ``last``; () if more than ids decides on their KV.
 
-    Whatever stands before them is in the hash of the block before, with salt and all.
+    All that stands before them is in the hash of the block before, with salt and all.
     """
     if request.prompt_embeds is not None or any(
         x.mm_position.offset < last and first < x.mm_position.offset + x.mm_position.length

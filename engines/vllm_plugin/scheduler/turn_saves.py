@@ -84,7 +84,7 @@ class TurnSaves:
         self._wanted.append(wanted)
 
     def _state_at(self, request: Any, boundary: int) -> list[int]:
-        """Blocks of the state behind ``boundary`` blocks, as far as vLLM still has it."""
+        """Blocks of the state after ``boundary`` blocks, as far as vLLM still has it."""
         groups = self._blocks.groups
         if not groups.states or not boundary:
             return []

@@ -218,7 +218,7 @@ class VllmVerbs:
         """Counters under the names that every engine uses.
 
         A save counts once, though each rank does its share. Misses are counted once per turn, as
-        its client was told, and not by the lookups of ranks.
+        reported to its client, and not by the lookups of ranks.
         """
         summed = _summed([x.counters for x in stores])
         counters = {name: n for name, n in summed.items() if not name.startswith("misses.")}

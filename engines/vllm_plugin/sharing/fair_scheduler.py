@@ -25,7 +25,7 @@ from engines.vllm_plugin.sharing.time_slices import TimeSlices
 
 
 class FairShareMixin(Scheduler):
-    """Asks ``TimeSlices`` before each step, and tells it what the step computes."""
+    """Asks ``TimeSlices`` before each step, and reports to it what the step computes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,7 +34,7 @@ class FairShareMixin(Scheduler):
         self._left_out: str | None = None  # who could not begin in the step before
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Make way for those beyond whose share nobody is, then schedule a step as vLLM does."""
+        """Preempt requests of tenants beyond their share, then schedule a step as vLLM does."""
         self._slices.follow(self.requests)
         if isinstance(self.waiting, FCFSRequestQueue) and self.waiting:
             self._make_way()

@@ -119,7 +119,7 @@ class TimeSlices:
     def to_yield(
         self, head: Any, running: Sequence[Any], *, for_blocks: bool = False
     ) -> Any | None:
-        """Choose the running request that makes way for ``head``; None if nobody is to.
+        """Choose the running request that makes way for ``head``; None if none is to.
 
         ``for_blocks``: there are places, but no blocks.
         """

@@ -62,7 +62,7 @@ def _out_of_blocks(flats: Any, steps: Any, runs: Any, ids: Any, first: Any, coun
 class BlockCopies:
     """Copies between the blocks of several views and runs of tokens.
 
-    Thread-safe, as long as nobody else touches the same blocks.
+    Thread-safe, as long as no other code touches the same blocks.
     """
 
     def __init__(self, views: Sequence[np.ndarray]) -> None:
@@ -131,7 +131,7 @@ def _steps(view: np.ndarray) -> tuple[int, ...]:
 
 
 def _flat(view: np.ndarray) -> np.ndarray:
-    """All memory from the view's first element to its last, whatever else lies between them."""
+    """All memory from the view's first element to its last, including what lies between."""
     last = sum((n - 1) * step for n, step in zip(view.shape, _steps(view), strict=True))
     return np.lib.stride_tricks.as_strided(view, (last + 1,), (view.itemsize,))
 

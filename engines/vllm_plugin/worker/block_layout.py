@@ -1,13 +1,13 @@
 """Finds out where an attention backend puts K and V inside a block.
 
 vLLM shows every layer's cache as one tensor, logically (num_blocks, num_kv_heads, block_tokens,
-width), and the strides tell head-major from token-major layouts. But the backend decides
+width), and the strides distinguish head-major from token-major layouts. But the backend decides
 what the last two axes mean. Most backends put K in the first half of the last axis and V in the
 second. The CPU backend does not: a (block, head) is a K half followed by a V half, with K in an
 order that depends on the instruction set its kernel was built for. Reading this tensor by its
 shape would mix the elements of different tokens.
 
-Latent attention (MLA) has one row per token for all heads: the latent, and behind it the rotary
+Latent attention (MLA) has one row per token for all heads: the latent, followed by the rotary
 key. They are called K and V here, of one head.
 
 So known numbers are written once through the backend's own kernel, and the places where they

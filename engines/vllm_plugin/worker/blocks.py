@@ -34,7 +34,7 @@ Rows: TypeAlias = dict[BlobSpan, Sequence[KVPair] | PackState]
 class Filling:
     """Blocks to be filled from a blob, beginning with the blob's block number ``skip``.
 
-    ``part_tokens``: for a part, the number of rows to fill; the rows behind them stay as they are.
+    ``part_tokens``: for a part, the number of rows to fill; later rows stay as they are.
     """
 
     span: BlobSpan
@@ -53,7 +53,7 @@ class Blocks(Protocol):
         """Bytes of one of vLLM's blocks, over all layers."""
 
     def mark(self) -> object:
-        """A mark behind all work that the model has given to the device. On the model's thread."""
+        """A mark after all work that the model has given to the device. On the model's thread."""
 
     def pack(
         self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None

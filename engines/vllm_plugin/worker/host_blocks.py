@@ -53,7 +53,7 @@ class DeviceStream(Protocol):
     """Puts copies in order with the model's work on a device (``device.accelerator``)."""
 
     def mark(self) -> object:
-        """A mark behind all work that the model has given to the device so far."""
+        """A mark after all work that the model has given to the device so far."""
 
     def after(self, mark: object) -> AbstractContextManager[None]:
         """Copies within the block come after ``mark``, and are done when the block ends."""
@@ -103,7 +103,7 @@ class RunPool:
         return run if fits else self._layout.empty(num_tokens)
 
     def give(self, run: list[KVPair]) -> None:
-        """Give a run back that nobody reads any more; it is kept if there is room."""
+        """Give back a run that is not read any more; it is kept if there is room."""
         nbytes = _nbytes_of(run)
         with self._lock:
             if len(self._spare) < self._most and self._nbytes + nbytes <= self._most_bytes:
@@ -167,7 +167,7 @@ class HostBlocks:
         """Nothing is held that had to be given back."""
 
     def _read(self, packing: Packing) -> list[KVPair]:
-        """The rows to pack. Rows behind a part belong to the block's last user and are cut off."""
+        """The rows to pack. Rows after a part belong to the block's last user and are cut off."""
         run = self._access.read(packing.block_ids)
         part_tokens = packing.span.part_tokens
         return slice_tokens(run, 0, part_tokens) if packing.span.is_part else run
@@ -254,7 +254,7 @@ def _groups(wanted: Sequence[Filling], most: int) -> Iterator[list[Filling]]:
 
 
 def _go_on(one: Filling, other: Filling) -> bool:
-    """True if the blocks wanted of ``other`` come right behind those wanted of ``one``."""
+    """True if the blocks wanted of ``other`` directly follow those wanted of ``one``."""
     if not (one.span.is_chunk and other.span.is_chunk):
         return False
     to_its_end = one.span.first_block + one.skip + len(one.block_ids) == one.span.end_block

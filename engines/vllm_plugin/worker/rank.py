@@ -59,7 +59,7 @@ RETRY_S: Final = 0.1
 # Restores that read at the same time; others wait in line, so that each gets on.
 NUM_STAGERS: Final = 4
 NUM_VERB_THREADS: Final = 8  # some wait for saves
-# Seconds that a verb waits for saves to end; both are below the deadline of whoever asks.
+# Seconds that a verb waits for saves to end; both are below the caller's deadline.
 SETTLE_S: Final = 5.0
 FORGET_S: Final = 60.0
 _CHANGES: Final = (Demote, Prefetch, Forget, Look)  # of where a session is, or waits for them
@@ -86,13 +86,13 @@ class StagingArea:
             self._wanted.add(ticket)
 
     def clear(self) -> None:
-        """Drop everything: nobody wants it any more."""
+        """Drop everything: it is not wanted any more."""
         with self._lock:
             self._wanted.clear()
             self._fetched.clear()
 
     def put(self, ticket: int, fetched: Fetched) -> None:
-        """Keep what was read for this ticket, unless nobody wants it any more."""
+        """Keep what was read for this ticket, unless the ticket was given up."""
         with self._lock:
             if ticket in self._wanted:
                 self._fetched[ticket] = fetched
@@ -176,8 +176,8 @@ class RankLink:
     def close(self) -> None:
         """End the connection without waiting for anybody.
 
-        A tier that hangs must not keep the store from its last flush. Nobody hears the answers of
-        work that still runs; it ends as the store closes.
+        A tier that hangs must not keep the store from its last flush. The answers of
+        work that still runs are dropped; it ends as the store closes.
         """
         self._closed = True
         if (connection := self._connection) is not None:
@@ -287,7 +287,7 @@ class RankLink:
         try:
             records = self._obey(message.verb)
             if self._resting is not None and isinstance(message.verb, _CHANGES):
-                self._resting.look_at(message.verb.session)  # before whoever asked goes on
+                self._resting.look_at(message.verb.session)  # before the caller goes on
             stats = self._stats() if isinstance(message.verb, GetStats) else None
             codec = self._report() if isinstance(message.verb, _ABOUT_CODECS) else None
             answer = RankAnswer(message.number, [self.session(x) for x in records], stats, codec)
@@ -295,7 +295,7 @@ class RankLink:
             return
         except PinLimit as error:
             answer = RankAnswer(message.number, [], pin_limit=str(error))
-        except Exception as error:  # the edge of this thread: whoever asks gets an answer
+        except Exception as error:  # the edge of this thread: the caller gets an answer
             logger.exception("%s failed", type(message.verb).__name__)
             answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")
         for page in pages(answer):

@@ -1,7 +1,7 @@
 """Remembers which rows of vLLM's blocks were restored from a lossy copy.
 
 A restored block lies in vLLM's prefix cache under the hash of the block that was computed, and a
-later save cannot tell them apart. Packed a second time, its error would grow with each sleep. So
+later save cannot distinguish them. Packed a second time, its error would grow with each sleep. So
 the hash of every block that came from a lossy copy is remembered here. vLLM gives a block to
 another request without telling: it then has another hash, and the entry counts no more. A block
 that began with the part of one has no hash yet: it goes by the hash of the block before.
@@ -33,7 +33,7 @@ class RestoredBlocks:
                     self._hashes[block_id] = name
 
     def note_part(self, block_id: int, before: bytes, num_tokens: int, *, lossy: bool) -> None:
-        """Note that the first rows of this block, which is behind ``before``, were just filled."""
+        """Note that the first rows of this block, which follows ``before``, were just filled."""
         with self._lock:
             self._forget(block_id)
             if lossy:

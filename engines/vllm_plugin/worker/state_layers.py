@@ -54,7 +54,7 @@ class StateLayers(Protocol):
 
 @dataclass(frozen=True)
 class StatePart:
-    """One of the arrays that a recurrent layer's block holds, one behind the other."""
+    """One of the arrays that a recurrent layer's block holds, one after the other."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class RecurrentLayers:
     """Recurrent layers: tensors (num_blocks, ...) of any shape and dtype, copied bit by bit.
 
     vLLM gives one tensor of bytes per layer, (num_blocks, 1, 1, nbytes), in which a block is the
-    layer's states in a row, and perhaps some room behind them.
+    layer's states in a row, and perhaps some room after them.
     """
 
     def __init__(self, tensors: Sequence[Tensor], parts: Sequence[StatePart] = ()) -> None:
@@ -125,7 +125,7 @@ class RecurrentLayers:
         index = [block_ids[i] for i in taken]
         for tensor, content in zip(self._tensors, contents, strict=True):
             rows = torch.from_numpy(content)[taken].view(tensor.dtype).to(tensor.device)
-            # The room behind a block's parts stays as it is.
+            # The room after a block's parts stays as it is.
             target = tensor[:, : rows.shape[1]] if tensor.ndim == 2 else tensor
             target.index_copy_(0, _index(index, tensor), rows)
 
@@ -238,7 +238,7 @@ class StateBlocks:
         return next((x.block_tokens for x in self._layers if isinstance(x, WindowLayers)), 0)
 
     def shares(self, boundary: int, block_ids: Sequence[int]) -> list[list[int]]:
-        """The block ids of the state behind ``boundary`` blocks, by group."""
+        """The block ids of the state after ``boundary`` blocks, by group."""
         ids = iter(block_ids)
         return [list(islice(ids, len(x.reach(boundary)))) for x in self._groups]
 
@@ -247,12 +247,12 @@ class StateBlocks:
         return [i for x in self._groups for i in x.reach(boundary)]
 
     def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
-        """Copy the state behind ``boundary`` blocks out of these blocks."""
+        """Copy the state after ``boundary`` blocks out of these blocks."""
         shares = self.shares(boundary, block_ids)
         return [list(x.read(ids)) for x, ids in zip(self._layers, shares, strict=True)]
 
     def write(self, boundary: int, block_ids: Sequence[int], tree: StateTree) -> None:
-        """Copy the state behind ``boundary`` blocks into these blocks. Raises ``Corrupt``."""
+        """Copy the state after ``boundary`` blocks into these blocks. Raises ``Corrupt``."""
         shares = self.shares(boundary, block_ids)
         if not isinstance(tree, list) or len(tree) != len(shares):
             raise Corrupt("a state of another model's layers")
@@ -279,7 +279,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _fit(tensors: Sequence[Tensor], parts: Sequence[StatePart]) -> bool:
-    """Tell whether blocks are bytes with room for these parts."""
+    """Say whether blocks are bytes with room for these parts."""
     nbytes = sum(x.nbytes for x in parts)
     return all(x.ndim == 2 and x.element_size() == 1 and x.shape[1] >= nbytes for x in tensors)
 

@@ -7,7 +7,7 @@ waits already. Only blocks that the store lacks count as waiting: for a long ses
 back turn by turn, the new ones. A load writes blocks that vLLM has set aside for one waiting
 request.
 
-A request id is reported as loaded exactly once, whatever happened: vLLM's engine stops when it
+A request id is reported as loaded exactly once, with any outcome: vLLM's engine stops when it
 hears of one twice, or of one that was not waiting.
 """
 

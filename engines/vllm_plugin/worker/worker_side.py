@@ -239,7 +239,7 @@ def open_worker_side(
         codecs,
         measuring,
     )
-    # A state can only sleep behind whole blocks, which may be hundreds of tokens long.
+    # A state can only sleep after whole blocks, which may be hundreds of tokens long.
     least = least_context(layout, cache.block_tokens)
     longest = longest_prompt(vllm_config)
     is_alone = vllm_config.parallel_config.world_size == 1  # several neither learn on nor share

@@ -85,7 +85,7 @@ def row_starts(
 ):  # fmt: skip
     """Return where rows of a side begin, in elements from ``cache``, and whether they are wanted.
 
-    A block id below zero is a block that nobody asked for.
+    A block id below zero is a block that was not asked for.
     """
     block = tl.load(blocks + token // block_tokens, mask=ok, other=-1)
     within = head.to(tl.int64) * s_head + (token % block_tokens).to(tl.int64) * s_token

@@ -155,6 +155,6 @@ def vector_of(shape: StackShape, unit: int) -> HeadVector:
 
 
 def _padded(array: np.ndarray, components: int) -> np.ndarray:
-    """Return an array (units, components of it, ...) with zeros behind its components."""
+    """Return an array (units, components of it, ...), components padded with zeros."""
     missing = components - array.shape[1]
     return np.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2))

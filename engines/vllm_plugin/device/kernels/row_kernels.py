@@ -8,7 +8,7 @@ a CPU.
 
 Every layer is an allocation of its own, so ``sides`` holds where each side begins, in elements from
 ``cache``; ``offsets`` says where in the payload it belongs. A block id below zero is a block that
-nobody asked for: it is neither read nor written.
+not asked for: it is neither read nor written.
 
 The rules that keep the bytes the same are in ``paged_rows``; the rotation is butterflies of whole
 numbers, which are exact in fp32 in any order.

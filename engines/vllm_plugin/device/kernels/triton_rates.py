@@ -72,7 +72,7 @@ class TritonRates:
 
     @staticmethod
     def supports(dim: int, dtype: torch.dtype) -> bool:
-        """Tell whether there are kernels for this head dimension and dtype."""
+        """Say whether there are kernels for this head dimension and dtype."""
         return dim in DIMS and dtype in KINDS
 
     def pack(self, run: RateRun, payload: Tensor, places: RatePlaces) -> None:

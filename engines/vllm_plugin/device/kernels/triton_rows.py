@@ -48,7 +48,7 @@ class TritonRows:
 
     @staticmethod
     def supports(rows: object, dim: int, dtype: torch.dtype) -> bool:
-        """Tell whether there are kernels for this row format, head dimension and dtype."""
+        """Say whether there are kernels for this row format, head dimension and dtype."""
         return (
             isinstance(rows, RotatedRows)
             and rows.num_bits in (3, 4)

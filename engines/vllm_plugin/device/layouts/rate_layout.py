@@ -144,7 +144,7 @@ class RateStagingLayout:
             put_rows(self._groups, rows, run.blocks, run.first)
 
     def _behind(self, run: TokenRun, angles: Angles) -> RateRun:
-        """Return the tokens behind the sinks."""
+        """Return the tokens after the sinks."""
         sinks, count = self._plan.num_sinks, self._plan.num_tokens
         table = angles.of(run.position + sinks, count)
         return RateRun(run.blocks, run.first + sinks, count, table)

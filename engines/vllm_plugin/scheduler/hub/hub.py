@@ -162,11 +162,11 @@ class Hub:
         return Staged(ticket, shortest.end_block, tier, shortest.reason, part)
 
     def admitted(self, news: RequestAdmitted) -> None:
-        """Tell the HTTP servers that a request begins to run."""
+        """Inform the HTTP servers that a request begins to run."""
         self.call_soon(self._tell_fronts, news)
 
     def tell_ranks(self, news: ForwardDone | JointFindings) -> None:
-        """Tell every rank how a measurement goes on."""
+        """Inform every rank how a measurement goes on."""
         self.call_soon(self._broadcast, news)
 
     def ask_front(self, order: RunForward | Wake) -> None:
@@ -179,7 +179,7 @@ class Hub:
             self._loop.call_soon_threadsafe(call, *args)
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``work()`` on the event loop; nobody waits for it."""
+        """Run ``work()`` on the event loop without waiting for it."""
         self.call_soon(self._begin, work)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:

@@ -23,7 +23,7 @@ class RankCall:
         self._answers: list[RankAnswer] = []
 
     def hear(self, answer: RankAnswer, rank: object) -> None:
-        """Take in a message; ``rank`` is any object that tells the senders apart."""
+        """Take in a message; ``rank`` is any object that distinguishes the senders."""
         sessions = self._pages.setdefault(rank, [])
         sessions.extend(answer.sessions)
         if answer.more:
@@ -35,7 +35,7 @@ class RankCall:
 
 
 class RankCalls:
-    """The calls that somebody still waits for, by number. On the hub's event loop."""
+    """The calls whose callers still wait, by number. On the hub's event loop."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -53,6 +53,6 @@ class RankCalls:
             del self._open[call.number]
 
     def hear(self, answer: RankAnswer, rank: object) -> None:
-        """Pass a message on to its call; it is dropped if nobody waits for it any more."""
+        """Pass a message on to its call; it is dropped if its caller does not wait any more."""
         if (call := self._open.get(answer.number)) is not None:
             call.hear(answer, rank)

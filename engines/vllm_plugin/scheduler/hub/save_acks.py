@@ -7,7 +7,7 @@ from typing import Final
 
 from engines.vllm_plugin.messages import RankSaved
 
-# A rank that lost its connection never tells of a save; the oldest such saves are forgotten.
+# A rank that lost its connection never reports a save; the oldest such saves are forgotten.
 MAX_OPEN: Final = 1024
 
 
@@ -18,14 +18,14 @@ class _Tally:
 
 
 class SaveAcks:
-    """The saves that some rank is still to tell of; bounded. On the hub's event loop."""
+    """The saves that some rank has not reported yet; bounded. On the hub's event loop."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._open: dict[int, _Tally] = {}  # by job, the oldest first
 
     def __len__(self) -> int:
-        """The number of saves that some rank is still to tell of."""
+        """The number of saves that some rank has not reported yet."""
         return len(self._open)
 
     def completes(self, saved: RankSaved) -> bool:
