@@ -24,7 +24,7 @@ async def read_body(
     """Read the whole body. Nothing beyond the limit is ever held in memory.
 
     Args:
-        on_size: told how many bytes have come so far; what it raises ends the reading.
+        on_size: called with the bytes that have come so far; what it raises ends the reading.
 
     Raises:
         InvalidRequest: 413, the body is larger than ``max_bytes``.
@@ -51,7 +51,7 @@ def _too_large(max_bytes: int) -> InvalidRequest:
 
 
 async def _at_once() -> None:
-    """Keep nobody waiting."""
+    """Keep no caller waiting."""
 
 
 async def while_client_stays(

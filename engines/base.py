@@ -1,4 +1,4 @@
-"""The protocol by which the gateway and the scheduler use an engine, whatever it is.
+"""The protocol by which the gateway and the scheduler use an engine of any kind.
 
 An engine is another process. The gateway starts it, or attaches to it by URL, and knows it by this
 protocol only. ``engines.client`` implements it for every engine that ships with the product.
@@ -172,7 +172,7 @@ class Engine(Protocol):
         """
 
     def session_headers(self, session: SessionRef) -> dict[str, str]:
-        """Headers that tell the engine whose turn it is; see ``engines.headers``."""
+        """Headers that name the session of a turn to the engine; see ``engines.headers``."""
 
     def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
         """Return the client's body, with private fields of the engine set by us if it has any."""

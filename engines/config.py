@@ -68,7 +68,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of one engine process of ours, sent to it as one line of JSON on standard input.
 
-    The pipe stays open for as long as the gateway lives; its end tells the worker to save what it
+    The pipe stays open for as long as the gateway lives; at its end the worker saves what it
     holds and exit. Both sockets, ``http.sock`` and ``control.sock``, lie in ``runtime_dir`` (mode
     0700).
     """

@@ -1,8 +1,8 @@
 """The HTTP headers between the gateway and an engine: each is written and read here.
 
-Three request headers tell an engine whose turn it is, one how long it may wait, and one how large
-its tenant's share of the engine is; only the gateway may set them. Two response headers tell of the
-prompt: where its KV came from, which the client gets as well, and how long it is.
+Three request headers name a turn's session to the engine, one how long it may wait, and one how
+large its tenant's share of the engine is; only the gateway may set them. Two response headers
+describe the prompt: where its KV came from, which the client gets as well, and how long it is.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CacheOutcome:
 
 
 def session_headers(session: SessionRef) -> dict[str, str]:
-    """The request headers that tell an engine whose turn it is."""
+    """The request headers that name a turn's session to an engine."""
     return {
         TENANT_HEADER: session.tenant,
         SESSION_HEADER: quote(session.id, safe=""),
@@ -93,7 +93,7 @@ def session_from(headers: Mapping[str, str]) -> SessionRef | None:
 
 
 def patience_header(seconds: float) -> dict[str, str]:
-    """The request header that tells an engine how long a turn may wait in the engine's own line."""
+    """The request header that says how long a turn may wait in the engine's own line."""
     return {PATIENCE_HEADER: f"{max(0.0, seconds):.3f}"}
 
 
@@ -112,12 +112,12 @@ def patience_from(headers: Mapping[str, str]) -> float | None:
 
 
 def weight_header(weight: int) -> dict[str, str]:
-    """The request header that tells an engine the weight of a tenant's share."""
+    """The request header that names the weight of a tenant's share."""
     return {WEIGHT_HEADER: str(weight)}
 
 
 def payer_headers(tenant: str, weight: int) -> dict[str, str]:
-    """The request headers that tell an engine who asks, where there is no session."""
+    """The request headers that name the caller to an engine, where there is no session."""
     return {TENANT_HEADER: tenant, **weight_header(weight)}
 
 

@@ -44,7 +44,7 @@ def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> En
         engine: object = factory(worker, env)
     except EngineError:
         raise
-    except Exception as error:  # somebody else's code, named by mistake perhaps
+    except Exception as error:  # third-party code, named by mistake perhaps
         if kind in ENGINES:
             raise
         raise UnknownEngine(f"engine {kind!r} makes no engine: {error}") from error

@@ -3,7 +3,7 @@
 A gateway makes it. The gateway and its engine hold a shared lock on a file in it for as long as
 they live: a folder whose lock has no holder was left by processes that were killed, and the next
 start removes it. Folders of releases that had no such lock are removed a day later, if they hold
-nothing but sockets that nobody listens on. Standard library only.
+nothing but sockets without a listener. Standard library only.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _locked(lock: int) -> Iterator[None]:
 
 
 def _is_of_the_dead(folder: Path) -> bool:
-    """Tell whether there are only a server's files in a folder, and nobody listens there."""
+    """Say whether a folder has only a server's files, and none of its sockets has a listener."""
     for path in folder.iterdir():
         if stat.S_ISSOCK(path.lstat().st_mode):
             if _has_listener(path):

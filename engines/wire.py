@@ -134,7 +134,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierReport]
     counters: dict[str, int]
     codec: CodecReport | None = None  # None: it did not say
-    requests: list[RequestProgress] = []  # those inside the engine, as far as it can tell
+    requests: list[RequestProgress] = []  # those inside the engine, as far as it knows
     repacking: Repacking = Repacking()  # of what was stored before there was a codec for it
     members: Members | None = None  # the other engines on its Redis; None: none, or not known
 
@@ -181,7 +181,7 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
 
 
 class ListSessions(msgspec.Struct, frozen=True, tag="sessions"):
-    """Ask for one page of sessions, in the order of (tenant, id), from behind ``after`` on."""
+    """Ask for one page of sessions, in the order of (tenant, id), those after ``after``."""
 
     after: tuple[str, str] | None = None  # tenant and id; None = from the start
 
@@ -193,7 +193,7 @@ class GetStats(msgspec.Struct, frozen=True, tag="stats"):
 class Adopt(msgspec.Struct, frozen=True, tag="adopt"):
     """Choose the codec again by what was measured on this model, and pack with it from now on.
 
-    Stored blobs stay readable, whatever they were packed with.
+    Stored blobs stay readable, in any codec.
     """
 
 
@@ -222,7 +222,7 @@ Verb: TypeAlias = (Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessio
 class TemplateRules(msgspec.Struct, frozen=True):
     """The rules of the model's chat template; found out by trying."""
 
-    inline_system: bool = True  # system messages behind the first
+    inline_system: bool = True  # system messages after the first
     repeated_users: bool = True  # two messages of the user in a row
     # The switch with which it writes the reasoning of earlier turns, too; {}: it has none, or does
     # so anyway.
@@ -275,7 +275,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     can_measure: bool = False  # it obeys ``Measure``
     moves_budgets: bool = False  # it obeys ``SetBudgets``
     live_kv: KVSize | None = None  # as this engine keeps it; None: not said
-    # With two bytes for each value of K and V, whatever the engine's dtype is, and recurrent states
+    # With two bytes for each value of K and V, in every dtype of the engine, and recurrent states
     # as they are: what packed bytes are compared with.
     bf16_kv: KVSize | None = None
     sees_images: bool = False  # in chats, as ``image_url`` parts

@@ -21,8 +21,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class Model:
     """A model; ``folder`` is None for a hub id that was never downloaded: the engine fetches it."""
 
-    path: str  # what the engine is told: a folder or the hub id
-    name: str  # what clients call it, unless they are told otherwise
+    path: str  # for the engine: a folder or the hub id
+    name: str  # the clients' name for it, unless the settings give another
     folder: Path | None
 
     def config(self) -> dict[str, Any]:

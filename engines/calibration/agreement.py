@@ -31,7 +31,7 @@ class Partners(Protocol):
         """
 
     def give_up(self, reason: str) -> None:
-        """Tell the others that this rank measures no more."""
+        """Inform the others that this rank measures no more."""
 
 
 class NoPartners:
@@ -41,7 +41,7 @@ class NoPartners:
         return profile
 
     def give_up(self, reason: str) -> None:
-        """Nobody waits."""
+        """No other rank waits."""
 
 
 ALONE: Final = NoPartners()

@@ -69,7 +69,7 @@ def first_order(
         probed_share=FIRST_PROBED,
         num_scored=FIRST_SCORED,
         depths=(0.5,),
-        with_bounds=False,  # nobody looks at them, and they cost as much as learning
+        with_bounds=False,  # they are not read here, and cost as much as learning
         num_chains=FIRST_CHAINS,
         num_threads=restoring_threads(store.num_threads),
         chunk_tokens=store.chunk_tokens or USUAL_TOKENS,

@@ -95,11 +95,11 @@ class StatefulInstrument(Protocol):
         """
 
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        """The same as ``Instrument.log_probs``, behind a whole session, which is not changed."""
+        """The same as ``Instrument.log_probs``, after a whole session, which is not changed."""
 
 
 def states_of(instrument: Instrument) -> StateLayout | None:
-    """Tell what there is besides rows in a session of this instrument; None = nothing."""
+    """Return what there is besides rows in a session of this instrument; None = nothing."""
     return instrument.states if isinstance(instrument, StatefulInstrument) else None
 
 
@@ -108,7 +108,7 @@ class NotObservable(Exception):
 
 
 class Notice(NamedTuple):
-    """Tells what one layer notices of errors in the K and V before some tokens.
+    """Says what one layer notices of errors in the K and V before some tokens.
 
     Attributes:
         of_windows: the layer keeps the newest tokens only; it is numbered among such layers.
@@ -124,7 +124,7 @@ class Notice(NamedTuple):
 
 
 class StateNotice(NamedTuple):
-    """Tells what a recurrent layer notices of errors in one array of matrices of its state.
+    """Says what a recurrent layer notices of errors in one array of matrices of its state.
 
     Attributes:
         number: of the array among those of a session's state that a codec may pack.

@@ -40,7 +40,7 @@ LAYER: Final = Scope("layer")
 PROBED_SHARE: Final = 0.25
 MOST_PIECES: Final = 8  # of a window, where sliding windows are shorter
 OBSERVED: Final = 2  # of so many pieces one is looked back on
-LEAST_WINDOW = 64  # tokens; a text that leaves fewer behind the last window is cut there
+LEAST_WINDOW = 64  # tokens; a text that leaves fewer after the last window is cut there
 
 
 class Windows(NamedTuple):
@@ -70,7 +70,7 @@ def samples_of(
 
     Args:
         scratch: where the windows' rows are kept; None = in memory.
-        tell: told of every window.
+        tell: called with the progress at every window.
         of_states: gets what errors in recurrent states cost.
 
     Raises:
@@ -95,7 +95,7 @@ def samples_of_tokens(
     """Do the same as ``samples_of``, of texts that are token ids already, each one window."""
     ropes = instrument.ropes
     states = states_of(instrument)
-    # Behind a recurrent state, if only of a convolution, equal tokens have unequal keys.
+    # After a recurrent state, if only of a convolution, equal tokens have unequal keys.
     if states is None or (states.windows is not None and not states.has_matrices):
         check_turning(instrument, ropes)
     runs: list[KVRun] = []

@@ -32,7 +32,7 @@ def run(calibrate: Callable[[CalibrationOrder], CalibrationReport]) -> None:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=CalibrationOrder)
     threading.Thread(target=_leave_with_parent, name="lifeline", daemon=True).start()
     configure_logging(order.log_level)
-    # Whatever an engine prints goes to the log: standard output is for the report alone. It is
+    # All that an engine prints goes to the log: standard output is for the report alone. It is
     # left open: when it closes, the parent knows that this process has ended.
     output = os.fdopen(os.dup(1), "wb", closefd=False)
     os.dup2(2, 1)
@@ -47,7 +47,7 @@ def run(calibrate: Callable[[CalibrationOrder], CalibrationReport]) -> None:
 
 
 def _leave_with_parent() -> None:
-    """End this process when its input ends: the parent is gone, and nobody waits for the report."""
+    """End this process when its input ends: the parent is gone, and the report has no reader."""
     while os.read(0, 1 << 12):  # not by sys.stdin, whose lock would be missed at the end
         pass
     os._exit(1)

@@ -33,7 +33,7 @@ LARGEST_DRIFT = 0.15
 
 
 def read_rope(turned: Turned) -> Rope | None:
-    """The rotary embedding behind ``turned``; None if it turns nothing.
+    """Return the rotary embedding that ``turned`` applies; None if it turns nothing.
 
     Raises:
         ValueError: it does something else than turning pairs of channels.

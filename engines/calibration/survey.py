@@ -114,7 +114,7 @@ def survey(
 
     Args:
         unfinished: where what was found so far is kept, and is looked for; None = nowhere.
-        tell: told now and then how far it is; may raise, to end it.
+        tell: called now and then with the progress; may raise, to end it.
 
     Raises:
         CannotCalibrate: no text is long enough, or a context is too short for a state.
@@ -162,7 +162,7 @@ def check_contexts(instrument: StatefulInstrument, contexts: Sequence[int]) -> N
 def _contexts(instrument: Instrument, order: CalibrationOrder) -> list[int]:
     """The contexts to measure. With states they end where a state can rest.
 
-    What lies behind it would be computed again, and count as if it had been packed.
+    What lies after it would be computed again, and count as if it had been packed.
     """
     if states_of(instrument) is None:
         return list(order.contexts)

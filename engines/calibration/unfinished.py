@@ -28,7 +28,7 @@ class Unfinished:
     """The two files of one measurement; none of them has to exist. Belongs to one thread."""
 
     def __init__(self, stem: Path) -> None:
-        """``stem``: the files' path without what comes behind the last dot."""
+        """``stem``: the files' path without what follows the last dot."""
         self._learned = stem.with_name(f"{stem.name}.learned")
         self._cases = stem.with_name(f"{stem.name}.cases")
 

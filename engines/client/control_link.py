@@ -38,7 +38,7 @@ log = logging.getLogger("thermocline.engines")
 
 HEARTBEAT_S = 5.0
 SILENCE_S = 30.0
-POLL_S = 0.1  # while nobody listens yet
+POLL_S = 0.1  # while no server listens yet
 RETRY_FIRST_S = 0.05  # after a link that ended
 RETRY_CAP_S = 5.0
 STABLE_AFTER_S = 10.0  # a link that lived this long was fine
@@ -64,7 +64,7 @@ class ControlLink:
 
         Args:
             address: ``unix:/path`` or ``tcp://host:port``.
-            why_absent: the trouble to report while nobody listens there.
+            why_absent: the trouble to report while no server listens there.
             on_lost: called with a sentence whenever the connection ends.
         """
         self._address = address
@@ -203,7 +203,7 @@ class ControlLink:
             self.codec = answer.report.codec
 
     def _publish(self, notice: Notice | None) -> None:
-        """Hand a notice to the reader; one that fell behind is told to ask for all sessions."""
+        """Hand a notice to the reader; one that is too slow is asked to list all sessions."""
         if self._notices.full():
             while not self._notices.empty():
                 self._notices.get_nowait()

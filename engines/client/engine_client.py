@@ -1,7 +1,7 @@
 """An engine in another process, as the gateway uses it: HTTP for data, the wire for control.
 
 ``EngineClient`` talks to the two addresses of a running engine. It is complete by itself for an
-engine that somebody else started; ``engines.client.child.child_engine`` adds the process.
+engine that was started elsewhere; ``engines.client.child.child_engine`` adds the process.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EngineClient:
 
     @staticmethod
     def why_absent(control: str) -> str:
-        """Say what it means that nobody listens at the control address."""
+        """Say what it means that no server listens at the control address."""
         return "the engine is starting"
 
     # ---- life

@@ -24,7 +24,7 @@ class HttpExchange:
     """A request and its response; an ``engines.base.Upstream``.
 
     An engine that ends before it has said anything of its answer, and is there again in time, is
-    asked once more: whoever waits for the answer sees a longer wait, not an error. Once: a request
+    asked once more: the client sees a longer wait, not an error. Once: a request
     that its engine dies of is not to kill it for ever.
 
     A stream must show a sign of life every ``stall_timeout_s`` seconds. A response that comes whole
@@ -146,12 +146,12 @@ class HttpExchange:
         return watchdog
 
     def _is_last_word(self, chunk: bytes) -> bool:
-        """Tell whether an engine that has ended said no more than that."""
+        """Say whether an engine that has ended sent no more than that."""
         ended = self._next_life is not None and self._next_life.ended
         return ended and (not chunk or chunk.startswith(ERROR_EVENT))
 
     async def _promised_again(self) -> bool:
-        """Ask once more behind a head that was read; the answer must be of the kind it said."""
+        """Ask once more after a head that was read; the answer must be of the kind it said."""
         kind = self.status, self.is_stream
         asked = await self._asked_again()
         if asked and kind != (self.status, self.is_stream):
@@ -163,7 +163,7 @@ class HttpExchange:
         return b"".join([chunk async for chunk in self.chunks()])
 
     def fail(self, failure: EngineUnavailable) -> None:
-        """End the exchange now; whoever waits for it gets ``failure``."""
+        """End the exchange now; its caller gets ``failure``."""
         self._response.fail(failure)
 
     def close(self) -> None:
@@ -175,5 +175,5 @@ class HttpExchange:
 
 
 def is_comment(chunk: bytes) -> bool:
-    """Tell whether a piece of a stream is a sign of life and nothing more."""
+    """Say whether a piece of a stream is a sign of life and nothing more."""
     return chunk.startswith(b":") and all(x[:1] in (b":", b"") for x in chunk.split(b"\n"))

@@ -6,7 +6,7 @@ nothing in between, a streamed chunk costs half as much when chunks come singly 
 come in bursts. A connection per request costs little on a local socket, and there is no idle
 connection that the engine may be closing while a request is being written to it.
 
-Most of a chunk's cost is two system calls and two turns of the event loop, whatever its size. So a
+Most of a chunk's cost is two system calls and two turns of the event loop, at any size. So a
 stream that comes faster than any model's pace is read in bursts: after each chunk the engine's
 socket is left alone for a moment, and what gathers there goes on as one.
 """
@@ -22,7 +22,7 @@ from multidict import CIMultiDict
 
 from engines.base import EngineUnavailable
 
-# A reader that falls behind makes the engine wait.
+# A reader that is too slow makes the engine wait.
 MAX_HELD_BYTES = 256 << 10
 # The longest that a chunk of a fast stream waits in the socket, and what "fast" is. Streams of up
 # to 160 events a second, and every first event, go on at once. Neither can be seen on a screen.
@@ -35,7 +35,7 @@ class HttpResponse(asyncio.Protocol):
     """A response being read: head first, then chunks of the body as they come. For one reader."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """``clock`` (in seconds) tells fast streams from slow ones; None = the event loop's."""
+        """``clock`` (in seconds) separates fast streams from slow ones; None = the event loop's."""
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self.is_stream = False
@@ -84,7 +84,7 @@ class HttpResponse(asyncio.Protocol):
         self._wake()
 
     def close(self) -> None:
-        """Abort the connection, so that an engine still at work sees that nobody wants the rest."""
+        """Abort the connection, so that an engine still at work sees that it can stop."""
         if self._transport is not None:
             self._transport.abort()
 

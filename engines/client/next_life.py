@@ -11,7 +11,7 @@ NOTICED_S = 0.2
 
 
 class NextLife:
-    """Tells whether the engine that was there when this was made has ended, and awaits the next.
+    """Says whether the engine that was there when this was made has ended, and awaits the next.
 
     It has if its control connection was lost, whether its process ended or was given up as hung.
     """
@@ -28,8 +28,8 @@ class NextLife:
         Args:
             engine: returns one object for as long as the control connection lasts, None without.
             wait_s: the longest wait for the next one, in seconds.
-            no_hope: tells that none will come.
-            there: tells that one can be asked, once the one of now has ended; None = its next life.
+            no_hope: says that none will come.
+            there: says that one can be asked, once the one of now has ended; None = its next life.
         """
         self._engine = engine
         self._then = engine()

@@ -12,7 +12,7 @@ class StallWatchdog:
     """Notices a wait that lasts too long, without a timer for every wait.
 
     Its user adds one to ``edges`` when a wait begins and when it ends, so it is odd during a wait.
-    A look now and then tells whether it is still the same wait. This costs two additions per wait,
+    A look now and then shows whether it is still the same wait. This costs two additions per wait,
     where a timer would cost as much as relaying a chunk.
     """
 

@@ -79,7 +79,7 @@ class FakeSessions:
     # ---- turns
 
     def begin(self, ref: SessionRef, prompt: Sequence[str]) -> CacheOutcome:
-        """Start a turn, and tell what it reuses of the session."""
+        """Start a turn, and return what it reuses of the session."""
         session = self._sessions.setdefault(_key(ref), FakeSession(ref))
         session.num_turns += 1
         session.last_used = self._clock()

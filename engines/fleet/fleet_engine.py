@@ -1,4 +1,4 @@
-"""Several engines of one model behind one gateway, as one ``engines.base.Engine``.
+"""Several engines of one model in one gateway, as one ``engines.base.Engine``.
 
 A session stays at its home, the replica that had it last, or else the first of its ring that can be
 asked; it moves when its home has many more requests than the next one. A move costs a restore from
@@ -94,7 +94,7 @@ class FleetEngine:
         return self._choice.choose(session, but)
 
     def _served(self, session: SessionRef, replica: Replica) -> None:
-        """Note that a replica has taken a request, and let go of the copy that it left behind."""
+        """Note that a replica has taken a request, and let go of the copy at its former home."""
         home = self._choice.home(session)
         self._homes.served(session, replica.name)
         if home is None or home is replica:
@@ -377,7 +377,7 @@ class FleetEngine:
         return home in (None, replica.name)
 
     def _publish(self, notice: Notice | None) -> None:
-        """Hand a notice to the reader; one that fell behind has to ask for all sessions."""
+        """Hand a notice to the reader; one that is too slow has to ask for all sessions."""
         if self._notices.full():
             while not self._notices.empty():
                 self._notices.get_nowait()

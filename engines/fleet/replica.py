@@ -35,7 +35,7 @@ class Replica:
         return self.engine.ready and not self.differs
 
     def takes_beside(self, but: Welcome | None) -> bool:
-        """Tell whether it may be asked for an answer, and is not that life of it."""
+        """Say whether it may be asked for an answer, and is not that life of it."""
         return self.takes and not self.leaving and (but is None or self.engine.welcome is not but)
 
     @property

@@ -132,7 +132,7 @@ class ControlServer:
             async with asyncio.TaskGroup() as group:
                 while True:
                     request = await read_request(reader)
-                    if isinstance(request.verb, Hello):  # what was sent behind it waits for it
+                    if isinstance(request.verb, Hello):  # later messages wait for it
                         await self._serve(request, writer)
                     else:
                         group.create_task(self._serve(request, writer))

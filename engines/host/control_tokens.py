@@ -1,15 +1,15 @@
 """Keeps what users write from being read as control tokens of the model.
 
 A chat template writes control tokens around messages (``<|im_start|>``), and the tokenizer finds
-them by their spelling, whoever wrote it. So in all that a request brings, each spelling of one
-becomes a mark, a word that nobody writes, before the template sees it. When the prompt is made, a
-mark is encoded as the same letters in plain text. A text without such a spelling is not touched: it
-has the tokens that it always had, and an answer's tokens stay those of the next prompt.
+them by their spelling, whoever wrote them. So in all that a request brings, each spelling of one
+becomes a mark, a word that does not occur in texts, before the template sees it. When the prompt is
+made, a mark is encoded as the same letters in plain text. A text without such a spelling is not
+touched: it has the tokens that it always had, and an answer's tokens stay those of the next prompt.
 
 What is only ``added`` to a tokenizer and no control token, as ``<tool_call>`` is to Qwen's, stays
 what it is: it changes no one's role, and models' own words come back with it. Some tokenizers say
-of their roles' tokens, too, that they are only added (DeepSeek's ``<｜User｜>``), so whatever has
-bars and stands in the chat template is taken for a control token.
+of their roles' tokens, too, that they are only added (DeepSeek's ``<｜User｜>``), so each token
+with bars in the chat template is taken for a control token.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class ControlTokens:
         self._word = "zq" + secrets.token_hex(8)
         self._mark = re.compile(self._word + f"([0-9]{{{_DIGITS}}})")
         self._any = _pattern(self._texts)
-        # Calls that nobody reads come back as they were written, and are to have the same tokens.
+        # Calls that were not parsed come back as they were written, and are to have the same
+        # tokens.
         kept = {*markers, *(x for x in unsaid if "tool" in x)}
         self._assistants = _pattern([x for x in self._texts if x not in kept])
 
@@ -95,7 +96,7 @@ class ControlTokens:
         return encode("".join(x + y for x, y in zip(between, spelled, strict=True)))
 
     def _split(self, text: str) -> tuple[list[str], list[int]]:
-        """Return the numbers of the marks, and the text before, between and behind them.
+        """Return the numbers of the marks, and the text before, between and after them.
 
         What has another number is no mark of ours: a template has cut one, and digits follow.
         """
@@ -154,7 +155,7 @@ class ControlTokens:
 
 
 def _is_role(text: str, template: str) -> bool:
-    """Tell whether a chat template writes this token, and its spelling is one of control tokens."""
+    """Say whether a chat template writes this token, and its spelling is one of control tokens."""
     return not _BARS.isdisjoint(text) and text in template
 
 

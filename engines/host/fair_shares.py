@@ -1,10 +1,10 @@
 """Shares an engine's places between tenants, by what each was served.
 
 Every tenant has a count of the tokens that it was served, divided by its weight. A place that
-somebody waits for is taken from whoever holds more than its share of them; where places cannot be
-divided, tenants take turns: who is behind another by a quantum goes first. A tenant that comes back
-after a pause begins at the smallest count of those that are there: what it did not use meanwhile is
-no credit, and what it used before is no debt to newcomers.
+request waits for is taken from a tenant that holds more than its share of them; where places cannot
+be divided, tenants take turns: a tenant that is behind another by a quantum goes first. A tenant
+that comes back after a pause begins at the smallest count of those that are there: what it did not
+use meanwhile is no credit, and what it used before is no debt to newcomers.
 
 Pure arithmetic, without an engine: both of ours choose by it. Not thread-safe.
 """
@@ -85,9 +85,9 @@ class FairShares:
     def first(self, tenants: Iterable[str], places: Mapping[str, int] = NO_PLACES) -> str:
         """Return the tenant that is next.
 
-        That is who is behind one that holds places by a quantum, else who holds fewest by weight;
-        of equals the one that was served least. Where nobody holds any it is that one, too: the
-        next place by weight would always be the heaviest's.
+        That is a tenant that is behind one with places by a quantum, else the one with fewest by
+        weight; of equals the one that was served least. Where no tenant holds any it is that one,
+        too: the next place by weight would always be the heaviest's.
         """
         is_held = any(places.values())
         ahead = max((self.count(x) for x, number in places.items() if number), default=0.0)
@@ -111,7 +111,7 @@ class FairShares:
         places: Mapping[str, int],
         quantum: float = QUANTUM,
     ) -> str | None:
-        """Name the tenant that is to give up a place for another's request; None: nobody is.
+        """Name the tenant that is to give up a place for another's request; None: none is to.
 
         That is who holds so many that it still has no fewer than the claimant afterwards, or who is
         ahead by more than a quantum.

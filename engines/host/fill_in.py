@@ -7,7 +7,7 @@ from typing import Final
 
 from engines.wire import FillIn
 
-# Before the text in front, between it and the text behind, and where the model goes on. Of Qwen and
+# Before the text in front, between it and the text after, and where the model goes on. Of Qwen and
 # CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek, whose second one marks the hole.
 _KNOWN: Final = (
     FillIn("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),

@@ -1,6 +1,6 @@
 """Ties an engine process to its gateway, for the engines that are programs of ours.
 
-The settings come as one line on standard input; the sockets lie in a folder that is nobody else's;
+The settings come as one line on standard input; the sockets lie in a private folder;
 and the end of the input is the end of the process, however the gateway ended.
 """
 

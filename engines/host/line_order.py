@@ -37,7 +37,7 @@ def next_of(line: Sequence[T], length: Callable[[T], int], num_begun: int) -> T:
 
     Args:
         line: those that wait, the oldest first; not empty.
-        length: their lengths, as ``length_class`` tells them apart.
+        length: their lengths, as ``length_class`` groups them.
         num_begun: how many of this tenant have begun so far.
     """
     if num_begun % OLDEST_EVERY == OLDEST_EVERY - 1:
@@ -95,13 +95,13 @@ def in_fair_order(
     counts = {x: shares.count(x) for x in {*lines, *places}}
     taken = dict.fromkeys(lines, 0)
     order: list[T] = []
-    if not any(places.values()):  # where nobody holds any the least served is first
+    if not any(places.values()):  # where no tenant holds any the least served is first
         least = min(lines, key=counts.__getitem__)
         order.append(lines[least][0])
         taken[least] = held[least] = 1
     holders = [x for x, number in {**places, **held}.items() if number]
     ahead = max((counts[x] for x in holders), default=0.0)
-    # Who is behind a holder goes first, and as a whole, since its own places put nobody behind.
+    # A tenant that is behind a holder goes first, and as a whole: its own places delay no other.
     by_count = sorted(lines, key=counts.__getitem__)
     heap = [(shares.held(x, held[x] + 1), counts[x], i, x) for i, x in enumerate(lines)]
     heapq.heapify(heap)

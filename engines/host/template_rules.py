@@ -22,7 +22,7 @@ def _chat(*roles: str) -> Chat:
 
 
 _PLAIN: Final = _chat("user", "assistant", "user")
-# Behind a question, as agents append them to tool results.
+# After a question, as agents append them to tool results.
 _INLINE: Final = _chat("system", "user", "system", "assistant", "user", "system")
 _REPEATED: Final = _chat("user", "assistant", "user", "user")
 # Reasoning of a turn before the last question, which many templates leave out.
@@ -32,7 +32,7 @@ _REASONED: Final = [
     {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT},
     {"role": "user", "content": "c"},
 ]
-# By which templates let themselves be told to keep it.
+# The parameters by which templates keep it.
 _SWITCHES: Final = (
     {"preserve_thinking": True},
     {"clear_thinking": False},

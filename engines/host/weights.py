@@ -1,6 +1,6 @@
 """Digests of weight files by content: every byte counts.
 
-A few kilobytes in a few tensors may be all that tells one fine-tuned model from another, so no
+A few kilobytes in a few tensors may be the only difference between two fine-tuned models, so no
 sample will do. Reading it all takes a while (60 GB at the pace of the disk or the processor), so it
 is done once: the digest is remembered beside the cold store, and holds for as long as the file is
 the same inode with the same size and times. Of several processes that start together, the others
@@ -35,7 +35,7 @@ MAX_ENTRIES: Final = 1024
 
 
 class _Stamp(msgspec.Struct, frozen=True):
-    """The state of a file: equal only if nobody has written to it (ctime: mtime can be set)."""
+    """The state of a file: equal only if it was not written to (ctime: mtime can be set)."""
 
     device: int
     inode: int

@@ -1,6 +1,6 @@
 """The mlx_lm engine: a process of its own, ``python -m engines.mlx_worker``.
 
-Imported by nobody. One owner thread touches mlx; an asyncio side speaks HTTP and the control
+No other room imports it. One owner thread touches mlx; an asyncio side speaks HTTP and the control
 protocol; codec threads see numpy only. A chat's walk:
 
 1. ``http.py`` checks the request; the gateway has named its session.

@@ -72,7 +72,7 @@ async def start(owner: Owner) -> None:
     """Start the owner.
 
     Raises:
-        CannotServe: something is wrong that stays until somebody changes it.
+        CannotServe: something is wrong that stays until a person changes it.
         OSError: something is missing that may come back.
     """
     try:
@@ -97,7 +97,7 @@ def load(config: WorkerConfig) -> LoadedModel:
     path = config.model_path
     try:
         return load_model(path, config.engine.dtype)
-    except Exception as error:  # files of somebody else can trip a loader in any way
+    except Exception as error:  # third-party files can break a loader in any way
         if _passes(error):
             raise
         if not Path(path).exists():

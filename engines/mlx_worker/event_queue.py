@@ -13,7 +13,7 @@ class EventQueue:
     """The reader's end; a ``GenerationStream``. All but the constructor is the event loop's."""
 
     def __init__(self, num_answers: int, stop: Callable[[int | None], None]) -> None:
-        """``stop(index)`` tells the owner to end an answer, ``stop(None)`` all of them.
+        """``stop(index)`` asks the owner to end an answer, ``stop(None)`` all of them.
 
         It is let go of as soon as there is nothing to stop: it holds the request, and the request
         this queue. In that ring every prompt would stay until Python's next full collection,

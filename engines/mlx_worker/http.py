@@ -87,7 +87,7 @@ MAX_BODY_BYTES = 64 << 20
 # A body over this is parsed on a thread.
 LARGE_BODY_BYTES = 256 << 10
 _RETRY_AFTER_S = 1
-# Nobody reads a response to a closed connection; the number is nginx's.
+# No client reads a response to a closed connection; the number is nginx's.
 _CLIENT_CLOSED = 499
 # Exceptions that have an answer of their own, and all others.
 _ANSWERED = (
@@ -168,7 +168,7 @@ class Endpoints:
         self._planner = RequestPlanner(self._vocabulary, owner.facts)
         self._tokens = PromptTokens(self._vocabulary, owner.facts)
         self._served = ServedModel(owner.facts.name, _fingerprint(config), self._vocabulary)
-        # First in the line of the prompts' thread: nobody waits for it on the event loop later.
+        # First in the line of the prompts' thread: no one waits for it on the event loop later.
         self._planning = Planning(lambda: self._vocabulary.grammar)
         self._grammars = GrammarCompiler(self._vocabulary)
         # Who sends a large body waits for no prompt.

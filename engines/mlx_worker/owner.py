@@ -53,7 +53,7 @@ Listener: TypeAlias = Callable[[Cause, SessionRef, str], None]  # the last: why,
 WAITING_PER_SLOT = 16
 # While a prompt waits for room and nothing runs, look again after this long.
 LOOK_AGAIN_S = 0.25
-# Work that needs no model waits until nobody has needed the engine for so long.
+# Work that needs no model waits until the engine was unused for so long.
 QUIET_S = 1.0
 # Freed buffers that mlx may keep for reuse. Small: memory that was given up must really be free.
 MLX_POOL_BYTES = 64 << 20
@@ -135,7 +135,7 @@ class Owner:
 
     @property
     def is_quiet(self) -> bool:
-        """True if nobody has needed this engine for a moment. Any thread."""
+        """True if this engine was unused for a moment. Any thread."""
         return self.idle_steps.alone_s >= QUIET_S and not self._limit.num_waiting
 
     def sequence_bytes(self, num_tokens: int) -> int:
@@ -237,7 +237,7 @@ class Owner:
     def _run(self) -> None:
         try:
             self._open()
-        except BaseException as error:  # whatever it is, the caller of start() must hear of it
+        except BaseException as error:  # of any kind: the caller of start() must hear of it
             mx.clear_streams()  # see _close
             self._started.set_exception(error)
             return
@@ -280,13 +280,13 @@ class Owner:
 
     @property
     def _is_free(self) -> bool:
-        """True if an idle step waits and may be done: nobody has asked for anything since."""
+        """True if an idle step waits and may be done: no request has come since."""
         if not self.idle_steps.is_waiting or self._leaving:
             return False
         return self._commands.empty() and self.parts.loop.is_idle
 
     def _leave(self) -> None:
-        self._leaving = True  # whatever happens next
+        self._leaving = True  # in every case
         self.idle_steps.close()
         self.parts.loop.stop_all()
 

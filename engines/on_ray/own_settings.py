@@ -89,6 +89,6 @@ def own_settings(
 
 
 def free_port(host: str) -> int:
-    """Return a port of this machine that nobody uses now."""
+    """Return an unused port of this machine."""
     with socket.create_server((host, 0)) as server:
         return int(server.getsockname()[1])

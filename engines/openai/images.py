@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import DETAILS, Json, Message
 
-# What a tool's result says if it is an image: that stands in a message of the user behind it.
+# What a tool's result says if it is an image: that stands in a message of the user after it.
 SHOWN_BELOW: Final = "(The result is the image in the next message.)"
 _SHOWN_BY: Final = ("user", "tool")  # templates have no place for others' images, or drop them
 _HERE: Final = "data:image/"
@@ -17,7 +17,7 @@ _ELSEWHERE: Final = ("http://", "https://")
 class Sight(NamedTuple):
     """The images that are taken: none, those in the request itself, or also those of other servers.
 
-    An engine that fetches images reaches whatever its machine does, for whoever may ask.
+    An engine that fetches images reaches every host that its machine does, for any client.
     """
 
     sees: bool = False

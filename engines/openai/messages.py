@@ -101,8 +101,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 def with_known_parts(messages: Sequence[Json], read: Sequence[Message]) -> list[Json]:
     """Return messages whose contents have only such parts, and fields of parts, as were checked.
 
-    An engine may know more of them: vLLM fetches whatever address a part of any type holds, and
-    takes its ``uuid`` for the hash of an image, by which everybody's images are kept.
+    An engine may know more of them: vLLM fetches every address that a part of any type holds, and
+    takes its ``uuid`` for the hash of an image, by which images of all tenants are kept.
 
     Args:
         read: the same messages, as they were checked.

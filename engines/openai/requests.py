@@ -3,7 +3,7 @@
 The gateway validates at its border and an engine of ours validates what it is sent; both use this
 module, so it imports no engine. ``parse_*`` take a body, ``validate_*`` take JSON that was parsed
 already. Known fields have types and bounds; rules that a bound cannot express stand in
-the ``__post_init__`` of their struct. Fields that nobody here knows are ignored, so clients
+the ``__post_init__`` of their struct. Unknown fields are ignored, so clients
 newer than this file keep working; fields that ask for something we cannot do are refused.
 """
 

@@ -21,7 +21,7 @@ from launch.remote.turn import Message, Turn, take_turn
 
 KEPT_SHARE: Final = 0.5  # of its beginning that a returning session has to reuse
 QUICK_SHARE: Final = (
-    0.5  # of the first turn's time to first token; where nobody says what is reused
+    0.5  # of the first turn's time to first token; where no server says what is reused
 )
 LOST_IN_A_ROW: Final = 4  # then all older ones count as lost, too
 BY_TIME: Final = "time"

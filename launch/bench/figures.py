@@ -13,7 +13,7 @@ from launch.remote.turn import MISS
 
 NEW: Final = "new"  # first turns, of which nothing could be known
 LOST: Final = "miss"  # returns of which nothing was reused
-MOST_ERRORS: Final = 20  # different ones that are told
+MOST_ERRORS: Final = 20  # different ones that are reported
 
 
 class Percentiles(msgspec.Struct, frozen=True):

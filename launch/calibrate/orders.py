@@ -89,7 +89,7 @@ def _check_text(path: Path) -> None:
 
 
 def presets_of(names: str | None) -> tuple[str, ...]:
-    """The presets behind a list of names and groups, each once. Raises ``UsageError``."""
+    """The presets that a list of names and groups stands for, each once. Raises ``UsageError``."""
     wanted = split_names(USUAL_PRESETS if names is None else names)
     each = dict.fromkeys(preset for name in wanted for preset in GROUPS.get(name, (name,)))
     try:

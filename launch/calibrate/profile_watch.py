@@ -1,4 +1,4 @@
-"""Has an engine choose its codecs again when its model's profile has changed, whoever wrote it.
+"""Has an engine choose its codecs again when its model's profile has changed, by any writer.
 
 Where nothing was measured, an engine begins with an exact codec and measures its model itself, in
 its idle moments. Others may be quicker: ``thermocline calibrate``, another gateway's engine. If

@@ -97,7 +97,7 @@ def needs_of(effective: EffectiveSettings, context: int) -> Needs:
     plans = plan_of(effective, ",".join(map(str, lengths))).contexts
     content = find_model(effective.settings.engine.model, effective.folders.cache).config()
     hot = hot_budget_of(effective, content, served_cache(effective, content))
-    cold = {  # whatever the length, up to ``context``
+    cold = {  # for every length up to ``context``
         largest.codec: largest
         for same in zip(*(x.cold for x in plans), strict=True)
         if not (largest := max(same, key=lambda x: x.bytes_per_session)).refused

@@ -9,12 +9,12 @@ from launch.machine.memory import free_disk
 from launch.settings.default_budgets import DISK_SHARE
 from launch.settings.effective_settings import EffectiveSettings
 
-_DERIVED = "derived:"  # how the origin of a budget begins that nobody has set
+_DERIVED = "derived:"  # how the origin of a budget begins that was not set
 
 
 @dataclass(frozen=True)
 class Rooms:
-    """Bytes. ``given_*``: a budget that somebody set, which stays; None = it may be chosen."""
+    """Bytes. ``given_*``: a budget that the operator set, which stays; None = it may be chosen."""
 
     hot: int  # the most that live KV may have
     ram: int  # the most that sleeping sessions in memory may have

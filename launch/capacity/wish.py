@@ -22,7 +22,7 @@ ENGINES = ("mlx", "vllm")  # whose memory is ours to share out, and whose sessio
 def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
     """The settings with budgets for the wished capacity; as they are where nothing is wished.
 
-    Budgets that somebody set stay as they are.
+    Budgets that the operator set stay as they are.
 
     Raises:
         UsageError: this machine cannot; says what it could.

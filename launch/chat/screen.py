@@ -18,7 +18,7 @@ _STYLES = {"hot": "green", "miss": "yellow", "unknown": "dim"}
 
 
 class Screen:
-    """The user's terminal, or whatever stands in its place."""
+    """The user's terminal, or what stands in its place."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._notes = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -34,7 +34,7 @@ class Screen:
         sys.stdout.flush()
 
     def note(self, text: str, style: str = "dim") -> None:
-        """Tell something that is not part of the chat."""
+        """Show something that is not part of the chat."""
         if not self._quiet:
             self._notes.print(Text(safe(text), style=style))
 

@@ -12,7 +12,7 @@ from launch.cli.remote import Remote
 from launch.errors import LaunchError
 
 LOOK_EVERY_S: Final = 2.0
-# An engine tells its gateway now and then how far it is; one that was restarted says nothing more.
+# An engine reports now and then how far it is; one that was restarted reports nothing more.
 SILENCE_S: Final = 60.0
 
 
@@ -29,7 +29,7 @@ def measure_served(
     and beside what was measured now the figures that older runs have left of other presets.
 
     Args:
-        tell: told how far it is, whenever that changes.
+        tell: called with the progress, whenever that changes.
 
     Raises:
         LaunchError: the server cannot measure, or has given up.

@@ -59,7 +59,7 @@ def connection(client: str, server: Server, home: Path) -> Connection:
     """Say what a client needs.
 
     Raises:
-        UsageError: nobody here knows that client.
+        UsageError: that client is unknown.
     """
     make = CLIENTS.get(client)
     if make is None:

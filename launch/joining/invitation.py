@@ -93,7 +93,7 @@ def invitation_of(
 
 
 def is_local(redis_url: str) -> bool:
-    """Tell whether only this machine can reach a Redis at that address."""
+    """Say whether only this machine can reach a Redis at that address."""
     parts = urlsplit(redis_url)
     return parts.scheme == "unix" or (parts.hostname or "localhost") in LOOPBACK
 

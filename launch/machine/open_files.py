@@ -36,7 +36,7 @@ def raise_open_files(engine_kind: str) -> int:
         return most if soft == resource.RLIM_INFINITY else soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    except (ValueError, OSError):  # macOS has a lower limit of its own, which it does not tell
+    except (ValueError, OSError):  # macOS has a lower limit of its own, which it does not report
         if soft < LEAST:
             raise LaunchError(too_low(soft, engine_kind)) from None
         return soft

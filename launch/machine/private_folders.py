@@ -1,4 +1,4 @@
-"""Folders that nobody but this user can write: engines compile into them, and load from them.
+"""Folders that only this user can write: engines compile into them, and load from them.
 
 Compilers put libraries under predictable names and load what they find there. In a folder that
 another user may write, or below one that another user may replace, that is code of another user.
@@ -31,7 +31,7 @@ COMPILED: Final[Mapping[str, str]] = {
     "CUDA_CACHE_PATH": "cuda",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
-    "CUTE_DSL_CACHE_DIR": "cute-dsl",  # else /tmp/USER in some releases, whatever TMPDIR says
+    "CUTE_DSL_CACHE_DIR": "cute-dsl",  # else /tmp/USER in some releases, for any TMPDIR
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
     "TILELANG_CACHE_DIR": "tilelang",
     "VLLM_CACHE_ROOT": "vllm",

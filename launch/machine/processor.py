@@ -1,4 +1,4 @@
-"""Tells what this machine's processor can do."""
+"""Finds out what this machine's processor can do."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class CacheShape:
     growing: tuple[KVLayer, ...] = ()
     windows: tuple[Window, ...] = ()
     state_elements: int = 0  # recurrent state in the engine's dtype (convolutions)
-    state_float32: int = 0  # recurrent state that is float32 whatever the engine's dtype is
+    state_float32: int = 0  # recurrent state that is float32 in every dtype of the engine
     num_states: int = 0  # layers that it belongs to
     # Values of a row of the matrices that ``state_float32`` counts; 0 = they are none.
     state_width: int = 0

@@ -33,7 +33,7 @@ class ColdSize:
     rows: int
     states: int
     record: int
-    row_bytes_per_token: float  # of a full chunk behind the first, headers not counted
+    row_bytes_per_token: float  # of a full chunk after the first, headers not counted
 
     @property
     def total(self) -> int:

@@ -4,7 +4,7 @@ mlx_lm takes its working memory out of the same budget: a running row has room t
 twice for a moment when it joins or leaves a batch. The other engines' pools hold only KV.
 
 Both engines cut the model's context down to what fits. But vLLM does not start when the settings
-name a context that does not fit, so ``refusal`` tells of it before vLLM is started.
+name a context that does not fit, so ``refusal`` reports it before vLLM is started.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HotBudget:
         return max(1, self.shape.hot_bytes(num_tokens, self.itemsize))
 
     def running_bytes(self, num_tokens: int) -> int:
-        """Bytes of a session while it is answered and nobody else is."""
+        """Bytes of a session while it is answered alone."""
         if self.pays_for_work:
             return alone_bytes(self._cost, num_tokens)
         return self.idle_bytes(num_tokens)

@@ -93,7 +93,7 @@ def check_hot_budget(effective: EffectiveSettings, model: Model) -> None:
 
 
 def _known_cache(effective: EffectiveSettings, model: Model) -> CacheShape | None:
-    """The model's cache; None where only the engine can tell. Raises ``ModelRefused``."""
+    """The model's cache; None where only the engine knows it. Raises ``ModelRefused``."""
     if model.folder is None or effective.engine_kind not in ("mlx", "vllm"):
         return None
     try:

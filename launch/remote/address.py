@@ -60,7 +60,7 @@ class Address:
         """Find the model to ask for: ``wanted`` if it is served, else the first one.
 
         Raises:
-            LaunchError: nobody answers, or refuses.
+            LaunchError: no server answers, or it refuses.
             UsageError: there is no such model; says which there are.
         """
         status, content = await self.get(http, "/v1/models")
@@ -85,7 +85,7 @@ class Address:
     async def ask(
         self, http: aiohttp.ClientSession, method: str, path: str, body: Any = None
     ) -> tuple[int, Any]:
-        """Ask for JSON; returns status and content. Raises ``LaunchError`` if nobody answers."""
+        """Ask for JSON; returns status and content. Raises ``LaunchError`` if no server answers."""
         try:
             async with http.request(
                 method, self.base + path, json=body, headers=self.headers, timeout=_FIRST_ANSWER

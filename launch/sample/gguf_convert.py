@@ -175,7 +175,7 @@ def _write_weights(
 
 
 def _safetensors_header(tensors: list[ReaderTensor]) -> tuple[bytes, int]:
-    """The padded JSON header and the length of the data behind it."""
+    """The padded JSON header and the length of the data after it."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:

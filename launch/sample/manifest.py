@@ -95,7 +95,7 @@ def _read_seen(folder: Path) -> dict[str, int]:
 
 def _write_seen(folder: Path, times: dict[str, int]) -> None:
     temporary = folder / f"{SEEN}.{os.getpid()}"
-    # A folder that somebody else owns and we may only read is hashed at every start instead.
+    # A folder that another user owns and we may only read is hashed at every start instead.
     with contextlib.suppress(OSError):
         temporary.write_bytes(msgspec.json.encode(times))
         temporary.replace(folder / SEEN)

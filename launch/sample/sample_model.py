@@ -116,7 +116,7 @@ def _lock(parent: Path, say: Callable[[str], None]) -> Iterator[None]:
 def _rebuild(folder: Path, sample: Packaged, say: Callable[[str], None]) -> None:
     """Convert beside ``folder``, then put the result in its place by renaming.
 
-    A crash leaves at worst a folder that nobody looks at; the next conversion removes it. A server
+    A crash leaves at worst an unused folder; the next conversion removes it. A server
     that still has the old files mapped keeps them.
     """
     source = find_gguf(sample)
@@ -159,7 +159,7 @@ def find_gguf(sample: Packaged = SMOLLM2) -> Path:
 
 
 def _convert(source: Path, folder: Path, install: str) -> None:
-    """The slow part, behind a progress bar; its imports are needed nowhere else."""
+    """The slow part, with a progress bar; its imports are needed nowhere else."""
     try:
         from launch.sample.gguf_convert import convert
     except ModuleNotFoundError as error:

@@ -77,7 +77,7 @@ class BuiltEngine:
 
 @dataclass(frozen=True)
 class BuiltServer:
-    """An app with everything behind it, ready to start; nothing runs yet."""
+    """An app with all its parts, ready to start; nothing runs yet."""
 
     app: FastAPI
     engines: Sequence[BuiltEngine]

@@ -1,4 +1,4 @@
-"""Logs on standard error, one line per event, whatever a message holds.
+"""Logs on standard error, one line per event, for any message.
 
 2026-01-31T12:00:00.000Z info  gateway: POST /v1/chat/completions 200 ...
 """

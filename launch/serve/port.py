@@ -90,7 +90,7 @@ def _bound(path: str) -> Iterator[socket.socket]:
             yield sock
         finally:
             with suppress(OSError):
-                if _file_id(path) == own:  # else somebody has put another one there
+                if _file_id(path) == own:  # else another process has put another one there
                     Path(path).unlink()
 
 

@@ -60,7 +60,7 @@ def check_tiers(
 def sole_server(folder: Path) -> Iterator[None]:
     """Hold the folder of the disk tier for this server, from before its engine starts to the end.
 
-    The engine's own lock cannot tell a second server from an engine that is leaving.
+    The engine's own lock cannot distinguish a second server from an engine that is leaving.
 
     Raises:
         LaunchError: a server that runs has it; says which.

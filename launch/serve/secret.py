@@ -1,7 +1,7 @@
 """The server's secret: 32 random bytes; tenants' salts and the seals of cold data come from it.
 
 Made once. Losing it makes every cold session unreadable, which costs a recompute; leaking it lets
-a tenant compute the cache keys of another, so nobody else may read the file.
+a tenant compute the cache keys of another, so no other user may read the file.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def _sessions(rows: Sequence[Row], moment: float, with_tenants: bool, width: int
         room += widths[x.name] + GAP
     table = Table(box=None, pad_edge=False, header_style="dim")
     for x in columns:
-        # A name is cut where it has to be: its beginning tells it from others.
+        # A name is cut where it has to be: its beginning distinguishes it from others.
         most = max(1, min(widths[name], room)) if x.name == name else widths[x.name]
         table.add_column(x.name, justify=x.side, no_wrap=True, width=most)
     for row in cells:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_MOST = 64  # bytes of one look: more are somebody's paste
+_MOST = 64  # bytes of one look: more are a paste
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the events of a server have told so far (docs/events.md): a snapshot, and changes."""
+"""What the events of a server have shown so far (docs/events.md): a snapshot, and changes."""
 
 from __future__ import annotations
 

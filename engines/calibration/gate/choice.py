@@ -86,7 +86,7 @@ def choose_tiers(
     """The codec of each tier: that of its own setting, or else of ``store.codec``.
 
     For arguments and errors see ``choose``. Where ``auto`` decides, the fastest tier that is in use
-    may get another codec than those behind it. Tiers that pack rows by the same codec pack windows
+    may get another codec than the slower ones. Tiers that pack rows by the same codec pack windows
     and states alike, too: as the fastest of them does, or exactly.
     """
     names: dict[TierName, str] = {
@@ -165,7 +165,7 @@ def choose(
     Args:
         config: the bound, and what the operator accepts.
         profile: what was learned of the model and measured on it; None = nothing.
-        unmeasurable: why a calibration could tell nothing of this model; "" if it could.
+        unmeasurable: why a calibration could not measure this model; "" if it could.
         states: what the model keeps besides rows of every token, if whole sessions were measured.
 
     Raises:

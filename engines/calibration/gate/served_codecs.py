@@ -142,7 +142,7 @@ class ServedCodecs:
 
     @property
     def report(self) -> CodecReport:
-        """The codecs and the reasons for them, as the gateway is told."""
+        """The codecs and the reasons for them, as they are reported to the gateway."""
         chosen = self._chosen
         first = chosen.choices["ram"]
         # Two tiers may have one codec for different reasons: it was measured once.

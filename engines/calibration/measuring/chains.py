@@ -1,7 +1,7 @@
 """Cases of *reasoning chains*: problems whose facts lie among a text that goes through the codec.
 
-The facts are in the prefix, the questions behind it, with the right answers filled in. Judged is
-whether the model expects at the answers what it expects behind its exact cache. Whether that is
+The facts are in the prefix, the questions after it, with the right answers filled in. Judged is
+whether the model expects at the answers what it expects after its exact cache. Whether that is
 right is another matter: of small models it seldom is.
 """
 
@@ -18,7 +18,7 @@ from engines.calibration.measuring.problems import Part, Problem, problems
 
 MOST_PROBLEMS: Final = 12  # of one case
 FACTS_SHARE: Final = 2  # at most one in so many tokens of a prefix is a fact's
-# Shares of the text before the first fact, in turn: behind a half of it a prefix begins as that of
+# Shares of the text before the first fact, in turn: after a half of it a prefix begins as that of
 # the text's own case does, and is prefilled from there.
 BEGINS: Final = (0.5, 0.05)
 

@@ -29,7 +29,7 @@ def large_arrays_apart() -> Iterator[None]:
     """Keep large arrays out of glibc's heaps within the block; elsewhere do nothing.
 
     Pages of their own go back to the system the moment that an array is freed. In a heap a small
-    block behind one that was freed keeps all of it: the same measurement of the same model took 300
+    block after one that was freed keeps all of it: the same measurement of the same model took 300
     MiB in one run and 640 in the next. Other threads of the process feel it as well: each large
     array of theirs is given fresh pages.
     """

@@ -29,7 +29,7 @@ Tell: TypeAlias = Callable[[str], None]
 
 
 def quiet(progress: str) -> None:
-    """Tell nobody."""
+    """Report to no one."""
 
 
 class Results(Protocol):
@@ -75,7 +75,7 @@ def measure(
         chunk_tokens: of the cold store.
         yardsticks: by preset; that of ``ANY`` is for presets without one.
         kept: results of cases are kept here; those that are known are not measured again.
-        tell: told before every case.
+        tell: called with the progress before every case.
         folder: of a file in which a case's KV rests between codecs; None = in memory.
         num_threads: of the cold store, to time what a restore takes; 0 = its default.
     """

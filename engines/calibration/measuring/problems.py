@@ -1,7 +1,7 @@
-"""Problems in words: facts that are told in one place, and answers that need several of them.
+"""Problems in words: facts that are stated in one place, and answers that need several of them.
 
 A pass key is found by looking at one passage. Here totals have to be carried on, names to be
-followed, one row of many to be told from the others, things to be counted. Everything is drawn from
+followed, one row of many to be found, things to be counted. Everything is drawn from
 a seed, so a problem is the same on every machine.
 """
 
@@ -109,7 +109,7 @@ def _table(rng: random.Random, number: int) -> Problem:
 
 
 def _count(rng: random.Random, number: int) -> Problem:
-    """Things of several colours, told one at a time."""
+    """Things of several colours, named one at a time."""
     room = _of(_ROOMS, number)
     counts = dict(zip(rng.sample(_COLOURS, 3), rng.sample(COUNTS, 3), strict=True))
     cups = [colour for colour, count in counts.items() for _ in range(count)]

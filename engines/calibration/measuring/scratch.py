@@ -22,7 +22,7 @@ from kvstore.shapes import DType, KVPair, KVRun
 class Scratch:
     """A file that is gone when this process is, however it ends. Use it in a ``with`` block.
 
-    Arrays stay valid behind the block's end, for as long as somebody has them.
+    Arrays stay valid after the block's end, for as long as they are referenced.
     """
 
     def __init__(self, folder: Path | None) -> None:

@@ -66,7 +66,7 @@ class Trials(Protocol):
         """The session of a prompt; must not be written to."""
 
     def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        """The same as ``Instrument.log_probs``, behind the session."""
+        """The same as ``Instrument.log_probs``, after the session."""
 
     def trip(self, codec: AnyCodec, session: HeldSession) -> Trip:
         """Pack and unpack a session."""

@@ -38,7 +38,7 @@ def fault(
     Args:
         choices: with the figures by text; those that lose nothing are not looked at.
         order: of a measurement of our own: the longest context, the tokens that are scored.
-        tell: told how far it is; may raise, to end it.
+        tell: called with the progress; may raise, to end it.
     """
     lossy = [x for x in choices if not x.is_exact]
     if not lossy:

@@ -164,7 +164,7 @@ class Supervisor:
                 group.create_task(self._relay_log(process.stdout))
                 group.create_task(self._relay_log(process.stderr))
                 code = await process.wait()
-                _kill_group(process)  # what it left behind may hold the log pipes open
+                _kill_group(process)  # its children may hold the log pipes open
         finally:
             if process.returncode is None:  # we are cancelled
                 _kill_group(process)

@@ -26,7 +26,7 @@ TRIED_TOKENS: Final = 8
 # answer's masks together so many seconds more.
 FREE_MASK_S: Final = 0.02
 MAX_MASKS_S: Final = 2.0
-# Above this nobody looks for the one schema at fault: that means compiling them all again.
+# Above this the one schema at fault is not searched: that means compiling them all again.
 _MAX_BLAMED_CHARS: Final = 1 << 17
 LIMITS: Final = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 TOO_MUCH: Final = "it is too large or too complex"

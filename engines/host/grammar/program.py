@@ -2,7 +2,7 @@
 
 It reads a vocabulary, then grammars, each with its length in front, and writes a ``Verdict`` for
 each; ``serve`` does so with any compiler. None can be interrupted, so a thread beside it ends the
-process. The system's own limits stand behind that, for the case that this thread gets no turn or
+process. The system's own limits are a second line, for the case that this thread gets no turn or
 the other end is gone.
 """
 

@@ -18,7 +18,7 @@ PROGRAM: Final = "engines.host.grammar.program"
 # A process that is silent for so long got no core. Its own bounds are of the work that it does.
 SILENT_S: Final = 30.0
 BEGIN_S: Final = 120.0  # on a busy machine the libraries of vLLM's take long to import
-# It had grown by earlier grammars, or somebody ended it.
+# It had grown by earlier grammars, or was killed from outside.
 _NOT_ITS_FAULT: Final = frozenset({0, -signal.SIGKILL, -signal.SIGTERM})
 NO_TRIAL: Final = "cannot be tried out now; try again later"
 

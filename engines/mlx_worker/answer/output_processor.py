@@ -23,7 +23,7 @@ from engines.mlx_worker.model.vocabulary import Vocabulary
 _TextMachine: Any = TextStateMachine  # mlx_lm has no annotations
 _make_text_machine: Any = make_text_state_machine
 
-# OpenAI's; a cancelled answer is reported by nobody, except when a stop string cancelled it.
+# OpenAI's; a cancelled answer is not reported, except when a stop string cancelled it.
 ShownReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
@@ -237,7 +237,7 @@ class OutputProcessor:
         if section not in ("normal", "tool"):
             return Delta()  # a header between two messages, in formats that have one
         if section == "normal" and self._after_reasoning:
-            # Templates put line breaks behind the reasoning; they are no part of the answer.
+            # Templates put line breaks after the reasoning; they are no part of the answer.
             text = text.lstrip("\n")
             self._after_reasoning = not text
         return self._shown(self._calls.feed(section, text))

@@ -18,7 +18,7 @@ from engines.asgi import ClientGone, while_client_stays
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-# A comment this often while nothing else is sent, so that nobody between takes us for dead.
+# A comment this often while nothing else is sent, so that no proxy takes us for dead.
 KEEPALIVE_S = 5.0
 
 _encode = msgspec.json.Encoder().encode
@@ -34,7 +34,7 @@ def comment(text: str) -> bytes:
 
 
 class SseResponse(Response):
-    """Sends ``chunks`` as they come; whatever ends it, ``closing`` is closed.
+    """Sends ``chunks`` as they come; in every case ``closing`` is closed at the end.
 
     A failure in the middle becomes one last event, the one ``on_error`` makes of it: the status
     line has long been sent.

@@ -2,13 +2,13 @@
 
 Three ways in which models write them, one reader for each:
 
-- ``MarkedCalls``: between the markers that the model was trained on, in whatever syntax mlx_lm has
-  a parser for;
+- ``MarkedCalls``: between the markers that the model was trained on, in any syntax that mlx_lm
+  parses;
 - ``LineCalls``: our own grammar's (``grammar.grammar_source``): one JSON object per line,
   ``{"name": ..., "arguments": ...}``, whose arguments are passed on as they are generated;
 - ``BareCalls``: the same JSON, in any spelling, from a model that was only asked to use it.
 
-What does not parse, or names a function that nobody offered, is shown as the text that it is.
+What does not parse, or names a function that was not offered, is shown as the text that it is.
 """
 
 from __future__ import annotations

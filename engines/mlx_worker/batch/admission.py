@@ -1,7 +1,7 @@
 """Lets waiting requests into the batch, as slots and memory allow.
 
-Nobody enters before the memory is there for it: see ``memory_budget``. What a prompt starts from is
-``prefix_reuse``'s business, feeding it ``prefill``'s.
+No sequence enters before the memory is there for it: see ``memory_budget``. What a prompt starts
+from is ``prefix_reuse``'s business, feeding it ``prefill``'s.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Admission:
 
     @property
     def parked(self) -> list[PrefillTask]:
-        """All that wait with their KV, those that made way last behind."""
+        """All that wait with their KV, those that made way last at the end."""
         return [x for x in self._queue.items() if x.parked_bytes]
 
     def remove(self, task: PrefillTask) -> None:

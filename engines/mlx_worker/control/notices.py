@@ -1,4 +1,4 @@
-"""Tells the gateway what happens to sessions."""
+"""Reports to the gateway what happens to sessions."""
 
 from __future__ import annotations
 

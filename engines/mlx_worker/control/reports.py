@@ -120,11 +120,11 @@ class SessionReports:
         return CodecReport(name="none", why=self._owner.facts.hibernation_reason)
 
     def _measured_bytes(self) -> int:
-        """Bytes of live KV that belong to nobody's session: a measurement's."""
+        """Bytes of live KV that belong to no session: a measurement's."""
         return self._owner.held.nbytes if self._owner.held else 0
 
     def _counters(self, store: StoreStats | None) -> dict[str, int]:
-        """All counts. Misses are those that clients were told of; the store counts look-ups."""
+        """All counts. Misses are those that were reported to clients; the store counts look-ups."""
         stored = store.counters if store else {}
         return {
             **{name: count for name, count in stored.items() if not name.startswith("misses.")},

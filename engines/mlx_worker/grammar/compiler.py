@@ -4,7 +4,7 @@ A small schema can keep llguidance busy for minutes and take gigabytes (``multip
 with patterns), its own limits notwithstanding. So each grammar is compiled in another process
 first, which ends when it takes too much or its client leaves (``trial``). What passes is little
 work, and compiled here, on a thread. What came of a text is remembered for its tenant, refusals
-too; for its tenant only, or times would tell what schemas others use.
+too; for its tenant only, or times would reveal what schemas others use.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _KnownGrammars:
         return found
 
     def add(self, key: _Key, known: _Known) -> None:
-        """Remember it; whoever has most forgets what they used longest ago, if it is too much."""
+        """Remember it; if it is too much, the tenant with most forgets what it used longest ago."""
         self._forget(key)
         self._known[key] = known
         self._nbytes[key[0]] += known.nbytes

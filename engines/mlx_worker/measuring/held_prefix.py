@@ -1,7 +1,7 @@
 """The one prefix whose KV a measurement has live, outside of all batches.
 
-It is nobody's session: it counts for no budget, and goes at once when users' requests need what it
-takes. Everything here belongs to the owner thread, but for what is said to be anybody's.
+It belongs to no session: it counts for no budget, and goes at once when users' requests need what
+it takes. Everything here belongs to the owner thread, except where a docstring says any thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.shapes import KVLayout, KVPair, KVRun
 
 
 class Dropped(Exception):
-    """The prefix was given up for somebody's request; its work has to begin again."""
+    """The prefix was given up for a user's request; its work has to begin again."""
 
 
 class HeldPrefix:
@@ -52,7 +52,7 @@ class HeldPrefix:
         self._count()
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Prefill ``tokens`` behind what is held. Raises ``Dropped``."""
+        """Prefill ``tokens`` after what is held. Raises ``Dropped``."""
         caches = self._held()
         self._model(mx.array(list(tokens))[None], cache=caches)
         # Only the caches: what the head would say of these positions is never computed.

@@ -1,4 +1,4 @@
-"""Small pieces of work that the owner thread does while nobody else needs it.
+"""Small pieces of work that the owner thread does while no request needs it.
 
 One thread hands them in and waits for each; the owner thread takes one between two rounds, and only
 when nothing runs, waits or is being saved. So a request that arrives waits for one step at most.
@@ -67,7 +67,7 @@ class IdleSteps:
     # ---- the owner thread
 
     def note_others(self) -> None:
-        """Note that somebody else uses the model."""
+        """Note that a request uses the model."""
         self._others_at = self._monotonic()
 
     @property

@@ -1,6 +1,6 @@
 """Lets ``engines.calibration`` measure the model that this engine serves, between users' requests.
 
-Belongs to the measuring thread. Whatever touches mlx is a small step on the owner thread.
+Belongs to the measuring thread. All calls of mlx are small steps on the owner thread.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class ServingInstrument:
         return self._steps.run(lambda: self._held.take_whole(len(tokens)))
 
     def _feed(self, past: HeldSession, tokens: Sequence[int]) -> None:
-        """Have ``past``, and ``tokens`` behind it, held."""
+        """Have ``past``, followed by ``tokens``, held."""
         self._steps.run(lambda: self._held.begin_whole(past))
         at = 0
         while at < len(tokens):

@@ -213,7 +213,7 @@ def rope_of(layer: Any, head_dim: int) -> Rope | None:
     module = getattr(attention, "rope", None)
     if attention is None or module is None:
         raise ValueError("how this model turns its keys is not to be found")
-    # Keys that are unfolded out of latents have their turned channels behind the others.
+    # Keys that are unfolded out of latents have their turned channels after the others.
     turned = min(getattr(attention, "qk_rope_head_dim", head_dim), head_dim)
 
     def matrix(position: int) -> np.ndarray:

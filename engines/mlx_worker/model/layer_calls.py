@@ -1,6 +1,6 @@
 """The calls of a model's attention modules, which can be repeated and differentiated one by one.
 
-A module that is given a layer's cache is that layer's attention, whatever the model names it. While
+A module that is given a layer's cache is that layer's attention, under any name. While
 calls are noted, ``NotedModule``s stand in the places of such modules; that is how mlx exchanges
 layers (``Module.update_modules``), and afterwards the model is as it was.
 """
@@ -116,7 +116,7 @@ def noted_calls(model: Any, caches: Caches) -> Iterator[list[NotedLayer]]:
 
 
 class NotedRows:
-    """One layer's call behind rows of K and V: what it makes of them can be differentiated."""
+    """One layer's call after rows of K and V: what it makes of them can be differentiated."""
 
     def __init__(self, call: LayerCall, before: Any, number: int) -> None:
         """``before``: the cache as it was before the call. ``number``: of the layer in its kind."""

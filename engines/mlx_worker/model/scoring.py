@@ -1,4 +1,4 @@
-"""What a model says behind its cache."""
+"""What a model predicts after its cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engines.mlx_worker.cache.layout import Caches
 
 
 def log_probs(model: Any, caches: Caches, tokens: Sequence[int]) -> mx.array:
-    """Feed ``tokens`` behind ``caches``; the log-probabilities after each, fp32 (tokens, vocab)."""
+    """Feed ``tokens`` after ``caches``; the log-probabilities after each, fp32 (tokens, vocab)."""
     logits = model(mx.array(list(tokens))[None], cache=caches)[0].astype(mx.float32)
     scores: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     return scores

@@ -35,7 +35,7 @@ PIECE_TOKENS: Final = 16  # each keeps a state and what it is made of
 
 
 class NotedState:
-    """One layer's call behind a recurrent state. ``notice`` belongs to the thread of the model."""
+    """One layer's call after a recurrent state. ``notice`` belongs to the thread of the model."""
 
     def __init__(self, call: LayerCall, before: Any, place: int, number: int) -> None:
         """Keep the call.
@@ -85,7 +85,7 @@ class NotedState:
     def _pulled_back(
         self, call: LayerCall, before: Any, drawn: mx.array, behind: mx.array
     ) -> mx.array:
-        """Pull cotangents of outputs, and of the state behind them, back to the state before."""
+        """Pull cotangents of outputs, and of the state after them, back to the state before."""
 
         def forward(matrices: mx.array) -> list[mx.array]:
             cache = with_array(before, self._place, matrices)
@@ -97,7 +97,7 @@ class NotedState:
 
 
 def noted_states(caches: Caches, before: Caches, layers: Sequence[NotedLayer]) -> list[NotedState]:
-    """The calls of one forward pass behind recurrent states that a codec may pack.
+    """The calls of one forward pass after recurrent states that a codec may pack.
 
     There is none of a layer that was not called once, or that had no state yet.
     """

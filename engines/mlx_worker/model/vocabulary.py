@@ -107,7 +107,7 @@ class Vocabulary:
         return frozenset(text for text in markers if text)
 
     def _marker_ids(self) -> set[int]:
-        """Ids of the special tokens by which reasoning and tool calls are told apart."""
+        """Ids of the special tokens that mark reasoning and tool calls."""
         tokenizer = self.tokenizer
         markers = [*self.markers, *tokenizer.structural_markers]
         for edges in tokenizer.response_transitions.values():

@@ -88,7 +88,7 @@ class PromptWriter:
                 "This model has no chat template: use /v1/completions.", "messages"
             )
         messages = self._messages(request, plan)
-        # Only templates that know tools are told of them.
+        # Only templates that know tools get them.
         tools = list(plan.tools) if self._knows_tools and plan.tools else None
         options = self._controls.marked_value({"tools": tools, **_options(request)})
         text = self._render(messages, True, options)

@@ -1,6 +1,6 @@
 """Plans how offered functions are put to this model, and how its calls are read.
 
-Whatever the model, tools work:
+Tools work with every model:
 
 - A chat template that knows tools is given them. Others get ``DESCRIPTION`` in the system message,
   and earlier calls and their results are written out in the same plain way.

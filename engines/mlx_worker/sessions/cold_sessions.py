@@ -2,7 +2,7 @@
 
 Looking for a prompt's KV and unpacking it happen on a few threads of this module's own, before the
 prompt enters a batch, so running sequences never wait for a disk. The owner thread only turns the
-finished arrays into caches. Whatever goes wrong on the way costs a prefill and nothing else.
+finished arrays into caches. Any error on the way costs a prefill and nothing else.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ColdSessions:
     ) -> None:
         """Start copying the session into the store; resolves ``hot.saved``, then calls ``then``.
 
-        Raises whatever mlx or the store do; ``hot.saved`` is then as it was.
+        Raises all that mlx or the store raise; ``hot.saved`` is then as it was.
         """
         saved: Future[bool] = Future()
 
@@ -110,7 +110,7 @@ class ColdSessions:
             lossy_state=hot.lossy_state,
         ):
             saved.set_result(False)
-        # Last: what raises above leaves no promise that nobody would keep.
+        # Last: what raises above leaves no promise that would not be kept.
         hot.saved = saved
 
     def rebuild(self, restored: Restored) -> Caches:

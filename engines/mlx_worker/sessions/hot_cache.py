@@ -26,7 +26,7 @@ from kvstore.session import SessionRef
 logger = logging.getLogger(__name__)
 
 Cause: TypeAlias = Literal["saved", "dropped", "moved", "packed", "restored", "lost", "turn"]
-# Called at every change of a session, on whatever thread it happens.
+# Called at every change of a session, on any thread.
 Tell: TypeAlias = Callable[[Cause, SessionRef], None]
 
 
@@ -106,7 +106,7 @@ class HotCache:
 
         try:
             self._cold.save(hot, snapshots, then)
-        except Exception:  # mlx, the store: whatever it is, running requests must not feel it
+        except Exception:  # of mlx or the store: running requests must not feel it
             logger.exception("a session could not be saved")
             self.counters["keep_failures"] += 1
 
@@ -123,7 +123,7 @@ class HotCache:
         return best
 
     def note_restored(self, ref: SessionRef) -> None:
-        """Take over a restored session's pin, and tell of it."""
+        """Take over a restored session's pin, and report it."""
         # Pinned perhaps by an engine before this one. As of now: it may have been unpinned since.
         if self._cold is not None and self._cold.store.is_pinned(ref):
             self.sessions.pin((ref.tenant, ref.id), True)
@@ -141,7 +141,7 @@ class HotCache:
         self._tell("dropped" if hot.is_saved else "lost", hot.ref)
 
     def forget(self, key: SessionKey) -> None:
-        """Drop a session that was deleted, with its pin, and tell nobody."""
+        """Drop a session that was deleted, with its pin, without a report."""
         if (hot := self.sessions.take(key)) is not None:
             hot.caches.clear()
             mx.clear_cache()

@@ -1,7 +1,7 @@
 """Idle sessions whose KV is still in the engine's memory.
 
 A session is here between its turns. A turn takes the session out and brings it back at its end.
-Whoever needs room drops some: least recently used first, pinned ones last, and those that are being
+Making room drops some: least recently used first, pinned ones last, and those that are being
 saved only when nothing else is left, since their memory is pinned until the save is through.
 
 The owner thread alone changes what is here. Reports are written on other threads, so the table has

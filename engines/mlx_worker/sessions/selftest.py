@@ -42,7 +42,7 @@ def restore_fault(model: Any, plan: CachePlan, vocab_size: int) -> str:
     try:
         narrow = [_Narrow(model)] if _rotating(make_prompt_cache(model)) else []
         return next(filter(None, (_try(x, plan, vocab_size) for x in (model, *narrow))), "")
-    except Exception as error:  # whatever fails here would fail, or be wrong, in a user's turn
+    except Exception as error:  # what fails here would fail, or be wrong, in a user's turn
         return f"its caches could not be restored in a test ({type(error).__name__}: {error})"
 
 

@@ -1,7 +1,7 @@
 """Opens the cold store for a loaded model, or says why there is none.
 
-Whatever stands in the way of hibernation never stands in the way of serving, but for two mistakes
-of whoever started the engine: a codec that was named and costs this model more than the bound, and
+No trouble with hibernation ever stands in the way of serving, but for two mistakes
+of the operator: a codec that was named and costs this model more than the bound, and
 a data folder that another engine has.
 """
 

@@ -64,7 +64,7 @@ def dense(names: Names = USUAL) -> Family:
 
 
 def every_token(config: Config, names: Names = USUAL) -> CacheShape:
-    """Every layer keeps every token, whatever windows the model may have."""
+    """Every layer keeps every token, regardless of the model's windows."""
     return CacheShape((kv_layer(config, names),) * config.integer(names.layers))
 
 

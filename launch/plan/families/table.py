@@ -158,7 +158,7 @@ FAMILIES: Mapping[str, Family] = {
     "youtu_llm": attention.expanded_latent(),
 }
 
-# vLLM keeps latents as they are, forgets what is behind a window, and goes by ``layer_types`` where
+# vLLM keeps latents as they are, forgets what is out of a window, and goes by ``layer_types`` where
 # mlx_lm counts layers.
 ON_VLLM: Mapping[str, Family] = {
     **FAMILIES,

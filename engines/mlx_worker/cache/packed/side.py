@@ -50,7 +50,7 @@ class PackedSide(NeverCopied):
         rows = rows.astype(self.recent.dtype)
         missing = min(NUM_SINKS - self.sinks.shape[2], rows.shape[2])
         sinks, recent = self.sinks, self.recent
-        if missing > 0:  # nothing is behind the first tokens yet
+        if missing > 0:  # nothing follows the first tokens yet
             sinks = mx.concatenate([sinks, rows[:, :, :missing]], axis=2)
             rows = rows[:, :, missing:]
         if rows.shape[2]:
