@@ -57,7 +57,7 @@ class BatchLoop:
 
     @property
     def is_waiting(self) -> bool:
-        """True if somebody waits for a slot or for memory."""
+        """True if a request waits for a slot or for memory."""
         return self._admission.num_waiting > 0
 
     @property
@@ -73,7 +73,7 @@ class BatchLoop:
     def lacks(self, nbytes: int) -> bool:
         """True if requests are held up, or soon will be, by ``nbytes`` that others than they hold.
 
-        Nobody else's memory counts while nothing runs or waits.
+        No other request's memory counts while nothing runs or waits.
         """
         runs = self.is_working or self._prefiller.num_admitted
         return self.is_waiting or bool(runs and self._budget.missing() + nbytes > 0)
@@ -165,7 +165,7 @@ class BatchLoop:
             self._requests.finish(sequence, output.finish, output.caches, output.num_cached)
 
     def _feed_chunk(self, task: PrefillTask) -> None:
-        """Feed one chunk; whatever fails there fails the request."""
+        """Feed one chunk; an error in it fails the request."""
         before = task.num_cached
         try:
             self._prefiller.feed(task, busy=len(self._batches) > 0)

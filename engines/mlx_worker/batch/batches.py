@@ -36,7 +36,7 @@ class StepOutput:
     num_cached: int = 0
 
     def event(self) -> Token:
-        """The event that tells the client of this token."""
+        """The event that reports this token to the client."""
         top = self.sequence.request.generation.top_logprobs
         return token_event(self.sequence.index, self.token, self.logprobs, top)
 

@@ -105,7 +105,7 @@ class FairQueue(Generic[T]):
 
         Args:
             first: chooses among the tenants that wait, the longest-waiting first.
-            length: of an item, as ``line_order.length_class`` tells them apart.
+            length: of an item, as ``line_order.length_class`` groups them.
         """
         self._first = first
         self._length = length
@@ -130,7 +130,7 @@ class FairQueue(Generic[T]):
         return self._tenants.setdefault(tenant, _Tenant(self._length))
 
     def head(self) -> T | None:
-        """The next item; stays the same until it is taken, or somebody comes that goes before."""
+        """The next item; stays the same until it is taken, or one comes that goes before it."""
         if not self._tenants:
             return None
         return self._tenants[self._first(self._tenants)].head()

@@ -68,7 +68,7 @@ class Prefetches:
         return True
 
     def remove(self, task: PrefillTask) -> None:
-        """Let go of a task that nobody wants any more."""
+        """Let go of a task that is not wanted any more."""
         for prefetch in self._running.values():
             if task in prefetch.joined:
                 prefetch.joined.remove(task)
@@ -83,7 +83,7 @@ class Prefetches:
         try:
             if restored is not None and not prefetch.forgotten:
                 self._keep(session, restored)
-        finally:  # whatever happened, the turns that waited for it go on
+        finally:  # in every case the turns that waited for it go on
             then(prefetch.joined)
 
     def _keep(self, session: SessionRef, restored: Restored) -> None:
@@ -99,7 +99,7 @@ class Prefetches:
                 lossy_tokens=restored.lossy_tokens,
                 lossy_state=restored.lossy_state,
             )
-        except Exception:  # whatever is wrong with what was stored, prefill is right
+        except Exception:  # stored data may be wrong in any way; prefill is right
             logger.exception("a restored session could not be used")
             self._cold.counters["rebuild_failures"] += 1
             return

@@ -110,7 +110,7 @@ class Prefiller:
         self._ready.append(task)
 
     def remove(self, task: PrefillTask) -> None:
-        """Forget a task, wherever it is: it is done, or nobody wants it any more."""
+        """Forget a task, wherever it is: it is done, or not wanted any more."""
         self._admitted.pop(task, None)
         if task in self._ready:
             self._ready.remove(task)
@@ -138,7 +138,7 @@ class Prefiller:
     def feed(self, task: PrefillTask, busy: bool) -> None:
         """Feed one chunk of it, up to its next stop at most; ``busy`` = sequences wait to decode.
 
-        Raises whatever the model raises; the task's caches are then of no use.
+        Raises all that the model raises; the task's caches are then of no use.
         """
         started = time.perf_counter()
         size = self._chunks.chunk(busy, self.step_s)
@@ -157,11 +157,11 @@ def snapshot_positions(task: PrefillTask, step: int = 1) -> list[int]:
     """The positions at which to take snapshots of untrimmable state, ascending: two at most.
 
     These are the first boundary (a system prompt, which other sessions share: the store keeps it
-    where they do), and the last multiple of ``step`` before the answer, which begins behind the
-    last boundary, or behind a prompt that has none. Each is a copy in memory until the turn ends,
-    where the newest state is taken. ``step``: the store keeps rows behind its last full chunk
+    where they do), and the last multiple of ``step`` before the answer, which begins after the
+    last boundary, or after a prompt that has none. Each is a copy in memory until the turn ends,
+    where the newest state is taken. ``step``: the store keeps rows after its last full chunk
     beside each state, unpacked, and they are more than computing them again is worth. Where there
-    is no multiple behind the first boundary and behind what was reused, the state is taken right
+    is no multiple after the first boundary and after what was reused, the state is taken right
     before the answer: what was reused may be another session's.
     """
     generation = task.request.generation

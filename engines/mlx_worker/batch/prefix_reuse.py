@@ -64,7 +64,7 @@ class PrefixReuse:
             self._cold.find(query, lambda found: self._post(lambda: self._found(task, found)))
 
     def cancel(self, task: PrefillTask) -> None:
-        """Let go of a task that nobody wants any more: its ``then`` is not called."""
+        """Let go of a task that is not wanted any more: its ``then`` is not called."""
         self._asked.pop(task, None)
 
     def _found(self, task: PrefillTask, found: ColdPrefix) -> None:
@@ -79,7 +79,7 @@ class PrefixReuse:
             return None
         try:
             caches = self._cold.rebuild(found.restored)
-        except Exception:  # whatever is wrong with what was stored, prefill is right
+        except Exception:  # stored data may be wrong in any way; prefill is right
             logger.exception("a restored session could not be used")
             self._cold.counters["rebuild_failures"] += 1
             return None
@@ -101,7 +101,7 @@ def _query(task: PrefillTask, session: SessionRef) -> PrefixQuery:
 
 
 def _is_enough(task: PrefillTask, hot: HotPrefix | None) -> bool:
-    """True if nobody can add anything worth a restore to this hot beginning."""
+    """True if no tier can add anything worth a restore to this hot beginning."""
     if hot is None:
         return task.target == 0
     whole = hot.own and not hot.diverged

@@ -30,11 +30,11 @@ class Request:
     events: EventQueue
     sequences: list[Sequence] = field(default_factory=list)  # those that have not ended
     is_waiting: bool = True  # counts against the limit of the waiting queue
-    admitted: bool = False  # the client was told
+    admitted: bool = False  # the client was informed
     num_fed: int = 0  # tokens of its prompt that are in a cache; any thread may read it
     forgotten: bool = False  # the session was deleted meanwhile: keep nothing of it
     # The first so many tokens of its KV may come from a lossy copy. Only grows: sequences that left
-    # their batch begin again from whatever there is by then.
+    # their batch begin again from what there is by then.
     lossy_tokens: int = 0
     lossy_state: int = 0  # the same of its state: the position of a lossy copy
     # State at positions that a later turn may come back to; for the save at the end.
@@ -113,7 +113,7 @@ class PrefillTask:
         self.num_cached = self.num_reused = num_tokens
 
     def let_go(self) -> None:
-        """Begin from nothing the next time: the caches are somebody else's, or nobody's."""
+        """Begin from nothing the next time: the caches belong to another sequence, or to none."""
         self.caches, self.saved = [], None
         self.num_cached = self.num_reused = self.parked_bytes = 0
 

@@ -27,7 +27,7 @@ class RunningRequests:
     """All requests that have not had their last event. Belongs to the owner thread.
 
     A sequence is in a batch or on its way there, but in the midst of a step it may be in neither;
-    whoever must miss nobody asks here.
+    a caller that must miss none asks here.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RunningRequests:
             self._hot_cache.sessions.begin_turn(key, len(request.generation.prompt))
 
     def send(self, request: Request, event: Event) -> None:
-        """Have the client told, at the end of this round."""
+        """Have the client informed, at the end of this round."""
         self._events.put(request.events, event)
 
     def finish(

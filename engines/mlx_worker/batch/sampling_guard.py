@@ -20,7 +20,7 @@ class SamplingGuard:
     remembered in ``fault``, the step goes on with an arbitrary token for this sequence, and the
     batch loop fails its request before that token reaches anybody.
 
-    A step samples one token ahead, so the code of a request is also called once behind its last
+    A step samples one token ahead, so the code of a request is also called once after its last
     token. What it raises there spoils nothing.
     """
 

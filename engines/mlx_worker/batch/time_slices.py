@@ -1,7 +1,7 @@
-"""Takes places from those that hold more than their share, while somebody waits for one.
+"""Takes places from those that hold more than their share, while a request waits for one.
 
 A request of a tenant that has no place yet *visits*: its row runs beyond the places until it was
-served a quantum, which most answers do not need, and nobody makes way before that is over. It does
+served a quantum, which most answers do not need, and no row makes way before that is over. It does
 so once, and only where its tenant is not ahead of those that have places.
 
 A row that makes way is *parked*: it waits with its KV, and goes on later with the same tokens. When
@@ -36,7 +36,7 @@ Deliver: TypeAlias = Callable[[StepOutput], None]
 # What makes way as a whole: a sequence that decodes, or a prompt that is being fed.
 Unit: TypeAlias = Sequence | PrefillTask
 
-# Whoever makes way for want of memory is saved and restored, which costs more than a place.
+# A row that makes way for want of memory is saved and restored, which costs more than a place.
 MEMORY_QUANTUM = 4 * QUANTUM
 
 
@@ -112,7 +112,7 @@ class TimeSlices:
         self.counters: Counter[str] = Counter()
 
     def make_way(self, deliver: Deliver) -> None:
-        """Let the head of the line in, and those behind it, as far as others are beyond theirs."""
+        """Let the head of the line in, and those after it, as far as others are beyond theirs."""
         self._admission.admit()
         self._end_visits(deliver)
         for _ in range(self._budget.places.total()):
@@ -122,7 +122,7 @@ class TimeSlices:
         self._take_turns(deliver)
 
     def _take_turns(self, deliver: Deliver) -> None:
-        """Let heads change places with their own tenant's rows, whoever is first in the line."""
+        """Let heads change places with their own tenant's rows, regardless of the line's order."""
         for head in self._admission.heads:
             units = self._enough_to_yield(head, self._own_to_yield)
             if units is None:
@@ -133,7 +133,7 @@ class TimeSlices:
                 self._admission.enter(head)
 
     def _make_way_for(self, head: PrefillTask, deliver: Deliver) -> bool:
-        """Give ``head`` the places that it lacks, or free some memory; False if nobody is to."""
+        """Give ``head`` the places that it lacks, or free some memory; False if no row is to."""
         if self._budget.missing_slots(len(head.sequences)) > 0:
             return self._give_places(head, deliver)
         if self._hot_cache.is_saving:  # and so about to release memory
@@ -167,7 +167,7 @@ class TimeSlices:
         return self._shares.count(tenant) - least < QUANTUM
 
     def _end_visits(self, deliver: Deliver) -> None:
-        """Give guests a place of their own: one that is free, or after a quantum somebody's."""
+        """Give guests a place of their own: a free one, or after a quantum one of another row."""
         for guest in self._guests():
             if guest not in self._guests():  # ended with one that was parked before
                 continue
@@ -175,7 +175,7 @@ class TimeSlices:
                 if _served(guest) < QUANTUM:
                     continue
                 self._make_way_for_guest(guest, deliver)
-            if self._budget.missing_slots(1) > 0:  # nobody was to make way
+            if self._budget.missing_slots(1) > 0:  # no row was to make way
                 self._park(guest, deliver)
             else:
                 _end_visit(guest)
@@ -196,14 +196,14 @@ class TimeSlices:
         return [x for x in self._units() if _is_guest(x)]
 
     def _running(self) -> _Running:
-        """List what has a place: if a guest made way, nobody would have one more."""
+        """List what has a place: if a guest made way, no request would have one more."""
         units = [x for x in self._units() if not _is_guest(x)]
         return _Running(units, self._budget.places_of_residents)
 
     def _enough_to_yield(self, head: PrefillTask, choose: Choose) -> list[Unit] | None:
         """Choose who makes way for all sequences of ``head``; None if that cannot be enough.
 
-        A place too few is of no use to it, and whoever gave it would be back with the next step.
+        A place too few is of no use to it, and its former row would be back with the next step.
         """
         missing = self._budget.missing_slots(len(head.sequences))
         running, chosen = self._running(), list[Unit]()

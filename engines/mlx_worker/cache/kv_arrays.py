@@ -1,7 +1,7 @@
 """Turns mlx_lm's caches into numpy arrays, and back. Everything belongs to the owner thread.
 
 Views are zero-copy and pin the engine's memory until they are dropped. They are taken of a *slice*
-of the cache's array, never of the array itself: mlx writes into a cache in place when nobody else
+of the cache's array, never of the array itself: mlx writes into a cache in place when nothing else
 holds its buffer, and a view of the cache's own array object would see, or outlive, that write. A
 slice counts as a holder, so the next write goes to a fresh buffer.
 """

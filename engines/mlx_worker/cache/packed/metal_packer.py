@@ -235,7 +235,7 @@ def _narrowed(kind: RowKind) -> str:
 
 
 def _float(value: np.float32) -> str:
-    """Metal source of exactly this fp32, whatever the compiler makes of decimal fractions."""
+    """Metal source of exactly this fp32, however the compiler rounds decimal fractions."""
     return f"as_type<float>({_word(value)})"
 
 

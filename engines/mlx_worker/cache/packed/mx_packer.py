@@ -1,4 +1,4 @@
-"""Packs ``tq3`` and ``tq4`` by mlx operations, on whatever device mlx runs.
+"""Packs ``tq3`` and ``tq4`` by mlx operations, on every device that mlx has.
 
 Every addition of squares stands in the order that the definition in numpy has, and whole numbers
 know no order, so the bytes are the same. mlx has the butterflies as one operation; where a device's
