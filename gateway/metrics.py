@@ -115,7 +115,7 @@ class Metrics:
         )
         self._per_token = self._histogram(
             "gen_ai_server_time_per_output_token_seconds",
-            "Of a stream, from its first token to its end, for each token behind the first.",
+            "Of a stream, from its first token to its end, for each token after the first.",
             _GEN_AI,
             _TOKEN_S,
         )

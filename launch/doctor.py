@@ -159,7 +159,7 @@ def _listed(url: str) -> Result:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection((parts.hostname or "", port), ATTACH_DEADLINE_S).close()
     except (OSError, ValueError) as error:
-        return "failure", f"nobody listens at engine.replica_list {url}: {error}"
+        return "failure", f"nothing listens at engine.replica_list {url}: {error}"
     return "ok", f"the list of replicas at {url} is served"
 
 
@@ -169,7 +169,7 @@ def _listens(url: str, control: str) -> Result:
     try:
         _connect(control).close()
     except (OSError, ValueError) as error:
-        return "failure", f"nobody listens at {control}, of the engine at {url}: {error}"
+        return "failure", f"nothing listens at {control}, of the engine at {url}: {error}"
     return "ok", f"{url}, and {control} listens"
 
 
@@ -248,7 +248,7 @@ def _disk(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
         return "failure", f"other users can read the server's secret; run: chmod 600 {secret}"
     if left := [x for x in left_behind(folder / "cold") if x.exists()]:
         sizes = ", ".join(f"{x} ({show_bytes(x.stat().st_size)})" for x in left)
-        return "warning", f"{sizes}: no cold sessions, and under no limit; delete what nobody needs"
+        return "warning", f"{sizes}: no cold sessions, and under no limit; delete those not needed"
     free = free_disk(folder)
     words = f"{show_bytes(free)} free in {folder}; cold sessions may take "
     words += show_bytes(store.disk_bytes)

@@ -243,7 +243,7 @@ class AttachedEngine(EngineClient):
     @staticmethod
     def why_absent(control: str) -> str:
         return (
-            f"nobody listens at {control}: the engine has not been started there, or without our"
+            f"nothing listens at {control}: the engine has not been started there, or without our"
             " plug-in (docs/hardware.md says how)"
         )
 

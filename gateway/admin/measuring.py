@@ -21,7 +21,7 @@ async def measure(request: Request) -> Response:
     await read_json_body(request, gateway.config)
     model = model_asked(request) or gateway.models.default
     if not model.served.can_measure:
-        message = "This engine cannot be told to measure. Run `thermocline calibrate` instead."
+        message = "This engine cannot measure on request. Run `thermocline calibrate` instead."
         raise Refused(Failure(409, message, None, "cannot_measure"))
     codec = await model.engine.measure()
     return answer({"object": "measurement", "progress": codec.progress, "codec": codec.name}, 202)

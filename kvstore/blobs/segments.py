@@ -160,7 +160,7 @@ def split(payload: memoryview, first_token: int, num_tokens: int) -> list[Segmen
         found.append(Segment(first_token + first, size, codec_id, payload[at : at + length]))
         at += length
     if at != len(payload):
-        raise Corrupt("bytes behind the last segment")
+        raise Corrupt("bytes after the last segment")
     return _in_order(found, first_token, num_tokens)
 
 

@@ -109,7 +109,7 @@ def check_name(name: str) -> None:
     if (states and states not in STATES) or parts.name != name:
         ways = ", ".join((*WINDOWS, *STATES))
         raise UnknownCodec(
-            f"{name!r} names no way of windows or states behind its +; there are {ways}"
+            f"{name!r} names no way of windows or states after its +; there are {ways}"
         )
     rows = canonical_name(rows)
     if family_of(rows) not in CODECS:

@@ -22,7 +22,7 @@ WORDS: Final[dict[str, str]] = {
     ),
     "encryption": "differ in store.encrypt, so neither finds what the other stored; set it alike",
     "forged": (
-        "claim to have this server's secret and do not; somebody else writes to this Redis: give"
+        "claim to have this server's secret and do not; another program writes to this Redis: give"
         " it a password, or ACL users"
     ),
     "fingerprint": (

@@ -128,6 +128,6 @@ def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:
     if max(contexts) > most:
         raise UsageError(
             f"--contexts {text}: this model takes {longest} tokens, of which {BEHIND_CONTEXT} are"
-            f" needed behind the context; ask for {most} at most"
+            f" needed after the context; ask for {most} at most"
         )
     return contexts

@@ -113,7 +113,7 @@ def _draw_residuals(axes: Axes, rows: Sequence[Quality], bounds: Sequence[WaterF
     axes.set(
         xlabel=BITS,
         ylabel="squared error, dB of rows less RoPE, mean and size",
-        title="What is lost of what has to be told",
+        title="Loss in the part that a codec has to describe",
     )
     _finish(axes)
     place_labels(axes, [row.preset for row in rows], points)

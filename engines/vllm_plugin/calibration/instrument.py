@@ -138,7 +138,7 @@ class VllmInstrument:
         self._connector.past, self._connector.past_state = (), None
         output = outputs[-1] if outputs else None
         if not isinstance(output, RequestOutput) or output.num_cached_tokens != num_past:
-            raise RuntimeError(f"vLLM did not go on behind the {num_past} tokens it was given")
+            raise RuntimeError(f"vLLM did not continue after the {num_past} tokens it was given")
         return output
 
     def _seen(self, model: nn.Module, given: object, hidden: torch.Tensor) -> None:

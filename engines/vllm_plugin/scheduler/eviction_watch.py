@@ -46,9 +46,9 @@ class EvictionWatch:
                 try:
                     await self._tell(name)
                 except OSError as error:  # no rank answers: the engine is on its way out
-                    logger.warning("nobody hears that a session is cold: %s", error)
+                    logger.warning("the gateway does not learn that a session is cold: %s", error)
                 except Exception:  # the edge of this task: one session must not end the watch
-                    logger.exception("nobody hears that a session is cold")
+                    logger.exception("the gateway does not learn that a session is cold")
 
     async def _tell(self, name: SessionName) -> None:
         session = SessionRef(*name, b"")

@@ -53,7 +53,7 @@ def bench(
     """Measure an OpenAI server: first tokens, throughput, what returning sessions cost.
 
     Works against any server. Where it says what it reused (x-thermocline-cache,
-    or cached_tokens in usage) times are told by that. Prompts are new in each
+    or cached_tokens in usage) times are grouped by that. Prompts are new in each
     run, so that nothing is reused by chance. The exit code is 1 if there were
     errors, and 130 after Ctrl-C, which still prints what is known.
     """

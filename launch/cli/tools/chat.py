@@ -24,7 +24,7 @@ def chat(
 ) -> None:
     """Chat in the terminal, and see the session sleep and come back.
 
-    Behind each answer a line says where the prompt's KV came from, how long the
+    After each answer a line says where the prompt's KV came from, how long the
     first token took and what state the session is in; /sleep, /wake, /pin, /info
     and others act on it (/help lists them). Input may be a pipe: each line is a
     message, and only answers go to standard output.

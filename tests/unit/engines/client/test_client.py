@@ -232,14 +232,14 @@ def test_attaching_needs_both_addresses(folder: Path) -> None:
 
 
 async def test_an_engine_without_our_plug_in_is_told_of(folder: Path) -> None:
-    """It serves HTTP, and nobody listens at the control address: nothing is relayed."""
+    """It serves HTTP, and nothing listens at the control address: nothing is relayed."""
     worker = worker_config(folder)
     addresses = {"url": "http://127.0.0.1:1", "control": "tcp://127.0.0.1:1"}
     engine = msgspec.structs.replace(worker.engine, **addresses)
     attached = AttachedEngine(msgspec.structs.replace(worker, engine=engine))
     await attached.start()
     assert not attached.ready
-    assert "nobody listens at tcp://127.0.0.1:1" in attached.trouble
+    assert "nothing listens at tcp://127.0.0.1:1" in attached.trouble
     with pytest.raises(EngineUnavailable, match="without our plug-in"):
         async with attached.open("/v1/chat/completions", b"{}", {}):
             pass

@@ -263,7 +263,7 @@ def test_doctor_knocks_at_the_engine_that_runs_elsewhere(run):
         control = f"tcp://127.0.0.1:{there.getsockname()[1]}"
         words = [*elsewhere, "--set", f"engine.control={control}"]
         assert verdict(run(*words)[1], "engine")[0] == "ok"
-    assert "nobody listens" in verdict(run(*words)[1], "engine")[1]
+    assert "nothing listens" in verdict(run(*words)[1], "engine")[1]
     assert "without our plug-in" in verdict(run(*elsewhere)[1], "engine")[1]
 
 
