@@ -1,4 +1,4 @@
-"""What the ASGI servers of gateway and engine share: bounded bodies, and clients that leave."""
+"""Common parts of the ASGI servers of gateway and engine: bounded bodies, clients that leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which caches of the engines can be served and kept cold, and the sentences for the others.
+"""The cache classes of engines that can be served and kept cold, and reasons for the others.
 
 The engine looks at the caches that a model really makes; ``thermocline plan`` knows from
 config.json which they will be. Both refuse in the same words.

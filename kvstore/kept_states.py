@@ -1,4 +1,4 @@
-"""Which states a session keeps whose cache cannot be cut back to an earlier token.
+"""Chooses the states to keep of a session whose cache cannot be cut back to an earlier token.
 
 A state (recurrent layers, sliding windows) is as large as thousands of packed tokens, so a session
 keeps as few as coming back needs. The newest serves the turn that continues the answer. The

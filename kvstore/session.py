@@ -1,4 +1,4 @@
-"""Who a session is, where it may rest, and why a part of it could not be reused."""
+"""Names of sessions and tiers, and the reasons why a part of a session could not be reused."""
 
 from __future__ import annotations
 

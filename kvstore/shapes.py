@@ -1,4 +1,4 @@
-"""What a model's KV looks like, in plain numbers.
+"""The shape of a model's KV, in plain numbers.
 
 Arrays are numpy. numpy has no bfloat16, so a bf16 array travels as its uint16 bit pattern; the
 layout, never the array, says which dtype is meant.

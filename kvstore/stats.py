@@ -1,4 +1,4 @@
-"""What the store counts."""
+"""The store's counters."""
 
 from __future__ import annotations
 

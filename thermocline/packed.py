@@ -29,7 +29,7 @@ _NO_MODEL: Final = blobs.fingerprint_digest("")
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """What ``Method.pack`` returns. Immutable."""
+    """Packed rows, as ``Method.pack`` returns them. Immutable."""
 
     codec_id: str
     layout: KVLayout  # one side of one layer, or all layers of a run

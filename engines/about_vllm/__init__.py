@@ -1,4 +1,4 @@
-"""What both sides of vLLM's process must know of it, without importing it.
+"""Knowledge of vLLM that both sides of its process need, without importing it.
 
 Importing vLLM takes half a minute, and only its own environment has it.
 """

@@ -1,4 +1,4 @@
-"""Which of vLLM's parsers read the tool calls and the reasoning of a model.
+"""Chooses vLLM's parsers for the tool calls and the reasoning of a model.
 
 vLLM wants their names at its start, and refuses every request with ``tools`` without one. A model
 writes its calls as its chat template shows them, so what the template holds decides, and where

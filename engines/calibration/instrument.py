@@ -1,4 +1,4 @@
-"""What calibration needs from an engine: a model whose cache can be taken out and put back."""
+"""The protocol of an engine to be measured: its cache can be taken out and put back."""
 
 from __future__ import annotations
 

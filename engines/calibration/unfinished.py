@@ -1,4 +1,4 @@
-"""What a measurement that has not ended yet has found so far, in two files beside the profiles.
+"""Keeps the results of an unfinished measurement in two files beside the profiles.
 
 ``FINGERPRINT.ORDER.learned`` is a profile without figures: what presets have learned. Lines of JSON
 in ``FINGERPRINT.ORDER.cases`` are the results of single cases. A measurement that was interrupted

@@ -1,4 +1,4 @@
-"""What several replicas say of themselves, as if they were one engine."""
+"""Joins the reports of several replicas as if they were one engine."""
 
 from __future__ import annotations
 

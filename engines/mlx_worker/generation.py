@@ -1,4 +1,4 @@
-"""What the HTTP side asks of the owner thread, and the events that come back.
+"""Requests of the HTTP side to the owner thread, and the events that come back.
 
 The HTTP side turns a request into a ``Generation`` and reads ``Event``s from the
 ``GenerationStream`` that ``Owner.submit`` returns. Nothing here imports mlx: samplers and logits

@@ -1,4 +1,4 @@
-"""What differs between the releases of vLLM that we support; nothing else asks which one it is."""
+"""The differences between the supported releases of vLLM; no other module asks for the release."""
 
 from __future__ import annotations
 

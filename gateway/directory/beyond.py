@@ -1,4 +1,4 @@
-"""What requests of the sessions API do beyond this server: list, show and delete."""
+"""Lists, shows and deletes sessions of other servers for the sessions API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which session a request belongs to: the one that its client named, else the chat it goes on.
+"""Finds the session of a request: the one that its client named, else the chat it continues.
 
 The first of these that is there wins: the ``X-Session-ID`` header; the headers of agents
 (``agents``); ``session_id`` and ``conversation`` in the body (``names``); the session in

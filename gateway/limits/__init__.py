@@ -1,4 +1,4 @@
-"""What one API key may take: requests and tokens per minute, requests at once.
+"""Limits of an API key: requests and tokens per minute, requests at once.
 
 ``accounts.py`` says what each route takes of it and what bounds the rest of the route's work,
 ``key_limits.py`` lets requests in by key, ``bucket.py`` counts one kind of thing per minute.

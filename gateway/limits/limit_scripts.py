@@ -1,4 +1,4 @@
-"""What gateways ask of a Redis to keep one key's limits together; each is one script on one key.
+"""The Redis scripts by which gateways keep a key's limits together; each works on one key.
 
 The server's own clock counts, so no gateway's does. A clock of the server that jumps ahead fills a
 bucket once, and one that jumps back fills it no more until it has caught up with a minute.

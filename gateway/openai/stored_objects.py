@@ -1,4 +1,4 @@
-"""What can be done with any kind of stored object: show, label anew, delete it, list its items.
+"""The routes of all kinds of stored objects: show, label anew, delete, list the items.
 
 An object is found by the caller's tenant and the id in the request's path; one that is not there,
 and one of another tenant, get the same 404.

@@ -1,4 +1,4 @@
-"""What clients asked to be stored: responses, conversations and chat completions.
+"""Stores responses, conversations and chat completions for clients that ask for it.
 
 ``stored`` gives the event loop its ``objects``, in steps, on threads that tenants take in turns.
 These are sealed (``entry_seal``) before they lie on a ``shelf``: ``sqlite_shelf`` or

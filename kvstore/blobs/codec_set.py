@@ -1,4 +1,4 @@
-"""Which codecs a store uses: one for each tier, and others that it can read.
+"""The codecs of a store: one for each tier, and others that it can read.
 
 Memory is read in a hurry and disk is read seldom, so each tier may have a codec of its own. A blob
 names its codec in its header; it is read by that codec, in whichever tier it lies.

@@ -1,4 +1,4 @@
-"""What the store remembers of a session that is a chain of an engine's own blocks."""
+"""The record of a session that is a chain of an engine's own blocks."""
 
 from __future__ import annotations
 

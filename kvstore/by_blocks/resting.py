@@ -1,4 +1,4 @@
-"""Where the blocks of a session rest, for those who report it outside.
+"""Finds the tiers in which the blocks of a session rest, for reports to routers.
 
 The question is asked of the tiers and is a hint, as all of their answers are.
 """

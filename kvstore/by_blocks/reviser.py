@@ -1,4 +1,4 @@
-"""What a new save makes of the older record of a session of blocks."""
+"""Merges a new save into the older record of a session of blocks."""
 
 from __future__ import annotations
 

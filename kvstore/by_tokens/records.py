@@ -1,4 +1,4 @@
-"""What the store remembers of a session between its turns: its record."""
+"""The record of a session: all that the store remembers of it between its turns."""
 
 from __future__ import annotations
 

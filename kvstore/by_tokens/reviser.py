@@ -1,4 +1,4 @@
-"""What a new save makes of a session's older record.
+"""Merges a new save into a session's older record.
 
 The new record replaces the old one regardless of the tokens they share: the new is longer (the
 usual update), shorter (an answer is generated again), or leaves it half-way (an edited message). Of

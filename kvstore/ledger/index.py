@@ -1,4 +1,4 @@
-"""Which sessions a store knows, and which blobs they share.
+"""The sessions that a store knows, and the blobs that they share.
 
 The index is a belief. It saves reading a record at every turn, lists the sessions, and says which
 blobs more than one of them needs; whether a session can be restored, only the tiers say. It is

@@ -1,4 +1,4 @@
-"""Which blobs are kept from eviction because their session is pinned.
+"""Keeps blobs of pinned sessions from eviction.
 
 Pins of everybody together take at most a share of the smallest tier: what is pinned cannot give
 way, and without a bound one tenant could leave the others no room. Of that share one tenant gets at

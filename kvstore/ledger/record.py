@@ -1,4 +1,4 @@
-"""What a ledger keeps of a session, and what it asks a store about it."""
+"""The common part of all records of sessions, and the protocol by which a ledger reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a session between its turns: moving it, pinning, forgetting, running out."""
+"""Moves, pins and forgets sessions between their turns, and drops those whose time is over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store knows of the other engines on its Redis."""
+"""The other engines on a store's Redis, as far as it knows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine says of itself to others that have the same secret."""
+"""The facts that an engine publishes of itself to others that have the same secret."""
 
 from __future__ import annotations
 

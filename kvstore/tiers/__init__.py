@@ -1,4 +1,4 @@
-"""Where packed blobs rest: RAM, disk, Redis; one protocol (``base.Tier``), one contract suite.
+"""The tiers in which packed blobs rest: RAM, disk, Redis; one protocol, one contract suite.
 
 The store calls a tier from its own threads, and a tier may fail at any time:
 

@@ -1,4 +1,4 @@
-"""What every tier that evicts answers out of its index."""
+"""The answers that every evicting tier gives from its index."""
 
 from __future__ import annotations
 

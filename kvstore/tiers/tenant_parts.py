@@ -1,4 +1,4 @@
-"""What each tenant holds of a tier, and which part of it is guaranteed.
+"""Counts the bytes that each tenant holds of a tier, and the guaranteed part of them.
 
 A share of the budget is divided equally between the tenants that used the tier within a day. What
 one of them holds within its part is not evicted for the sake of others, however much they write; a

@@ -1,4 +1,4 @@
-"""What sessions of one length take: awake, and asleep in each tier, with the codec that will serve.
+"""Computes what sessions of one length take: awake, and asleep in each tier, by codec.
 
 Where the model was not measured yet, sessions are counted with the preset that most models get, and
 ``Needs.planned`` says so.

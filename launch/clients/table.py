@@ -1,4 +1,4 @@
-"""What each client needs: lines to show, and changes to its own file of settings."""
+"""The table of clients: lines to show, and changes to a client's own file of settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server hands to another that is to share its sessions: settings, secret, keys.
+"""The file for a server that is to share another's sessions: settings, secret, keys.
 
 The file holds the secret, so it is made for this user alone and never shown; it goes to the other
 machine as other secrets go, by scp say, and is removed there once it was used.

@@ -1,4 +1,4 @@
-"""What fits into the budget for live KV, counted as the engine counts it.
+"""Computes what fits into the budget for live KV, counted as the engine counts it.
 
 mlx_lm takes its working memory out of the same budget: a running row has room to grow, and exists
 twice for a moment when it joins or leaves a batch. The other engines' pools hold only KV.

@@ -1,4 +1,4 @@
-"""What the chosen engine keeps of the chosen model: the shape and the dtype of its live cache."""
+"""The shape and the dtype of the live cache, for the chosen engine and model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated fleet is like: its machines, its models and its users. Frozen."""
+"""The conditions of a simulated fleet: its machines, its models and its users. Frozen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated fleet did, in figures."""
+"""The figures of a simulated fleet."""
 
 from __future__ import annotations
 

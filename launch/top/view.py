@@ -1,4 +1,4 @@
-"""What the events of a server have shown so far (docs/events.md): a snapshot, and changes."""
+"""The state that the events of a server add up to (docs/events.md): a snapshot, and changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of what was learned again is worth another form of its preset.
+"""Decides which presets that were learned again replace what is in use.
 
 Sessions that rest were packed by what was learned before, and are not packed again.
 """

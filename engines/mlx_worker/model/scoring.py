@@ -1,4 +1,4 @@
-"""What a model predicts after its cache."""
+"""Scores tokens by a model's predictions after its cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recurrent layer's call makes of the state before it, differentiated.
+"""Differentiates a recurrent layer's call by the state before it.
 
 The call is repeated in pieces of a few tokens, from the last back to the first: a whole one would
 keep every token's state at once. Between pieces the derivative is carried by the state, as it was

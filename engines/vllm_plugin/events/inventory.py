@@ -1,4 +1,4 @@
-"""What readers of KV events know of the packed blocks, and what is to be reported to them next.
+"""The packed blocks that readers of KV events know of, and the changes to report next.
 
 There is no queue of events. The inventory knows for each block in which media it is and in which it
 was reported, and an event is the difference between the two, made when vLLM asks for it. So changes

@@ -1,4 +1,4 @@
-"""What each attention layer of a vLLM sees in a step: its queries, and the residual stream.
+"""Records what each attention layer of a vLLM sees in a step: queries and residual stream.
 
 By forward hooks, which are called where the model's modules are. A compiled model runs none of its
 modules, and a CUDA graph no Python at all, so a step that is seen is run without them: its forward

@@ -1,4 +1,4 @@
-"""What a response goes on from: the turns before it, or its conversation; and how it is kept.
+"""The history that a response continues: earlier turns, or its conversation; and its storage.
 
 A stored response has its own input items and its output. The turns before it are found by walking
 ``previous_response_id`` back, so that nothing is stored twice. A turn that is missing, or was

@@ -1,4 +1,4 @@
-"""What codecs that pack in one pass have in common: addresses of rows, turns, and a proof.
+"""Common parts of codecs that pack in one pass: addresses of rows, turns, and a proof.
 
 A *fused* packer does all stages of a pipeline at once, in a compiled kernel. Before it is used it
 has to give the pipeline's own bytes and rows.

@@ -1,4 +1,4 @@
-"""What each kind of stage promises.
+"""The protocols of a pipeline's stages.
 
 A stage that has to remember something of a chunk (its mean, its gains, its codes) returns it as
 bytes when packing, its *note*, and takes it from a ``Reader`` when unpacking. The reader belongs to

@@ -1,4 +1,4 @@
-"""What lies in a staging region between blocks and blob, and how it gets in and out.
+"""Layouts of staging memory between blocks and blob, and the copies in and out of it.
 
 ``staging_layout`` says what a layout promises, ``layout_choice`` which one a blob gets:
 ``row_layout`` for payloads of a row format, ``rate_layout`` for those of a calibrated fixed rate,

@@ -1,4 +1,4 @@
-"""What the layout of a staging region between blocks and blob promises.
+"""The protocol of a layout of staging memory between blocks and blob.
 
 A region with a *packed* layout is written by the codec's own kernels and holds the payload. For
 every other blob (codec ``raw``, tails, a codec or dtype or head dimension without kernels) rows are
