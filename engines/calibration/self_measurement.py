@@ -21,7 +21,7 @@ import msgspec
 
 from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.first_order import further_order
-from engines.calibration.gate.adoption import worth_adopting
+from engines.calibration.gate.adoption import was_learned_on, worth_adopting
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
@@ -175,7 +175,7 @@ class SelfMeasurement:
                     logger.info(
                         "measuring what each codec costs this model; until then nothing is lost"
                     )
-                    self._carry_out(self._order, instrument)
+                    self._carry_out(self._order, instrument, self._better_than_known(instrument))
                     self._share(instrument)
                 self._ended = MeasurementEnd(time.time())
             self._has_verdict, self._progress = True, ""
@@ -225,6 +225,13 @@ class SelfMeasurement:
             self._share(instrument)
         except (CannotCalibrate, UnknownCodec, OSError, ValueError) as error:
             logger.warning("no more is learned of the model: %s", " ".join(str(error).split()))
+
+    def _better_than_known(self, instrument: Instrument) -> Callable[[Profile], Profile]:
+        """Return what keeps tables that more texts taught where a few find hardly better ones."""
+        known = self._known(instrument)
+        if known is None or not was_learned_on(known):
+            return _all_of_it
+        return partial(worth_adopting, before=known)
 
     def _known(self, instrument: Instrument) -> Profile | None:
         path = profile_path(Path(self._order.data_path), instrument.fingerprint)

@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 from typing import Final
 
+from engines.calibration.first_order import DENSEST
 from kvstore.codecs.names import first_part
 from kvstore.codecs.profile import OF_WINDOWS, Profile
 from kvstore.codecs.quality import Quality
@@ -16,6 +17,11 @@ from kvstore.codecs.quality import Quality
 logger = logging.getLogger(__name__)
 
 WORTH: Final = 0.9  # of the KL of before: less is no reason to give a preset another form
+
+
+def was_learned_on(profile: Profile) -> bool:
+    """Say whether a profile was learned from more texts than the first verdict takes."""
+    return DENSEST in {first_part(x.preset) for x in profile.rows}
 
 
 def worth_adopting(found: Profile, before: Profile | None) -> Profile:
@@ -26,7 +32,7 @@ def worth_adopting(found: Profile, before: Profile | None) -> Profile:
     names = {first_part(x.preset) for x in found.rows}
     kept = {x for x in names if _is_worth(x, found.rows, old)}
     for name in sorted(names - kept):
-        logger.info("%s stays as it was learned first: more texts made it hardly closer", name)
+        logger.info("%s stays as it was learned before: it is now hardly closer", name)
     dropped = {y for x in names - kept for y in (x, x + OF_WINDOWS)}
     return replace(
         found,

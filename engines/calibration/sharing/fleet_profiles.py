@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from engines.calibration.first_order import DENSEST
+from engines.calibration.gate.adoption import was_learned_on
 from engines.calibration.gate.bound import Bound
 from engines.calibration.gate.choice import Choice
 from engines.calibration.gate.profiles import make_folder, profile_path, save
@@ -167,7 +167,7 @@ class FleetProfiles:
         if profile is None or any(x.unmeasured for x in choices.values()):
             return True
         public = _public(profile, choices)
-        stage: Stage = "further" if _was_learned_on(profile) else "first"
+        stage: Stage = "further" if was_learned_on(profile) else "first"
         for _ in range(2):  # another engine may have been first
             there = self._there(stage)
             if there is not None and there.digest in self._refused:
@@ -233,10 +233,6 @@ class FleetProfiles:
 def _different(choices: Mapping[TierName, Choice]) -> list[Choice]:
     """The choices without repetition."""
     return list({x.id: x for x in choices.values()}.values())
-
-
-def _was_learned_on(profile: Profile) -> bool:
-    return DENSEST in {first_part(x.preset) for x in profile.rows}
 
 
 def _are_alike(there: Publication, own: Profile) -> bool:

@@ -13,8 +13,10 @@ import pytest
 
 from engines.calibration import first_order as orders
 from engines.calibration.first_order import FIRST_PRESETS, first_order
+from engines.calibration.gate import adoption
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument, Interrupted
+from engines.calibration.measuring.metrics import widened
 from engines.calibration.self_measurement import SelfMeasurement, Wanted
 from engines.wire import CodecReport
 from kvstore.codecs.profile import Profile, load_profile
@@ -187,3 +189,33 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+class Sensitive(Talking):
+    """Expects one token the more, the larger the keys of its past are."""
+
+    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+        logits = super().log_probs(run, tokens).copy()
+        logits[:, 0] += float(np.mean([widened(k, self.layout).mean() for k, _ in run]))
+        return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+def test_what_more_texts_taught_outlives_a_measurement_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orders, "MOST_WINDOWS", 10)
+    monkeypatch.setattr(adoption, "WORTH", 2.0)  # a model that plays one gains nothing by texts
+    path = profile_path(tmp_path, Talking.fingerprint)
+    measured: list[Profile] = []
+
+    def wanted() -> bool:
+        measured.append(load_profile(path))
+        return len(measured) == 1
+
+    assert Engine(tmp_path, Sensitive(), wanted=Wanted(learns_on=wanted)).ended() == ""
+    taught = load_profile(path)
+    assert taught.ids["balanced"] != measured[0].ids["balanced"]
+    monkeypatch.setattr(adoption, "WORTH", 0.0)  # nor does it lose anything by few
+    by_hand = Engine(tmp_path, Sensitive())
+    assert by_hand.ended() == "" and by_hand.adopted == 1
+    assert load_profile(path).ids == taught.ids
