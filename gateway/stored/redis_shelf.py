@@ -31,6 +31,8 @@ from gateway.stored.shelf import (
 
 try:
     import redis
+
+    from kvstore.tiers.redis_server.pools import open_pool
 except ImportError as error:
     raise ImportError("redis_url needs redis-py: pip install 'thermocline[redis]'") from error
 
@@ -41,6 +43,7 @@ for _, key in ipairs(KEYS) do
     redis.call("PEXPIRE", key, ARGV[3])
 end
 """
+MAX_CONNECTIONS = 32
 _ROW_BYTES = 200  # what an entry or item takes besides its body, about
 
 
@@ -64,9 +67,14 @@ class RedisShelf:
         self._limits = limits
         self._clock = clock
         self._older_are_gone = False
-        self._redis: Any = redis.Redis.from_url(
-            url, socket_timeout=deadline_s, socket_connect_timeout=deadline_s
+        self._pool = open_pool(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=deadline_s,
+            socket_timeout=deadline_s,
+            socket_connect_timeout=deadline_s,
         )
+        self._redis: Any = redis.Redis(connection_pool=self._pool)
 
     def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
         keys, name = Keys(tenant), f"{kind}:{id}"
@@ -292,7 +300,7 @@ class RedisShelf:
             yield []
 
     def close(self) -> None:
-        self._redis.close()
+        self._pool.disconnect()
 
     @contextmanager
     def _exchange(self) -> Iterator[Any]:

@@ -21,6 +21,8 @@ try:
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
+
+    from kvstore.tiers.redis_server.pools import open_pool
 except ImportError as error:
     raise ImportError("the redis tier needs redis-py: pip install 'thermocline[redis]'") from error
 
@@ -32,13 +34,14 @@ Reply: TypeAlias = Any
 
 MAX_CONNECTIONS = 16
 READ_BYTES = 256 << 10
+PASSWORDS = ("password", "sentinel_password")  # fields of a URL's query
 
 
 class RedisLink:
     """Runs command batches against one server. Thread-safe.
 
     Args:
-        url: ``redis://``, ``rediss://`` or ``unix://``. Nothing is connected before the first run.
+        url: see ``pools``. Nothing is connected before the first run.
         deadline_s: for one batch, connecting included. A silent server is given up after half of
             it, so that a batch never takes longer than one and a half times this.
         longest_wait_s: until a server that did not answer is asked again.
@@ -64,7 +67,7 @@ class RedisLink:
         self._answered = False  # ever
         self._closed = False
         try:
-            self._pool: Any = redis.BlockingConnectionPool.from_url(
+            self._pool: Any = open_pool(
                 url,
                 protocol=2,
                 max_connections=MAX_CONNECTIONS,
@@ -194,12 +197,12 @@ def masked(url: str) -> str:
         login, _, host = address.rpartition("@")
         user, colon, _ = login.partition(":")
         address = f"{user}{':***' if colon else ''}@{host}"
-    query = [(k, "***" if k == "password" else v) for k, v in parse_qsl(parts.query)]
+    query = [(k, "***" if k in PASSWORDS else v) for k, v in parse_qsl(parts.query)]
     return urlunsplit(parts._replace(netloc=address, query=urlencode(query, safe="*/")))
 
 
 def _secrets(url: str) -> list[str]:
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query))
-    found = [x for x in (parts.password, query.get("password")) if x]
+    found = [x for x in (parts.password, *map(query.get, PASSWORDS)) if x]
     return found + [unquote(x) for x in found]

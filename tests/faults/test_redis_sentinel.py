@@ -1,0 +1,112 @@
+"""A master that ends, and another one that Sentinels name in its place: misses, no failure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gateway.stored.redis_shelf import RedisShelf
+from gateway.stored.shelf import Limits, StoreFailed
+from kvstore.errors import TierUnavailable
+from kvstore.tiers.redis_server.link import RedisLink
+from kvstore.tiers.redis_server.redis_tier import RedisTier
+from tests.kv_sessions import MIB, come_back, open_store, ram, ref, save, tokens
+from tests.redis_server import RedisSentinel, RedisServer, find_binary
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
+]
+
+PATIENCE_S = 90.0  # a failover takes some seconds, on a busy machine more
+
+
+@pytest.fixture
+def master() -> Iterator[RedisServer]:
+    with RedisServer(tcp=True) as server:
+        yield server
+
+
+@pytest.fixture
+def sentinel(master: RedisServer) -> Iterator[RedisSentinel]:
+    replica_of = ("--replicaof", "127.0.0.1", str(master.port))
+    with RedisServer(*replica_of, tcp=True) as replica, RedisSentinel(master) as sentinel:
+        link = RedisLink(replica.url, 5.0)
+        until(lambda: b"master_link_status:up" in info(link))
+        asked = RedisLink(f"redis://127.0.0.1:{sentinel.port}", 5.0)
+        until(lambda: len(asked.run([("SENTINEL", "REPLICAS", "main")])[0]) == 1)
+        link.close()
+        asked.close()
+        yield sentinel
+
+
+def info(link: RedisLink) -> bytes:
+    (found,) = link.run([("INFO", "replication")])
+    return bytes(found)
+
+
+def until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_link_goes_on_with_the_master_that_is_named_next(
+    master: RedisServer, sentinel: RedisSentinel
+) -> None:
+    link = RedisLink(sentinel.url, 2.0, longest_wait_s=0.5)
+    assert link.run([("SET", "x", "1"), ("GET", "x")]) == [b"OK", b"1"]
+    link.run([("WAIT", "1", "5000")])
+    master.kill()
+    with pytest.raises(TierUnavailable):
+        link.run([("GET", "x")])
+
+    def answers() -> bool:
+        try:
+            return bool(link.run([("SET", "y", "2")]) == [b"OK"])
+        except TierUnavailable:
+            return False
+
+    until(answers)
+    assert link.run([("GET", "x")]) == [b"1"]
+    link.close()
+
+
+def test_sessions_sleep_and_return_over_a_failover(
+    master: RedisServer, sentinel: RedisSentinel
+) -> None:
+    history = tokens(60, 0)
+    far = RedisTier(sentinel.url, 64 * MIB, deadline_s=2.0)
+    store = open_store([ram(), far])
+    save(store, ref("a"), history)
+    until(lambda: store.demote(ref("a"), "redis") == "redis")
+    assert come_back(store, ref("a"), history)[1].num_tokens == 60
+    master.kill()
+    longer = [*history, *tokens(20, 1)]
+    save(store, ref("a"), longer)  # compares every bit that comes back
+    until(lambda: store.demote(ref("a"), "redis") == "redis")
+    assert come_back(store, ref("a"), longer)[1].num_tokens == 80
+    store.close()
+
+
+def test_stored_objects_are_found_over_a_failover(
+    master: RedisServer, sentinel: RedisSentinel
+) -> None:
+    shelf = RedisShelf(sentinel.url, Limits(1 << 20, 3600.0), 2.0)
+
+    def is_gone() -> bool:
+        try:
+            return shelf.find("t", "response", "r") is None
+        except StoreFailed:
+            return False
+
+    assert is_gone()
+    master.kill()
+    with pytest.raises(StoreFailed):
+        shelf.find("t", "response", "r")
+    until(is_gone)
+    shelf.close()
