@@ -1,15 +1,15 @@
-"""Codecs, which pack runs of KV into payloads and back, and are chosen by name.
+"""Codecs, which pack runs of KV into payloads and unpack them, and are chosen by name.
 
-A new preset is a row of ``names``, and a function or constant that makes it in the room of its
-kind. ``presets`` opens a codec by its name and ``calibrated`` a learned one with its ``profile``;
-neither knows how any of them works.
+A new preset needs a row in ``names``, and a function or constant that makes it in the folder of its
+kind. ``presets`` opens a codec by its name; ``calibrated`` opens a learned one with its
+``profile``. Neither knows how any codec works.
 
     rows           pack each row by itself: ``tq3``, ``tq4``, ``lm3``
-    attention      products with packed rows of those, and weighted sums, as they are
+    attention      products with packed rows of those, and weighted sums, without restoring rows
     fixed_rate     learned, all chunks of one size: ``dense3``
     one_step       learned and entropy-coded (``entropy``): ``balanced``, ``max``, ``safe``
     literature     methods of papers, for comparison
-    stages, stacks what the learned ones are made of, and the order it runs in
-    learning       what a profile is learned from
-    kernels        the same bytes, compiled
+    stages, stacks the stages of learned codecs, and the order in which they run
+    learning       the statistics from which a profile is learned
+    kernels        the same bytes, from compiled code
 """

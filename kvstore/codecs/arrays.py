@@ -1,4 +1,4 @@
-"""Checks that a run of arrays looks the way its layout says."""
+"""Checks that the shapes and dtypes of a run match its layout."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def check_run(run: KVRun, layout: KVLayout) -> int:
     """Returns the number of tokens in ``run``.
 
     Raises:
-        ValueError: shapes or dtype are not the layout's; a defect in the caller.
+        ValueError: shapes or dtype differ from the layout's: a defect in the caller.
     """
     num_tokens: int = run[0][0].shape[1] if run else 0
-    # Whole lists at once: there may be a hundred arrays to a chunk of a millisecond.
+    # Compare whole lists at once: a chunk that takes a millisecond may have a hundred arrays.
     shapes, expected = [(k.shape, v.shape) for k, v in run], _shapes(layout, num_tokens)
     if shapes != expected:
         raise ValueError(f"K and V of {shapes} where the layout has {expected}")

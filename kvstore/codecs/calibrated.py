@@ -1,4 +1,4 @@
-"""Presets that learn a model: what they learn becomes a profile, and codecs are made of that."""
+"""Presets that are learned from a model: learned arrays form a profile, which makes codecs."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ ARITHMETIC = 4  # raise it when a calibrated preset's bytes change
 
 
 class CalibratedPreset(Protocol):
-    """A method that learns a model, and makes codecs of what it learned."""
+    """A method that learns arrays from a model, and makes codecs from them."""
 
     def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the arrays to be kept in the profile, by name.
+        """Returns the arrays to keep in the profile, by name.
 
-        ``means``: fp32 (elements of a token,), keys without RoPE.
+        ``means``: fp32 (elements of a token,), of keys without RoPE.
         """
 
     def assemble(
         self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
     ) -> Sequence[StackPacker]:
-        """Makes one packer for each stack of ``layout`` from the arrays that were learned.
+        """Makes one packer for each stack of ``layout`` from the learned arrays.
 
         Raises:
-            KeyError, TypeError, ValueError, IndexError: this release learns other arrays.
+            KeyError, TypeError, ValueError, IndexError: another release learned these arrays.
         """
 
 
 def calibrated_preset(name: str) -> CalibratedPreset:
-    """Returns the preset of that name, which has to be a learned one's, with its parameters."""
+    """Returns the learned preset of that name, with the parameters that the name gives."""
     family = family_of(name)
     learn = CODECS[family].learn
     usual: Any = imported(family, learn) if isinstance(learn, str) else learn
@@ -56,9 +56,9 @@ def calibrated_preset(name: str) -> CalibratedPreset:
 def learn_profile(
     samples: Samples, fingerprint: str, presets: Iterable[str] = CALIBRATED
 ) -> Profile:
-    """Makes a profile of what ``presets`` learn of a model; numpy only.
+    """Makes a profile from the arrays that ``presets`` learn from a model; numpy only.
 
-    Takes seconds for presets of a layer, minutes for those across layers.
+    Takes seconds for presets that treat each layer by itself, minutes for those across layers.
     """
     means = element_means(samples)
     learned = {
@@ -68,10 +68,10 @@ def learn_profile(
 
 
 def calibrated_codec(name: str, profile: Profile) -> StackCodec:
-    """Makes the codec of a preset that learned the model of ``profile``.
+    """Makes the codec of a preset from the arrays that it learned, in ``profile``.
 
     Raises:
-        UnknownCodec: the profile knows nothing of this preset, or another release wrote it.
+        UnknownCodec: the profile has no arrays of this preset, or another release wrote it.
     """
     if name not in profile.learned:
         raise UnknownCodec(f"the profile knows no preset {name!r}; calibrate the model again")
@@ -90,9 +90,9 @@ def calibrated_codec(name: str, profile: Profile) -> StackCodec:
 
 
 class _Assembled:
-    """Returns the packers of one layout: a profile is of one model, so there is no other.
+    """Returns the packers of the profile's layout, and refuses every other layout.
 
-    No more of the profile is kept than they need.
+    Keeps no more of the profile than the packers need.
     """
 
     def __init__(self, preset: CalibratedPreset, name: str, profile: Profile) -> None:
@@ -108,7 +108,7 @@ class _Assembled:
 
 
 def _check_model(profile: Profile, learned: Mapping[str, np.ndarray]) -> None:
-    """Checks means and turns, which kernels use without looking. Raises ``ValueError``."""
+    """Checks means and RoPE tables, which kernels use unchecked. Raises ``ValueError``."""
     layers, ropes = profile.layout.layers, profile.ropes
     if len(ropes) != len(layers):
         raise ValueError(f"turns of {len(ropes)} layers, not {len(layers)}")

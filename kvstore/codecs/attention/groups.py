@@ -1,11 +1,11 @@
-"""Rows in groups with a smallest value and a step each, as KIVI packs them.
+"""Rows in groups, each with a smallest value and a step, as KIVI packs them.
 
-A value is ``low + step * code``. Of groups along the width of a row
+A value is ``low + step * code``. For groups along the width of a row
 
     q . row             = sum over groups of step (q_g . code_g) + low sum(q_g)
     sum of weight row_g = sum of (weight step) code_g + sum of weight low
 
-and of groups along tokens steps and lows scale the query, or the sum, of each group of tokens.
+For groups along tokens, steps and lows multiply the query of each group of tokens, or its sum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class WidthGroups:
-    """Groups of neighbours in a row. Implements ``Source``."""
+    """Groups of neighbouring values of a row. Implements ``Source``."""
 
     codes: np.ndarray  # fp32 (units, tokens, width)
     lows: np.ndarray  # fp32 (units, tokens, groups)
@@ -57,7 +57,7 @@ class WidthGroups:
 
 @dataclass(frozen=True, eq=False)
 class TokenGroups:
-    """Groups of tokens, channel by channel. Implements ``Source``."""
+    """Groups of neighbouring tokens, for each channel. Implements ``Source``."""
 
     codes: np.ndarray  # fp32 (units, tokens, width)
     lows: np.ndarray  # fp32 (units, width, groups)

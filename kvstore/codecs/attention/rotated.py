@@ -5,9 +5,9 @@ A row is restored as ``unit S H^T level[code]``. So
     q . row             = unit (H S q) . level[code]          the query is rotated, once
     sum of weight row   = S H^T sum of weight unit level[code]  the sum is rotated back, once
 
-and no row is ever restored. The rotation costs as much as one row does, for any number of rows.
-Rows whose scale is zero count as zero. Sums are in fp32, so their last bits depend on the order;
-values agree with restoring and multiplying to within that.
+and no row is ever restored. The rotation costs as much as restoring one row, however many rows
+there are. A row whose scale is zero counts as a row of zeros. Sums are in fp32, so their last bits
+depend on the order of addition; up to those bits, values equal those of restored rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore.codecs.rows.rotated_rows import RotatedRows
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = 1e-4  # of the largest value, between compiled code and numpy
+TOLERANCE = 1e-4  # times the largest value: the allowed difference of compiled code from numpy
 
 
 class RowAttention(Protocol):
@@ -47,7 +47,7 @@ class RowAttention(Protocol):
     ) -> None:
         """Adds weighted sums of the rows of each head to ``out``, fp32 (heads, queries, dim).
 
-        ``weights``: fp32 (heads, queries, tokens); the others as for ``scores``.
+        ``weights``: fp32 (heads, queries, tokens); the other arguments are as for ``scores``.
         """
 
 
@@ -110,7 +110,7 @@ def _compiled_module() -> ModuleType | None:
 
 
 def _agree(kernel: RowAttention, reference: RowAttention, rows: RotatedRows, dim: int) -> bool:
-    """Says whether both give the same for a few rows, one of them not packed."""
+    """Returns whether both give the same values for a few rows, one of which is not packed."""
     wave = np.sin(np.arange(2 * 7 * dim, dtype=np.float32) ** 2).reshape(-1, dim)
     codes, scales = rows.pack(wave)
     codes, scales = codes.reshape(2, 7, -1), scales.reshape(2, 7)

@@ -1,8 +1,9 @@
-"""Rows that are attended to without being restored: as stages of a codec leave them.
+"""Rows that are attended to without being restored, at any stage of a codec.
 
-A codec restores rows stage by stage, and most stages are linear: they turn rows, scale them, or add
-a mean. Such a stage can as well be applied to the query of a product, once, or to a weighted sum,
-once, instead of to every row. A ``Source`` is rows seen so, from the codes outwards.
+A codec restores rows stage by stage, and most stages are linear: they rotate rows, scale them, or
+add a mean. Such a stage can be applied once to the query of a product, or once to a weighted sum,
+instead of to every row. A ``Source`` represents rows in this way. The innermost source holds the
+codes; each stage wraps the source of the stage before it.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class AttendedTransform(Protocol):
     """A transform of a pipeline that can be applied to queries and to sums."""
 
     def attended(self, source: Source, note: object) -> Source:
-        """Returns ``source``, the rows before ``backward``, as they are after it."""
+        """Returns the rows after this stage's ``backward``; ``source`` is the rows before it."""
 
 
 @runtime_checkable
 class AttendedQuantiser(Protocol):
-    """A quantiser with products and sums that are cheaper than restored components."""
+    """A quantiser whose products and sums are cheaper than restoring its components."""
 
     def attended(self, codes: np.ndarray) -> Source:
-        """Returns the components of codes (units, tokens, columns)."""
+        """Returns the components of ``codes`` (units, tokens, columns) as a source."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +74,7 @@ Rowwise = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Mapped:
-    """Rows after a linear map, and its transpose for queries. Implements ``Source``."""
+    """Rows after a linear map; its transpose is applied to queries. Implements ``Source``."""
 
     inner: Source
     forth: Rowwise
@@ -91,7 +92,7 @@ class Mapped:
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """Rows times a factor for each, fp32 (units, tokens). Implements ``Source``."""
+    """Rows, each times its factor; factors are fp32 (units, tokens). Implements ``Source``."""
 
     inner: Source
     factors: np.ndarray
@@ -111,7 +112,7 @@ class Scaled:
 
 @dataclass(frozen=True, eq=False)
 class Shifted:
-    """Rows and one more row, fp32 (units, 1, width), added to each. Implements ``Source``."""
+    """Rows, to each of which one row is added, fp32 (units, 1, width). Implements ``Source``."""
 
     inner: Source
     shift: np.ndarray
@@ -133,7 +134,7 @@ class Shifted:
 
 @dataclass(frozen=True, eq=False)
 class Added:
-    """Rows as the sum of others. Implements ``Source``."""
+    """Rows that are the sum of several sources' rows. Implements ``Source``."""
 
     parts: tuple[Source, ...]
 

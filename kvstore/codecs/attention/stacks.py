@@ -22,7 +22,7 @@ from kvstore.codecs.stacks.pipeline import Pipeline
 
 
 class KeptRow(NamedTuple):
-    """A row that is kept as it is."""
+    """A row that is stored unquantised."""
 
     unit: int
     token: int
@@ -30,14 +30,14 @@ class KeptRow(NamedTuple):
 
 
 class AttendedStack(NamedTuple):
-    """The rows of a stack: those that are packed, and those that are kept."""
+    """The rows of a stack: the packed ones, and those stored unquantised."""
 
     source: Source
     kept: Sequence[KeptRow]
 
 
 def can_attend(pipeline: object) -> bool:
-    """Returns whether all stages of a stack can be attended to without restoring rows."""
+    """Returns whether all stages of a stack can work on queries and sums instead of rows."""
     if not isinstance(pipeline, Pipeline) or len(pipeline.shape.gain_groups) != 1:
         return False
     stages = (*pipeline.before, *pipeline.after)
@@ -45,10 +45,10 @@ def can_attend(pipeline: object) -> bool:
 
 
 def attended_stack(pipeline: Pipeline, reader: Reader, num_tokens: int) -> AttendedStack:
-    """Reads a stack's part of a payload, for a pipeline of which ``can_attend`` is true.
+    """Reads a stack's part of a payload; ``can_attend`` of the pipeline must be true.
 
     Raises:
-        Corrupt: the payload is not one of this pipeline's.
+        Corrupt: this pipeline did not write the payload.
     """
     numbers, exact = pipeline.read_kept(reader, num_tokens)
     parts = pipeline.read_parts(reader, num_tokens)

@@ -1,4 +1,4 @@
-"""Import strings, ``module:Attr``, of what makes codecs."""
+"""Resolves import strings, ``module:Attr``, of the functions that make codecs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvstore.errors import UnknownCodec
 
 
 def imported(name: str, target: str) -> Any:
-    """Returns what the import string ``target`` names, for the codec ``name``.
+    """Returns the object that the import string ``target`` names, for the codec ``name``.
 
     Raises:
-        UnknownCodec: it is no import string, or names nothing that can be imported.
+        UnknownCodec: ``target`` is no import string, or its object cannot be imported.
     """
     module_name, _, attribute = target.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):

@@ -1,6 +1,6 @@
-"""Methods of papers and of the projects that this one grew from.
+"""Methods of papers, and of the projects from which this one grew.
 
-They are for comparison, measured by the same tests, and never served unless they are named.
+They are for comparison and are measured by the same tests. A server uses one only if it is named.
 """
 
 from __future__ import annotations

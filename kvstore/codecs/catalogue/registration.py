@@ -1,8 +1,8 @@
-"""Adds one's own methods to the table, for this process.
+"""Adds a user's own methods to the table, for this process.
 
-A method that is registered has a name like any other: settings, calibration, the quality gate and
-the server take it. Every process that reads names has to register it, so a server imports the
-modules of ``store.codec_modules`` wherever it opens codecs.
+A registered method has a name like any other: settings, calibration, the quality gate and the
+server accept it. Every process that reads names has to register it, so a server imports the
+modules of ``store.codec_modules`` in every process that opens codecs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvstore.codecs.catalogue.papers import LITERATURE
 from kvstore.codecs.names import CODECS, FAMILIES
 from kvstore.errors import UnknownCodec
 
-# An id has 24 characters (``kvstore.blobs.format``), 13 of them for what was learned.
+# An id has 24 characters (``kvstore.blobs.format``); 13 are for the digest of a learned codec.
 NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,10}")
 MOST_ID: Final = 24
-PARAMETER_DIGITS: Final = 11  # that other parameters than the usual add to it
-SIZED_DIM: Final = 128  # of the rows, and so many tokens, that ``CodecEntry.bits`` is of
+PARAMETER_DIGITS: Final = 11  # characters that parameters other than the usual ones add to an id
+SIZED_DIM: Final = 128  # width of rows, and number of tokens, for which ``CodecEntry.bits`` is
 
 
 def register(
@@ -37,22 +37,24 @@ def register(
     *,
     parameters: Sequence[Parameter] | None = None,
 ) -> None:
-    """Adds a method to the table, in this process. A method of one's own can be replaced.
+    """Adds a method to the table, in this process; replaces a registered one of the same name.
 
     Args:
         name: small letters, digits and "_", at most 11.
         make: a callable that returns a ``kvstore.codecs.base.Codec``, or an import string of one;
-            None if only a profile can make it. The first sentence of its docstring is the method's.
+            None if only a profile can make it. The first sentence of its docstring describes the
+            method.
         learn: a ``kvstore.codecs.calibrated.CalibratedPreset``, or an import string of one, if the
-            method learns a model.
-        paper: where the method is from.
+            method learns from a model.
+        paper: the source of the method.
         parameters: the numbers that ``make`` takes by name, and the fields of ``learn``; None =
-            its parameters whose defaults are numbers, of any value. Codecs with parameters are
-            dataclasses with a field ``id``.
+            all its parameters whose defaults are numbers, without bounds. Codecs with parameters
+            are dataclasses with a field ``id``.
 
     Raises:
-        ValueError: the name cannot be used, or is one of the product's.
-        UnknownCodec: ``make`` makes no codec.
+        ValueError: the name is malformed, or one of the product's; or both ``make`` and ``learn``
+            are missing.
+        UnknownCodec: ``make`` does not make a codec.
     """
     if not NAME.fullmatch(name):
         raise ValueError(
@@ -75,10 +77,10 @@ def register(
 
 
 def import_registering(modules: Iterable[str]) -> None:
-    """Imports modules that register methods; a second time does nothing.
+    """Imports modules that register methods; importing one a second time has no effect.
 
     Raises:
-        UnknownCodec: one cannot be imported; says why.
+        UnknownCodec: a module cannot be imported; the message says why.
     """
     for module in modules:
         try:
@@ -90,7 +92,7 @@ def import_registering(modules: Iterable[str]) -> None:
 
 
 def _described(name: str, entry: CodecEntry, parameters: Sequence[Parameter] | None) -> CodecEntry:
-    """Returns a row with all that can be found out of its method."""
+    """Returns the table's row with the fields that can be read from the method."""
     from kvstore.codecs.presets import codec_by_name
     from kvstore.shapes import KVLayer, KVLayout
 
@@ -120,7 +122,7 @@ def _sentence_of(source: Any) -> str:
 
 
 def _parameters_of(source: Any) -> tuple[Parameter, ...]:
-    """Returns what a callable takes by name, or a dataclass has as fields, and is a number."""
+    """Returns a callable's parameters, or a dataclass's fields, whose defaults are numbers."""
     usual: dict[str, Any] = {}
     if callable(source):
         usual = {x.name: x.default for x in inspect.signature(source).parameters.values()}

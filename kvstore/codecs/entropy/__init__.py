@@ -1,1 +1,1 @@
-"""Entropy coding: integers as about the bits that they carry, by static tables, rANS or deflate."""
+"""Entropy coding of integers into about their information content: static tables, rANS, deflate."""

@@ -1,9 +1,9 @@
-"""Codes of known deviation, entropy-coded: rANS with static tables, or deflate without numba.
+"""Entropy-codes integers of known deviation: rANS with static tables, or deflate without numba.
 
     u8 method | rANS: u32 length, stream | deflate: u32 length, one byte for each symbol
     bit planes of the wide classes | u32 number of escapes, i32 each
 
-Without numba, deflate is written, which is 15 to 20 % longer, and rANS is read slowly.
+Without numba, the coder writes deflate, which is 15 to 20 % longer, and reads rANS slowly.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvstore.errors import Corrupt
 RANS, DEFLATE = 0, 1
 DEAD = 0  # the class of components that are always zero
 LARGEST_CODE = 1 << 24
-ROUNDING = 0.9  # of the bits of symbols: a state of rANS is a whole number
+ROUNDING = 0.9  # factor in the lower bound of symbols' bits: rANS rounds its states to integers
 
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """The symbols of components that are not dead, as they lie in a payload.
+    """The symbols of components that are not dead, as a payload stores them.
 
-    ``symbols`` and ``low`` bits: uint8 (rows, tokens). ``rare``: the codes of escaped symbols, row
-    by row, int32.
+    ``symbols`` and ``low`` (the lowest bits): uint8 (rows, tokens). ``rare``: the codes of escaped
+    symbols, row by row, int32.
     """
 
     symbols: np.ndarray
@@ -40,7 +40,7 @@ class Coded:
 
 
 class ClassCoder:
-    """Codes components by the tables of their classes. Implements ``Coder``."""
+    """Codes components with the tables of their classes. Implements ``Coder``."""
 
     def __init__(self, classes: np.ndarray, tables: SymbolTables) -> None:
         """``classes``: int64 (units, components)."""
@@ -75,18 +75,18 @@ class ClassCoder:
 
     @property
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of components that are not dead, int64 (rows,), and their alphabets.
+        """The indices of components that are not dead, int64 (rows,), and their alphabets.
 
-        An alphabet is largest symbol, escape and number of low bits, int32 (rows, 3).
+        An alphabet is the largest symbol, the escape and the number of low bits, int32 (rows, 3).
         """
         known = (self._largest, self._escapes, self._low_bits)
         return self._live, np.concatenate(known, axis=1).astype(np.int32)
 
     def read_coded(self, reader: Reader, num_tokens: int) -> Coded:
-        """Returns the symbols that ``read`` makes codes of.
+        """Returns the symbols, from which ``read`` computes the codes.
 
         Raises:
-            Corrupt: the payload is shorter, or holds no such symbols.
+            Corrupt: the payload is too short, or its symbols are invalid.
         """
         symbols = self._read_symbols(reader, num_tokens)
         low = self._planes.read(reader, num_tokens)[0].T
@@ -107,13 +107,13 @@ class ClassCoder:
         return codes.reshape(units, components, num_tokens).swapaxes(1, 2)
 
     def nbytes(self, num_tokens: int) -> int:
-        """Returns the length that the tables expect."""
+        """Returns the length that is expected by the tables."""
         return int(self._bits * num_tokens / 8) + 4 + 1 + rans.HEAD_BYTES + 4
 
     def least_nbytes(self, num_tokens: int) -> int:
-        """Returns what the most frequent symbols of all components take, and their planes.
+        """Returns the length if every component had only its most frequent symbol, with planes.
 
-        Deflate of codes that are all the same may be shorter. It is only written without numba.
+        Deflate of equal codes may be shorter. It is only written without numba.
         """
         return int(self._least_bits * num_tokens / 8)
 

@@ -1,4 +1,4 @@
-"""rANS as numba functions: the counterpart of ``rans``, to the byte.
+"""rANS as numba functions, whose bytes equal those of ``rans``.
 
 The functions release the GIL. They check every index that a stream can influence: a slot is below
 4096 by construction, a symbol comes from a table of the profile, and words are counted.
@@ -21,9 +21,9 @@ LOWEST = 1 << 16
 def _encode(
     symbols: Any, classes: Any, frequencies: Any, starts: Any, states: Any, words: Any
 ) -> int:
-    """Writes words from the end of ``words`` forwards, and leaves the states.
+    """Writes words from the end of ``words`` towards its start, and the final states to ``states``.
 
-    Returns the first's number.
+    Returns the index of the first word.
     """
     at = len(words)
     for row in range(symbols.shape[0] - 1, -1, -1):
@@ -47,9 +47,9 @@ def _encode(
 def _decode(
     words: Any, classes: Any, table: Any, frequencies: Any, starts: Any, states: Any, symbols: Any
 ) -> int:
-    """Fills ``symbols`` and leaves the final states.
+    """Fills ``symbols``, and writes the final states to ``states``.
 
-    Returns how many words it used, -1 for too few.
+    Returns the number of words used, or -1 if there are too few.
     """
     used = 0
     num_words = len(words)

@@ -1,12 +1,12 @@
 """Range asymmetric numeral systems (Duda, arXiv 1311.2540), eight lanes side by side.
 
 A lane's state is a number of 32 bits. Coding a symbol of frequency f (of 4096) multiplies it by
-4096 / f; when it grows too large its lower 16 bits become a word of the stream. Lanes hide each
-other's latency: symbol ``t`` of a row belongs to lane ``t % 8``, and the words of all lanes share
-one stream, in the order in which the decoder asks for them.
+4096 / f; when it grows too large, its lower 16 bits become a word of the stream. Eight lanes hide
+each other's latency: symbol ``t`` of a row belongs to lane ``t % 8``, and the words of all lanes
+share one stream, in the order in which the decoder reads them.
 
 This is the definition, in numpy; ``compiled_rans`` gives the same bytes a hundred times faster. The
-stream is the eight final states (u32) and then the words (u16), little-endian.
+stream is the eight final states (u32), then the words (u16), little-endian.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LANES = 8
 LOWEST = 1 << 16  # a state lies in LOWEST .. LOWEST << 16
 HEAD_BYTES = 4 * LANES
 
-# words, classes, then symbols, frequencies and starts of the tables, states, symbols to fill.
+# Arguments: words, classes; symbols, frequencies and starts of the tables; states; symbols to fill.
 Decoder: TypeAlias = Callable[..., int]
 
 
@@ -41,7 +41,7 @@ def encode(symbols: np.ndarray, classes: np.ndarray, tables: SymbolTables) -> by
     if compiled is None:
         return encode_reference(symbols, classes, tables)
     states = np.full(LANES, LOWEST, np.uint32)
-    words = np.empty(symbols.size + LANES, np.uint16)  # a symbol gives one word at most
+    words = np.empty(symbols.size + LANES, np.uint16)  # a symbol adds at most one word
     first = compiled.encode(
         np.ascontiguousarray(symbols), classes, tables.frequencies, tables.starts, states, words
     )
@@ -55,12 +55,12 @@ def decode(
     tables: SymbolTables,
     run: Decoder | None = None,
 ) -> np.ndarray:
-    """Returns uint8 (rows, num_tokens) of a whole stream, uint8 (nbytes,).
+    """Decodes a whole stream, uint8 (nbytes,), to uint8 (rows, num_tokens).
 
-    ``run``: the decoder; the fastest unless named.
+    ``run``: the decoder; by default the fastest.
 
     Raises:
-        Corrupt: the stream is not one that ``encode`` wrote for as many symbols.
+        Corrupt: ``encode`` did not write the stream for so many symbols.
     """
     if len(stream) < HEAD_BYTES or len(stream) % 2:
         raise Corrupt(f"an entropy-coded stream of {len(stream)} bytes")
@@ -75,7 +75,7 @@ def decode(
 
 
 def encode_reference(symbols: np.ndarray, classes: np.ndarray, tables: SymbolTables) -> bytes:
-    """Codes ``symbols`` as ``encode`` does, with numpy."""
+    """Codes ``symbols`` with numpy; the bytes are those of ``encode``."""
     states = np.full(LANES, LOWEST, np.uint64)
     words: list[np.ndarray] = []
     for row in range(len(symbols) - 1, -1, -1):
@@ -102,9 +102,9 @@ def decode_reference(
     states: np.ndarray,
     symbols: np.ndarray,
 ) -> int:
-    """Fills ``symbols`` and leaves the final states.
+    """Fills ``symbols``, and writes the final states to ``states``.
 
-    Returns how many words it used, -1 for too few.
+    Returns the number of words used, or -1 if there are too few.
     """
     used = 0
     for row, number in enumerate(classes):
@@ -135,9 +135,9 @@ def decoder() -> Decoder:
 
 @functools.cache
 def compiled_module() -> ModuleType | None:
-    """Import the compiled module on first use, since numba takes most of a second.
+    """Imports the compiled module on first use; None without numba.
 
-    Importing numba takes most of a second: only who codes shall pay for it.
+    Importing numba takes most of a second: only a process that codes symbols should pay for it.
     """
     try:
         from kvstore.codecs.entropy import compiled_rans as compiled

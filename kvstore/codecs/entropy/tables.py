@@ -1,12 +1,12 @@
 """Static symbol tables, learned in calibration and kept in the profile as integers.
 
-How codes of a component are distributed depends, to a very good approximation, on one number: its
+To a very good approximation, the distribution of a component's codes depends on one number: its
 deviation over the quantiser's step. So there is one table for each *class* of that ratio, an eighth
 of an octave wide, and no component needs a table of its own.
 
-A symbol stands for one code, ``largest`` of the class on either side of zero; the last symbol is
-the escape for all others, which follow elsewhere as they are. The lowest bits of the codes of a
-wide class are nearly uniform and follow as bit planes.
+A symbol stands for one code; a class has symbols for ``largest`` codes on either side of zero. The
+last symbol is the escape for all other codes, which are stored elsewhere uncoded. The lowest bits
+of the codes of a wide class are nearly uniform and are stored as bit planes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_LARGEST = 62
 NUM_SYMBOLS = 2 * MAX_LARGEST + 2
 PRECISION = 12  # bits of a frequency
 TOTAL = 1 << PRECISION
-CODED_BITS = 3  # of a ratio of 8 and more; what is below goes into planes
+CODED_BITS = 3  # that symbols carry of a ratio of 8 and more; lower bits go into planes
 RARE = 2.0**-14
 PRIOR_WEIGHT = 20.0
 
@@ -45,7 +45,7 @@ def ratio_of(classes: np.ndarray) -> np.ndarray:
 
 
 def plane_bits(classes: np.ndarray) -> np.ndarray:
-    """Returns the number of lowest bits of a code that go into planes, int64, for each class."""
+    """Returns the number of lowest bits of a code that go into planes, int64 for each class."""
     whole_octaves = (classes + LOWEST_CLASS) // CLASSES_PER_OCTAVE
     bits: np.ndarray = np.maximum(whole_octaves - CODED_BITS, 0)
     return bits
@@ -55,8 +55,8 @@ def plane_bits(classes: np.ndarray) -> np.ndarray:
 class SymbolTables:
     """One table of symbol frequencies for each class.
 
-    ``frequencies``: uint16 (NUM_CLASSES, NUM_SYMBOLS), each row adds up to ``TOTAL``. ``largest``:
-    uint8 (NUM_CLASSES,). Raises ``ValueError`` if they do not fit together.
+    ``frequencies``: uint16 (NUM_CLASSES, NUM_SYMBOLS); each row adds up to ``TOTAL``. ``largest``:
+    uint8 (NUM_CLASSES,). Raises ``ValueError`` if they are inconsistent.
     """
 
     frequencies: np.ndarray
@@ -85,19 +85,19 @@ class SymbolTables:
 
     @functools.cached_property
     def symbols(self) -> np.ndarray:
-        """The symbol that each slot of the total belongs to, uint8 (NUM_CLASSES, TOTAL)."""
+        """The symbol to which each slot of the total belongs, uint8 (NUM_CLASSES, TOTAL)."""
         numbers = np.arange(NUM_SYMBOLS, dtype=np.uint8)
         return np.stack([np.repeat(numbers, row) for row in self.frequencies.astype(np.int64)])
 
     def bits(self) -> np.ndarray:
-        """Returns the mean length of a code of each class, with its planes, fp64 (NUM_CLASSES,)."""
+        """Returns the mean bits of a code of each class, planes included, fp64 (NUM_CLASSES,)."""
         shares = self.frequencies / TOTAL
         lengths = -np.log2(np.where(shares > 0, shares, 1))
         means: np.ndarray = (shares * lengths).sum(axis=1) + plane_bits(np.arange(NUM_CLASSES))
         return means
 
     def least_bits(self) -> np.ndarray:
-        """Returns the length of the most frequent symbol of each class, fp64 (NUM_CLASSES,)."""
+        """Returns the bits of the most frequent symbol of each class, fp64 (NUM_CLASSES,)."""
         lengths: np.ndarray = -np.log2(self.frequencies.max(axis=1) / TOTAL)
         return lengths
 
@@ -105,7 +105,7 @@ class SymbolTables:
 def fit_tables(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> SymbolTables:
     """Learns tables from codes and the classes of their rows.
 
-    ``samples``: pairs of integers (rows, tokens) and int64 (rows,).
+    ``samples``: pairs of integer codes (rows, tokens) and int64 classes (rows,).
     """
     counts = np.zeros((NUM_CLASSES, NUM_SYMBOLS - 1))
     for codes, classes in samples:
@@ -123,7 +123,7 @@ def fit_tables(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> SymbolTables
 
 
 def _prior() -> np.ndarray:
-    """Returns Laplace-shaped shares, for symbols that calibration never saw."""
+    """Returns Laplace-shaped shares, for symbols that did not occur in calibration."""
     classes = np.arange(NUM_CLASSES)
     ratios = ratio_of(classes) / 2.0 ** plane_bits(classes)
     sizes = np.abs(np.arange(NUM_SYMBOLS - 1) - MAX_LARGEST)
@@ -140,7 +140,7 @@ def _row(shares: np.ndarray) -> tuple[np.ndarray, int]:
     kept = shares[sizes <= largest]
     exact = np.append(kept, max(1 - kept.sum(), 0.0)) * TOTAL
     counts = np.maximum(np.rint(exact), 1)
-    while counts.sum() != TOTAL:  # changes the symbols whose cost changes least
+    while counts.sum() != TOTAL:  # change the symbol whose cost changes least
         excess = int(np.sign(counts.sum() - TOTAL))
         costs = exact * np.abs(np.log2(np.maximum(counts - excess, 0.5) / counts))
         costs[counts <= excess] = np.inf
