@@ -1,8 +1,8 @@
 """Sixteen-bit floats by integer operations, the same on every machine.
 
-A lossy codec works on rows of 16-bit values: bf16 (an fp32 cache is rounded to it on the way in)
-or fp16 where the engine's cache is fp16. Both widen to fp32 without loss. numpy knows no bf16, so
-its values travel as uint16 bit patterns; see ``kvstore.shapes``.
+A lossy codec works on rows of 16-bit values: bf16 (values of an fp32 cache are first rounded to it)
+or fp16 where the engine's cache is fp16. Both widen to fp32 without loss. numpy has no bf16, so its
+values are passed as uint16 bit patterns; see ``kvstore.shapes``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import numpy as np
 from kvstore.shapes import DType
 
 FP16_LARGEST = np.float32(65504)
-# fp16 and fp32 exponents differ by this much; a normal fp16 is an fp32 shifted by 13 bits less it.
+# The exponent biases of fp32 and fp16 differ by 112, here at fp16's place: a normal fp16 is an fp32
+# that is shifted right by 13 bits, less this.
 REBIAS = 112 << 10
 FP16_SMALLEST_NORMAL = 1 << 10  # bit patterns
 FP16_INFINITY = 31 << 10
 
 
 def to_stored(values: np.ndarray, dtype: DType) -> np.ndarray:
-    """Returns the bit patterns in which rows are kept: bf16, or fp16 for an fp16 cache.
+    """Returns the bit patterns in which rows are stored: bf16, or fp16 for an fp16 cache.
 
     ``values``: any shape and strides, in the numpy dtype of ``dtype``. Returns uint16 of that
     shape.
@@ -44,11 +45,9 @@ def from_stored(stored: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def narrow(values: np.ndarray, dtype: DType) -> np.ndarray:
-    """Rounds finite fp32 values to the precision rows are kept in, in the engine's dtype.
+    """Rounds finite fp32 values to the precision of stored rows, in the engine's dtype.
 
-    Arrays have any shape, which is kept.
-
-    fp16 saturates: an infinity that was not there before would turn attention into NaN.
+    Keeps the shape, which may be any. fp16 saturates: a new infinity would turn attention into NaN.
     """
     if dtype == "float16":
         clipped: np.ndarray = np.clip(values, -FP16_LARGEST, FP16_LARGEST)
@@ -68,23 +67,23 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
 def round_to_normal_fp16(values: np.ndarray) -> np.ndarray:
     """Rounds positive fp32 values to uint16 bit patterns of fp16, to nearest even.
 
-    What is no normal fp16 becomes zero.
+    Values that are not normal in fp16 become zero.
     """
     bits = values.view(np.uint32)
-    # uint32 arithmetic wraps, so values below the range end far above it.
+    # uint32 arithmetic wraps, so values below the range of normal numbers end far above it.
     rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - np.uint32(REBIAS)
     normal = (rounded - np.uint32(FP16_SMALLEST_NORMAL)) < FP16_INFINITY - FP16_SMALLEST_NORMAL
     return np.where(normal, rounded, 0).astype(np.uint16)
 
 
 def widen_normal_fp16(bits: np.ndarray) -> np.ndarray:
-    """Returns the fp32 values of uint16 patterns of ``round_to_normal_fp16`` other than zero."""
+    """Returns the fp32 values of nonzero uint16 patterns of ``round_to_normal_fp16``."""
     return ((bits.astype(np.uint32) + np.uint32(REBIAS)) << 13).view(np.float32)
 
 
 def is_normal_fp16(bits: np.ndarray) -> np.ndarray:
-    """Says for each uint16 bit pattern whether it is a positive normal fp16.
+    """Returns for each uint16 bit pattern whether it is a positive normal fp16.
 
-    Returns bool of the same shape.
+    The result is bool, of the same shape.
     """
     return (bits >= FP16_SMALLEST_NORMAL) & (bits < FP16_INFINITY)

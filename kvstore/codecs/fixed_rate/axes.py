@@ -1,4 +1,4 @@
-"""The part of a fixed-rate preset that is learned of one stack: axes, gains, levels."""
+"""Learns the axes, gains and levels of one stack, for a fixed-rate preset."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from kvstore.codecs.stages.gain import root_mean_squares
 from kvstore.codecs.stages.metric import HeadMetric
 from kvstore.codecs.stages.octave_gain import CODES, STEPS, OctaveGain
 
-BEYOND = STEPS // 2  # steps above the largest size that was seen
-FAR = (STEPS, 4 * STEPS)  # steps above that
+BEYOND = STEPS // 2  # how many steps the highest usual gain lies above the largest observed size
+FAR = (STEPS, 4 * STEPS)  # how many steps the last two gains lie above that one
 INNER = CODES - len(FAR)
-LEVEL_TEXTS = 16  # evenly chosen among the samples: levels need fewer than axes
+LEVEL_TEXTS = 16  # evenly spaced among the samples' texts: levels need fewer than axes
 
 
 @dataclass(frozen=True, eq=False)
 class Axes:
     """The principal axes of rows divided by their gains, largest deviation first.
 
-    ``variances``: fp32 (units, components): how much a component matters. ``encode``, ``decode``:
-    fp32 (units, components, width), there and back. ``deviations``: fp32 (units, components).
+    ``variances``: fp32 (units, components): the weight of each component's errors. ``encode``,
+    ``decode``: fp32 (units, components, width), to components and back to rows. ``deviations``:
+    fp32 (units, components).
     """
 
     samples: Samples
@@ -45,7 +46,7 @@ class Axes:
     def of(cls, samples: Samples, shape: StackShape, means: np.ndarray) -> Axes:
         """Learns the axes of a stack from samples.
 
-        ``means``: fp32 (elements of a token,), keys without RoPE.
+        ``means``: fp32 (elements of a token,), of keys without RoPE.
         """
         metric = HeadMetric(shape, samples.roots(shape))
         octaves: list[np.ndarray] = []
@@ -60,7 +61,7 @@ class Axes:
         seen = np.concatenate(octaves, axis=1)
         variances = deviations**2 * _shares(shape, seen)[:, None]
         rows = basis.swapaxes(1, 2)
-        # The metric's roots are symmetric, so rows go through it as columns would.
+        # The metric's roots are symmetric, so it may be applied to rows as if they were columns.
         there, back = metric.forward(rows, 0)[0], metric.backward(rows, 0, None)
         gain = OctaveGain(shape, gain_steps(seen))
         return cls(samples, shape, means, gain, variances, there, back, deviations)
@@ -85,7 +86,7 @@ class Axes:
         return counts
 
     def _coarse_sizes(self, stack: np.ndarray) -> np.ndarray:
-        """Returns gains as they are written; rows that are too large get the largest."""
+        """Returns gains as they are written; rows that are too large get the largest gain."""
         gains, _ = self.gain.measure(stack)
         return gains
 
@@ -93,8 +94,8 @@ class Axes:
 def _shares(shape: StackShape, octaves: np.ndarray) -> np.ndarray:
     """Returns the weight of each unit's errors, fp64 (units,).
 
-    Metrics are of errors relative to a *side*, K or V of a layer. A head whose rows are small
-    beside those of its neighbours does as little harm by relative errors that are as large.
+    Metrics measure errors relative to a *side*, K or V of a layer. If the rows of a head are small
+    compared with its neighbours' rows, equally large relative errors do proportionally less harm.
     ``octaves``: fp32 (units, tokens).
     """
     squares = np.exp2(2 * octaves.astype(np.float64))
@@ -108,13 +109,13 @@ def _shares(shape: StackShape, octaves: np.ndarray) -> np.ndarray:
 
 
 def gain_steps(octaves: np.ndarray) -> np.ndarray:
-    """Chooses the gains that the rows of each unit may have, from the sizes that were seen.
+    """Chooses the gains that the rows of each unit may have, from the observed sizes.
 
-    Half of them lie where most sizes are, half evenly over all sizes that were seen and a little
-    above them: the few tokens that attention leans on are often the ones with unusual rows, and
-    with gains for the many only, KL was a seventh higher. The last two lie far above, for rows
-    unlike any that was learned from: those get coarse, but need not be kept as they are, five times
-    as large.
+    Half of them lie where most sizes are. The other half is spread evenly over all observed sizes
+    and a little above them: the few tokens to which attention gives most weight often have unusual
+    rows, and with gains chosen for the majority only, KL was a seventh higher. The last two lie far
+    above, for rows unlike any in calibration: these are quantised coarsely, but need not be stored
+    unquantised, which would take five times as many bytes.
 
     ``octaves``: floats (units, tokens), logarithms of sizes. Returns int16 (units, CODES),
     ascending, in steps.

@@ -1,8 +1,8 @@
-"""Levels of a quantiser fitted to what was seen, where a normal variable's are not the best.
+"""Fits a quantiser's levels to observed values, where the levels for normal values are not optimal.
 
 Lloyd's iteration (1957) on histograms of sizes: a boundary lies half-way between two levels, a
 level is the mean of its cell. All components of a unit that have the same number of bits share one
-table: of a single component too little is seen.
+table: a single component has too few observed values.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kvstore.codecs.rows.lloyd_max import gauss_table
 from kvstore.codecs.stages.integer_klt import MAX_BITS, NUM_MAGNITUDES
 
 NUM_BINS = 1024
-FURTHEST = 8.0  # deviations; what is beyond counts as that
-LEAST_SEEN = 200  # values for each level; with fewer, a normal variable's levels are safer
+FURTHEST = 8.0  # deviations; larger sizes are counted as this one
+LEAST_SEEN = 200  # observed values per level; with fewer, the levels for normal values are safer
 ROUNDS = 50
 
 
@@ -36,7 +36,7 @@ class SizeCounts:
     def levels(self) -> np.ndarray:
         """Returns fp64 (units, MAX_BITS + 1, NUM_MAGNITUDES), ascending.
 
-        Zeros follow those in use.
+        Unused places at the end are zero.
         """
         levels = gauss_levels(len(self._counts))
         for unit, counts in zip(levels, self._counts, strict=True):
@@ -48,7 +48,7 @@ class SizeCounts:
 
 
 def gauss_levels(num_units: int) -> np.ndarray:
-    """Returns the levels of a normal variable, in the shape of ``SizeCounts.levels``."""
+    """Returns the levels for normal values, in the shape of ``SizeCounts.levels``."""
     levels = np.zeros((num_units, MAX_BITS + 1, NUM_MAGNITUDES))
     for bits in range(1, MAX_BITS + 1):
         levels[:, bits, : 1 << (bits - 1)] = gauss_table(1 << bits).level_array

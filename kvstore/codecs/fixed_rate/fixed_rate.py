@@ -1,8 +1,8 @@
-"""Calibrated presets whose chunks all have one size: KLT, then so many bits for each component.
+"""Calibrated presets whose chunks all have one size: KLT, then fixed bits for each component.
 
 The stages: un-RoPE, the model's mean, a gain of four bits for each row, the metric of each head,
-KLT of the row, Lloyd-Max with the bits dealt out once and for all where they matter most, bit
-planes. Everything after the mean is in integers, so that every host gives the same bytes.
+KLT of the row, Lloyd-Max with bits that calibration allots to the components where they matter
+most, bit planes. Everything after the mean is in integers, so that every host gives the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore.shapes import KVLayout
 
 @dataclass(frozen=True)
 class FixedRate:
-    """Spends ``bits`` per element on average, gains apart, and ``most`` on any component."""
+    """Spends ``bits`` per element on average without gains, at most ``most`` on a component."""
 
     scope: Scope
     bits: float
@@ -78,4 +78,4 @@ def _part(integers: RateIntegers, profile: Profile, known: Mapping[str, np.ndarr
     return fused_rate(pipeline, profile, known, gain)
 
 
-DENSE3 = FixedRate(Scope("head"), 3.155)  # 3.25 at 64 values per head, all counted
+DENSE3 = FixedRate(Scope("head"), 3.155)  # in all 3.25 bits per value for heads of 64 values

@@ -1,7 +1,7 @@
-"""``FixedRate`` in one pass: the bytes of its pipeline, without an array between two stages.
+"""Runs ``FixedRate`` in one pass: the bytes of its pipeline, without an array between two stages.
 
 Only where numba is installed, heads are multiples of 16 channels, and engines hold bf16 or fp32.
-The pipeline does all else, and whole chunks with a row that has to be kept as it is.
+The pipeline handles all other cases, and every chunk with a row that must be stored unquantised.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from kvstore.codecs.stages.octave_gain import OctaveGain, ends_of, pairs_of
 from kvstore.shapes import DType, KVLayout, KVRun
 
 CODECS = "fixed-rate codecs"  # in the log
-COLUMNS, COMPONENTS = 64, 4  # what the kernels pad to
+COLUMNS, COMPONENTS = 64, 4  # the kernels need multiples of these
 
 
 @dataclass(frozen=True, eq=False)
 class RateKernels:
-    """Compiled functions, and the way they want a matrix."""
+    """Compiled functions, and the matrix layout that they require."""
 
     unpack: Callable[..., None]
     pack: Callable[..., bool]
     addresses_of: AddressesOf
-    group: int  # components side by side
+    group: int  # components in one 32-bit group
     offset: int  # added to levels
 
 
@@ -50,13 +50,14 @@ class RateKernels:
 class RateTables:
     """The integers of all units, in the order in which kernels read them.
 
-    ``runs``: int64 (units, MAX_BITS + 1): how many components have how many bits. ``levels``: uint8
-    (units, components, magnitudes). ``matrix``: groups of the basis to restore with, uint32 (units,
-    groups, columns); ``begins``: what its sums begin with, int32 (units, columns). ``encode``:
-    pairs of the other basis, uint32 (units, pairs, components); ``bounds``: int32, ``values``:
-    fp32, like levels; ``rates``: fp32 (units, components). ``means``: fp32 (units, columns).
-    ``sizes``: fp32 (units, codes of gains), ``gains``: the same times the scale of the sums,
-    ``ends``: int32, the most steps that each code takes.
+    ``runs``: int64 (units, MAX_BITS + 1): the number of components that have each number of bits.
+    ``levels``: uint8 (units, components, magnitudes). ``matrix``: the basis that restores rows, in
+    groups, uint32 (units, groups, columns); ``begins``: the initial values of its sums, int32
+    (units, columns). ``encode``: the other basis, in pairs, uint32 (units, pairs, components);
+    ``bounds``: int32, ``values``: fp32, both shaped like ``levels``; ``rates``: fp32 (units,
+    components). ``means``: fp32 (units, columns). ``sizes``: fp32 (units, codes of gains);
+    ``gains``: the same times the scale of the sums; ``ends``: int32, the largest size of each code,
+    in steps.
     """
 
     runs: np.ndarray
@@ -126,7 +127,7 @@ def fused_rate(
 ) -> StackPacker:
     """Makes the fused packer of a pipeline; the pipeline itself if it cannot be fused on this host.
 
-    ``learned``: what ``integers_of`` gave for these units, and all means.
+    ``learned``: the arrays of ``integers_of`` for these units, and the means of all elements.
     """
     turns = rope_tables(pipeline.shape, profile.ropes)
     usable = profile.layout.dtype != "float16" and _is_usable(pipeline.shape, learned["bits"])
@@ -141,10 +142,10 @@ def fused_rate(
 
 
 def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KVRun:
-    """Returns the run that some payload restores to: rows of sizes that the kernels take."""
+    """Returns a run, restored from a random payload, whose rows have sizes that kernels accept."""
     payload = np.random.default_rng(0).integers(0, 256, pipeline.nbytes(num_tokens), np.uint8)
-    payload[:4] = 0  # no row is kept
-    payload[4 : 4 + pipeline.gain.nbytes(num_tokens)] &= 0x77  # nor among the largest
+    payload[:4] = 0  # no row is stored unquantised
+    payload[4 : 4 + pipeline.gain.nbytes(num_tokens)] &= 0x77  # and none has a large gain
     run = layout.empty(num_tokens)
     pipeline.decode(Reader(payload.data), run, 0, 9, layout.dtype)
     return run
@@ -198,7 +199,7 @@ def _tables(
 
 
 def _groups(rows: np.ndarray, size: int) -> np.ndarray:
-    """Puts ``size`` rows after another side by side in 32 bits: (units, rows / size, columns)."""
+    """Joins ``size`` consecutive rows into one, 32 bits a column: (units, rows / size, columns)."""
     units, count, columns = rows.shape
     kind = np.int8 if size == 4 else np.int16
     together = rows.reshape(units, count // size, size, columns).swapaxes(2, 3)

@@ -1,8 +1,8 @@
-"""From a KLT and the bits of its components to the integers of ``integer_klt``.
+"""Derives the integers of ``integer_klt`` from a KLT and the bits of its components.
 
-A component is restored as a level times a row of the basis, both a byte. What they multiply up to
-is given; how the range is shared is not. A level of few steps and a coarse row both add noise, in
-proportion to the component itself; the shares are such that the sum is least.
+A component is restored as a level times a row of the basis, each of which is a byte. Their product
+is given; how its range is split between the two is free. A level of few steps and a coarse row both
+add noise, in proportion to the component itself. The split makes the sum of both smallest.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ def integers_of(
 ) -> dict[str, np.ndarray]:
     """Returns the arrays of ``IntegerKlt`` and ``IntegerLevels``, components with most bits first.
 
-    ``encode``, ``decode``: fp32 (units, components, width): rows give components by products, and
-    are sums of components times the other rows. ``deviations``: fp32 (units, components), of
-    components of rows of unit size. ``bits``: integers alike. ``levels``: see ``fitted_levels``.
+    ``encode``, ``decode``: fp32 (units, components, width). Products of a row with ``encode`` are
+    its components; the sum of components times rows of ``decode`` restores it. ``deviations``: fp32
+    (units, components), of the components of rows of unit size. ``bits``: integers of the same
+    shape. ``levels``: see ``fitted_levels``.
     """
     order = np.argsort(-bits.astype(np.int64), axis=1, kind="stable")
     order = order[:, : int((bits > 0).sum(axis=1).max(initial=1))]
@@ -79,7 +80,7 @@ def _unit(
 
 
 def _scale(most: float) -> float:
-    """Returns a power of two: multiplying by it never rounds."""
+    """Returns the scale of sums, a power of two: multiplying by it never rounds."""
     return float(2.0 ** np.ceil(np.log2(most / LARGEST**2)))
 
 

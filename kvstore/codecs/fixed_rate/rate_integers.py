@@ -1,6 +1,6 @@
-"""The integers of one stack of a fixed rate, as a profile has them, checked before they are used.
+"""The integers of one stack of a fixed-rate preset, as a profile holds them, checked before use.
 
-Kernels read them without looking: an array of another shape would have them read beyond its end.
+Kernels read them unchecked: with an array of another shape they would read beyond its end.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _SPECS: Final[ArraySpecs] = {
 class RateIntegers:
     """The arrays that ``integers_of`` and ``gain_steps`` made for the units of ``shape``.
 
-    Raises ``ValueError`` if they did not: what is in them would lead to sums beyond 32 bits, to
-    codes beyond their bits, or out of an array.
+    Raises ``ValueError`` if those functions cannot have made them. Such values could lead to sums
+    beyond 32 bits, to codes beyond their bits, or to reads outside an array.
     """
 
     shape: StackShape
@@ -69,7 +69,7 @@ class RateIntegers:
         return sizes
 
     def _ranges(self) -> dict[str, bool]:
-        """Says for each array whether its values can have been learned."""
+        """Returns, for each array, whether its values can have been learned."""
         norms = np.einsum("ucw,ucw->uc", self.encode, self.encode, dtype=np.float64)
         return {
             "encode": bool(norms.max() <= LARGEST_INPUT**2),
@@ -84,9 +84,9 @@ class RateIntegers:
         }
 
     def _bounds_end(self) -> bool:
-        """Says whether bounds ascend and end.
+        """Returns whether bounds ascend, and end with ``NEVER``.
 
-        No code may have more bits than its component.
+        Otherwise a code could have more bits than its component.
         """
         sizes = (1 << np.minimum(self.bits, MAX_BITS).astype(np.int64)) >> 1
         behind = np.arange(NUM_MAGNITUDES) >= np.maximum(sizes - 1, 0)[..., None]

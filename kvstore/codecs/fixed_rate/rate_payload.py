@@ -1,9 +1,9 @@
-"""The places of everything in the payload of a fixed rate, for who writes it piece by piece.
+"""Computes where each part of a fixed-rate payload lies, for callers that write it piece by piece.
 
     sink rows | for each stack: kept rows (how many, which, values) | gains | planes
 
-Where nothing is kept as it is, and that is nearly always, layout and number of tokens give every
-offset. Such a payload is a *plain* one here: its numbers of kept rows are zero.
+Kept rows are those stored unquantised. Nearly always there are none; then layout and number of
+tokens determine every offset. Such a payload is called *plain* here: its counts of kept rows are 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stages.octave_gain import pairs_of
 from kvstore.shapes import KVLayout
 
-COUNT_BYTES = 4  # of a number of kept rows
+COUNT_BYTES = 4  # the size of a count of kept rows
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StackPlace:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """The rows of one stack that are kept as they are.
+    """The kept rows of one stack, which are stored unquantised.
 
     ``numbers``: int64 (rows,), ascending: unit times number of tokens after the sinks plus token.
     ``values``: uint16 (rows, width), bit patterns.
@@ -49,7 +49,7 @@ class RatePayload:
     """The plan of a payload.
 
     ``num_tokens``: those after the sinks. ``sinks_at``: byte offsets of the sink rows of K and V
-    of the first layer, of the second, ... ``nbytes``: of a plain payload.
+    of the first layer, of the second, ... ``nbytes``: the length of a plain payload.
     """
 
     pipelines: Sequence[RatePipeline]
@@ -60,7 +60,7 @@ class RatePayload:
     nbytes: int
 
     def join(self, plain: np.ndarray, kept: Sequence[Kept]) -> bytes:
-        """Makes a payload of a plain one, uint8 (nbytes,), and of what each stack keeps."""
+        """Makes a payload from a plain one, uint8 (nbytes,), and the kept rows of each stack."""
         parts: list[bytes | memoryview] = [plain[: self._sinks_end].data]
         for place, some in zip(self.stacks, kept, strict=True):
             numbers = some.numbers.astype("<u4").tobytes()
@@ -69,11 +69,10 @@ class RatePayload:
         return b"".join(parts)
 
     def split(self, payload: memoryview, plain: np.ndarray) -> list[Kept]:
-        """Takes a payload apart: fills ``plain``, uint8 (nbytes,), and returns what each stack
-        keeps.
+        """Splits a payload: fills ``plain``, uint8 (nbytes,), and returns each stack's kept rows.
 
         Raises:
-            Corrupt: the payload is shorter, longer, or its kept rows are out of order.
+            Corrupt: the payload is too short or too long, or its kept rows are out of order.
         """
         reader, kept = Reader(payload), []
         plain[: self._sinks_end] = reader.take("u1", self._sinks_end)

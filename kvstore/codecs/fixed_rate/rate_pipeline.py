@@ -1,4 +1,4 @@
-"""The pipeline of a fixed rate with the integers it is made of, for kernels on other devices."""
+"""The pipeline of a fixed-rate preset with its integers, for kernels on other devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvstore.shapes import KVLayout
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RatePipeline(Pipeline):
-    """The stages of one stack, and what they were made of.
+    """The stages of one stack, and the arrays from which they were made.
 
-    ``means``: fp32 (elements of a token,), keys without RoPE. ``ropes``: one for each layer, None
-    for a layer that turns nothing.
+    ``means``: fp32 (elements of a token,), of keys without RoPE. ``ropes``: one for each layer,
+    None for a layer without RoPE.
     """
 
     gain: OctaveGain
@@ -31,10 +31,10 @@ class RatePipeline(Pipeline):
 
 
 def rate_pipelines(codec: Codec, layout: KVLayout) -> tuple[RatePipeline, ...]:
-    """Returns the pipeline of each stack of ``layout``; none unless ``codec`` is a fixed rate.
+    """Returns the pipeline of each stack of ``layout``; none unless ``codec`` has a fixed rate.
 
     Raises:
-        UnknownCodec: the codec cannot take this layout.
+        UnknownCodec: the codec cannot encode this layout.
     """
     if not isinstance(codec, StackCodec):
         return ()

@@ -1,5 +1,5 @@
-"""Emits LLVM IR for vectors of this host: the operations that all kernels are written in.
+"""Emits LLVM IR for vectors of this host: the operations from which all kernels are built.
 
-``features`` asks the host what it can do, ``emitter`` has vectors of fp32, ``dots`` exact products
-of small integers, ``dtypes`` rows in the engine's dtypes.
+``features`` reads the host's instruction sets, ``emitter`` has vectors of fp32, ``dots`` exact
+products of small integers, ``dtypes`` rows in the engine's dtypes.
 """

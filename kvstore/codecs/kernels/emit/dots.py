@@ -1,8 +1,8 @@
-"""Products of small integers, exact, by the best instruction that the host has for them.
+"""Exact products of small integers, with the best instruction that the host has for them.
 
-A tile is a few tokens by a few vectors of columns, its sums in registers. What is multiplied lies
-in *groups* of 32 bits: four bytes where the host has a dot product of bytes (VNNI, ARM's sdot),
-else two words of 16 bits. Sums of integers know no order, so all hosts agree to the last bit.
+A tile is a few tokens by a few vectors of columns; its sums stay in registers. Factors lie in
+*groups* of 32 bits: four bytes where the host has a dot product of bytes (VNNI, ARM's sdot), else
+two 16-bit words. Sums of integers do not depend on their order, so all hosts agree to the last bit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ TILE_TOKENS = 4
 class HostVectors:
     """The vectors and dot products of this machine; they stay the same while a process lives."""
 
-    lanes: int  # 32-bit integers of a vector
-    tile_vectors: int  # vectors of columns of a tile
-    bytes_dot: str  # "vnni", "sdot", or empty: it has none
-    words_dot: str  # "vnni", "madd", or empty: it has none
+    lanes: int  # 32-bit integers in a vector
+    tile_vectors: int  # vectors of columns in a tile
+    bytes_dot: str  # "vnni", "sdot", or empty if the host has none
+    words_dot: str  # "vnni", "madd", or empty if the host has none
 
     @property
     def group(self) -> int:
-        """Components of a group when unpacking: bytes if there is a dot product of bytes."""
+        """Components in a group when unpacking: bytes if the host has a dot product of bytes."""
         return 4 if self.bytes_dot else 2
 
     @property
@@ -50,7 +50,7 @@ class HostVectors:
 
 @functools.cache
 def host_vectors() -> HostVectors:
-    """Choose by the features of this machine."""
+    """Choose the vectors and instructions by the features of this machine."""
     features = host_features()
     if "avx512bw" in features:
         vnni = "vnni" if "avx512vnni" in features else ""
@@ -64,9 +64,9 @@ def host_vectors() -> HostVectors:
 def emit_tile(e: Emitter, tokens: int, vectors: int, dot: Dot, args: tuple[Value, ...]) -> None:
     """Emit sums of products for ``tokens`` by ``vectors`` times ``e.lanes`` columns, to memory.
 
-    ``args``: addresses of the first token's first group, of the columns' first groups, of what the
-    sums begin with and of where they go; number of groups; bytes from one group to the next of a
-    token and of a column; bytes from one token to the next of the sums.
+    ``args``: addresses of the first token's first group, of the columns' first groups, of the sums'
+    initial values and of the results; number of groups; bytes from one group to the next of a token
+    and of a column; bytes from one token's results to the next's.
     """
     source, matrix, begin, target, count, source_step, matrix_step, target_step = args
     b = e.builder
@@ -84,10 +84,10 @@ def emit_split_tile(
 ) -> None:
     """Emit sums of products of words, shifted right and rounded, plus sums of ``dot``, to memory.
 
-    ``args``: for the words and then for the others: address of the first token's first group,
-    address of the columns' first groups, number of groups. Then: by how many bits the words' sums
-    are shifted; addresses of what is added to them afterwards and of where sums go; bytes from one
-    token to the next of the sums. Groups of a tile and of its columns lie side by side.
+    ``args``: for the words, then for the others: address of the first token's first group, address
+    of the columns' first groups, number of groups. Then: the number of bits by which the words'
+    sums are shifted; addresses of the values added to them afterwards and of the results; bytes
+    from one token's results to the next's. Groups of a tile, and of its columns, are contiguous.
     """
     *words, finer, begin, target, target_step = args
     b = e.builder
@@ -154,13 +154,13 @@ def dot_of_words(e: Emitter, sums: Value, tokens: Value, columns: Value) -> Valu
 
 
 def emit_levels(b: Any, bits: int, offset: int, args: tuple[Value, ...]) -> None:
-    """Emit code that makes bytes of codes: 64 for each component, a level plus ``offset`` each.
+    """Emit code that converts codes to bytes: 64 for each component, each a level plus ``offset``.
 
     ``bits``: planes of a code.
 
     ``args``: address of the lowest plane and bytes to the next; address of the first component's
     magnitudes, a byte each, and bytes to the next component's; address of the first row of 64
-    bytes; number of components. The highest plane says that a level is positive.
+    bytes; number of components. A bit set in the highest plane means that the level is positive.
     """
     source, step, table, table_step, target, count = args
     with cgutils.for_range(b, count) as loop:
@@ -197,7 +197,7 @@ def _splat_byte(e: Emitter, byte: Value, lanes: Value) -> Value:
 
 
 def emit_groups(b: Any, group: int, args: tuple[Value, ...]) -> None:
-    """Emit code that makes of every ``group`` rows of 64 bytes 64 groups, one for each token.
+    """Emit code that joins every ``group`` rows of 64 bytes into 64 groups, one for each token.
 
     ``args``: addresses of the rows and of the groups, number of groups.
     """

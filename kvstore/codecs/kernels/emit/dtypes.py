@@ -1,9 +1,9 @@
 """Loads and stores rows in the engine's dtype; the counterpart of ``codecs.floats``.
 
-A row in registers is *split* here: pairs of vectors, the first with the even and the second with
-the odd elements of its stretch. Two neighbouring 16-bit values share a 32-bit word, so splitting
-costs a shift and a mask instead of the shuffles that widening in order would take. The signs of the
-rotation are applied on the way, two to a word.
+A row in registers is *split* here: it consists of pairs of vectors, the first with the even and the
+second with the odd elements of a stretch of the row. Two neighbouring 16-bit values share a 32-bit
+word, so splitting costs a shift and a mask; widening in order would need shuffles. The signs of the
+rotation are applied while loading and storing, two to a word.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvstore.shapes import DType
 
 REBIAS = 112  # between the exponents of fp16 and fp32
 HIGH_HALF = 0xFFFF0000
-# A bf16 below ``rotated_rows.SMALLEST``, 2^-63, is one whose upper two exponent bits are zero.
+# A bf16 is below ``rotated_rows.SMALLEST``, 2^-63, if its upper two exponent bits are zero.
 UPPER_EXPONENT = 0x6000
 
 
 def load_row(e: Emitter, dtype: DType, base: Value, signs: np.ndarray) -> list[Value]:
-    """Load signs * row as split fp32 vectors, of values that 16 bits hold.
+    """Load signs * row as split fp32 vectors; every value fits into 16 bits.
 
     ``signs``: uint32 (dim,), masks for the top bit.
     """
@@ -32,7 +32,7 @@ def load_row(e: Emitter, dtype: DType, base: Value, signs: np.ndarray) -> list[V
 
 
 def load_squares(e: Emitter, dtype: DType, base: Value, dim: int) -> list[Value]:
-    """Load a row as sums of two neighbours' squares; small values count as zero."""
+    """Load a row as sums of the squares of two neighbours; small values count as zero."""
     stretches = range(dim // (2 * e.lanes))
     if dtype != "bfloat16":
         row = [_cut(e, x) for x in load_row(e, dtype, base, np.zeros(dim, np.uint32))]
@@ -49,7 +49,7 @@ def _is_at_home_in_bf16(e: Emitter, dtype: DType) -> bool:
 
 
 def _squares_of_bf16(e: Emitter, halves: Value) -> Value:
-    """Add neighbours' squares; those of small values are denormal, which becomes zero here."""
+    """Add neighbours' squares; small values have denormal squares, which become zero here."""
     pairs = e.builder.bitcast(halves, ir.VectorType(BFloat(), 2 * e.lanes))
     zero = ir.Constant(e.floats, None)
     return e.call("llvm.x86.avx512bf16.dpbf16ps.512", e.floats, zero, pairs, pairs)
@@ -151,16 +151,16 @@ def _cut(e: Emitter, floats: Value) -> Value:
 
 
 def rounded(e: Emitter, floats: Value) -> Value:
-    """Round fp32 numbers to bf16, nearest even; the words' lower halves mean nothing."""
+    """Round fp32 numbers to bf16, nearest even; the lower halves of the words are meaningless."""
     words = e.as_words(floats)
     odd = e.builder.and_(e.builder.lshr(words, e.all_words(16)), e.all_words(1))
     return e.builder.add(e.builder.add(words, e.all_words(0x7FFF)), odd)
 
 
 def round_to_bf16(e: Emitter, words: Value) -> Value:
-    """Round words that are fp32 to bf16, as fp32; a NaN stays as it is.
+    """Round fp32 words to bf16, kept as fp32; a NaN stays as it is.
 
-    Rounding could carry a NaN over into minus zero.
+    Rounding a NaN could carry over into its sign and give minus zero.
     """
     floats = e.as_floats(words)
     is_nan = e.builder.fcmp_unordered("uno", floats, floats)
@@ -169,9 +169,9 @@ def round_to_bf16(e: Emitter, words: Value) -> Value:
 
 
 def _widen_fp16(e: Emitter, words: Value) -> Value:
-    """Widen fp16 to fp32 by integers, since not every host can convert.
+    """Widen fp16 to fp32 with integer operations, since not every host can convert.
 
-    Infinity and NaN stay what they are.
+    Infinity and NaN are kept.
     """
     b = e.builder
     size = b.and_(words, e.all_words(0x7FFF))

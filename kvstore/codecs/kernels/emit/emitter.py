@@ -1,4 +1,4 @@
-"""Emits the few operations on vectors that a row needs, as LLVM IR.
+"""Emits the few operations on vectors that rows need, as LLVM IR.
 
 All arithmetic is plain IEEE: no fast-math flag is ever set, so LLVM may neither reorder nor fuse.
 """
@@ -14,11 +14,11 @@ from numba.core import cgutils
 
 F32, I8, I16, I32, I64 = (ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64)))
 SIGN_BIT = 1 << 31
-Value = Any  # an llvmlite value; the library carries no types
+Value = Any  # an llvmlite value; the library has no type annotations
 
 
 class BFloat(ir.types.Type):  # type: ignore[misc]
-    """LLVM's bf16, which llvmlite has no name for."""
+    """LLVM's bf16, for which llvmlite has no type."""
 
     def __str__(self) -> str:
         return "bfloat"
@@ -31,7 +31,7 @@ class BFloat(ir.types.Type):  # type: ignore[misc]
 
 
 def f32(value: float | np.float32) -> Value:
-    """A float constant, rounded to fp32: llvmlite takes no others."""
+    """A float constant, rounded to fp32: llvmlite accepts no others."""
     return ir.Constant(F32, float(np.float32(value)))
 
 
@@ -60,7 +60,7 @@ class Emitter:
         self.floats = ir.VectorType(F32, lanes)
         self.words = ir.VectorType(I32, lanes)
 
-    # ---- memory, at an address and an offset in bytes; nothing need be aligned
+    # ---- memory, at an address and an offset in bytes; nothing has to be aligned
 
     def load(self, base: Value, offset: int, kind: Value) -> Value:
         """Load a value of LLVM type ``kind``."""
@@ -78,7 +78,7 @@ class Emitter:
     def prefetch(self, base: Value, nbytes: int) -> None:
         """Load ``nbytes`` into the first cache; the address need not be valid."""
         kind = ir.IntType(8).as_pointer()
-        flags = [ir.Constant(I32, x) for x in (0, 3, 1)]  # to read, often, as data
+        flags = [ir.Constant(I32, x) for x in (0, 3, 1)]  # for reading, high locality, data cache
         for offset in range(0, nbytes, 64):
             address = self.builder.inttoptr(self.builder.add(base, ir.Constant(I64, offset)), kind)
             self.call("llvm.prefetch.p0", ir.VoidType(), address, *flags)
@@ -95,7 +95,7 @@ class Emitter:
         return self.word_list([value] * self.lanes)
 
     def word_list(self, values: Iterable[int]) -> Value:
-        """A vector of these 32-bit integers, as many as there are lanes."""
+        """A vector of these 32-bit integers, one for each lane."""
         return ir.Constant(self.words, [ir.Constant(I32, int(v)) for v in values])
 
     def halves(self, value: int) -> Value:
@@ -143,7 +143,7 @@ class Emitter:
         return self.as_floats(self.builder.and_(self.as_words(floats), self.all_words(0x7FFFFFFF)))
 
     def flip(self, floats: Value, masks: Value) -> Value:
-        """Flip the bits of fp32 numbers that are set in ``masks``: their signs."""
+        """Flip the bits of fp32 numbers that are set in ``masks``: their sign bits."""
         return self.as_floats(self.builder.xor(self.as_words(floats), masks))
 
     def choose(self, first: Value, second: Value, lanes: Iterable[int]) -> Value:
@@ -155,7 +155,7 @@ class Emitter:
         return self.multiply_exactly(x, x, addend)
 
     def multiply_exactly(self, x: Value, y: Value, addend: Value) -> Value:
-        """Compute x * y + addend, fused where the host can: only for products that are exact."""
+        """Compute x * y + addend, fused if the host can: only for products that are exact."""
         return self._call(f"llvm.fmuladd.v{self.lanes}f32", x, y, addend)
 
     def nearest(self, floats: Value) -> Value:

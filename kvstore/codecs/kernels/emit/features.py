@@ -11,9 +11,9 @@ import llvmlite.binding as llvm
 
 @functools.cache
 def host_features() -> Set[str]:
-    """The features of this machine, less those that ``NUMBA_CPU_FEATURES`` takes away.
+    """The features of this machine, without those that ``NUMBA_CPU_FEATURES`` disables.
 
-    numba compiles for no more than that. Empty if they are not known.
+    numba compiles for these features only. Empty if they are not known.
     """
     if os.environ.get("NUMBA_CPU_NAME"):  # code for another processor, whose features are not known
         return set()
