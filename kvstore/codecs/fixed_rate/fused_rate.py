@@ -56,8 +56,8 @@ class RateTables:
     (units, columns). ``encode``: the other basis, in pairs, uint32 (units, pairs, components);
     ``bounds``: int32, ``values``: fp32, both shaped like ``levels``; ``rates``: fp32 (units,
     components). ``means``: fp32 (units, columns). ``sizes``: fp32 (units, codes of gains);
-    ``gains``: the same times the scale of the sums; ``ends``: int32, the largest size of each code,
-    in steps.
+    ``gains``: the same times the scale of the sums; ``ends``: int32, the largest size that gets
+    each code, in steps.
     """
 
     runs: np.ndarray

@@ -1,4 +1,4 @@
-"""Compiles Python loops to numba functions: typed ahead, cached, without the GIL."""
+"""Compiles Python loops to numba functions: typed ahead of time, cached, run without the GIL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-LINE = 64  # bytes of the cache; vectors that cross two lines take twice as long
+LINE = 64  # bytes of a cache line; vectors that cross two lines take twice as long
 NBYTES = 4  # of a float or a word
 
 
@@ -18,7 +18,7 @@ def compiled(result: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
         return njit(signature, cache=True, **options)(function)
-    except RuntimeError:  # numba found no folder that it may write its cache to
+    except RuntimeError:  # numba found no folder in which it may write its cache
         return njit(signature, **options)(function)
 
 

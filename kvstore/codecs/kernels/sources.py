@@ -1,9 +1,9 @@
 """A digest of all sources that compiled kernels may depend on.
 
-numba looks only at the file that a cached function stands in. So the digest enters every cached
-function as a constant, and a change anywhere under ``kvstore/codecs`` compiles all of them anew.
-Files are read by path and never imported: a file that is new or was moved cannot be forgotten, and
-kernels need not import what they only depend on.
+numba checks only the file that contains a cached function. So the digest is a constant in every
+cached function, and a change anywhere under ``kvstore/codecs`` compiles all of them again. Files
+are read by path and never imported: a new or moved file cannot be forgotten, and kernels need not
+import the modules that they only depend on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT: Final = Path(__file__).parents[1]
 
 
 def digest_of(root: Path) -> int:
-    """Returns 48 bits that stand for every ``*.py`` file under ``root``: its path and content."""
+    """Returns a 48-bit digest of the path and content of every ``*.py`` file under ``root``."""
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(root.rglob("*.py")):
         content = path.read_bytes()

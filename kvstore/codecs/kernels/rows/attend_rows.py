@@ -1,7 +1,7 @@
 """Emits products of a query with packed rows, and weighted sums of packed rows.
 
-Rows stay as they are: it is the query that is rotated, once, and the sums that are rotated back
-(see ``kvstore.codecs.attention.rotated``). All numbers are fp32.
+Rows stay packed: the query is rotated once, and the sums are rotated back once (see
+``kvstore.codecs.attention.rotated``). All numbers are fp32.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvstore.codecs import floats
 from kvstore.codecs.kernels.emit.emitter import F32, I16, I32, I64, Emitter, Value, f32
 from kvstore.codecs.kernels.rows.row_shape import RowShape
 
-TILE_TOKENS = 4  # rows whose weighted levels are added while a sum is in registers
+TILE_TOKENS = 4  # number of rows whose weighted levels are added while a sum is in registers
 
 
 def emit_scores(
@@ -20,8 +20,8 @@ def emit_scores(
 ) -> None:
     """Emit the products of one row with ``num_queries`` rotated queries.
 
-    ``addresses``: of the packed row, its scale, the first query (fp32, one after the other) and the
-    first product; the bytes from one query's product to the next one's.
+    ``addresses``: of the packed row, its scale, the first query (fp32, contiguous) and the first
+    product; then the bytes from one query's product to the next one's.
     """
     packed, scale, queries, out, step = addresses
     b = e.builder
@@ -43,8 +43,7 @@ def emit_sums(
     """Emit the addition of ``num_tokens`` weighted rows to ``num_queries`` rotated sums.
 
     ``addresses``: of the first packed row, its scale, its weight for the first query; the bytes
-    from there to its weight for the next query; the address of the first sum (fp32, one after the
-    other).
+    from there to its weight for the next query; the address of the first sum (fp32, contiguous).
     """
     packed, scales, weights, step, sums = addresses
     b, row_nbytes = e.builder, shape.rows.packed_nbytes(shape.dim)
@@ -81,7 +80,7 @@ def _levels(e: Emitter, shape: RowShape, packed: Value, i: int) -> Value:
 
 
 def _unit(e: Emitter, shape: RowShape, scales: Value, token: int) -> Value:
-    """Return what a level of one stands for in a row; zero for a row that is not packed."""
+    """Return the value of a level of one in a row; zero for a row that is not packed."""
     b = e.builder
     bits = b.zext(e.load(scales, 2 * token, I16), I32)
     size = b.shl(b.add(bits, ir.Constant(I32, floats.REBIAS)), ir.Constant(I32, 13))
@@ -94,7 +93,7 @@ def _multiply_add(e: Emitter, x: Value, y: Value, addend: Value) -> Value:
 
 
 def _sum_of_lanes(e: Emitter, values: Value) -> Value:
-    """Return the sum of a vector, halves added to halves."""
+    """Return the sum of a vector, by repeatedly adding its upper half to its lower half."""
     b, count = e.builder, values.type.count
     while count > 1:
         count //= 2

@@ -1,6 +1,4 @@
-"""Products and weighted sums of packed rows as numba functions; the counterpart of
-``kvstore.codecs.attention.rotated``.
-"""
+"""Attends to packed rows in numba functions; the counterpart of ``codecs.attention.rotated``."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from kvstore.codecs.kernels.sources import SOURCES
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.rotation import base_matrix, order_of, sign_masks
 
-MOST_QUERIES = 4  # of one key's row at a time: their sums have to fit into registers
+MOST_QUERIES = 4  # in one pass over the rows: their sums have to fit into registers
 
 
 def _attend_intrinsic(emit: Callable[..., None]) -> Any:
@@ -55,7 +53,7 @@ _add_one = _attend_intrinsic(_sums_of_one)
 
 @njit
 def _rotate(x: Any, signs: Any, base: Any, power: int, back: bool) -> None:
-    """Multiply fp32 (dim,) by signs and H in place, or by the transpose of that."""
+    """Multiply fp32 (dim,) in place by signs, then H; if ``back``, by the transpose of that."""
     count = len(base)
     if not back:
         for i in range(len(x)):
@@ -110,7 +108,7 @@ def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
                 row += row_nbytes
                 scale += 2
                 target += 4
-        rotated[0, 0] = 0  # numba frees an array after its last use, and an address is no use
+        rotated[0, 0] = 0  # numba frees an array after its last use; its address does not count
 
     return compiled(types.void, scores, *_argument_types())
 
@@ -200,5 +198,5 @@ def _blocks(num_queries: int) -> list[slice]:
 
 
 def attention_of(rows: RotatedRows, dim: int) -> NumbaAttention | None:
-    """Return the compiled functions for rows of this length, None where there are none."""
+    """Return the compiled functions for rows of this length, or None if there are none."""
     return NumbaAttention(rows, dim) if has_kernel(dim) else None

@@ -24,11 +24,11 @@ from kvstore.codecs.rows.payload import SlotGroup
 from kvstore.shapes import NUMPY_DTYPES, DType
 
 DTYPES: tuple[DType, ...] = get_args(DType)
-# fp16 travels as bit patterns: numba cannot compute with it on a CPU, and need not.
+# fp16 is passed as bit patterns: numba cannot compute with it on a CPU, and need not do so.
 ELEMENTS = {"float32": types.float32, "bfloat16": types.uint16, "float16": types.uint16}
 BLOCK_ROWS = 64
 SCRATCH_NBYTES = 4 * BLOCK_ROWS  # a number for each row
-BATCH = 8  # arrays per call: entering numba and giving up the GIL cost as much as 100 rows
+BATCH = 8  # arrays per call: entering numba and releasing the GIL costs as much as 100 rows
 SCALE_NBYTES = 2
 
 
@@ -71,7 +71,7 @@ _scales: Any = intrinsic(prefer_literal=True)(_typed_scales)
 def _to_next_block(
     arrays: Any, num_arrays: int, number: int, head: int, token: int, count: int
 ) -> Any:
-    """Return the bytes from a block of rows, which ends before ``token``, to the next block."""
+    """Return the bytes from the start of a block, which ends before ``token``, to the next's."""
     array = arrays[number]
     step = count * array.strides[1]
     if token < array.shape[1]:
@@ -128,7 +128,7 @@ def _pack_function(bits: int, dim: int, dtype: int) -> Any:
                         _scales(1, bits, sources, (norms + 4 * i, energies + 4 * i, target))
                     packed += count * row_nbytes
                     scales += count * SCALE_NBYTES
-        scratch[0] = 0  # numba frees an array after its last use, and an address is no use
+        scratch[0] = 0  # numba frees an array after its last use; its address does not count
 
     return compiled(types.void, pack, *_argument_types(dtype, payload_is_input=False))
 
@@ -175,7 +175,7 @@ class NumbaKernel:
 
     pack_batch: Any
     unpack_batch: Any
-    as_bits: bool  # the arrays are fp16
+    as_bits: bool  # the arrays are fp16, and are passed as uint16
 
     def pack(self, sources: Sequence[np.ndarray], payload: np.ndarray, group: SlotGroup) -> None:
         """Pack the rows of arrays; see ``ArrayKernel.pack``.

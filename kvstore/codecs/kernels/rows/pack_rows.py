@@ -1,9 +1,9 @@
 """Emits the packing of rows; the counterpart of ``rows.rotated_rows``.
 
 Packing takes five steps over a block of rows. The first computes a few partial sums of squares of
-each row; the second makes norms of them, a vector of rows at a time, so that no row waits for a sum
-over lanes, a root and a division one after the other. The third writes planes; the fourth counts
-levels in them, with integer units that the others leave idle; the fifth makes scales.
+each row; the second computes norms from them, a vector of rows at a time, so that no row waits for
+a sum over lanes, a root and a division one after the other. The third writes planes; the fourth
+counts levels in them, with integer units that the other steps leave idle; the fifth makes scales.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvstore.codecs.kernels.rows.row_shape import RowShape
 from kvstore.codecs.rows.rotated_rows import SPARE_BITS, RotatedRows, size_of, squared_levels
 from kvstore.codecs.rows.rotation import sign_masks
 
-NEAREST = 1.5 * 2.0**23  # added to a float, leaves the nearest whole number in its lower bits
+NEAREST = 1.5 * 2.0**23  # adding it to a float leaves the nearest whole number in the lower bits
 # Layouts of 64 elements. Most steps are from (V; a b c d e) to (c; a b d e V): interleaving within
-# 128 bits, the quickest of shuffles. At the end two vectors of words can be packed to a vector of
-# bytes in natural order.
+# 128 bits, which is the fastest shuffle. After the last, two vectors of words can be packed to a
+# vector of bytes in natural order.
 TO_BYTES = [
     *((5, 4, 2, 1, 0, 3), (4, 5, 2, 1, 0, 3), (2, 5, 4, 1, 0, 3)),
     *((1, 5, 4, 0, 3, 2), (0, 5, 4, 3, 2, 1), (3, 5, 4, 2, 1, 0)),
@@ -37,7 +37,7 @@ def emit_squares(e: Emitter, shape: RowShape, row: Value, sums: Value) -> None:
 
 
 def emit_norms(e: Emitter, shape: RowShape, sums: Value, norms: Value, factors: Value) -> None:
-    """Emit step 2: fp32 norms of ``e.lanes`` rows, and factors that bring rows to one size."""
+    """Emit step 2: fp32 norms of ``e.lanes`` rows, and factors that scale rows to one size."""
     rows = [e.load(sums, 4 * e.lanes * k, e.floats) for k in range(e.lanes)]
     norm = e.sqrt(rotation.sums_of_lanes(e, rows))
     e.store(norm, norms, 0)
@@ -50,7 +50,8 @@ def emit_pack(
 ) -> None:
     """Emit step 3: the planes of a row to ``packed``.
 
-    ``factor``: address of the row's factor; ``ahead``: a row of the next block, to be prefetched.
+    ``factor``: address of the row's factor; ``ahead``: address of a row to prefetch, of the next
+    block.
     """
     e.prefetch(ahead, shape.row_nbytes)
     wide = Emitter(e.builder, shape.wide_lanes)
@@ -80,16 +81,16 @@ def _halves(wide: Emitter, row: list[Value]) -> list[Value]:
 
 
 def _stretches(wide: Emitter, row: list[Value], layout: rotation.Layout) -> list[Value]:
-    """Return the lower 16 bits of split vectors, twice as many to a vector.
+    """Return the lower 16 bits of split vectors, with twice as many elements to a vector.
 
-    ``layout`` begins with bit 0 or with the highest, which distinguish the vectors.
+    The first bit of ``layout``, which distinguishes the vectors, is 0 or the highest.
     """
     highest, lanes = log2(wide.lanes), layout[1:]
     halves, stretches = _words_as_halves(wide, row), []
     for k in range(0, len(halves), 4):
         a, b, c, d = halves[k : k + 4]  # even, odd, even, odd
         which, pairs = (highest, ((a, c), (b, d))) if layout[0] == 0 else (0, ((a, b), (c, d)))
-        # Bits 1 and on number the words of a vector, and a word has two halves.
+        # The bits from 1 on are the number of a word in a vector, and a word has two halves.
         worth = {bit: 1 << bit for bit in range(1, highest)} | {which: wide.lanes}
         chosen = [
             sum(worth[bit] * (lane >> n & 1) for n, bit in enumerate(lanes[::-1]))
@@ -105,7 +106,7 @@ def _words_as_halves(wide: Emitter, row: list[Value]) -> list[Value]:
 
 
 def _fits_bytes(wide: Emitter, shape: RowShape) -> bool:
-    """Say whether bounds fit bytes, and one instruction narrows two vectors to bytes."""
+    """Return whether bounds fit bytes, and one instruction narrows two vectors to bytes."""
     has_packs = wide.lanes == 32 and "avx512bw" in host_features()
     return has_packs and int(shape.rows.bounds[-1]) <= 127
 
@@ -125,8 +126,8 @@ def _masks_of_halves(e: Emitter, shape: RowShape, z: Value) -> list[Value]:
 def _masks(e: Emitter, numbers: Value, all_bounds: np.ndarray) -> list[Value]:
     """Return one mask per plane: bits of the level, lowest first, then the sign.
 
-    A binary search: each bit of the count of bounds that a size reaches decides which bound is
-    compared next.
+    Searches by bisection: each bit of the number of bounds that a size reaches selects the next
+    bound to compare.
     """
     b, kind = e.builder, numbers.type
     bounds = [all_of(kind, bound) for bound in all_bounds.tolist()]
@@ -158,7 +159,7 @@ def emit_energy(e: Emitter, shape: RowShape, packed: Value, energy: Value) -> No
 
 
 def _subset_weight(squares: tuple[int, ...], subset: int) -> int:
-    """Return what having all of these bits adds to having only some (inclusion and exclusion)."""
+    """Return the weight of elements that have all bits of ``subset``, by inclusion-exclusion."""
     within = [x for x in range(subset + 1) if x & subset == x]
     return sum(squares[x] * (-1) ** (subset ^ x).bit_count() for x in within)
 

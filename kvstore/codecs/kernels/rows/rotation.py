@@ -1,13 +1,14 @@
 """Emits norms, butterflies and Paley's matrix on vectors; the counterpart of ``rows.rotation``.
 
-The rows hold whole numbers. Their sums may wrap around on the way, and the order of adding is free.
+Rows hold whole numbers. Intermediate sums may wrap around, and may be added in any order.
 
-A *stretch* is two vectors of a row. Its *layout* says where its elements are, as bits of an
-element's number: first the bit that distinguishes the two vectors, then the bits of the lane from
-the highest. A butterfly of distance ``2^k`` pairs elements whose numbers differ in bit ``k``. If
-that bit stands first in the layout, it is an addition and a subtraction of whole vectors. So
-stretches go from layout to layout, by two shuffles each, until every bit has stood first. Bits
-beyond a stretch distinguish vectors anyway. A split row (see ``dtypes``) has bit 0 first.
+A *stretch* is two vectors of a row. Its *layout* describes the places of its elements, as a list of
+bits of an element's number: first the bit that distinguishes the two vectors, then the bits of the
+lane, from the highest. A butterfly of distance ``2^k`` pairs elements whose numbers differ in bit
+``k``. If that bit is the first of the layout, the butterfly is an addition and a subtraction of
+whole vectors. So stretches change from layout to layout, by two shuffles each, until every bit has
+been first. Bits beyond those of a stretch always distinguish vectors. A split row (see ``dtypes``)
+has bit 0 first.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ Layout: TypeAlias = tuple[int, ...]
 
 
 def natural(lanes: int) -> Layout:
-    """Give the layout of a stretch whose elements lie in ascending order."""
+    """Return the layout of a stretch whose elements lie in ascending order."""
     return tuple(range(log2(lanes), -1, -1))
 
 
 def split(lanes: int) -> Layout:
-    """The layout of even elements in one vector and odd ones in the other."""
+    """Return the layout of even elements in one vector and odd elements in the other."""
     return (0, *range(log2(lanes), 0, -1))
 
 
 def exchanged(layout: Layout, lane_bits: Sequence[int]) -> list[Layout]:
-    """Return ``layout`` and its successors, as its first bit is exchanged with these in turn."""
+    """Return ``layout`` and its successors; each exchanges the first bit with one of these."""
     layouts = [layout]
     for bit in lane_bits:
         swapped = list(layouts[-1])
@@ -44,7 +45,7 @@ def exchanged(layout: Layout, lane_bits: Sequence[int]) -> list[Layout]:
 
 
 def rotate(e: Emitter, order: Order, row: list[Value], layouts: Sequence[Layout]) -> list[Value]:
-    """Multiply a row by the Hadamard matrix; its layout goes from the first to the last."""
+    """Multiply a row by the Hadamard matrix; its layout changes from the first to the last."""
     row = through(e, add_and_subtract(e, row, 1), layouts)
     for bit in range(1, log2(order.power // e.lanes)):
         row = add_and_subtract(e, row, 1 << bit)
@@ -52,7 +53,7 @@ def rotate(e: Emitter, order: Order, row: list[Value], layouts: Sequence[Layout]
 
 
 def between_stretches(e: Emitter, order: Order, row: list[Value]) -> list[Value]:
-    """Do the part of the transposed Hadamard matrix that combines whole stretches."""
+    """Apply the part of the transposed Hadamard matrix that combines whole stretches."""
     row = _multiply_base(e, base_matrix(order.base).T, row)
     for bit in reversed(range(1, log2(order.power // e.lanes))):
         row = add_and_subtract(e, row, 1 << bit)
@@ -60,7 +61,7 @@ def between_stretches(e: Emitter, order: Order, row: list[Value]) -> list[Value]
 
 
 def through(e: Emitter, row: list[Value], layouts: Sequence[Layout]) -> list[Value]:
-    """Go through the layouts, with a butterfly of the first bit of each but the first."""
+    """Rearrange a row through all layouts, with a butterfly of the first bit after each step."""
     for old, new in zip(layouts, layouts[1:], strict=False):
         row = add_and_subtract(e, rearranged(e, row, old, new), 1)
     return row
@@ -75,7 +76,7 @@ def rearranged(e: Emitter, row: list[Value], old: Layout, new: Layout) -> list[V
 
 
 def _old_lanes(old: Layout, new: Layout) -> list[int]:
-    """Return for each lane of a stretch the lane that its element comes from."""
+    """Return, for each lane of a stretch, the lane from which its element comes."""
     last = len(old) - 1
     moves = [(last - new.index(bit), last - k) for k, bit in enumerate(old)]
     return [sum((lane >> n & 1) << o for n, o in moves) for lane in range(2 << last)]
@@ -111,7 +112,7 @@ def _signed_sum(e: Emitter, signs: np.ndarray, terms: tuple[Value, ...]) -> Valu
 
 
 def partial_norm(e: Emitter, order: Order, neighbours: list[Value]) -> Value:
-    """Add sums of neighbours' squares to one sum per lane, in the order of ``squared_norms``."""
+    """Add up neighbours' sums of squares to one per lane, in the order of ``squared_norms``."""
     terms, per_group = neighbours, order.power // (2 * e.lanes)
     while len(terms) // per_group % 2 == 0:
         terms = _fold(e, terms)
@@ -126,7 +127,7 @@ def partial_norm(e: Emitter, order: Order, neighbours: list[Value]) -> Value:
 def sums_of_lanes(e: Emitter, rows: list[Value]) -> Value:
     """Return one vector with the sum of each row, for as many rows as a vector has lanes.
 
-    The upper half of the lanes is added onto the lower, again and again.
+    Repeatedly adds the upper half of the lanes to the lower half.
     """
     half = len(rows) // 2
     while half:
@@ -137,9 +138,9 @@ def sums_of_lanes(e: Emitter, rows: list[Value]) -> Value:
 
 
 def _halves(e: Emitter, a: Value, b: Value, bit: int) -> tuple[Value, Value]:
-    """Return the lanes of two vectors without ``bit``, and those with it.
+    """Return the lanes of two vectors whose numbers lack ``bit``, and those whose numbers have it.
 
-    Lanes of ``b`` go where the lane has ``bit``.
+    Lanes of ``b`` are placed where the number of the lane has ``bit``.
     """
     without = [k & ~bit | (e.lanes if k & bit else 0) for k in range(e.lanes)]
     return e.choose(a, b, without), e.choose(a, b, (k | bit for k in without))

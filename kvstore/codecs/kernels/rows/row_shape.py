@@ -1,4 +1,4 @@
-"""The shape that a row kernel is compiled for."""
+"""The shape for which a row kernel is compiled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_BASE = 28
 
 @dataclass(frozen=True)
 class RowShape:
-    """Bits, head dimension and dtype of rows, and what follows from them on this host."""
+    """Bits, head dimension and dtype of rows, and the values derived from them on this host."""
 
     num_bits: int
     dim: int
@@ -31,14 +31,14 @@ class RowShape:
 
     @property
     def lanes(self) -> int:
-        """The lanes of 32 bits in a vector; a group of the rotation takes two vectors at least."""
+        """The lanes of 32 bits in a vector; a group of the rotation has at least two vectors."""
         return min(self.order.power // 2, MAX_LANES)
 
     @property
     def wide_lanes(self) -> int:
         """The lanes of 16 bits in a vector.
 
-        On hosts with small vectors more lanes would cost more shuffles than they save.
+        On hosts with small vectors, more lanes would cost more shuffles than they save.
         """
         most = 2 * MAX_LANES if "avx512bw" in host_features() else MAX_LANES
         return min(self.order.power // 2, most)
@@ -55,7 +55,7 @@ class RowShape:
 
     @property
     def fraction(self) -> int:
-        """The whole number in a row that stands for a one in the bounds."""
+        """The whole number in a row that corresponds to a one in the bounds."""
         return size_of(self.dim) // self.rows.one
 
     @property
@@ -65,6 +65,6 @@ class RowShape:
 
 
 def has_kernel(dim: int) -> bool:
-    """Say whether there are kernels for rows of ``dim`` elements."""
+    """Return whether there are kernels for rows of ``dim`` elements."""
     order = order_of(dim)
     return order is not None and order.power >= MIN_POWER and order.base <= MAX_BASE

@@ -25,7 +25,7 @@ from kvstore.codecs.kernels.rows import rotation
 from kvstore.codecs.kernels.rows.row_shape import RowShape
 from kvstore.codecs.rows.rotation import sign_masks
 
-# Layouts of 64 elements from planes, or from pairs, to the one that ``_natural_sums`` needs; see
+# Layouts of 64 elements, from planes or from pairs to the layout that ``_natural_sums`` needs; see
 # ``pack_rows``.
 FROM_PLANES = [
     *((5, 4, 3, 2, 1, 0), (2, 4, 3, 1, 0, 5), (1, 4, 3, 0, 5, 2)),
@@ -61,9 +61,9 @@ def _split_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
 
 
 def _natural_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
-    """Return rotated levels in 32 bits, in natural order, by way of 16 bits and twice the lanes.
+    """Return rotated levels in 32 bits, in natural order, computed in 16 bits and twice the lanes.
 
-    At the end bit 4 distinguishes two vectors, and bit 5 neighbours, whose sums and
+    In the last layout, bit 4 distinguishes the two vectors, and bit 5 neighbours, whose sums and
     differences have 32 bits.
     """
     wide, num_stretches = Emitter(e.builder, shape.wide_lanes), shape.dim // 64
@@ -95,7 +95,7 @@ def _neighbours(e: Emitter, halves: Value) -> tuple[Value, Value]:
 
 
 def _has_pairs(shape: RowShape) -> bool:
-    """Say whether codes can be looked up in pairs, in a table of 64, and one load takes a row."""
+    """Return whether codes can be looked up in pairs, in a table of 64, and one load gets a row."""
     has_tables = {"avx512vbmi", "gfni"} <= host_features()
     return has_tables and shape.num_bits == 3 and shape.dim <= 128
 
@@ -103,8 +103,9 @@ def _has_pairs(shape: RowShape) -> bool:
 def _pairs_of_levels(e: Emitter, shape: RowShape, packed: Value, i: int) -> tuple[Value, Value]:
     """Return sums and differences of levels of stretch ``i`` whose numbers differ in bit 3.
 
-    A product of bits takes six of them, three of each, from the planes to a byte for each of both
-    halves of a sum. The byte numbers an entry of a table of lower halves and one of upper halves.
+    A product of bit matrices gathers six bits of the planes, three for each level, into one byte
+    for the lower half of a sum and one for its upper half. The byte is the index of an entry in a
+    table of lower or of upper halves.
     """
     bytes_type = ir.VectorType(I8, 64)
     planes = _load_planes(e, packed, shape.num_bits * shape.dim // 8)
@@ -126,12 +127,13 @@ def _pairs_of_levels(e: Emitter, shape: RowShape, packed: Value, i: int) -> tupl
 
 
 def _row_of_bits(shape: RowShape, stretch: int, word: int, bit: int) -> int:
-    """Return the byte of a packed row that gives bit ``bit`` of 8 numbers.
+    """Return the byte of a packed row that holds bit ``bit`` of 8 table indices.
 
-    Byte 63 is beyond the row and zero.
+    Byte 63 is past the end of the row and zero.
 
-    ``word``: 8 of the 64 numbers, two for each of the elements ``16 (word // 2) + 4 (word % 2)``
-    and on, whose lower three bits say which bit of the byte it is.
+    ``word``: selects 8 of the 64 table indices, two for each of the four elements from
+    ``16 (word // 2) + 4 (word % 2)`` on. The lower three bits of an element's number are the place
+    of its bit in the byte.
     """
     if bit >= 2 * shape.num_bits:
         return 63
@@ -151,7 +153,7 @@ def _load_planes(e: Emitter, packed: Value, nbytes: int) -> Value:
 
 
 def _levels(e: Emitter, shape: RowShape, packed: Value, i: int, kind: Value) -> Value:
-    """Return vector ``i`` of levels: the one that the magnitude bits choose, with its sign."""
+    """Return vector ``i`` of levels: magnitude bits select a level, the last plane is its sign."""
     first, lanes = i * e.lanes, ir.VectorType(kind, e.lanes)
     masks = [e.load_mask(packed, k * shape.dim + first) for k in range(shape.num_bits)]
     levels = [all_of(lanes, level) for level in shape.rows.levels.tolist()]

@@ -15,7 +15,7 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class _Tables:
-    """The tables of one component: addresses of bounds and values, and the fp32 value of a one."""
+    """The tables of one component: addresses of bounds and values, and the fp32 size of a one."""
 
     bounds: Value
     values: Value

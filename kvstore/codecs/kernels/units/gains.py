@@ -33,7 +33,7 @@ def steps_of(sizes: Any, steps: Any) -> None:
 def codes_of(steps: Any, ends: Any, codes: Any) -> None:
     """Put the codes, uint8, of steps into ``codes``.
 
-    ``ends``: int32 (CODES,), the most steps that each code takes.
+    ``ends``: int32 (CODES,), the largest size that gets each code, in steps.
     """
     for token in range(len(steps)):
         code = np.int32(0)
@@ -46,16 +46,16 @@ def codes_of(steps: Any, ends: Any, codes: Any) -> None:
 def measure(
     squares: Any, share: Any, ends: Any, table: Any, steps: Any, codes: Any, gains: Any
 ) -> bool:
-    """Put the gains of rows, fp32, into ``gains``; False if a row has none.
+    """Put the gains of rows, fp32, into ``gains``; return False if a row has none.
 
-    ``squares``: sums of squares of rows, fp32, overwritten; ``share``: factor that makes mean
-    squares of them; ``table``: fp32 (CODES,), the gain of each code.
+    ``squares``: sums of squares of rows, fp32, overwritten; ``share``: the factor from sums to
+    means; ``table``: fp32 (CODES,), the gain of each code.
     """
     for token in range(len(squares)):
         squares[token] = np.sqrt(squares[token] * share)
     steps_of(squares, steps)
     codes_of(steps, ends, codes)
-    bits, usable = squares.view(np.uint32), True  # a NaN may have its sign set
+    bits, usable = squares.view(np.uint32), True  # unsigned: a NaN may have its sign set
     for token in range(len(squares)):
         usable &= bits[token] < INFINITY and steps[token] <= ends[CODES - 1]
         gains[token] = table[codes[token]]
@@ -66,7 +66,7 @@ def measure(
 def put_pairs(codes: Any, pairs: Any) -> None:
     """Put two codes into a byte each, the first into its lower half.
 
-    Of an odd number of codes, the last byte's upper half is zero.
+    If the number of codes is odd, the last byte's upper half is zero.
     """
     for k in range(len(pairs)):
         pairs[k] = codes[2 * k]
@@ -76,7 +76,7 @@ def put_pairs(codes: Any, pairs: Any) -> None:
 
 @njit
 def fit(gains: Any, sums: Any) -> None:
-    """Scale gains so that restored rows come nearest to the exact ones.
+    """Scale gains so that restored rows come closest to the exact ones.
 
     ``sums``: fp32 (2, tokens), products of exact and restored components, and squares of restored
     ones.

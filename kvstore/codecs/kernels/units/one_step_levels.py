@@ -12,7 +12,7 @@ from kvstore.codecs.kernels.units.host_intrinsics import GROUP, OFFSET
 from kvstore.codecs.stages.integer_rows import BYTE
 from kvstore.codecs.stages.uniform import LARGEST_CODE, LARGEST_LEVEL
 
-# Columns of the properties of a coded component; three more say what is added to a level.
+# Columns of the properties of a coded component; the three after them are added to levels.
 UNIT, COMPONENT, LARGEST, ESCAPE, LOW_BITS, PER_STEP = range(6)
 NARROW = np.uint8 if GROUP == 4 else np.int16
 BITS_OF_NARROW = 255 if GROUP == 4 else -1
@@ -23,7 +23,7 @@ def levels_of_row(symbols: Any, low: Any, known: Any, rare: Any, num_rare: Any, 
     """Put the levels of one component, int32 (tokens,), into ``levels``.
 
     ``symbols``, ``low``: uint8 (tokens,); ``known``: int32 (9,), the component's properties.
-    Returns how many of the ``rare`` codes have been used so far.
+    Returns the number of ``rare`` codes used so far.
     """
     largest, low_bits = known[LARGEST], known[LOW_BITS]
     for token in range(len(symbols)):
@@ -54,7 +54,7 @@ def levels_of_row(symbols: Any, low: Any, known: Any, rare: Any, num_rare: Any, 
 def put_words(levels: Any, component: Any, num_groups: Any, words: Any) -> None:
     """Put levels into ``words``, int16: tile by tile, pair by pair of components.
 
-    A pair has two components of ``TILE_TOKENS`` tokens.
+    A pair holds two components of ``TILE_TOKENS`` tokens.
     """
     group, lane = component // 2, component % 2
     for token in range(len(levels)):
@@ -67,7 +67,7 @@ def put_words(levels: Any, component: Any, num_groups: Any, words: Any) -> None:
 def put_narrow(levels: Any, component: Any, num_groups: Any, narrow: Any) -> Any:
     """Write one component's levels, clipped to a byte, into ``narrow``, grouped by tile.
 
-    Returns how many levels were too large and were cut.
+    Returns the number of levels that were too large and were clipped.
     """
     group, lane, beyond = component // GROUP, component % GROUP, 0
     for token in range(len(levels)):
@@ -82,9 +82,9 @@ def put_narrow(levels: Any, component: Any, num_groups: Any, narrow: Any) -> Any
 
 @njit
 def note_beyond(levels: Any, component: Any, beyond: Any, count: Any) -> Any:
-    """Append to ``beyond`` what ``put_narrow`` cut off; return how many entries it has.
+    """Append the excess that ``put_narrow`` cut off to ``beyond``; return its number of entries.
 
-    ``beyond``: int32 (3, any), tokens, components and what was cut off.
+    ``beyond``: int32 (3, capacity): tokens, components and excess.
     """
     for token in range(len(levels)):
         level = levels[token]

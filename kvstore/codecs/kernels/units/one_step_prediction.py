@@ -14,14 +14,14 @@ from kvstore.codecs.kernels.units.host_intrinsics import HOST, tile_of_rows
 from kvstore.codecs.stages.uniform import LARGEST_EXPECTED, LARGEST_LEVEL
 
 COLUMNS = HOST.tile_columns
-# uint32 (units, panels, pairs of known components, COLUMNS), and int32 (units, components), by how
-# many bits sums are shifted.
+# uint32 (units, panels, pairs of known components, COLUMNS), and int32 (units, components): the
+# numbers of bits by which sums are shifted.
 PREDICTORS = tuple_of(array_of(types.uint32, 4), array_of(types.int32, 2))
 
 
 @njit
 def known_words(num_tokens: Any, num_units: Any, components: Any) -> Any:
-    """Make room for the final levels of all units, int16, in the order of ``put_words``."""
+    """Allocate the final levels of all units, int16, in the order of ``put_words``."""
     tiles = (num_tokens + TILE_TOKENS - 1) // TILE_TOKENS
     return np.zeros(max(tiles * num_units * components * TILE_TOKENS, 1), np.int16)
 
@@ -30,7 +30,7 @@ def known_words(num_tokens: Any, num_units: Any, components: Any) -> Any:
 def expect(known: Any, num_units: Any, predictors: Any, unit: Any, expected: Any) -> None:
     """Put the predicted levels of ``unit`` into ``expected``, int32 (components, tokens).
 
-    ``known``: from ``known_words``, filled for the units before.
+    ``known``: from ``known_words``, filled for the earlier units.
     """
     panels, finer = predictors
     pairs = finer.shape[1] // 2
@@ -56,7 +56,7 @@ def expect(known: Any, num_units: Any, predictors: Any, unit: Any, expected: Any
             )
             tile_of_rows(SOURCES, args)
             _put_expected(scratch, finer[unit], panel, tile, expected)
-    # numba frees an array after its last use, and an address is no use
+    # numba frees an array after its last use; its address does not count as a use
     zeros[0], scratch[0, 0] = 0, 0
 
 
