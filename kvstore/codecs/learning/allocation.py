@@ -1,6 +1,6 @@
-"""Bits dealt out to components.
+"""Allots bits to components.
 
-Entropy-coded presets need none of this: one step for all is the optimal allocation by itself.
+Entropy-coded presets do not need it: one step for all components is already the optimal allocation.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvstore.codecs.rows.lloyd_max import gauss_error
 def greedy_bits(variances: np.ndarray, total: int, most: int = 8) -> np.ndarray:
     """Gives one bit after another to the component whose error shrinks most by it.
 
-    ``variances``: floats of any shape, weighted by what an error matters. Returns int64 of that
-    shape, 0 to ``most``, which sum up to ``total``. Raises ``ValueError`` if they cannot.
+    ``variances``: floats of any shape, times the weight of errors. Returns int64 of that shape,
+    each 0 to ``most``, with the sum ``total``. Raises ``ValueError`` if that is impossible.
     """
     errors = [gauss_error(1 << bits) for bits in range(most + 1)]
     gains = [before - after for before, after in zip(errors, errors[1:], strict=False)]

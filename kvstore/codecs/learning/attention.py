@@ -1,16 +1,16 @@
-"""The derivative of one layer's attention by the K and V before it, made by hand.
+"""Derivatives of one layer's attention by stored K and V, written out by hand.
 
-What a layer adds to the residual stream depends on stored K and V in a way that forward values
-determine: no model has to be differentiated, and one layer is enough at a time. With scores s,
-shares a = softmax(s), outputs o_i = sum_j a_ij v_j and a cotangent c_i of each output:
+Values of the forward pass determine how a layer's addition to the residual stream depends on stored
+K and V: no model has to be differentiated, and one layer at a time is enough. With scores s, shares
+a = softmax(s), outputs o_i = sum_j a_ij v_j and a cotangent c_i of each output:
 
     gv_j = sum_i a_ij c_i
     gs_ij = a_ij (c_i . v_j - sum_l a_il c_i . v_l)
     gk_j = scale sum_i gs_ij q_i
 
-summed over the query heads of a KV head. Where scores are capped, s' = cap tanh(s / cap), gs has
-1 - (s' / cap)^2 as a factor more. A sink is a score without a value: it takes its share of a, and
-all else stays as it is.
+summed over the query heads of a KV head. If scores are capped, s' = cap tanh(s / cap), gs has the
+additional factor 1 - (s' / cap)^2. A sink is a score without a value: it takes its share of a, and
+everything else is unchanged.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import numpy as np
 
 from kvstore.shapes import KVPair
 
-HIDDEN: Final = np.float32(-1e30)  # a score of what a query does not see
+HIDDEN: Final = np.float32(-1e30)  # the score of a token that a query does not see
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Says how a layer attends, besides its queries, K and V.
+    """The parameters of a layer's attention, besides its queries, K and V.
 
     Attributes:
-        scale: of scores.
-        window: tokens that a query sees, its own included; 0 = all.
-        soft_cap: scores are pressed between plus and minus this; 0 = they are not.
-        sinks: fp32 (query heads,), a score for each that has no value; None = there are none.
-        slopes: fp32 (query heads,), a score falls by them with each token of distance (ALiBi).
+        scale: the factor of scores.
+        window: the number of tokens that a query sees, its own included; 0 = all.
+        soft_cap: scores are limited to plus and minus this; 0 = they are not.
+        sinks: fp32 (query heads,), one score without a value for each head; None = no sinks.
+        slopes: fp32 (query heads,): a score falls by its slope per token of distance (ALiBi).
     """
 
     scale: float
@@ -69,13 +69,13 @@ def gradients(
     cotangents: np.ndarray,
     num_known: int,
 ) -> KVPair:
-    """Return the gradients of ``outputs`` times cotangents by the first ``num_known`` K and V.
+    """Return the gradients of ``outputs``, times cotangents, by the first ``num_known`` K and V.
 
     Args:
         cotangents: fp32 (draws, query heads, queries, value dim).
 
     Returns:
-        fp32 (draws, KV heads, num_known, dim) twice; see ``outputs`` for the other arguments.
+        Two arrays, fp32 (draws, KV heads, num_known, dim); see ``outputs`` for other arguments.
     """
     num_draws, group = len(cotangents), len(queries) // len(keys)
     by_keys = np.zeros((num_draws, len(keys), num_known, keys.shape[2]), np.float32)
@@ -100,7 +100,7 @@ def gradients(
 def _shares(
     how: Attention, queries: np.ndarray, keys: np.ndarray, heads: slice
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return shares, fp32 (heads, queries, tokens), and by what capped scores move less."""
+    """Return shares, fp32 (heads, queries, tokens), and the derivatives of capping scores."""
     num_queries, num_tokens = queries.shape[1], len(keys)
     scores = np.matmul(queries, keys.T)
     scores *= np.float32(how.scale)

@@ -1,8 +1,8 @@
-"""The least bits for an error, by theory, of a model's own KV: what no codec can beat.
+"""The least bits per error that theory allows for a model's own KV.
 
-A codec that turns rows by their principal axes has components of known variances to spend bits on.
-Were they Gaussian, reverse water-filling (Cover and Thomas, 10.3.3) would be the least it takes:
-every component is left with the same error, the water's level, or with all it has.
+A codec that rotates rows to their principal axes spends bits on components of known variances. If
+these were Gaussian, reverse water-filling (Cover and Thomas, 10.3.3) would give the minimum: every
+component keeps the same error, the water's level, or its whole variance if that is smaller.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ BISECTIONS = 60
 
 
 class RateDistortionBound:
-    """The least error of the codecs of one scope, as they see errors.
+    """The least error of the codecs of one scope, in the measure by which they learn.
 
-    They see rows without RoPE, without the model's mean and over their own size, weighted by how
-    much errors matter. An error of 1 means that all is lost.
+    That measure is of rows without RoPE and without the model's mean, relative to their own size,
+    and weighted by how much errors matter. At an error of 1, nothing of the rows is left.
     """
 
     def __init__(self, samples: Samples, scope: Scope, means: np.ndarray) -> None:
-        """Takes as long as learning a codec of this scope.
+        """Computes the variances, which takes as long as learning a codec of this scope.
 
         ``means``: fp32 (elements of a token,).
         """
@@ -63,7 +63,7 @@ class RateDistortionBound:
         return squares / count / self._total
 
     def bits(self, error: float) -> float:
-        """Returns the least bits per element that leave this error. Gains are not counted."""
+        """Returns the fewest bits per element that leave this error. Gains are not counted."""
         low, high = 0.0, float(self._variances.max())
         for _ in range(BISECTIONS):
             level = (low + high) / 2
@@ -72,7 +72,7 @@ class RateDistortionBound:
         return self._at(high)[0]
 
     def curve(self, most_bits: float, num_points: int = 40) -> Iterator[tuple[float, float]]:
-        """Yields bits per element and the error that they leave, from 0 bits on."""
+        """Yields bits per element and the error that they leave, starting at 0 bits."""
         for level in np.geomspace(float(self._variances.max()), 1e-9, 12 * num_points):
             bits, error = self._at(float(level))
             if bits > most_bits:
@@ -87,7 +87,7 @@ class RateDistortionBound:
 
 
 def gaussian_gap_db(bits: float, error: float) -> float:
-    """Returns how far an error lies above the least of a white Gaussian source, in dB.
+    """Returns how far an error lies above the least error of a white Gaussian source, in dB.
 
     ``error``: relative; ``bits``: per element.
     """

@@ -1,4 +1,4 @@
-"""The KV of some texts that a profile is learned from, and how much each head matters."""
+"""The KV of the texts from which a profile is learned, and how much each head matters."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kvstore.codecs.stacks.stack_shape import StackShape, Unit
 from kvstore.codecs.stages.un_rope import UnRope
 from kvstore.shapes import DType, KVLayout, KVRun, slice_tokens
 
-PIECE_TOKENS = 256  # of a text at a time: a few rows of all layers take tens of mebibytes
-RIDGE = 1.0  # of a head's mean sensitivity, added to every direction
-SMALLEST_METRIC = 1e-6  # of the mean over all heads: one that never matters is still kept
+PIECE_TOKENS = 256  # tokens of a text at a time: a few rows of all layers take tens of mebibytes
+RIDGE = 1.0  # times a head's mean sensitivity: added to every direction
+SMALLEST_METRIC = 1e-6  # relative to all heads' mean: keeps a head that never matters
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
     """KV of several texts, each from its first token on, as an engine holds it.
 
-    Texts of an fp32 engine may be in uint16 instead, the bf16 that every codec rounds them to.
+    Texts of an fp32 engine may be in uint16 instead: the bf16 to which every codec rounds them.
 
     ``metrics``: fp32 (dim, dim), one for each head of K and of V (layer by layer, K then V): the
-    mean outer product of how fast the loss on *later* tokens moves per relative error in a stored
-    vector, keys without RoPE. None: all errors matter alike.
+    mean outer product of the gradients, by relative errors in a stored vector, of what *later*
+    tokens compute from it (see ``sensitivity``); keys without RoPE. None: all errors matter alike.
     """
 
     layout: KVLayout
@@ -41,7 +41,7 @@ class Samples:
     ) -> np.ndarray:
         """Returns fp32 (units, tokens, width) of tokens of one text, keys without RoPE.
 
-        They are those after its sinks, or ``first`` to ``last``.
+        The tokens are those after the text's sinks, or ``first`` to ``last``.
         """
         part = text if last is None else slice_tokens(text, 0, last)
         stack = shape.gather(part, first, self._dtype_of(text))
@@ -92,7 +92,7 @@ class Samples:
 
     @functools.cached_property
     def _first_heads(self) -> list[int]:
-        """Numbers of the first heads of K of the first layer, of V of it, ..."""
+        """The number of the first head of each array: K of the first layer, its V, ..."""
         counts = [layer.num_kv_heads for layer in self.layout.layers for _ in range(2)]
         return [sum(counts[:i]) for i in range(len(counts))]
 
@@ -105,7 +105,7 @@ class Samples:
 def _root(metric: np.ndarray) -> np.ndarray:
     """Returns the root of a metric, fp32 (dim, dim).
 
-    Directions that were hardly ever noticed keep a share: what was seen is little.
+    Directions of hardly any sensitivity keep some weight, because samples are few.
     """
     dim = len(metric)
     ridge = RIDGE * np.trace(metric) / dim + SMALLEST_METRIC

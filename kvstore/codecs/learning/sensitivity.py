@@ -1,12 +1,12 @@
-"""How much errors in stored KV matter, from derivatives of what later tokens make of it.
+"""Measures how much errors in stored KV matter, from derivatives of later tokens' attention.
 
-Only later tokens count: in cold storage the prefix is computed already, and what its own tokens
-would have said is of no interest.
+Only later tokens count: in cold storage the prefix is already computed, and the outputs of its own
+tokens are not needed again.
 
-One layer counts at a time. What its attention adds to the residual stream at the last tokens of a
-text, taken over the size of the stream, is differentiated in random directions by the K and V of
-the tokens before (``attention``). The mean outer product of these gradients says which errors the
-layer notices.
+Each layer is measured by itself. The addition of its attention to the residual stream at the last
+tokens of a text, divided by the size of the stream, is differentiated in random directions by the K
+and V of the tokens before (``attention``). The mean outer product of these gradients says to which
+errors the layer is sensitive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.codecs.stages.mean import ModelMean
 from kvstore.codecs.stages.un_rope import UnRope
 from kvstore.shapes import KVLayout, KVPair, slice_tokens
 
-SIDE = Scope("side")  # errors are relative to the size of its rows
+SIDE = Scope("side")  # errors are relative to the size of a side's rows
 
 
 class Sensitivities:
@@ -39,7 +39,7 @@ class Sensitivities:
         self._num_rows = [0] * len(layout.layers)
 
     def add(self, layer: int, rows: KVPair, gradients: KVPair) -> None:
-        """Adds what a layer notices of errors in the first rows of a text.
+        """Adds the gradients of a layer by the first rows of a text.
 
         ``rows``: K and V of a whole text, as an engine holds them. ``gradients``: fp32 (draws, KV
         heads, tokens, dim) by the K and V of its first tokens, as they are stored.
@@ -60,14 +60,14 @@ class Sensitivities:
         self._num_rows[layer] += num_draws * max(0, seen - NUM_SINKS)
 
     def _add(self, layer: int, shape: StackShape, relative: np.ndarray) -> None:
-        """Adds gradients by errors in rows of unit size, fp32 (units, tokens, width)."""
+        """Adds gradients by relative errors, fp32 (units, tokens, width)."""
         for number, unit in enumerate(shape.units):
             for start, vector in zip(shape.starts, unit, strict=True):
                 columns = relative[number, :, start : start + vector.dim]
                 self._sums[layer][vector.side][vector.head] += columns.T @ columns
 
     def metrics(self) -> list[np.ndarray] | None:
-        """Returns the metrics of ``Samples.metrics``; None if nothing is known of some layer."""
+        """Returns the metrics of ``Samples.metrics``; None if a layer has no gradients yet."""
         if not all(self._num_rows):
             return None
         return [
@@ -81,7 +81,7 @@ class Sensitivities:
 def _sizes(
     samples: Samples, shape: StackShape, means: np.ndarray, first: int, last: int
 ) -> np.ndarray:
-    """Returns the sizes that errors are relative to, fp32 (units, tokens, 1)."""
+    """Returns the sizes to which errors are relative, fp32 (units, tokens, 1)."""
     (text,) = samples.texts
     rows, _ = ModelMean(shape, means).forward(samples.stack(shape, text, first, last), 0)
     sizes: np.ndarray = np.maximum(root_mean_squares(rows, shape), SMALLEST_GAIN)

@@ -1,17 +1,17 @@
-"""How much errors in matrices of recurrent states matter, from derivatives of a layer's own output.
+"""Measures how much errors in matrices of recurrent states matter, from a layer's own output.
 
-The same way as for stored KV (``sensitivity``): what a layer adds to the residual stream at the
-tokens after a state, y_t = F_t(S), over the size of the stream at t, is differentiated by the
-state S in random directions x_t ~ N(0, 1):
+As for stored KV (``sensitivity``), the addition of a layer to the residual stream at the tokens
+after a state, y_t = F_t(S), divided by the size of the stream at t, is differentiated by the state
+S in random directions x_t ~ N(0, 1):
 
     G = d/dS sum_t x_t . y_t / rms(stream at t),  E[G_ij^2] = sum_t |dy_t / dS_ij|^2 / rms_t^2
 
-which is the diagonal of J' J (Hutchinson, 1990): by how much of the stream an error in one value
-moves it. Errors of one row of a matrix are independent and equally large, so a row's weight is the
-sum over its values. What follows a state (a norm of each head's output, gates) makes it the size
-of an error *relative to its matrix* that counts, and so weights are taken times the matrix's mean
-square. A layer reads its state linearly, so the weight is the same for large errors as for small
-ones, but for that norm.
+This is the diagonal of J' J (Hutchinson, 1990): the share of the stream by which an error in one
+value moves it. Errors of one row of a matrix are independent and equally large, so a row's weight
+is the sum over its values. Because of the operations after a state (a norm of each head's output,
+gates), the size of an error *relative to its matrix* counts; so weights are multiplied by the
+matrix's mean square. A layer reads its state linearly, so except for that norm the weight is the
+same for large errors as for small ones.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import numpy as np
 from kvstore.codecs.states.dealt import DEALT, FEWEST, MOST, dealt_bits, relative_peaks
 from kvstore.codecs.states.ways import STATES
 
-# Of the mean weight of an array's rows: a row that no text needed may be needed by another.
+# Times the mean weight of an array's rows: a row that no text needed may be needed by another text.
 FLOOR: Final = 0.1
-_STEPS: Final = 80  # of the search for a level; each halves what is left
+_STEPS: Final = 80  # of the bisection for a level
 
 
 class StateSensitivities:
-    """The sums of squared gradients, row by row, and how large rows are."""
+    """The sums of squared gradients, row by row, and the peaks of rows."""
 
     def __init__(self) -> None:
         self._sums: dict[int, np.ndarray] = {}
         self._peaks: dict[int, list[np.ndarray]] = {}
 
     def add(self, number: int, matrices: np.ndarray, gradients: np.ndarray) -> None:
-        """Add what a layer notices of errors in one array of a state.
+        """Add the gradients of a layer by one array of a state.
 
         Args:
-            number: of the array in its state.
+            number: the number of the array in its state.
             matrices: fp32 (..., rows, width), the array.
-            gradients: fp32 (draws, ..., rows, width), by it.
+            gradients: fp32 (draws, ..., rows, width), by the array.
         """
         num_rows, width = matrices.shape[-2:]
         values = matrices.reshape(-1, width)
@@ -52,7 +52,7 @@ class StateSensitivities:
         self._peaks.setdefault(number, []).append(relative_peaks(values, num_rows))
 
     def learned(self) -> dict[str, np.ndarray]:
-        """Return what ``dealt.dealt_codec`` takes; {} if some array was not seen."""
+        """Return the arrays that ``dealt.dealt_codec`` takes; {} if an array has no gradients."""
         numbers = range(len(self._sums))
         if not self._sums or any(x not in self._sums for x in numbers):
             return {}

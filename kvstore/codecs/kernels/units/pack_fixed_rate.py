@@ -136,7 +136,7 @@ def _codes_of_block(
 def _put_planes(
     block_planes: Any, num_planes: Any, count: Any, planes: Any, at: Any, step: Any
 ) -> None:
-    """Put the planes of a block into the payload; bits without a token are zero."""
+    """Put the planes of a block into the payload; bits without a token become zero."""
     nbytes, last = (count + 7) // 8, np.uint8(0xFF >> (-count % 8))
     for k in range(num_planes):
         for i in range(nbytes):
@@ -146,15 +146,15 @@ def _put_planes(
 
 
 def _pack_function(sources: int) -> Any:
-    """Make the function; ``sources`` enters numba's cache key, which covers one file only."""
+    """Make the function; ``sources`` is part of numba's cache key, which covers one file only."""
 
     def pack_units(
         segments: Any, num_tokens: int, units: Any, sizes: Any, ropes: Any, pairs: Any, planes: Any
     ) -> bool:
-        """Pack rows; False if one cannot be represented, and then the output has no meaning.
+        """Pack rows; False if one cannot be represented, and then the output is invalid.
 
         ``units``: runs, matrix, bounds, values, rates, means, gains (ends, sizes), see
-        ``fused_rate.Tables``. ``sizes``: pairs of columns, factor of a sum of squares, scale of
+        ``fused_rate.RateTables``. ``sizes``: pairs of columns, factor of a sum of squares, scale of
         integers. ``ropes``: ``ROPE_TABLES`` and whether rows are fp32. Output: ``pairs``, uint8
         (units, pairs of tokens), and ``planes``, uint8 (bytes,).
         """
@@ -215,7 +215,7 @@ def _pack_function(sources: int) -> Any:
                 codes_of(steps[:count], ends, codes[:count])
                 put_pairs(codes[:count], pairs[unit, block // 2 : (block + count + 1) // 2])
             plane += num_planes
-        scratch[0, 0] = 0  # numba frees an array after its last use, and an address is no use
+        scratch[0, 0] = 0  # numba frees an array after its last use; its address does not count
         return True
 
     return pack_units

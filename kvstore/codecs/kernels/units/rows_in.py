@@ -1,4 +1,4 @@
-"""Emits the way from an engine's rows to integers: without RoPE and mean, of one size, 16 bits."""
+"""Emits the conversion of an engine's rows to integers: no RoPE, no mean, one size, 16 bits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def emit_load(b: Any, lanes: int, as_words: bool, args: tuple[Value, ...]) -> No
     """Emit the load of one head of some tokens as fp32, RoPE undone and mean subtracted.
 
     ``args``: addresses of the head, of means, cosines, sines and of the target; bytes from one
-    token to the next of the head, of angles and of the target; number of tokens; half the channels
-    that RoPE turns; all channels. ``as_words``: the engine holds fp32, rounded to bf16 here.
+    token to the next of the head, of angles and of the target; number of tokens; half the number
+    of channels that RoPE rotates; all channels. ``as_words``: the engine holds fp32, which is
+    rounded to bf16 here.
     """
     source, means, cosines, sines, target, *steps, num_tokens, half, dim = args
     e, four, step = Emitter(b, lanes), ir.Constant(I64, 4), ir.Constant(I64, lanes)
@@ -53,7 +54,7 @@ def _widened(e: Emitter, as_words: bool, row: Value, channel: Value) -> Value:
 
 
 def emit_squares(b: Any, lanes: int, args: tuple[Value, ...]) -> None:
-    """Emit sums of squares of fp32 rows; the order of adding is that of ``octave_gain``.
+    """Emit sums of squares of fp32 rows, added in the order of ``octave_gain``.
 
     ``args``: address of the rows, bytes from one to the next, their length, address of the sums,
     number of rows.
@@ -92,10 +93,10 @@ def _folded(e: Emitter, sums: list[Value]) -> Value:
 
 
 def emit_integers(b: Any, lanes: int, args: tuple[Value, ...]) -> None:
-    """Emit fp32 rows times a factor each, rounded to 16 bits.
+    """Emit fp32 rows, each times its factor, rounded to 16 bits.
 
-    ``args``: addresses of rows, factors and target; length of a row and number of rows, which lie
-    one after the other.
+    ``args``: addresses of rows, factors and target; length of a row and number of rows, which are
+    contiguous.
     """
     rows, factors, target, width, count = args
     e = Emitter(b, lanes)

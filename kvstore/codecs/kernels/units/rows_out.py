@@ -1,4 +1,4 @@
-"""Emits the way from sums of integers to an engine's rows: gain, mean, RoPE, rounding."""
+"""Emits the conversion of sums of integers to an engine's rows: gain, mean, RoPE, rounding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def emit_rows(b: Any, lanes: int, as_words: bool, args: tuple[Value, ...]) -> No
 
     ``args``: addresses of sums (i32), means, cosines, sines, gains (fp32) and of the target; bytes
     from one token to the next of sums, of angles and of the target; number of tokens; half the
-    channels that RoPE turns, and all channels, both multiples of the lanes.
-    ``as_words``: the engine holds fp32, whose upper halves get the bf16.
+    number of channels that RoPE rotates, and all channels, both multiples of the lanes.
+    ``as_words``: the engine holds fp32, whose upper halves become the bf16.
     """
     sums, means, cosines, sines, gains, target, *steps, num_tokens, half, dim = args
     e = Emitter(b, lanes)
@@ -44,7 +44,7 @@ class _Row:
     gain: Value
 
     def restored(self, at: Value) -> Value:
-        """Restore a vector of fp32 values, ``at`` bytes from the start."""
+        """Restore a vector of fp32 values, ``at`` bytes from the start of the head."""
         e, b = self.e, self.e.builder
         number = b.sitofp(e.load(b.add(self.sums, at), 0, e.words), e.floats)
         return b.fadd(b.fmul(number, self.gain), e.load(b.add(self.means, at), 0, e.floats))

@@ -1,6 +1,6 @@
 """Arguments that the kernels of units share: their types, counts, and addresses of arrays.
 
-Addresses are asked for many at a time: asking numpy for one takes a microsecond.
+Addresses are read in batches: asking numpy for a single one takes a microsecond.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numba import njit, types
 from kvstore.codecs.kernels.numba_functions import address_of, array_of, compiled, tuple_of
 from kvstore.codecs.stages.integer_klt import MAX_BITS
 
-BLOCK = 64  # tokens that go through a kernel together
-BATCH = 8  # arrays of one call
+BLOCK = 64  # tokens that a kernel processes together
+BATCH = 8  # arrays per call
 ANGLES = array_of(types.float32, 3)
-# The RoPE table of each segment (0: none), half the channels that each table turns, cosines, sines,
-# and head_dim.
+# The RoPE table of each segment (0: none), half the channels that each table rotates, cosines,
+# sines, and head_dim.
 ROPE_TABLES = (array_of(types.int64, 2), array_of(types.int64, 1), ANGLES, ANGLES, types.int64)
 # Addresses of the engine's arrays and bytes from token to token, (units, segments) each.
 SEGMENTS = tuple_of(array_of(types.int64, 2), array_of(types.int64, 2))
@@ -26,9 +26,9 @@ SEGMENTS = tuple_of(array_of(types.int64, 2), array_of(types.int64, 2))
 
 @njit
 def count_of(runs: Any) -> Any:
-    """Return how many planes and components a unit has.
+    """Return the numbers of planes and components of a unit.
 
-    ``runs``: int64 (MAX_BITS + 1,), how many components have how many bits.
+    ``runs``: int64 (MAX_BITS + 1,), the number of components that have each number of bits.
     """
     planes, components = 0, 0
     for bits in range(1, MAX_BITS + 1):

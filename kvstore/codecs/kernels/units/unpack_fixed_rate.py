@@ -1,7 +1,7 @@
 """Unpacks integer codes to rows in one pass, in numba; see ``stages.integer_klt``.
 
-64 tokens of a unit at a time stay in the first cache: planes become levels, levels become groups,
-groups are multiplied by the unit's matrix, and sums become rows.
+64 tokens of a unit at a time stay in the first-level cache: planes become levels, levels become
+groups, groups are multiplied by the unit's matrix, and sums become rows.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ TILE_COLUMNS = HOST.tile_columns
 def _levels_of_block(source: Any, step: Any, runs: Any, table: Any, width: Any, rows: Any) -> None:
     """Turn planes into levels.
 
-    ``runs``: int64 (MAX_BITS + 1,), how many components have how many bits; those with most bits
-    come first in memory.
+    ``runs``: int64 (MAX_BITS + 1,), the number of components that have each number of bits; those
+    with most bits come first in memory.
     """
     for bits in range(MAX_BITS, 0, -1):
         args = (source, step, table, width, rows, runs[bits])
@@ -67,7 +67,7 @@ def _levels_of_block(source: Any, step: Any, runs: Any, table: Any, width: Any, 
 def _tail_of_planes(planes: Any, first: Any, num_planes: Any, start: Any, nbytes: Any) -> Any:
     """Copy planes from byte ``start`` on into words of eight bytes.
 
-    Reading so many at once from the last plane would pass its end.
+    Reading eight bytes at once from the last plane would pass its end.
     """
     tail = np.zeros((num_planes + 1, 8), np.uint8)
     for k in range(num_planes):
@@ -114,7 +114,7 @@ def _rows_of_tile(
 
 
 def _unpack_function(sources: int) -> Any:
-    """Make the function; ``sources`` enters numba's cache key, which covers one file only."""
+    """Make the function; ``sources`` is part of numba's cache key, which covers one file only."""
 
     def unpack_units(
         planes: Any, num_tokens: int, units: Any, pairs: Any, ropes: Any, targets: Any
@@ -122,8 +122,8 @@ def _unpack_function(sources: int) -> Any:
         """Unpack rows into ``targets``.
 
         ``planes``: uint8 (bytes,). ``units``: runs, levels, matrix, begins, means, gains, see
-        ``fused_rate.Tables``. ``pairs``: uint8 (units, pairs of tokens). ``ropes``: ``ROPE_TABLES``
-        and whether rows are fp32.
+        ``fused_rate.RateTables``. ``pairs``: uint8 (units, pairs of tokens). ``ropes``:
+        ``ROPE_TABLES`` and whether rows are fp32.
         """
         runs, levels, matrix, begins, means, gain_tables = units
         gains = np.empty(BLOCK, np.float32)
@@ -144,7 +144,7 @@ def _unpack_function(sources: int) -> Any:
                 count, start = min(num_tokens - block, BLOCK), block // 8
                 source = address_of(planes) + plane * plane_nbytes + start
                 step = np.int64(plane_nbytes)
-                # The other bytes of a short block's words are the next plane's; no token uses them.
+                # The other bytes of a short block's words belong to the next plane: no token's.
                 beyond = (plane + num_planes - 1) * plane_nbytes + start + 8 > len(planes)
                 tail = _tail_of_planes(planes, plane, num_planes * beyond, start, plane_nbytes)
                 if beyond:
@@ -154,7 +154,7 @@ def _unpack_function(sources: int) -> Any:
                     gains[token] = gain_tables[unit, (pair >> (4 * (token % 2))) & (CODES - 1)]
                 _levels_of_block(source, step, runs[unit], table, levels.shape[2], rows)
                 if beyond:
-                    tail[0, 0] = 0  # not freed before this
+                    tail[0, 0] = 0  # numba must not free it before this
                 put_groups(sources, (rows, groups, num_groups))
                 for first in range(0, count, TILE_TOKENS):
                     for column in range(0, width, TILE_COLUMNS):
@@ -173,7 +173,7 @@ def _unpack_function(sources: int) -> Any:
                     gain_at = address_of(gains) + NBYTES * first
                     _rows_of_tile(sums, unit, token, rest, gain_at, mean, width, ropes, targets)
             plane += num_planes
-        scratch[0, 0] = 0  # numba frees an array after its last use, and an address is no use
+        scratch[0, 0] = 0  # numba frees an array after its last use; its address does not count
 
     return unpack_units
 

@@ -1,8 +1,8 @@
 """Unpacks the symbols of a chunk to rows in one pass, in numba; see ``stages.integer_rows``.
 
-The prediction from earlier units is added to a unit's levels (``one_step_prediction``). All its
-tokens become groups of levels, which stay in the second cache. Then its columns are computed panel
-by panel, so that every row of integers is read from memory once for a chunk.
+The prediction from earlier units is added to a unit's levels (``one_step_prediction``). Levels of
+all its tokens become groups, which stay in the second-level cache. Then its columns are computed
+panel by panel, so that every row of integers is read from memory once per chunk.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _levels_of_unit(
 ) -> Any:
     """Put the levels of a unit into ``words`` and ``narrow``.
 
-    ``expected``: int32 (predicted components, tokens), replaced by the final levels. Returns how
-    many rare codes have been used so far, and what bytes cannot hold: see ``_by_token``.
+    ``expected``: int32 (predicted components, tokens), replaced by the final levels. Returns the
+    number of rare codes used so far, and the excesses that bytes cannot hold, as ``_by_token``.
     """
     symbols, low, rare, known = coded
     first, last, num_rare = rows
@@ -73,9 +73,9 @@ def _levels_of_unit(
 def _put(
     levels: Any, component: Any, counts: Any, words: Any, narrow: Any, beyond: Any, found: Any
 ) -> Any:
-    """Put the levels of one component where its numbers go: the first ones are words.
+    """Put the levels of one component into ``words`` if it is among the first, else ``narrow``.
 
-    Returns ``beyond``, perhaps with more room, and how many are in it.
+    Returns ``beyond``, enlarged if necessary, and its number of entries.
     """
     if component < counts[0]:
         put_words(levels, component, (counts[0] + 1) // 2, words)
@@ -93,10 +93,10 @@ def _put(
 
 @njit
 def _by_token(beyond: Any, num_tokens: Any) -> Any:
-    """Sort what bytes cannot hold by token.
+    """Sort the excesses that bytes cannot hold by token.
 
-    Returns int64 (tokens + 2,), where each token's begin, and int32 (2, any), components and
-    excesses.
+    Returns int64 (tokens + 2,), where each token's entries begin, and int32 (2, entries),
+    components and excesses.
     """
     starts = np.zeros(num_tokens + 2, np.int64)
     for k in range(beyond.shape[1]):
@@ -113,9 +113,9 @@ def _by_token(beyond: Any, num_tokens: Any) -> Any:
 
 @njit
 def _add_beyond(beyond: Any, token: Any, count: Any, rows: Any, columns: Any, sums: Any) -> None:
-    """Add to the sums of a tile what bytes could not hold.
+    """Add the products of excesses, which bytes cannot hold, to the sums of a tile.
 
-    ``sums``: int32 (tokens, columns); ``columns``: the first one in the unit, and how many.
+    ``sums``: int32 (tokens, columns); ``columns``: the first column in the unit, and their number.
     """
     starts, ordered = beyond
     first, dim = columns
@@ -128,7 +128,7 @@ def _add_beyond(beyond: Any, token: Any, count: Any, rows: Any, columns: Any, su
 
 
 def _unpack_function(sources: int) -> Any:
-    """Make the function; ``sources`` enters numba's cache key, which covers one file only."""
+    """Make the function; ``sources`` is part of numba's cache key, which covers one file only."""
 
     def unpack_steps(
         coded: Any,
@@ -143,7 +143,7 @@ def _unpack_function(sources: int) -> Any:
 
         ``coded``: symbols, low bits, rare codes, properties of coded components.
         ``first_rows``: int64 (units + 1,), the first coded component of each unit. ``units``:
-        counts, wide, narrow, begins, rows, means, parts, see ``fused_steps.Tables``. ``gains``:
+        counts, wide, narrow, begins, rows, means, parts, see ``fused_steps.StepTables``. ``gains``:
         fp32 (units, parts, tokens), times the scale of the sums. ``ropes``: ``ROPE_TABLES`` and
         whether rows are fp32.
         """
@@ -216,7 +216,7 @@ def _unpack_function(sources: int) -> Any:
                         put_rows(SOURCES, 1, out)
                     else:
                         put_rows(SOURCES, 0, out)
-        # numba frees an array after its last use, and an address is no use
+        # numba frees an array after its last use; its address does not count as a use
         words[0], narrow[0], scratch[0, 0], told[0] = 0, 0, 0, 0
 
     return unpack_steps

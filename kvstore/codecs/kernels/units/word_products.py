@@ -1,4 +1,4 @@
-"""Products of rows of 16-bit words and a matrix of them, in numba; see ``stacks.products``."""
+"""Products of rows of 16-bit words and a matrix, in numba; see ``stacks.int16_products``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TOKENS, COLUMNS = TILE_TOKENS, HOST.tile_columns
 
 
 def _products_function(sources: int) -> Any:
-    """Make the function; ``sources`` enters numba's cache key, which covers one file only."""
+    """Make the function; ``sources`` is part of numba's cache key, which covers one file only."""
 
     def products(tiles: Any, panels: Any, sums: Any) -> None:
         """Multiply and put the products into ``sums``, int32 (components, tokens).
 
-        ``tiles``: uint32 (tiles, pairs, TOKENS), ``panels``: uint32 (panels, pairs, COLUMNS): two
-        words side by side; both may be padded beyond ``sums``.
+        ``tiles``: uint32 (tiles, pairs, TOKENS), ``panels``: uint32 (panels, pairs, COLUMNS), of
+        two words each; both may be padded beyond the size of ``sums``.
         """
         scratch = np.empty((TOKENS, COLUMNS), np.int32)
         zeros = np.zeros(COLUMNS, np.int32)
@@ -45,7 +45,7 @@ def _products_function(sources: int) -> Any:
                     for token in range(min(sums.shape[1] - tile * TOKENS, TOKENS)):
                         target = tile * TOKENS + token
                         sums[panel * COLUMNS + column, target] = scratch[token, column]
-        # numba frees an array after its last use, and an address is no use
+        # numba frees an array after its last use; its address does not count as a use
         scratch[0, 0], zeros[0] = 0, 0
 
     return products
