@@ -37,7 +37,7 @@ def test_a_name_has_parts(name: str, parts: PresetParts) -> None:
 
 @pytest.mark.parametrize("name", ["dense3+", "raw+", "dense3+window4+", "dense3++state8"])
 def test_an_empty_part_is_refused(name: str) -> None:
-    with pytest.raises(UnknownCodec, match="behind its"):
+    with pytest.raises(UnknownCodec, match="after its"):
         check_name(name)
 
 
