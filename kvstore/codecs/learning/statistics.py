@@ -33,7 +33,7 @@ def unit_rows(
     means: np.ndarray,
     sizes: Sizes,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields all rows, piece by piece, without mean and of unit size, and their gains by ``sizes``.
+    """Yields all rows, piece by piece, without mean and of unit size, with their ``sizes``.
 
     Rows are fp32 (units, tokens, width), gains fp32 (units, tokens, gain groups). ``means``: fp32
     (elements of a token,).
@@ -50,8 +50,8 @@ def unit_rows(
 def principal_axes(rows: Iterator[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Learns the principal axes of stacks, fp32 (units, tokens, width), text by text.
 
-    Returns deviations (units, width), largest first, and the columns (units, width, width) that
-    they belong to, fp32. Raises ``ValueError`` if there is no text.
+    Returns deviations (units, width), largest first, and their axes as columns (units, width,
+    width), fp32. Raises ``ValueError`` if there is no text.
     """
     covariance: np.ndarray | None = None
     num_tokens = 0

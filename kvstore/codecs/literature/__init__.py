@@ -1,1 +1,1 @@
-"""The methods of papers and of the projects this one grew from, one file each, for comparison."""
+"""The methods of papers, and of the projects from which this one grew, for comparison."""

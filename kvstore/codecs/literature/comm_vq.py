@@ -1,11 +1,12 @@
 """CommVQ: additive vector quantisation, groups of neighbours as sums of learned vectors.
 
-Idea: the first stage takes the nearest of its vectors, the next the nearest to what is left.
+Idea: the first stage takes its nearest vector, the next stage the vector nearest to the rest.
 Formula: x[8 i : 8 i + 8] = v1[c1] + v2[c2], with 256 vectors in each stage. CommVQ trains all
-stages together and makes them commute with RoPE, so that attention can work on codes; a cold store
-restores whole keys, so un-RoPE before and RoPE after do as well, and stages are learned one by
+stages together and makes them commute with RoPE, so that attention can work on codes. A cold store
+restores whole keys, so un-RoPE before and RoPE after work as well, and stages are learned one by
 one.
-Size: ``stages`` bytes for ``dim`` neighbours, 2 + 16 / D bits: 64 times smaller with one of 32.
+Size: ``stages`` bytes for ``dim`` neighbours, usually 2 + 16 / D bits; 64 times smaller with one
+stage for 32 neighbours.
 Paper: CommVQ, arXiv 2506.18879.
 """
 
@@ -79,7 +80,7 @@ COMMVQ = CommVQ()
 
 
 class AdditiveVectors:
-    """Takes one code of a byte for each stage of each group of neighbours.
+    """Takes one byte as the code for each stage of each group of neighbours.
 
     Implements ``Quantiser``.
     """

@@ -1,9 +1,9 @@
-"""fp8: what an engine's own 8-bit float KV cache keeps, as the floor to stand beside.
+"""fp8: the values of an engine's own 8-bit float KV cache, as a baseline for comparison.
 
-Idea: floats of a sign, four bits of exponent and three of mantissa (e4m3, no infinity, 448 the
-largest), with one scale for K and one for V of a layer, so that their largest value fits.
+Idea: floats with a sign, four bits of exponent and three of mantissa (e4m3, no infinity, the
+largest is 448), with one scale for K and one for V of a layer, so that their largest value fits.
 Formula: x = scale * e4m3; the scale is fp32, here one for each chunk.
-Size: 8 bits, and next to nothing.
+Size: 8 bits, and almost nothing for the scales.
 Format: FP8 formats for deep learning, arXiv 2209.05433; vLLM's ``kv_cache_dtype = "fp8"``.
 """
 
@@ -23,9 +23,9 @@ from kvstore.codecs.stages.gain import NoGain
 from kvstore.errors import Corrupt
 
 LARGEST = np.float32(448)
-LARGEST_CODE = 0x7E  # 0x7F is not a number
+LARGEST_CODE = 0x7E  # 0x7F is NaN
 SMALLEST_NORMAL = np.float32(2.0**-6)
-STEPS_BELOW = np.float32(2.0**9)  # of what is smaller: equal steps
+STEPS_BELOW = np.float32(2.0**9)  # smaller values have equal steps, so many to one
 SMALLEST_SCALE = np.float32(2.0**-100)
 
 
@@ -35,7 +35,7 @@ def fp8() -> Codec:
 
 
 class TensorScale:
-    """Divides K, or V, of a layer so that its largest value is e4m3's. Implements ``Transform``."""
+    """Divides K, or V, of a layer so that its largest value fits e4m3. Implements ``Transform``."""
 
     def __init__(self, shape: StackShape) -> None:
         arrays = np.array([unit[0].array for unit in shape.units])
@@ -69,7 +69,7 @@ class TensorScale:
 
 
 class Float8:
-    """Rounds to the nearest e4m3, to even where two are as near. Implements ``Quantiser``."""
+    """Rounds to the nearest e4m3, ties to even. Implements ``Quantiser``."""
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
         sizes = np.minimum(np.abs(components), LARGEST)
@@ -88,7 +88,7 @@ class Float8:
 
 @functools.cache
 def float8_values() -> np.ndarray:
-    """The value of each code, fp32 (256,); not a number counts as the largest."""
+    """The value of each code, fp32 (256,); NaN counts as the largest value."""
     codes = np.minimum(np.arange(128), LARGEST_CODE)
     exponents, mantissas = np.divmod(codes, 8)
     normal = (1 + mantissas / 8) * np.exp2(exponents - 7.0)

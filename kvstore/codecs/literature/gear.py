@@ -1,12 +1,12 @@
-"""GEAR: KIVI's groups, a low-rank part of what they missed, and the outliers apart.
+"""GEAR: KIVI's groups, a low-rank part of their error, and outliers stored apart.
 
 Idea: a few values stretch a group's steps, so they are taken out; the error of the others is
-coherent over tokens, so a matrix of low rank has much of it.
+coherent over tokens, so a matrix of low rank holds much of it.
 Formula: X = Q(X') + A B + S. X' has the values farthest from the mean of their channel (keys) or
-token (values) replaced by the mean of the rest, A B is the best approximation of rank ``rank`` of
-X' - Q(X') for the chunk of a head, and S is what is still missing of the values taken out.
+token (values) replaced by the mean of the others, A B is the best approximation of rank ``rank`` of
+X' - Q(X') for the chunk of a head, and S is the remaining error of the values taken out.
 Size: KIVI's b + 32 / group bits, 16 rank (T + D) / (T D) and 32 bits for each outlier: 4.75 bits
-for chunks of 128 tokens and heads of 128. The paper's chunks are longer, and its matrices cheaper.
+for chunks of 128 tokens and heads of 128. The paper's chunks are longer, so its matrices take less.
 Paper: GEAR, arXiv 2403.05527.
 """
 
@@ -42,7 +42,7 @@ def gear(bits: int = 2, rank: int = 4, outliers: float = 2.0, group: int = GROUP
 
 
 class _Note(NamedTuple):
-    """The note of a chunk, read."""
+    """The note of a chunk, after reading."""
 
     groups: object
     left: np.ndarray  # A, fp32 (units, tokens, rank)
@@ -51,7 +51,7 @@ class _Note(NamedTuple):
 
 
 class CorrectedGroups:
-    """Scales groups as ``MinMaxGroups``, and adds A B and S. Implements ``Transform``."""
+    """Scales groups like ``MinMaxGroups``, and adds A B and S. Implements ``Transform``."""
 
     def __init__(
         self, shape: StackShape, groups: MinMaxGroups, bits: int, rank: int, share: float, axis: int
@@ -119,7 +119,7 @@ class CorrectedGroups:
         return sizes[0], sizes[1], sizes[2]
 
     def _places(self, stack: np.ndarray) -> np.ndarray:
-        """Returns where along the axis the outliers are, int64, ascending."""
+        """Returns the positions of outliers along the axis, int64, ascending."""
         away = np.abs(stack - stack.mean(axis=self._axis, keepdims=True))
         order = np.argsort(-away, axis=self._axis, kind="stable")
         count = self._places_shape(stack.shape[1])[self._axis]

@@ -1,9 +1,9 @@
 """KIVI: groups of 32 with 2 bits, keys by channel, values by token.
 
-Idea: channels of keys differ in size and tokens of values do, so each is grouped along what is
-even.
+Idea: channels of keys differ in size, and so do tokens of values; each is grouped along the axis on
+which sizes are even.
 Formula: code = round((x - smallest) / step), with fp16 smallest and step for each group.
-Size: 3 bits, the two numbers of a group included; b + 32 / group bits with other parameters.
+Size: 3 bits, including the two numbers of a group; b + 32 / group bits with other parameters.
 Paper: KIVI, arXiv 2402.02750.
 """
 

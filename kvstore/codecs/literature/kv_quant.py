@@ -28,7 +28,7 @@ from kvstore.shapes import KVLayout
 
 @dataclass(frozen=True)
 class KVQuant:
-    """Learns nothing but the turns of the keys, which every profile has."""
+    """Learns nothing; uses the RoPE of the keys, which every profile has."""
 
     bits: int = 3
 

@@ -1,10 +1,10 @@
 """PolarQuant: recursive polar coordinates of rotated rows.
 
 Idea: sixteen neighbours are eight pairs; each pair is an angle and a radius; radii are paired
-again, and so on for four levels, which leaves fifteen angles and one radius. Of a rotated row the
-first angles are uniform and the later ones crowd around 45 degrees, the more the later.
-Formula: an angle of level l has the density sin(2 a)^(2^l - 1); each level has Lloyd's levels of
-it.
+again, and so on for four levels, which leaves fifteen angles and one radius. For a rotated row, the
+first angles are uniform, and later ones concentrate around 45 degrees, more with each level.
+Formula: an angle of level l has the density sin(2 a)^(2^l - 1); it is quantised to Lloyd's levels
+for that density.
 Size: angles of 4, 2, 2 and 2 bits and a radius of 16: 3.875 bits.
 Paper: PolarQuant, arXiv 2502.02617.
 """
@@ -27,7 +27,7 @@ from kvstore.errors import UnknownCodec
 
 BLOCK = 16
 LEVEL_BITS = (4, 2, 2, 2)
-GRID = 1 << 14  # of the quarter circle, while levels are sought
+GRID = 1 << 14  # points on the quarter circle, to compute levels
 ROUNDS = 200
 
 
@@ -40,7 +40,7 @@ class Polar:
     """Codes angles level by level, then the blocks' radii as fp16. Implements ``Quantiser``."""
 
     def __init__(self, width: int) -> None:
-        """Raises ``UnknownCodec`` for a width that is no multiple of a block."""
+        """Raises ``UnknownCodec`` for a width that is not a multiple of a block."""
         if width % BLOCK:
             raise UnknownCodec(f"vectors of {width} values are no blocks of {BLOCK}; use codec raw")
         self._num_blocks = width // BLOCK
@@ -75,7 +75,7 @@ class Polar:
 
 def _angle_codes(angles: np.ndarray, level: int) -> np.ndarray:
     levels = angle_levels(level)
-    if level == 0:  # a circle of equal cells
+    if level == 0:  # equal cells of the whole circle
         cells = np.floor(angles * np.float32(len(levels) / (2 * np.pi)))
         return cells.astype(np.int64).astype(np.uint8) % len(levels)
     bounds = (levels[1:] + levels[:-1]) / 2
@@ -84,7 +84,7 @@ def _angle_codes(angles: np.ndarray, level: int) -> np.ndarray:
 
 @functools.cache
 def angle_levels(level: int) -> np.ndarray:
-    """Returns Lloyd's levels for the angles of normal variables, fp32 (2 ** bits,)."""
+    """Returns Lloyd's levels for the angles of normal values, fp32 (2 ** bits,)."""
     num_levels = 1 << LEVEL_BITS[level]
     if level == 0:
         circle = (np.arange(num_levels) + 0.5) * (2 * np.pi / num_levels)

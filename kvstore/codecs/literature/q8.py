@@ -1,6 +1,6 @@
-"""q8: blocks of 32 values with 8 bits each, as llama.cpp's ``q8_0``; the floor to stand beside.
+"""q8: blocks of 32 values with 8 bits each, as llama.cpp's ``q8_0``; a baseline for comparison.
 
-Idea: neighbours in a row share a scale, by which the largest of them is 127.
+Idea: neighbours in a row share a scale, which maps the largest of them to 127.
 Formula: x = scale * code, code from -127 to 127; the scale is fp16.
 Size: 8.5 bits.
 Project: llama.cpp, ``--cache-type-k q8_0 --cache-type-v q8_0``.
@@ -23,7 +23,7 @@ from kvstore.errors import Corrupt
 
 BLOCK = 32  # values that share a scale
 LARGEST = np.float32(127)
-MIDDLE = np.float32(128)  # codes are positive
+MIDDLE = np.float32(128)  # added, so that codes are positive
 SMALLEST_SCALE = np.float32(2.0**-24)
 
 

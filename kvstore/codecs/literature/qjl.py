@@ -1,9 +1,9 @@
 """QJL: a sketch of signs for keys, groups for values.
 
-Idea: a key needs no scale or zero point if only the signs of its projections onto m random
-directions are kept, and its norm. Values go in groups of 32 with 2 bits, as in KIVI.
+Idea: a key needs no scale or zero point if only its norm is kept, and the signs of its projections
+onto m random directions. Values go in groups of 32 with 2 bits, as in KIVI.
 Formula: k is restored as sqrt(pi / 2) / m |k| S^T sign(S k), which is unbiased.
-Size: keys m / D + 16 / D bits (m is D unless it is given), values 3 bits.
+Size: keys m / D + 16 / D bits (m is D by default), values 3 bits.
 Paper: QJL, arXiv 2406.03482.
 """
 
@@ -27,7 +27,7 @@ from kvstore.codecs.stages.gain import HalfGain
 
 
 def qjl(signs: int = 0) -> Codec:
-    """Makes the preset ``qjl`` with so many signs for each key; 0 = as many as values."""
+    """Makes the preset ``qjl`` with so many signs for each key; 0 = one for each value."""
     keys = functools.partial(_sketched, num_signs=signs)
     values = functools.partial(grouped, bits=2, along="width")
     return StackCodec("qjl.1", HeadPipelines(keys, values))

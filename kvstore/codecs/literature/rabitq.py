@@ -1,8 +1,8 @@
-"""RaBitQ: rotated keys by one sign each, and the factor that makes them fit.
+"""RaBitQ: rotated keys as one sign per value, and a factor that fits them.
 
-Idea: keys without the chunk's mean (one cluster), rotated, point to the nearest corner of a cube.
-Values here are TurboQuant's of 4 bits: RaBitQ says nothing about values.
-Formula: k - mean is restored as f H^T sign(H (k - mean)), with the f of least squares.
+Idea: keys without the chunk's mean (one cluster) are rotated; each is replaced by the nearest
+corner of a cube. Values are TurboQuant's with 4 bits here, because RaBitQ does not cover values.
+Formula: k - mean is restored as f H^T sign(H (k - mean)), with the least-squares f.
 Size: keys 1 + 16 / D + 16 / 128 bits, both together 2.5 + 16 / D bits and the mean.
 Paper: RaBitQ, SIGMOD 2024, arXiv 2405.12497.
 """

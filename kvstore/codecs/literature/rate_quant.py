@@ -1,11 +1,11 @@
-"""RateQuant: TurboQuant-MSE with bits dealt out to heads.
+"""RateQuant: TurboQuant-MSE with bits allotted to heads.
 
 Idea: an error in one head costs the model more than in another; bits go where they help most.
 Formula: reverse water-filling by how much an error in a head matters: its sensitivity, or its
-energy where none was measured. Errors by bits are those of the tables, so that no slope has to be
-fitted.
-Size: ``bits`` + 16 / D bits on average, ``least`` at least for any head: with one bit for half of
-the value heads, which water-filling wants at 2.5 bits, the loss was twice as high.
+energy if none was measured. The error for a number of bits is taken from the tables, so that no
+slope has to be fitted.
+Size: ``bits`` + 16 / D bits on average, at least ``least`` for any head: with one bit for half of
+the value heads, as water-filling chooses at 2.5 bits, the loss was twice as high.
 Paper: RateQuant, arXiv 2605.06675.
 """
 
@@ -33,7 +33,7 @@ MOST_BITS = 8
 
 @dataclass(frozen=True)
 class RateQuant:
-    """Deals out ``bits`` per value on average, ``least`` or more to each head."""
+    """Allots ``bits`` per value on average, ``least`` or more to each head."""
 
     bits: float = 2.5
     least: int = 2

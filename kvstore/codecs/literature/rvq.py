@@ -1,10 +1,10 @@
-"""RVQ: a residual quantiser of one bit a stage.
+"""RVQ: a residual quantiser of one bit per stage.
 
-Idea: after signs and Hadamard the sign of a component, then the sign of what the first sign missed,
-which is taken to be Laplacian: its bit stands for the mean size of a Laplacian variable.
+Idea: after signs and Hadamard, the sign of a component, then the sign of the error that it leaves.
+The error is assumed to be Laplacian: its bit stands for the mean size of a Laplacian variable.
 Formula: x is restored as s1 E|n| + s2 sqrt(1 - 2 / pi) / sqrt(2), with the signs s1 and s2.
 Size: 2 + 16 / D bits.
-Project: VeloxQuant, one of those that this one grew from.
+Project: VeloxQuant, one of the projects from which this one grew.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def rvq() -> Codec:
 
 
 class Residual:
-    """Quantises again what a first quantiser missed. Implements ``Quantiser``.
+    """Quantises the error that a first quantiser leaves. Implements ``Quantiser``.
 
-    Both codes are in one integer: the second's above the ``first_bits`` of the first.
+    One integer holds both codes: the second above the ``first_bits`` of the first.
     """
 
     def __init__(self, first: Quantiser, first_bits: int, second: Quantiser, scale: float) -> None:
-        """``scale``: the deviation of what the first misses, for a second made for N(0, 1)."""
+        """``scale``: the deviation of the first's error, for a second made for N(0, 1)."""
         self._first, self._second = first, second
         self._first_bits = first_bits
         self._scale = np.float32(scale)

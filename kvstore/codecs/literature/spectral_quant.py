@@ -1,8 +1,8 @@
 """SpectralQuant: a KLT of each head, many bits for the signal, few for the noise.
 
-Idea: onto the principal axes that calibration saw, components come out uncorrelated, with very
-uneven variances. As many as the variance effectively has are the signal, all others are noise;
-each of both groups has one table of levels.
+Idea: on the principal axes found in calibration, components are uncorrelated and have very uneven
+variances. The number of effective dimensions is computed from these; so many components are the
+signal, all others are noise. Each of the two groups has one table of levels.
 Formula: effective = (sum v)^2 / sum v^2 over the variances v of the components.
 Size: noise + (signal - noise) * effective / D + 16 / D bits.
 Project: SpectralQuant (Dynamis-Labs).
@@ -76,7 +76,7 @@ SPECTRAL = SpectralQuant()
 class Klt:
     """Projects rows onto a basis with orthonormal columns. Implements ``Transform``.
 
-    Axes of components that never get a bit need not exist: there may be fewer columns than rows.
+    Axes of components that never get a bit may be absent: there may be fewer columns than rows.
     """
 
     def __init__(self, basis: np.ndarray) -> None:
@@ -84,7 +84,7 @@ class Klt:
         self._basis = np.ascontiguousarray(basis, np.float32)
 
     def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
-        # Component by component in memory, which is the order of the coders.
+        # Components are contiguous in memory, which is the order of the coders.
         components = np.matmul(self._basis.swapaxes(1, 2), stack.swapaxes(1, 2))
         return components.swapaxes(1, 2), b""
 
@@ -100,7 +100,7 @@ class Klt:
 
 
 def effective_dimensions(variances: np.ndarray) -> np.ndarray:
-    """Returns how many equal components would spread as much, over the last axis, rounded up.
+    """Returns the number of equal components with the same spread, over the last axis, rounded up.
 
     ``variances``: floats (..., components). Returns whole numbers in fp64 (...,).
     """

@@ -7,7 +7,7 @@ import hashlib
 
 import numpy as np
 
-UNIT = 2.0**-10  # draws are multiples of it: no libm's last bit reaches them
+UNIT = 2.0**-10  # draws are rounded to its multiples, which hides differences of libm's last bits
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,7 +1,7 @@
 """fp16 numbers as two more columns of bytes among the codes of a token.
 
-A method that keeps a number of its own for each row (the size of a residual, a radius) then needs
-no coder of its own: bit planes write any columns.
+A method that stores a number for each row (the size of a residual, a radius) then needs no coder of
+its own: bit planes write any columns.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ BITS = (8, 8)  # of the two columns
 def to_columns(values: np.ndarray) -> np.ndarray:
     """Packs fp32 (..., numbers) to uint8 (..., 2 * numbers).
 
-    What is beyond fp16 becomes its largest.
+    Values beyond the range of fp16 become its largest.
     """
     halves = np.clip(values, -FP16_LARGEST, FP16_LARGEST).astype("<f2")
     return np.ascontiguousarray(halves).view(np.uint8)
 
 
 def from_columns(columns: np.ndarray) -> np.ndarray:
-    """Unpacks uint8 (..., 2 * numbers) to fp32; damaged columns give finite numbers too."""
+    """Unpacks uint8 (..., 2 * numbers) to fp32; damaged columns also give finite numbers."""
     halves = np.ascontiguousarray(columns).view("<f2").astype(np.float32)
     usual = np.where(np.isnan(halves), np.float32(0), halves)
     finite: np.ndarray = np.clip(usual, -FP16_LARGEST, FP16_LARGEST)

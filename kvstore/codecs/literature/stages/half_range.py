@@ -1,4 +1,4 @@
-"""No gain at all, for methods whose own numbers are fp16: rows beyond those are kept exact."""
+"""Applies no gain, for methods with numbers in fp16: rows beyond its range stay unquantised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.codecs.stages.gain import FP16_SMALLEST, NoGain, root_mean_squares
 
 
 class HalfRange(NoGain):
-    """Leaves rows their size, and keeps those that fp16 cannot hold. Implements ``Gain``."""
+    """Does not scale rows; keeps those that fp16 cannot hold unquantised. Implements ``Gain``."""
 
     def __init__(self, shape: StackShape) -> None:
         super().__init__(shape)

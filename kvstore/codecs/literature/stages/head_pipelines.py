@@ -1,4 +1,4 @@
-"""Pipelines that work head by head, keys in one way and values in another."""
+"""Pipelines that work head by head, with different stages for keys and for values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakePipeline: TypeAlias = Callable[[StackShape], Pipeline]
 
 @dataclass(frozen=True)
 class HeadPipelines:
-    """Assembles a codec whose unit is one head; a ``stack_codec.Assemble``."""
+    """Assembles a codec whose unit is one head. Implements ``stack_codec.Assemble``."""
 
     keys: MakePipeline
     values: MakePipeline
@@ -49,10 +49,10 @@ def head_pipelines(
 
 
 def planes_of(shape: StackShape, bits: np.ndarray) -> BitPlanes:
-    """Makes the coder for codes of ``bits``, integers (columns,), alike in all units."""
+    """Makes the coder for codes of ``bits``, integers (columns,), the same in all units."""
     return BitPlanes(np.tile(bits, (shape.num_units, 1)))
 
 
 def equal_bits(shape: StackShape, num_bits: int) -> np.ndarray:
-    """Returns the bits of a code that has as many in every column, int64 (width,)."""
+    """Returns the bits of a code with ``num_bits`` in every column, int64 (width,)."""
     return np.full(shape.width, num_bits)

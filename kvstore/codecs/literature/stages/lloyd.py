@@ -1,4 +1,4 @@
-"""Lloyd-Max: each component, over its deviation, to the nearest of a normal variable's levels."""
+"""Lloyd-Max: each component, over its deviation, becomes the nearest level for normal values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LloydMax:
     def __init__(self, num_levels: np.ndarray, deviations: np.ndarray) -> None:
         """``num_levels``: integers, ``deviations``: floats, both (units, components).
 
-        One level means that nothing is kept of a component.
+        One level means that the component is not stored.
         """
         self._shape = num_levels.shape
         self._deviations = np.array(deviations, np.float32).reshape(-1)

@@ -1,8 +1,8 @@
-"""Smallest and largest of a group of values, and uniform steps between them, as KIVI does.
+"""The smallest value of each group of values, and uniform steps from it, as in KIVI.
 
 KIVI (arXiv 2402.02750) groups keys along tokens, channel by channel, and values along channels. The
-two numbers of a group are fp16. They travel as the note of this transform, which maps values to
-numbers from 0 to ``2 ** bits - 1``; ``Rounded`` makes codes of those.
+two numbers of a group are fp16. They are the note of this transform, which maps values to numbers
+from 0 to ``2 ** bits - 1``; ``Rounded`` makes codes of these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.errors import Corrupt
 
 SMALLEST_STEP = np.float32(2.0**-14)
-GROUP = 32  # values that share a smallest and a step
+GROUP = 32  # values that share a smallest value and a step
 
 Axis: TypeAlias = Literal["tokens", "width"]
 
@@ -31,7 +31,7 @@ class MinMaxGroups:
     """Scales each group to numbers from 0 to ``2 ** bits - 1``. Implements ``Transform``."""
 
     def __init__(self, shape: StackShape, bits: int, group: int, along: Axis) -> None:
-        """``group``: how many values along that axis share a smallest and a step."""
+        """``group``: the number of values along that axis that share a smallest and a step."""
         self._shape, self._group, self._along = shape, group, along
         self._largest = np.float32((1 << bits) - 1)
 
@@ -101,7 +101,7 @@ class Rounded:
 
 
 def grouped(shape: StackShape, bits: int, along: Axis, group: int = GROUP) -> Pipeline:
-    """Makes the pipeline of KIVI: groups of so many values, codes of ``bits``."""
+    """Makes the pipeline of KIVI: groups of ``group`` values, codes of ``bits``."""
     groups = MinMaxGroups(shape, bits, group, along)
     coder = planes_of(shape, equal_bits(shape, bits))
     return Pipeline(shape, (), HalfRange(shape), (groups,), Rounded(bits), coder)

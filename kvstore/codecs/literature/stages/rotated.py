@@ -1,4 +1,4 @@
-"""Random signs, then a Hadamard matrix: makes all channels alike without knowing any of them.
+"""Random signs, then a Hadamard matrix: makes all channels alike, without statistics of them.
 
 The signs and matrices are those of ``rows.rotation``; here the product is orthonormal.
 """
@@ -23,7 +23,7 @@ class SignHadamard:
     """Multiplies rows by signs and a Hadamard matrix. Implements ``Transform``."""
 
     def __init__(self, shape: StackShape) -> None:
-        """Raises ``UnknownCodec`` for a width that no Hadamard matrix is known for."""
+        """Raises ``UnknownCodec`` for a width for which no Hadamard matrix is known."""
         if rotation.order_of(shape.width) is None:
             raise UnknownCodec(f"vectors of {shape.width} values cannot be rotated; use codec raw")
         self._width = shape.width
@@ -52,7 +52,7 @@ class SignHadamard:
 def rotated(
     shape: StackShape, quantiser: Quantiser, bits: np.ndarray, is_fitted: bool = False
 ) -> Pipeline:
-    """Makes the pipeline norm (fp16), signs and Hadamard, ``quantiser``, bit planes.
+    """Makes a pipeline of norm (fp16), signs and Hadamard, ``quantiser``, bit planes.
 
     ``bits``: integers (columns of codes,). ``is_fitted``: see ``HalfGain``.
     """

@@ -1,4 +1,4 @@
-"""One bit: which side of zero a value lies on. It stands for the mean size of a component."""
+"""One bit: the side of zero on which a value lies. It stands for the mean size of a component."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One-bit sketches: the signs of projections onto random directions (QJL, arXiv 2406.03482).
 
-A sketch of ``k`` is sign(S k) with S normal. sqrt(pi / 2) / m |k| S^T sign(S k) has ``k`` as its
-mean over S, so products with a query come out unbiased; single ones are far off.
+A sketch of ``k`` is sign(S k) with S normal. The mean of sqrt(pi / 2) / m |k| S^T sign(S k) over S
+is ``k``, so products with a query are unbiased; single ones are far off.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ def directions(width: int, num_signs: int) -> np.ndarray:
 
 
 def sign_size(width: int, num_signs: int) -> np.float32:
-    """Returns what one sign adds along its direction, for a row whose root mean square is one."""
+    """Returns the length of one sign along its direction, for a row of root mean square one."""
     return np.float32(np.sqrt(np.pi / 2 * width) / num_signs)

@@ -1,7 +1,7 @@
-"""Vector quantisers: several neighbours at once, by the nearest of 256 vectors.
+"""Vector quantisers: several neighbours at once become the nearest of 256 vectors.
 
-The codebook of normal vectors needs no model. k-means (Lloyd) runs on whole numbers, so that every
-machine finds the same one.
+The codebook of normal vectors needs no model. k-means (Lloyd) uses whole numbers, so that every
+machine finds the same codebook.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK_ROWS = 4096
 
 
 class ProductVectors:
-    """Takes one code for each ``dim`` neighbours. Implements ``Quantiser``."""
+    """Takes one code for every ``dim`` neighbours. Implements ``Quantiser``."""
 
     def __init__(self, vectors: np.ndarray) -> None:
         """``vectors``: floats (at most 256, dim)."""
@@ -39,7 +39,7 @@ class ProductVectors:
 
 
 def nearest(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-    """Returns the number of the nearest vector for every row, uint8 (rows,); the first of equals.
+    """Returns the index of the nearest vector for every row, uint8 (rows,); the first of equals.
 
     ``rows``: floats (rows, dim); ``vectors``: floats (vectors, dim).
     """
@@ -53,7 +53,7 @@ def nearest(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def normal_vectors(dim: int) -> np.ndarray:
-    """Returns the codebook of k-means of normal vectors, fp32 (256, dim)."""
+    """Returns the k-means codebook of normal vectors, fp32 (256, dim)."""
     samples = np.rint(normal_draws("codebook", NUM_VECTORS * SAMPLES_EACH, dim) / UNIT)
     return (k_means(samples, NUM_VECTORS) * UNIT).astype(np.float32)
 
@@ -61,7 +61,7 @@ def normal_vectors(dim: int) -> np.ndarray:
 def k_means(samples: np.ndarray, num_vectors: int, rounds: int = ROUNDS) -> np.ndarray:
     """Returns the means of clusters, whole numbers in fp64 (num_vectors, dim).
 
-    The first samples are where it starts.
+    Starts with the first samples as means.
 
     ``samples``: whole numbers in fp64 (samples, dim).
     """
