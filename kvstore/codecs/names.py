@@ -1,8 +1,8 @@
 """The names of all codecs, for code that needs only names: nothing heavy is imported here.
 
-``presets`` makes a codec of a name, ``calibrated`` one of a name and a profile; both find the code
-by the import strings of the ``catalogue``. ``OWN`` are the product's codecs, ``LITERATURE`` methods
-of papers, and ``catalogue.registration`` adds one's own.
+``presets`` makes a codec from a name, ``calibrated`` from a name and a profile; both find the code
+by the import strings of the ``catalogue``. ``OWN`` holds the product's codecs, ``LITERATURE`` the
+methods of papers, and ``catalogue.registration`` adds a user's own.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvstore.codecs.catalogue.papers import LITERATURE as LITERATURE
 from kvstore.codecs.states.ways import STATES, USUAL_STATES, WINDOWS, WORST
 
 EXACT: Final = "raw"
-USUAL: Final = "dense3"  # what most models get
+USUAL: Final = "dense3"  # the usual choice for most models
 
 JOIN: Final = "+"
 
 
 class PresetParts(NamedTuple):
-    """A preset's name in parts: the codec of rows, and the ways of windows and of states.
+    """A preset's name in parts: the codec of rows, and the ways to pack windows and states.
 
-    "" where it does not name one. A way that does not exist is in ``states``, which refuses it.
+    A part that the name lacks is "". A way that does not exist is in ``states``, which refuses it.
     """
 
     rows: str
@@ -46,7 +46,7 @@ def parts_of(name: str) -> PresetParts:
 
 
 def for_session(name: str, has_windows: bool, has_matrices: bool) -> str:
-    """Complete a preset's name for a model: one that loses something packs matrices, too."""
+    """Complete a preset's name for a model: a lossy preset packs matrices, too."""
     rows, windows, states = parts_of(name)
     usual = USUAL_STATES if has_matrices and rows != EXACT else ""
     return PresetParts(
@@ -63,13 +63,13 @@ def session_presets(
 ) -> tuple[str, ...]:
     """List the combinations to measure on a model with states, for presets of rows.
 
-    Every preset is joined to the usual way of states, those of ours that are coarser to each way of
-    windows, too, and ``USUAL`` to all ways of states. Without rows there are only the ways of
-    states.
+    Every preset is joined with the usual way of states. The product's presets that are coarser than
+    a way of windows are also joined with that way. ``USUAL`` is joined with all ways of states.
+    Without rows, there are only the ways of states.
 
     Args:
-        has_rows: of every token.
-        deals: what errors in states cost is known, so ways that deal bits by it are among them.
+        has_rows: the model stores rows of every token.
+        deals: the cost of errors in states is known, so ways that deal bits by it are included.
     """
     ways = [x for x, entry in STATES.items() if entry.learns <= deals and (not deals or x != WORST)]
     if not has_rows and not has_windows:
@@ -90,33 +90,33 @@ def _is_coarser(name: str, than: str) -> bool:
 
 
 def must_learn(name: str) -> bool:
-    """Say whether a part of a preset is learned from the model."""
+    """Return whether a part of a preset is learned from the model."""
     rows, _, states = parts_of(name)
     return is_learned(rows) or (states in STATES and STATES[states].learns)
 
 
 def first_part(name: str) -> str:
-    """Return the rows' codec in a preset's name."""
+    """Return the codec of rows in a preset's name."""
     return parts_of(name).rows
 
 
-# What is usual elsewhere and taken for harmless: measured with ours, to see what a loss amounts to.
+# Codecs that are common elsewhere and considered harmless: measured with ours, to compare losses.
 FLOOR: Final = ("fp8", "q8")
 
-# ``catalogue.registration`` adds to it.
+# ``catalogue.registration`` adds entries.
 CODECS: Final[dict[str, CodecEntry]] = {**OWN, **LITERATURE}
 # The product's codecs that need no profile.
 READY: Final = tuple(name for name, entry in OWN.items() if entry.make)
-# The product's codecs that learn a model; "dense3" is among both.
+# The product's codecs that learn from a model; "dense3" is in both lists.
 CALIBRATED: Final = tuple(name for name, entry in OWN.items() if entry.learn)
 # Families of codecs that have a name for each number of bits: ``tq:bits=5`` is ``tq5``.
 FAMILIES: Final = {"tq": Parameter("bits", 3, 1, 8)}
-# All codecs of the table that learn a model.
+# All codecs of the table that learn from a model.
 LEARNABLE: Final = tuple(name for name, entry in CODECS.items() if entry.learn)
 
 
 def is_learned(name: str) -> bool:
-    """Return whether a codec, with or without parameters, learns a model."""
+    """Return whether a codec, with or without parameters, learns from a model."""
     family = family_of(name)
     return family in CODECS and bool(CODECS[family].learn)
 
@@ -127,21 +127,21 @@ def family_of(name: str) -> str:
 
 
 def canonical(name: str) -> str:
-    """Return the one way to write a preset's name.
+    """Return the canonical form of a preset's name.
 
     Parameters that have their usual value are left out, others follow the order of the table, and a
     member of a family has a name of its own: ``tq:bits=4`` is ``tq4``.
 
     Raises:
-        ValueError: it names no codec, or gives it parameters that it does not take; says which
-            there are.
+        ValueError: it names no codec, or sets parameters that the codec does not take; the message
+            lists those that exist.
     """
     parts = parts_of(name)
     return parts._replace(rows=_canonical_rows(parts.rows)).name
 
 
 def parameters_of(name: str) -> dict[str, float]:
-    """Return the parameters in a codec's name: all of its codec's, those left out as usual.
+    """Return all parameters of the codec, as set in its name; the others have their usual values.
 
     Raises ``ValueError`` as ``canonical``.
     """
@@ -158,9 +158,9 @@ def parameters_of(name: str) -> dict[str, float]:
 
 
 def with_parameters(name: str, parameters: Mapping[str, float]) -> str:
-    """Return the name of a codec with parameters, written as ``canonical`` does.
+    """Return the name of a codec with parameters, in the form of ``canonical``.
 
-    Raises ``ValueError`` as that.
+    Raises ``ValueError`` as ``canonical``.
     """
     if not parameters:
         return canonical(name)
@@ -169,7 +169,7 @@ def with_parameters(name: str, parameters: Mapping[str, float]) -> str:
 
 
 def split_names(text: str) -> list[str]:
-    """Split a list of names at its commas, but for those between parameters."""
+    """Split a list of names at its commas, except those between parameters."""
     names: list[str] = []
     for piece in (x.strip() for x in text.split(",")):
         if names and "=" in piece and ":" not in piece:
@@ -188,7 +188,7 @@ def _parameters_of_family(family: str) -> tuple[Parameter, ...]:
 
 
 def unknown(name: str) -> str:
-    """Return the sentence for a name that no codec has: the names, and what may have been meant."""
+    """Return the sentence for a name that no codec has: all names, and the most similar one."""
     near = difflib.get_close_matches(name, [*CODECS, *FAMILIES], n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     return f"no codec named {name!r}{hint}; there are {', '.join(CODECS)}"
@@ -197,7 +197,7 @@ def unknown(name: str) -> str:
 def _canonical_rows(name: str) -> str:
     family = family_of(name)
     if family == name and name not in FAMILIES:
-        return name  # without parameters; an import string of one's own, perhaps
+        return name  # without parameters; perhaps a user's import string
     found = parameters_of(name)
     if family in FAMILIES:
         return f"{family}{found[FAMILIES[family].name]:g}"

@@ -1,7 +1,7 @@
-"""Packs vectors of any length with a codec that takes certain lengths only.
+"""Packs vectors of any length with a codec that takes only certain lengths.
 
-Rows are padded with zeros up to the next length that the codec can pack, and lose them
-when they are restored. The zeros are packed and counted with the rest.
+Rows are padded with zeros to the next length that the codec can pack; the zeros are removed when
+rows are restored. They are packed and counted with the rest.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvstore.codecs.base import Codec, Payload
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun, tokens_in
 
-STEP = 8  # lengths that any codec takes are multiples of it
-MOST = 256  # zeros that are tried
+STEP = 8  # lengths that a codec takes are multiples of it
+MOST = 256  # the range of lengths that are tried
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def padded_layout(codec: Codec, layout: KVLayout) -> KVLayout:
     """Returns ``layout`` with the next dimensions that ``codec`` can pack.
 
     Raises:
-        UnknownCodec: there are none within ``MOST`` more, or it takes no such layers at all.
+        UnknownCodec: none is within ``MOST`` more, or the codec takes no such layers at all.
     """
     try:
         codec.check(layout)

@@ -1,12 +1,12 @@
-"""TurboQuant: signs, Hadamard, and the best levels for what is normal by then.
+"""TurboQuant: signs, Hadamard, and the best levels for the nearly normal components that result.
 
 Idea: a rotated row has nearly normal components of one variance, for any row, so one table of
 Lloyd-Max levels serves them all (TurboQuant-MSE). TurboQuant-prod spends the last bit on a sketch
-of what the levels missed (see ``stages.sketch``), which makes products with a query unbiased.
+of the error of the levels (see ``stages.sketch``), which makes products with a query unbiased.
 Formula: code = level nearest to (H S x) sqrt(D) / |x|; ours keeps the norm that fits the levels
 best (norm correction), which the paper lacks.
 Size: ``tq1`` .. ``tq8``: b + 16 / D bits. ``tqprod``: b - 1 bits, one sign and the residual's norm,
-b + 32 / D bits; with three it has five times the error of spending the third bit on levels.
+b + 32 / D bits; with three bits its error is five times that of spending the third on levels.
 Paper: TurboQuant, arXiv 2504.19874.
 """
 
@@ -41,13 +41,13 @@ tq1, tq2, tq5, tq6, tq7, tq8 = (functools.partial(turbo_quant, n) for n in (1, 2
 
 
 def tqprod(bits: int = 3) -> Codec:
-    """Makes the preset ``tqprod``; one of its bits is the sketch's."""
+    """Makes the preset ``tqprod``; one of its bits is for the sketch."""
     rows = functools.partial(_levels_and_sketch, level_bits=bits - 1)
     return StackCodec("tqprod.1", HeadPipelines(rows, rows))
 
 
 class SketchedResidual:
-    """Quantises, and sketches what was missed. Implements ``Quantiser``.
+    """Quantises, and sketches the error. Implements ``Quantiser``.
 
     The codes of a row have the sketch's sign above the bits of the first quantiser. After them
     come two columns of bytes with the size of the residual.

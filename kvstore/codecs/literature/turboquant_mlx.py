@@ -1,9 +1,8 @@
 """turboquant-mlx: eleven levels after signs and Hadamard.
 
-Idea: a count of levels that is no power of two, for a size between 3 and 4 bits.
+Idea: a number of levels that is not a power of two, for a size between 3 and 4 bits.
 Formula: codes are digits to base 11. The project packs two digits to a byte and calls that 3.5
-bits: it is 4. As digits of one large number, 37 to 16 bytes, they really take 3.46.
-Size: 3.5 + 16 / D bits at D = 64 and 128.
+bits, but it is 4. As digits of one large number, 37 to 16 bytes, they really take 3.46.
 Project: turboquant-mlx, after TurboQuant (arXiv 2504.19874).
 """
 
@@ -33,7 +32,7 @@ def base11() -> Codec:
 class Digits:
     """Packs codes below ``base``, 2 to 256, as digits of large numbers. Implements ``Coder``.
 
-    Codes of a token are cut into groups of as many digits as fit 16 bytes, least significant first.
+    Codes of a token are split into groups of as many digits as fit 16 bytes, lowest first.
     """
 
     def __init__(self, shape: StackShape, base: int) -> None:
@@ -69,7 +68,7 @@ class Digits:
         return list(zip(columns, self._sizes, strict=True))
 
     def _packed(self, digits: np.ndarray, size: int) -> np.ndarray:
-        """uint8 (rows, size): multiply and add, in limbs of 32 bits, lowest first."""
+        """Returns uint8 (rows, size): multiplies and adds, in limbs of 32 bits, lowest first."""
         limbs = np.zeros((len(digits), GROUP_BYTES // 4), np.uint64)
         for column in range(digits.shape[1] - 1, -1, -1):
             carry = digits[:, column].astype(np.uint64)
@@ -80,7 +79,7 @@ class Digits:
         return limbs.astype("<u4").view(np.uint8)[:, :size]
 
     def _unpack(self, packed: np.ndarray, digits: np.ndarray) -> None:
-        """Divide and keep remainders; what no digits give comes out as digits all the same."""
+        """Divides and keeps remainders; bytes that ``_packed`` cannot give become digits, too."""
         whole = np.zeros((len(packed), GROUP_BYTES), np.uint8)
         whole[:, : packed.shape[1]] = packed
         limbs = whole.view("<u4").astype(np.uint64)

@@ -1,9 +1,9 @@
 """turboQuantPlayground: rotated keys of 3 bits, values in groups of 32 with 2 bits.
 
-Idea: keys need the rotation, values do without. Its buffer of recent tokens kept as they are is
+Idea: keys need the rotation, values do not. Its buffer of recent unquantised tokens corresponds to
 this store's raw tail: the tokens after the last whole chunk, 0 to 127 of them.
 Formula: keys as in ``turbo_quant``, values as in ``kivi``.
-Size: keys 3 + 16 / D bits, values 3 bits, unless parameters say otherwise.
+Size: keys 3 + 16 / D bits, values 3 bits, unless parameters change them.
 Project: turboQuantPlayground, after TurboQuant (arXiv 2504.19874) and KIVI (arXiv 2402.02750).
 """
 

@@ -1,11 +1,12 @@
-"""VecInfer: smoothed keys, rotated, and four neighbours by one of 256 vectors.
+"""VecInfer: smoothed keys, rotated, and four neighbours as one of 256 vectors.
 
-Idea: a vector quantiser has a smaller error than a scalar one of as many bits, and smoothing makes
-keys fit for it.
+Idea: a vector quantiser has a smaller error than a scalar one with as many bits, and smoothing
+prepares keys for it.
 Formula: each channel of the keys over the root of its largest value, then signs and Hadamard, then
-the nearest vector of a codebook. The paper learns smoothing and codebook; here the chunk gives the
-factors, at two bytes a channel, and k-means of normal vectors the codebook: no profile is needed.
-Size: 2 + 16 / D bits, keys 16 / 128 bits more. With 1 bit a vector has eight neighbours.
+the nearest vector of a codebook. The paper learns smoothing and codebook. Here the factors are
+computed from the chunk, at two bytes a channel, and the codebook by k-means of normal vectors: no
+profile is needed.
+Size: 2 + 16 / D bits, keys 16 / 128 bits more. With 1 bit, a vector has eight neighbours.
 Paper: VecInfer, arXiv 2510.06175.
 """
 

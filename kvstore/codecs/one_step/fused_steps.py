@@ -1,7 +1,7 @@
-"""``OneStep`` restored in one pass after the entropy decoder: the rows of its pipeline, quicker.
+"""Restores ``OneStep`` in one pass after the entropy decoder: the rows of its pipeline, faster.
 
 Only where numba is installed, the host multiplies small integers, heads are multiples of 16
-channels, and engines hold bf16 or fp32. The pipeline does all else, and always packs.
+channels, and engines hold bf16 or fp32. The pipeline handles all other cases, and always packs.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ CODECS = "one-step codecs"  # in the log
 
 @dataclass(frozen=True, eq=False)
 class StepKernels:
-    """A compiled function, and the way it wants a matrix."""
+    """A compiled function, and the matrix layout that it requires."""
 
     unpack: Callable[..., None]
     addresses_of: AddressesOf
-    group: int  # narrow components side by side
-    offset: int  # added to their levels
-    columns: int  # of a panel
+    group: int  # narrow components in one 32-bit group
+    offset: int  # added to the levels of narrow components
+    columns: int  # columns of a panel
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,11 @@ class StepTables:
 
     ``coded``: int32 (coded components, 9), see ``kernels.units.one_step_levels``; ``first_rows``:
     int64 (units + 1,), the first of each unit. ``counts``: int32 (units, 3). ``wide``, ``matrix``:
-    uint32 (units, panels, groups, columns): two wide or some other components side by side;
-    ``begins``: what their sums begin with, int32 (units, panels, columns). ``rows``: int8 (units,
-    components, width). ``means``: fp32 (units, width). ``parts``: the gain group of each head
-    vector, int64. ``factors``: uint32 (units, panels, pairs, columns), two known components side by
-    side, and ``finer``: int32 (units, components): see ``Predictors``.
+    uint32 (units, panels, groups, columns), where a group holds two wide components, or several
+    narrow ones; ``begins``: the initial values of their sums, int32 (units, panels, columns).
+    ``rows``: int8 (units, components, width). ``means``: fp32 (units, width). ``parts``: the gain
+    group of each head vector, int64. ``factors``: uint32 (units, panels, pairs, columns), where a
+    pair is two known components, and ``finer``: int32 (units, components): see ``Predictors``.
     """
 
     coded: np.ndarray
@@ -76,7 +76,7 @@ class StepTables:
 
 @dataclass(frozen=True, eq=False)
 class FusedSteps:
-    """Restores in one pass, and packs by its pipeline. Implements ``StackPacker``."""
+    """Restores in one pass, and packs with its pipeline. Implements ``StackPacker``."""
 
     pipeline: Pipeline
     coder: ClassCoder
@@ -122,7 +122,7 @@ def fused_steps(
 ) -> StackPacker:
     """Makes the fused packer of a pipeline; the pipeline itself if it cannot be fused on this host.
 
-    ``known``: rows and levels of ``step_design.rows_of``, predictors, and all means.
+    ``known``: rows and levels of ``step_design.rows_of``, predictors, and all elements' means.
     """
     turns = rope_tables(pipeline.shape, profile.ropes)
     usable = profile.layout.dtype != "float16" and fits_vector_units(pipeline.shape)
@@ -186,7 +186,7 @@ def _factors(predictors: Predictors, columns: int) -> np.ndarray:
 
 
 def _panels(shape: StackShape, columns: int, rows: np.ndarray, size: int) -> np.ndarray:
-    """Puts ``size`` rows after another side by side in 32 bits, with columns padded to panels.
+    """Joins ``size`` consecutive rows into one, 32 bits a column, with columns padded to panels.
 
     Returns uint32 (units, panels of all head vectors, groups, columns).
     """

@@ -1,8 +1,8 @@
 """Calibrated presets that are entropy-coded: KLT over heads, K|V or layers, and one step for all.
 
 The stages: un-RoPE, the model's mean, a gain of 1.5 dB steps for K and V of each layer, the metric
-of each head, KLT, one step for every component of the model, rANS with static tables. What restores
-is in integers (see ``stages.integer_rows``).
+of each head, KLT, one step for every component of the model, rANS with static tables. Rows are
+restored with integers (see ``stages.integer_rows``).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from kvstore.codecs.stages.un_rope import UnRope
 from kvstore.codecs.stages.uniform import NUM_SHIFTS, UniformStep
 from kvstore.shapes import KVLayout
 
-MISSES_AT_A_TIME = 1024  # rows
+MISSES_AT_A_TIME = 1024  # rows at a time
 SMALLEST_STEP = 1e-12  # for a model whose KV is the same for all tokens
 
 
 @dataclass(frozen=True)
 class OneStep:
-    """Takes ``bits`` per element in calibration, gains apart.
+    """Spends ``bits`` per element in calibration, without gains.
 
-    ``window``: from which units others are predicted; None = from none.
+    ``window``: the units from which others are predicted; None = no prediction.
     """
 
     scope: Scope
@@ -115,15 +115,15 @@ def _learned_tables(
 
 
 def _tables(learned: Mapping[str, np.ndarray], prefix: str) -> SymbolTables:
-    """Copies tables: kernels take no read-only arrays, which those of a file are."""
+    """Returns copies of tables: kernels refuse read-only arrays, such as those of a file."""
     frequencies = np.array(learned[f"{prefix}frequencies"], np.uint16)
     return SymbolTables(frequencies, np.array(learned[f"{prefix}largest"]))
 
 
 def _expected_step(deviations: list[np.ndarray], bits: float) -> float:
-    """Returns about the step of so many bits, by reverse water-filling.
+    """Estimates the step that takes so many bits, by reverse water-filling.
 
-    A step leaves ``NOISE`` of its square.
+    A step leaves an error of ``NOISE`` times its square.
     """
     variances = np.square(np.concatenate([x.reshape(-1) for x in deviations]))
     low, high = 0.0, max(float(variances.max()), SMALLEST_STEP**2)
@@ -135,7 +135,7 @@ def _expected_step(deviations: list[np.ndarray], bits: float) -> float:
 
 
 def _find_step(spectra: list[Spectrum], bits: float) -> float:
-    """Finds the step of so many bits by bisection in octaves; finer steps cost more bits."""
+    """Finds the step that takes so many bits, by bisection in octaves; finer steps take more."""
     size = sum(spectrum.left.size for spectrum in spectra)
     largest = max(spectrum.deviations.max() for spectrum in spectra)
     high = float(np.log2(max(largest, SMALLEST_STEP)))
@@ -148,7 +148,7 @@ def _find_step(spectra: list[Spectrum], bits: float) -> float:
 
 
 def _misses(spectrum: Spectrum, step: float) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields sizes of codes, how far their values lie above them, and classes; in parts."""
+    """Yields sizes of codes, how far values lie above these, and classes, a few rows at a time."""
     components, deviations = spectrum.beyond(step)
     for first in range(0, len(components), MISSES_AT_A_TIME):
         rows = slice(first, first + MISSES_AT_A_TIME)

@@ -1,8 +1,8 @@
-"""The linear prediction of a unit's components from units before it: learned, and made integers.
+"""Learns to predict a unit's components linearly from earlier units, and makes integers of it.
 
-Regression on the first components of the units before, as they will be known: with the noise of one
-step. Then the first components are turned among each other, such that what is left of them is
-uncorrelated: it is the rest that bits are spent on.
+It is a regression on the first components of the earlier units as they will be known: with the
+noise of one step. Then the unit's own first components are rotated so that their residuals are
+uncorrelated, because bits are spent on the residuals.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 from kvstore.codecs.stages.prediction import MOST_FINER, Predictors
 
 LARGEST_FACTOR = 32767
-RIDGE = 0.003  # of the mean variance of what is known
+RIDGE = 0.003  # times the mean variance of the known components
 LEAST_NOISE = 1e-30
-NOISE = 0.1  # share of a squared step that coding a component leaves; rounding leans to zero
+NOISE = 0.1  # error of a coded component, as a share of the squared step; rounding leans to zero
 
 
 @dataclass(frozen=True)
 class PredictionWindow:
-    """The components from which as many of a unit are predicted.
+    """The components from which the first components of a unit are predicted.
 
-    They are the first ``components`` of each of ``depth`` units before it.
+    They are the first ``components`` of each of the ``depth`` units before it.
     """
 
     components: int
@@ -35,9 +35,10 @@ class PredictionWindow:
 class Expectation:
     """The prediction of one unit.
 
-    ``turn``: fp32 (components, components), columns by which its first components are turned.
-    ``weights``: fp32 (known, components), for the turned ones, farthest unit first. ``deviations``:
-    of the turned ones, falling, and ``left``: of what is not expected, fp64 (components,).
+    ``turn``: fp32 (components, components), whose columns rotate the unit's first components.
+    ``weights``: fp32 (known, components), for the rotated ones, farthest unit first. All else is of
+    the rotated ones, too: ``deviations``, falling, and ``left``, the deviations of the residuals,
+    fp64 (components,).
     """
 
     turn: np.ndarray
@@ -47,10 +48,10 @@ class Expectation:
 
 
 def band_of(rows: Iterator[np.ndarray], window: PredictionWindow) -> list[list[np.ndarray]]:
-    """Returns mean products of components of each unit with those before, as far as is needed.
+    """Returns mean products of each unit's components with those of the units before it.
 
     ``rows``: fp32 (units, tokens, components), text by text. Item [u][d] is fp32 (components of u,
-    components of u - d).
+    components of u - d), for d up to the window's depth.
     """
     band: list[list[np.ndarray]] = []
     num_tokens = 0
@@ -74,7 +75,7 @@ def expectations(
 ) -> list[Expectation]:
     """Learns the prediction of every unit from the products of ``band_of``.
 
-    ``step``: about the one that units will be coded with.
+    ``step``: approximately the one with which units will be coded.
     """
     found: list[Expectation] = []
     for unit in range(len(band)):
@@ -111,7 +112,7 @@ def _alone(own: np.ndarray) -> Expectation:
 def _expected(own: np.ndarray, known: np.ndarray, with_own: np.ndarray, step: float) -> Expectation:
     variances = np.diag(known)
     noise = np.minimum(variances, NOISE * step**2) + RIDGE * variances.mean()
-    # Units that are the same for all tokens predict nothing, and leave nothing to divide by.
+    # Units that are the same for all tokens predict nothing, and their variance is zero.
     weights = np.linalg.solve(known + np.diag(np.maximum(noise, LEAST_NOISE)), with_own)
     left = own - weights.T @ with_own
     _, turn = np.linalg.eigh((left + left.T) / 2)
@@ -126,10 +127,10 @@ def _expected(own: np.ndarray, known: np.ndarray, with_own: np.ndarray, step: fl
 def predictors_of(
     weights: list[np.ndarray], per_step: np.ndarray, window: PredictionWindow
 ) -> Predictors:
-    """Returns predictors in whole numbers, of levels.
+    """Returns predictors of levels, in whole numbers.
 
-    ``weights``: for each unit, floats (known, components). ``per_step``: (units, components): how
-    many levels a step is.
+    ``weights``: for each unit, floats (known, components). ``per_step``: (units, components): the
+    number of levels in a step.
     """
     size, known = window.components, window.depth * window.components
     if not size:

@@ -1,4 +1,4 @@
-"""Axes and components of the samples of one stack, while a preset of one step is learned."""
+"""Axes and components of the samples of one stack, while a one-step preset is learned."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvstore.codecs.stages.integer_rows import StepRows
 from kvstore.codecs.stages.metric import HeadMetric
 from kvstore.codecs.stages.prediction import Predictors
 
-# Of all texts together, enough for the step and the symbol tables: so many tokens, or fewer where
-# they hold very many values, each of which takes some forty bytes here.
+# Rows of all texts together that are enough for the step and the symbol tables: so many tokens, or
+# fewer if they hold very many values, each of which takes some forty bytes here.
 SAMPLED_TOKENS, LEAST_TOKENS = 2048, 512
 SAMPLED_VALUES = 6 << 20
-# A component whose deviation is less than this share of a step is dropped: its rare codes cost
-# more than they mend.
+# A component whose deviation is less than this share of a step is dropped: its rare codes cost more
+# bits than their effect is worth.
 LIVE_RATIO = 0.3
 COMPONENTS_ROUNDED_TO = 16
 # Less than a half, since a code of one costs several bits more than a zero.
@@ -37,9 +37,9 @@ ROUNDING = 0.4
 class Spectrum:
     """Principal axes of a stack, and the components of some sampled rows on them.
 
-    ``deviations``: of components, fp32 (units, components), falling. ``left``: of what is not
-    expected of them, the same where nothing is. ``basis``: columns, fp32 (units, width,
-    components).
+    ``deviations``: of components, fp32 (units, components), falling. ``left``: the deviations of
+    the components' residuals after prediction; without prediction the same. ``basis``: columns,
+    fp32 (units, width, components).
     """
 
     def __init__(self, samples: Samples, shape: StackShape, means: np.ndarray) -> None:
@@ -60,7 +60,7 @@ class Spectrum:
         self._project()
 
     def _rows(self, steps: list[np.ndarray], stride: int) -> Iterator[np.ndarray]:
-        """Yields all rows, once. Some are kept, for what needs less than a covariance does."""
+        """Yields all rows, once. Keeps some, for computations that need fewer than a covariance."""
         for stack, gains in unit_rows(self._samples, self._shape, self._means, self._sizes):
             steps.append(COARSE * np.log2(gains))
             rows, _ = self._metric.forward(stack, 0)
@@ -74,13 +74,13 @@ class Spectrum:
         return gains
 
     def _project(self) -> None:
-        """Computes components of the rows that were kept, fp32 (units, components, tokens)."""
-        self._components = np.empty(0)  # its memory first
+        """Computes the components of the kept rows, fp32 (units, components, tokens)."""
+        self._components = np.empty(0)  # frees the old array first
         parts = [np.matmul(x, self.basis) for x in self._sampled]
         self._components = np.concatenate(parts, axis=1).swapaxes(1, 2)
 
     def predict(self, window: PredictionWindow, step: float) -> None:
-        """Learns what first components are expected to be; goes through all samples again."""
+        """Learns to predict first components; goes through all samples again."""
         size = min(window.components, self._shape.width) // 2 * 2
         depth = min(window.depth, self._shape.num_units - 1)
         if not size or not depth:
@@ -104,7 +104,7 @@ class Spectrum:
             yield np.matmul(rows, first)
 
     def truncate(self, step: float) -> None:
-        """Forgets components that this step leaves at zero."""
+        """Drops components that this step leaves at zero."""
         live = int((self.deviations > LIVE_RATIO * step).sum(axis=1).max())
         rounded = -(-max(live, 1) // COMPONENTS_ROUNDED_TO) * COMPONENTS_ROUNDED_TO
         live = min(rounded, self._shape.width)
@@ -124,10 +124,10 @@ class Spectrum:
         self._weights = [x.reshape(-1, kept) for x in by_unit]
 
     def beyond(self, step: float) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the unexpected part of the sampled components, and its deviations.
+        """Returns the residuals of the sampled components, and their deviations.
 
-        Both fp32, (rows, tokens) and (rows,). The units before a unit are taken to be known as
-        ``step`` leaves them.
+        Both are fp32, (rows, tokens) and (rows,). The units before a unit are assumed to be known
+        with the error of ``step``.
         """
         beyond = self._components.copy()
         size, known = self._window.components, list[np.ndarray]()
@@ -153,7 +153,7 @@ class Spectrum:
         ``shifts``: fp32 (NUM_CLASSES, NUM_SHIFTS), of centroids.
         """
         axes = self.basis.swapaxes(1, 2)
-        # The metric's roots are symmetric, so rows go through it as columns would.
+        # The metric's roots are symmetric, so it may be applied to rows as if they were columns.
         encode, _ = self._metric.forward(axes, 0)
         decode = self._metric.backward(axes, 0, None) * np.float32(step)
         known = (self.deviations / step, shifts[classes_of(self.left / step)])
@@ -161,7 +161,7 @@ class Spectrum:
         return rows, levels, predictors_of(self._weights, levels[:, :, 0], self._window)
 
     def learned(self) -> dict[str, np.ndarray]:
-        """Returns the arrays of a profile that are no integers of rows."""
+        """Returns the arrays of a profile other than the integers of rows."""
         return {
             "left": self.left,
             "gain_centres": self._gain_centres.astype(np.int16),
@@ -184,7 +184,7 @@ class Spectrum:
 
 
 def codes_of(components: np.ndarray, step: float) -> np.ndarray:
-    """Returns the codes that ``UniformStep`` makes of components, int32 of the same shape."""
+    """Returns the codes that ``UniformStep`` gives components, int32 of the same shape."""
     sizes = np.abs(components)
     sizes /= step
     sizes += ROUNDING

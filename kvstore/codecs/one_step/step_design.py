@@ -1,9 +1,9 @@
-"""From a KLT and the deviations of its components to the integers of ``integer_rows``.
+"""Derives the integers of ``integer_rows`` from a KLT and the deviations of its components.
 
-A component is restored as a level times a row of integers, and what a one in the sums is worth is
-the same for all components of a unit: a finer level is a coarser row. Rounding a row costs in
-proportion to the component's variance, rounding a level costs the same at any size; the
-shares are such that both together cost least.
+A component is restored as a level times a row of integers. A one in the sums has the same value for
+all components of a unit, so a finer level means a coarser row. The cost of rounding a row is in
+proportion to the component's variance; the cost of rounding a level is the same at any size. The
+range is shared between the two so that both together cost least.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from kvstore.codecs.stages.integer_rows import BYTE, ENCODE_NORM, StepRows, input_scale
 from kvstore.codecs.stages.uniform import LARGEST_LEVEL, NUM_SHIFTS
 
-# Deviations over steps from which components may be restored with 16 bits: the first that will do.
+# Ratios of deviation to step, from which on components have 16 bits: the first that is sufficient.
 WIDE_RATIOS = (6.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.0, 0.0)
-MOST_NOISE = 0.004  # of rows, to what quantising leaves
+MOST_NOISE = 0.004  # of rounded rows, relative to the error that quantising leaves
 FINEST = 16  # levels of a step
 FINEST_WIDE = 32
 MOST_FINER = 8  # bits
-REACH, REACH_WIDE = 4.5, 16.0  # deviations that levels reach; others take longer, or are cut
-ROOM = 2.0**30  # of sums
+REACH, REACH_WIDE = 4.5, 16.0  # largest level, in deviations; larger ones take longer, or are cut
+ROOM = 2.0**30  # the largest sum
 
 
 def rows_of(
@@ -31,9 +31,9 @@ def rows_of(
     """Returns the rows, and the levels that ``UniformStep`` takes.
 
     Levels are int16 (units, components, NUM_SHIFTS). ``encode``: fp32 (units, components, width):
-    rows give components by products. ``decode``: alike: what one step of a component adds to a row.
-    ``ratios``: fp32 (units, components): deviations over steps, falling, zero where a component is
-    dead. ``shifts``: fp32 (units, components, NUM_SHIFTS), in steps: of centroids.
+    its products with rows are components. ``decode``: of the same shape: the change of a row by one
+    step of a component. ``ratios``: fp32 (units, components): deviations over steps, falling, zero
+    for a dead component. ``shifts``: fp32 (units, components, NUM_SHIFTS), of centroids, in steps.
     """
     units = [_unit(x, r[r > 0].astype(np.float64)) for x, r in zip(decode, ratios, strict=True)]
     per_step = np.ones(ratios.shape)
@@ -60,10 +60,10 @@ _Design: TypeAlias = tuple[np.ndarray, np.ndarray, tuple[int, int, int], float]
 
 
 def _unit(decode: np.ndarray, ratios: np.ndarray) -> _Design:
-    """Returns levels of a step, rows, counts and scale of one unit."""
+    """Returns levels per step, rows, counts and scale of one unit."""
     decode = decode[: len(ratios)]
     norms = np.maximum(np.linalg.norm(decode, axis=1), 1e-30)
-    left = float((ratios**2 / (1 + 12 * ratios**2)).sum())  # a step's variance, or all there is
+    left = float((ratios**2 / (1 + 12 * ratios**2)).sum())  # a step's error, or the whole variance
     for ratio in WIDE_RATIOS:
         design = _design(decode, ratios, norms, int((ratios > ratio).sum()))
         per_step, rows, (wide, _, finer), scale = design
@@ -95,7 +95,7 @@ def _design(decode: np.ndarray, ratios: np.ndarray, norms: np.ndarray, wide: int
 
 
 def _stacked(parts: list[np.ndarray], kind: type[np.signedinteger]) -> np.ndarray:
-    """Stacks the units' rows, padded with zeros."""
+    """Stacks the units' rows, padded with rows of zeros."""
     stacked = np.zeros((len(parts), max(len(x) for x in parts), parts[0].shape[1]), kind)
     for number, part in enumerate(parts):
         stacked[number, : len(part)] = part

@@ -1,4 +1,4 @@
-"""The integers that a preset of one step learned for a stack, checked before they are used."""
+"""The integers that a one-step preset learned for a stack, checked before use."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _SPECS: Final[ArraySpecs] = {
 class StepIntegers:
     """The arrays of ``StepRows``, ``UniformStep``, ``Predictors`` and ``LogGain`` for one stack.
 
-    ``left``: deviations of what is coded, fp32 (units, components); see ``Spectrum``. Raises
-    ``ValueError`` if they cannot have been learned.
+    ``left``: the deviations of coded values, fp32 (units, components); see ``Spectrum``. Raises
+    ``ValueError`` for arrays that cannot have been learned.
     """
 
     shape: StackShape
@@ -101,13 +101,13 @@ class StepIntegers:
 
     @property
     def step_rows(self) -> StepRows:
-        """The rows, as stages take them."""
+        """The rows, in the form that stages take."""
         names = (x.name for x in fields(StepRows))
         return StepRows(*(getattr(self, name) for name in names))
 
     @property
     def predictors(self) -> Predictors:
-        """The predictors, as stages take them."""
+        """The predictors, in the form that stages take."""
         return Predictors(self.factors, self.finer)
 
     @property
@@ -117,7 +117,7 @@ class StepIntegers:
 
     @property
     def coded(self) -> np.ndarray:
-        """Mask of the components that get codes, which are those whose class is not ``DEAD``."""
+        """The mask of components that get codes: those whose class is not ``DEAD``."""
         coded: np.ndarray = self.classes != DEAD
         return coded
 
