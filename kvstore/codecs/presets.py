@@ -1,8 +1,8 @@
-"""Codecs by name: imports what was chosen, and nothing else.
+"""Opens codecs by name; imports only the one that was chosen.
 
-Some presets have to know the model: they are opened with its profile (see ``calibrated``), and
-``dense3`` knows how to do without. A name outside the table of ``names`` may be the import string
-of one's own, ``module:Attr``: a codec, or something that returns one when called.
+Some presets need to know the model: they are opened with its profile (see ``calibrated``);
+``dense3`` also works without one. A name outside the table of ``names`` may be the import string,
+``module:Attr``, of a user's own codec, or of a callable that returns one.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ID_DIGITS: Final = 10  # of a digest of parameters, in a codec's id
 
 
 def canonical_name(name: str) -> str:
-    """Returns the one way to write a preset's name; ``tq:bits=4`` is ``tq4``.
+    """Returns the canonical form of a preset's name; ``tq:bits=4`` is ``tq4``.
 
     Raises:
-        UnknownCodec: it names no codec, or gives it parameters that it does not take.
+        UnknownCodec: it names no codec, or sets parameters that the codec does not take.
     """
     try:
         return canonical(name)
@@ -46,10 +46,10 @@ def canonical_name(name: str) -> str:
 
 
 def open_codec(name: str, profile: Profile | None = None) -> Codec:
-    """Returns the calibrated preset of that name if ``profile`` has one, else what needs none.
+    """Returns the preset that ``profile`` has under that name, else the codec that needs none.
 
     Raises:
-        UnknownCodec: no such name, or it needs a profile that there is none of; says what to do.
+        UnknownCodec: no such name, or it needs a profile and there is none; says what to do.
     """
     name = canonical_name(name)
     if profile is not None and name in profile.learned and is_learned(name):
@@ -63,7 +63,7 @@ def codec_by_name(name: str) -> Codec:
     """Returns a preset that needs no profile, or the codec that an import string names.
 
     Raises:
-        UnknownCodec: no such name, it needs a profile, or what it names is no codec.
+        UnknownCodec: no such name, or it needs a profile, or the named object is not a codec.
     """
     name = canonical_name(name)
     family = family_of(name)
@@ -80,7 +80,7 @@ def codec_by_name(name: str) -> Codec:
     digest = blake2b(name.encode(), digest_size=ID_DIGITS // 2).hexdigest()
     try:
         found: Codec = dataclasses.replace(codec, id=f"{codec.id}-{digest}")
-    except TypeError as error:  # of a user's own
+    except TypeError as error:  # a user's own codec
         raise UnknownCodec(
             f"codec {family!r} takes parameters, so it has to be a dataclass with a field id"
         ) from error
@@ -88,11 +88,11 @@ def codec_by_name(name: str) -> Codec:
 
 
 def _imported(name: str, target: MakeCodec, parameters: dict[str, float]) -> Codec:
-    """Returns what ``target`` names, or makes when it is called with ``parameters``."""
+    """Returns the object that ``target`` names, or the result of a call with ``parameters``."""
     found = imported(name, target) if isinstance(target, str) else target
     try:
         codec: object = found(**parameters) if callable(found) else found
-    except Exception as error:  # third-party code, named by mistake perhaps
+    except Exception as error:  # third-party code, perhaps named by mistake
         raise UnknownCodec(f"codec {name!r} cannot be made: {error}") from error
     if not isinstance(codec, Codec):
         raise UnknownCodec(f"codec {name!r} is a {type(codec).__name__}, which is no codec")
@@ -102,7 +102,7 @@ def _imported(name: str, target: MakeCodec, parameters: dict[str, float]) -> Cod
 def check_name(name: str) -> None:
     """Raise ``UnknownCodec`` if no codec has this name, with or without a profile.
 
-    It may name ways to keep windows and states, too, as in ``dense3+window4+state8``.
+    It may also name ways to pack windows and states, as in ``dense3+window4+state8``.
     """
     parts = parts_of(name)
     rows, _, states = parts
@@ -117,10 +117,10 @@ def check_name(name: str) -> None:
 
 
 def is_exact(name: str) -> bool:
-    """Says whether the codec of that name loses nothing, on any model.
+    """Returns whether the codec of that name restores every bit, on any model.
 
     Raises:
-        UnknownCodec: there is none.
+        UnknownCodec: there is no such codec.
     """
     rows, *ways = parts_of(canonical_name(name))
     rows = family_of(rows)
@@ -128,7 +128,7 @@ def is_exact(name: str) -> bool:
 
 
 def warm(codec: Codec, layout: KVLayout) -> None:
-    """Compiles what ``layout`` needs, ahead of the first request. Takes seconds once."""
+    """Compiles the kernels that ``layout`` needs before the first request. Takes seconds, once."""
     run = layout.empty(1)
     for key, value in run:
         key.fill(1)

@@ -1,10 +1,10 @@
 """The profile of one model, learned once: an immutable file, named by the model's fingerprint.
 
-    "TCPF" | u32 length of the header | header, JSON | arrays | BLAKE2b-256 of all before it
+    "TCPF" | u32 length of the header | header, JSON | arrays | BLAKE2b-256 of everything before
 
-The header names dtype, shape and order of every array; nothing in the file is ever executed. A
-codec's id carries a digest of what *that* codec learned, so a blob never meets another profile than
-the one that it was written with, and measuring quality again changes no id.
+The header has dtype, shape and order of every array; nothing in the file is ever executed. A
+codec's id contains a digest of the arrays that *that* codec learned. So a blob is only ever read
+with the profile with which it was written, and measuring quality again changes no id.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout
 
 MAGIC: Final = b"TCPF"
-# 1: rows without reasoning chains and times. 2: no windows
+# 1: quality rows lack reasoning chains and times. 2: no windows
 VERSION: Final = 3
 READABLE: Final = (1, 2, VERSION)
 DIGEST_BYTES: Final = 32
 MAX_HEADER_BYTES: Final = 1 << 22
 MAX_BYTES: Final = 1 << 33
 ALIGNMENT: Final = 64
-UNFINISHED: Final = ".new"  # files whose writer may have been killed
-BLOCK_BYTES: Final = 1 << 20  # of a file, while its digest is taken
+UNFINISHED: Final = ".new"  # suffix of a file whose writer may have been killed
+BLOCK_BYTES: Final = 1 << 20  # read at a time to compute a file's digest
 DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1", "|i1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
-OF_WINDOWS: Final = "@windows"  # ends a preset's name: what it learned of layers with windows
-BEFORE: Final = "before:"  # before a preset's name: what it had learned until it was learned anew
-OF_STATES: Final = "@states"  # in the place of one: what errors in recurrent states cost
+OF_WINDOWS: Final = "@windows"  # suffix of a preset's name: its arrays for layers with windows
+BEFORE: Final = "before:"  # prefix of a preset's name: its arrays before it was learned again
+OF_STATES: Final = "@states"  # instead of a preset's name: the costs of errors in recurrent states
 
 
 class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of the file but the arrays, as JSON."""
+    """Everything in the file except the arrays, as JSON."""
 
     version: int
     fingerprint: str
@@ -68,31 +68,31 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """All that was learned of one model, and the figures of codecs that were measured on it.
+    """All arrays learned from one model, and the figures of codecs that were measured on it.
 
-    ``learned``: for each preset its arrays by name, as ``calibrated.learn_profile`` made them.
-    ``rows``: the figures, also of presets that had nothing to learn. Both may have entries of the
-    time before under names that begin with ``BEFORE``.
+    ``learned``: for each preset its arrays by name, from ``calibrated.learn_profile``. ``rows``:
+    the figures, also of presets that learn nothing. Both may have earlier entries, under names that
+    begin with ``BEFORE``.
     """
 
     fingerprint: str
     layout: KVLayout
-    # One for each layer; None where keys are not turned. Empty if nothing was learned.
+    # One for each layer; None where keys have no RoPE. Empty if nothing was learned.
     ropes: tuple[Rope | None, ...]
     learned: Mapping[str, Mapping[str, np.ndarray]]
     rows: tuple[Quality, ...] = ()
-    # The same of layers with sliding windows; what was learned of them is in ``learned`` under the
-    # preset's name and ``OF_WINDOWS``.
+    # The same for layers with sliding windows; their learned arrays are in ``learned`` under the
+    # preset's name with ``OF_WINDOWS``.
     windows: KVLayout | None = None
     window_ropes: tuple[Rope | None, ...] = ()
 
     @functools.cached_property
     def ids(self) -> dict[str, str]:
-        """The digits in a codec's id that stand for what it learned, by preset."""
+        """The digits of each codec's id, by preset: a digest of its learned arrays."""
         return {preset: self._digest(preset) for preset in self.learned}
 
     def of_windows(self) -> Profile:
-        """Returns the profile of the layers with windows alone, as if the model had no others."""
+        """Returns the profile of only the layers with windows, as if the model had no others."""
         learned = {
             name.removesuffix(OF_WINDOWS): arrays
             for name, arrays in self.learned.items()
@@ -102,7 +102,7 @@ class Profile:
         return Profile(self.fingerprint, layout, self.window_ropes, learned)
 
     def with_windows(self, other: Profile) -> Profile:
-        """Returns this profile with what ``other``, of the layers with windows, has learned."""
+        """Returns this profile with the arrays of ``other``, of the layers with windows."""
         learned = {name + OF_WINDOWS: arrays for name, arrays in other.learned.items()}
         return replace(
             self,
@@ -112,7 +112,7 @@ class Profile:
         )
 
     def before(self) -> Profile:
-        """Returns the profile as it was for presets that were learned anew, with their rows."""
+        """Returns the profile with the earlier arrays, and only rows, of presets learned again."""
         old = {
             name.removeprefix(BEFORE): arrays
             for name, arrays in self.learned.items()
@@ -126,7 +126,7 @@ class Profile:
         return replace(self, learned={**self.learned, **old}, rows=rows)
 
     def only(self, preset: str) -> Profile:
-        """Returns a profile without what other presets learned, whose memory can then be freed."""
+        """Returns a profile without other presets' arrays, whose memory can then be freed."""
         rows = tuple(x for x in self.rows if x.preset == preset)
         codec = first_part(preset)
         own = (codec, codec + OF_WINDOWS, OF_STATES)
@@ -134,7 +134,7 @@ class Profile:
         return replace(self, learned=learned, rows=rows)
 
     def in_memory(self) -> Profile:
-        """Returns the profile with arrays of its own: what becomes of its file is all the same."""
+        """Returns the profile with copies of its arrays, which do not depend on its file."""
         learned = {
             name: {key: _copied(array) for key, array in arrays.items()}
             for name, arrays in self.learned.items()
@@ -150,7 +150,7 @@ class Profile:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        """Writes the file, whole under another name first.
+        """Writes the file completely under another name, then renames it.
 
         Raises:
             OSError: it cannot be written; no partial file is left.
@@ -178,19 +178,19 @@ class Profile:
                 file.flush()
                 os.fsync(file.fileno())
             whole.replace(path)
-        finally:  # of a full disk it is the largest part
+        finally:  # a partial file may take most of a full disk
             whole.unlink(missing_ok=True)
 
 
 def load_profile(path: Path, *, mapped: bool = False) -> Profile:
     """Reads a profile. Its arrays are read-only, each in memory of its own.
 
-    ``mapped``: they are memory of the file instead, and stay valid if its name goes to another.
+    ``mapped``: they are mapped from the file, and stay valid if another file takes its name.
 
     Raises:
         OSError: the file cannot be read.
-        Corrupt: it is no profile, or damaged.
-        Mismatch: it was written by another release.
+        Corrupt: it is not a profile, or damaged.
+        Mismatch: another release wrote it.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -221,7 +221,7 @@ def load_profile(path: Path, *, mapped: bool = False) -> Profile:
 
 
 def _is_whole(file: BufferedReader, end: int) -> bool:
-    """Says whether the digest fits, block by block: a profile may be as large as what is free."""
+    """Returns whether the digest matches, block by block: a profile may fill the free memory."""
     digest, block = blake2b(digest_size=DIGEST_BYTES), memoryview(bytearray(BLOCK_BYTES))
     file.seek(0)
     for at in range(0, end, BLOCK_BYTES):
@@ -239,10 +239,10 @@ def _header(text: bytes, path: Path) -> _Header:
             raise Mismatch(f"{path}: version {version}, {VERSION} expected; calibrate again")
         return msgspec.json.decode(text, type=_Header)
     except (msgspec.MsgspecError, TypeError, KeyError, ValueError, RecursionError) as error:
-        raise Corrupt(f"{path}: {error}") from error  # its writer could make its digest fit
+        raise Corrupt(f"{path}: {error}") from error  # a bad header may have a valid digest
 
 
-# Takes so many values of a dtype from a file, from a byte on.
+# Reads values from a file; arguments: file, dtype, byte offset, number of values.
 _Take: TypeAlias = Callable[[BufferedReader, str, int, int], np.ndarray]
 
 
@@ -264,7 +264,7 @@ def _arrays(
     path: Path,
     take: _Take,
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Reads the arrays, which lie in the file from ``span[0]`` to ``span[1]``."""
+    """Reads the arrays, which extend in the file from ``span[0]`` to ``span[1]``."""
     learned: dict[str, dict[str, np.ndarray]] = {}
     at, last = span
     end = last if not entries else at
@@ -274,7 +274,7 @@ def _arrays(
             raise Corrupt(f"{path}: an array {entry.name} of {entry.dtype} {entry.shape}")
         count = math.prod(entry.shape)
         end = at + count * np.dtype(entry.dtype).itemsize
-        # What is declared is compared with what there is before it gets memory.
+        # The declared size is compared with the file's before memory is allocated.
         values = take(file, entry.dtype, at, count if end <= last else 0)
         if end > last or len(values) != count:
             raise Corrupt(f"{path}: shorter than its arrays")

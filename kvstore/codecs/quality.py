@@ -8,7 +8,7 @@ import msgspec
 class TextQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The cost of a preset on one text, to see whether a kind of text suffers more than others.
 
-    Also on the answers to one kind of problem.
+    Also used for the answers to one kind of problem.
     """
 
     text: str
@@ -20,47 +20,47 @@ class TextQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The cost of one preset at one context length.
 
-    All figures are finite: JSON knows no others. What is None was not measured, as in a profile of
-    an earlier release.
+    All figures are finite: JSON has no others. A figure that is None was not measured, as in a
+    profile of an earlier release.
     """
 
     preset: str
-    codec_id: str = ""  # of the codec that was measured; "" = not said
-    context: int  # tokens whose KV went through the codec
-    bits_per_element: float  # everything counted: headers, scales, rows kept exact
+    codec_id: str = ""  # of the codec that was measured; "" = not recorded
+    context: int  # tokens whose KV was packed and unpacked by the codec
+    bits_per_element: float  # everything counted: headers, scales, unquantised rows
     perplexity_change_pct: float
     kl: float  # nats, mean over all scored positions, from the exact cache to the unpacked one
     top1: float  # share of positions with the same most likely token
     needle_found: int
-    needle_total: int  # of those the exact cache answers
+    needle_total: int  # of those that the exact cache answers
     cos_k: float
     cos_v: float
     error_k: float = 0.0  # squared, relative
     error_v: float = 0.0
-    # Of K and V together, above what these bits leave of a white Gaussian source. Below 0: the
-    # codec knows more of the source than that. None: nothing is lost.
+    # The error of K and V together, over the least error of a white Gaussian source at these bits.
+    # Below 0: the codec exploits more of the source than that. None: there is no error.
     gaussian_gap_db: float | None = None
-    # As ``bounds.RateDistortionBound`` sees it, of the codec's own scope or of a layer's. None: not
-    # measured.
+    # In the measure of ``bounds.RateDistortionBound``, for the codec's own scope or for a layer's.
+    # None: not measured.
     residual_error: float | None = None
-    # Of a codec that has a scope: more than the water-filling bound of the same residual error.
+    # For a codec that has a scope: bits above the water-filling bound of the same residual error.
     above_bound_bits: float | None = None
     texts: tuple[TextQuality, ...] = ()
-    # Probability of the token that the text has, packed less exact: the root of its mean square.
+    # Difference (packed less exact) of the probability of the text's token: root mean square.
     delta_p: float | None = None
-    # The same figures on the answers to reasoning chains, whose facts went through the codec.
-    chain_tokens: int = 0  # so many were judged; 0 = no chains were measured
+    # The same figures on the answers to reasoning chains whose facts were packed by the codec.
+    chain_tokens: int = 0  # number of tokens judged; 0 = no chains were measured
     chain_kl: float | None = None
     chain_top1: float | None = None
     chain_delta_p: float | None = None
     chains: tuple[TextQuality, ...] = ()  # by kind of problem
-    # Seconds for 1,000 tokens of this context on the machine that measured, at its quickest.
+    # Seconds for 1,000 tokens of this context on the measuring machine, in its fastest run.
     prefill_s: float | None = None
     restore_s: float | None = None  # to unpack them, with the threads of a cold store
 
     @property
     def restore_share(self) -> float | None:
-        """The time to unpack, in prefills of the same tokens; None if that was not timed."""
+        """The time to unpack, relative to a prefill of the same tokens; None if not timed."""
         if self.prefill_s is None or self.restore_s is None:
             return None
         return self.restore_s / max(self.prefill_s, 1e-9)

@@ -1,4 +1,4 @@
-"""``raw``: every byte as the engine has it. The only codec that promises identical tokens."""
+"""``raw``: keeps every byte as the engine has it; the only codec to promise identical tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a payload apart from the front; nothing beyond its end is ever touched."""
+"""Reads a payload from front to back, and never beyond its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reader:
         ``dtype`` states the byte order.
 
         Raises:
-            Corrupt: the payload is shorter.
+            Corrupt: the payload is too short.
         """
         kind = np.dtype(dtype)
         end = self._at + math.prod(shape) * kind.itemsize
@@ -33,7 +33,7 @@ class Reader:
         return view.view(kind).reshape(shape)
 
     def count(self, most: int) -> int:
-        """Returns the next number, which says how many of something follow.
+        """Returns the next number, which is the count of the entries that follow.
 
         Raises:
             Corrupt: it is larger than ``most``.
@@ -50,5 +50,5 @@ class Reader:
 
 
 def count_bytes(number: int) -> bytes:
-    """Returns the bytes that ``Reader.count`` reads as this number."""
+    """Returns the bytes from which ``Reader.count`` reads this number."""
     return number.to_bytes(4, "little")

@@ -1,7 +1,7 @@
-"""How a model turns its keys by their positions (RoPE, arXiv 2104.09864).
+"""The rotation that a model applies to its keys by position (RoPE, arXiv 2104.09864).
 
-RoPE turns pairs of channels by position times frequency. This is the description only, a part of
-every profile; ``stages.un_rope`` turns keys back by it.
+RoPE rotates pairs of channels by position times frequency. This is only the description, a part of
+every profile; ``stages.un_rope`` uses it to rotate keys back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The turns that a model gives the first channels of every head of its keys.
+    """The rotation that a model applies to the first channels of every head of its keys.
 
     ``frequencies``: radians per token, one for each pair of channels. ``interleaved``: channel 2i
     is paired with 2i + 1, not channel i with i + len(frequencies).
@@ -24,7 +24,7 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_channels(self) -> int:
-        """The number of channels that are turned; they are the first ones of a head."""
+        """The number of channels that are rotated; they are the first ones of a head."""
         return 2 * len(self.frequencies)
 
 

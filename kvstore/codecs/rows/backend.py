@@ -1,6 +1,6 @@
-"""Chooses which implementation packs an array: kernels where numba has them, else numpy.
+"""Chooses the implementation that packs an array: kernels if numba can compile them, else numpy.
 
-Both give the same bytes. numba is an optional install; without it everything works, slower.
+Both give the same bytes. numba is optional; without it everything works, but slower.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.shapes import DType, KVLayer, KVLayout
 
 logger = logging.getLogger(__name__)
 
-BLOCK_ROWS = 512  # at a time, so that the fp32 intermediates stay in the cache
+BLOCK_ROWS = 512  # rows at a time, so that the fp32 intermediates stay in the cache
 
 
 class ArrayKernel(Protocol):
@@ -36,9 +36,9 @@ class ArrayKernel(Protocol):
         """
 
     def unpack(self, payload: np.ndarray, group: SlotGroup, outs: Sequence[np.ndarray]) -> None:
-        """Fills ``outs``, arrays as ``pack`` takes them, from the slots of ``group``.
+        """Fills ``outs``, arrays of the form that ``pack`` takes, from the slots of ``group``.
 
-        ``payload``: uint8 (nbytes,). Rows whose scale is zero come out as something finite of no
+        ``payload``: uint8 (nbytes,). Rows whose scale is zero become finite values without
         meaning.
         """
 
@@ -83,7 +83,7 @@ def _blocks(num_rows: int) -> Iterator[slice]:
 
 @functools.cache
 def reference_kernel(rows: RowFormat, dim: int, dtype: DType) -> ArrayKernel:
-    """Returns the implementation in numpy, which is the definition."""
+    """Returns the numpy implementation, which is the definition."""
     return ReferenceKernel(rows, dtype)
 
 
@@ -106,7 +106,7 @@ def best_kernel(rows: RowFormat, dim: int, dtype: DType) -> ArrayKernel:
 
 @functools.cache
 def _compiled_module() -> ModuleType | None:
-    """Imports numba, which takes most of a second: only who packs shall pay for it."""
+    """Imports numba, which takes most of a second: only a process that packs should pay for it."""
     try:
         from kvstore.codecs.kernels.rows import numba_kernel as compiled
     except ImportError as error:
@@ -118,9 +118,9 @@ def _compiled_module() -> ModuleType | None:
 def agree(
     kernel: ArrayKernel, reference: ArrayKernel, rows: RowFormat, dim: int, dtype: DType
 ) -> bool:
-    """Says whether both give the same bytes for a few rows.
+    """Returns whether both give the same bytes for a few rows.
 
-    A compiler is not to be trusted with a cache.
+    A compiler must not be trusted with a cache.
     """
     layout = KVLayout(dtype, (KVLayer(1, dim, dim),))
     (source, second), *outs = (layout.empty(40)[0] for _ in range(3))

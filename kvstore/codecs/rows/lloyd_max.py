@@ -2,8 +2,8 @@
 
 Joel Max (1960), Stuart Lloyd (1957/1982): a boundary lies half-way between two levels, a level is
 the mean of its cell. For the normal distribution both have closed forms, so the tables are computed
-(by Newton's method) rather than copied. They are part of the wire format: the tests pin them, and
-none of the values lies close enough to the middle of two float32 for a different libm to change it.
+(by Newton's method) rather than copied. They are part of the wire format: the tests pin them. No
+value is so close to the middle between two float32 numbers that a different libm could change it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MIN_SPHERE_DIM = 4
 class GaussTable:
     """The upper half of a symmetric quantiser of N(0, 1).
 
-    With an odd number of levels the one at zero is left out of ``levels``, and the first of
-    ``bounds`` lies between it and the first of ``levels``.
+    With an odd number of levels, the one at zero is not in ``levels``, and the first of ``bounds``
+    lies between it and the first of ``levels``.
     """
 
     levels: tuple[float, ...]  # exact float32 values, ascending
@@ -66,7 +66,7 @@ class GaussTable:
 def gauss_table(num_levels: int) -> GaussTable:
     """Returns the table of ``num_levels`` levels.
 
-    Raises ``ValueError`` unless they are 1 to 256.
+    Raises ``ValueError`` unless ``num_levels`` is 1 to 256.
     """
     if not 1 <= num_levels <= MAX_LEVELS:
         raise ValueError(f"{num_levels} levels where 1..{MAX_LEVELS} are possible")
@@ -77,14 +77,15 @@ def gauss_table(num_levels: int) -> GaussTable:
 def sphere_table(num_levels: int, dim: int) -> GaussTable:
     """Returns the best levels for an element of a random direction, times sqrt(dim).
 
-    That is what an element of a rotated row of ``dim`` values is, exactly; a normal variable is
-    its limit. No codec here uses it: from 64 values on the error is smaller by less than 1 %.
+    An element of a rotated row of ``dim`` values has exactly this distribution; its limit is the
+    normal distribution. No codec here uses it: from 64 values on, it reduces the error by less than
+    1 %.
 
-    Raises ``ValueError`` unless levels are 1 to 256 and ``dim`` is 4 at least.
+    Raises ``ValueError`` unless ``num_levels`` is 1 to 256 and ``dim`` at least 4.
     """
     if not 1 <= num_levels <= MAX_LEVELS or dim < MIN_SPHERE_DIM:
         raise ValueError(f"{num_levels} levels of {dim} values; 1..{MAX_LEVELS} of 4 or more")
-    # Normal levels, pressed together so that the outermost lies inside the sphere.
+    # Normal levels, compressed so that the outermost one lies inside the sphere.
     levels = np.array(gauss_table(num_levels).levels)
     radius = math.sqrt(dim)
     return _table(radius * np.tanh(levels / radius), num_levels % 2 == 1, _Sphere(dim))
@@ -92,7 +93,7 @@ def sphere_table(num_levels: int, dim: int) -> GaussTable:
 
 def _table(levels: np.ndarray, is_odd: bool, law: _Law) -> GaussTable:
     change = 1.0 if len(levels) else 0.0
-    while change > 1e-11:  # a step doubles the digits: what is left then is rounding
+    while change > 1e-11:  # a step doubles the correct digits: only rounding is left then
         step = _newton_step(levels, is_odd, law)
         change = float(np.abs(step).max())
         levels = levels - step
@@ -109,7 +110,7 @@ def gauss_error(num_levels: int) -> float:
 
 
 def _high_rate_levels(num_levels: int) -> np.ndarray:
-    """Returns the levels that many levels tend to: quantiles of a normal variable, sqrt(3) as wide.
+    """Returns the limit for many levels: quantiles of a normal variable, sqrt(3) times as wide.
 
     Panter and Dite (1951).
     """
@@ -121,13 +122,13 @@ def _high_rate_levels(num_levels: int) -> np.ndarray:
 def _newton_step(levels: np.ndarray, is_odd: bool, law: _Law) -> np.ndarray:
     """Returns a step towards levels that are the means of their cells.
 
-    Lloyd's own steps take forever at 256 levels.
+    Lloyd's own steps converge far too slowly at 256 levels.
     """
     edges = _edges(levels, is_odd)
     low, high = edges[:-1], edges[1:]
     mass = law.above(low) - law.above(high)
     mean = (law.moment(low) - law.moment(high)) / mass
-    by_low = (mean - low) * law.density(low) / mass / 2  # of a mean, by the level left of an edge
+    by_low = (mean - low) * law.density(low) / mass / 2  # of a mean, by the level left of its cell
     by_high = np.append((high[:-1] - mean[:-1]) * law.density(high[:-1]) / mass[:-1] / 2, 0.0)
     fixed = np.append(0.0 if not is_odd else by_low[0], by_low[1:])  # the edge at zero stays
     slopes = np.diag(1 - fixed - by_high) - np.diag(by_low[1:], -1) - np.diag(by_high[:-1], 1)
@@ -136,7 +137,7 @@ def _newton_step(levels: np.ndarray, is_odd: bool, law: _Law) -> np.ndarray:
 
 
 def _edges(levels: np.ndarray, is_odd: bool) -> np.ndarray:
-    """Returns the edges of the cells of ``levels``, one more than there are levels."""
+    """Returns the edges of the cells of ``levels``: one more than there are levels."""
     inner = _midpoints(levels, is_odd)
     return np.concatenate([inner if is_odd else [0.0, *inner], [math.inf]])[-len(levels) - 1 :]
 
@@ -148,7 +149,7 @@ def _midpoints(levels: np.ndarray, is_odd: bool) -> np.ndarray:
 
 
 class _Law(Protocol):
-    """A symmetric law of variance one. All take fp64 (values,), which may be infinite."""
+    """A symmetric distribution of variance one. Arguments: fp64 (values,), may be infinite."""
 
     def density(self, x: np.ndarray) -> np.ndarray: ...
 
@@ -191,7 +192,7 @@ class _Sphere:
         return moment
 
     def above(self, x: np.ndarray) -> np.ndarray:
-        """Sums the density from the sphere's end, by Gauss and Legendre, in the angle's measure."""
+        """Integrates the density from the sphere's end over angles, by Gauss and Legendre."""
         angles = np.arccos(np.clip(x / math.sqrt(self._dim), -1, 1))
         nodes, weights = np.polynomial.legendre.leggauss(200)
         points = angles[:, None] / 2 * (nodes + 1)

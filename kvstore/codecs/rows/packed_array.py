@@ -1,8 +1,8 @@
-"""K or V of one layer that is packed already, where the store expects an array.
+"""K or V of one layer that is already packed, for use where the store expects an array.
 
 An engine may keep its *live* cache packed in a row codec's own bytes. Then nothing has to be
 encoded to save it, and nothing decoded to wake it. This array carries such rows through the store:
-it can be sliced by tokens, copied and written to like the numpy array in whose place it stands.
+it can be sliced by tokens, copied and assigned to like the numpy array that it replaces.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Slices: TypeAlias = tuple[slice, slice]
 class PackedArray:
     """Values (num_kv_heads, num_tokens, dim) of the engine's ``dtype``, packed row by row.
 
-    A row whose scale is zero is kept as it is, in ``exact``. For every other row ``exact`` has no
-    meaning, and is memory that was never touched.
+    A row whose scale is zero is stored unpacked, in ``exact``. For all other rows, ``exact`` has no
+    meaning, and its memory was never written.
     """
 
     rows: RowFormat
@@ -54,10 +54,10 @@ class PackedArray:
         return self._with(self.codes[where], self.scales[where], self.exact[where])
 
     def __setitem__(self, everywhere: Any, values: PackedArray | np.ndarray) -> None:
-        """Takes ``values`` in place of all rows; ``everywhere`` is ``...``, nothing else.
+        """Replaces all rows by ``values``; ``everywhere`` must be ``...``.
 
-        ``values``: a packed array, or an array of the engine's dtype, which is kept as it is, in 16
-        bits.
+        ``values``: a packed array, or an array of the engine's dtype, which is stored unpacked, in
+        16 bits per value.
         """
         assert everywhere is Ellipsis
         if not isinstance(values, PackedArray):
@@ -84,7 +84,7 @@ class PackedArray:
         return self.__array__().view(dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Unpacks with numpy, for looking at."""
+        """Unpacks with numpy, for inspection."""
         values = np.array(floats.from_stored(self.exact, self.dtype_name))
         packed = self.scales != 0
         if packed.any():
@@ -97,7 +97,7 @@ class PackedArray:
 
 
 def empty_packed(rows: RowFormat, dtype: DType, shape: tuple[int, ...]) -> PackedArray:
-    """Make an uninitialised array whose rows all count as unpacked.
+    """Make an uninitialised array, all of whose rows count as unpacked.
 
     ``shape`` is (num_kv_heads, num_tokens, dim).
     """

@@ -1,8 +1,8 @@
-"""A row codec for runs that an engine keeps packed: their bytes go into a payload as they are.
+"""A row codec for runs that an engine keeps packed: their bytes are copied into the payload.
 
-Rows that are not packed yet (the engine keeps its newest tokens as they are) are packed here, for
-the first time. So a session saved from a packed cache has the bytes it would have had if its rows
-had gone through the codec once, and never loses anything a second time.
+Rows that are not packed yet (the engine keeps its newest tokens unpacked) are packed here, for the
+first time. So a session saved from a packed cache has the same bytes as if its rows had been packed
+by the codec once, and no row is quantised a second time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PackedCodec:
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         arrays = _arrays(run)
-        if all(array.is_exact for array in arrays):  # nothing of it is packed: the fast way
+        if all(array.is_exact for array in arrays):  # nothing is packed: the fast path
             return self.inner.encode(_exact_run(arrays, layout), layout, first_token)
         plan = plan_payload(self.inner.rows, layout, check_run(run, layout), first_token)
         payload = np.empty(plan.nbytes, np.uint8)
@@ -93,10 +93,10 @@ class PackedCodec:
 
 
 def packed_codec(codec: Codec, layout: PackedLayout) -> PackedCodec:
-    """Makes the codec for a packed cache, if that is packed in this very codec's arithmetic.
+    """Makes the codec for a packed cache, which must be packed by this very codec's arithmetic.
 
     Raises:
-        UnknownCodec: it is not.
+        UnknownCodec: it is packed by another.
     """
     if isinstance(codec, RowCodec) and codec.rows == layout.rows:
         return PackedCodec(codec)
@@ -118,7 +118,7 @@ def _exact_run(arrays: Sequence[PackedArray], layout: KVLayout) -> KVRun:
 def _kept_rows(
     arrays: Sequence[PackedArray], plan: PayloadPlan, payload: np.ndarray
 ) -> Iterator[memoryview]:
-    """Yields the rows that cannot be packed, as they are; their packed bytes become zero."""
+    """Yields the rows that cannot be packed, unquantised; their packed bytes become zero."""
     for number, rows in plan.split_rows(plan.kept_rows(payload)):
         slot = plan.slots[number]
         slot.packed(payload)[rows] = 0

@@ -1,7 +1,7 @@
 """The layout of a live cache that an engine keeps packed.
 
-The arithmetic of its rows is imported only when bytes are counted or arrays made: the gateway's
-process merely asks whether a layout is of this kind.
+The arithmetic of its rows is imported only to count bytes or make arrays: the gateway's process
+only asks whether a layout is of this kind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PackedLayout(KVLayout, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The layout of a cache that is kept packed: runs of it are made of ``PackedArray``."""
+    """The layout of a packed cache: its runs consist of ``PackedArray``."""
 
     num_bits: int
 
@@ -28,7 +28,7 @@ class PackedLayout(KVLayout, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def bytes_per_token(self) -> int:
-        """Hot bytes of a packed token, which nearly all are."""
+        """The hot bytes of a packed token; nearly all tokens are packed."""
         rows, scale = self.rows, self.rows.scale_dtype.itemsize
         sides = ((x.num_kv_heads, dim) for x in self.layers for dim in (x.head_dim, x.value_dim))
         return sum(heads * (rows.packed_nbytes(dim) + scale) for heads, dim in sides)

@@ -1,7 +1,7 @@
-"""Small codes as bytes: bit planes, or one stream of three-bit numbers.
+"""Packs small codes into bytes: bit planes, or one stream of three-bit numbers.
 
 Bit planes suit vector units: a plane *is* the result of comparing a whole row with a threshold. The
-stream is what ManthanQuant writes, one of the projects that this one grew from.
+stream is the format of ManthanQuant, one of the projects from which this one grew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 def to_planes(codes: np.ndarray, num_bits: int) -> np.ndarray:
     """Packs uint8 codes (num_rows, dim) to uint8 (num_rows, num_bits * dim / 8).
 
-    One plane after the other, lowest bit first; in a byte the lowest element is the lowest bit.
+    The planes follow each other, lowest bit first; a byte's lowest bit is its lowest element.
     """
     planes = [np.packbits((codes >> bit) & 1, axis=1, bitorder="little") for bit in range(num_bits)]
     return np.concatenate(planes, axis=1)

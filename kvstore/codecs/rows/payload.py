@@ -1,15 +1,15 @@
-"""The places of everything in the payload of a row codec.
+"""Computes where each part of a row codec's payload lies.
 
     sink rows | scales | packed rows | kept rows
 
-- *Sink rows*: the first four tokens of a session, as they are (16 bits per value). Attention leans
-  on them far more than on any other token.
+- *Sink rows*: the first four tokens of a session, unquantised (16 bits per value). Attention gives
+  them far more weight than any other token.
 - *Scales* and *packed rows* of all other tokens: for each layer K then V, head by head, token by
-  token, so that a kernel walks over one long range.
-- *Kept rows*: the rows whose scale is zero, as they are, in the same order.
+  token, so that a kernel goes through one long range.
+- *Kept rows*: the rows whose scale is zero, unquantised, in the same order.
 
-Nothing but the number of kept rows depends on the values, so the payload has no header: layout,
-number of tokens and first position give every offset, and the scales give the rest.
+Only the number of kept rows depends on the values, so the payload has no header: layout, number of
+tokens and first position determine every offset, and the scales determine the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.rows.row_format import RowFormat
 from kvstore.shapes import KVLayout
 
-KEPT_DTYPE = np.dtype("<u2")  # of a value that is kept as it is
+KEPT_DTYPE = np.dtype("<u2")  # of an unquantised value
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ArraySlot:
     def positions(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns heads and tokens of rows, int64 (rows,) each.
 
-        The sinks are counted as tokens here.
+        Tokens are counted from the first sink.
         """
         heads, tokens = np.divmod(rows, self.num_tokens)
         return heads, tokens + self.num_sinks
@@ -75,7 +75,7 @@ class ArraySlot:
 
 @dataclass(frozen=True, eq=False)
 class SlotGroup:
-    """All slots of one dimension, which one kernel handles in one go."""
+    """All slots of one dimension, which one kernel call handles together."""
 
     dim: int
     numbers: tuple[int, ...]  # among all slots
@@ -85,7 +85,7 @@ class SlotGroup:
 
 @dataclass(frozen=True, eq=False)
 class PayloadPlan:
-    """The slots of all arrays of a run, and where their scales begin."""
+    """The slots of all arrays of a run, and the offset of their scales."""
 
     slots: tuple[ArraySlot, ...]  # K and V of the first layer, of the second, ...
     groups: tuple[SlotGroup, ...]
@@ -102,7 +102,7 @@ class PayloadPlan:
     def kept_rows(self, payload: np.ndarray) -> np.ndarray:
         """Returns the numbers of the rows whose scale is zero, ascending.
 
-        There hardly ever is one.
+        There is hardly ever one.
         """
         scales = self.scales(payload)
         if np.count_nonzero(scales) == len(scales):
@@ -126,7 +126,7 @@ def plan_payload(
     return _plan(rows, layout, num_tokens, min(max(NUM_SINKS - first_token, 0), num_tokens))
 
 
-# The first token is no argument: every chunk of a long session has another one.
+# The first token is not an argument, because every chunk of a long session has a different one.
 @functools.lru_cache(maxsize=64)
 def _plan(rows: RowFormat, layout: KVLayout, num_tokens: int, num_sinks: int) -> PayloadPlan:
     shapes = list(_array_shapes(layout))

@@ -1,8 +1,8 @@
-"""``lm3``: the scheme of ManthanQuant, which this project grew from, kept as the control.
+"""``lm3``: the scheme of ManthanQuant, from which this project grew, kept as the control.
 
 L2 norm, elements times sqrt(dim) / norm, the nearest of eight Lloyd-Max levels, three bits each in
-one little-endian stream, and the norm as fp32. There is no rotation: it is right for rows whose
-channels are alike and ruins real keys, whose channels are not. Measure against it; do not serve it.
+one little-endian stream, and the norm as fp32. There is no rotation: it suits rows whose channels
+are alike, and ruins real keys, whose channels are not. Measure against it; do not serve it.
 """
 
 from __future__ import annotations

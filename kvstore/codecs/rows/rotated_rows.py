@@ -1,24 +1,24 @@
-"""``tq3`` and ``tq4``: rotate whole numbers, compare with thresholds, keep the length right.
+"""``tq3`` and ``tq4``: rotate whole numbers, compare with thresholds, preserve the length.
 
-1. x = the row in fp32, values below 2^-63 taken as zero. norm = sqrt(sum x^2).
+1. x = the row in fp32, values below 2^-63 replaced by zero. norm = sqrt(sum x^2).
 2. n = signs * x * (a power of two / norm, its last twelve bits cleared), rounded to whole numbers.
    z = H n; an element of z is about as large as that power of two (see ``rotation``).
-3. code = the sign of z, and how many of the Lloyd-Max bounds do not exceed its size. Bounds are
-   whole 64ths of the power of two (finer from five bits on) and z is rounded down to those; a
+3. code = the sign of z, and the number of Lloyd-Max bounds that its size reaches. Bounds are
+   whole 64ths of the power of two (finer from five bits on) and z is rounded down to these; a
    negative v has size -1 - v.
 4. scale = norm / sqrt(sum of level[code]^2), about the row's rms. It gives the unpacked row the
-   length of the original, which the levels alone do not (norm correction). Kept as fp16.
+   length of the original, which the levels alone do not (norm correction). Stored as fp16.
 
-Unpacking: +-level[code], whole 64ths as well, the rotation back, times scale / sqrt(dim), signs.
+Unpacking: +-level[code], also whole 64ths, the rotation back, times scale / sqrt(dim), signs.
 
 All sums are of whole numbers, small enough for fp32: they are exact in any order, and kernels
 compute them in 16 bits. The product in step 2 is exact too, since a row's values have at most
 eleven bits. See ``docs/decisions/0039-whole-numbers-in-rows.md``.
 
 A scale that fp16 cannot hold as a normal number (all-zero rows, rows of denormals, infinities,
-NaN) is written as zero, and the row is kept as it is. Together with the cut at 2^-63 this keeps
-every denormal out of the arithmetic: threads that flush them to zero (a library built with
--ffast-math does that to its whole process) get the same bytes, and none of it is slow.
+NaN) is written as zero, and the row is stored unquantised. Together with the limit of 2^-63 this
+keeps every denormal out of the arithmetic: threads that flush denormals to zero (a library built
+with -ffast-math makes its whole process do so) get the same bytes, and no value makes it slow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvstore.codecs.rows import packing, rotation
 from kvstore.codecs.rows.lloyd_max import gauss_table
 
 SMALLEST = np.float32(2.0**-63)
-SPARE_BITS = 12  # of a factor, cleared: its product with a 16-bit float is exact in fp32
+SPARE_BITS = 12  # cleared in a factor: its product with a 16-bit float is exact in fp32
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RotatedRows:
 
     @property
     def one(self) -> int:
-        """The number of levels and bounds, which are whole numbers, that make the rms of a row."""
+        """The whole number, in the unit of levels and bounds, that is the rms of a row."""
         return 64 << min(max(self.num_bits - 4, 0), 3)
 
     @property
@@ -71,7 +71,7 @@ class RotatedRows:
         return self.num_bits * dim // 8
 
     def pack(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        # Infinite and undefined rows are computed like all others; their scale becomes zero.
+        # Rows with infinity or NaN are computed like all others; their scale becomes zero.
         with np.errstate(all="ignore"):
             x = np.where(np.abs(rows) < SMALLEST, np.float32(0), rows)
             norms = np.sqrt(rotation.squared_norms(x))
@@ -114,7 +114,7 @@ class RotatedRows:
         return lengths
 
     def unit_of(self, dim: int) -> np.float32:
-        """Returns the value that a one of rotated levels stands for in a row of scale 1."""
+        """Returns the value of a one in rotated levels, in a row of scale 1."""
         return inverse_root(dim) / np.float32(self.one)
 
     def _whole(self, values: tuple[float, ...]) -> np.ndarray:
@@ -122,12 +122,12 @@ class RotatedRows:
 
 
 def size_of(dim: int) -> int:
-    """Returns the norm of a row in whole numbers; rotated, every one of them fits into 16 bits."""
+    """Returns a row's norm in whole numbers, such that every rotated number fits into 16 bits."""
     return 1 << (14 - (dim.bit_length() - 1) // 2)
 
 
 def factors_of(norms: np.ndarray, dim: int) -> np.ndarray:
-    """Returns the factors that give rows of these norms the norm ``size_of``, fp32 (num_rows,).
+    """Returns the factors that scale rows of these norms to ``size_of``, fp32 (num_rows,).
 
     ``norms``: fp32 (num_rows,).
     """
