@@ -1,10 +1,10 @@
-"""Cold KV: how it is packed, where it rests, and which sessions there are.
+"""Cold KV: how it is packed, where it is stored, and which sessions exist.
 
-Runs inside an engine's own process, next to the blocks. numpy, numba and msgspec; no web code,
+Runs inside an engine's own process, next to the blocks. Uses numpy, numba and msgspec; no web code,
 no tensor library. From the bottom to the top:
 
-    codecs, tiers           KV as bytes; places where bytes rest (they do not know each other)
+    codecs, tiers           KV as bytes; places that store bytes (neither imports the other)
     blobs                   one blob: key, header, checksum, codec
-    ledger                  sessions as ordered blob keys, and all that happens to them
+    ledger                  sessions as ordered blob keys, and every operation on them
     by_tokens, by_blocks    the two stores: ``ColdStore`` (mlx), ``BlockStore`` (vLLM)
 """

@@ -1,6 +1,6 @@
-"""One blob: its key, its header, the codec of its rows, and the way from live KV to it and back.
+"""One blob: its key, its header, the codec of its rows, and conversion from and to live KV.
 
 ``chain`` names blobs by content, ``format`` is the header and checksum, ``packer`` packs and
-unpacks with the codecs of a ``codec_set``; ``whole_rows`` and ``snapshot`` are what no codec
-touches.
+unpacks with the codecs of a ``codec_set``. ``whole_rows`` and ``snapshot`` store rows and states
+without a codec.
 """

@@ -2,19 +2,19 @@
 
 A key is a kind byte and 32 bytes of blake2b. The chain starts at the *root*, a digest of everything
 that must be equal for two sessions to share KV: format version, tenant salt, model fingerprint,
-chunk size. Each full chunk hashes the digest before it with its own token ids:
+chunk size. The hash of each full chunk covers the digest before it and the chunk's own token ids:
 
     root      = H(version, salt, fingerprint, chunk_tokens)
     chunk[0]  = H(root,       tokens of chunk 0)
     chunk[i]  = H(chunk[i-1], tokens of chunk i)
 
-so equal keys mean equal tokens from the very first one on, and one tenant can never name another's
-chunk. How KV is packed is not in the key: the same chunk may rest in several codecs, distinguished
-by their tags (``codec_tags``). The tail and the snapshots hang off the same chain; only the tail
-also names its session, because it is replaced each turn. A session record is found without the
-salt: by tenant, session id and model name, so that a change of weights is *seen* (and called a
-miss) instead of being silently absent. Ids of any length and any characters are safe: only their
-digest is used.
+so equal keys mean equal tokens from the very first one on, and one tenant can never name another
+tenant's chunk. The key does not depend on how KV is packed: the same chunk may be stored in several
+codecs, distinguished by their tags (``codec_tags``). The keys of the tail and the snapshots are
+derived from the same chain; only the tail's key also covers its session, because the tail is
+replaced each turn. A session record is found without the salt: by tenant, session id and model
+name, so that a change of weights is *detected* (and reported as a miss) instead of hiding the
+record. Ids of any length and with any characters are safe, since only their digest is used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _RECORD = b"thermocline sess"
 
 
 def as_tokens(token_ids: Sequence[int] | Tokens) -> Tokens:
-    """Give token ids as (num_tokens,) little-endian int32, the form that is hashed and stored."""
+    """Return token ids as (num_tokens,) little-endian int32, the form that is hashed and stored."""
     return np.ascontiguousarray(token_ids, dtype="<i4")
 
 
@@ -74,7 +74,7 @@ class KeySpace:
         self.chunk_tokens = chunk_tokens
 
     def root(self, salt: bytes) -> bytes:
-        """Start of every chain of a tenant: a one-way digest that reveals nothing of the salt."""
+        """Start of every chain of a tenant: a one-way digest that does not reveal the salt."""
         version, size = struct.pack("<I", FORMAT_VERSION), struct.pack("<I", self.chunk_tokens)
         return _digest(_ROOT, version, salt, self._fingerprint, size)
 
@@ -89,7 +89,7 @@ class KeySpace:
 
 
 class Chain:
-    """Digests of the full chunks of one run of tokens, and the keys that hang off them."""
+    """Digests of the full chunks of one run of tokens, and the keys derived from them."""
 
     def __init__(self, root: bytes, tokens: Tokens, chunk_tokens: int) -> None:
         self._tokens = tokens
@@ -116,7 +116,7 @@ class Chain:
         return TAIL + _digest(_TAIL, self._digests[-1], behind, tenant_bytes, id_bytes)
 
     def snapshot_key(self, position: int) -> bytes:
-        """Key of the state after exactly ``position`` tokens, regardless of who computed it."""
+        """Key of the state after exactly ``position`` tokens, whichever session computed it."""
         if not 0 < position <= len(self._tokens):
             raise ValueError(f"no snapshot at {position} of {len(self._tokens)} tokens")
         before = position // self._chunk_tokens
@@ -129,7 +129,7 @@ def _link(before: bytes, raw_tokens: bytes) -> bytes:
 
 
 def _digest(person: bytes, *parts: bytes) -> bytes:
-    """Hash several byte strings; lengths go in, so that no two lists of parts look the same."""
+    """Hash several byte strings with their lengths, so that no two lists of parts look the same."""
     state = blake2b(digest_size=DIGEST_BYTES, person=person)
     for part in parts:
         state.update(struct.pack("<Q", len(part)))

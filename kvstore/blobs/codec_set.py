@@ -1,7 +1,7 @@
 """The codecs of a store: one for each tier, and others that it can read.
 
-Memory is read in a hurry and disk is read seldom, so each tier may have a codec of its own. A blob
-names its codec in its header; it is read by that codec, in whichever tier it lies.
+Memory is read in a hurry and disk is read seldom, so each tier may have a codec of its own. The
+header of a blob names its codec; the blob is read with that codec, whichever tier it is in.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class CodecSet:
     ram: Codec
     disk: Codec
     redis: Codec
-    # May be read, and is not written. Those above are readable anyway.
+    # Can be read, but are not written. The codecs above are readable anyway.
     readable: tuple[Codec, ...] = ()
-    # Of a model with states: how they are packed beside rows in the codec of this id. States are
-    # exact beside all others.
+    # For a model with states: how states are packed beside rows, by the id of the rows' codec.
+    # Beside rows in any other codec, states are exact.
     sessions: Mapping[str, SessionCodec] = field(default_factory=dict)
 
     @classmethod
@@ -41,7 +41,7 @@ class CodecSet:
 
     @property
     def written(self) -> tuple[Codec, ...]:
-        """The codecs that blobs are written in, without repetition, memory's first."""
+        """The codecs that blobs are written in, without repetition, the memory tier's first."""
         return distinct((self.ram, self.disk, self.redis))
 
     @property

@@ -1,9 +1,9 @@
-"""The last bytes of a blob's name in a tier: which codec it is in.
+"""The last bytes of a blob's name in a tier: the codec of the blob.
 
-The store speaks of *keys*: a key says what a blob holds (whose tokens, of which model), and nothing
-of how it is packed. In a tier the blob lies under its key and the tag of its codec, so engines
-with different codecs share a disk or a server without ever meeting each other's blobs, and a blob
-in a codec used before is found by looking under one more tag. Session records have no tag.
+The store works with *keys*: a key identifies the contents of a blob (whose tokens, of which model),
+but not how they are packed. In a tier the blob is stored under its key and the tag of its codec. So
+engines with different codecs share a disk or a server without ever meeting each other's blobs, and
+a blob in a codec used before is found by looking under one more tag. Session records have no tag.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def tag_of(codec_id: str) -> bytes:
 
 
 def tagged(key: bytes, tag: bytes) -> bytes:
-    """The name that a tier knows the blob by."""
+    """The name of the blob in a tier."""
     return key if key[:1] == RECORD else key + tag
 
 
@@ -35,13 +35,13 @@ def tagged(key: bytes, tag: bytes) -> bytes:
 class CodecTags:
     """Tags of one tier.
 
-    New blobs are in the codec of ``home``; blobs in the codecs of ``others`` may rest there too.
+    New blobs are in the codec of ``home``; blobs in the codecs of ``others`` may be stored too.
     """
 
     home: bytes = NO_TAG
     others: tuple[bytes, ...] = ()
-    # By the codec's name in the header of a blob. Rows that are kept as they are have no codec of
-    # their own and lie under ``home``.
+    # By the codec's name in the header of a blob. Rows that are stored without a codec have no tag
+    # of their own and are under ``home``.
     by_codec: Mapping[bytes, bytes] = field(default_factory=dict)
 
     @classmethod
@@ -67,7 +67,7 @@ class CodecTags:
         ]
 
     def new(self, key: bytes, blob: Blob) -> bytes:
-        """The name that this blob is to be put under."""
+        """The name to store this blob under."""
         if not self.others:
             return self.one(key)
         return tagged(key, self.by_codec.get(codec_in(blob), self.home))

@@ -16,10 +16,10 @@
        128     4  CRC-32C of bytes 0..128 and of the payload
        132        payload
 
-A blob says of itself what it is, so a blob under the wrong name, of another model, or of a later
-version is refused, and so is one with a single bit changed. The key says nothing of the codec: it
-it is the header that names the one to read the payload with. Under a seal (``kvstore.tiers.seal``)
-the checksum was proved with the rest, and is not computed again. All integers are little-endian.
+A blob describes itself. So a blob under the wrong name, of another model, or of a later version is
+refused, and so is one with a single bit changed. The key does not determine the codec: the header
+names the codec that reads the payload. Under a seal (``kvstore.tiers.seal``) the seal has proved
+the checksum with the rest, and it is not computed again. All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HEADER_BYTES: Final = _HEADER.size + _CRC.size
 
 @dataclass(frozen=True)
 class Header:
-    """Everything that a blob says of itself."""
+    """Everything that a blob states about itself."""
 
     key: bytes  # kind byte and digest
     codec: bytes
@@ -67,7 +67,7 @@ class VerifiedBlob(NamedTuple):
 
 
 def verify(blob: bytes | bytearray | memoryview, key: bytes) -> VerifiedBlob:
-    """Check that a blob is whole, and the one of this key.
+    """Check that a blob is whole, and that it is the blob of this key.
 
     Raises:
         Corrupt, Mismatch: as ``parse``; also for a blob under another blob's name.
@@ -96,14 +96,14 @@ def codec_field(codec_id: str) -> bytes:
 
 
 def codec_in(blob: bytes | bytearray | memoryview | VerifiedBlob) -> bytes:
-    """Read the codec id that a blob claims, unchecked; of other bytes it gives anything."""
+    """Read the codec id that a blob claims, unchecked; for other bytes the result is arbitrary."""
     if isinstance(blob, VerifiedBlob):
         return blob.header.codec
     return bytes(blob[_CODEC]).rstrip(b"\0")
 
 
 def pack(header: Header, payload: bytes | memoryview) -> bytes:
-    """Make one blob; the payload is copied once. Raises ``ValueError`` if that is too large."""
+    """Make one blob; the payload is copied once. Raises ``ValueError`` if it is too large."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ValueError(f"a payload of {len(payload)} bytes is over {MAX_PAYLOAD_BYTES}")
     head = _HEADER.pack(
@@ -123,7 +123,7 @@ def pack(header: Header, payload: bytes | memoryview) -> bytes:
 
 
 def parse(blob: bytes | bytearray | memoryview | VerifiedBlob) -> tuple[Header, memoryview]:
-    """Split a blob into header and payload, checked. The payload is a view, not a copy.
+    """Split a blob into header and payload, and check both. The payload is a view, not a copy.
 
     Raises:
         Corrupt: not a blob, cut short or grown, or a bit was changed.

@@ -1,4 +1,4 @@
-"""The codecs that can be read at one moment, by the names that blobs and segments have for them."""
+"""The codecs that can be read at one moment, by the names that blobs and segments use for them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Rows: TypeAlias = WholeRows | ThinRows
 
 @dataclass(frozen=True)
 class KnownCodecs:
-    """Unpacks segments in any of them; replaced as a whole when others are adopted.
+    """Unpacks segments in any of these codecs; replaced as a whole when others are adopted.
 
-    ``rows``: kinds of rows that are kept as they are. ``sessions``: all codecs of states that may
-    be read, by the ids that they have as a whole.
+    ``rows``: the formats of rows stored without a codec. ``sessions``: all codecs of states that
+    may be read, each by its id.
     """
 
     layout: KVLayout
@@ -54,7 +54,7 @@ class KnownCodecs:
             found.decode(segment.payload, self.layout, segment.first, out)
 
     def least_nbytes(self, segment: Segment) -> int:
-        """Count the fewest bytes that so many tokens may have. Raises ``ForeignCodec``."""
+        """Return the fewest bytes that its tokens may take. Raises ``ForeignCodec``."""
         found = self.find(segment.codec_id)
         if isinstance(found, Rows):
             return found.least_nbytes(segment.num_tokens)

@@ -1,14 +1,14 @@
-"""From live KV to blobs and back: where codec, layout and format meet.
+"""Converts live KV to blobs and back, by codec, layout and format.
 
-Every ``unpack_*`` checks first that the blob is the one asked for (key, model, layout, token range)
-and whole, and in a codec that is known, and raises ``Unusable`` otherwise, before the caller can
+Every ``unpack_*`` first checks that the blob is the requested one (key, model, layout, token
+range), is whole, and is in a known codec. Otherwise it raises ``Unusable``, before the caller can
 have seen a byte of it.
 
-A *run* of tokens is a chunk, the tail after the last full chunk, or the part of a block: all are
-packed alike, by codecs that pack each token by itself, so it does not matter how long a run is. KV
-is packed by a lossy codec once. Of a run that continues a lossy copy, the packed bytes of that
-copy are taken over (``segments``); where they are gone its rows are kept in 16 bits, and the name
-of their codec says that they were *restored*. Rows unpacked from them still count as lossy.
+A *run* of tokens is a chunk, the tail after the last full chunk, or the part of a block. All are
+packed alike, by codecs that pack each token by itself, so the length of a run does not matter. KV
+is packed by a lossy codec only once. If a run continues a lossy copy, the packed bytes of that
+copy are taken over (``segments``). If those bytes are gone, the rows are kept in 16 bits, and the
+name of their codec marks them as *restored*. Rows unpacked from them still count as lossy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PACKED_STATE: Final = b"+s1"  # ends the name of a snapshot's rows: its state is
 SEGMENTS: Final = rows_in_segments.CODEC_ID.encode()
 RUNS: Final = frozenset((CHUNK, TAIL, PART))  # kinds of blobs that hold rows and nothing else
 _LENGTH: Final = struct.Struct("<Q")  # after packed rows of a snapshot: their bytes
-# One that was checked before is not checked again.
+# A ``VerifiedBlob`` was checked before and is not checked again.
 AnyBlob: TypeAlias = Blob | blobs.VerifiedBlob
 
 
@@ -83,16 +83,16 @@ class Packer:
 
     @property
     def exact_ids(self) -> tuple[str, ...]:
-        """Ids of the codecs that can be read and lose nothing."""
+        """Ids of the readable codecs that are exact."""
         return tuple(x.id for x in self._known.by_name.values() if x.exact)
 
     @property
     def readable(self) -> tuple[str, ...]:
-        """Ids of all codecs that can be read, those that are written first."""
+        """Ids of all codecs that can be read; those that are written come first."""
         return self._known.ids
 
     def adopt(self, codecs: CodecSet, *, keep: bool) -> None:
-        """Pack by these codecs from now on; ``keep``: and read what was readable before.
+        """Pack by these codecs from now on; with ``keep``, still read what was readable before.
 
         Raises ``UnknownCodec``; then nothing has changed.
         """
@@ -143,9 +143,9 @@ class Packer:
     # ---- runs of tokens: chunks, tails, parts
 
     def run_nbytes(self, first_token: int, num_tokens: int) -> int:
-        """Bytes of a run's blob in memory, packed at once; exact unless rows need the raw escape.
+        """Bytes of a run's blob in the memory tier, packed at once.
 
-        Of an entropy coder it is an estimate.
+        The figure is exact unless rows need the raw escape. For an entropy coder it is an estimate.
         """
         packed = self.codec.packed_nbytes(self.layout, num_tokens, first_token)
         return blobs.HEADER_BYTES + packed
@@ -158,13 +158,13 @@ class Packer:
         codec: Codec | None = None,
         lineage: Lineage = FRESH,
     ) -> bytes:
-        """Pack a run of tokens; its views are not kept.
+        """Pack a run of tokens; keeps no reference to its views.
 
         Args:
             run: for each layer K and V, each (num_kv_heads, num_tokens, head_dim), in the engine's
                 dtype (bf16 as uint16), of these tokens only.
-            codec: one of ``codecs``; memory's if there is none.
-            lineage: the lossy copies that these rows go on from.
+            codec: one of ``codecs``; the memory tier's if omitted.
+            lineage: the lossy copies that these rows continue.
         """
         codec, num_tokens = codec or self.codec, tokens_in(run)
         squeezes = not codec.exact and rows_in_segments.squeezes(self.layout, first_token)
@@ -191,17 +191,17 @@ class Packer:
         num_tokens: int,
         codec: Codec | None = None,
     ) -> bytes:
-        """Make the blob of what the codec made of a run, on whichever device."""
+        """Make the blob of a run from the payload that its codec made, on whichever device."""
         codec_id = blobs.codec_field((codec or self.codec).id)
         return blobs.pack(self._header(key, codec_id, first_token, num_tokens), payload)
 
     def open_run(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int, codec: Codec
     ) -> memoryview:
-        """Give the payload of a run that is in ``codec``: a view, not checked by the codec yet.
+        """Return the payload of a run that is in ``codec``: a view, not checked by the codec yet.
 
         Raises:
-            Unusable: damaged, or not the blob asked for.
+            Unusable: damaged, or not the requested blob.
         """
         codec_id = blobs.codec_field(codec.id)
         header, payload = blobs.parse(blob)
@@ -214,10 +214,10 @@ class Packer:
         """Fill ``out`` with the first tokens of a run of ``num_tokens`` tokens, in any codec.
 
         Args:
-            out: as ``run`` of ``pack_run``, for as many tokens as are wanted.
+            out: as ``run`` of ``pack_run``, for as many tokens as are needed.
 
         Raises:
-            Unusable: damaged, not the blob asked for, or in a codec that is not known.
+            Unusable: damaged, not the requested blob, or in a codec that is not known.
         """
         self._fill(self._run_segments(blob, key, first_token, num_tokens), first_token, out)
 
@@ -233,7 +233,7 @@ class Packer:
     def _split(
         self, codec: bytes, payload: memoryview, first_token: int, num_tokens: int
     ) -> list[Segment]:
-        """Give the segments of rows under this name; most have one."""
+        """Return the segments of rows under this codec name; most have one segment."""
         if codec == SEGMENTS:
             return rows_in_segments.split(payload, first_token, num_tokens)
         return [Segment(first_token, num_tokens, codec.decode("ascii", "replace"), payload)]
@@ -243,7 +243,7 @@ class Packer:
         rows_in_segments.fill(found, self.layout, first_token, out, by, least)
 
     def check_length(self, blob: blobs.VerifiedBlob) -> None:
-        """Raise ``Unusable`` if a blob says that it has more tokens than can be in its bytes."""
+        """Raise ``Unusable`` if a blob claims more tokens than its bytes can hold."""
         header = blob.header
         name = header.codec.removesuffix(PACKED_STATE)
         for x in self._split(name, blob.payload, header.first_token, header.num_tokens):
@@ -252,9 +252,9 @@ class Packer:
     def lossy_segments(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int
     ) -> list[Segment]:
-        """List the segments of a blob's rows, as they are; none if none was packed with loss.
+        """List the segments of a blob's rows, as they are; none if no rows were packed with loss.
 
-        Raises ``Unusable``: damaged, not the blob asked for, or in a codec that is not known.
+        Raises ``Unusable``: damaged, not the requested blob, or in a codec that is not known.
         """
         if not self.is_lossy(blob):
             return []
@@ -272,7 +272,7 @@ class Packer:
         return blobs.pack(header, rows.encode(run))
 
     def _whole(self, *, exact: bool, restored: bool = False) -> WholeRows:
-        """The kind of rows that are kept as they are."""
+        """Return the format of rows that are stored without a codec."""
         return self._whole_rows[exact, restored]
 
     # ---- states, and the headers of records
@@ -295,8 +295,8 @@ class Packer:
         Args:
             run: those tokens; empty for a model without growing layers.
             codec, rows: of the run, as ``codec`` and ``lineage`` of ``pack_run``.
-            how: packs the state as far as it is marked; None = it is kept exactly.
-            lineage: the lossy copy that this state goes on from.
+            how: packs the marked parts of the state; None = the whole state is kept exactly.
+            lineage: the lossy copy that this state continues.
         """
         packs = how is not None and not how.exact
         restored = bool(num_tokens) and rows.position > first_token
@@ -312,7 +312,7 @@ class Packer:
     def _pack_rows(
         self, run: KVRun, first_token: int, codec: Codec, lineage: Lineage, restored: bool
     ) -> tuple[bytes, bytes]:
-        """Pack the rows of a snapshot, which follow its state; give their name, too."""
+        """Pack the rows of a snapshot, which follow its state; return their codec name, too."""
         if codec.exact or not tokens_in(run):
             whole = self._whole(exact=codec.exact, restored=restored)
             return whole.codec_id.encode(), whole.encode(run)
@@ -324,9 +324,9 @@ class Packer:
     def unpack_snapshot(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int, out: KVRun
     ) -> StateTree:
-        """Fill ``out`` (exactly ``num_tokens`` tokens) and give the state after them.
+        """Fill ``out`` (exactly ``num_tokens`` tokens) and return the state after them.
 
-        Raises ``Unusable``: damaged, or not the blob asked for.
+        Raises ``Unusable``: damaged, or not the requested blob.
         """
         name, packed, rows = self._open_snapshot(blob, key, first_token, num_tokens)
         state = decode_state(packed)
@@ -338,7 +338,7 @@ class Packer:
     def _open_snapshot(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int
     ) -> tuple[bytes, memoryview, memoryview]:
-        """Give the name of a snapshot's rows, its packed state, and its rows."""
+        """Return the codec name of a snapshot's rows, its packed state, and its rows."""
         header, payload = blobs.parse(blob)
         blobs.expect(header, self._header(key, header.codec, first_token, num_tokens))
         name, end = header.codec.removesuffix(PACKED_STATE), len(payload)
@@ -365,7 +365,7 @@ class Packer:
     ) -> list[Segment]:
         """List the packed segments of windows in a snapshot, as they are.
 
-        Raises ``Unusable``: damaged, or not the blob asked for.
+        Raises ``Unusable``: damaged, or not the requested blob.
         """
         _, packed, _ = self._open_snapshot(blob, key, first_token, num_tokens)
         if not self.has_lossy_state(blob):

@@ -1,16 +1,16 @@
-"""Rows of a run of tokens in segments, each of which was packed by itself.
+"""The rows of a run of tokens in segments, each of which was packed by itself.
 
-A session that came back from a lossy copy and went on has rows of two kinds in one chunk, tail or
-part: those that came back, and those that were computed since. The packed bytes of the first are
-taken over as they are, from the blob that they came from; only the others are packed. So no row
-goes through a codec with loss twice, however often a session sleeps, and nothing has to rest
+A session that was restored from a lossy copy and continued has two kinds of rows in one chunk, tail
+or part: restored rows, and rows that were computed since. The packed bytes of restored rows are
+taken over as they are, from the blob that they came from; only the other rows are packed. So no row
+goes through a lossy codec twice, however often a session sleeps, and no row has to be stored
 unpacked.
 
     u32 number of segments | for each: u32 first token, counted from that of the run; u32 tokens
     packed in it; u64 length; 24 bytes codec id | the payloads
 
-A segment holds the tokens up to the first one of the next. It may have been packed with more of
-them: the later ones were dropped when a history was edited.
+A segment covers the tokens up to the first one of the next segment. It may have been packed with
+more tokens: the later ones were dropped when a history was edited.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout, KVRun, slice_tokens
 
 CODEC_ID: Final = "segments.1"  # in the header of a blob whose payload is made of segments
-WORTH_SQUEEZING: Final = 1024  # values of a token; of fewer, it is not worth a segment
+WORTH_SQUEEZING: Final = 1024  # values of a token; fewer are not worth a segment
 _COUNT: Final = struct.Struct("<I")
 _ENTRY: Final = struct.Struct("<IIQ24s")
 
@@ -34,7 +34,7 @@ _ENTRY: Final = struct.Struct("<IIQ24s")
 class Segment(NamedTuple):
     """Packed rows of the tokens ``first ..`` of a session, in all layers of a layout.
 
-    ``until``: the rows after this token were dropped; None = all are in use.
+    ``until``: the rows from this token on were dropped; None = all are in use.
     """
 
     first: int
@@ -45,33 +45,33 @@ class Segment(NamedTuple):
 
     @property
     def packed_end(self) -> int:
-        """The token after the last that was packed in it."""
+        """The end of the tokens packed in it: the index after the last one."""
         return self.first + self.num_tokens
 
     @property
     def end(self) -> int:
-        """The token after the last that is in use."""
+        """The end of its tokens in use: the index after the last one."""
         return self.packed_end if self.until is None else self.until
 
     def cut(self, end: int) -> Segment:
-        """Drop the rows after this token."""
+        """Drop the rows from token ``end`` on."""
         return self._replace(until=end) if end < self.end else self
 
 
-# Unpacks all tokens of a segment into a run of so many.
+# Unpacks all tokens of a segment into a run of that length.
 Unpack: TypeAlias = Callable[[Segment, KVRun], None]
-# Counts the fewest bytes that so many tokens of a segment may have.
+# Returns the fewest bytes that the tokens of a segment may take.
 Least: TypeAlias = Callable[[Segment], int]
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """Says where rows or a state come from that are to be packed.
+    """Describes the lossy copies from which rows or a state that are to be packed were restored.
 
-    ``position``: no token after this one was restored from a lossy copy; 0 = none at all
-    was. ``segments``: of that copy and later ones, as far as they are still there.
-    ``shared_end``: the tokens after this one belong to others, since the history was edited; None =
-    they are not.
+    ``position``: no token from this one on was restored from a lossy copy; 0 = no token was.
+    ``segments``: those of that copy and later ones, as far as they still exist. ``shared_end``: the
+    tokens of the stored segments from this one on differ, since the history was edited; None = none
+    differ.
     """
 
     position: int = 0
@@ -83,26 +83,26 @@ FRESH: Final = Lineage()
 
 
 def squeezes(layout: KVLayout, first_token: int) -> bool:
-    """True if a run has first tokens of a session, and they are large enough to lie apart."""
+    """True if a run has first tokens of a session, and they are large enough for a segment."""
     return first_token < NUM_SINKS and layout.elements_per_token >= WORTH_SQUEEZING
 
 
 def overhead_bytes(num_segments: int) -> int:
-    """Count the bytes of a payload besides those of its segments."""
+    """Return the bytes of a payload besides those of its segments."""
     return _COUNT.size + num_segments * _ENTRY.size
 
 
 def pack(
     run: KVRun, layout: KVLayout, first_token: int, codec: Codec, lineage: Lineage
 ) -> list[Segment]:
-    """Take over what came from lossy copies, as far as it is there, and pack the rest.
+    """Take over the rows that came from lossy copies, as far as they exist, and pack the rest.
 
-    The first tokens of a session, which every codec keeps in 16 bits, lie in a segment of theirs.
+    The first tokens of a session, which every codec keeps in 16 bits, get a segment of their own.
 
     Args:
         run: the rows of the tokens from ``first_token`` on.
-        codec: of the rows that were computed since. Those that were restored, and whose packed
-            bytes are gone, are kept in 16 bits.
+        codec: of the rows that were computed since. Restored rows whose packed bytes are gone are
+            kept in 16 bits.
     """
     end = first_token + run[0][0].shape[1]
     lossy_end, at = min(lineage.position, end), first_token
@@ -143,7 +143,7 @@ def split(payload: memoryview, first_token: int, num_tokens: int) -> list[Segmen
     """Read the segments of a run; their payloads are views, which no codec has checked yet.
 
     Raises:
-        Corrupt: it is not what ``join`` writes for so many tokens.
+        Corrupt: it is not in the form that ``join`` writes for this number of tokens.
     """
     if len(payload) < _COUNT.size:
         raise Corrupt("segments without a head")
@@ -174,7 +174,7 @@ def _in_order(segments: Sequence[Segment], first: int, num_tokens: int) -> list[
 
 
 def check_length(segment: Segment, least: Least) -> None:
-    """Raise ``Corrupt`` if a segment says that it has more tokens than can be in its bytes."""
+    """Raise ``Corrupt`` if a segment claims more tokens than its bytes can hold."""
     if len(segment.payload) < least(segment):
         raise Corrupt("a segment is too short for its tokens")
 
@@ -189,7 +189,7 @@ def fill(
 ) -> None:
     """Fill ``out`` with the tokens from ``first`` on, from segments without a hole.
 
-    ``by`` raises ``Corrupt`` for a payload that is none of its codec's.
+    ``by`` raises ``Corrupt`` for a payload that its codec did not write.
     """
     end = first + (out[0][0].shape[1] if len(out) else 0)
     for segment in segments:
@@ -207,9 +207,10 @@ def fill(
 
 
 def cover(segments: Sequence[Segment], start: int, end: int) -> list[Segment]:
-    """Find segments that lie end to end and hold the tokens from ``start`` on, as far as they go.
+    """Find segments that follow each other without a hole from token ``start`` on.
 
-    Of several that begin alike the longest is taken. ``end``: nothing after this token.
+    Goes as far as such segments exist. Of several that begin at the same token the longest is
+    taken. Segments from ``end`` on are ignored.
     """
     found: list[Segment] = []
     at = start

@@ -1,11 +1,11 @@
 """State that does not grow with the tokens: recurrent layers, rotating windows.
 
 Such a state cannot be cut back to an earlier token, so it is kept as a snapshot at one position.
-What is written here is exact; ``state_packer`` packs what an engine has marked, where that was
-measured, then or later: marks are written, too. The engine hands over a *tree*: nested lists,
-tuples and dicts of plain values and arrays, in the shape that its own cache classes take back. On
-the wire the tree is msgpack in which every container and array carries a number saying what it is,
-and arrays refer to one raw section that follows it:
+The form written here is exact. ``state_packer`` packs the parts that an engine has marked, where
+that was measured; since marks are written too, this may happen later. The engine hands over a
+*tree*: nested lists, tuples and dicts of plain values and arrays, in the shape that its own cache
+classes take back. On the wire the tree is msgpack in which every container and array carries a
+number for its type, and arrays refer to one raw section that follows it:
 
     u32 length of the structure | u32 0 | structure | zeros up to 64 bytes | arrays, 64-byte aligned
 """
@@ -39,15 +39,15 @@ class StateArray:
 
 @dataclass(frozen=True)
 class MatrixArray(StateArray):
-    """Matrices of a recurrent layer, which a codec may pack; rows lie along the last axis."""
+    """Matrices of a recurrent layer, which a codec may pack; rows are along the last axis."""
 
 
 @dataclass(frozen=True)
 class WindowArray(StateArray):
     """Rows of a layer with a sliding window, (1, num_kv_heads, num_tokens, dim).
 
-    A codec may pack them. They are those of the newest tokens, in order. ``number``: 0 is K of the
-    first such layer, 1 is V of it, 2 is K of the next.
+    A codec may pack them. They are the rows of the newest tokens, in order. ``number``: 0 is K of
+    the first such layer, 1 is its V, 2 is K of the next.
     """
 
     number: int
@@ -84,7 +84,7 @@ _DTYPES: Final = {**{name: np.dtype(name) for name in _PLAIN.split()}, **NUMPY_D
 
 
 def state_nbytes(tree: StateTree) -> int:
-    """Count the bytes of all arrays of the tree."""
+    """Return the total bytes of all arrays of the tree."""
     if isinstance(tree, StateArray):
         return tree.nbytes
     if isinstance(tree, dict):
@@ -93,7 +93,7 @@ def state_nbytes(tree: StateTree) -> int:
 
 
 def copied_state(tree: StateTree) -> StateTree:
-    """Copy a tree whose arrays are views of borrowed memory; marks stay."""
+    """Copy a tree whose arrays are views of borrowed memory; marks are kept."""
     if isinstance(tree, StateArray):
         return replace(tree, array=tree.array.copy())
     if isinstance(tree, dict):
@@ -123,7 +123,8 @@ def encode_state(tree: StateTree) -> bytes:
 def decode_state(payload: memoryview) -> StateTree:
     """Read the tree; arrays are copied out of ``payload``.
 
-    Raises ``Corrupt``: not what ``encode_state`` writes. Allocates no more than the payload's size.
+    Raises ``Corrupt`` if ``encode_state`` did not write it. Allocates no more than the payload's
+    size.
     """
     if len(payload) < 8:
         raise Corrupt("a snapshot without a head")
@@ -217,7 +218,7 @@ class _Reader:
             raise Corrupt("a snapshot's array has no sane dtype, shape or place")
         nbytes = math.prod(shape) * dtype.itemsize
         self._nbytes += nbytes
-        # Arrays may not share bytes, or a small payload could ask for a lot of memory.
+        # Arrays may not share bytes; otherwise a small payload could request a lot of memory.
         if max(offset + nbytes, self._nbytes) > len(self._arrays):
             raise Corrupt("a snapshot's array lies outside the snapshot")
         array = np.frombuffer(bytearray(self._arrays[offset : offset + nbytes]), dtype)

@@ -1,15 +1,15 @@
 """Packs the parts of a state that an engine has marked: matrices, and rows of sliding windows.
 
-A packed state is a state tree again, in which a marked array is a dict with a key that no engine
-uses, so the snapshot's own format holds it and bounds what is read of it:
+A packed state is again a state tree, in which a marked array is a dict with a key that no engine
+uses, so the snapshot's own format stores it and bounds its reading:
 
     matrix    {"\\0matrix": codec id, "dtype", "shape", "payload": uint8}
     windows   {"\\0windows": [position, tokens], "segments": [...], "tree": the state}, in which
               {"\\0window": number of the array, "dtype"} stands for K or V of a layer
 
-Windows' rows lie in *segments*, runs of tokens of all layers, each packed by itself. Rows that came
-from a lossy copy are never packed again: their segments are taken over from the snapshot that they
-came from, bit for bit, and where it is gone they are kept as rows of 16 bits.
+The rows of windows are in *segments*, runs of tokens of all layers, each packed by itself. Rows
+that came from a lossy copy are never packed again: their segments are taken over from the snapshot
+that they came from, bit for bit. If it is gone, they are kept as rows of 16 bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StatePacker:
 
     Args:
         windows: the layers with windows, in the order in which states have them; None = none.
-        known: codecs of windows' rows by id, that may be read.
+        known: codecs of windows' rows that may be read, by id.
         matrices: ids of codecs of matrices that may be read.
     """
 
@@ -62,8 +62,8 @@ class StatePacker:
     def pack(
         self, codec: SessionCodec, state: StateTree, position: int, lineage: Lineage = FRESH
     ) -> StateTree:
-        """Pack what is marked in the state after ``position`` tokens; the rest stays exact."""
-        # A state at the very position of a lossy copy is that copy.
+        """Pack the marked parts of the state after ``position`` tokens; the rest stays exact."""
+        # A state at exactly the position of a lossy copy is that copy: its matrices stay exact.
         matrices = codec.matrices if position > lineage.position else None
         numbers = itertools.count()
         packed = _mapped(state, lambda x: _packed_matrix(x, matrices, numbers))
@@ -86,7 +86,7 @@ class StatePacker:
         at = start
         for segment in cover(lineage.segments, start, lossy_end):
             if segment.end > lossy_end:
-                break  # later ones may be of other tokens, or computed anew
+                break  # later tokens may be other ones, or computed anew
             yield segment
             at = segment.end
         if at < lossy_end:
@@ -104,10 +104,10 @@ class StatePacker:
     # ---- unpacking
 
     def unpack(self, tree: StateTree) -> StateTree:
-        """Give the state back.
+        """Restore the state from its packed form.
 
         Raises:
-            Corrupt: it is not what ``pack`` writes.
+            Corrupt: ``pack`` did not write it.
             ForeignCodec: it is in a codec that may not be read here.
         """
         if not isinstance(tree, dict) or _WINDOWS not in tree:
@@ -141,7 +141,7 @@ class StatePacker:
         return [array for pair in out for array in pair]
 
     def _check(self, segments: Sequence[Segment], start: int, position: int) -> None:
-        """Check that segments lie end to end and are not too small for what they hold."""
+        """Check that segments leave no hole and are not too small for their tokens."""
         at = start
         for number, segment in enumerate(segments):
             begins = segment.first <= start if number == 0 else segment.first == at
@@ -204,7 +204,7 @@ class StatePacker:
 
 
 def _mapped(tree: StateTree, of: Callable[[StateTree], StateTree]) -> StateTree:
-    """Copy a tree with ``of`` applied to each node; what it changes is not looked into."""
+    """Copy a tree with ``of`` applied to each node, but not within a node that it replaced."""
     changed = of(tree)
     if changed is not tree:
         return changed
@@ -227,13 +227,13 @@ def window_arrays(tree: StateTree) -> list[WindowArray]:
 
 
 def _rows(tree: StateTree, layout: KVLayout | None) -> list[KVPair] | None:
-    """Rows of the layers with windows as a run; None if they are not what the layout says."""
+    """Return the rows of the layers with windows as a run; None if they do not fit the layout."""
     found = [x.array for x in window_arrays(tree)]
     return rows_of(found, layout) if layout is not None else None
 
 
 def rows_of(found: Sequence[np.ndarray], layout: KVLayout) -> list[KVPair] | None:
-    """Make a run of (1, num_kv_heads, num_tokens, dim) arrays; None if they do not fit it."""
+    """Make a run of (1, num_kv_heads, num_tokens, dim) arrays; None if the layout differs."""
     shapes = [(1, x.num_kv_heads, dim) for x in layout.layers for dim in (x.head_dim, x.value_dim)]
     if not found or [(*x.shape[:2], x.shape[-1]) for x in found] != shapes:
         return None

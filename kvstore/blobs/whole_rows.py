@@ -1,10 +1,10 @@
-"""Rows kept as they are: under an exact codec, first tokens, and where packed bytes are gone.
+"""Rows stored without a codec: under an exact codec, for first tokens, and for lost packed bytes.
 
-Under an exact codec they keep the engine's dtype bit for bit. Rows that came from a lossy copy
+Under an exact codec rows keep the engine's dtype bit for bit. Rows that came from a lossy copy
 which is gone keep 16 bits per value (an fp32 cache is rounded to bf16), the precision that codecs
-work in anyway; so do tails that older releases left. The first tokens of a session are kept so
-under every codec, and their exponents are squeezed: they repeat, and take a seventh of a session of
-300 tokens at a bit and a half.
+work in anyway; so do tails written by older releases. The first tokens of a session are kept in
+16 bits under every codec, and their exponents, which repeat, are squeezed. Unsqueezed, these tokens
+take a seventh of a session of 300 tokens at a bit and a half.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.shapes import KVLayout, KVRun
 class WholeRows:
     """Rows as they are: for each layer K then V, each (num_kv_heads, num_tokens, dim) in C order.
 
-    ``restored``: some of them came from a lossy copy, and are not to be packed again.
+    ``restored``: some of them came from a lossy copy, and must not be packed again.
     """
 
     def __init__(self, layout: KVLayout, exact: bool, restored: bool = False) -> None:
@@ -37,7 +37,7 @@ class WholeRows:
         return num_tokens * self._layout.elements_per_token * itemsize
 
     def least_nbytes(self, num_tokens: int) -> int:
-        """Count the fewest bytes that so many tokens may have."""
+        """Return the fewest bytes that this number of tokens may take."""
         return self.nbytes(num_tokens)
 
     def encode(self, run: KVRun) -> bytes:
@@ -68,9 +68,9 @@ class WholeRows:
 
 
 class ThinRows:
-    """Rows in 16 bits whose exponents are Huffman-coded; nothing is lost of the 16.
+    """Rows in 16 bits whose exponents are Huffman-coded; all 16 bits are restored exactly.
 
-    u32 number of values | a byte of each: mantissa and sign | the others, deflated
+    u32 number of values | for each value a byte of mantissa and sign | the other bytes, deflated
     """
 
     codec_id: Final = "thin16.1"
@@ -81,7 +81,7 @@ class ThinRows:
         self._rows = WholeRows(layout, exact=False)
 
     def least_nbytes(self, num_tokens: int) -> int:
-        """Count the fewest bytes: half of them are as they are."""
+        """Return the fewest bytes: half of the bytes are stored uncompressed."""
         return self._rows.nbytes(num_tokens) // 2
 
     def encode(self, run: KVRun) -> bytes:

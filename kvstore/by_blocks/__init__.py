@@ -1,6 +1,6 @@
 """The cold store of an engine that hashes its own blocks (vLLM): ``store.BlockStore``.
 
-A turn's end: ``names`` says which blobs the chain of hashes has, the engine's side packs those that
-are missing, ``reviser`` makes the record, the ledger commits. A return: ``reader`` plans, reads and
-verifies; the engine's side unpacks into its blocks.
+At a turn's end, ``names`` derives the blob names from the chain of hashes, the engine's side packs
+the missing blobs, ``reviser`` makes the record, and the ledger commits. On a return, ``reader``
+plans, reads and verifies; the engine's side unpacks into its blocks.
 """
