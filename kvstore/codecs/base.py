@@ -38,7 +38,7 @@ class Codec(Protocol):
         """Checks that this layout can be encoded.
 
         Raises:
-            UnknownCodec: it cannot be encoded; one clear sentence says why.
+            UnknownCodec: it cannot be encoded; the message is one sentence with the reason.
         """
 
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:

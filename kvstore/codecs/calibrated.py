@@ -83,7 +83,7 @@ def calibrated_codec(name: str, profile: Profile) -> StackCodec:
         TypeError,
         ValueError,
         IndexError,
-    ) as error:  # whole, but not what this release learns
+    ) as error:  # intact, but other arrays than this release learns
         raise UnknownCodec(
             f"the profile's preset {name!r} is of another release ({error}); calibrate again"
         ) from error

@@ -1,6 +1,7 @@
-"""Products with rows of a stack, and weighted sums, by the stages of its pipeline.
+"""Products with rows of a stack, and weighted sums, through the stages of its pipeline.
 
-See ``sources``. Rows that a pipeline keeps as they are count as zero here.
+See ``sources``. Rows that a pipeline stores unquantised have a gain of zero here, so they count as
+zero, except for a mean that a stage before the gain adds.
 """
 
 from __future__ import annotations

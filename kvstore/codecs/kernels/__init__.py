@@ -6,7 +6,7 @@ picks the best instructions of the host, such as AVX-512, AVX2 or NEON.
 
 ``emit`` has the operations on vectors; ``rows`` has the kernels of the row codecs (``tq3``,
 ``tq4``), ``units`` those of the calibrated presets (``fixed_rate``, ``one_step``). numpy defines
-what they compute; each kernel is compared with that definition before it is used.
+their results; each kernel is compared with that definition before it is used.
 
 Nothing here is imported unless numba is installed and a codec is used; see ``rows.backend``.
 """

@@ -1,18 +1,18 @@
 """The rotation that makes three bits enough: random signs, then a Hadamard matrix.
 
 Channels of real keys differ in size by orders of magnitude, and one scale per row serves them
-badly. Multiplied by a Hadamard matrix every channel gets a share of every other and all become
+badly. Multiplied by a Hadamard matrix, every channel gets a share of every other and all become
 nearly normal with the same variance (QuaRot, arXiv 2404.00456; TurboQuant, arXiv 2504.19874).
 
 A Hadamard matrix (entries +1 and -1, orthogonal rows) of order ``dim`` is the Kronecker product of
 a small one by Paley (1933) of order ``base`` and Sylvester's of order ``power``, a power of two.
 For head dimensions that are powers of two, ``base`` is 1 and the product is a fast butterfly; 80,
 96, 112 and 192 have base 20, 12, 28 and 12. It is never normalised, so that only additions occur:
-the result is sqrt(dim) longer than the input.
+the result is longer than the input by the factor sqrt(dim).
 
 The order of every addition is part of the definition: groups of ``power`` neighbouring elements go
 through the butterflies of distance 1, 2, 4, ..., then the groups are combined by the small matrix,
-summed from the first to the last. The way back undoes this from its end.
+summed from the first to the last. The inverse does the same steps in reverse order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Order:
 
 
 def order_of(dim: int) -> Order | None:
-    """Returns the split with the smallest base, or None where there is no such Hadamard matrix."""
+    """Returns the split with the smallest base, or None if no such Hadamard matrix exists."""
     if not MIN_DIM <= dim <= MAX_DIM or dim % 8:
         return None
     largest = dim & -dim
@@ -76,7 +76,7 @@ def base_matrix(order: int) -> np.ndarray:
     matrix: np.ndarray = (
         _paley_one(order - 1) if _is_prime(order - 1) else _paley_two(order // 2 - 1)
     )
-    matrix *= matrix[:, :1].copy()  # turning a row around keeps it orthogonal to the others
+    matrix *= matrix[:, :1].copy()  # negating a row keeps it orthogonal to the others
     matrix.setflags(write=False)
     return matrix
 
@@ -97,7 +97,7 @@ def _paley_two(prime: int) -> np.ndarray:
 
 
 def _bordered(prime: int, below: int) -> np.ndarray:
-    """Returns Jacobsthal's matrix (is row - column a square modulo the prime?) inside a border."""
+    """Returns Jacobsthal's matrix (is row - column a square modulo the prime?) with a border."""
     squares = {k * k % prime for k in range(1, prime)}
     character = np.array([0] + [1 if k in squares else -1 for k in range(1, prime)])
     index = np.arange(prime)
@@ -112,7 +112,7 @@ def _bordered(prime: int, below: int) -> np.ndarray:
 def sign_masks(dim: int) -> np.ndarray:
     """Returns one random sign per channel as masks for the top bit of an fp32, uint32 (dim,).
 
-    They are taken from SHAKE-256, so that every language and version finds the same ones.
+    They are taken from SHAKE-256, so that every language and version gets the same ones.
     """
     stream = hashlib.shake_256(f"thermocline signs {dim}".encode()).digest(dim // 8)
     bits = np.unpackbits(np.frombuffer(stream, np.uint8), bitorder="little")
@@ -128,9 +128,9 @@ def flip_signs(rows: np.ndarray, masks: np.ndarray) -> np.ndarray:
 
 
 def rotate(rows: np.ndarray) -> np.ndarray:
-    """Returns H x of every row; fp32 (num_rows, dim), contiguous.
+    """Returns H x for every row x; fp32 (num_rows, dim), contiguous.
 
-    Raises ``ValueError`` if there is no H.
+    Raises ``ValueError`` if no H of this order is known.
     """
     order = _required(rows.shape[1])
     z = _butterflies(rows, _distances(order.power))
@@ -138,7 +138,7 @@ def rotate(rows: np.ndarray) -> np.ndarray:
 
 
 def rotate_back(rows: np.ndarray) -> np.ndarray:
-    """Returns H^T z of every row, fp32 (num_rows, dim): ``dim`` times what ``rotate`` was given."""
+    """Returns H^T z for every row z, fp32 (num_rows, dim): ``dim`` times ``rotate``'s input."""
     order = _required(rows.shape[1])
     z = _multiply_base(rows, base_matrix(order.base).T, order.power)
     return _butterflies(z, reversed(_distances(order.power)))
@@ -157,7 +157,7 @@ def squared_norms(rows: np.ndarray) -> np.ndarray:
 
 
 def halving_sum(terms: np.ndarray) -> np.ndarray:
-    """Sums over axis 1: upper half onto lower half while even, what is left from first to last.
+    """Sums over axis 1: adds the upper half to the lower while even, then all from the first on.
 
     ``terms``: fp32 (num_rows, terms, ...).
     """
@@ -192,7 +192,7 @@ def _butterflies(rows: np.ndarray, distances: Iterable[int]) -> np.ndarray:
 
 
 def _multiply_base(rows: np.ndarray, matrix: np.ndarray, power: int) -> np.ndarray:
-    """Makes each group a signed sum of all groups, added from the first to the last."""
+    """Makes each group a signed sum of all groups, added in order."""
     if len(matrix) == 1:
         return rows
     groups = rows.reshape(len(rows), len(matrix), power)

@@ -71,12 +71,12 @@ class RowCodec:
         _restore_rows(unpacked, view, plan, arrays, layout.dtype)
 
     def check_payload(self, payload: np.ndarray, plan: PayloadPlan) -> np.ndarray:
-        """Checks a payload and returns the numbers of the rows that were kept as they are.
+        """Checks a payload and returns the numbers of the rows that were stored unquantised.
 
         ``payload``: uint8 (nbytes,).
 
         Raises:
-            Corrupt: its length or a scale is none that this codec writes.
+            Corrupt: this codec writes no payload of its length, or with one of its scales.
         """
         if len(payload) < plan.nbytes:
             raise Corrupt(f"payload of {len(payload)} bytes, at least {plan.nbytes} expected")
@@ -96,22 +96,22 @@ class RowCodec:
 
 
 def lm3() -> Codec:
-    """Makes three bits without rotation, the control: 5.12x over bf16 at 256 values per row."""
+    """Makes ``lm3``: three bits, unrotated, the control; 5.12x over bf16 at 256 values per row."""
     return RowCodec("lm3.1", PlainRows())
 
 
 def tq3() -> Codec:
-    """Makes three bits, rotated: 4.92x over bf16 at 64 values per row, 5.12x at 128."""
+    """Makes ``tq3``: three bits, rotated; 4.92x over bf16 at 64 values per row, 5.12x at 128."""
     return RowCodec("tq3.2", RotatedRows(3))
 
 
 def tq4() -> Codec:
-    """Makes four bits, rotated: 3.76x over bf16 at 64 values per row, 3.88x at 128."""
+    """Makes ``tq4``: four bits, rotated; 3.76x over bf16 at 64 values per row, 3.88x at 128."""
     return RowCodec("tq4.2", RotatedRows(4))
 
 
 def dense3() -> Codec:
-    """Make ``dense3`` for a model without a profile: the arithmetic of ``tq3``."""
+    """Makes ``dense3`` for a model without a profile: the arithmetic of ``tq3``."""
     return RowCodec("dense3.2", RotatedRows(3))
 
 
@@ -130,7 +130,7 @@ def _behind_sinks(
 def _keep_rows(
     arrays: list[np.ndarray], plan: PayloadPlan, payload: np.ndarray, dtype: DType
 ) -> Iterator[memoryview]:
-    """Yields the rows that could not be packed, as they are; their packed bytes become zero."""
+    """Yields the rows that could not be packed, unquantised; their packed bytes become zero."""
     unpacked = plan.kept_rows(payload)
     for number, rows in plan.split_rows(unpacked):
         slot = plan.slots[number]

@@ -1,7 +1,7 @@
-"""Common parts of codecs that pack in one pass: addresses of rows, turns, and a proof.
+"""Common parts of codecs that pack in one pass: addresses of rows, RoPE tables, and a check.
 
-A *fused* packer does all stages of a pipeline at once, in a compiled kernel. Before it is used it
-has to give the pipeline's own bytes and rows.
+A *fused* packer runs all stages of a pipeline at once, in a compiled kernel. Before it is used, it
+must give the same bytes and rows as the pipeline.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ AddressesOf: TypeAlias = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
 class FusedPacker(StackPacker, Protocol):
-    """A packer that does in one pass what its pipeline does stage by stage."""
+    """A packer that runs all stages of its pipeline in one pass."""
 
     @property
     def pipeline(self) -> Pipeline:
-        """The definition, which also takes over where the kernels cannot."""
+        """The definition, which also handles the cases that the kernels cannot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class HeadAddresses:
     def __call__(self, run: KVRun, first: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns the address of every head's row of token ``first``, and the bytes between rows.
 
-        Both int64 (units, vectors of a unit). None if the values of a row do not lie side by side.
+        Both are int64 (units, vectors of a unit). None if the values of a row are not contiguous.
         """
         arrays = [array for pair in run for array in pair]
         starts, heads, tokens, values = self.addresses_of(arrays).T
@@ -66,11 +66,11 @@ class HeadAddresses:
 
 @dataclass(frozen=True, eq=False)
 class RopeTables:
-    """The turns of a stack's keys, as kernels take them.
+    """The rotations (RoPE) of a stack's keys, in the form that kernels take.
 
-    ``ropes``: those in use. ``of_vector``: int64 (units, vectors of a unit), 0 = not turned, or 1
-    more than the number of its rope. ``halves``: int64 (ropes + 1,), pairs of channels that each
-    turns.
+    ``ropes``: those in use. ``of_vector``: int64 (units, vectors of a unit): 0 = no RoPE, else the
+    index of the rope plus 1. ``halves``: int64 (ropes + 1,): the number of pairs of channels that
+    each rotates.
     """
 
     ropes: tuple[Rope, ...]
@@ -86,7 +86,7 @@ class RopeTables:
 
 
 def rope_tables(shape: StackShape, ropes: Sequence[Rope | None]) -> RopeTables | None:
-    """Makes the tables, or returns None if the kernels do not know how some channels are turned."""
+    """Makes the tables, or returns None if kernels do not support a rotation of some channels."""
     used = tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
     if any(rope.interleaved or len(rope.frequencies) % VECTOR for rope in used):
         return None
@@ -100,15 +100,15 @@ def rope_tables(shape: StackShape, ropes: Sequence[Rope | None]) -> RopeTables |
 
 
 def fits_vector_units(shape: StackShape) -> bool:
-    """Says whether all heads have one size, a multiple of what kernels take at a time."""
+    """Returns whether all heads have one size, a multiple of the channels in a kernel's vector."""
     dims = {segment.dim for unit in shape.units for segment in unit}
     return len(dims) == 1 and not min(dims) % VECTOR
 
 
 def if_installed(load: Callable[[], K], codecs: str) -> K | None:
-    """Returns what ``load`` imports, or None without numba; ``codecs`` is their name in the log.
+    """Returns the kernels that ``load`` imports, or None without numba; ``codecs`` is for the log.
 
-    Compiling takes seconds, once on a machine: only who packs shall pay for it.
+    Compiling takes seconds, once per machine: only a process that packs should pay for it.
     """
     try:
         return load()
@@ -128,9 +128,9 @@ def proven_or_pipeline(
 
 
 def agrees(fused: FusedPacker, layout: KVLayout, run: KVRun) -> bool:
-    """Says whether a packer gives the same bytes and rows as its pipeline.
+    """Returns whether a packer gives the same bytes and rows as its pipeline.
 
-    A compiler is not to be trusted with a cache.
+    A compiler must not be trusted with a cache.
     """
     outs = [layout.empty(run[0][0].shape[1]) for _ in range(2)]
     parts: tuple[StackPacker, ...] = (fused, fused.pipeline)
@@ -144,7 +144,7 @@ def agrees(fused: FusedPacker, layout: KVLayout, run: KVRun) -> bool:
 
 
 def wave_run(layout: KVLayout, num_tokens: int = 70) -> KVRun:
-    """Makes a run with rows of all kinds."""
+    """Makes a run with rows of many different values."""
     run = layout.empty(num_tokens)
     for number, array in enumerate(x for pair in run for x in pair):
         ramp = np.arange(array.size, dtype=np.float32).reshape(array.shape) + number
@@ -161,7 +161,7 @@ def padded(array: np.ndarray, *lengths: int) -> np.ndarray:
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """Returns a copy that begins with a line of the processor's cache."""
+    """Returns a copy that begins at a line of the processor's cache."""
     raw = np.empty(array.nbytes + LINE, np.uint8)
     start = -raw.ctypes.data % LINE
     copy: np.ndarray = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -169,7 +169,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-@functools.lru_cache(maxsize=64)  # megabytes each where chunks and heads are large
+@functools.lru_cache(maxsize=64)  # megabytes each if chunks and heads are large
 def _angles(
     ropes: tuple[Rope, ...], half: int, first_token: int, num_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:

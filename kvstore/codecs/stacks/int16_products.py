@@ -1,4 +1,4 @@
-"""Rows of 16-bit integers times a matrix of them: exact, by the host's quickest way."""
+"""Multiplies rows of 16-bit integers by a matrix: exact, with the host's fastest instructions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 class Int16Products:
     """Products of int16 rows and matrices.
 
-    Sums of 32 bits wrap around, so that no order matters.
+    Sums of 32 bits wrap around, so that their order does not matter.
     """
 
     def __init__(self, matrix: np.ndarray, live: np.ndarray) -> None:
-        """``matrix``: int16 (units, components, width). ``live``: integers (units,), how many
-        components count.
+        """``matrix``: int16 (units, components, width). ``live``: integers (units,): the number of
+        components in use.
         """
         self._width, self._live = matrix.shape[2], live.tolist()
         self._kernels = _kernels()
@@ -31,7 +31,7 @@ class Int16Products:
             return
         self._panels = [panels_of(x, self._kernels.COLUMNS) for x in rows]
         if self._agree():
-            self._matrix = []  # as large as the panels, and in them
+            self._matrix = []  # as large as the panels, which contain it
         else:
             logger.warning("products of words are wrong on this host: using numpy")
             self._kernels, self._panels = None, []
@@ -45,7 +45,7 @@ class Int16Products:
         if self._kernels is None:
             return self.reference(unit, rows)
         tokens, width = rows.shape
-        if width != self._width:  # the kernel reads as many
+        if width != self._width:  # the kernel reads this many values
             raise ValueError(f"rows of {width} values, not {self._width}")
         each = self._kernels.TOKENS
         words = np.zeros((-(-tokens // each), each, -(-width // 2) * 2), np.int16)
@@ -56,7 +56,7 @@ class Int16Products:
         return sums
 
     def reference(self, unit: int, rows: np.ndarray) -> np.ndarray:
-        """Returns the same sums by numpy: fp64 holds all sums of as many products as there are."""
+        """Returns the same sums with numpy: fp64 holds sums of that many products exactly."""
         if self._matrix:
             matrix = self._matrix[unit]
         else:
@@ -65,9 +65,9 @@ class Int16Products:
         return products.astype(np.int64).astype(np.int32)
 
     def _agree(self) -> bool:
-        """Says whether kernels are right for a few components.
+        """Returns whether kernels are right for a few components.
 
-        A compiler is not to be trusted with a cache.
+        A compiler must not be trusted with a cache.
         """
         tokens, width = 5, self._width
         numbers = np.arange(tokens * width) * 40503 % 65535 - 32767
@@ -79,7 +79,7 @@ class Int16Products:
 
 
 def panels_of(matrix: np.ndarray, columns: int) -> np.ndarray:
-    """Returns neighbours in 32 bits, panel by panel of components: uint32 (panels, pairs, columns).
+    """Returns pairs of neighbours in 32 bits, by panels: uint32 (panels, pairs, columns).
 
     ``matrix``: int16 (components, width). A panel has ``columns`` components.
     """

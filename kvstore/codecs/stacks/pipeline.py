@@ -2,9 +2,9 @@
 
     position and centre -> gain -> transforms -> quantiser -> coder
 
-A chunk of a stack in bytes: kept groups (how many, which, their 16-bit values), the note of each
+A chunk of a stack in bytes: kept groups (their number, indices and 16-bit values), the note of each
 transform, gains, codes. A gain group of a token that no gain can represent (infinite, undefined,
-out of range) is kept as it is.
+out of range) is *kept*: it is stored unquantised.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from kvstore.shapes import DType, KVRun
 
 
 class StackPacker(Protocol):
-    """Packs one stack of a run: a pipeline, or something quicker that agrees with it.
+    """Packs one stack of a run: a pipeline, or a faster packer that agrees with it.
 
     Only tokens ``first ..`` of a run are packed; the first of them is token ``first_token`` of the
     session.
     """
 
     def nbytes(self, num_tokens: int) -> int:
-        """Returns the length of a chunk of which nothing is kept.
+        """Returns the length of a chunk without kept groups.
 
-        It is an estimate where codes are entropy-coded.
+        It is an estimate if codes are entropy-coded.
         """
 
     def least_nbytes(self, num_tokens: int) -> int:
-        """Returns a length below which no chunk of so many tokens is."""
+        """Returns a lower bound of the length of any chunk of so many tokens."""
 
     def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
         """Returns this stack's part of a payload. ``run`` is read only."""
@@ -47,7 +47,7 @@ class StackPacker(Protocol):
         """Fills this stack's part of ``out``.
 
         Raises:
-            Corrupt: the payload is not one of these; ``out`` may then hold anything.
+            Corrupt: no packer like this wrote the payload; ``out`` may then hold any values.
         """
 
 
@@ -59,7 +59,7 @@ class PipelineParts(NamedTuple):
     """A chunk of a stack without its kept groups, read but not restored."""
 
     before: list[object]  # the notes of the transforms before the gain
-    after: list[object]  # and of those after it
+    after: list[object]  # the notes of the transforms after the gain
     gains: np.ndarray  # fp32 (units, tokens, gain groups)
     codes: np.ndarray  # integers (units, tokens, columns)
 
@@ -69,12 +69,12 @@ class Pipeline:
     """Packs a stack stage by stage. Implements ``StackPacker``."""
 
     shape: StackShape
-    before: tuple[Transform, ...]  # the gain: un-RoPE, means
+    before: tuple[Transform, ...]  # transforms before the gain: un-RoPE, means
     gain: Gain
-    after: tuple[Transform, ...]  # the gain, on rows of unit size
+    after: tuple[Transform, ...]  # transforms after the gain, on rows of unit size
     quantiser: Quantiser
     coder: Coder
-    # Of gains to codes; least squares of what is restored unless given.
+    # Fits gains to codes; by default, by least squares of the restored rows.
     fit_gains: FitGains | None = None
 
     def nbytes(self, num_tokens: int) -> int:
@@ -99,7 +99,7 @@ class Pipeline:
         self.put_kept(out, first, kept, exact, dtype)
 
     def _pack(self, stack: np.ndarray, first_token: int) -> tuple[list[bytes], np.ndarray]:
-        """Returns all but the kept groups, and which those are: bool (units, tokens, gain groups).
+        """Returns all but the kept groups, and a mask of those: bool (units, tokens, gain groups).
 
         ``stack``: fp32 (units, tokens, width) of 16-bit values; it is overwritten.
         """
@@ -120,7 +120,7 @@ class Pipeline:
         return [*notes, self.gain.write(gains), self.coder.write(codes)], kept
 
     def _unpack(self, reader: Reader, num_tokens: int, first_token: int) -> np.ndarray:
-        """Returns fp32 (units, tokens, width), not yet rounded; kept groups hold anything."""
+        """Returns fp32 (units, tokens, width), not yet rounded; kept groups have no meaning."""
         before, after, gains, codes = self.read_parts(reader, num_tokens)
         stack = self.quantiser.restore(codes)
         for transform, note in zip(self.after[::-1], after[::-1], strict=True):
@@ -132,7 +132,7 @@ class Pipeline:
         return stack
 
     def read_parts(self, reader: Reader, num_tokens: int) -> PipelineParts:
-        """Returns what follows the kept groups. Raises ``Corrupt`` as ``decode``."""
+        """Returns the parts after the kept groups. Raises ``Corrupt`` as ``decode``."""
         return PipelineParts(
             [transform.read(reader, num_tokens) for transform in self.before],
             [transform.read(reader, num_tokens) for transform in self.after],
@@ -154,7 +154,7 @@ class Pipeline:
     def _kept_bytes(self, run: KVRun, first: int, kept: np.ndarray, dtype: DType) -> bytes:
         """Takes kept values from the run itself.
 
-        A float may lose the bits of what is not a number.
+        As a float, a NaN may lose some of its bits.
         """
         numbers = np.flatnonzero(kept)
         places = self._places(numbers, kept.shape[1])
@@ -167,7 +167,7 @@ class Pipeline:
         The bits are uint16 (columns,).
 
         Raises:
-            Corrupt: the payload is shorter, or the numbers are not in order.
+            Corrupt: the payload is too short, or the numbers are not in order.
         """
         most = self.shape.num_units * num_tokens * len(self.shape.gain_groups)
         numbers = reader.take("<u4", reader.count(most)).astype(np.int64)
@@ -179,7 +179,7 @@ class Pipeline:
     def put_kept(
         self, out: KVRun, first: int, numbers: np.ndarray, exact: list[np.ndarray], dtype: DType
     ) -> None:
-        """Writes to ``out`` what ``read_kept`` returned."""
+        """Writes to ``out`` the groups that ``read_kept`` returned."""
         places = self._places(numbers, out[0][0].shape[1] - first)
         for place, bits in zip(places, exact, strict=True):
             self.shape.put_stored(out, first, place, bits, dtype)
@@ -195,7 +195,7 @@ class Pipeline:
 
 
 def _least_squares(exact: np.ndarray, quantised: np.ndarray) -> np.ndarray:
-    """Returns the factors by which quantised rows come closest, fp32 (units, tokens, 1)."""
+    """Returns the factors that bring quantised rows closest, fp32 (units, tokens, 1)."""
     along = np.einsum("utw,utw->ut", exact, quantised)
     energy = np.einsum("utw,utw->ut", quantised, quantised)
     usual = (along > 0) & (energy > 0)

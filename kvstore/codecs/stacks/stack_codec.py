@@ -2,8 +2,8 @@
 
     payload: exact first tokens (16-bit values, array by array), then each stack's chunk
 
-The first four tokens of a session are kept as they are: attention leans on them far more than on
-any other, and without them everything that removes means collapses.
+The first four tokens of a session are stored unquantised: attention gives them far more weight than
+any other token, and without them every codec that removes means collapses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StackCodec:
     """Packs a run stack by stack. Implements ``kvstore.codecs.base.Codec``."""
 
     id: str
-    # Raises UnknownCodec for a layout that it cannot take.
+    # Raises UnknownCodec for a layout that it does not accept.
     assemble: Assemble = field(compare=False, repr=False)
     exact: bool = False
 

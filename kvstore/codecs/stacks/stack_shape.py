@@ -1,9 +1,9 @@
-"""A run of KV as matrices, and back.
+"""Converts a run of KV to matrices, and back.
 
 A method works on a *unit*: one head, K or V of a layer, K and V together, or ten layers, as a
-matrix of tokens by ``width``. A scope deals the heads of all layers out to units. Units of the same
-make-up lie in one array, a *stack* of shape (units, tokens, width), in fp32. The stages of a
-pipeline see stacks only and never know of layers and heads.
+matrix of tokens by ``width``. A scope divides the heads of all layers into units. Units of the same
+composition lie in one array, a *stack* of shape (units, tokens, width), in fp32. The stages of a
+pipeline see only stacks, never layers and heads.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ KEY, VALUE = 0, 1
 
 @dataclass(frozen=True)
 class Scope:
-    """The share of a token that one unit holds.
+    """The part of a token that one unit holds.
 
     It is one head, K or V of a layer (a side), a layer with K and V, or a group of layers.
     """
 
     name: ScopeName
-    num_layers: int = 1  # of a group
+    num_layers: int = 1  # layers of a group
 
     def __str__(self) -> str:
         several = f"{self.num_layers} layers"
@@ -51,7 +51,7 @@ class HeadVector:
 
     @property
     def array(self) -> int:
-        """The number of its array among K and V of the first layer, of the second, ..."""
+        """The index of its array among K of the first layer, its V, K of the second, ..."""
         return 2 * self.layer + self.side
 
 
@@ -99,7 +99,7 @@ class StackShape:
 
     @functools.cached_property
     def elements(self) -> np.ndarray:
-        """The number of every column's element in a token, int64 (units, width)."""
+        """The index of every column's element in a token, int64 (units, width)."""
         columns = [
             np.concatenate([np.arange(s.first_element, s.first_element + s.dim) for s in unit])
             for unit in self.units
@@ -125,7 +125,7 @@ class StackShape:
     def scatter(self, stack: np.ndarray, out: KVRun, first: int, dtype: DType) -> None:
         """Writes ``stack``, fp32 (units, tokens, width), to tokens ``first ..`` of ``out``.
 
-        Values are rounded to what the layout's rows are kept in.
+        Values are rounded to the precision of the layout's stored rows.
         """
         narrow = _narrow(stack, dtype)
         for unit, start, vector in self._vectors():
@@ -133,7 +133,7 @@ class StackShape:
             target[vector.head, first:] = narrow[unit, :, start : start + vector.dim]
 
     def stored(self, run: KVRun, first: int, place: TokenColumns, dtype: DType) -> np.ndarray:
-        """Returns the bits in which one place of ``run`` is kept as it is, uint16 (columns,)."""
+        """Returns the bits that store one place of ``run`` unquantised, uint16 (columns,)."""
         rows = [
             run[x.layer][x.side][x.head, first + place.token] for _, x in self._vectors_at(place)
         ]
@@ -142,7 +142,7 @@ class StackShape:
     def put_stored(
         self, out: KVRun, first: int, place: TokenColumns, bits: np.ndarray, dtype: DType
     ) -> None:
-        """Writes ``bits``, uint16 (columns,), back to ``out``: bit for bit, infinities and all."""
+        """Writes ``bits``, uint16 (columns,), to ``out``: bit for bit, including infinities."""
         row = floats.from_stored(bits, dtype)
         for at, vector in self._vectors_at(place):
             target = out[vector.layer][vector.side][vector.head, first + place.token]
@@ -161,7 +161,7 @@ class StackShape:
 
 
 def _narrow(stack: np.ndarray, dtype: DType) -> np.ndarray:
-    """Does what ``floats.narrow`` does, quicker for the usual dtype."""
+    """Rounds like ``floats.narrow``, but faster for the usual dtype."""
     fast = compiled_stages()
     if dtype != "bfloat16" or fast is None:
         return floats.narrow(stack, dtype)
@@ -173,11 +173,11 @@ def _narrow(stack: np.ndarray, dtype: DType) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def stack_shapes(scope: Scope, layout: KVLayout) -> tuple[StackShape, ...]:
-    """Returns one stack for each make-up, in the order in which the first unit of each appears."""
+    """Returns one stack for each composition, in the order of their first units."""
     stacks: dict[tuple[int, ...], list[Unit]] = {}
     for unit in _units(scope, layout):
         make_up = tuple(x for s in unit for x in (s.layer - unit[0].layer, s.side, s.dim))
-        if scope.name in ("head", "side"):  # K and V of one width are the same to a method
+        if scope.name in ("head", "side"):  # to a method, K and V of one width are the same
             make_up = tuple(s.dim for s in unit)
         stacks.setdefault(make_up, []).append(unit)
     return tuple(StackShape(tuple(units), _gain_groups(units[0])) for units in stacks.values())
@@ -198,7 +198,7 @@ def _units(scope: Scope, layout: KVLayout) -> Iterator[Unit]:
 
 
 def _sides(layout: KVLayout) -> list[Unit]:
-    """Returns K of the first layer, V of it, K of the second, ...: each a tuple of its heads."""
+    """Returns K of the first layer, its V, K of the second, ...: each a tuple of its heads."""
     sides, element = [], 0
     for number, layer in enumerate(layout.layers):
         for side, dim in ((KEY, layer.head_dim), (VALUE, layer.value_dim)):

@@ -1,9 +1,8 @@
 """The protocols of a pipeline's stages.
 
-A stage that has to remember something of a chunk (its mean, its gains, its codes) returns it as
-bytes when packing, its *note*, and takes it from a ``Reader`` when unpacking. The reader belongs to
-a payload that is not trusted: a stage takes what the shape says, checks it, and raises
-``Corrupt``.
+A stage that has to store values of a chunk (its mean, its gains, its codes) returns them as bytes
+when packing, its *note*, and reads them from a ``Reader`` when unpacking. The payload is not
+trusted: a stage reads as much as the shape requires, checks it, and raises ``Corrupt``.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class Transform(Protocol):
         """Returns the note that ``forward`` left in the payload.
 
         Raises:
-            Corrupt: the payload is shorter, or ``forward`` writes no such note.
+            Corrupt: the payload is too short, or ``forward`` writes no such note.
         """
 
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         """Undoes ``forward``.
 
-        ``stack``: fp32, or int32 levels where the quantiser restores those.
+        ``stack``: fp32, or int32 levels if the quantiser restores levels.
         """
 
     def note_nbytes(self, num_tokens: int) -> int:
@@ -42,7 +41,7 @@ class Transform(Protocol):
 
 
 class Gain(Protocol):
-    """Takes the size of each token out of a stack; one gain for each unit, token and gain group."""
+    """Divides each token of a stack by its size: a gain for each unit, token and gain group."""
 
     def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns gains, and which of them cannot be represented.
@@ -58,15 +57,15 @@ class Gain(Protocol):
         """Returns the gains that were written, fp32 (units, num_tokens, gain groups).
 
         Raises:
-            Corrupt: the payload is shorter, or holds no gains.
+            Corrupt: the payload is too short, or its gains are invalid.
         """
 
     @property
     def is_fitted(self) -> bool:
-        """True if gains shall fit the quantised stack; only where a unit has one gain group."""
+        """True if gains are to fit the quantised stack; only if a unit has one gain group."""
 
     def nbytes(self, num_tokens: int) -> int:
-        """Returns the length of what ``write`` returns, an estimate where it is entropy-coded."""
+        """Returns the length of the output of ``write``, an estimate if it is entropy-coded."""
 
 
 class Quantiser(Protocol):
@@ -81,9 +80,8 @@ class Quantiser(Protocol):
     def restore(self, codes: np.ndarray) -> np.ndarray:
         """Returns values (units, tokens, components) for codes.
 
-        Any codes of a coder give finite ones.
-
-        They are fp32, or int32 levels for a transform in whole numbers.
+        Any codes that a coder can read give finite values. They are fp32, or int32 levels for a
+        transform in whole numbers.
         """
 
 
@@ -94,14 +92,14 @@ class Coder(Protocol):
         """Returns codes, integers (units, tokens, columns), as bytes."""
 
     def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
-        """Returns the codes of ``num_tokens``; never allocates more than they take.
+        """Returns the codes of ``num_tokens``; never allocates more than the codes take.
 
         Raises:
-            Corrupt: the payload is shorter, or holds no such codes.
+            Corrupt: the payload is too short, or its codes are invalid.
         """
 
     def nbytes(self, num_tokens: int) -> int:
-        """Returns the length of what ``write`` returns, an estimate where it is entropy-coded."""
+        """Returns the length of the output of ``write``, an estimate if it is entropy-coded."""
 
     def least_nbytes(self, num_tokens: int) -> int:
-        """Returns a length below which nothing that ``write`` returns is."""
+        """Returns a lower bound of the length of the output of ``write``."""

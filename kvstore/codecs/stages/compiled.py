@@ -1,4 +1,4 @@
-"""The compiled inner loops of stages, where numba is installed."""
+"""The compiled inner loops of stages, if numba is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 def compiled_stages() -> ModuleType | None:
     """Returns the module of compiled loops, or None without numba.
 
-    Importing numba takes most of a second: only who packs shall pay for it.
+    Importing numba takes most of a second: only a process that packs should pay for it.
     """
     try:
         from kvstore.codecs.stages import compiled_loops as compiled

@@ -1,4 +1,4 @@
-"""Inner loops of stages as numba functions, with the results of numpy to the last bit.
+"""Inner loops of stages as numba functions, whose results equal numpy's to the last bit.
 
 Rows are components, (units times components, tokens), contiguous.
 """
@@ -14,7 +14,7 @@ from kvstore.codecs.kernels.numba_functions import array_of, compiled
 
 
 def _quantise_levels(x: Any, scales: Any, kinds: Any, bounds: Any, counts: Any, codes: Any) -> None:
-    """Counts how many bounds of its row's kind lie below each value times its scale."""
+    """Counts the bounds of its row's kind that lie below each value times its scale."""
     scaled = np.empty(x.shape[1], np.float32)
     for row in range(x.shape[0]):
         kind = kinds[row]
@@ -30,7 +30,7 @@ def _quantise_levels(x: Any, scales: Any, kinds: Any, bounds: Any, counts: Any, 
 def _restore_levels(
     codes: Any, deviations: Any, kinds: Any, levels: Any, counts: Any, out: Any
 ) -> None:
-    """Fills ``out`` with levels times deviations. Codes beyond the last level stand for it."""
+    """Fills ``out`` with levels times deviations. Codes beyond the last level count as the last."""
     table = np.empty(levels.shape[1], np.float32)
     for row in range(codes.shape[0]):
         kind = kinds[row]
@@ -42,10 +42,10 @@ def _restore_levels(
 
 
 def _pack_planes(words: Any, bits: Any, packed: Any) -> None:
-    """Packs eight codes of a byte each, a uint64, into one byte of each plane.
+    """Packs eight codes, the bytes of a uint64, into one byte of each plane.
 
-    ``words``: uint64 (rows, words), the lowest token lowest. ``packed``: uint8 (planes, words). The
-    product moves the lowest bit of byte k to bit 56 + k.
+    ``words``: uint64 (rows, words), the first token in the lowest byte. ``packed``: uint8 (planes,
+    words). The product moves the lowest bit of byte k to bit 56 + k.
     """
     plane = 0
     for row in range(words.shape[0]):
@@ -60,7 +60,7 @@ def _pack_planes(words: Any, bits: Any, packed: Any) -> None:
 def _unpack_planes(packed: Any, bits: Any, spread: Any, words: Any) -> None:
     """Undoes ``_pack_planes``; ``words`` must be zeros.
 
-    ``spread``: for every byte its bits as eight bytes, uint64 (256,).
+    ``spread``: the bits of every byte as eight bytes, uint64 (256,).
     """
     plane = 0
     for row in range(words.shape[0]):
@@ -73,7 +73,7 @@ def _unpack_planes(packed: Any, bits: Any, spread: Any, words: Any) -> None:
 def _turn_keys(
     stack: Any, units: Any, start: int, cos: Any, sin: Any, direction: Any, interleaved: bool
 ) -> None:
-    """Turns the channels of some units by RoPE.
+    """Rotates the channels of some units by RoPE.
 
     ``stack``: fp32 (units, tokens, width), in place.
     """
@@ -91,7 +91,7 @@ def _turn_keys(
 
 
 def _round_to_bf16(words: Any, out: Any) -> None:
-    """Rounds bit patterns of fp32, uint32 (n,), to those of bf16, uint16 (n,); a NaN stays one."""
+    """Rounds fp32 bit patterns, uint32 (n,), to those of bf16, uint16 (n,); a NaN stays a NaN."""
     for i in range(len(words)):
         word = words[i]
         rounded = (

@@ -1,7 +1,7 @@
-"""The size of every token, taken out before the transform and put back after it.
+"""The size of every token, divided out before the transform and multiplied in after it.
 
-Noise then scales with the token: tokens with small values are often the most attended, and a step
-that suits the large ones would drown them.
+Noise is then in proportion to the token: tokens with small values often get the most attention, and
+a step that suits the large ones would drown them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from kvstore.codecs.stacks.stage_protocols import Coder
 from kvstore.errors import Corrupt
 
 FP16_SMALLEST = np.float32(2.0**-14)
-COARSE = 4  # steps to a factor of two: 1.5 dB each
+COARSE = 4  # steps per factor of two: 1.5 dB each
 REACH = 31 * COARSE
 
 
 def root_mean_squares(stack: np.ndarray, shape: StackShape) -> np.ndarray:
     """Returns the size of every gain group, fp32 (units, tokens, gain groups).
 
-    ``stack``: fp32 (units, tokens, width). A size is infinite or undefined where a value of its
-    group is.
+    ``stack``: fp32 (units, tokens, width). A size is infinite or undefined if a value of its group
+    is.
     """
     sizes = np.empty((*stack.shape[:2], len(shape.gain_groups)), np.float32)
     with np.errstate(all="ignore"):
@@ -35,7 +35,7 @@ def root_mean_squares(stack: np.ndarray, shape: StackShape) -> np.ndarray:
 
 
 class NoGain:
-    """Leaves rows their size. Implements ``Gain``."""
+    """Does not scale rows. Implements ``Gain``."""
 
     is_fitted = False
 
@@ -59,9 +59,9 @@ class NoGain:
 
 
 class HalfGain:
-    """Keeps an fp16 number for each row. Implements ``Gain``.
+    """Stores an fp16 number for each row. Implements ``Gain``.
 
-    ``is_fitted``: the gain that fits the *quantised* row best, which costs nothing and takes off
+    ``is_fitted``: store the gain that fits the *quantised* row best. This costs nothing and undoes
     the shrinkage of a quantiser.
     """
 
@@ -71,7 +71,7 @@ class HalfGain:
 
     def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         gains = root_mean_squares(stack, self._shape)
-        # Fitting may change a gain by a factor of two: that much range is left.
+        # Fitting may change a gain by a factor of two: the limits leave that much range.
         fits = (gains == 0) | ((gains >= 2 * FP16_SMALLEST) & (gains <= FP16_LARGEST / 2))
         return gains, ~fits
 
@@ -90,14 +90,14 @@ class HalfGain:
 
 
 class LogGain:
-    """Keeps equal steps of 1.5 dB, as integers that are entropy-coded. Implements ``Gain``."""
+    """Stores gains in equal steps of 1.5 dB, entropy-coded as integers. Implements ``Gain``."""
 
     is_fitted = False
 
     def __init__(self, shape: StackShape, centres: np.ndarray, coder: Coder) -> None:
         """``centres``: integers (units, gain groups), in steps.
 
-        Gains lie within ``REACH`` steps of them.
+        Gains lie within ``REACH`` steps of their centre.
         """
         self._shape = shape
         self._centres = centres[:, None].astype(np.int32)
@@ -106,7 +106,7 @@ class LogGain:
     def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Measures gains.
 
-        A row too small for any gets the smallest, which is close enough to nothing.
+        A row too small for any gain gets the smallest, which is close enough to zero.
         """
         sizes = root_mean_squares(stack, self._shape)
         steps = self._steps(sizes)

@@ -1,9 +1,9 @@
-"""A KLT and its levels in small integers: what one machine packs, all restore to the same bits.
+"""A KLT and its levels in small integers: every machine restores a payload to the same bits.
 
 Rows of unit size become 16-bit integers, and so does the basis; their products add up exactly, in
 any order and on any host. Restoring multiplies levels of a byte by a basis of bytes, which every
-processor does several times faster than with floats. What rounding costs is a small part of what
-quantising does, since for each component the two bytes share the room between them (see
+processor does several times faster than with floats. Rounding adds only a small part of the error
+that quantising causes, because for each component the two bytes share the range between them (see
 ``integer_design``).
 """
 
@@ -20,7 +20,7 @@ NUM_MAGNITUDES = 1 << (MAX_BITS - 1)
 
 
 def input_scale(width: int) -> int:
-    """Returns the factor for rows of unit size: the norm of a scaled row is 2^13 at most."""
+    """Returns the factor for rows of unit size: a scaled row has a norm of at most 2^13."""
     return 1 << (13 - (width - 1).bit_length() // 2 - (width - 1).bit_length() % 2)
 
 
@@ -30,7 +30,7 @@ class IntegerKlt:
     def __init__(self, encode: np.ndarray, decode: np.ndarray, scales: np.ndarray) -> None:
         """``encode``: int16 and ``decode``: int8, both (units, components, width).
 
-        ``scales``: fp32 (units,), powers of two: what a one in both factors is worth. Raises
+        ``scales``: fp32 (units,), powers of two: the value of a one in both factors. Raises
         ``ValueError`` for rows of more than ``MAX_WIDTH`` values.
         """
         if encode.shape[2] > MAX_WIDTH:
@@ -60,8 +60,8 @@ class IntegerKlt:
 class IntegerLevels:
     """Maps integer components to codes, and codes to integer levels. Implements ``Quantiser``.
 
-    A code's highest bit says that the value is positive; below it, sizes count upwards for positive
-    values and downwards for negative ones, so that codes are in the order of values.
+    A code's highest bit means that the value is positive. In the bits below, sizes count
+    upwards for positive values and downwards for negative ones: codes are in the order of values.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class IntegerLevels:
     ) -> None:
         """``bits``: (units, components), 0 to ``MAX_BITS``.
 
-        ``bounds``: int32 (units, components, NUM_MAGNITUDES), ascending, of sizes; the last of what
-        the bits allow and all later ones are never reached. ``levels``: uint8 of the same shape.
-        ``units``, ``rates``: fp32 (units, components): what a one of a level and of a component is.
+        ``bounds``: int32 (units, components, NUM_MAGNITUDES), ascending, of sizes; from the last
+        that the bits allow, they are never reached. ``levels``: uint8 of the same shape.
+        ``units``, ``rates``: fp32 (units, components): the value of a one in levels and components.
         """
         self._bits = bits.astype(np.int64)
         self._bounds, self._levels = bounds, levels
@@ -101,13 +101,13 @@ class IntegerLevels:
         return restored
 
     def fit_gains(self, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """Returns the factors of gains that fit best what is restored, fp32 (units, tokens, 1).
+        """Returns the factors of gains that fit restored rows best, fp32 (units, tokens, 1).
 
-        ``components``: int32 (units, tokens, components); ``codes``: uint8 alike.
+        ``components``: int32 (units, tokens, components); ``codes``: uint8 of the same shape.
         """
         levels = self.restore(codes).astype(np.float32)
         along, energy = np.zeros((2, *components.shape[:2]), np.float32)
-        for k in range(components.shape[2]):  # in this order, which the format fixes
+        for k in range(components.shape[2]):  # in this order, which is part of the format
             restored = levels[:, :, k] * self._units[:, None, k]
             exact = components[:, :, k].astype(np.float32) * self._rates[:, None, k]
             along += exact * restored

@@ -4,9 +4,10 @@ Packing multiplies rows of unit size, rounded to 16 bits, by rows of 16 bits. Re
 levels times other rows:
 
 A component of small deviation has levels of a byte and a row of bytes, which processors multiply
-fastest. The few of large deviation, the *wide* ones, would be restored too coarsely by bytes: their
-levels and rows have 16 bits, and their sums are finer by a power of two. All sums are of 32 bits
-and wrap around, so that their order does not matter; sums of what a packer writes never get there.
+fastest. Bytes would restore the few components of large deviation, the *wide* ones, too coarsely:
+their levels and rows have 16 bits, and their sums are finer by a power of two. All sums have 32
+bits and wrap around, so that their order does not matter; the sums of a packer's own output never
+get that large.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from kvstore.codecs.stacks.int16_products import Int16Products
 
 BYTE = 127
 LARGEST_INPUT = 32767
-LARGEST_SIZE = 30_000.0  # norm of a row to pack; gains come in steps, so some are larger
+LARGEST_SIZE = 30_000.0  # norm of a row when packing; gains have steps, so some rows are larger
 ENCODE_NORM = 32000.0
-# How many rows are made floats at a time. fp32 adds up as many products of two bytes exactly, fp64
-# as many of two words; and they take megabytes, not as much as all that was learned.
+# Number of rows converted to floats at a time. fp32 adds up so many products of two bytes exactly,
+# and fp64 so many of two words; and they take megabytes, less than all learned rows would.
 ROWS_AT_ONCE = 256
 
 
 def input_scale(width: int) -> float:
     """Returns the factor for rows of unit size.
 
-    One whose size lies in a single channel then still fits 16 bits.
+    A row whose size is all in a single channel then still fits 16 bits.
     """
     return float(2.0 ** np.floor(np.log2(LARGEST_SIZE) - np.log2(width) / 2))
 
@@ -41,12 +42,12 @@ class StepRows:
 
     Components of a unit are in this order: wide ones, then those of bytes, then dead ones.
 
-    ``encode``: int16 (units, components, width), and ``rates``: fp32 (units, components): what a
-    one in its sums is worth. ``wide``: int16 (units, most wide ones, width), ``rows``: int8 (units,
-    most others, width), padded with zeros. ``counts``: int32 (units, 3): wide ones,
-    others, and by how many bits the sums of wide ones are finer. ``scales``: fp32 (units,), powers
-    of two: what a one in the other sums is worth. Raises ``ValueError`` if the arrays do not fit
-    together.
+    ``encode``: int16 (units, components, width), and ``rates``: fp32 (units, components): the value
+    of a one in its sums. ``wide``: int16 (units, most wide ones, width), ``rows``: int8 (units,
+    most others, width), padded with zeros. ``counts``: int32 (units, 3): the number of wide ones,
+    of others, and of bits by which the sums of wide ones are finer. ``scales``: fp32 (units,),
+    powers of two: the value of a one in the other sums. Raises ``ValueError`` if the arrays are
+    inconsistent.
     """
 
     encode: np.ndarray
@@ -70,16 +71,16 @@ class StepRows:
 
     @property
     def live(self) -> np.ndarray:
-        """The number of components that are restored, of each unit, int (units,)."""
+        """The number of components of each unit that are restored, int (units,)."""
         live: np.ndarray = self.counts[:, :2].sum(axis=1)
         return live
 
 
 class IntegerRows:
-    """Maps rows onto components and levels back, in whole numbers. Implements ``Transform``."""
+    """Maps rows to components and levels back, in whole numbers. Implements ``Transform``."""
 
     def __init__(self, rows: StepRows) -> None:
-        """Keeps the rows to pack with in the order that kernels want, and not twice."""
+        """Keeps the rows for packing only once, in the order that kernels need."""
         self._products = Int16Products(rows.encode, rows.live)
         self._rates, self._live = rows.rates, rows.live.tolist()
         self._wide, self._rows = rows.wide, rows.rows
@@ -89,7 +90,7 @@ class IntegerRows:
     def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
         rows = np.rint(stack * self._input_scale)
         words = np.clip(rows, -LARGEST_INPUT, LARGEST_INPUT).astype(np.int16)
-        # Component by component in memory, which is the order of the coders.
+        # Components are contiguous in memory, which is the order of the coders.
         components = np.zeros((*self._rates.shape, stack.shape[1]), np.float32)
         for unit, live in enumerate(self._live):
             sums = self._products.sums(unit, words[unit])
@@ -123,7 +124,7 @@ def _wrapped(sums: np.ndarray) -> np.ndarray:
 
 
 def _product(levels: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns exact products, int64, by floats, for which BLAS is quick."""
+    """Returns exact products, int64, computed with floats because BLAS is fast for them."""
     small = rows.dtype == np.int8 and int(np.abs(levels).max(initial=0)) <= BYTE
     kind = np.float32 if small else np.float64
     sums = np.zeros((len(levels), rows.shape[1]), np.int64)

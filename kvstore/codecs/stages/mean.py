@@ -1,4 +1,4 @@
-"""Means taken out of every channel: the model's, learned once, or the chunk's own."""
+"""Subtracts means from every channel: the model's, learned once, or the chunk's own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvstore.codecs.stacks.stack_shape import StackShape
 
 
 class ModelMean:
-    """Takes out the model's means, which costs no bytes. Implements ``Transform``."""
+    """Subtracts the model's means, which takes no bytes. Implements ``Transform``."""
 
     def __init__(self, shape: StackShape, means: np.ndarray) -> None:
-        """``means``: fp32 (elements of a token,), keys without RoPE."""
+        """``means``: fp32 (elements of a token,), of keys without RoPE."""
         self._means = means[shape.elements][:, None].astype(np.float32)
 
     def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
@@ -33,7 +33,7 @@ class ModelMean:
 
 
 class ChunkMean:
-    """Takes out the chunk's means, kept in it as fp16: needs no profile.
+    """Subtracts the chunk's means, stored in it as fp16; needs no profile.
 
     Implements ``Transform``.
     """

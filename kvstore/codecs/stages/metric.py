@@ -1,8 +1,8 @@
 """How much errors matter in each direction of each head, as a matrix before the KLT.
 
-A head's errors are not alike: along some directions later tokens notice them, along others they do
-not. Rows are multiplied by the root of the matrix that says so. Afterwards an error of one size
-costs the same in any direction, so that one step for all is the right one.
+The errors of a head differ in weight: later tokens are sensitive to errors along some directions,
+and not along others. Rows are multiplied by the root of the matrix of these sensitivities.
+Afterwards an error of one size costs the same in any direction, so one step for all is right.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class HeadMetric:
     """Multiplies each head vector by its root. Implements ``Transform``."""
 
     def __init__(self, shape: StackShape, roots: np.ndarray) -> None:
-        """``roots``: fp32 (units, sum of squared head dims): for each head vector of a unit its
-        symmetric matrix, row by row.
+        """``roots``: fp32 (units, sum of squared head dims): the symmetric matrix of each head
+        vector of a unit, row by row.
 
-        All can be inverted.
+        All are invertible.
         """
         self._columns, self._forward, self._backward = [], [], []
         first = 0

@@ -1,9 +1,9 @@
-"""Four bits for each row's size: which of its unit's learned gains, by integers only.
+"""Stores each row's size in four bits: the index of a gain that its unit learned, with integers.
 
 Gains are whole sixteenths of an octave. Sizes are compared with thresholds in the bits of a float,
-and a sum of squares has one order (16 columns side by side, then halves onto halves): the same on
-all hosts. Rows are divided by the gain that is written, so a coarse one costs little: the levels
-fit the row a little less well, that is all.
+and squares are summed in one fixed order (16 columns side by side, then halves onto halves): the
+same on all hosts. Rows are divided by the stored gain, so a coarse gain costs little: the levels
+only fit the row a little less well.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvstore.codecs.stacks.stack_shape import StackShape
 
 STEPS = 16  # per octave
 CODES = 16
-ABOVE = STEPS // 4  # steps by which a row may exceed its gain; more, and levels would clip it
+ABOVE = STEPS // 4  # steps by which a row may exceed its gain; above that, levels would clip it
 FURTHEST = 60 * STEPS  # no gain is larger than 2^60 or smaller than 2^-60
 LANES = 16
 MANTISSA_BITS = 23
 MANTISSA = (1 << MANTISSA_BITS) - 1
 INFINITY = 255 << MANTISSA_BITS
-# Mantissas of the numbers half-way between two steps, and of the steps themselves.
+# Mantissas of the numbers half-way between two steps; and the bits of the steps themselves.
 THRESHOLDS = np.exp2((np.arange(STEPS) + 0.5) / STEPS).astype(np.float32).view(np.int32) & MANTISSA
 STEP_BITS = np.exp2(np.arange(STEPS) / STEPS).astype(np.float32).view(np.int32)
 
@@ -40,11 +40,11 @@ class OctaveGain:
         self.steps = np.clip(steps.astype(np.int32), -FURTHEST, FURTHEST)
 
     def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Measures gains; rows too small for one get the smallest, too large ones none."""
+        """Measures gains; rows that are too small get the smallest, too large ones none."""
         with np.errstate(all="ignore"):
             sizes = np.sqrt(squared_sizes(stack) * np.float32(1 / stack.shape[2]))
         steps = steps_of(sizes)
-        usable = sizes.view(np.uint32) < INFINITY  # not a NaN either, of any sign
+        usable = sizes.view(np.uint32) < INFINITY  # excludes NaN of either sign, too
         fits = usable & (steps <= ends_of(self.steps)[:, -1:])
         return self._gains(self._codes(steps))[:, :, None], ~fits[:, :, None]
 
@@ -81,8 +81,8 @@ class OctaveGain:
 def ends_of(steps: np.ndarray) -> np.ndarray:
     """Returns the largest size, in steps, that gets each gain, int32 like ``steps`` (units, CODES).
 
-    A size gets the nearer of two gains, but the larger one where they lie far apart: too large a
-    gain makes a row coarse, too small a one cuts it off.
+    A size gets the nearer of two gains, but the larger one if they lie far apart: too large a gain
+    makes a row coarse, too small a gain clips it.
     """
     ends = steps + ABOVE
     ends[:, :-1] = np.minimum(ends[:, :-1], (steps[:, :-1] + steps[:, 1:]) // 2)
@@ -90,12 +90,12 @@ def ends_of(steps: np.ndarray) -> np.ndarray:
 
 
 def pairs_of(num_tokens: int) -> int:
-    """Returns the bytes of a unit's codes, the first of two tokens in the lower half of a byte."""
+    """Returns the bytes of a unit's codes; the first of two tokens is in a byte's lower half."""
     return -(-num_tokens // 2)
 
 
 def squared_sizes(stack: np.ndarray) -> np.ndarray:
-    """Returns sums of squares over the last axis, fp32, in the order that is part of the format.
+    """Returns sums of squares over the last axis, fp32, in the order that the format defines.
 
     ``stack``: fp32 (..., width).
     """

@@ -1,8 +1,8 @@
-"""Bit planes: any number of bits for each component, every chunk of the same length.
+"""Bit planes: any number of bits for each component, but the same length for every chunk.
 
 A plane is one bit of one component for all tokens of the chunk, lowest token in the lowest bit,
-padded to whole bytes. Planes of a component lie together, lowest bit first; components follow one
-another, then units. So it does not matter how many bits neighbours have.
+padded to whole bytes. Planes of a component are contiguous, lowest bit first; components follow one
+another, then units. So neighbours may have different numbers of bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPREAD = np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little").view(
 
 
 class BitPlanes:
-    """Packs codes of so many bits as planes. Implements ``Coder``."""
+    """Packs codes of given numbers of bits as planes. Implements ``Coder``."""
 
     def __init__(self, bits: np.ndarray) -> None:
         """``bits``: integers (units, columns), 0 to 8.

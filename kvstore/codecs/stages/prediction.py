@@ -1,9 +1,9 @@
 """One step for all components, and codes of the differences from a prediction by earlier units.
 
-Layers know much of each other: the units before a unit, which are there when it is restored,
-predict much of its first components. Packing codes the difference, and restoring adds the two up in
-levels. Both go by restored levels and by whole numbers, so that they never drift apart, however
-levels were cut or rounded, on any host: differential coding in a closed loop (Cutler 1952), over
+Layers are strongly related: the units before a unit, which are known when it is restored, predict a
+large part of its first components. Packing codes the difference, and restoring adds the two in
+levels. Both use restored levels and whole numbers. So they never drift apart on any host, even if
+levels were clipped or rounded: this is differential coding in a closed loop (Cutler 1952), over
 layers.
 """
 
@@ -23,10 +23,10 @@ MOST_FINER = 14  # bits
 class Predictors:
     """The linear prediction of a unit's first ``components`` from ``depth`` units before.
 
-    ``factors``: int16 (units, components, depth * components), times levels of the farthest unit
-    first. ``finer``: int32 (units, components): by how many bits their sums are finer than levels.
-    Factors are zeros where there is no unit so far before. Raises ``ValueError`` if the arrays do
-    not fit together.
+    ``factors``: int16 (units, components, depth * components), for the levels of the farthest unit
+    first; zero where there is no unit so far before. ``finer``: int32 (units, components): the
+    number of bits by which their sums are finer than levels. Raises ``ValueError`` if the arrays
+    are inconsistent.
     """
 
     factors: np.ndarray
@@ -53,17 +53,17 @@ class Predictors:
 
     @property
     def depth(self) -> int:
-        """The number of units before that a prediction uses."""
+        """The number of earlier units that a prediction uses."""
         return int(self.factors.shape[2]) // max(self.components, 1)
 
 
 class PredictedStep:
-    """Quantises what is not predicted, unit by unit; codes are int16. Implements ``Quantiser``."""
+    """Quantises prediction errors, unit by unit; codes are int16. Implements ``Quantiser``."""
 
     def __init__(self, steps: UniformStep, predictors: Predictors, coded: np.ndarray) -> None:
-        """``coded``: which components have codes at all, bool (units, components).
+        """``coded``: the mask of components that have codes at all, bool (units, components).
 
-        Codes of others are dropped here, since they are missing when the unit is restored.
+        Codes of the others are dropped here, since they are missing when the unit is restored.
         """
         self._steps, self._coded = steps, coded
         self._size, self._depth, self._finer = (

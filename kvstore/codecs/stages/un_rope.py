@@ -1,8 +1,8 @@
-"""Un-RoPE: keys turned back to position zero, where neighbouring tokens resemble each other.
+"""Un-RoPE: rotates keys back to position zero, where neighbouring tokens resemble each other.
 
-RoPE (arXiv 2104.09864) turns pairs of channels by position times frequency. A turned channel has no
-mean and no preferred direction; turned back, a key has both, and a basis can be learned for it. The
-turn is orthogonal, so errors keep their size.
+RoPE (arXiv 2104.09864) rotates pairs of channels by position times frequency. A rotated channel has
+no mean and no preferred direction; rotated back, a key has both, and a basis can be learned for it.
+The rotation is orthogonal, so errors keep their size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.codecs.stages.compiled import compiled_stages
 
 @dataclass(frozen=True)
 class _Turn:
-    """Columns of some units that are turned alike: whole units, or one head of a unit."""
+    """Columns of some units with the same rotation: whole units, or one head of a unit."""
 
     units: tuple[int, ...]
     start: int
@@ -27,10 +27,10 @@ class _Turn:
 
 
 class UnRope:
-    """Turns keys back to position zero. Implements ``Transform``."""
+    """Rotates keys back to position zero. Implements ``Transform``."""
 
     def __init__(self, shape: StackShape, ropes: tuple[Rope | None, ...]) -> None:
-        """``ropes``: one for each layer, None for a layer that turns nothing."""
+        """``ropes``: one for each layer, None for a layer without RoPE."""
         turns: dict[tuple[int, Rope], list[int]] = {}
         for number, unit in enumerate(shape.units):
             for start, vector in zip(shape.starts, unit, strict=True):
@@ -61,7 +61,7 @@ class UnRope:
                 known = (cos, sin, np.float32(direction), turn.rope.interleaved)
                 fast.turn_keys(stack, units, turn.start, *known)
                 continue
-            for part in np.array_split(units, max(len(units) // 8, 1)):  # stay in the cache
+            for part in np.array_split(units, max(len(units) // 8, 1)):  # parts stay in the cache
                 columns = slice(turn.start, turn.start + turn.rope.num_channels)
                 x = stack[part, :, columns]
                 stack[part, :, columns] = _turn(x, cos, direction * sin, turn.rope.interleaved)

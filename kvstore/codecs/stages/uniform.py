@@ -1,9 +1,9 @@
 """One step for all components, and values that lean towards zero.
 
-With entropy-coded integers and equal steps the optimal number of bits for each component comes out
-by itself: it *is* reverse water-filling (Berger 1971). Within a cell small values are likelier than
-large ones, so a code stands for its cell's centroid, a little below the middle. Centroids are whole
-numbers too, of fractions of a step, so that all that follows is the same on every host.
+With entropy-coded integers and equal steps, each component automatically gets the optimal number of
+bits: this *is* reverse water-filling (Berger 1971). Within a cell, small values are likelier than
+large ones, so a code stands for its cell's centroid, a little below the middle. Centroids are also
+whole numbers, of fractions of a step, so that all later results are the same on every host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 NUM_SHIFTS = 4  # codes of size 0, 1, 2, and 3 or more
 LARGEST_CODE = 32767
 LARGEST_LEVEL = 32767
-# The largest level that is predicted: a code is added to it, and reaches any level half as large.
+# The largest predicted level: a code is added to it, and can reach any level half as large.
 LARGEST_EXPECTED = LARGEST_LEVEL // 2
 
 
@@ -21,8 +21,8 @@ class UniformStep:
     """Quantises all components by one step; codes are int16. Implements ``Quantiser``."""
 
     def __init__(self, step: float, levels: np.ndarray, rounding: float = 0.5) -> None:
-        """``levels``: int16 (units, components, NUM_SHIFTS): how many levels a step is, and how
-        many are added to codes of size 1, 2, and 3 or more.
+        """``levels``: int16 (units, components, NUM_SHIFTS): the number of levels in a step, and
+        the numbers added to codes of size 1, 2, and 3 or more.
 
         ``rounding`` below one half widens the cell of zero (a dead zone).
         """
@@ -36,9 +36,10 @@ class UniformStep:
     def quantise_beyond(
         self, unit: int, components: np.ndarray, expected: np.ndarray
     ) -> np.ndarray:
-        """Returns the codes of one unit, int16 (tokens, components), beyond what is expected.
+        """Returns the codes of one unit's prediction errors, int16 (tokens, components).
 
-        ``components``: fp32 alike. ``expected``: int32 levels (tokens, first components).
+        ``components``: fp32 of the same shape. ``expected``: int32 levels (tokens, first
+        components).
         """
         scaled = components * (1 / self._step)
         per_step = self._levels[unit, : expected.shape[1], 0]

@@ -1,4 +1,4 @@
-"""Packs what a session keeps besides rows: the matrices of recurrent layers.
+"""Packs the parts of a session besides rows: the matrices of recurrent layers.
 
-``matrices`` is the arithmetic, ``session_codec`` joins it with the codecs of a model's rows.
+``matrices`` is the arithmetic; ``session_codec`` combines it with the codecs of a model's rows.
 """

@@ -1,20 +1,20 @@
-"""Matrices of recurrent states with bits dealt over their rows, by what errors in them cost.
+"""Packs matrices of recurrent states; rows get bits by the cost of errors in them.
 
-    payload: bits, u8, a row each | scales, <u2 bf16, a row each | codes of the rows of 2 bits,
+    payload: bits, u8 for each row | scales, <u2 bf16 for each row | codes of the rows of 2 bits,
     of those of 3, ... of those of 8, each as in ``matrices``
 
-A row that is zero has no bits and no codes. A payload says all that is needed to read it; what was
-learned of the model only decides how bits are dealt when it is written.
+A row of zeros has no bits and no codes. A payload contains everything needed to read it; the values
+learned from the model only decide how bits are dealt when it is written.
 
 *How they are dealt.* An error of a row's step, largest value / (2^(b - 1) - 1), costs
 
     cost_r(b) = weight_r * (largest_r / size)^2 * q(b),  q(b) = (2^(b - 1) - 1)^-2
 
-with ``weight`` as ``learning.state_sensitivity`` finds it, relative to the size (root mean square)
-of the matrix that the row is of. To make the sum of costs smallest for a sum of bits, each row gets
-one bit more for as long as that saves more than a *level*, the same for all rows of all layers:
-reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3), in whole bits. It
-is the best that whole bits can do, since q falls by less with each bit.
+with ``weight`` from ``learning.state_sensitivity``, relative to the size (root mean square) of the
+row's matrix. To minimise the sum of costs for a sum of bits, each row gets one bit more as long as
+that saves more than a *level*, which is the same for all rows of all layers: reverse water-filling
+(Cover and Thomas, Elements of Information Theory, 10.3.3), in whole bits. No other choice of whole
+bits is better, since each further bit reduces q by less.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from kvstore.codecs.states.ways import STATES
 from kvstore.errors import Corrupt, UnknownCodec
 
 ARITHMETIC: Final = 1  # raise it when bytes change
-FEWEST, MOST = 2, 8  # bits of a row that is not zero
-UNKNOWN: Final = 8  # bits of all rows of an array that nothing was learned of
+FEWEST, MOST = 2, 8  # bits of a row that is not all zero
+UNKNOWN: Final = 8  # bits of all rows of an array for which nothing was learned
 _COUNTS: Final = range(FEWEST, MOST + 1)
-# What a bit more saves: from 2 to 3, from 3 to 4 and so on.
+# The savings of one more bit: from 2 to 3, from 3 to 4 and so on.
 _SAVED: Final = -np.diff([float((1 << (b - 1)) - 1) ** -2 for b in _COUNTS])
 
 
@@ -52,8 +52,8 @@ def relative_peaks(values: np.ndarray, num_rows: int) -> np.ndarray:
     """Return (largest value / size of its matrix)^2 of each row, float64.
 
     Args:
-        values: fp32 (rows, width), of matrices one after the other.
-        num_rows: of each matrix.
+        values: fp32 (rows, width), the rows of one matrix after the other.
+        num_rows: the number of rows of each matrix.
     """
     squares = np.square(values.astype(np.float64))
     sizes = squares.mean(1).reshape(-1, num_rows).mean(1).repeat(num_rows)
@@ -63,7 +63,7 @@ def relative_peaks(values: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 def dealt_bits(costs: np.ndarray, level: float) -> np.ndarray:
-    """Return the bits of rows that are not zero, uint8; ``costs``: weight times relative peak."""
+    """Return the bits of rows that are not all zero, uint8; ``costs``: weight * relative peak."""
     found: np.ndarray = FEWEST + (costs[:, None] * _SAVED > level).sum(1)
     return found.astype(np.uint8)
 
@@ -73,9 +73,9 @@ class DealtCodec:
     """Packs one array at a time. Thread-safe.
 
     Attributes:
-        digits: that stand for what was learned, in its id.
-        weights: fp32 (rows,) of each array of a state, in order.
-        level: see above.
+        digits: digest of the learned values, in its id.
+        weights: fp32 (rows,) for each array of a state, in order.
+        level: the least saving for which a row gets one more bit; see above.
     """
 
     name: str
@@ -86,15 +86,15 @@ class DealtCodec:
 
     @property
     def id(self) -> str:
-        """Name, version of the arithmetic, and digits of what was learned."""
+        """The name, the version of the arithmetic, and digits of the learned values."""
         return f"{self.name}.{ARITHMETIC}-{self.digits}"
 
     def takes(self, array: np.ndarray, dtype: str) -> bool:
-        """Say whether it can pack this array; one with infinities is better kept as it is."""
+        """Return whether it can pack this array; one with infinities is better kept unpacked."""
         return is_finite(array, dtype)
 
     def encode(self, array: np.ndarray, dtype: str, number: int = 0) -> bytes:
-        """Pack an array that it ``takes``; ``number``: of the array in its state."""
+        """Pack an array that it ``takes``; ``number``: the index of the array in its state."""
         values = fp32(array, dtype).reshape(-1, array.shape[-1])
         bits = self._bits(values, array.shape[-2] if array.ndim > 1 else 1, number)
         scales, codes = np.zeros(len(values), np.uint16), []
@@ -117,8 +117,8 @@ class DealtCodec:
         """Unpack into a new array of this shape, in the numpy dtype of ``dtype``.
 
         Raises:
-            Corrupt: the payload does not have the length that this shape and its own bits ask for;
-                no more was allocated then than the payload has rows.
+            Corrupt: the payload does not have the length for this shape and its own bits; until
+                then, no more is allocated than the payload has rows.
         """
         num_rows, width = rows_of_shape(dtype, shape)
         if len(payload) < 3 * num_rows:
@@ -134,13 +134,13 @@ class DealtCodec:
         for count in _COUNTS:
             if counts[count]:
                 own = bits == count
-                with np.errstate(over="ignore"):  # of a damaged scale; what comes of it is refused
+                with np.errstate(over="ignore"):  # by a damaged scale; the result is refused
                     codes = read_codes(reader, int(counts[count]), width, count)
                     values[own] = codes * scales[own, None]
         return narrowed(values, dtype, shape)
 
     def nbytes(self, num_rows: int, width: int) -> int:
-        """Bytes of a payload of so many rows, of the usual number of bits on average."""
+        """Return the bytes of a payload of so many rows, with the usual average of bits."""
         return num_rows * (3 + code_bytes(width, STATES[self.name].bits))
 
 
@@ -148,11 +148,11 @@ def dealt_codec(name: str, learned: Mapping[str, np.ndarray] | None, digits: str
     """Return the codec of a name in ``ways.STATES`` that learns.
 
     Args:
-        learned: what ``learning.state_sensitivity`` found; None = nothing, as for a plan.
-        digits: that stand for it.
+        learned: the arrays of ``learning.state_sensitivity``; None = nothing, as for a plan.
+        digits: digest of these.
 
     Raises:
-        UnknownCodec: what was learned is of another release.
+        UnknownCodec: another release learned these arrays.
     """
     if learned is None:
         return DealtCodec(name, digits)

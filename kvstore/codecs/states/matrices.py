@@ -1,13 +1,13 @@
 """Matrices of recurrent states in few bits, with a scale for each row.
 
-    payload: scales, <u2 bf16, a row each | codes, row after row
+    payload: scales, <u2 bf16 for each row | codes, row after row
 
-A row is what lies along the last axis: in the state of a gated delta net or of Mamba-2 one row of a
+A row lies along the last axis: in the state of a gated delta net or of Mamba-2, it is one row of a
 head's matrix. Its scale is its largest value over the largest code, rounded up to bf16, so no code
-is cut off; a code is value / scale, rounded to nearest even. Codes of 8 bits are bytes; those of
-fewer are bit planes, each of a row padded to whole bytes. With 16 bits there are no scales, and
-values are rounded to bf16. numpy is the definition; its operations are exact or IEEE, so bytes are
-the same everywhere.
+is clipped; a code is value / scale, rounded to nearest even. Codes of 8 bits are bytes; codes of
+fewer bits are bit planes, each plane of a row padded to whole bytes. With 16 bits there are no
+scales, and values are rounded to bf16. numpy is the definition; its operations are exact or IEEE,
+so bytes are the same everywhere.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _BF16: Final = 16
 
 @dataclass(frozen=True)
 class MatrixCodec:
-    """Packs one array at a time. Stateless and thread-safe. ``num_bits``: of a code; 0 = exact."""
+    """Packs one array at a time. Stateless, thread-safe. ``num_bits``: of a code; 0 = exact."""
 
     name: str
     num_bits: int
 
     @property
     def id(self) -> str:
-        """Name and version of the arithmetic, such as ``state8.1``."""
+        """The name and the version of the arithmetic, such as ``state8.1``."""
         return f"{self.name}.{ARITHMETIC}"
 
     @property
     def exact(self) -> bool:
-        """True if arrays are left as they are."""
+        """True if arrays are left unpacked."""
         return not self.num_bits
 
     def takes(self, array: np.ndarray, dtype: str) -> bool:
-        """Say whether it can pack this array; one with infinities is better kept as it is."""
+        """Return whether it can pack this array; one with infinities is better kept unpacked."""
         return not self.exact and is_finite(array, dtype)
 
     def encode(self, array: np.ndarray, dtype: str, number: int = 0) -> bytes:
         """Pack an array of any shape that it ``takes``.
 
         Args:
-            dtype: names that of its values.
-            number: of the array in its state; here all are packed alike.
+            dtype: the name of the dtype of its values.
+            number: the index of the array in its state; ignored, since all are packed alike here.
         """
         values = fp32(array, dtype).reshape(-1, array.shape[-1])
         if self.num_bits == _BF16:
@@ -67,8 +67,8 @@ class MatrixCodec:
         """Unpack into a new array of this shape, in the numpy dtype of ``dtype``.
 
         Raises:
-            Corrupt: the payload does not have the length that this shape asks for; nothing was
-                allocated then.
+            Corrupt: the payload does not have the length for this shape; nothing is allocated
+                then.
         """
         num_rows, width = rows_of_shape(dtype, shape)
         if len(payload) != self.nbytes(num_rows, width):
@@ -78,12 +78,12 @@ class MatrixCodec:
             values = widen(reader.take("<u2", num_rows, width), "bfloat16")
         else:
             scales = widen(reader.take("<u2", num_rows), "bfloat16")
-            with np.errstate(over="ignore"):  # of a damaged scale; what comes of it is refused
+            with np.errstate(over="ignore"):  # by a damaged scale; the result is refused
                 values = read_codes(reader, num_rows, width, self.num_bits) * scales[:, None]
         return narrowed(values, dtype, shape)
 
     def nbytes(self, num_rows: int, width: int) -> int:
-        """Bytes of a payload of so many rows of ``width`` values."""
+        """Return the bytes of a payload of so many rows of ``width`` values."""
         if self.num_bits == _BF16:
             return 2 * num_rows * width
         return num_rows * (2 + code_bytes(width, self.num_bits))
@@ -93,10 +93,10 @@ EXACT_STATES: Final = MatrixCodec("", 0)
 
 
 def matrix_codec(name: str) -> MatrixCodec:
-    """Return the codec of a name in ``ways.STATES``; "" keeps states as they are.
+    """Return the codec of a name in ``ways.STATES``; "" leaves states unpacked.
 
     Raises:
-        UnknownCodec: there is none.
+        UnknownCodec: there is no such codec.
     """
     if not name:
         return EXACT_STATES
@@ -106,7 +106,7 @@ def matrix_codec(name: str) -> MatrixCodec:
     return MatrixCodec(name, STATES[name].bits)
 
 
-# ---- what all codecs of matrices share
+# ---- functions that all codecs of matrices share
 
 
 def scaled(values: np.ndarray, num_bits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +115,7 @@ def scaled(values: np.ndarray, num_bits: int) -> tuple[np.ndarray, np.ndarray]:
     stored = _round_up_to_bf16(np.abs(values).max(1) / largest)
     scales = widen(stored, "bfloat16")[:, None]
     codes = np.rint(np.divide(values, scales, out=np.zeros_like(values), where=scales > 0))
-    # A quotient of the smallest scales can be rounded past the end.
+    # A quotient with one of the smallest scales can be rounded beyond the largest code.
     return stored, np.clip(codes, -largest, largest).astype(np.int8)
 
 
@@ -145,23 +145,23 @@ def read_codes(reader: Reader, num_rows: int, width: int, num_bits: int) -> np.n
 
 
 def rows_of_shape(dtype: str, shape: Sequence[int]) -> tuple[int, int]:
-    """Return the number of rows and their width. Raises ``Corrupt``: no state is like this."""
+    """Return the number of rows and their width. Raises ``Corrupt`` for an impossible state."""
     if dtype not in NUMPY_DTYPES or not shape or min(shape) < 1:
         raise Corrupt(f"no packed state has dtype {dtype} and shape {tuple(shape)}")
     return math.prod(shape[:-1]), shape[-1]
 
 
 def narrowed(values: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
-    """Return fp32 values in the numpy dtype of ``dtype``. Raises ``Corrupt``: some are infinite."""
+    """Return fp32 values in the numpy dtype of ``dtype``. Raises ``Corrupt`` for infinite ones."""
     if not np.isfinite(values).all():
         raise Corrupt("a packed state has infinite values")
-    kind: DType = dtype  # type: ignore[assignment]  # ``rows_of_shape`` has looked
+    kind: DType = dtype  # type: ignore[assignment]  # ``rows_of_shape`` has checked it
     exact = values if dtype == "float32" else narrow(values, kind)
     return np.ascontiguousarray(exact).reshape(shape)
 
 
 def is_finite(array: np.ndarray, dtype: str) -> bool:
-    """Say whether an array has values of a dtype that can be packed, and all are finite."""
+    """Return whether an array has values of a dtype that can be packed, and all are finite."""
     if dtype not in NUMPY_DTYPES or not array.ndim or not array.size:
         return False
     return bool(np.isfinite(fp32(array, dtype)).all())
@@ -172,12 +172,12 @@ def fp32(array: np.ndarray, dtype: str) -> np.ndarray:
     contiguous = np.ascontiguousarray(array)
     if dtype == "float32":
         return contiguous
-    kind: DType = dtype  # type: ignore[assignment]  # ``takes`` has looked
+    kind: DType = dtype  # type: ignore[assignment]  # ``takes`` has checked it
     return widen(to_stored(contiguous, kind), kind)
 
 
 def _round_up_to_bf16(values: np.ndarray) -> np.ndarray:
-    """Return bf16 bit patterns, uint16, of numbers >= 0: the next that is not smaller."""
+    """Return bf16 bit patterns, uint16, of numbers >= 0: the smallest that is not less."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     stored: np.ndarray = ((bits.astype(np.uint64) + 0xFFFF) >> 16).astype(np.uint16)
     # Rounding up the largest fp32 values would give infinity.

@@ -1,8 +1,8 @@
-"""How all parts of a session are packed: rows of every token, rows of windows, matrices.
+"""Combines the codecs of all parts of a session: rows of every token, rows of windows, matrices.
 
-A preset of a model with states names them, as in ``dense3+state8``. Windows' rows go through the
-same preset as all others, which has learned these layers by themselves, or through a finer codec
-that learns nothing, as in ``dense3+window4``.
+The name of a preset for a model with states names them, as in ``dense3+state8``. The rows of
+windows are packed by the same preset as all others, which has learned these layers separately, or
+by a finer codec that learns nothing, as in ``dense3+window4``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AnyMatrixCodec: TypeAlias = MatrixCodec | DealtCodec
 
 @dataclass(frozen=True)
 class SessionCodec:
-    """The codecs of one preset. ``windows``: of windows' rows; None = they are kept as they are."""
+    """The codecs of one preset. ``windows``: for rows of windows; None = these stay unpacked."""
 
     kv: Codec
     windows: Codec | None
@@ -38,24 +38,24 @@ class SessionCodec:
 
     @property
     def id(self) -> str:
-        """The ids of all of them: what was measured was measured with all."""
+        """The ids of all codecs, since quality was measured with all of them together."""
         windows = f"windows {self.windows.id}" if self.windows is not None else ""
         matrices = "" if self.matrices.exact else self.matrices.id
         return "+".join(filter(None, [self.kv.id, windows, matrices]))
 
     @property
     def exact(self) -> bool:
-        """True if the whole session comes back bit for bit."""
+        """True if the whole session is restored bit for bit."""
         return self.kv.exact and self.windows is None and self.matrices.exact
 
     def check(self, layout: KVLayout, states: StateLayout) -> None:
-        """Raise ``UnknownCodec`` if this model's rows cannot be packed so."""
+        """Raise ``UnknownCodec`` if this model's rows cannot be packed by these codecs."""
         self.kv.check(layout)
         if self.windows is not None and states.windows is not None:
             self.windows.check(states.windows)
 
     def warm(self, layout: KVLayout, states: StateLayout) -> None:
-        """Compile what this model needs. Takes seconds once."""
+        """Compile the kernels that this model needs. Takes seconds, once."""
         if layout.layers:
             warm(self.kv, layout)
         if self.windows is not None and states.windows is not None:
@@ -66,11 +66,11 @@ def open_session_codec(name: str, profile: Profile | None, states: StateLayout) 
     """Return the preset of that name for a model with states; ``profile`` as for ``open_codec``.
 
     Raises:
-        UnknownCodec: no such name, or it has to learn the model first.
+        UnknownCodec: no such name, or it has to learn from the model first.
     """
     kv_name, window_name, state_name = parts_of(name)
     rows = profile is None or bool(profile.layout.layers)
-    # A model without growing rows never learned any.
+    # The profile of a model without growing rows has learned none.
     kv = open_codec(kv_name, profile) if rows or not states.windows else open_codec("raw")
     windows = None
     if states.windows is not None:
@@ -85,7 +85,7 @@ def open_session_codec(name: str, profile: Profile | None, states: StateLayout) 
 def _matrices(name: str, profile: Profile | None) -> AnyMatrixCodec:
     if name not in DEALT:
         return matrix_codec(name)
-    if profile is None:  # of a plan: nothing is packed
+    if profile is None:  # for a plan: nothing is packed
         return dealt_codec(name, None, "")
     if OF_STATES not in profile.learned:
         raise UnknownCodec(f"nothing is known of this model's states for {name!r}; calibrate it")
@@ -93,7 +93,7 @@ def _matrices(name: str, profile: Profile | None) -> AnyMatrixCodec:
 
 
 def matrix_codec_of(codec_id: str) -> AnyMatrixCodec:
-    """Return a codec to read with, of an id as a blob says it. Raises ``UnknownCodec``."""
+    """Return the codec that reads blobs with this id. Raises ``UnknownCodec``."""
     name, _, version = codec_id.partition(".")
     arithmetic, _, digits = version.partition("-")
     known = str(dealt.ARITHMETIC if name in DEALT else matrices.ARITHMETIC)

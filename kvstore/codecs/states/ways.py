@@ -1,4 +1,4 @@
-"""The names of ways to keep windows' rows and recurrent states; nothing heavy is imported here."""
+"""The names of ways to pack rows of windows and recurrent states; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Final, NamedTuple
 
 
 class StateEntry(NamedTuple):
-    """A way to keep matrices of recurrent states.
+    """A way to pack matrices of recurrent states.
 
-    ``bits``: for each value, scales not counted. ``learns``: only where the model was looked at.
+    ``bits``: for each value, without scales. ``learns``: it needs values learned from the model.
     """
 
     bits: int
@@ -16,10 +16,10 @@ class StateEntry(NamedTuple):
     learns: bool = False
 
 
-# Joined to a preset of rows by a plus, as in ``dense3+window4``; without it rows of windows go
-# through the preset itself. They are few, and what follows reads them most.
+# Joined to a preset of rows by a plus, as in ``dense3+window4``; without it, the preset itself
+# packs rows of windows. These rows are few, and the tokens that follow attend to them most.
 WINDOWS: Final[dict[str, str]] = {"window4": "tq4"}  # the codec of windows' rows
-# Joined likewise, as in ``dense3+state8``; without it states stay exact.
+# Joined in the same way, as in ``dense3+state8``; without it states stay exact.
 STATES: Final[dict[str, StateEntry]] = {
     "state16": StateEntry(16, "Rounds recurrent states to bf16."),
     "state8": StateEntry(8, "Recurrent states in 8 bits with a scale for each row."),
@@ -29,5 +29,5 @@ STATES: Final[dict[str, StateEntry]] = {
     "dealt5": StateEntry(5, "5 bits on average, dealt over rows by what errors cost.", True),
     "dealt4": StateEntry(4, "4 bits on average, dealt over rows by what errors cost.", True),
 }
-USUAL_STATES: Final = "state8"  # of a preset that names none
-WORST: Final = "state4"  # not measured where bits can be dealt
+USUAL_STATES: Final = "state8"  # for a preset that names no way
+WORST: Final = "state4"  # not measured if bits can be dealt

@@ -21,7 +21,7 @@ def emit_scores(
     """Emit the products of one row with ``num_queries`` rotated queries.
 
     ``addresses``: of the packed row, its scale, the first query (fp32, contiguous) and the first
-    product; then the bytes from one query's product to the next one's.
+    product; then the bytes from one query's product to the next.
     """
     packed, scale, queries, out, step = addresses
     b = e.builder
