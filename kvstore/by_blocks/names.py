@@ -2,15 +2,15 @@
 
 vLLM cuts a request into blocks and gives each a hash over everything that its KV depends on: the
 hash before it, its token ids, the tenant's salt, adapters, images. Here ``chunk_blocks`` blocks in
-a row make one chunk, named by the hash of its *last* block, which by the chain stands for all
+a row make one chunk, named by the hash of its *last* block, which through the chain covers all
 tokens before it. The blocks after the last full chunk are one tail. Layers that do not keep
 all tokens (recurrent ones, sliding windows) have a state, stored after a few of the blocks. Tokens
-after the last full block have no hash of the engine's; they are the *part* of a block, named by
+after the last full block have no hash from the engine; they are the *part* of a block, named by
 the hash of the block before it and their ids.
 
     key = kind, H(version, fingerprint, tokens per block, number of blocks, last hash)
 
-The hash knows nothing of weights, dtype or ranks: they are in the fingerprint.
+The hash does not cover weights, dtype or ranks; the fingerprint does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BlobSpan:
     """One blob of a chain of blocks: a full chunk, the tail, a part, or the state after a block.
 
     A state covers no blocks of its own: it lies between ``first_block - 1`` and ``first_block``.
-    A part covers no full one: its tokens are the first ``part_tokens`` of ``first_block``.
+    A part covers no full block: its tokens are the first ``part_tokens`` of ``first_block``.
     """
 
     key: bytes
@@ -128,14 +128,14 @@ class BlockKeys:
         return BlobSpan(PART + digest, len(hashes), 0, len(tokens))
 
     def covering(self, hashes: Sequence[bytes], part: Sequence[int]) -> list[BlobSpan]:
-        """Name what ``whole`` does, and the part after it if there is one."""
+        """Name the blobs that ``whole`` names, and the part after them if there is one."""
         return self.whole(hashes) + ([self.part(hashes, part)] if part else [])
 
     def spans(self, record: BlockRecord) -> list[BlobSpan]:
         """Name all blobs of a session: the newest state, the blocks, the older states.
 
-        Nothing comes back without a state; a turn that continues the answer needs the newest
-        only, so under pressure the others, which are large, go first.
+        Nothing can be restored without a state. A turn that continues the answer needs only the
+        newest, so under pressure the older states, which are large, are evicted first.
         """
         hashes = record.block_hashes
         states = [self.state(hashes, x) for x in by_worth(record.states)]
@@ -145,7 +145,7 @@ class BlockKeys:
         return span.num_blocks * self.block_tokens + span.part_tokens
 
     def record_key(self, tenant: str, session_id: str) -> bytes:
-        """Key of a session's record; differs from those of other engines, models and ranks."""
+        """Key of a session's record; differs between engines, models and ranks."""
         names = (
             tenant.encode("utf-8", "surrogatepass"),
             session_id.encode("utf-8", "surrogatepass"),
@@ -186,7 +186,7 @@ class BlockRecords:
         return record.left_behind
 
     def resized(self, record: BlockRecord, sizes: Mapping[bytes, int]) -> BlockRecord:
-        """The record with what its blobs take now: their bytes by key."""
+        """The record with the present sizes of its blobs, given by key."""
         states = [n for key, n in sizes.items() if key[:1] == SNAPSHOT]
         return msgspec.structs.replace(
             record,

@@ -1,7 +1,7 @@
-"""Finding and reading the stored blobs of a chain of blocks.
+"""Finds and reads the stored blobs of a chain of blocks.
 
-Everything that is returned was read completely and verified, so that a caller that offers it to an
-engine can keep the promise. Only then does the engine set blocks aside for it.
+Every blob that is returned was read completely and verified, so a caller can offer it to an engine
+safely. Only then does the engine set blocks aside for it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ READ_BATCH: Final = 8  # blobs per call to a tier
 class Fetched:
     """Verified blobs that cover blocks ``.. end_block`` of the prompt without a hole.
 
-    ``tier`` is the slowest that was read. ``reason``: why not all of what was once stored.
-    ``from_slower``: by key, those blobs that the fastest tier did not have.
-    ``part``: ids of tokens after ``end_block`` whose rows are the last of the blobs. Whether the
-    prompt goes on with them is for the caller to see: with the first few of them, perhaps.
+    ``tier`` is the slowest that was read. ``reason``: why less than was once stored is returned.
+    ``from_slower``: by key, the blobs that the fastest tier lacked. ``part``: ids of the tokens
+    after ``end_block`` whose rows are the last of the blobs. The caller compares the prompt with
+    them: it may continue with all, only the first few, or none of them.
     """
 
     end_block: int
@@ -44,7 +44,7 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Known:
-    """The record of the session that a prompt is of, or why there is none."""
+    """The record of a prompt's session, or why there is none."""
 
     record: BlockRecord | None
     why_none: MissReason = "never-stored"
@@ -86,7 +86,7 @@ class BlockReader:
         self._has_state = has_state
 
     def known(self, session: SessionRef | None, hashes: Sequence[bytes]) -> Known:
-        """Find this store's record, or another engine's if it went further with this session.
+        """Find this store's record, or another engine's if that matches more of the prompt.
 
         Args:
             hashes: of the prompt's blocks.
@@ -129,7 +129,7 @@ class BlockReader:
     def peek(
         self, known: Known, hashes: Sequence[bytes], first_block: int
     ) -> tuple[int, MissReason | None]:
-        """Say where the blobs end that seem to be there; a part of a block counts as a block."""
+        """Return the end of the blobs that seem to exist; a part of a block counts as a block."""
         plan = self._plan_for(known, hashes, first_block)
         return max(first_block, plan.end_block + bool(plan.part)), plan.reason
 
@@ -161,7 +161,7 @@ class BlockReader:
         return plan(known, hashes, first_block)
 
     def _plan(self, known: Known, hashes: Sequence[bytes], first_block: int) -> _Plan:
-        """Plan by content and by the session's record, whichever reaches further."""
+        """Plan by content and by the session's record, and use the plan that reaches further."""
         by_content = self._held(self._with_tail(hashes, first_block))
         end = by_content[-1].end_block if by_content else first_block
         record = known.record
@@ -200,13 +200,13 @@ class BlockReader:
                 continue
             plan = self._plan(known, hashes[: state.end_block], first_block)
             if plan.end_block == state.end_block:
-                # The state is read first: without it the rest need not be.
+                # The state is read first: without it the rest need not be read.
                 return _Plan([state, *plan.spans], plan.end_block, plan.reason)
             reason = plan.reason or reason
         return _Plan([], first_block, reason if len(hashes) > first_block else None)
 
     def _with_tail(self, hashes: Sequence[bytes], first_block: int) -> list[BlobSpan]:
-        """Find full chunks as far as they go without a hole, then the longest tail there is."""
+        """Find full chunks as far as they go without a hole, then the longest tail that exists."""
         chunks = self._held(self._keys.chunks(hashes, first_block))
         size = self._keys.chunk_blocks
         at = chunks[-1].end_block if chunks else first_block - first_block % size
@@ -231,14 +231,14 @@ class BlockReader:
         return self._copies.read(key, levels, partial(self._verify, key))
 
     def _verify(self, key: bytes, blob: Blob) -> blobs.VerifiedBlob:
-        """Check the blob and its name: the key stands for model, rank and every token before."""
+        """Check the blob and its name: the key covers model, rank and every token before."""
         verified = blobs.verify(blob, key)
         self._packer.check_codecs(verified)
         return verified
 
 
 def _goes_further(shared: BlockRecord, local: BlockRecord | None, hashes: Sequence[bytes]) -> bool:
-    """True if another engine's record of the session has more of this prompt than ours."""
+    """True if another engine's record of the session matches more of this prompt than ours."""
     if shared.hashes == (local.hashes if local else b""):
         return False
     here = common_blocks(local.block_hashes, hashes) if local else -1

@@ -17,15 +17,16 @@ ID_BYTES = 4  # of a token's id, little-endian
 class BlockRecord(StoredSession, frozen=True, kw_only=True):
     """A session of an engine that hashes its blocks; kept in the tiers beside its blobs.
 
-    ``hashes`` are the engine's own, of all its full blocks, so that a returning prompt is matched
-    block by block, although blobs are larger than a block.
+    ``hashes`` are those of all its full blocks, so that a returning prompt is matched block by
+    block, although blobs are larger than a block.
     """
 
     hashes: bytes  # HASH_BYTES each
     block_tokens: int
     # Keys of blobs that an edited history no longer uses: ``forget`` removes them with the rest.
     left_behind: tuple[bytes, ...] = ()
-    # After how many blocks a state is stored, and the size of one; none: the model has no state.
+    # The numbers of blocks after which a state is stored, and the size of one state; none: the
+    # model has no state.
     states: tuple[int, ...] = ()
     state_bytes: int = 0
     # Ids of the tokens after the last full block, if their KV is stored, too.
@@ -39,7 +40,7 @@ class BlockRecord(StoredSession, frozen=True, kw_only=True):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that the session takes of the pins' share while it is pinned."""
+        """Bytes that the session takes of the share for pins while it is pinned."""
         return self.packed_bytes + len(self.hashes) + len(self.ids)
 
     @property
@@ -54,7 +55,7 @@ def split_hashes(joined: bytes) -> list[bytes]:
 def common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
     """Count the leading blocks that are the same."""
     n = min(len(a), len(b))
-    # A hash stands for everything before it: equal there means equal up to there.
+    # A hash covers everything before it: if two are equal, so are all blocks up to there.
     low, high = 0, n
     while low < high:
         middle = (low + high + 1) // 2
@@ -70,7 +71,7 @@ def encode_block_record(record: BlockRecord) -> bytes:
 
 
 def decode_block_record(payload: memoryview) -> BlockRecord:
-    """Read the record in a payload. Raises ``Corrupt`` if it is none, or contradicts itself."""
+    """Read the record in a payload. Raises ``Corrupt``: not a record, or it contradicts itself."""
     try:
         record = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""Finds the tiers in which the blocks of a session rest, for reports to routers.
+"""Finds the tiers in which the blocks of a session are stored, for reports to routers.
 
-The question is asked of the tiers and is a hint, as all of their answers are.
+The tiers' own answers are used, and like all of their answers the result is only a hint.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class RestingBlocks:
         for level, name in enumerate(self._stack.names):
             held = in_ram if name == "ram" else slower
             rest = [i for i, there in enumerate(held) if not there]
-            if rest:  # a slower one is asked only for what those before it lack
+            if rest:  # a slower tier is asked only for blobs that the faster ones lack
                 found = self._stack.holds(level, [spans[i].key for i in rest])
                 for i, there in zip(rest, found, strict=True):
                     held[i] = there
         return Resting(_runs(spans, in_ram, end), _runs(spans, slower, end))
 
     def _end(self, record: BlockRecord, hashes: Sequence[bytes]) -> int:
-        """The number of blocks that a turn could go on from, if all of them are held."""
+        """The number of blocks from which a turn could continue, if all of them are held."""
         if not self._has_state:
             return len(hashes)
         states = [self._keys.state(hashes, x) for x in record.states]

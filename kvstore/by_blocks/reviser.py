@@ -46,7 +46,7 @@ class BlockReviser:
         part: Sequence[int],
         ids: bytes = b"",
     ) -> tuple[BlockRecord, list[bytes]]:
-        """Give the new record, and keys of blobs that are unused once it is written."""
+        """Return the new record, and keys of blobs that are unused once it is written."""
         chain = self._keys.covering(hashes, part)
         states = kept_states(states or _still_good(old, hashes), self._max_states)
         state_keys = [self._keys.state(hashes, x).key for x in states]
@@ -72,8 +72,8 @@ class BlockReviser:
             return record, []
         current = {*(x.key for x in chain), *state_keys}
         before = [x for x in self._keys.spans(old) if x.key not in current]
-        # A tail or part that grew is worth nothing any more, nor is a state that a later one
-        # follows; chunks of another branch may be asked for.
+        # A tail or part that grew has no use any more, nor has a state before a later one; chunks
+        # of another branch may still be requested.
         tails = [x.key for x in before if not x.is_chunk]
         chunks = [x.key for x in before if x.is_chunk]
         left = [x for x in dict.fromkeys([*old.left_behind, *chunks]) if x not in current]
@@ -87,7 +87,7 @@ class BlockReviser:
         fresh: Mapping[bytes, Blob],
         old: BlockRecord | None,
     ) -> tuple[int, int]:
-        """Count the bytes of all blobs with rows, and of those after the last full chunk."""
+        """Return the bytes of all blobs with rows, and of those after the last full chunk."""
         known, total = self._known_bytes(hashes, old)
         tail_bytes = 0
         for span in chain[known:]:
@@ -100,7 +100,7 @@ class BlockReviser:
         return total, tail_bytes
 
     def _known_bytes(self, hashes: Sequence[bytes], old: BlockRecord | None) -> tuple[int, int]:
-        """Count the leading chunks that the older record has, too, and their bytes there."""
+        """Count the leading chunks that the older record also has, and return their bytes there."""
         size = self._keys.chunk_blocks
         known = common_blocks(old.block_hashes, hashes) // size if old else 0
         if old is None or old.tail_bytes is None or not known:
@@ -111,7 +111,7 @@ class BlockReviser:
 
 
 def _still_good(old: BlockRecord | None, hashes: Sequence[bytes]) -> Sequence[int]:
-    """Find the states of the session that lie on its new chain, too."""
+    """Find the states of the older record that are also on the new chain."""
     if old is None or not old.states:
         return ()
     common = common_blocks(old.block_hashes, hashes)
@@ -119,7 +119,7 @@ def _still_good(old: BlockRecord | None, hashes: Sequence[bytes]) -> Sequence[in
 
 
 def _known_ids(old: BlockRecord | None, hashes: Sequence[bytes]) -> bytes:
-    """The ids that the older record has of the blocks that are still the session's."""
+    """Return the token ids that the older record has of the blocks that the session still has."""
     if old is None or not old.ids:
         return b""
     return old.ids[: common_blocks(old.block_hashes, hashes) * old.block_tokens * ID_BYTES]

@@ -1,10 +1,10 @@
 """The cold store of an engine that manages its own blocks and hashes (vLLM).
 
-``ColdStore`` works on tokens and on arrays that an engine lends it for as long as it takes. Here
-the engine cuts and names the blocks, and lends them only for moments. So the work is split: the
-caller copies blocks out and in, and encodes and decodes them with ``packer``; this class knows
-which blobs exist, where, and to whom they belong. Tiers, write-behind, format and codecs are
-shared.
+``ColdStore`` works on tokens and on arrays that an engine lends it for as long as needed. Here the
+engine cuts and names the blocks, and lends them only for moments. So the work is split: the caller
+copies blocks out and in, and encodes and decodes them with ``packer``; this class tracks which
+blobs exist, in which tier, and which sessions they belong to. Tiers, write-behind, format and
+codecs are shared.
 
     missing -> (caller encodes) -> commit           at the end of a turn
     fetch -> (caller decodes)                       on return
@@ -40,17 +40,17 @@ from kvstore.tiers.base import Blob, Tier
 from kvstore.workers import Workers
 
 CLOSE_FLUSH_S: Final = 10.0
-DISCARD_S: Final = 2.0  # a restore waits for it
+DISCARD_S: Final = 2.0  # a restore waits this long for copies on their way to end
 
-# By key, what is new of a session in this codec.
+# Packs the new blobs of a session in this codec; returns them by key.
 Again: TypeAlias = Callable[[Codec], Mapping[bytes, Blob]]
 
 
 @dataclasses.dataclass(frozen=True)
 class RestoredPart:
-    """The first rows of a block that came back as the part of a block, before it was filled.
+    """Rows restored from a part of a block, which are now the first rows of a fuller block.
 
-    ``tokens``: ids of those in the stored blob, of which ``num_loaded`` were used.
+    ``tokens``: ids of the tokens in the stored blob, of which the first ``num_loaded`` were used.
     """
 
     first_block: int
@@ -59,7 +59,7 @@ class RestoredPart:
 
 
 class BlockStore:
-    """Thread-safe; commits of one session must not overlap. Owns ``tiers`` and closes them."""
+    """Thread-safe, but commits of one session must not overlap. Owns ``tiers`` and closes them."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class BlockStore:
         monotonic: Callable[[], float] = time.monotonic,
         has_state: bool = False,
     ) -> None:
-        """``has_state``: the model has layers that do not keep all tokens."""
+        """Set ``has_state`` for a model that has layers that do not keep all tokens."""
         self.packer = packer
         self.keys = keys
         self._config = config
@@ -105,7 +105,7 @@ class BlockStore:
         """List the blobs of the chain that no tier holds yet.
 
         Args:
-            states: after how many blocks.
+            states: the numbers of blocks after which there is a state.
             part: ids of the tokens after the last block.
         """
         spans = [*self.keys.covering(hashes, part), *(self.keys.state(hashes, x) for x in states)]
@@ -117,14 +117,14 @@ class BlockStore:
     ) -> list[BlobSpan]:
         """List the blobs of the chain that no known session has.
 
-        About what ``missing`` says, but at once: no tier is asked.
+        The result is about that of ``missing``, but comes at once, since no tier is asked.
         """
         size = self.keys.chunk_blocks
 
         def is_new(chunk: int) -> bool:
             return bool(self.ledger.index.unused([self.keys.span(hashes, chunk * size, size).key]))
 
-        # Who has a chunk has all before it.
+        # A session that has a chunk also has all chunks before it.
         first = bisect_left(range(len(hashes) // size), True, key=is_new) * size
         spans = [
             *self.keys.whole(hashes, first),
@@ -143,13 +143,13 @@ class BlockStore:
         codec: Codec,
         part: RestoredPart | None = None,
     ) -> Lineage:
-        """Find what is there of the lossy copies that a new blob's rows go on from.
+        """Find the surviving lossy copies that a new blob's rows continue.
 
         Args:
             hashes: of the session's blocks.
-            lossy_tokens: after so many tokens of the session none of these rows was restored.
+            lossy_tokens: no row of the session from this token on was restored.
             codec: of the new blob; a copy in it is preferred to others.
-            part: the one that some of the rows came with.
+            part: the part from which some of the rows were restored.
         """
         size = self.keys.block_tokens
         if lossy_tokens <= span.first_block * size:
@@ -169,7 +169,7 @@ class BlockStore:
     ) -> tuple[list[OlderRun], int]:
         """Name the stored blob that holds most of the blocks of ``span``.
 
-        Returns it with the token up to which it holds the same ones.
+        Returns it with the end of the tokens that both have in common.
         """
         first, size = span.first_block, self.keys.block_tokens
         tails = self.keys.tails(hashes[: max(span.end_block, first)], first)
@@ -195,18 +195,18 @@ class BlockStore:
         again: Again | None = None,
         ids: bytes = b"",
     ) -> BlockRecord | None:
-        """The session is now this chain. Fast tier at once, slower ones later.
+        """Make this chain the session's. Writes to the fastest tier at once, to slower ones later.
 
-        None if no tier takes it: the session stays what it was.
+        Returns None if no tier takes it: then the session stays as it was.
 
         Args:
             fresh: new blobs, in the codec of the fastest tier (the first of ``save_codecs``).
-            states: after how many blocks a state is stored; those before that still hold are kept
-                if there are none.
+            states: the numbers of blocks after which a state is stored. If empty, the older states
+                that still match the chain are kept.
             part: ids of the tokens after the last block that are stored, too.
-            again: ``fresh`` in another codec, packed from the same rows. Called for each other one
-                of ``save_codecs``, once the fastest tier has the session; without it slower tiers
-                get copies of what that has.
+            again: packs ``fresh`` in another codec, from the same rows. Called for each further
+                codec of ``save_codecs``, once the fastest tier has the session; without it slower
+                tiers get copies of the fastest tier's blobs.
             ids: of the blocks' tokens, if the record is to have them.
         """
         with self.ledger.claims.claim(self.ledger.record_key(session)):
@@ -232,19 +232,19 @@ class BlockStore:
             if again is not None and fresh:
                 for codec in codecs.on(self.ledger.stack.names)[1:]:
                     forms[codec.id] = again(codec)
-        finally:  # what there is in no form of their own they get as it is
+        finally:  # tiers for whose codec nothing was packed get the blobs as they are
             self.ledger.committer.replicate(
                 record, lambda tier: forms.get(codecs.of(tier).id, fresh), obsolete
             )
 
     @property
     def save_codecs(self) -> tuple[Codec, ...]:
-        """Codecs that new blobs are wanted in, the fastest tier's first. Empty without tiers."""
+        """Codecs to pack new blobs in, the fastest tier's first. Empty without tiers."""
         return self.packer.codecs.on(self.ledger.stack.names)
 
     @property
     def home_codec(self) -> Codec:
-        """The fastest tier's."""
+        """The codec of the fastest tier."""
         return next(iter(self.save_codecs), self.packer.codec)
 
     # ---- return
@@ -256,9 +256,9 @@ class BlockStore:
         first_block: int,
         deadline_s: float | None = None,
     ) -> Fetched:
-        """Verified blobs for blocks ``first_block ..`` of a prompt. Blocks.
+        """Return verified blobs for blocks ``first_block ..`` of a prompt. Blocks.
 
-        Raises ``StoreClosed``, and nothing else: what cannot be had is a ``reason``.
+        Raises ``StoreClosed``, and nothing else: a ``reason`` explains blobs that are unavailable.
         """
         known = self._reader.known(session, hashes)
         wait_s = self._config.restore_deadline_s if deadline_s is None else deadline_s
@@ -273,7 +273,7 @@ class BlockStore:
     def peek(
         self, session: SessionRef | None, hashes: Sequence[bytes], first_block: int
     ) -> tuple[int, MissReason | None]:
-        """Say how far ``fetch`` would come if all blobs are good, and why not further.
+        """Return how far ``fetch`` would get if all blobs are good, and why not further.
 
         Reads no blob. A part of a block counts as a block. Raises ``StoreClosed``.
         """
@@ -281,7 +281,7 @@ class BlockStore:
         return self._reader.peek(known, hashes, first_block)
 
     def segments_of(self, span: BlobSpan) -> list[Segment]:
-        """Read the packed windows of a stored state, as they are; none where it is gone."""
+        """Read the packed windows of a stored state, as they are; none if it is gone."""
         stack = self.ledger.stack
         level = stack.locate([span.key]).levels[0]
         if level is None:
@@ -294,28 +294,28 @@ class BlockStore:
             return []
 
     def discard(self, key: bytes) -> None:
-        """A blob that could not be decoded must not be offered again."""
+        """Delete a blob that could not be decoded, so that it is never offered again."""
         self.counters.add("corrupt")
-        self.workers.quiet(DISCARD_S)  # or a copy on its way to a faster tier would come after
+        self.workers.quiet(DISCARD_S)  # else a copy on its way to a faster tier could come later
         for level in range(len(self.ledger.stack)):
             self.ledger.stack.delete(level, [key])
 
-    # ---- in between
+    # ---- between turns
 
     def record(self, session: SessionRef) -> BlockRecord | None:
-        """The session's record, also one in codecs that are not known here."""
+        """Return the session's record, even if it is in codecs that are not known here."""
         return self.ledger.find_anywhere(session)
 
     def records(self) -> list[BlockRecord]:
-        """All known sessions in codecs known here, wherever they rest."""
+        """All known sessions in codecs known here, in any tier."""
         return self.ledger.index.usable()
 
     def tier_of(self, record: BlockRecord) -> TierName | None:
-        """The slowest tier that a restore has to read; None if not even the beginning is held."""
+        """Return the slowest tier that a restore must read; None if even the beginning is gone."""
         return self.ledger.tier_of(record)
 
     def resting(self, session: SessionRef) -> tuple[BlockRecord, Resting] | None:
-        """The session's record, and in which kinds of tiers its blocks are.
+        """Return the session's record, and the kinds of tiers that hold its blocks.
 
         None if the index does not know it, or it could not be restored here.
         """
@@ -332,22 +332,22 @@ class BlockStore:
             self.workers.quiet(self._config.restore_deadline_s)
 
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
-        """Bring the session to ``tier``, then drop faster copies. Blocks; says where it rests."""
+        """Bring the session to ``tier``, then drop faster copies. Blocks; returns its tier."""
         return self.ledger.demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Raises ``PinLimit``: pinned sessions would take more than they may."""
+        """Pin or unpin. Raises ``PinLimit``: pinned sessions would take more than they may."""
         self.ledger.pin(session, pinned)
 
     def forget(self, session: SessionRef) -> bool:
-        """Remove the session from every tier, except what another session here uses. Blocks.
+        """Remove the session from every tier, except blobs that another session here uses. Blocks.
 
-        A save of it that has begun must have ended: what it commits later, stays.
+        A save of it that has begun must have ended: blobs that it commits later stay.
         """
         return self.ledger.forget(session)
 
     def expire(self) -> None:
-        """Forget sessions that were not used for ``ttl_s``; done now and then anyway."""
+        """Forget sessions that were not used for ``ttl_s``; also runs periodically by itself."""
         self.ledger.expire()
 
     # ---- the store itself
@@ -362,23 +362,22 @@ class BlockStore:
         self.ledger.adopt(codecs, keep=keep)
 
     def pack_when(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
-        """Pack what rests unpacked, from now on, when ``is_idle``: see ``Repacker.begin``. Once."""
+        """Pack unpacked blobs from now on when ``is_idle``: see ``Repacker.begin``. Call once."""
         self.ledger.repacker.begin(is_idle, on_packed)
 
     def listen(self, on_gone: OnGone) -> None:
-        """``on_gone`` hears, on a store thread, of each session that ttl took, or eviction,
-        if only from a faster tier.
+        """Call ``on_gone`` on a store thread for each session that expired or was evicted.
 
-        The listener is called within a minute.
+        Eviction from a faster tier alone counts, too. The call comes within a minute.
         """
         self.ledger.listen(on_gone)
 
     def stats(self, save_queue_bytes: int = 0) -> StoreStats:
-        """A moment of the store. ``save_queue_bytes``: hot bytes that wait at the caller's."""
+        """Return the current statistics. ``save_queue_bytes``: hot bytes waiting at the caller."""
         return self.ledger.stats(save_queue_bytes)
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until every tier has what it takes of all commits; False if time ran out."""
+        """Wait until every tier has its share of all commits; False if time ran out."""
         return self.ledger.flush(deadline_s)
 
     def close(self) -> None:
