@@ -1,4 +1,4 @@
-"""How many bytes one session really takes."""
+"""Measures how many bytes one session takes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvstore.ledger.ledger import Ledger
 
 @dataclass(frozen=True)
 class SessionBytes:
-    """Blobs as they rest in the fastest tier that has them, headers included.
+    """Bytes of blobs as stored in the fastest tier that has them, headers included.
 
-    Shared chunks count for each session.
+    Shared chunks count fully for each session.
     """
 
     chunks: int

@@ -1,4 +1,4 @@
-"""From one turn's live KV to the blobs that no tier holds yet."""
+"""Packs one turn's live KV into the blobs that no tier holds yet."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Encoded:
     fresh: dict[bytes, bytes]  # new blobs by key, in the order of their tokens
     spans: list[_Span]  # those among them that hold rows and nothing else
     codec: Codec  # the one that packed them
-    codecs: CodecSet  # of the moment when it began
+    codecs: CodecSet  # those in use when encoding began
     snapshots: tuple[int, ...]  # positions that the session keeps
     states: tuple[int, ...]  # of these, those whose blobs are among the fresh ones
-    packed_bytes: int  # of all the session's blobs in the fastest tier; about, of older ones
+    packed_bytes: int  # of all the session's blobs in the fastest tier; estimated for older ones
     state_bytes: int  # of these, snapshots
     tail_bytes: int  # of these, the tail
-    # By first token, of runs with restored rows: the lossy copies that there were for this codec.
+    # By first token, of runs with restored rows: the lossy copies that were found for this codec.
     lineages: dict[int, Lineage]
 
 
@@ -67,7 +67,7 @@ class Encoder:
         self._size = keys.space.chunk_tokens
 
     def encode(self, update: SessionUpdate, job: SaveJob) -> Encoded:
-        """All that is new, in the codec of the fastest tier."""
+        """Pack all new blobs in the codec of the fastest tier."""
         codecs = self._packer.codecs
         spans = self._spans(update)
         levels = self._stack.locate([x.key for x in spans]).levels
@@ -100,16 +100,16 @@ class Encoder:
         )
 
     def others(self, encoded: Encoded) -> list[Codec]:
-        """List the other codecs to pack it by, for the slower tiers."""
+        """List the other codecs to pack the turn in, for the slower tiers."""
         packs = encoded.spans or encoded.states
         return list(encoded.codecs.on(self._stack.names)[1:]) if packs else []
 
     def encode_again(
         self, update: SessionUpdate, job: SaveJob, encoded: Encoded, codec: Codec
     ) -> dict[bytes, bytes]:
-        """The same for a tier that packs by another codec, from the same rows."""
+        """Pack the same blobs from the same rows for a tier with another codec."""
         own = self._lineages(update, job, encoded.lineages, codec)
-        # The tier may lack a copy of its own, and the fastest one has given up the older tail.
+        # This tier may lack a copy in its codec, and the fastest one has dropped the older tail.
         lineages = {
             first: own[first] if own[first].segments else there
             for first, there in encoded.lineages.items()
@@ -143,7 +143,7 @@ class Encoder:
         lineages: Mapping[int, Lineage],
         at_once: int,
     ) -> dict[bytes, bytes]:
-        """Blobs of chunks and tail, by key; the codec threads pack them."""
+        """Pack chunks and tail on the codec threads; return the blobs by key."""
         pack = self._packer.pack_run
 
         def packing(x: _Span) -> Callable[[], bytes]:
@@ -155,9 +155,9 @@ class Encoder:
     def _lineages(
         self, update: SessionUpdate, job: SaveJob, firsts: Iterable[int], codec: Codec
     ) -> dict[int, Lineage]:
-        """Find the lossy copies that runs with restored rows go on from, as far as they are there.
+        """Find the surviving lossy copies that runs with restored rows continue.
 
-        ``firsts``: the first tokens of runs, which are those of chunks.
+        ``firsts``: the first tokens of runs, which are the first tokens of chunks.
         """
         found = {}
         for first in firsts:
@@ -168,7 +168,7 @@ class Encoder:
         return found
 
     def _older_runs(self, update: SessionUpdate, first: int) -> list[OlderRun]:
-        """Name the blobs of the older record with rows from ``first``, the start of a chunk, on."""
+        """Name the older record's blobs with rows from ``first``, the start of a chunk, on."""
         old, size = update.old, self._size
         if old is None or update.common <= first:
             return []
@@ -185,7 +185,7 @@ class Encoder:
         old = update.old.snapshots if update.old else ()
         still_true = [x for x in old if x <= update.common]
         held = self._stack.locate([update.chain.snapshot_key(x) for x in still_true])
-        # A tier that does not answer is no reason to give a state up.
+        # A state is not given up because a tier does not answer.
         gone = [level is None and not held.down for level in held.levels]
         there = [x for x, lost in zip(still_true, gone, strict=True) if not lost]
         new = [x.position for x in job.snapshots if 0 < x.position <= len(update.tokens)]
@@ -195,10 +195,10 @@ class Encoder:
     def _shared_beginning(
         self, update: SessionUpdate, job: SaveJob, others: Iterable[int]
     ) -> list[int]:
-        """Find the furthest of these states whose beginning another session has, too.
+        """Find the furthest of these states whose beginning another session also has.
 
-        That is the end of a system prompt, often. Many sessions start from it, and it is stored
-        once for all of them: the next one to begin so finds it and stores none.
+        That is often the end of a system prompt. Many sessions start from it, and its state is
+        stored once for all of them: the next session with that beginning finds it and stores none.
         """
         chunks = update.chain.chunk_keys if self._keys.growing else []
         for position in by_worth(others):
@@ -210,7 +210,7 @@ class Encoder:
     def _new_states(
         self, update: SessionUpdate, job: SaveJob, kept: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Find those of the states to keep that this turn has, and no tier."""
+        """Find those of the states to keep that this turn has and no tier has."""
         new = sorted({x.position for x in job.snapshots}.intersection(kept))
         levels = self._stack.locate([update.chain.snapshot_key(x) for x in new]).levels
         return tuple(x for x, level in zip(new, levels, strict=True) if level is None)
@@ -224,7 +224,7 @@ class Encoder:
         codec: Codec,
         lineages: Mapping[int, Lineage],
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Blobs of states, by key; ``lineages`` are those of rows."""
+        """Yield the blobs of states, by key; ``lineages`` are those of rows."""
         lineage = self._lineage(update, job) if positions else FRESH
         for snapshot in {x.position: x for x in job.snapshots}.values():
             position = snapshot.position
@@ -245,7 +245,7 @@ class Encoder:
             yield key, blob
 
     def _lineage(self, update: SessionUpdate, job: SaveJob) -> Lineage:
-        """Find what is still there of the lossy state that this session came back from."""
+        """Find the surviving segments of the lossy state that this session was restored from."""
         position = min(job.lossy_state, len(update.tokens))
         if not position:
             return FRESH
@@ -254,7 +254,7 @@ class Encoder:
         return Lineage(position, [x for at in known for x in self._segments_at(update, at)])
 
     def _segments_at(self, update: SessionUpdate, position: int) -> list[Segment]:
-        """Read the packed windows of a stored state; none where it is gone."""
+        """Read the packed windows of a stored state; none if it is gone."""
         key = update.chain.snapshot_key(position)
         level = self._stack.locate([key]).levels[0]
         if level is None:
@@ -271,7 +271,7 @@ class Encoder:
     def _run_bytes(
         self, update: SessionUpdate, spans: Sequence[_Span], fresh: Mapping[bytes, bytes]
     ) -> tuple[int, int]:
-        """Count the bytes of chunks and tail, and of the tail alone.
+        """Return the bytes of chunks and tail, and of the tail alone.
 
         Older chunks are in the codec of their own save.
         """
@@ -288,7 +288,7 @@ class Encoder:
         return total, tail_bytes
 
     def _known_bytes(self, update: SessionUpdate) -> tuple[int, int]:
-        """Count the leading chunks that the older record has, too, and their bytes."""
+        """Count the leading chunks that the older record also has, and return their bytes."""
         old, known = update.old, update.common // self._size
         if old is None or old.tail_bytes is None or not known or not self._keys.growing:
             return 0, 0
@@ -299,7 +299,7 @@ class Encoder:
     def _state_bytes(
         self, update: SessionUpdate, kept: tuple[int, ...], states: dict[bytes, bytes]
     ) -> int:
-        """States of one session are about equally large, so those not seen now are estimated."""
+        """Estimate the bytes of all kept states: those of one session are about equally large."""
         if states:
             return len(kept) * sum(map(len, states.values())) // len(states)
         old = update.old

@@ -1,10 +1,10 @@
-"""All blobs of one session, by key, in the order in which they matter.
+"""All blobs of one session, by key, in the order of their importance.
 
 A session's blobs are its full chunks, followed by either the tail or, for a model whose cache
 cannot be cut, its snapshots. The order is that of use: evicting from the end loses the least.
-Nothing comes back without a state, so the newest one is in front; then come the chunks, in the
-order of their tokens. Older states are at the end: they are large, and a turn that continues
-the answer does without them.
+Nothing can be restored without a state, so the newest one is in front. The chunks follow in the
+order of their tokens. Older states are at the end: they are large, and a turn that continues the
+answer does not need them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SessionKeys:
 
 
 class KeyMaker:
-    """Knows which kinds of blobs this store's sessions have.
+    """Determines which kinds of blobs this store's sessions have.
 
     Args:
         growing: the model has layers that grow with the tokens.
@@ -56,11 +56,11 @@ class KeyMaker:
         self.needs_state = needs_state
 
     def record_key(self, record: SessionRecord) -> bytes:
-        """The key that the record itself rests under."""
+        """The key under which the record itself is stored."""
         return self.space.record_key(record.tenant, record.id)
 
     def of(self, record: SessionRecord, chain: Chain | None = None) -> SessionKeys:
-        """The keys of all its blobs. ``chain``: of the record's tokens, if it was hashed before."""
+        """Return the keys of all its blobs. ``chain``: of its tokens, if it was hashed before."""
         chain = chain or self.space.chain(record.root, record.tokens)
         has_tail = self.growing and not self.needs_state and record.tail_tokens > 0
         return SessionKeys(
@@ -93,7 +93,7 @@ class TokenRecords:
         return left_behind_keys(record)
 
     def resized(self, record: SessionRecord, sizes: Mapping[bytes, int]) -> SessionRecord:
-        """The record with what its blobs take now: their bytes by key."""
+        """The record with the present sizes of its blobs, given by key."""
         return msgspec.structs.replace(
             record,
             packed_bytes=sum(sizes.values()),
@@ -114,7 +114,7 @@ class TokenRecords:
         return blobs.pack(header, encode_record(record))
 
     def unpack(self, key: bytes, blob: Blob) -> SessionRecord:
-        """A record of any model; callers that use it compare ``root``."""
+        """Read a record of any model; callers that use it compare ``root``."""
         header, payload = blobs.parse(blob)
         if header.key != key or header.codec != RECORD_CODEC:
             raise Mismatch("the record is of another session")
