@@ -112,7 +112,7 @@ class Profile:
         )
 
     def before(self) -> Profile:
-        """Returns the profile with the earlier arrays, and only rows, of presets learned again."""
+        """Returns the profile as it was before presets were learned again, with only their rows."""
         old = {
             name.removeprefix(BEFORE): arrays
             for name, arrays in self.learned.items()

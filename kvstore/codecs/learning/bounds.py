@@ -1,4 +1,4 @@
-"""The least bits per error that theory allows for a model's own KV.
+"""The least bits that an error takes in theory, for a model's own KV.
 
 A codec that rotates rows to their principal axes spends bits on components of known variances. If
 these were Gaussian, reverse water-filling (Cover and Thomas, 10.3.3) would give the minimum: every

@@ -25,7 +25,7 @@ from kvstore.errors import Corrupt
 LARGEST = np.float32(448)
 LARGEST_CODE = 0x7E  # 0x7F is NaN
 SMALLEST_NORMAL = np.float32(2.0**-6)
-STEPS_BELOW = np.float32(2.0**9)  # smaller values have equal steps, so many to one
+STEPS_BELOW = np.float32(2.0**9)  # steps per 1.0 below that: smaller values have equal steps
 SMALLEST_SCALE = np.float32(2.0**-100)
 
 

@@ -1,8 +1,8 @@
 """SpectralQuant: a KLT of each head, many bits for the signal, few for the noise.
 
 Idea: on the principal axes found in calibration, components are uncorrelated and have very uneven
-variances. The number of effective dimensions is computed from these; so many components are the
-signal, all others are noise. Each of the two groups has one table of levels.
+variances. The effective number of dimensions is computed from the variances. That many components
+are the signal, and all others are noise. Each of the two groups has one table of levels.
 Formula: effective = (sum v)^2 / sum v^2 over the variances v of the components.
 Size: noise + (signal - noise) * effective / D + 16 / D bits.
 Project: SpectralQuant (Dynamis-Labs).

@@ -112,7 +112,7 @@ def _alone(own: np.ndarray) -> Expectation:
 def _expected(own: np.ndarray, known: np.ndarray, with_own: np.ndarray, step: float) -> Expectation:
     variances = np.diag(known)
     noise = np.minimum(variances, NOISE * step**2) + RIDGE * variances.mean()
-    # Units that are the same for all tokens predict nothing, and their variance is zero.
+    # Units that are the same for all tokens predict nothing; noise keeps their matrix invertible.
     weights = np.linalg.solve(known + np.diag(np.maximum(noise, LEAST_NOISE)), with_own)
     left = own - weights.T @ with_own
     _, turn = np.linalg.eigh((left + left.T) / 2)
