@@ -1,12 +1,12 @@
-"""How much of a prompt can be restored, and from where.
+"""Plans how much of a prompt can be restored, and from where.
 
-Two ways lead to stored KV. The session's own record is compared with the prompt token by token, so
-a chunk that the prompt leaves half-way, and the tail, are usable too. And every full chunk of the
-prompt can be asked for by content: another session of the tenant, or an abandoned branch of this
-one, may have left it. The plan is the longest run of blobs without a hole.
+Stored KV is found in two ways. The session's own record is compared with the prompt token by token,
+so a chunk from which the prompt departs half-way, and the tail, are usable too. And every full
+chunk of the prompt can be looked up by content: another session of the tenant, or an abandoned
+branch of this one, may have stored it. The plan is the longest run of blobs without a hole.
 
-A cache that cannot be cut back is restorable only where a snapshot was taken; a snapshot carries
-the tokens after the last full chunk before it, so any position will do.
+A cache that cannot be cut back can be restored only where a snapshot was taken. A snapshot carries
+the tokens after the last full chunk before it, so it can be at any position.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstore.by_tokens.records import SessionRecord
 from kvstore.ledger.ledger import Ledger
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
 
-PROBE_CHUNKS = 16  # asked for by content at a time
+PROBE_CHUNKS = 16  # looked up by content at a time
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class BlobRead:
     first_token: int
     num_tokens: int
     take: int
-    level: int  # in the tier stack, the fastest that has it
+    level: int  # in the tier stack, of the fastest tier that has it
 
     @property
     def kind(self) -> bytes:
@@ -41,11 +41,11 @@ class BlobRead:
 
 @dataclass(frozen=True)
 class Match:
-    """The part of a prompt that can be restored. Cheap to make: no blob but a record was read.
+    """The part of a prompt that can be restored. Cheap to make: only records were read, no blobs.
 
-    ``tier`` is the slowest that must be read, None for a miss. ``reason`` says why the rest of what
-    was once stored is not reusable; None where nothing was lost. ``tokens``, (num_tokens,) int32,
-    are those it is a match for: loading it needs no other source for the tokens of the KV.
+    ``tier`` is the slowest that must be read, None for a miss. ``reason``: why the rest of the KV
+    that was once stored is not reusable; None if nothing was lost. ``tokens``, (num_tokens,) int32,
+    are the tokens of the match: loading it needs no other source for the tokens of the KV.
     """
 
     num_tokens: int
@@ -58,15 +58,15 @@ class Match:
 
 @dataclass(frozen=True)
 class _Known:
-    """The session's record as far as it helps with this prompt."""
+    """The session's record, as far as it is usable for this prompt."""
 
     record: SessionRecord | None
     common: int  # leading tokens that record and prompt share, at most the limit
-    why_not: MissReason | None  # no usable record
+    why_not: MissReason | None  # why there is no usable record
 
 
 class Matcher:
-    """Thread-safe; asks the tiers what they hold and reads nothing but records."""
+    """Thread-safe; asks the tiers which blobs they hold and reads only records."""
 
     def __init__(self, ledger: Ledger[SessionRecord], keys: KeyMaker, packer: Packer) -> None:
         self._index = ledger.index
@@ -101,7 +101,7 @@ class Matcher:
     def usable_record(self, session: SessionRef) -> SessionRecord | None:
         """The session's record, here or in a shared tier, if its blobs can be used here and now.
 
-        The store's own notices name sessions without a salt; such a one is found by its name alone.
+        The store's own notices name sessions without a salt; such a session is found by name alone.
         """
         tenant, name = session.tenant, session.id
         record = self._index.find(tenant, name) or self._index.find_shared(tenant, name)
@@ -113,7 +113,7 @@ class Matcher:
         return record if not over and self._packer.reads_any(record.codecs) else None
 
     def _reason(self, known: _Known, plan: _Plan, num_tokens: int, limit: int) -> MissReason | None:
-        """Say why no more can be restored; see ``Match``."""
+        """Return why no more can be restored; see ``Match``."""
         if num_tokens >= limit:
             return None
         record = known.record
@@ -135,7 +135,7 @@ class Matcher:
         local = self._usable(session, found, root, prompt)
         if not self._stack.shared:
             return local
-        # Another engine may have taken this session further since.
+        # Another engine may have continued this session since.
         elsewhere = self._index.find_shared(session.tenant, session.id)
         shared = self._usable(session, elsewhere, root, prompt)
         if elsewhere is None or shared.record is None or shared.common <= local.common:
@@ -161,7 +161,7 @@ class Matcher:
         own = self._own_reads(known)
         located = self._stack.locate([x.key for x in own])
         reads = _held(own, located.levels)
-        # Beyond the record's match, later chunks of the prompt may be found by content.
+        # After the record's match, later chunks of the prompt may be found by content.
         chain = self._keys.space.chain(root, prompt)
         full = sum(x.take for x in reads) // self._chunk
         found, down = self._probe(chain, full)
@@ -170,7 +170,7 @@ class Matcher:
         return _Plan(tuple(reads), known.common, located.down or down)
 
     def _own_reads(self, known: _Known) -> list[BlobRead]:
-        """Blobs of the record that cover its common prefix with the prompt; tiers unknown."""
+        """Blobs of the record that cover its common prefix with the prompt; tiers not yet known."""
         if known.record is None or not known.common:
             return []
         names = self._keys.of(known.record)
@@ -185,7 +185,7 @@ class Matcher:
         return reads
 
     def _probe(self, chain: Chain, first: int) -> tuple[list[BlobRead], bool]:
-        """Full chunks of the prompt from chunk ``first`` up to the first missing one."""
+        """Find full chunks of the prompt from chunk ``first`` up to the first missing one."""
         found: list[BlobRead] = []
         names = chain.chunk_keys
         for start in range(first, len(names), PROBE_CHUNKS):
@@ -204,7 +204,7 @@ class Matcher:
         self, known: _Known, root: bytes, prompt: Tokens, boundaries: Sequence[int]
     ) -> _Plan:
         own = [x for x in (known.record.snapshots if known.record else ()) if x <= known.common]
-        # Engines take a state there, or after the last full chunk before it.
+        # Engines take a state at a boundary, or after the last full chunk before it.
         ends = {y for x in boundaries for y in (x, x - x % self._chunk)}
         probed = [x for x in ends if 0 < x <= len(prompt)]
         positions = sorted({*own, *probed}, reverse=True)
@@ -236,12 +236,12 @@ class Matcher:
 @dataclass(frozen=True)
 class _Plan:
     reads: tuple[BlobRead, ...]
-    wanted: int  # tokens the record promised
+    wanted: int  # tokens that the record promised
     down: bool  # a tier did not answer
 
 
 def _held(reads: list[BlobRead], levels: list[int | None]) -> list[BlobRead]:
-    """The leading reads that are held, each with the level of its tier."""
+    """Return the leading reads that are held, each with the level of its tier."""
     held = []
     for read, level in zip(reads, levels, strict=True):
         if level is None:
@@ -251,5 +251,5 @@ def _held(reads: list[BlobRead], levels: list[int | None]) -> list[BlobRead]:
 
 
 def _unless(num_tokens: int, why_not: MissReason | None) -> MissReason | None:
-    """A prompt of no known session that still found something has lost nothing."""
+    """Return no reason for a prompt of no known session that still found something."""
     return None if num_tokens and why_not in UNKNOWN_REASONS else why_not

@@ -1,4 +1,4 @@
-"""The record of a session: all that the store remembers of it between its turns."""
+"""The record of a session: everything that the store remembers of it between its turns."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvstore.ledger.record import MAX_CODECS, StoredSession
 class SessionRecord(StoredSession, frozen=True, kw_only=True):
     """A session as the cold store knows it; kept in the tiers beside its chunks.
 
-    ``root`` is the one-way digest that the chain of keys starts from: with the tokens it names
-    every blob of the session, so a session can be counted and forgotten without the tenant's salt.
+    ``root`` is the one-way digest that the chain of keys starts from. With the tokens it determines
+    the name of every blob of the session, so a session can be counted and forgotten without the
+    tenant's salt.
     """
 
     fingerprint: str
@@ -33,7 +34,7 @@ class SessionRecord(StoredSession, frozen=True, kw_only=True):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that the session takes of the pins' share while it is pinned."""
+        """Bytes that the session takes of the share for pins while it is pinned."""
         return self.packed_bytes + len(self.token_ids)
 
     @property
@@ -52,7 +53,7 @@ def encode_record(record: SessionRecord) -> bytes:
 
 
 def decode_record(payload: memoryview) -> SessionRecord:
-    """Read the record in a payload. Raises ``Corrupt`` if it is none, or contradicts itself."""
+    """Read the record in a payload. Raises ``Corrupt``: not a record, or it contradicts itself."""
     try:
         record = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

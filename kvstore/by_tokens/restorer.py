@@ -1,10 +1,10 @@
-"""Reading a match back into live KV.
+"""Restores the KV of a match.
 
-Blobs are read in batches, a few ahead of the codec threads, and each is verified and decoded by a
-codec thread straight into its place in the final arrays; the thread that waits for them decodes
-what no codec thread has begun. A blob that is missing or damaged in one
-tier is looked for in the others; where none has it, the tokens before it are still good. When time
-runs out, the tokens read so far are kept: prefill does the rest.
+Blobs are read in batches, a few ahead of the codec threads. A codec thread verifies and decodes
+each blob straight into its place in the final arrays; the thread that waits for them decodes blobs
+that no codec thread has begun. If a blob is missing or damaged in one tier, it is looked for in the
+others. If no tier has it, the tokens before it are still good. When time runs out, the tokens read
+so far are kept, and prefill computes the rest.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ T = TypeVar("T")
 READ_BATCH: Final = 8  # blobs per call to a tier
 READS_AHEAD: Final = 2  # batches being read while earlier ones are decoded
 
-# What a tier said when asked for a blob.
+# The result of asking a tier for a blob.
 Answer: TypeAlias = Blob | TierUnavailable | None
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The KV of ``tokens``, (num_tokens,) int32, as the engine wants it.
+    """The KV of ``tokens``, (num_tokens,) int32, in the form that the engine uses.
 
     ``run``: per growing layer K and V, (num_kv_heads, num_tokens, head_dim), the engine's dtype
-    (bf16 as uint16), C-contiguous, the receiver's to keep. ``state``: for a cache that cannot be
+    (bf16 as uint16), C-contiguous; the receiver may keep it. ``state``: for a cache that cannot be
     cut, its state after exactly these tokens. ``tier``: the slowest that was read. ``reason``: why
-    fewer tokens than the match promised. ``lossy_tokens``: after so many tokens nothing was
+    there are fewer tokens than the match promised. ``lossy_tokens``: no row from this token on was
     unpacked from a lossy codec; a caller that saves these rows again passes it on. ``lossy_state``:
-    the same of the state: its position, or 0 if it is exact.
+    the same for the state: its position, or 0 if it is exact.
     """
 
     num_tokens: int
@@ -61,7 +61,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The end of one read: the copy that was good, or why there was none."""
+    """The result of one read: the copy that was good, or why there was none."""
 
     read: BlobRead
     level: int | None
@@ -72,7 +72,7 @@ class _Outcome:
 
 @dataclass
 class _Decoding:
-    """One read: its answer is being decoded by a codec thread, or waits for one."""
+    """One read whose blob is being decoded by a codec thread, or waits for one."""
 
     future: Future[_Outcome]
     here: Callable[[], _Outcome]  # does the same on the thread that calls it
@@ -89,7 +89,7 @@ class Restorer:
         self._packer = packer
 
     def load(self, match: Match, deadline_s: float) -> tuple[Restored, list[tuple[bytes, Blob]]]:
-        """The restored prefix, and those of its blobs that the fastest tier lacks."""
+        """Return the restored prefix, and those of its blobs that the fastest tier lacks."""
         give_up_at = self._monotonic() + deadline_s
         out = self._packer.layout.empty(match.num_tokens)
         decodes = self._start_decoding(match.reads, out, give_up_at)
@@ -104,7 +104,7 @@ class Restorer:
     def _start_decoding(
         self, reads: Sequence[BlobRead], out: KVRun, give_up_at: float
     ) -> list[_Decoding]:
-        """One for each read, in order; fewer if reading took too long."""
+        """Start one decoding for each read, in order; fewer if reading took too long."""
         decodes: list[_Decoding] = []
         first = 0
         for batch, answers in self._read_ahead(reads, give_up_at):
@@ -131,7 +131,7 @@ class Restorer:
             yield batch, answers
 
     def _read(self, reads: Sequence[BlobRead]) -> list[Answer]:
-        """Read blobs on a reader thread: neighbours that rest in the same tier with one call."""
+        """Read blobs on a reader thread, with one call for neighbours in the same tier."""
         answers: list[Answer] = []
         for level, group in itertools.groupby(reads, key=lambda x: x.level):
             keys = [x.key for x in group]
@@ -142,7 +142,7 @@ class Restorer:
         return answers
 
     def _in_time(self, future: Future[T], give_up_at: float) -> T | None:
-        """The result, or None if it does not come in time."""
+        """Return the result, or None if it does not come in time."""
         try:
             return future.result(timeout=max(give_up_at - self._monotonic(), 0.0))
         except TimeoutError:
@@ -151,7 +151,7 @@ class Restorer:
     # ---- decoding, on a codec thread or the one that waits
 
     def _decode(self, read: BlobRead, answer: Answer, target: KVRun, give_up_at: float) -> _Outcome:
-        """Unpack the copy of the planned tier, else the first good one of any other."""
+        """Unpack the planned tier's copy, else the first good copy of any other tier."""
 
         def asked(level: int) -> Blob | None:
             if level != read.level:
@@ -197,7 +197,7 @@ class Restorer:
         return good, None if len(good) == num_reads else "deadline"
 
     def _help(self, wanted: _Decoding, waiting: Iterator[_Decoding], give_up_at: float) -> None:
-        """Decode what no codec thread has begun, until ``wanted`` is decoded or time is over."""
+        """Decode blobs that no codec thread has begun, until ``wanted`` is done or time is over."""
         while not wanted.future.done() and self._monotonic() < give_up_at:
             chosen = next((x for x in waiting if x.future.cancel()), None)
             if chosen is None:
@@ -209,10 +209,10 @@ class Restorer:
         self, match: Match, good: list[_Outcome], out: list[KVPair], reason: MissReason | None
     ) -> Restored:
         if reason is not None and match.reads and match.reads[-1].kind == SNAPSHOT:
-            good = []  # without the state at its end, a run of tokens is of no use
+            good = []  # without the state at its end, a run of tokens is unusable
         num_tokens = sum(x.read.take for x in good)
         if num_tokens < match.num_tokens:
-            # A late thread may still be writing after the good prefix: give away a copy.
+            # A late thread may still be writing after the good prefix, so a copy is returned.
             out = [(k.copy(), v.copy()) for k, v in slice_tokens(out, 0, num_tokens)]
         levels = [x.level for x in good if x.level is not None]
         tier = self._stack.name(max(levels)) if levels else None

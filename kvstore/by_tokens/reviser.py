@@ -1,9 +1,10 @@
 """Merges a new save into a session's older record.
 
-The new record replaces the old one regardless of the tokens they share: the new is longer (the
-usual update), shorter (an answer is generated again), or leaves it half-way (an edited message). Of
-the old one the tail goes, and so do states that are no longer kept. Chunks of a branch that was
-left stay, for the user may go back; the record remembers them so that ``forget`` finds them.
+The new record replaces the old one regardless of the tokens they share: the new chain may be longer
+(the usual update), shorter (an answer is generated again), or depart from the old one half-way (an
+edited message). The old tail is deleted, and so are states that are no longer kept. Chunks of an
+abandoned branch stay, since the user may return to it; the record remembers them so that ``forget``
+finds them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_LEFT_BEHIND: Final = 1024  # chunks of abandoned branches that a record reme
 
 @dataclass(frozen=True)
 class SessionUpdate:
-    """A session as it is to be saved, next to what was saved before."""
+    """A session as it is to be saved, with its older record."""
 
     session: SessionRef
     tokens: Tokens
@@ -34,7 +35,7 @@ class SessionUpdate:
 
     @property
     def common(self) -> int:
-        """Tokens of the older record that still hold."""
+        """Count the leading tokens of the older record that are unchanged."""
         if self.old is None or self.old.root != self.root:
             return 0
         return common_prefix(self.old.tokens, self.tokens)
@@ -81,7 +82,7 @@ class Reviser:
         return Revision(record, self._obsolete(update, record, overflow))
 
     def _left_behind(self, update: SessionUpdate) -> tuple[bytes, list[bytes]]:
-        """Digests of abandoned chunks, oldest first, and keys of those too many to remember."""
+        """Digests of abandoned chunks, oldest first, and keys of those beyond the limit."""
         if update.old is None:
             return b"", []
         abandoned = left_behind_keys(update.old) + self._abandoned_now(update)

@@ -20,7 +20,7 @@ OnDone: TypeAlias = Callable[[SessionRecord | None], None]
 
 @dataclass
 class SaveJob:
-    """One save. ``run`` and ``snapshots`` pin engine memory and go as soon as they are encoded."""
+    """One save. ``run`` and ``snapshots`` pin engine memory; they are released once encoded."""
 
     key: bytes  # of the session's record
     session: SessionRef
@@ -29,8 +29,8 @@ class SaveJob:
     snapshots: Sequence[Snapshot]
     nbytes: int  # hot bytes not saved before
     on_done: list[OnDone]
-    lossy_tokens: int = 0  # after so many, no row was ever restored from a lossy copy
-    lossy_state: int = 0  # position of the lossy copy that the states go on from; 0 = none
+    lossy_tokens: int = 0  # no row from this token on was ever restored from a lossy copy
+    lossy_state: int = 0  # position of the lossy copy that the states continue; 0 = none
 
     def release(self) -> None:
         self.run = ()
@@ -60,7 +60,7 @@ class SaveQueue:
         return self._nbytes
 
     def offer(self, job: SaveJob) -> Offered:
-        """A newer save takes the place of a waiting one, and over its listeners."""
+        """Queue a save. A newer one replaces a waiting one and takes over its listeners."""
         with self._changed:
             older = self._waiting.get(job.key)
             rest = self._nbytes - (older.nbytes if older else 0)
@@ -75,7 +75,7 @@ class SaveQueue:
             return Offered.SUPERSEDED if older else Offered.QUEUED
 
     def take(self, timeout_s: float) -> SaveJob | None:
-        """The oldest job of a session that is not busy, which it then is. None: nothing to do."""
+        """Take and claim the oldest job of a session that is not claimed. None: none is ready."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready() or self._closed, timeout_s)
             key = self._ready()
@@ -85,18 +85,18 @@ class SaveQueue:
             return self._waiting.pop(key)
 
     def is_pressed(self, job: SaveJob) -> bool:
-        """True if so much waits besides this job that only the fastest way will do."""
+        """True if so many bytes wait besides this job that only the fastest way is affordable."""
         return self._nbytes - job.nbytes > self._max_bytes // 2
 
     def encoded(self, job: SaveJob) -> None:
-        """The job needs no hot bytes any more."""
+        """Release the hot bytes of a job, which needs them no longer."""
         job.release()
         with self._changed:
             self._nbytes -= job.nbytes
             job.nbytes = 0
 
     def finish(self, job: SaveJob) -> None:
-        """The job is done, or failed."""
+        """End a job that is done or has failed."""
         job.release()
         with self._changed:
             self._nbytes -= job.nbytes
@@ -104,7 +104,7 @@ class SaveQueue:
             self._claims.release(job.key)
 
     def drop(self, key: bytes) -> SaveJob | None:
-        """Take out the save of this session that waits, if one does."""
+        """Remove the waiting save of this session and return it, if there is one."""
         with self._changed:
             dropped = self._waiting.pop(key, None)
             self._nbytes -= dropped.nbytes if dropped else 0
@@ -133,7 +133,7 @@ class SaveQueue:
             )
 
     def close(self) -> list[SaveJob]:
-        """Refuses everything from now on; the jobs that will not be done."""
+        """Refuse every save from now on; return the waiting jobs, which will not be done."""
         with self._changed:
             self._closed = True
             dropped = list(self._waiting.values())

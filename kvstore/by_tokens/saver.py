@@ -1,14 +1,14 @@
-"""Saving turns, off the critical path.
+"""Saves turns, off the critical path.
 
-One thread takes saves from the queue, one at a time, first into the fastest tier, then, packed anew
-from the same rows where a slower tier has a codec of its own, into the others. Only chunks that no
-tier holds are encoded, by the codec threads: the work is proportional to the new tokens, and an
-existing chunk is never encoded again, nor are rows that were restored from a lossy copy of it, so a
-session that sleeps a hundred times loses nothing more than once. The record is written last: a
-reader that finds it finds what it names. The process may end at any moment: the session is then as
-it was after this turn or the one before. A power cut may lose the sessions that were being saved,
-because the disk tier overwrites what it replaces while its last commit may not have reached the
-medium; they are computed anew.
+One thread takes saves from the queue, one at a time. It saves first into the fastest tier, then
+into the others, packed anew from the same rows for a slower tier with a codec of its own. Only
+chunks that no tier holds are encoded, by the codec threads, so the work is proportional to the new
+tokens. An existing chunk is never encoded again, nor are rows that were restored from a lossy copy
+of it, so a session that sleeps a hundred times loses precision only once. The record is written
+last: a reader that finds it also finds the blobs that it names. The process may end at any moment:
+the session is then as it was after this turn or the one before. A power cut may lose the sessions
+that were being saved, because the disk tier overwrites replaced data before its last commit is
+certain to have reached the medium; lost sessions are computed anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore.by_tokens.reviser import Reviser, SessionUpdate
 from kvstore.by_tokens.save_queue import OnDone, SaveJob, SaveQueue
 from kvstore.ledger.ledger import Ledger
 
-LOOK_S: Final = 15.0  # how long one look at the queue may take
+LOOK_S: Final = 15.0  # how long one wait for the queue may take
 
 _log = logging.getLogger(__name__)
 
@@ -58,13 +58,13 @@ class Saver:
             job = self._queue.take(LOOK_S)
             if job is not None:
                 self._serve(job)
-            job = None  # while waiting for the next: its listeners may hold a session's KV
+            job = None  # its listeners may hold a session's KV: release it during the next wait
 
     def _serve(self, job: SaveJob) -> None:
         record = None
         try:
             record = self._save(job)
-        except Exception:  # the edge of this thread: one bad save must not end all others
+        except Exception:  # the outermost frame of this thread: a bad save must not end the others
             _log.exception("a session could not be saved")
         self._ledger.counters.add("saves" if record else "saves_failed")
         self._queue.finish(job)
@@ -90,7 +90,7 @@ class Saver:
         forms = {encoded.codec.id: encoded.fresh}
         try:
             self._pack_for_slower(update, job, encoded, forms)
-        finally:  # what there is in no form of their own they copy from the fastest tier
+        finally:  # tiers for whose codec nothing was packed get copies from the fastest tier
             self._queue.encoded(job)
             fresh_of = encoded.codecs.of
             self._ledger.committer.replicate(
@@ -105,12 +105,12 @@ class Saver:
         encoded: Encoded,
         forms: dict[str, dict[bytes, bytes]],
     ) -> None:
-        """Pack by every other codec that a tier has, once the fastest tier has the session."""
+        """Pack in every other codec that a tier has, once the fastest tier has the session."""
         for codec in self._encoder.others(encoded):
             if self._queue.is_pressed(job):
                 self._ledger.counters.add(
                     "saves_copied"
-                )  # denser would be better, later would be worse
+                )  # denser blobs would be better, but later ones would be worse
                 return
             forms[codec.id] = self._encoder.encode_again(update, job, encoded, codec)
 

@@ -1,14 +1,14 @@
-"""The cold store: sessions in, sessions out.
+"""The cold store: saves sessions and restores them.
 
 A cold session is only a cache. ``save`` may be skipped, a tier may lose a blob or be down, a blob
-may be damaged: each costs a recompute of the tokens concerned and nothing else. What ``load`` gives
-back was verified blob by blob against the tokens it was computed from, the tenant's salt, the model
-and the codec.
+may be damaged: each costs a recompute of the tokens concerned and nothing else. Everything that
+``load`` returns was verified blob by blob against the tokens it was computed from, the tenant's
+salt, the model and the codec.
 
 The parts, in the order in which a session meets them: ``save_queue`` and ``saver`` (turn end),
 ``encoder`` and ``reviser`` (which blobs, which record), then ``matcher`` and ``restorer`` (on
-return). Which sessions there are, where they rest and who leaves is the ledger's business
-(``kvstore.ledger``).
+return). The ledger (``kvstore.ledger``) keeps track of which sessions exist and where they are
+stored, and decides which are evicted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvstore.stats import StoreStats
 from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 
-WAIT_S: Final = 30.0  # for saves of the session that are under way
+WAIT_S: Final = 30.0  # for saves of the session that wait or run
 CLOSE_FLUSH_S: Final = 10.0
 RESIZE_FLUSH_S: Final = 15.0
 
@@ -109,22 +109,23 @@ class ColdStore:
         lossy_tokens: int = 0,
         lossy_state: int = 0,
     ) -> bool:
-        """Keep this session's KV. Any thread; returns at once.
+        """Save this session's KV. Any thread; returns at once.
 
         Args:
             run: views of the KV of ``token_ids``, from the first token on; all growing layers,
                 the layout's dtype. They are read later, on store threads, so their memory must not
-                change, and are let go of as soon as they are encoded.
+                change; they are released as soon as they are encoded.
             snapshots: states at positions within ``token_ids`` (models that need them only).
             on_done: called on a store thread with the session's new record, or with None if it
-                could not be saved. Of a save that gave way to a newer one it is called with the
-                newer one's record.
-            lossy_tokens: if any of the KV was restored, what ``Restored`` said of it. Chunks among
+                could not be saved. If a newer save replaced this one, it is called with the newer
+                one's record.
+            lossy_tokens: ``Restored.lossy_tokens``, if any of the KV was restored. Chunks among
                 these tokens that no tier has any more are kept as rows, not packed once more.
-            lossy_state: the same of the state: what it has of so many tokens is not packed again.
+            lossy_state: ``Restored.lossy_state``, likewise: the part of the state that comes from
+                these tokens is not packed again.
 
         Returns:
-            False if the save was skipped, because too much is waiting or nothing can hold it;
+            False if the save was skipped, because too much is waiting or no tier can hold it;
             ``on_done`` is then not called.
         """
         tokens = as_tokens(token_ids)
@@ -153,7 +154,7 @@ class ColdStore:
         return offered is not Offered.REFUSED
 
     def settled(self, session: SessionRef) -> bool:
-        """No save of this session is waiting or running."""
+        """True if no save of this session is waiting or running."""
         return self._queue.settled(self.ledger.record_key(session))
 
     # ---- return
@@ -166,11 +167,12 @@ class ColdStore:
         limit: int,
         boundaries: Sequence[int] = (),
     ) -> Match:
-        """The longest prefix of at most ``limit`` tokens that can be restored.
+        """Find the longest prefix of at most ``limit`` tokens that can be restored.
 
-        By the session's own record token by token, else by content in full chunks (another session
-        of the tenant began alike). A model that needs state can only resume where a snapshot is:
-        its record's, or at one of ``boundaries`` if anybody left one there.
+        The session's own record is matched token by token; beyond it, full chunks are found by
+        content (another session of the tenant had the same beginning). A model that needs state can
+        only resume where a snapshot is: one of its record, or one that any session left at one of
+        ``boundaries``.
         """
         if self._closed:
             return Match(0, None, "disabled")
@@ -180,14 +182,14 @@ class ColdStore:
         return match
 
     def prepare(self, session: SessionRef) -> Match:
-        """All that the session's record covers, for a restore ahead of the prompt."""
+        """Match everything that the session's record covers, for a restore ahead of the prompt."""
         record = self.record(session)
         if record is None:
             return Match(0, None, "disabled" if self._closed else self.ledger.company.why_unknown())
         return self._matcher.match(session, session.salt, record.tokens, record.num_tokens)
 
     def load(self, match: Match, deadline_s: float | None = None) -> Restored:
-        """Read and decode what ``match`` promised, or the good prefix of it. Blocks.
+        """Read and decode the tokens of ``match``, or the good prefix of them. Blocks.
 
         Never raises for bad or missing blobs, or for tiers that are down. Blobs that came from a
         slower tier are put into the fastest one afterwards, in the background.
@@ -207,23 +209,23 @@ class ColdStore:
             self.ledger.counters.add(f"misses.{restored.reason}")
         return restored
 
-    # ---- in between
+    # ---- between turns
 
     def record(self, session: SessionRef) -> SessionRecord | None:
         """The record of the session, if its blobs can be used by this engine."""
         return None if self._closed else self._matcher.usable_record(session)
 
     def records(self) -> list[SessionRecord]:
-        """All sessions of this model, in codecs known here, that rest in local tiers."""
+        """All sessions of this model, in codecs known here, that are stored in local tiers."""
         return [] if self._closed else self.ledger.resting_here()
 
     def tier_of(self, session: SessionRef | SessionRecord) -> TierName | None:
-        """The slowest tier that a restore has to read; None if not even the beginning is held."""
+        """Return the slowest tier that a restore must read; None if even the beginning is gone."""
         record = session if isinstance(session, SessionRecord) else self.record(session)
         return None if record is None or self._closed else self.ledger.tier_of(record)
 
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
-        """Bring the session to ``tier`` and drop faster copies. Blocks; says where it rests now.
+        """Bring the session to ``tier`` and drop faster copies. Blocks; returns its tier then.
 
         A pinned session, and one that ``tier`` cannot take as a whole, stays where it is.
         """
@@ -233,24 +235,24 @@ class ColdStore:
         return self.ledger.demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Keep the session's blobs from eviction, or stop to. Blocks while a save of it runs.
+        """Keep the session's blobs from eviction, or stop that. Blocks while a save of it runs.
 
-        Nothing happens for a session that was never saved. Raises ``PinLimit``: with it, pinned
-        sessions would take more than their share.
+        Has no effect on a session that was never saved. Raises ``PinLimit`` if pinned sessions
+        would then take more than their share.
         """
         if not self._closed:
             self._queue.wait_settled(self.ledger.record_key(session), WAIT_S)
             self.ledger.pin(session, pinned)
 
     def is_pinned(self, session: SessionRef) -> bool:
-        """True if its record says so by now. Asks memory only, so it does not wait."""
+        """True if its record is pinned by now. Asks memory only, so it does not wait."""
         record = self.ledger.index.get(self.ledger.record_key(session))
         return record is not None and record.pinned
 
     def forget(self, session: SessionRef) -> bool:
-        """Remove the session from every tier; False if nothing was known of it. Blocks.
+        """Remove the session from every tier; False if it was not known. Blocks.
 
-        Afterwards no tier holds anything of it but chunks that another session here uses. A tier
+        Afterwards no tier holds any of it except chunks that another session here uses. A tier
         that is down deletes it when it is back.
         """
         if self._closed:
@@ -262,7 +264,7 @@ class ColdStore:
         return was_known or dropped is not None
 
     def expire(self) -> None:
-        """Forget sessions that were not used for ``ttl_s``; done now and then anyway."""
+        """Forget sessions that were not used for ``ttl_s``; also runs periodically by itself."""
         self.ledger.expire()
 
     def session_bytes(self, session: SessionRef) -> SessionBytes | None:
@@ -280,28 +282,27 @@ class ColdStore:
     def adopt(self, codecs: CodecSet, *, keep: bool = True) -> None:
         """Use these codecs from now on. Any thread; does not wait.
 
-        What rests unpacked is packed later: see ``pack_when``. ``keep``: codecs that could be read
-        before still can; otherwise their blobs are as good as gone. Warm new codecs first. Raises
-        ``UnknownCodec``, with nothing changed: one of them cannot take this layout.
+        Blobs stored unpacked are packed later: see ``pack_when``. ``keep``: codecs that could be
+        read before still can be; otherwise their blobs are effectively lost. Warm new codecs first.
+        Raises ``UnknownCodec``, with nothing changed: one of them cannot take this layout.
         """
         self.ledger.adopt(codecs, keep=keep)
 
     def pack_when(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
-        """Pack what rests unpacked, from now on, when ``is_idle``: see ``Repacker.begin``. Once."""
+        """Pack unpacked blobs from now on when ``is_idle``: see ``Repacker.begin``. Call once."""
         self.ledger.repacker.begin(is_idle, on_packed)
 
     def listen(self, on_gone: OnGone) -> None:
-        """Call ``on_gone``, on a store thread, for each session that ttl took, or
-        eviction, if only from a faster tier.
+        """Call ``on_gone`` on a store thread for each session that expired or was evicted.
 
-        The listener is called within a minute.
+        Eviction from a faster tier alone counts, too. The call comes within a minute.
         """
         self.ledger.listen(on_gone)
 
     def resize_memory(self, ram_bytes: int) -> None:
-        """Keep another budget of packed bytes in memory, never below that of the start.
+        """Set another budget of packed bytes in memory, never below the configured one.
 
-        What has to go is in slower tiers by then, if they take it in time.
+        Blobs that no longer fit are in slower tiers by then, if those take them in time.
         """
         ram_bytes = max(ram_bytes, self._config.ram_bytes)
         for tier in self.ledger.stack.tiers:
@@ -311,11 +312,11 @@ class ColdStore:
                 tier.resize(ram_bytes)
 
     def stats(self) -> StoreStats:
-        """A moment of the store."""
+        """Return the current statistics."""
         return self.ledger.stats(self._queue.nbytes)
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until every tier has what it takes of all saves; False if time ran out."""
+        """Wait until every tier has its share of all saves; False if time ran out."""
         give_up_at = self.ledger.monotonic() + deadline_s
         if self._closed or not self._queue.wait_idle(deadline_s):
             return False
