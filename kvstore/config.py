@@ -12,7 +12,7 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 MIN_CHUNK_TOKENS: Final = 16
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
-# Of ``codec``: what suits each tier among the presets that keep the bound on this model.
+# A value of ``codec``: each tier gets the best preset for it within the bound on this model.
 AUTO: Final = "auto"
 
 
@@ -23,57 +23,59 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     codec: str = AUTO
-    # Of these tiers, where it is to be another than memory's; "" = the same.
+    # Codecs of these tiers, if they differ from that of the memory tier; "" = the same.
     disk_codec: str = ""
     redis_codec: str = ""
-    # Modules that register codecs of one's own (``thermocline.register``), imported by name before
-    # any codec is looked for, here and in engines.
+    # Modules that register custom codecs (``thermocline.register``), imported by name before any
+    # codec is looked up, here and in engines.
     codec_modules: tuple[str, ...] = ()
-    # 0 = what suits engine and codec: see kvstore.chunk_size.
+    # 0 = the size that suits engine and codec: see kvstore.chunk_size.
     chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
-    # A codec that loses something serves only where it was measured on this very model and stayed
-    # within this: KL of the next token, in nats, against the exact cache. See ``quality``.
+    # A lossy codec is used only if it was measured on this very model and stayed within this bound:
+    # KL of the next token, in nats, against the exact cache. See ``quality``.
     max_kl: Annotated[float, msgspec.Meta(ge=0)] = 0.01
-    # Of ``auto``: a restore from the fastest tier may take so much of the prefill that it saves.
+    # For ``auto``: a restore from the fastest tier may take this share of the prefill it saves.
     restore_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
-    # Serve the codec that was named all the same: not measured, or out of bounds.
+    # Use the named codec even if it was not measured or is out of bounds.
     accept_loss: bool = False
     # Measure a model that was not measured yet, at its first start, while it serves.
     calibrate: bool = True
-    # Afterwards go on learning from more texts: minutes of idle time, for fewer bits or less loss.
+    # Afterwards continue to learn from more texts: minutes of idle time, for fewer bits or less
+    # loss.
     learn_on: bool = True
     ram_bytes: NonNegative = 2 << 30
     disk_bytes: NonNegative = 16 << 30
-    # A file of random bytes: what leaves this process is sealed by it, and believed by its seal
-    # only. "" = not sealed; ``launch`` fills in the server's own secret.
+    # A file of random bytes. Data that leaves this process is sealed with it, and data that comes
+    # back is trusted only by its seal. "" = not sealed; ``launch`` fills in the server's secret.
     secret_file: str = ""
-    encrypt: bool = False  # hide the content of what leaves this process, too
+    encrypt: bool = False  # also hide the content of data that leaves this process
     disk_path: str = ""  # "" = the cache folder that launch chooses
     redis_url: str = ""
     redis_bytes: NonNegative = 64 << 30
     redis_deadline_s: PositiveSeconds = 2.0
-    # How long a restore may take before prefill is the better answer.
+    # How long a restore may take before prefill is the better choice.
     restore_deadline_s: PositiveSeconds = 20.0
     num_threads: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # 0 = cores - 1, at most 4
     # Unsaved bytes (of hot KV) that may wait for the codec; beyond it a save is skipped, counted.
-    # On vLLM as many packed bytes may wait to be loaded; beyond it requests wait in line. And a
-    # quarter of it is the most memory that is kept there between loads to unpack into.
+    # On vLLM as many packed bytes may wait to be loaded; beyond it requests wait in line. At most
+    # a quarter of it is kept there between loads as memory to unpack into.
     save_queue_bytes: NonNegative = 1 << 30
     # Packed bytes that may wait for each slower tier; beyond it that tier is skipped, counted,
     # and caught up with later. One save always fits an empty queue, here and above.
     write_queue_bytes: NonNegative = 256 << 20
-    # States that are kept of a session whose cache cannot be cut: see kvstore.kept_states.
+    # States kept of a session whose cache cannot be cut: see kvstore.kept_states.
     max_snapshots: Annotated[int, msgspec.Meta(ge=1, le=64)] = STATES_PER_SESSION
     # Memory for the list of sessions; beyond it the longest unused are no longer listed.
     index_bytes: NonNegative = 256 << 20
-    # So much of each tier is divided between the tenants that used it within a day: what one holds
-    # within its part is not evicted for others. 0 = the tenant that was away longest gives way.
+    # This share of each tier is divided between the tenants that used it within a day. Bytes of a
+    # tenant within its part are not evicted for others. 0 = the tenant that was away longest loses
+    # its bytes first.
     guaranteed_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
-    # Pinned sessions take at most so much of the smallest tier; a pin beyond it is refused.
+    # Pinned sessions take at most this share of the smallest tier; a pin beyond it is refused.
     pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
-    # Of that, one tenant gets at most so much.
+    # One tenant gets at most this share of the pinned bytes.
     tenant_pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
-    # A session that was not used for so long is dropped from every tier. 0 = never.
+    # A session that was not used for this long is dropped from every tier. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def __post_init__(self) -> None:

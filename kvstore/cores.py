@@ -1,4 +1,4 @@
-"""How many cores there are for us, and where their memory is."""
+"""The number of cores that this process may use, and of its memory nodes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def lower_priority() -> None:
-    """Let all other threads go first; those that this one starts inherit it (on Linux)."""
+    """Give all other threads priority; threads that this one starts inherit it (on Linux)."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
 def memory_nodes(status: Path = Path("/proc/self/status")) -> int:
-    """NUMA nodes whose memory this process may use; 1 where the system does not say.
+    """NUMA nodes whose memory this process may use; 1 if the system does not report them.
 
-    A container's are fewer than the machine's.
+    A container may have fewer than the machine.
     """
     try:
         found = re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", status.read_text(), re.MULTILINE)
