@@ -26,7 +26,7 @@ PROBE_CHUNKS = 16  # looked up by content at a time
 
 @dataclass(frozen=True)
 class BlobRead:
-    """One blob to read: it holds ``num_tokens`` from ``first_token`` on, ``take`` are wanted."""
+    """One blob to read: ``num_tokens`` from ``first_token`` on, of which ``take`` are used."""
 
     key: bytes
     first_token: int

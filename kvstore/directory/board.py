@@ -1,8 +1,8 @@
-"""The board of a server: what it says to all others, in one small document that it writes anew.
+"""The board of a server: its report to all others, one small document that it rewrites each time.
 
-Others read it twice in a second. A board of a life that has a lower number than one that was read
-before is a replay, and is ignored. A server lives as long as its board changes: each reader
-measures that by its own clock, and by the Redis server's where it sees a board for the first time.
+The other servers read it twice in a second. A board with a lower number than an earlier one of the
+same life is a replay, and is ignored. A server lives as long as its board changes: each reader
+measures that by its own clock, and by the Redis server's when it sees a board for the first time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LEASE_S: Final = 10.0
 class Order(msgspec.Struct, frozen=True, array_like=True):
     """A verb on a session, for the server that has it.
 
-    It is for one life of that server. ``seen`` is the number of that server's board when the order
-    was written: from it the server knows how old the order is, without comparing clocks.
+    It addresses one life of that server. ``seen`` is the number of that server's board when the
+    order was written: from it the server knows how old the order is, without comparing clocks.
     """
 
     number: int
@@ -39,7 +39,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to an order: a status of HTTP and a body, as the server itself would answer."""
+    """The answer to an order: an HTTP status and a body, as the server itself would answer."""
 
     to: bytes  # a life
     number: int  # of the order
@@ -48,23 +48,23 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Board(msgspec.Struct, frozen=True, array_like=True):
-    """All that a server says to the others at one moment."""
+    """Everything that a server reports to the others at one moment."""
 
     name: str  # the same in all lives
     life: bytes
     number: int  # grows with each writing
     at: float  # seconds of the Redis server's clock
     clock: int  # see ``deletions``
-    num_deletions: int  # that were said, the recent ones included
+    num_deletions: int  # reported so far, the recent ones included
     recent: list[tuple[bytes, int]] = []  # marks and epochs; all others are in its ``deletions``
     orders: list[Order] = []
     answers: list[Answer] = []
-    num_homes: int = 0  # that were said, the latest ones below included
+    num_homes: int = 0  # reported so far, the latest ones below included
     homes: list[tuple[bytes, bytes]] = []  # marks of sessions, and of the engines that have them
 
     @property
     def header(self) -> bytes:
-        """The beginning of what lies on the server: says in clear whether the rest is new."""
+        """The unencrypted beginning of the stored value: shows whether the rest is new."""
         return self.life + self.number.to_bytes(8, "big")
 
 
@@ -77,7 +77,7 @@ def pack(board: Board) -> bytes:
 
 
 def unpack(packed: bytes | memoryview, header: bytes) -> Board | None:
-    """Read a board that was sealed; None if it is of another release, or not of this header."""
+    """Read a board that was sealed; None if from another release, or not of this header."""
     try:
         board = _decoder.decode(packed)
     except (msgspec.DecodeError, UnicodeDecodeError):

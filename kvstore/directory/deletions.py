@@ -1,9 +1,9 @@
 """The deletions that a server knows: for each session the epoch of its latest one.
 
-Epochs are a logical clock: each deletion has a higher one than all that was seen before, and a
-session has the clock's reading of when it began. So a deletion removes the sessions that began
-before it, and a late, repeated or replayed one removes nothing that began after it. No machine's
-time is compared with another's.
+Epochs are a logical clock: each deletion has a higher epoch than all seen before, and a session
+keeps the clock's reading from when it began. So a deletion removes the sessions that began before
+it, and a late, repeated or replayed one removes no session that began after it. Times of different
+machines are never compared.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Deletions:
         return self._num
 
     def see(self, epoch: int) -> None:
-        """Set the clock to no less than an epoch."""
+        """Advance the clock to at least this epoch."""
         self.clock = max(self.clock, min(epoch, _MAX_EPOCH))
 
     def add(self, mark: bytes, epoch: int) -> bool:
-        """Note a deletion; returns False if that or a later one was known."""
+        """Record a deletion; returns False if that or a later one was known."""
         self.see(epoch)
         marks = self._tenants.setdefault(mark[:TENANT_BYTES], OrderedDict())
         known = marks.get(mark)
@@ -63,7 +63,7 @@ class Deletions:
         return marks.get(mark, 0) if marks else 0
 
     def pack(self) -> bytes:
-        """Write all of them."""
+        """Write all deletions as bytes."""
         return b"".join(
             _ENTRY.pack(mark, epoch)
             for marks in self._tenants.values()
@@ -72,6 +72,6 @@ class Deletions:
 
 
 def unpack(packed: bytes | memoryview) -> Iterator[tuple[bytes, int]]:
-    """Read what ``Deletions.pack`` wrote: marks and epochs."""
+    """Read the output of ``Deletions.pack``: marks and epochs."""
     whole = len(packed) - len(packed) % _ENTRY.size
     yield from _ENTRY.iter_unpack(memoryview(packed)[:whole])

@@ -1,7 +1,7 @@
 """Reads and writes the directory on a Redis server: one round of short batches, twice in a second.
 
-Every read says how many bytes it takes at most, so what others put there costs no more than that.
-No script runs on the server, and nothing is believed but by its seal.
+Every read states how many bytes it takes at most, so a larger value written by another server costs
+no more. No script runs on the server, and values are trusted only by their seals.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvstore.directory.names import NUM_SEATS, Names
 from kvstore.directory.rows import Row
 from kvstore.errors import Corrupt, TierUnavailable
 
-KEPT_MS: Final = 24 * 3600 * 1000  # what a server wrote expires so long after its last writing
+KEPT_MS: Final = 24 * 3600 * 1000  # a server's values expire this long after their last writing
 _SEAL_BYTES: Final = 64
-_FREE_AFTER_S: Final = 60.0  # a seat whose board did not change for so long may be taken
+_FREE_AFTER_S: Final = 60.0  # a seat whose board did not change for this long may be taken
 
 Command: TypeAlias = tuple[bytes | str | int | memoryview, ...]
 
 
 class Server(Protocol):
-    """Runs commands; ``kvstore.tiers.redis_server.link.RedisLink`` does it on a Redis server."""
+    """Runs commands; ``kvstore.tiers.redis_server.link.RedisLink`` runs them on a Redis server."""
 
     def run(self, commands: Sequence[Command]) -> list[Any]:
         """Return the replies in order, errors among them. Raises ``TierUnavailable``."""
@@ -38,19 +38,20 @@ class PageName(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The findings of one round."""
+    """The result of one round."""
 
     now: float  # seconds of the Redis server's clock
     boards: list[Board]  # those that changed
     deletions: list[tuple[bytes, int]]
-    is_new: bool  # the server has nothing of ours, for instance since it was emptied
+    is_new: bool  # the server has no data of ours, for instance because it was emptied
 
 
 class Exchange:
     """One server's part of the directory. One thread at a time calls ``round``, any ``rows``."""
 
     def __init__(self, server: Server, names: Names, name: str, life: bytes) -> None:
-        """
+        """Prepare an exchange without contacting the server.
+
         Args:
             name: of this gateway, the same in all its lives.
             life: of this process; ``board.LIFE_BYTES`` random bytes.
@@ -62,7 +63,7 @@ class Exchange:
         self._seat: int | None = None
         self._headers: list[bytes] = [b""] * NUM_SEATS
         self._boards: dict[int, Board] = {}  # by seat
-        self._num_deletions: dict[bytes, int] = {}  # that were read, by life
+        self._num_deletions: dict[bytes, int] = {}  # read so far, by life
         self._written = b""  # the header of our own board
 
     def round(
@@ -71,15 +72,15 @@ class Exchange:
         pages: Mapping[PageName, list[Row]],
         known_deletions: bytes | None,
     ) -> Seen:
-        """Write what is given, then read what is new.
+        """Write the given values, then read everything that is new.
 
         Args:
-            board: our own; None if it is as it was.
-            pages: our own that changed; an empty one is removed.
-            known_deletions: all that we know, packed; None if they are as they were.
+            board: our own; None if it is unchanged.
+            pages: those of our own that changed; an empty one is removed.
+            known_deletions: all that we know, packed; None if they are unchanged.
 
         Raises:
-            TierUnavailable: the server does not answer; what was given has to be given again.
+            TierUnavailable: the server does not answer; pass the same values again.
         """
         self._run(self._writes(pages, known_deletions))
         time, *headers = self._run(self._looks())
@@ -130,7 +131,7 @@ class Exchange:
                 yield seat, board
 
     def _read_deletions(self, found: Iterable[Board]) -> Iterator[tuple[bytes, int]]:
-        """Yield the deletions that boards say; where some were missed, all of that server."""
+        """Yield the deletions on the boards; if some were missed, all deletions of that server."""
         for board in found:
             known = self._num_deletions.get(board.life)
             if known is None or board.num_deletions - len(board.recent) > known:
@@ -152,10 +153,10 @@ class Exchange:
     # ---- our own board
 
     def _sit(self, board: Board | None, now: float) -> bool:
-        """Write our board at our seat; returns True if nothing of ours was there."""
+        """Write our board at our seat; returns True if the server had no board of ours."""
         is_new = self._seat is None or self._headers[self._seat] != self._written
         if is_new and self._seat is not None and self._headers[self._seat]:
-            self._seat = None  # another server sits there
+            self._seat = None  # another server has taken it
         if self._seat is None:
             self._seat = self._free_seat(now)
         if board is not None and self._seat is not None:
@@ -166,7 +167,7 @@ class Exchange:
         return is_new
 
     def _free_seat(self, now: float) -> int | None:
-        """Return the seat of our last life, else an empty one, else one that was left."""
+        """Return the seat of our last life, else an empty one, else an abandoned one."""
 
         def rank(seat: int) -> tuple[int, float]:
             board = self._boards.get(seat)
@@ -212,7 +213,7 @@ class Exchange:
         return found
 
     def _run(self, commands: Iterable[Command]) -> list[Any]:
-        """Run commands; what the server refuses, or has under another type, is empty."""
+        """Run commands; replies that are errors (refused, or of another type) become empty."""
         listed = list(commands)
         replies = self._server.run(listed) if listed else []
         return [b"" if isinstance(x, Exception) else x for x in replies]

@@ -1,13 +1,13 @@
-"""The names of the directory's keys on a Redis server, and the seals of what lies under them.
+"""The names of the directory's keys on a Redis server, and the seals of their values.
 
 thermocline:directory:1:{KEY}:board:SEAT             16 bytes of header | a sealed ``board.Board``
                              :deletions:LIFE         sealed ``deletions.Deletions``
                              :rows:LIFE:TENANT:PAGE  a sealed page of ``rows.Row``
 
-KEY names the servers' common secret without revealing it, so servers of other secrets never meet;
-its braces keep all keys in one slot of a cluster. TENANT is a keyed hash. What lies under a name
-is encrypted with AES-256-GCM, by a key of the tenant's or, for boards and deletions, of the
-servers', and the name is bound in.
+KEY identifies the servers' common secret without revealing it, so servers of other secrets never
+meet; its braces keep all keys in one slot of a cluster. TENANT is a keyed hash. Values are
+encrypted with AES-256-GCM, with a key of the tenant or, for boards and deletions, of the servers,
+and the name is bound in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 from kvstore.directory.deletions import MARK_BYTES, TENANT_BYTES
 from kvstore.tiers.seal import Seal
 
-# Makes a key of a tenant's name and a purpose, from the servers' common secret.
+# Makes a key from a tenant's name and a purpose, with the servers' common secret.
 KeyOf: TypeAlias = Callable[[str, bytes], bytes]
 
 NUM_SEATS: Final = 32  # servers on one Redis that share a secret
@@ -45,7 +45,7 @@ class Names:
         return f"{self._prefix}:rows:{life.hex()}:{self._hash(tenant)[:16].hex()}:{page}"
 
     def seal(self, tenant: str | None = None) -> Seal:
-        """Return the seal of a tenant's pages; without a tenant that of all else."""
+        """Return the seal of a tenant's pages; without a tenant the seal of all other values."""
         if tenant is None:
             return self._seal
         return Seal(self._key_of(tenant, b"directory:"), "directory", encrypt=True)

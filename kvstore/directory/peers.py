@@ -1,4 +1,4 @@
-"""The other servers, by their latest boards, and which of them live."""
+"""The other servers, by their latest boards, and which of them are alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST: Final = 2 * NUM_SEATS
 
 
 class Peer(NamedTuple):
-    """Another server's latest board, and when that had changed by our own clock."""
+    """Another server's latest board, and when it changed by our own clock."""
 
     board: Board
     changed_at: float
@@ -24,7 +24,7 @@ class Peers:
         self._peers: dict[str, Peer] = {}
 
     def see(self, board: Board, now: float, server_now: float) -> bool:
-        """Take over a board; returns False if it is older than one that was seen.
+        """Accept a board; returns False if it is older than one seen before.
 
         Args:
             now: our own clock, which never jumps.
@@ -44,7 +44,7 @@ class Peers:
         return True
 
     def lives(self, name: str, now: float) -> bool:
-        """Say whether a server's lease holds: its board has changed lately."""
+        """Return whether a server's lease holds: its board has changed lately."""
         peer = self._peers.get(name)
         return peer is not None and self._lives(peer, now)
 
@@ -56,5 +56,5 @@ class Peers:
         return [x.board for x in self._peers.values()]
 
     def by_life(self, life: bytes) -> Board | None:
-        """Return the board of a life; None if that is no server's latest."""
+        """Return the board of a life; None if it is not the latest of any server."""
         return next((x.board for x in self._peers.values() if x.board.life == life), None)

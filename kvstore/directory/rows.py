@@ -1,7 +1,7 @@
 """Rows of the directory: one for each session that a server has, in pages of one tenant.
 
-A page is sealed for its tenant, its server and its number (``names``), so that no other server of
-the same Redis can read it, change it, or move it to another place.
+A page is sealed for its tenant, its server and its number (``names``), so that no program on the
+same Redis without the secret can read it, change it, or move it to another place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
     model: str
     id: str
-    epoch: int  # the deletions that were known when it began; a later one removes it
+    epoch: int  # of the deletions known when the session began; a later deletion removes it
     used: float  # seconds of the Redis server's clock
     state: str
     tier: TierName | None
@@ -39,7 +39,7 @@ _decoder = msgspec.msgpack.Decoder(list[Row])
 
 
 def page_of(session_id: str) -> int:
-    """Return the number of the page that has a session."""
+    """Return the number of the page that holds a session."""
     return crc32(session_id.encode()) % NUM_PAGES
 
 
@@ -52,7 +52,7 @@ def pack(rows: list[Row]) -> bytes:
 
 
 def unpack(page: bytes | memoryview) -> list[Row]:
-    """Read a page that was sealed; one of another release has no rows for us."""
+    """Read a page that was sealed; a page of another release yields no rows."""
     try:
         return _decoder.decode(page)
     except (msgspec.DecodeError, UnicodeDecodeError):
