@@ -1,4 +1,4 @@
-"""Everything that can go wrong with cold KV.
+"""The errors of cold KV.
 
     ColdError
     +-- Unusable          this blob must not be offered; the caller recomputes
@@ -6,13 +6,13 @@
     |   +-- Mismatch      whole, but for another model, layout or version
     |       +-- ForeignCodec  in a codec, or by a profile, that is not known here
     +-- TierUnavailable   the tier did not answer (down, deadline, breaker open)
-    |   +-- TierInUse     its folder is another process's
+    |   +-- TierInUse     its folder belongs to another process
     +-- StoreClosed       the store is shutting down
     +-- UnknownCodec      no codec of that name, or it cannot take this layout
     +-- CodecRefused      it was not measured on this model, or costs it more than the bound
-    +-- PinLimit          pinned sessions take all that they may; one more is refused
+    +-- PinLimit          pinned sessions already take all that they may; one more is refused
 
-None but the last two ever reaches a user: the worst outcome of each is a recompute.
+Only the last two ever reach a user: the worst outcome of each other one is a recompute.
 ``CodecRefused`` ends the start of an engine whose codec was named; ``PinLimit`` answers the request
 for the pin.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 
 class ColdError(Exception):
-    """Root of everything the cold store raises on purpose."""
+    """Root of all errors that the cold store raises on purpose."""
 
 
 class Unusable(ColdError):

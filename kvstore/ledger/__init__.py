@@ -1,13 +1,13 @@
-"""Sessions as ordered blob keys: which there are, where they rest, who is pinned, who leaves.
+"""Sessions as ordered blob keys: which exist, where they are stored, which are pinned or evicted.
 
-One for both kinds of store. A session's turn ends:
+Both kinds of store use it. When a session's turn ends:
 
 1. the store claims the session (``claims``) and hands over a record and new blobs;
 2. ``committer`` writes them to the fastest tier (``stack``), blobs first, the record last;
 3. ``index`` knows the session from then on, and which blobs it shares with others;
 4. ``write_behind`` brings both to each slower tier, on a thread of its own.
 
-Between turns ``upkeep`` moves, pins (``pins``) and forgets sessions, and reports those that ran
-out or were evicted (``eviction_notices``). On return ``reading`` finds a good copy of each blob and
-brings it near. ``ledger`` holds all of them.
+Between turns ``upkeep`` moves, pins (``pins``) and forgets sessions, and reports sessions that
+expired or were evicted (``eviction_notices``). On a return ``reading`` finds a good copy of each
+blob and promotes it. ``ledger`` holds all of these.
 """

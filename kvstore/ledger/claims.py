@@ -1,4 +1,4 @@
-"""One at a time per session: a thread claims a session before it changes what is stored of it."""
+"""Claims on sessions: a thread claims a session before it changes the session's stored data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 class Claims:
     """Thread-safe; a thread must not claim one session twice.
 
-    ``changed`` is notified whenever a claim ends. Who waits for other things as well may use it.
+    ``changed`` is notified whenever a claim ends. Threads may use it to wait for other things, too.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Writing a session into the tiers: at once to the fastest, soon to the slower ones."""
+"""Writes a session into the tiers: at once to the fastest, soon to the slower ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvstore.tiers.base import Blob
 class Committer(Generic[R]):
     """Thread-safe for different sessions; a caller has claimed the session that it commits.
 
-    A record reaches a slower tier only through that tier's queue, so that an older one which still
-    waits there never comes after it.
+    A record reaches a slower tier only through that tier's queue, so an older record that still
+    waits there is never written after it.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Committer(Generic[R]):
         self._pins = pins
 
     def commit(self, record: R, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]) -> bool:
-        """Write a session into the fastest tier; ``replicate`` is to follow.
+        """Write a session into the fastest tier; the caller then calls ``replicate``.
 
         Args:
             fresh: new blobs by key.
-            obsolete: keys of blobs that are unused once the record is there.
+            obsolete: keys of blobs that are unused once the record is written.
 
         Returns:
-            False if no tier has the session or will try to; it then is what it was.
+            False if no tier has the session or will try to write it; it then stays as it was.
         """
         if not len(self._stack):
             return False
@@ -56,7 +56,7 @@ class Committer(Generic[R]):
         return True
 
     def take(self, record: R, blob_keys: Sequence[bytes] | None = None) -> None:
-        """Know the session as this record says, and pin its blobs if it says so."""
+        """Put this record into the index, and pin its blobs if it is pinned."""
         self._index.put(record, blob_keys)
         self.follow_pin(record)
 
@@ -66,7 +66,7 @@ class Committer(Generic[R]):
         fresh_of: Callable[[TierName], Mapping[bytes, Blob]],
         obsolete: Sequence[bytes],
     ) -> None:
-        """Queue what was committed for the slower tiers; each may have blobs of its own codec."""
+        """Queue a committed session for the slower tiers; each may have blobs of its own codec."""
         for level, tier in enumerate(self._slower, 1):
             fresh = fresh_of(self._stack.name(level))
             tier.offer(self._delivery(record, fresh, obsolete))
@@ -77,31 +77,31 @@ class Committer(Generic[R]):
             self.replicate(record, lambda tier: {}, ())
 
     def follow_pin(self, record: R) -> None:
-        """Pin what the record names, if it says so; let go of what an older one named."""
+        """Pin the record's blobs if it is pinned; else release those of an older record."""
         if record.pinned:
             self._pins.follow(self.pin_of(record))
         else:
             self._pins.release(self._index.key(record))
 
     def pin_of(self, record: R) -> PinnedSession:
-        """The session as ``Pins`` counts it."""
+        """The session in the form that ``Pins`` counts."""
         key = self._index.key(record)
         keys = [key, *self._index.blob_keys(record)]
         return PinnedSession(key, record.tenant, keys, record.pinned_bytes)
 
     def send(self, level: int, record: R) -> Future[bool]:
-        """Bring a claimed session as it is to one slower tier; the result says if all is there."""
+        """Bring a claimed session as it is to one slower tier; the result: all of it is there."""
         delivery = self._delivery(record, {}, ())
         self._slower[level - 1].offer(delivery)
         return delivery.done
 
     def cancel(self, record_key: bytes) -> None:
-        """Drop writes of this session that wait; none of them is under way when this returns."""
+        """Drop waiting writes of this session; none of them is running when this returns."""
         for tier in self._slower:
             tier.cancel(record_key)
 
     def catch_up(self, claims: Claims) -> None:
-        """Send again what slower tiers did not take."""
+        """Send sessions again that slower tiers did not take."""
         for level, tier in enumerate(self._slower, 1):
             for key in tier.take_behind():
                 with claims.claim(key):

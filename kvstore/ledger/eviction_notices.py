@@ -1,9 +1,9 @@
 """Reports to a listener that a session left the store, or a tier of it, and why.
 
-A session leaves in two ways: its time runs out, which upkeep says at once, or the tiers evicted it,
-to the last blob or from a faster tier only. Tiers know nothing of sessions, so for the second the
-sessions are looked through now and then, if anything was evicted since. What a Redis server evicts
-by itself is noticed only along with that.
+A session leaves in two ways. Either it expires, which upkeep reports at once. Or the tiers evicted
+it, completely or from a faster tier only. Tiers do not know sessions, so to find evicted sessions
+all sessions are checked now and then, if anything was evicted since. Evictions by a Redis server
+itself are noticed only in such a check.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvstore.tiers.eviction_causes import EvictionCause
 
 
 class Departure(NamedTuple):
-    """A session that left, without a salt: the store does not keep salts."""
+    """A session that left. It has no salt, since the store does not keep salts."""
 
     session: SessionRef
-    why: EvictionCause | Literal["expired"]  # the tier's cause; it was not used in time
+    why: EvictionCause | Literal["expired"]  # the tier's cause, or it was not used in time
     is_gone: bool = True  # False: a slower tier still has it
 
 
@@ -32,12 +32,12 @@ _log = logging.getLogger(__name__)
 
 
 class Restorable(NamedTuple):
-    """A session that the store would restore, and the blobs by which it is known where it is."""
+    """A session that the store would restore, and the blobs that show where it is stored."""
 
     record_key: bytes
-    session: SessionRef  # without a salt: the store does not keep salts
+    session: SessionRef  # without a salt, since the store does not keep salts
     first_blob: bytes  # without it nothing can be restored
-    last_blob: bytes  # the first that a tier evicts
+    last_blob: bytes  # the first one that a tier evicts
 
 
 class EvictionNotices:
@@ -52,10 +52,10 @@ class EvictionNotices:
         self._missing: set[bytes] = set()  # record keys of sessions that were not found last time
         self._told: set[bytes] = set()
         self._levels: dict[bytes, int] = {}  # by record key, of the last blob when last seen
-        self._has_looked = False  # sessions of before this process are where they are
+        self._has_looked = False  # the first look only notes where earlier sessions are
 
     def listen(self, on_gone: OnGone) -> None:
-        """Call ``on_gone`` from now on; what is not here already has not left."""
+        """Call ``on_gone`` from now on; sessions that are already missing are not reported."""
         self._listener = on_gone
         self.look()
 
@@ -68,10 +68,10 @@ class EvictionNotices:
             _log.exception("a listener for sessions that are gone failed")
 
     def look(self) -> None:
-        """Report sessions that were evicted since the last look, or the last but one.
+        """Report sessions that were evicted since the last look, or the one before it.
 
-        Those that are gone are missed twice, because right after a save the slower tiers may still
-        be writing.
+        A session is reported only when missed twice, because right after a save the slower tiers
+        may still be writing.
         """
         with self._looking:
             self._look()
@@ -85,7 +85,7 @@ class EvictionNotices:
         gone = self._gone()
         if gone is None:
             return
-        if is_first:  # what an earlier process has left unusable was not evicted from this one
+        if is_first:  # sessions that an earlier process left unusable were not evicted by this one
             self._told = set(gone)
         self._num_evictions = num_evictions
         sure = self._missing.intersection(gone)
@@ -97,7 +97,7 @@ class EvictionNotices:
         self._missing = set(gone)
 
     def _gone(self) -> dict[bytes, Restorable] | None:
-        """Sessions without even their first blob; None while a tier does not say."""
+        """Find sessions without even their first blob; None while a tier does not answer."""
         known = list(self._restorable())
         located = self._stack.locate([key for x in known for key in (x.first_blob, x.last_blob)])
         if located.down:
@@ -107,7 +107,7 @@ class EvictionNotices:
         return {x.record_key: x for x, level in levels if level is None}
 
     def _note_levels(self, known: Sequence[Restorable], levels: Sequence[int | None]) -> None:
-        """Report sessions whose end is in a slower tier than it was."""
+        """Report sessions whose end is in a slower tier than before."""
         now = {x.record_key: (x, i) for x, i in zip(known, levels, strict=True) if i is not None}
         for key, (session, level) in now.items():
             was = self._levels.get(key, 0)

@@ -1,8 +1,9 @@
 """The sessions that a store knows, and the blobs that they share.
 
-The index is a belief. It saves reading a record at every turn, lists the sessions, and says which
-blobs more than one of them needs; whether a session can be restored, only the tiers say. It is
-filled from the local tiers at the start, is bounded in bytes, and loses the longest unused first.
+The index is a belief. It avoids reading a record at every turn, lists the sessions, and knows which
+blobs more than one of them needs. Only the tiers know whether a session can be restored. The index
+is filled from the local tiers at the start and bounded in bytes; beyond that the longest unused
+sessions are dropped first.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from kvstore.session import SessionRef
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob
 
-ENTRY_BYTES: Final = 512  # what Python keeps for each session besides its record
+ENTRY_BYTES: Final = 512  # Python's memory for each session besides its record
 BLOB_KEY_BYTES: Final = KEY_BYTES + 152  # of a key as an object, and of its place in the counter
-MAX_LAPSED: Final = 4096  # sessions of which it is remembered that their time ran out
+MAX_LAPSED: Final = 4096  # sessions that are remembered as expired
 
 
 class _Entry(NamedTuple, Generic[R]):
@@ -38,8 +39,8 @@ class SessionIndex(Generic[R]):
     """Records by record key. Thread-safe; tiers are read without the lock held.
 
     Args:
-        max_bytes: of memory; the longest unused sessions are dropped beyond it.
-        ttl_s: how long an unused session is kept; 0: for ever.
+        max_bytes: of memory; beyond it the longest unused sessions are dropped.
+        ttl_s: how long an unused session is kept; 0: forever.
     """
 
     def __init__(
@@ -61,14 +62,14 @@ class SessionIndex(Generic[R]):
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry[R]] = OrderedDict()  # longest unused first
         self._lapsed: OrderedDict[bytes, None] = OrderedDict()
-        self._users: Counter[bytes] = Counter()  # sessions by blob
+        self._users: Counter[bytes] = Counter()  # number of sessions by blob
         self._nbytes = 0
         self._num_removals = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    # ---- what is known
+    # ---- known sessions
 
     def key_of(self, session: SessionRef) -> bytes:
         """The key of the session's record."""
@@ -79,7 +80,7 @@ class SessionIndex(Generic[R]):
         return self._kind.key(record.tenant, record.id)
 
     def blob_keys(self, record: R) -> list[bytes]:
-        """Keys of all blobs of the session, in the order in which they matter."""
+        """Keys of all blobs of the session, in the order of their importance."""
         with self._lock:
             entry = self._entries.get(self.key(record))
         if entry is not None and entry.record is record:
@@ -87,7 +88,7 @@ class SessionIndex(Generic[R]):
         return self._kind.blob_keys(record)
 
     def needed_keys(self, record: R) -> list[bytes]:
-        """Keys of the blobs that a turn needs that goes on where the session ended."""
+        """Keys of the blobs that a turn needs if it continues where the session ended."""
         keys = self.blob_keys(record)
         return keys[: len(keys) - self._kind.num_spare(record)]
 
@@ -105,7 +106,7 @@ class SessionIndex(Generic[R]):
         return [x for x in self.all() if self._kind.is_usable(x) and not self.is_over(x)]
 
     def restorable(self) -> Iterator[Restorable]:
-        """The usable sessions, each with the blobs that show where it is."""
+        """The usable sessions, each with the blobs that show where it is stored."""
         with self._lock:
             entries = list(self._entries.items())
         for key, entry in entries:
@@ -133,17 +134,17 @@ class SessionIndex(Generic[R]):
         if found is not None:
             keys = self._kind.blob_keys(found)
             with self._lock:
-                # A save may have been faster; or the session was removed while it was read.
+                # Meanwhile a save may have inserted it, or the session may have been removed.
                 if key not in self._entries and num_removals == self._num_removals:
                     self._insert(key, found, keys)
         return found
 
     def find_anywhere(self, tenant: str, session_id: str) -> R | None:
-        """The session's record from memory or a local tier, else from one that engines share."""
+        """Return the session's record from memory or a local tier, else from a shared tier."""
         return self.find(tenant, session_id) or self.find_shared(tenant, session_id)
 
     def find_shared(self, tenant: str, session_id: str) -> R | None:
-        """The session's record as another engine left it in a tier that engines share."""
+        """Return the session's record that another engine wrote to a shared tier."""
         return self._newest(self._kind.key(tenant, session_id), self._stack.shared)
 
     def everywhere(self, key: bytes) -> list[R]:
@@ -159,7 +160,7 @@ class SessionIndex(Generic[R]):
             return [x for x in keys if x not in self._users]
 
     def unshared(self, keys: Iterable[bytes], record_key: bytes) -> list[bytes]:
-        """List those of ``keys`` that no known session needs, but the one under ``record_key``."""
+        """List those of ``keys`` that no known session needs except that of ``record_key``."""
         with self._lock:
             entry = self._entries.get(record_key)
             own = {*entry.blob_keys} if entry is not None else set()
@@ -168,7 +169,7 @@ class SessionIndex(Generic[R]):
     # ---- changes
 
     def load(self) -> None:
-        """Read all records in the local tiers; the newest one of a session counts."""
+        """Read all records in the local tiers; of several for one session the newest counts."""
         found: dict[bytes, R] = {}
         for level in self._stack.local:
             for key, blob in self._stack.scan(level, RECORD):
@@ -179,7 +180,7 @@ class SessionIndex(Generic[R]):
             self.put(record)
 
     def put(self, record: R, blob_keys: Sequence[bytes] | None = None) -> None:
-        """Remember the session as it is now. ``blob_keys``: its own, where they are known."""
+        """Remember the session as it is now. ``blob_keys``: its own, if they are known."""
         keys = self._kind.blob_keys(record) if blob_keys is None else blob_keys
         with self._lock:
             self._insert(self.key(record), record, keys)
@@ -199,7 +200,7 @@ class SessionIndex(Generic[R]):
             self._num_removals += 1
             self._take_out(key)
 
-    # ---- sessions whose time ran out
+    # ---- expired sessions
 
     def is_over(self, record: R) -> bool:
         """True if the session was unused for longer than sessions are kept."""
@@ -207,14 +208,14 @@ class SessionIndex(Generic[R]):
         return bool(self._ttl_s) and age_s > self._ttl_s and not record.pinned
 
     def note_lapse(self, key: bytes) -> None:
-        """Remember, of a session that was removed, that its time had run out."""
+        """Remember that a removed session had expired."""
         with self._lock:
             self._lapsed[key] = None
             if len(self._lapsed) > MAX_LAPSED:
                 self._lapsed.popitem(last=False)
 
     def has_lapsed(self, tenant: str, session_id: str) -> bool:
-        """True if the session was removed because its time had run out."""
+        """True if the session was removed because it had expired."""
         with self._lock:
             return self._kind.key(tenant, session_id) in self._lapsed
 
@@ -237,7 +238,7 @@ class SessionIndex(Generic[R]):
             self._counters.add("corrupt")
             self._stack.delete(level, [key])
             return None
-        except Unusable:  # others' records may rest in the same tier; they are not touched
+        except Unusable:  # records of other engines may be in the same tier; leave them untouched
             return None
         self._stack.meet(record.codecs)
         return record

@@ -1,4 +1,4 @@
-"""The bookkeeping of one store: its tiers, its sessions, and all that happens between turns."""
+"""The bookkeeping of one store: its tiers, its sessions, and all work between turns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvstore.stats import Counters, StoreStats
 from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 
-LOOK_S: Final = 3.0  # a session that was evicted is reported after the second look
+LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the second one
 HOUSEKEEPING_EVERY: Final = 5  # looks
 
 
@@ -42,13 +42,13 @@ class Ledger(Generic[R]):
     """Thread-safe. Owns ``tiers`` (fastest first), the threads that write them, and the workers.
 
     Before ``start`` there are no threads: a commit writes all tiers before it returns, and nothing
-    happens by itself. A store hands it records of its own kind and is handed them back; what a
-    prompt matches, how blobs are named and who packs them is the store's business.
+    runs periodically. A store passes in records of its own kind and gets them back; matching
+    prompts, naming blobs and packing them is left to the store.
 
     Args:
         claims: those of the store's own queue of saves, if it has one.
-        is_awaited: says of a record key whether a save of that session waits to be done.
-        clock: seconds of the wall clock, for what is stored.
+        is_awaited: returns for a record key whether a save of that session is waiting.
+        clock: seconds of the wall clock, for stored times.
         monotonic: seconds that never jump, for deadlines.
     """
 
@@ -93,7 +93,7 @@ class Ledger(Generic[R]):
             for level in range(1, len(self.stack))
         ]
         self.committer = Committer(kind, self.stack, self._slower, self.index, self.pins)
-        for record in reversed(self.index.all()):  # where the share is smaller now, the newest stay
+        for record in reversed(self.index.all()):  # if the share is smaller now, the newest stay
             self.committer.follow_pin(record)
         self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
         self._notices = EvictionNotices(self.stack, self.index.restorable)
@@ -121,7 +121,7 @@ class Ledger(Generic[R]):
         self._housekeeping: Periodic | None = None
 
     def start(self) -> None:
-        """Write slower tiers on their own threads from now on, and look after sessions. Once."""
+        """Write slower tiers on their own threads from now on, and start upkeep. Call once."""
         for tier in self._slower:
             tier.start()
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
@@ -130,7 +130,7 @@ class Ledger(Generic[R]):
         """Assign to tenants the blobs that an earlier run left in the tiers."""
         keys: dict[str, list[bytes]] = {}
         idle_s: dict[str, float] = {}
-        now_s = self.clock()  # as records are dated; tiers count by another clock
+        now_s = self.clock()  # the clock that dates records; tiers use another clock
         for record in self.index.all():
             owned = (self.index.key(record), *self.index.owned(record))
             keys.setdefault(record.tenant, []).extend(owned)
@@ -147,17 +147,17 @@ class Ledger(Generic[R]):
             self._upkeep.expire()
 
     def join(self, company: Company) -> None:
-        """Know the other engines on the same Redis from now on; ``company`` is closed with this."""
+        """Set the other engines on the same Redis; ``company`` is closed with this ledger."""
         self.company = company
 
     # ---- sessions between their turns
 
     def find_anywhere(self, session: SessionRef) -> R | None:
-        """The session's record from memory or a local tier, else from one that engines share."""
+        """Return the session's record from memory or a local tier, else from a shared tier."""
         return self.index.find_anywhere(session.tenant, session.id)
 
     def find(self, session: SessionRef) -> R | None:
-        """The session's record from memory, else from the local tiers."""
+        """Return the session's record from memory, else from the local tiers."""
         return self.index.find(session.tenant, session.id)
 
     def resting_here(self) -> list[R]:
@@ -165,50 +165,49 @@ class Ledger(Generic[R]):
         return self._upkeep.resting_here()
 
     def tier_of(self, record: R) -> TierName | None:
-        """The slowest tier that a restore has to read; None if not even the beginning is held."""
+        """Return the slowest tier that a restore must read; None if even the beginning is gone."""
         return self._upkeep.tier_of(record)
 
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
-        """Bring the session to ``tier`` and drop faster copies. Blocks; says where it rests now.
+        """Bring the session to ``tier`` and drop faster copies. Blocks; returns its tier then.
 
         A pinned session, and one that ``tier`` cannot take as a whole, stays where it is.
         """
         return self._upkeep.demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Keep the session's blobs from eviction, or stop to. Raises ``PinLimit``."""
+        """Keep the session's blobs from eviction, or stop that. Raises ``PinLimit``."""
         self._upkeep.pin(session.tenant, session.id, self.record_key(session), pinned)
 
     def forget(self, session: SessionRef) -> bool:
-        """Remove what only this session uses from every tier; False if nothing was known of it."""
+        """Remove blobs that only this session uses from every tier; False if it was not known."""
         return self._upkeep.forget(self.record_key(session))
 
     def expire(self) -> None:
-        """Do now what is done every quarter of a minute: ttl, notices, deletions still owed."""
+        """Do now the work of every quarter of a minute: ttl, notices, pending deletions."""
         self._upkeep.expire()
 
     def listen(self, on_gone: OnGone) -> None:
-        """Call ``on_gone``, on a thread of the ledger, for each session that ttl took, or
-        eviction, if only from a faster tier.
+        """Call ``on_gone`` on a thread of the ledger for each session that expired or was evicted.
 
-        The listener is called within a minute.
+        Eviction from a faster tier alone counts, too. The call comes within a minute.
         """
         self._notices.listen(on_gone)
 
     def record_key(self, session: SessionRef) -> bytes:
-        """The key that the session's record rests under."""
+        """The key under which the session's record is stored."""
         return self.kind.key(session.tenant, session.id)
 
     # ---- codecs
 
     def adopt(self, codecs: CodecSet, *, keep: bool) -> None:
-        """Use these codecs from now on. Does not wait: running saves end with those of before.
+        """Use these codecs from now on. Does not wait: running saves end with the former ones.
 
-        What is stored is found under the tags of all codecs that can be read; what rests unpacked
-        is packed in idle moments (``repacking``). Raises ``UnknownCodec``, with nothing changed.
+        Stored blobs are found under the tags of all codecs that can be read; unpacked blobs are
+        packed in idle moments (``repacking``). Raises ``UnknownCodec``, with nothing changed.
         """
         with self._switching:
-            # A blob says in its header what it is in, so it does not matter which is first.
+            # The header of a blob names its codec, so the order of these steps does not matter.
             self._packer.adopt(codecs, keep=keep)
             self._tag_tiers()
             self.pins.renew()
@@ -218,10 +217,10 @@ class Ledger(Generic[R]):
         codecs, readable = self._packer.codecs, self._packer.readable
         self.stack.tag([CodecTags.among(codecs.of(x).id, readable) for x in self.stack.names])
 
-    # ---- the whole
+    # ---- the whole store
 
     def stats(self, save_queue_bytes: int) -> StoreStats:
-        """A moment of the store."""
+        """Return the current statistics."""
         codecs = self._packer.codecs
         return StoreStats(
             counters=self.counters.as_dict(),
@@ -235,7 +234,7 @@ class Ledger(Generic[R]):
         )
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until every tier has what it takes of all commits; False if time ran out."""
+        """Wait until every tier has its share of all commits; False if time ran out."""
         give_up_at = self.monotonic() + deadline_s
         quiet = self.workers.quiet(deadline_s)
         self.committer.catch_up(self.claims)
@@ -243,7 +242,7 @@ class Ledger(Generic[R]):
         return quiet and all(idle) and self.stack.flush()
 
     def close(self) -> None:
-        """Stop all threads and close the tiers; what still waits is dropped. Once."""
+        """Stop all threads and close the tiers; waiting work is dropped. Call once."""
         self.company.close()
         self.repacker.close()
         if self._housekeeping is not None:

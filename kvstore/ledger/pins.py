@@ -1,12 +1,13 @@
 """Keeps blobs of pinned sessions from eviction.
 
-Pins of everybody together take at most a share of the smallest tier: what is pinned cannot give
-way, and without a bound one tenant could leave the others no room. Of that share one tenant gets at
-most a part, so that no tenant can take from all others the right to pin. A pin beyond either is
-refused; a pinned session that *grows* beyond it keeps what was pinned of it, and the rest can be
-evicted.
+All pins together take at most a share of the smallest tier: pinned blobs are never evicted, and
+without a bound one tenant could leave the others no room. One tenant gets at most a part of that
+share, so that no tenant can take from all others the right to pin. A pin beyond either is refused.
+A pinned session that *grows* beyond it keeps those blobs pinned that already were, and the rest can
+be evicted.
 
-Counted is what tiers take for it, not what was packed: a small blob fills whole pages of the disk.
+The bytes counted are those that tiers use, not the packed ones: a small blob fills whole pages of
+the disk.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvstore.ledger.stack import PinnedNames, TierStack
 
 
 class PinnedSession(NamedTuple):
-    """A session as it is to be pinned: its blobs and their bytes."""
+    """A session to be pinned: its blobs and their bytes."""
 
     record_key: bytes
     tenant: str
@@ -32,7 +33,7 @@ class PinnedSession(NamedTuple):
 class _Held(NamedTuple):
     tenant: str
     keys: Sequence[bytes]
-    nbytes: int  # of a tier
+    nbytes: int  # that a tier uses
     names: PinnedNames
 
 
@@ -44,7 +45,7 @@ class Pins:
 
     Args:
         share: of the smallest tier, for all pins.
-        tenant_share: of that, for the pins of one tenant.
+        tenant_share: of the first share, for the pins of one tenant.
     """
 
     def __init__(self, stack: TierStack, share: float, tenant_share: float) -> None:
@@ -81,14 +82,14 @@ class Pins:
             )
 
     def follow(self, pin: PinnedSession) -> None:
-        """Pin the session in place of what was pinned of it."""
+        """Pin the session's present blobs in place of those pinned before."""
         with self._lock:
             before = self._take_out(pin.record_key)
             keys, nbytes = pin.keys, self._nbytes(pin)
             if not self._fits(pin.tenant, nbytes):
                 old = set(before.keys)
                 keys, nbytes = [x for x in pin.keys if x in old], before.nbytes
-            # Pins are counted: the new ones first, so that nothing is loose in between.
+            # Pins are counted. The new ones come first, so that no blob is unpinned in between.
             now = _Held(pin.tenant, keys, nbytes, self._stack.pin(keys))
             if keys:
                 self._held[pin.record_key] = now
@@ -100,7 +101,7 @@ class Pins:
             self._loosen(self._take_out(record_key))
 
     def renew(self) -> None:
-        """Pin again what is pinned, since blobs may lie under other names now."""
+        """Pin all pinned blobs again, since their names may have changed."""
         with self._lock:
             for key, held in self._held.items():
                 self._held[key] = held._replace(names=self._stack.pin(held.keys))

@@ -1,4 +1,4 @@
-"""Reading blobs: good copies, what new blobs take over of them, and what a restore brings near."""
+"""Reads blobs: finds good copies, lists packed rows to take over, and promotes restored blobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GoodCopy(Generic[T]):
-    """The copy that was accepted, the level of its tier, and what was made of it."""
+    """The copy that was accepted, the level of its tier, and the result of using it."""
 
     blob: Blob
     level: int
@@ -47,12 +47,12 @@ class CopyReader:
         use: Callable[[Blob], T],
         asked: Callable[[int], Blob | None] | None = None,
     ) -> GoodCopy[T] | MissReason:
-        """Give ``use`` one copy of the blob after the other until it accepts one.
+        """Give ``use`` one copy of the blob after another until it accepts one.
 
         Args:
             levels: tiers to ask, in this order.
-            use: verifies the copy, and perhaps unpacks it; raises ``Unusable`` if it is no good.
-            asked: replaces the reading of a tier, where a copy was read before; raises
+            use: verifies the copy, and may unpack it; raises ``Unusable`` to reject it.
+            asked: replaces the reading of a tier, if a copy was read before; raises
                 ``TierUnavailable`` as a tier does.
 
         Returns:
@@ -69,8 +69,8 @@ class CopyReader:
                 reason = "unavailable" if reason == "evicted" else reason
             except ForeignCodec as error:
                 reason = "fingerprint"
-                if level not in self._stack.shared:  # there another engine reads it
-                    self._drop(level, key, error)  # it would keep a readable one from being stored
+                if level not in self._stack.shared:  # in a shared tier another engine may read it
+                    self._drop(level, key, error)  # else no readable copy would be stored
             except Unusable as error:
                 reason = "corrupt"
                 self._counters.add("corrupt")
@@ -83,9 +83,9 @@ class CopyReader:
 
 
 class OlderRun(NamedTuple):
-    """A stored blob with rows of the tokens ``first_token ..`` that another goes on from.
+    """A stored blob with rows of the tokens ``first_token ..`` that another blob continues.
 
-    ``shared_end``: the tokens after this one belong to others.
+    ``shared_end``: the tokens of the two differ from this one on.
     """
 
     key: bytes
@@ -97,9 +97,9 @@ class OlderRun(NamedTuple):
 def packed_rows(
     stack: TierStack, packer: Packer, runs: Iterable[OlderRun], codec_id: str
 ) -> list[Segment]:
-    """List what was packed with loss of these runs, as it is; nothing where it is gone.
+    """List the segments of these runs that were packed with loss, as they are; none for lost blobs.
 
-    Of several copies that one is preferred which is in the codec of this id.
+    Of several copies the one in the codec of this id is preferred.
     """
     return [x for run in runs for x in _packed_rows(stack, packer, run, codec_id)]
 
@@ -110,7 +110,7 @@ def _packed_rows(stack: TierStack, packer: Packer, run: OlderRun, codec_id: str)
         blob = stack.find(level, [run.key])[0]
         try:
             found = _shared_segments(packer, blob, run) if blob is not None else []
-        except Unusable:  # restoring it finds that, too, and removes it
+        except Unusable:  # a restore finds that, too, and removes the copy
             continue
         if found and all(x.codec_id == codec_id for x in found):
             return found
@@ -127,8 +127,8 @@ class Promotion(Generic[R]):
     """Puts blobs of slower tiers into the fastest one, as they are. Thread-safe.
 
     In the fastest tier's own codec they would be smaller or quicker, but made of rows that have
-    been through the other one already. The bytes are small where slower tiers have a denser codec,
-    and they spare the read.
+    already been through the other codec. If slower tiers have a denser codec, the copies are small,
+    and they save a slow read.
     """
 
     def __init__(
@@ -145,10 +145,10 @@ class Promotion(Generic[R]):
         keys: Sequence[bytes],
         slow: Sequence[tuple[bytes, Blob]],
     ) -> None:
-        """Keep near what a restore has read.
+        """Put the blobs of a restore into the fastest tier, and mark them as used.
 
         Args:
-            record_key: of the session that came back; None if the prompt was of no known session.
+            record_key: of the returning session; None if the prompt was of no known session.
             keys: of all blobs that were read, in their order.
             slow: those of them that were read from a slower tier.
         """
@@ -164,9 +164,9 @@ class Promotion(Generic[R]):
     def _wanted(
         self, record_key: bytes | None, blobs: Sequence[tuple[bytes, Blob]]
     ) -> list[tuple[bytes, Blob]]:
-        """Leave out blobs that no session uses or used: they may be of a forgotten one.
+        """Leave out blobs that no session uses or used: they may be of a forgotten session.
 
-        A commit that is under way may be about to replace the session's tail and states.
+        Also leave out tails and states that a commit in progress may be about to replace.
         """
         gone = set(self._index.unused(key for key, _ in blobs))
         if record_key is not None:

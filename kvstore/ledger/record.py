@@ -1,4 +1,4 @@
-"""The common part of all records of sessions, and the protocol by which a ledger reads them."""
+"""The common part of all records of sessions, and the protocol through which a ledger uses them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_CODECS: Final = 16  # that a session's record remembers
 class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a session's record that is the same for every kind of store.
 
-    A record rests in the tiers beside the session's blobs and is written after them, so that
-    a reader that finds it finds what it names.
+    A record is stored in the tiers beside the session's blobs and is written after them, so that a
+    reader that finds it also finds the blobs that it names.
     """
 
     tenant: str
@@ -24,7 +24,7 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
     codecs: tuple[str, ...] = ()  # ids that its blobs may be in, the newest first
     last_used_s: float  # wall clock, for display and ttl only
     pinned: bool = False
-    packed_bytes: int = 0  # of all blobs of the session but this record, headers included
+    packed_bytes: int = 0  # of all blobs of the session except this record, headers included
     # Of these, rows after the last full chunk. None: an older release left them unpacked.
     tail_bytes: int | None = None
 
@@ -35,7 +35,7 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that the session takes of the pins' share while it is pinned."""
+        """Bytes that the session takes of the share for pins while it is pinned."""
         raise NotImplementedError
 
 
@@ -46,28 +46,28 @@ class RecordKind(Protocol[R]):
     """Answers a ledger's questions about the records of one store. Pure; any thread."""
 
     def key(self, tenant: str, session_id: str) -> bytes:
-        """The key that the session's record rests under."""
+        """The key under which the session's record is stored."""
 
     def blob_keys(self, record: R) -> list[bytes]:
-        """Keys of all blobs of the session, in the order in which they matter.
+        """Keys of all blobs of the session, in the order of their importance.
 
         The order is that of use: evicting from the end loses the least.
         """
 
     def num_spare(self, record: R) -> int:
-        """Count the keys at their end that only a return to an earlier point needs."""
+        """Count the keys at the end that only a return to an earlier point needs."""
 
     def first_blob(self, record: R, blob_keys: Sequence[bytes]) -> bytes | None:
         """The key of the blob without which nothing can be restored; None if nothing can.
 
-        ``blob_keys``: as the method of that name gives them.
+        ``blob_keys``: the result of the method of that name.
         """
 
     def left_behind(self, record: R) -> Sequence[bytes]:
-        """Keys of blobs that an edited history no longer uses and that may still be asked for."""
+        """Keys of blobs that an edited history no longer uses and that may still be requested."""
 
     def resized(self, record: R, sizes: Mapping[bytes, int]) -> R:
-        """The record with what its blobs take now: their bytes by key."""
+        """The record with the present sizes of its blobs, given by key."""
 
     def nbytes(self, record: R) -> int:
         """Memory that the record takes, in bytes."""
@@ -79,16 +79,16 @@ class RecordKind(Protocol[R]):
         """The record as a blob."""
 
     def unpack(self, key: bytes, blob: Blob) -> R:
-        """The record in a blob that rested under ``key``.
+        """Read the record in a blob that was stored under ``key``.
 
         Raises:
             Corrupt: the blob is damaged and may be removed.
-            Mismatch: another model, rank or release wrote it and may still want it.
+            Mismatch: another model, rank or release wrote it and may still need it.
         """
 
 
 def codecs_of(now: Iterable[str], before: Iterable[str]) -> tuple[str, ...]:
-    """The codecs a session's blobs may be in: those of now, and those of the record before."""
+    """The codecs a session's blobs may be in: the present ones, and those of the record before."""
     return tuple(dict.fromkeys([*now, *before]))[:MAX_CODECS]
 
 
@@ -96,7 +96,7 @@ def bytes_of_leading(known: int, num_chunks: int, packed_bytes: int, other_bytes
     """Estimate the bytes of the first ``known`` of a session's ``num_chunks`` full chunks.
 
     Args:
-        packed_bytes: of all blobs of the session, as its record says.
-        other_bytes: of those among them that are no full chunks: tail, part, states.
+        packed_bytes: of all blobs of the session, according to its record.
+        other_bytes: of those among them that are not full chunks: tail, part, states.
     """
     return max(packed_bytes - other_bytes, 0) * known // num_chunks if num_chunks else 0
