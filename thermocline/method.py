@@ -133,9 +133,11 @@ class Method:
         if weights.ndim != 3 or weights.shape[::2] != (heads, packed.num_tokens):
             wanted = f"({heads}, queries, {packed.num_tokens})"
             raise ValueError(f"weights of {weights.shape}; fp32 {wanted} are wanted")
-        weights = np.ascontiguousarray(weights, np.float32)
-        total: np.ndarray = rows.sums(weights[:, :, num_first:])[:, :, :dim]
-        total += np.matmul(weights[:, :, :num_first], rows.first_tokens)
+        packed_weights = np.array(weights, np.float32, order="C")
+        for head, token, _ in rows.kept:
+            packed_weights[head, :, token] = 0
+        total: np.ndarray = rows.sums(packed_weights[:, :, num_first:])[:, :, :dim]
+        total += np.matmul(packed_weights[:, :, :num_first], rows.first_tokens)
         for head, token, values in rows.kept:
             total[head] += weights[head, :, token, None] * values
         return total

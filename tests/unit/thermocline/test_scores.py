@@ -54,6 +54,19 @@ def test_scores_and_sums_are_those_of_restored_rows(name, dim, first_token):
     assert (np.abs(method.weighted_sum(weights, packed) - right) <= 1e-5 + size / 256).all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_that_is_stored_unquantised_counts_once(name):
+    method, rng = thermocline.codec(name), np.random.default_rng(4)
+    rows = uneven((2, 30, 64))
+    rows[0, 9] *= 1e5  # no gain reaches so far, and it has a part in the mean of its chunk
+    packed = method.pack(rows, first_token=50)
+    weights = rng.random((2, 5, 30)).astype(np.float32)
+    restored = method.restore(packed)
+    right = np.einsum("hqt,htd->hqd", weights, restored)
+    size = np.einsum("hqt,htd->hqd", weights, np.abs(restored))
+    assert (np.abs(method.weighted_sum(weights, packed) - right) <= 1e-5 + size / 256).all()
+
+
 def test_scores_of_wrong_shapes_and_of_other_methods_are_refused():
     method = thermocline.codec("tq4", backend="numpy")
     packed = method.pack(uneven((2, 8, 64)))
