@@ -1,11 +1,11 @@
-"""Packing again, in idle moments, what rests unpacked although its tier has a codec.
+"""Packs blobs again, in idle moments, that are stored unpacked although their tier has a codec.
 
 Until a model is measured its sessions are stored exactly, and older releases left tails as rows.
-Once a tier has a codec that loses something, such copies are packed for the first time: a copy that
-was ever packed with loss, and rows that came from one, stay as they are. A session's record names
-the codec before any of its blobs is in it, so forgetting the session finds them; each blob is
-exchanged in one step where the tier knows one; the record gets its new sizes last. So the process
-may end at any moment, and the next one goes on.
+Once a tier has a lossy codec, such copies are packed for the first time. Copies that were ever
+packed with loss, and rows that came from one, stay as they are. A session's record names the codec
+before any of its blobs is in it, so forgetting the session finds them. Each blob is exchanged in
+one step if the tier has such an operation. The record gets its new sizes last. So the process may
+end at any moment, and the next one continues.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from kvstore.session import SessionRef
 from kvstore.stats import Counters, Repacking
 from kvstore.tiers.base import Blob
 
-LOOK_S: Final = 0.25  # while others work, look so often whether they still do
-# After so long what was refused, and sessions that came from another engine, are looked at again.
+LOOK_S: Final = 0.25  # while the machine is busy, how often to check whether it still is
+# Refused blobs, and sessions that came from another engine, are looked at again after this time.
 AGAIN_S: Final = 600.0
 
 OnPacked = Callable[[SessionRef], None]
@@ -43,12 +43,12 @@ _log = logging.getLogger(__name__)
 
 
 def packed_again(packer: Packer, blob: Blob, key: bytes, codec: Codec) -> bytes | None:
-    """Pack what rests unpacked; None for what a lossy codec has been at, now or before.
+    """Pack an unpacked blob; None if it has been through a lossy codec, now or before.
 
-    Of a state only what its engine marked is packed; older releases did not write marks.
+    Of a state only the parts that its engine marked are packed; older releases did not write marks.
 
     Raises:
-        Unusable: the blob is damaged, not the one asked for, or in an unknown codec.
+        Unusable: the blob is damaged, not the requested one, or in an unknown codec.
     """
     verified = blobs.verify(blob, key)
     first, num_tokens = verified.header.first_token, verified.header.num_tokens
@@ -70,14 +70,14 @@ def packed_again(packer: Packer, blob: Blob, key: bytes, codec: Codec) -> bytes 
 
 @dataclass(frozen=True)
 class _Resting:
-    """A blob with copies that may be unpacked: by level, the codec under whose tag each lies."""
+    """A blob with copies that may be unpacked: by level, the codec under whose tag each is."""
 
     key: bytes
     copies: Mapping[int, str]
 
 
 class Repacker(Generic[R]):
-    """Owns a thread of the lowest priority, once it has begun. Thread-safe."""
+    """Owns a thread of the lowest priority once it has begun. Thread-safe."""
 
     def __init__(
         self,
@@ -110,16 +110,16 @@ class Repacker(Generic[R]):
 
     @property
     def progress(self) -> Repacking:
-        """Count what is left of this pass, and what all passes have done."""
+        """Count the sessions and bytes left in this pass, and those done in all passes."""
         left = list(self._left.values())
         return Repacking(len(left), sum(left), self._num_done, self._freed_bytes)
 
     def begin(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
-        """Pack from now on, whenever ``is_idle`` says that the machine is free. Once.
+        """Pack from now on, whenever ``is_idle`` reports that the machine is free. Call once.
 
         Args:
-            is_idle: asked before each blob, on a thread of this object.
-            on_packed: called there for each session that takes less room than before.
+            is_idle: called before each blob, on a thread of this object.
+            on_packed: called there for each session that takes less space than before.
         """
         self._is_idle, self._on_packed = is_idle, on_packed
         self._woken.set()
@@ -127,12 +127,12 @@ class Repacker(Generic[R]):
         self._thread.start()
 
     def look_again(self) -> None:
-        """Begin another pass: tiers may have other codecs now."""
+        """Begin another pass, since tiers may have other codecs now."""
         self._settled = set()
         self._woken.set()
 
     def close(self) -> None:
-        """Stop; waits for the blob in hand."""
+        """Stop; waits for the blob that is being packed."""
         self._closed.set()
         self._woken.set()
         if self._thread is not None:
@@ -145,7 +145,7 @@ class Repacker(Generic[R]):
             self._woken.clear()
             try:
                 self._pack_all()
-            except Exception:  # the edge of this thread: serving does not depend on it
+            except Exception:  # the outermost frame of this thread: serving does not depend on it
                 _log.exception("stored sessions could not be packed again")
             self._left = {}
 
@@ -160,7 +160,7 @@ class Repacker(Generic[R]):
     # ---- which sessions
 
     def _pack_all(self) -> None:
-        settled = self._settled  # another one, once other codecs are adopted
+        settled = self._settled  # replaced by a new set when other codecs are adopted
         self._left = self._wanted(settled) if self._targets() else {}
         for key in list(self._left):
             if not self._may_go_on():
@@ -170,7 +170,7 @@ class Repacker(Generic[R]):
             self._left.pop(key, None)
 
     def _wanted(self, settled: set[bytes]) -> dict[bytes, int]:
-        """Find the sessions with something to pack: bytes by record key.
+        """Find the sessions with unpacked blobs: bytes by record key.
 
         The oldest and largest come first: by bytes times seconds unused.
         """
@@ -189,7 +189,7 @@ class Repacker(Generic[R]):
         return {key: found[key][1] for key in sorted(found, key=lambda x: -found[x][0])}
 
     def _targets(self) -> dict[int, Codec]:
-        """Give the codecs of tiers that lose something of rows or states, by level."""
+        """Return the codecs of tiers that lose precision of rows or states, by level."""
         codecs = self._packer.codecs
         own = {i: codecs.of(name) for i, name in enumerate(self._stack.names)}
         return {i: x for i, x in own.items() if not x.exact or x.id in codecs.sessions}
@@ -197,7 +197,7 @@ class Repacker(Generic[R]):
     def _resting(self, record: R) -> Iterator[_Resting]:
         """List the blobs of a session of which some tier may have an unpacked copy.
 
-        States come first: they are largest.
+        States come first: they are the largest.
         """
         keys = sorted(self._index.owned(record), key=lambda x: x[:1] != SNAPSHOT)
         found: dict[bytes, dict[int, str]] = {}
@@ -211,19 +211,19 @@ class Repacker(Generic[R]):
     def _places(
         self, record: R, keys: Sequence[bytes], codec: Codec
     ) -> Iterator[tuple[str, Sequence[bytes]]]:
-        """Say under which codecs' tags to look for unpacked copies, and of which blobs."""
+        """Yield the codecs under whose tags unpacked copies may be, and of which blobs."""
         for exact_id in self._packer.exact_ids:
             if exact_id != codec.id:
                 yield exact_id, keys
         if codec.exact:  # it packs states
             yield codec.id, [x for x in keys if x[:1] == SNAPSHOT]
-        elif record.tail_bytes is None:  # rows of older releases lie under the tier's own tag
+        elif record.tail_bytes is None:  # rows of older releases are under the tier's own tag
             yield codec.id, [x for x in keys if x[:1] != CHUNK]
 
     # ---- one session
 
     def _pack_session(self, key: bytes) -> bool:
-        """Pack what rests unpacked of a session; False if it is to be looked at again."""
+        """Pack a session's unpacked blobs; False if the session is to be looked at again."""
         record = self._index.get(key)
         if record is None:
             return True
@@ -247,14 +247,14 @@ class Repacker(Generic[R]):
         return is_whole
 
     def _goes_on_elsewhere(self, record: R) -> bool:
-        """True if another engine left a newer record of the session, which must not be replaced."""
+        """True if another engine wrote a newer record of the session, which must be kept."""
         there = self._index.find_shared(record.tenant, record.id)
         if there is None or there.last_used_s <= record.last_used_s:
             return False
         return self._kind.blob_keys(there) != self._kind.blob_keys(record)
 
     def _names_codecs(self, key: bytes) -> bool:
-        """See to it that the session's record names the codecs that its blobs will be in."""
+        """Ensure that the session's record names the codecs that its blobs will be in."""
         with self._claims.claim(key):
             record = self._index.get(key)
             if record is None:
@@ -287,11 +287,11 @@ class Repacker(Generic[R]):
     def _packed(self, blob: Blob, key: bytes, codec: Codec) -> bytes | None:
         try:
             return packed_again(self._packer, blob, key, codec)
-        except Unusable:  # restoring it finds that, too, and removes it
+        except Unusable:  # a restore finds that, too, and removes the copy
             return None
 
     def _take_sizes(self, key: bytes) -> bool:
-        """Write into the session's record what its blobs take now; False if it says so already."""
+        """Write the present sizes of the blobs into the session's record; False if unchanged."""
         record = self._index.get(key)
         sizes = None if record is None else self._sizes(record)
         if sizes is None:
@@ -304,7 +304,7 @@ class Repacker(Generic[R]):
             return resized != now and self._commit(resized)
 
     def _sizes(self, record: R) -> dict[bytes, int] | None:
-        """Ask for the sizes of all blobs, of each in the fastest tier that has it.
+        """Get the sizes of all blobs, of each in the fastest tier that has it.
 
         None if one is gone.
         """

@@ -1,9 +1,9 @@
 """The tiers of one store, fastest first, with every failure turned into a miss.
 
-A tier is named here by its level in the stack: 0 is the fastest. Tiers are inclusive: a blob may
-rest in several of them, and the fastest copy is the one to read. Callers name blobs by keys; under
-which codec's tag a blob lies, and in which it is put, is known here alone (``codec_tags``). One key
-has one blob in a tier as a rule, and never two that say different things.
+A tier is identified here by its level in the stack: 0 is the fastest. Tiers are inclusive: several
+may hold the same blob, and the fastest copy is the one to read. Callers name blobs by keys; only
+this module knows under which codec's tag a blob is stored (``codec_tags``). A key usually has one
+blob in a tier, and never two with different contents.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvstore.tiers.base import Blob, Tier, TierStats
 from kvstore.tiers.eviction_causes import EvictionCause
 
 T = TypeVar("T")
-MAX_MET: Final = 64  # tags of codecs that only others have, or that were used long ago
-# What was pinned, tier by tier, under the names that it had.
+MAX_MET: Final = 64  # tags of codecs that only other engines have, or that were used long ago
+# The pinned names, tier by tier, as they were when they were pinned.
 PinnedNames: TypeAlias = tuple[list[bytes], ...]
 
 
 @dataclass(frozen=True)
 class Located:
-    """Levels of the fastest tiers that have each key. ``down``: some tier did not say."""
+    """Levels of the fastest tiers that have each key. ``down``: some tier did not answer."""
 
     levels: list[int | None]
     down: bool
@@ -47,14 +47,14 @@ class TierStack:
         self._tiers = tuple(tiers)
         self._counters = counters
         self._names: tuple[TierName, ...] = tuple(_name(x) for x in tiers)
-        # Replaced as a whole while other threads look.
+        # Replaced as a whole, since other threads read it without a lock.
         self._tags: tuple[CodecTags, ...] = tuple(CodecTags() for _ in tiers)
         self._meeting = threading.Lock()
-        self._met: tuple[bytes, ...] = ()  # tags of all codecs that anything here may be in
+        self._met: tuple[bytes, ...] = ()  # tags of all codecs that any blob here may be in
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers themselves, fastest first; for who looks at them directly."""
+        """The tiers themselves, fastest first; for callers that use them directly."""
         return self._tiers
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class TierStack:
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes that a blob takes besides its own, in the tier where that is most."""
+        """Bytes that a blob takes besides its own, in the tier where they are most."""
         return max((x.overhead_bytes for x in self._tiers), default=0)
 
     @property
@@ -85,12 +85,12 @@ class TierStack:
         return self._names.index(name) if name in self._names else None
 
     def tag(self, tags: Sequence[CodecTags]) -> None:
-        """Put and look for blobs under these tags from now on: one ``CodecTags`` for each tier."""
+        """Store and look for blobs under these tags from now on: one ``CodecTags`` per tier."""
         self._tags = tuple(tags)
         self._meet(x for one in tags for x in (one.home, *one.others))
 
     def meet(self, codec_ids: Iterable[str]) -> None:
-        """Note that blobs may be in these codecs, too: a deletion looks there as well."""
+        """Note that blobs may be in these codecs, too, so that deletions cover them."""
         self._meet(map(tag_of, codec_ids))
 
     def _meet(self, tags: Iterable[bytes]) -> None:
@@ -106,7 +106,7 @@ class TierStack:
             raise
 
     def lengths(self, i: int, keys: Sequence[bytes]) -> list[int | None]:
-        """Say how long the blobs are, without reading them; None for those that one tier lacks."""
+        """Return the lengths of blobs without reading them; None for those that one tier lacks."""
         try:
             return self._asked(i, keys, self._tiers[i].lengths)
         except TierUnavailable:
@@ -116,7 +116,7 @@ class TierStack:
     def _asked(
         self, i: int, keys: Sequence[bytes], ask: Callable[[Sequence[bytes]], list[T]]
     ) -> list[T]:
-        """Ask for blobs under one codec's tag after the other. Raises ``TierUnavailable``."""
+        """Ask for blobs under one codec's tag after another. Raises ``TierUnavailable``."""
         tags = self._tags[i]
         found = ask([tags.one(key) for key in keys])
         for tag in tags.others:
@@ -141,7 +141,7 @@ class TierStack:
             return [False] * len(keys)
 
     def may_hold(self, i: int, key: bytes) -> bool:
-        """False only if the tier says that it does not hold the blob."""
+        """False only if the tier answers that it does not hold the blob."""
         try:
             return self._contains(i, [key])[0]
         except TierUnavailable:
@@ -184,7 +184,7 @@ class TierStack:
             return False
 
     def hold_in(self, i: int, codec_id: str, keys: Sequence[bytes]) -> list[bool]:
-        """Say which blobs one tier has under the tag of this codec."""
+        """Return for each blob whether one tier has it under the tag of this codec."""
         try:
             return self._tiers[i].contains_many([tagged(x, tag_of(codec_id)) for x in keys])
         except TierUnavailable:
@@ -200,9 +200,9 @@ class TierStack:
             return None
 
     def exchange(self, i: int, codec_id: str, key: bytes, blob: Blob, tenant: str) -> bool:
-        """Put a blob into one tier in the place of the copy that lies under this codec's tag.
+        """Replace the copy that one tier has under this codec's tag by another blob.
 
-        False: it is as it was, or what was to go may still be there, too.
+        False: nothing changed, or the replaced copy may still exist as well.
         """
         old, new = tagged(key, tag_of(codec_id)), self._tags[i].new(key, blob)
         try:
@@ -214,7 +214,7 @@ class TierStack:
             return False
 
     def delete(self, i: int, keys: Sequence[bytes]) -> bool:
-        """Delete blobs, in any codec, from one tier; False if it could not be asked to."""
+        """Delete blobs, in any codec, from one tier; False if it is not available."""
         tags = (self._tags[i].home, *self._tags[i].others, *self._met)
         names = dict.fromkeys(tagged(key, tag) for tag in tags for key in keys)
         try:
@@ -226,11 +226,11 @@ class TierStack:
             return False
 
     def own_in(self, i: int, tenant: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
-        """Say to one tier whose blobs these are, as far as it does not know; see ``Tier.own``."""
+        """Assign blobs to a tenant in one tier, unless they have an owner; see ``Tier.own``."""
         self._tiers[i].own(tenant, self._tags[i].all(keys), idle_s)
 
     def drop_quarantine(self, i: int) -> bool:
-        """Remove what a tier put aside as damaged; False if it could not be asked to."""
+        """Remove data that a tier put aside as damaged; False if it is not available."""
         try:
             self._tiers[i].drop_quarantine()
             return True
@@ -239,7 +239,7 @@ class TierStack:
             return False
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note in every tier that these were used, ``keys[0]`` as the most recent."""
+        """Mark blobs as used in every tier, ``keys[0]`` as the most recent."""
         for i in range(len(self)):
             self.touch_in(i, keys)
 
@@ -270,14 +270,14 @@ class TierStack:
             self._tiers[i].unpin(names)
 
     def scan(self, i: int, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
-        """List blobs under the names that the tier has for them. Ends early if the tier fails."""
+        """List blobs under the tier's names for them. Ends early if the tier fails."""
         try:
             yield from self._tiers[i].scan(prefix)
         except TierUnavailable:
             self._count_down(i)
 
     def why_evicted(self, key: bytes, levels: Sequence[int]) -> EvictionCause | None:
-        """Say why the first of these tiers that knows evicted a blob; None if none does."""
+        """Return why the first of these tiers that knows evicted a blob; None if none knows."""
         for i in levels:
             causes = set(self._tiers[i].why_evicted(self._tags[i].all([key]))) - {None}
             if causes:

@@ -1,4 +1,4 @@
-"""Moves, pins and forgets sessions between their turns, and drops those whose time is over."""
+"""Moves, pins and forgets sessions between their turns, and drops expired ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.ledger.stack import TierStack
 from kvstore.session import SessionRef, TierName
 from kvstore.workers import Workers
 
-WAIT_S: Final = 30.0  # for writes of the session that are under way
+WAIT_S: Final = 30.0  # for running writes of the session
 MAX_OWED: Final = 1024
 
 
@@ -28,7 +28,7 @@ class Upkeep(Generic[R]):
     """Thread-safe. Every verb may wait for a commit of the session, or for a tier.
 
     Args:
-        is_awaited: says of a record key whether a save of that session waits to be done.
+        is_awaited: returns for a record key whether a save of that session is waiting.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Upkeep(Generic[R]):
         self._notices = notices
         self._is_awaited = is_awaited
         self._deletions = _Deletions(stack, index)
-        self._pinning = threading.Lock()  # the share is looked at and taken in one step
+        self._pinning = threading.Lock()  # checking the share and taking it is one step
 
     def tier_of(self, record: R) -> TierName | None:
-        """The slowest tier that a restore has to read; None if not even the beginning is held."""
+        """Return the slowest tier that a restore must read; None if even the beginning is gone."""
         located = self._stack.locate(self._index.needed_keys(record))
         levels = [x for x in located.levels[: located.num_leading] if x is not None]
         return self._stack.name(max(levels)) if levels else None
@@ -67,12 +67,12 @@ class Upkeep(Generic[R]):
         return [x for x, *there in zip(usable, *held, strict=True) if any(there)]
 
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
-        """Bring the session to ``tier``, then drop the faster copies; says where it rests now.
+        """Bring the session to ``tier``, then drop the faster copies; returns its tier then.
 
-        None if nothing is known of the session.
+        None if the session is not known.
         """
         level = self._stack.level(tier)
-        with self._claims.claim(self._index.key_of(session)):  # or an older record might be sent
+        with self._claims.claim(self._index.key_of(session)):  # else an older record could be sent
             record = self._index.find_anywhere(session.tenant, session.id)
             if record is None:
                 return None
@@ -94,7 +94,7 @@ class Upkeep(Generic[R]):
                 self._stack.delete(faster, own)
 
     def pin(self, tenant: str, session_id: str, key: bytes, pinned: bool) -> None:
-        """Pin or unpin a session; nothing happens for one that was never saved.
+        """Pin or unpin a session; has no effect on one that was never saved.
 
         Raises ``PinLimit``: pinned sessions would take more than their share.
         """
@@ -109,13 +109,13 @@ class Upkeep(Generic[R]):
     def forget(self, key: bytes) -> bool:
         """Remove every blob of the session that no other session here uses.
 
-        False if nothing was known of it.
+        False if the session was not known.
         """
         with self._claims.claim(key):
             return self._remove(key)
 
     def expire(self) -> None:
-        """Forget sessions past their time, report evicted ones, do deletions still owed."""
+        """Forget expired sessions, report evicted ones, retry pending deletions."""
         for record in self._index.all():
             if self._index.is_over(record):
                 self._let_lapse(self._index.key(record))
@@ -125,7 +125,7 @@ class Upkeep(Generic[R]):
     def _let_lapse(self, key: bytes) -> None:
         with self._claims.claim(key):
             record = self._index.get(key)
-            # The session may have been used since the look, and the save of that turn may wait.
+            # The session may have been used since the check, and the save of that turn may wait.
             if record is None or not self._index.is_over(record) or self._is_awaited(key):
                 return
             self._remove(key)
@@ -140,7 +140,7 @@ class Upkeep(Generic[R]):
         self._workers.quiet(WAIT_S)  # blobs on their way to a faster tier
         self._pins.release(key)
         doomed = sorted({x for copy in copies for x in self._index.owned(copy)})
-        # A reader may have found the record again meanwhile, since it is deleted last: an
+        # A reader may have found the record again meanwhile, since it is deleted last, so that an
         # interrupted caller can begin again. So the session itself does not count as a user.
         for keys in (self._index.unshared(doomed, key), [key]):
             self._deletions.everywhere(keys)
@@ -149,7 +149,7 @@ class Upkeep(Generic[R]):
 
 
 def _is_taken(sent: Future[bool]) -> bool:
-    """Wait until a tier has all of a session; False if it could not, or took too long."""
+    """Wait until a tier has all of a session; False if the tier failed, or took too long."""
     try:
         return sent.result(timeout=WAIT_S)
     except TimeoutError:
@@ -157,12 +157,12 @@ def _is_taken(sent: Future[bool]) -> bool:
 
 
 class _Deletions(Generic[R]):
-    """Removes blobs from every tier, later also from one that is down just now. Thread-safe."""
+    """Removes blobs from every tier, later also from one that is down now. Thread-safe."""
 
     def __init__(self, stack: TierStack, index: SessionIndex[R]) -> None:
         self._stack = stack
         self._index = index
-        # What a tier could not be asked to delete, for when it is back.
+        # Deletions that a tier was unavailable for, to be retried when it is back.
         self._owed: deque[tuple[int, Sequence[bytes]]] = deque(maxlen=MAX_OWED)
         self._retrying = threading.Lock()
 
@@ -171,9 +171,9 @@ class _Deletions(Generic[R]):
             self._delete(level, list(keys))
 
     def retry(self) -> None:
-        """Ask once more for each; what fails again stays owed.
+        """Try each pending deletion once more; one that fails again stays pending.
 
-        Blobs that a session needs by now, and records of sessions that came back, are kept.
+        Blobs that a session needs by now, and records of sessions that exist again, are kept.
         """
         with self._retrying:
             for _ in range(len(self._owed)):
@@ -182,6 +182,6 @@ class _Deletions(Generic[R]):
                 self._delete(level, still)
 
     def _delete(self, level: int, keys: Sequence[bytes]) -> None:
-        # In this order: a tier that finds its file damaged while it deletes puts it aside then.
+        # In this order: a tier that finds its file damaged during the deletion puts it aside then.
         if not (self._stack.delete(level, keys) and self._stack.drop_quarantine(level)):
             self._owed.append((level, keys))

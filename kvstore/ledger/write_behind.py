@@ -1,10 +1,10 @@
-"""Bringing a session to a tier: chunks first, the record last.
+"""Brings a session to a tier: chunks first, the record last.
 
-``deliver`` does it for one tier, now. ``WriteBehind`` does it for a slower tier on a thread of its
-own, through a bounded queue. A delivery that was skipped or cut short leaves the tier with what it
-had: an older record that is still true, and perhaps some chunks more. It is remembered as *behind*
-and made good by the next save, a demotion or a flush: what is missing is then read from the faster
-tiers.
+``deliver`` does it for one tier, at once. ``WriteBehind`` does it for a slower tier on a thread of
+its own, through a bounded queue. After a delivery that was skipped or cut short, the tier still has
+an older record that is valid, and perhaps some more chunks. The tier is then *behind* with this
+session. The next save, a demotion or a flush catches up: the missing blobs are then read from the
+faster tiers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from kvstore.stats import Counters
 from kvstore.tiers.base import Blob
 
 WRITE_BATCH: Final = 16  # blobs per call to a tier
-# A tier that is down for days would else be owed every session there ever was. Of the one longest
-# behind it is forgotten; its next save brings all that is missing, as any save does.
+# Without a limit, a tier that is down for days would be behind with every session that ever was.
+# The session longest behind is dropped from the list; its next save brings all that is missing, as
+# any save does.
 MAX_BEHIND: Final = 65_536
 
 _log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Delivery:
         chain: keys of every blob that the record needs, in order.
         fresh: those blobs that this save made, still in memory.
         obsolete: keys of blobs that the older record needed and no record needs now.
-        tenant: whose session it is.
+        tenant: the session's.
     """
 
     record_key: bytes
@@ -56,21 +57,21 @@ class Delivery:
 
 class Delivered(NamedTuple):
     recorded: bool  # the tier's record is now the new one
-    complete: bool  # and nothing that it needs is lacking
+    complete: bool  # and no blob that it needs is missing
 
 
 def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) -> Delivered:
     """Make one tier hold the session. A tier that could not take all of it keeps an older record.
 
     Args:
-        whole: also fetch what the tier lacks of older saves from the faster tiers. Without it only
-            the fresh blobs are written.
+        whole: also copy blobs of older saves that the tier lacks from the faster tiers. Without it
+            only the fresh blobs are written.
     """
     wanted = delivery.chain if whole else [x for x in delivery.chain if x in delivery.fresh]
     held = stack.holds(level, wanted)
     missing = [key for key, there in zip(wanted, held, strict=True) if not there]
     complete = _write(stack, level, delivery, missing)
-    # Part of a session is better than none, but not than an older one that is whole.
+    # Part of a session is better than none, but not better than an older one that is whole.
     if not complete and stack.may_hold(level, delivery.record_key):
         return Delivered(False, False)
     if not stack.replace(level, delivery.record_key, delivery.record, delivery.tenant):
@@ -82,8 +83,8 @@ def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) ->
 
 
 def _write(stack: TierStack, level: int, delivery: Delivery, missing: Sequence[bytes]) -> bool:
-    """Put what is missing, as far as a tier has it; True if that was all."""
-    # Pinned meanwhile, so that the end of a long session never makes room by evicting its head.
+    """Write the missing blobs, as far as a tier has them; True if that was all of them."""
+    # The chain is pinned meanwhile, so that the end of a long session never evicts its head.
     with stack.pinned_in(level, delivery.chain):
         done = [
             _write_batch(stack, level, delivery, missing[i : i + WRITE_BATCH])
@@ -130,14 +131,14 @@ class WriteBehind:
         self._num_offered = 0
         self._nbytes = 0  # waiting and being written
         self._current: bytes | None = None
-        self._behind: dict[bytes, int] = {}  # number of the save that is lacking; longest first
-        # Keys that deliveries which failed should have deleted: the next one of the session does.
+        self._behind: dict[bytes, int] = {}  # number of the missing save; longest behind first
+        # Keys that failed deliveries should have deleted: the session's next one deletes them.
         self._obsolete: dict[bytes, Sequence[bytes]] = {}
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Write on a thread from now on. Once."""
+        """Write on a thread from now on. Call once."""
         name = f"kvstore-write-{self._stack.name(self._level)}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -149,7 +150,7 @@ class WriteBehind:
     def offer(self, delivery: Delivery) -> None:
         """Queue a delivery without waiting; before ``start`` it is written at once.
 
-        ``delivery.done`` says whether it all was taken.
+        The result of ``delivery.done`` is whether all of it was written.
         """
         with self._changed:
             self._num_offered += 1
@@ -166,13 +167,13 @@ class WriteBehind:
             self._write_next()
 
     def take_behind(self) -> set[bytes]:
-        """Take the record keys of sessions whose newest save is not here; the caller sends them."""
+        """Take the record keys of sessions whose newest save is missing; the caller sends them."""
         with self._changed:
             behind, self._behind = self._behind, {}
             return set(behind)
 
     def cancel(self, record_key: bytes) -> None:
-        """Forget what waits for this session; returns when none of it is being written."""
+        """Drop waiting deliveries of this session; returns when none of it is being written."""
         with self._changed:
             dropped = [x for _, x in self._waiting if x.record_key == record_key]
             self._waiting = deque(x for x in self._waiting if x[1].record_key != record_key)
@@ -186,14 +187,14 @@ class WriteBehind:
             delivery.done.set_result(False)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing waits and nothing is written; False if that took too long."""
+        """Wait until no delivery waits or is written; False if that took too long."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._waiting and self._current is None, timeout_s
             )
 
     def close(self) -> None:
-        """Stop the thread; what still waits is dropped."""
+        """Stop the thread; waiting deliveries are dropped."""
         with self._changed:
             self._closed = True
             dropped, self._waiting = self._waiting, deque()
@@ -210,7 +211,7 @@ class WriteBehind:
     def _write_next(self) -> bool:
         """Write one delivery; False once closed.
 
-        It is a function of its own so that nothing holds blobs while the next is awaited.
+        A separate function, so that no local variable holds blobs while the next is awaited.
         """
         found = self._next()
         if found is None:
@@ -226,7 +227,7 @@ class WriteBehind:
     def _is_delivered(self, delivery: Delivery) -> bool:
         try:
             return deliver(self._stack, self._level, delivery, whole=True).complete
-        except Exception:  # the edge of this thread: a defect in a tier must not end it
+        except Exception:  # the outermost frame of this thread: a defect in a tier must not end it
             _log.exception("writing to %s failed", self._stack.name(self._level))
             return False
 
@@ -247,7 +248,7 @@ class WriteBehind:
             self._counters.add(f"behind.{self._stack.name(self._level)}")
         key = delivery.record_key
         with self._changed:
-            if self._behind.get(key, 0) <= number:  # a newer save may be lacking already
+            if self._behind.get(key, 0) <= number:  # else a newer save is missing already
                 self._behind.pop(key, None)
                 if not complete:
                     self._behind[key] = number
