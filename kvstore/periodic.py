@@ -1,4 +1,4 @@
-"""A thread that looks after something now and then."""
+"""A thread that repeats a task at intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _log = logging.getLogger(__name__)
 
 
 class Periodic:
-    """Calls ``work`` every ``every_s`` seconds, until ``close``; ``at_once``: now, too."""
+    """Calls ``work`` every ``every_s`` seconds until ``close``; with ``at_once`` also at start."""
 
     def __init__(
         self, work: Callable[[], None], every_s: float, name: str, *, at_once: bool = False
@@ -23,7 +23,7 @@ class Periodic:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; waits for a call of ``work`` that has begun."""
+        """Stop; waits for a running call of ``work``."""
         self._closed.set()
         self._thread.join()
 
@@ -33,5 +33,5 @@ class Periodic:
             wait_s = self._every_s
             try:
                 self._work()
-            except Exception:  # the edge of this thread: a bad round must not be the last one
+            except Exception:  # the outermost frame of this thread: a bad round must not end it
                 _log.exception("a round of %s failed", self._thread.name)

@@ -14,25 +14,25 @@ from kvstore.tiers.seal import read_secret
 
 
 class Company(Protocol):
-    """Says what a store wants to know of the engines that share its Redis.
+    """Reports to a store about the engines that share its Redis.
 
     Thread-safe; never waits.
     """
 
     def report(self) -> Members | None:
-        """Say who else is there; None: it is not known."""
+        """Report the other engines; None: they are not known."""
 
     def why_unknown(self) -> MissReason:
-        """Say why a session that is not known here may be missing."""
+        """Return why a session that is not known here may be missing."""
 
     def why_diverged(self) -> MissReason:
-        """Say why a session that is known here may have nothing of its prompt."""
+        """Return why a session that is known here may have nothing in common with its prompt."""
 
     def close(self) -> None: ...
 
 
 class Alone:
-    """Implements ``Company`` where there is no Redis."""
+    """Implements ``Company`` for a store without Redis."""
 
     def report(self) -> Members | None:
         return None
@@ -54,7 +54,7 @@ def joined(config: StoreConfig, facts: Callable[[], Facts]) -> Company:
     """Join the engines on the store's Redis, if it has one.
 
     Args:
-        facts: says what this engine is now; called on a thread of its own.
+        facts: returns this engine's present facts; called on a separate thread.
 
     Raises:
         ValueError: ``redis_url`` is not a URL of a Redis server, or the secret cannot be read.

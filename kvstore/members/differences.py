@@ -1,4 +1,4 @@
-"""Compares what engines say of themselves, and says in words what keeps them apart."""
+"""Compares the facts of engines, and describes in words what keeps the engines apart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.members.entry import Entry
 from kvstore.members.facts import Facts
 from kvstore.stats import Difference, Members
 
-# What one engine stored cannot be found by the other, and no record of the session says so.
+# Differences by which one engine's blobs cannot be found by the other, without any record of it.
 APART: Final = frozenset({"secret", "encryption"})
 SEED: Final = "seed"
 
@@ -56,14 +56,14 @@ _OF_ONE_MODEL: Final = {
 
 
 def kinds_between(own: Facts, other: Facts) -> Iterator[str]:
-    """Yield the kinds of differences between two engines that have one secret."""
+    """Yield the kinds of differences between two engines that share a secret."""
     yield from (kind for kind, differs in _OF_ALL.items() if differs(own, other))
     if (own.model, own.part) == (other.model, other.part):
         yield from (kind for kind, differs in _OF_ONE_MODEL.items() if differs(own, other))
 
 
 def compared(own: Facts, entries: Iterable[Entry]) -> Members:
-    """Compare an engine with all others; each of these counts once for each kind."""
+    """Compare an engine with all others; each of them counts once for each kind."""
     counts: Counter[str] = Counter()
     alike = 0
     for entry in {x.id: x for x in entries}.values():
@@ -79,7 +79,7 @@ def compared(own: Facts, entries: Iterable[Entry]) -> Members:
 
 
 def among(entries: Iterable[Entry]) -> list[Difference]:
-    """Compare engines of one secret that serve one model with each other, the first as the norm."""
+    """Compare engines of one secret and model with each other; the first is the reference."""
     firsts: dict[tuple[str, str], Facts] = {}
     counts: Counter[str] = Counter()
     for facts in (x.facts for x in entries if x.facts is not None):
@@ -89,5 +89,5 @@ def among(entries: Iterable[Entry]) -> list[Difference]:
 
 
 def difference(kind: str, number: int) -> Difference:
-    """Say in a sentence what so many engines on the same Redis have that is different."""
+    """Describe in a sentence how this number of engines on the same Redis differs."""
     return Difference(kind, number, f"other engines on this Redis ({number}) {WORDS[kind]}")

@@ -1,4 +1,4 @@
-"""The facts that an engine publishes of itself to others that have the same secret."""
+"""The facts that an engine publishes about itself to others that have the same secret."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 def release() -> str:
-    """Return the version of this program; "" where it is not installed as a package."""
+    """Return the version of this program; "" if it is not installed as a package."""
     try:
         return version("thermocline")
     except PackageNotFoundError:
@@ -16,16 +16,16 @@ def release() -> str:
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Names what must be the same where two engines are to find each other's blobs.
+    """Names the facts in which two engines must agree to find each other's blobs.
 
-    Later releases may say more; what is not known here is passed over.
+    Later releases may add fields; fields that are unknown here are ignored.
     """
 
     model: str  # as clients call it
-    part: str = ""  # of the model, where several processes have one each
+    part: str = ""  # of the model, if several processes have one part each
     fingerprint: str
-    codec: str = ""  # id of the one that is used for Redis
+    codec: str = ""  # id of the codec that is used for Redis
     chunk_tokens: int = 0
     encrypt: bool = False
-    hash_seed: str = ""  # of the names that the engine itself gives to blocks: PYTHONHASHSEED
+    hash_seed: str = ""  # PYTHONHASHSEED, which affects the engine's own names of blocks
     release: str = msgspec.field(default_factory=release)

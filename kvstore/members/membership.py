@@ -1,8 +1,8 @@
-"""Keeps an engine's entry on Redis, and says what keeps it apart from the others there.
+"""Keeps an engine's entry on Redis, and reports what keeps it apart from the others there.
 
-No request waits for it: a thread of its own asks the server, every ``BEAT_S`` seconds. Where the
-server does not answer, what was last known is forgotten after a lease: it is a belief, and costs
-nothing.
+No request waits for it: a separate thread asks the server every ``BEAT_S`` seconds. If the server
+does not answer, the last result is forgotten after a lease. The result is only a belief, so losing
+it costs nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Membership:
 
     Args:
         link: owned by this object.
-        facts: says what this engine is now; called on the thread.
+        facts: returns this engine's present facts; called on the thread.
     """
 
     def __init__(

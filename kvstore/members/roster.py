@@ -1,7 +1,7 @@
-"""The slots on a Redis server in which engines say that they are there, each for a while.
+"""The slots on a Redis server in which engines announce themselves, each for a limited time.
 
 There are ``NUM_SLOTS`` keys, in one slot of a cluster, and each is read up to a bound: a client
-that can write there can hide engines from each other or fill all slots, and do no more. Where there
+that can write there can hide engines from each other or fill all slots, but nothing more. If there
 are more engines than slots, those without one still read the others.
 """
 
@@ -34,7 +34,7 @@ class Roster:
         self._now_ms = 0
 
     def look(self) -> list[Entry]:
-        """Read all entries that are good now."""
+        """Read all entries that are valid now."""
         commands: list[Command] = [("TIME",)]
         commands += [("GETRANGE", x, 0, MAX_BYTES) for x in SLOTS]
         now, *raws = self._run(commands)
@@ -48,7 +48,7 @@ class Roster:
         return [x for x in found if x is not None and self._is_good(x)]
 
     def _is_good(self, entry: Entry) -> bool:
-        """False for one that was put back; without a time in it that cannot be detected."""
+        """False for an entry that was put back later; without a time that cannot be detected."""
         return not entry.at_ms or abs(self._now_ms - entry.at_ms) <= LEASE_S * 1000
 
     def keep(self, id: bytes, facts: Facts) -> bool:
@@ -69,7 +69,7 @@ class Roster:
         return False
 
     def leave(self, id: bytes) -> None:
-        """Remove our entry, if it is there."""
+        """Remove our entry, if it exists."""
         if self._own and self._is_ours(id):
             self._run([("UNLINK", self._own)])
         self._own = b""
@@ -80,11 +80,11 @@ class Roster:
         return entry is not None and entry.id == id
 
     def _run(self, commands: Sequence[Command]) -> list[Reply]:
-        """Run commands; one that is refused makes the whole unavailable, but of a foreign type."""
+        """Run commands. Any refusal makes the server unavailable, except for a foreign type."""
         replies = self._link.run(commands)
         for i, reply in enumerate(replies):
             if isinstance(reply, Exception):
-                if str(reply).startswith("WRONGTYPE"):  # another program's: a slot that is not free
+                if str(reply).startswith("WRONGTYPE"):  # of another program: the slot is taken
                     replies[i] = b"?"
                     continue
                 self._link.count(str(reply))

@@ -1,5 +1,5 @@
 """Profiles of models that engines of one secret publish for each other on their Redis, sealed.
 
-``publication`` says what is published and how it is named; ``shelf`` puts it on the server, and
-takes it from there.
+``publication`` describes a published profile and its names; ``shelf`` writes it to the server and
+reads it from there.
 """

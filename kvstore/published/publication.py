@@ -1,11 +1,12 @@
-"""A profile that an engine has published: what is said of it, and the names that it lies under.
+"""A profile that an engine has published: its description, and its names on the server.
 
     thermocline:profiles:1:{KEY}:MODEL:STAGE             a sealed ``Publication``
                                 :MODEL:STAGE:DIGEST:N    a sealed piece of its file, N from 0
 
-KEY names the engines' common secret without revealing it; its braces keep all keys in one slot of a
-cluster. MODEL is a keyed hash of all that must be alike. All of it is encrypted with AES-256-GCM by
-a key derived from the secret, with the name bound in: what was changed or moved is damaged.
+KEY identifies the engines' common secret without revealing it; its braces keep all keys in one slot
+of a cluster. MODEL is a keyed hash of everything that must be alike. All values are encrypted with
+AES-256-GCM, with a key derived from the secret, and the name is bound in: a value that was changed
+or moved counts as damaged.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout
 from kvstore.tiers.seal import SEAL_BYTES, Seal
 
-# What was learned from a few texts, and what was learned from more of them afterwards.
+# A profile learned from a few texts, and one learned from more of them afterwards.
 Stage: TypeAlias = Literal["first", "further"]
 
 PIECE_BYTES: Final = 256 << 10
@@ -47,7 +48,7 @@ class Publication(msgspec.Struct, frozen=True):
         return -(-self.nbytes // PIECE_BYTES)
 
     def piece_bytes(self, number: int) -> int:
-        """Bytes of a piece, not sealed."""
+        """Bytes of a piece before it is sealed."""
         return min(PIECE_BYTES, self.nbytes - number * PIECE_BYTES)
 
 
@@ -57,7 +58,7 @@ class PublishedNames:
     Args:
         secret: the engines' common one.
         fingerprint: of the model, as its cold store names it.
-        layout: of the part of its cache that grows.
+        layout: of the growing part of its cache.
     """
 
     def __init__(self, secret: bytes, fingerprint: str, layout: KVLayout) -> None:
@@ -78,15 +79,15 @@ class PublishedNames:
         ]
 
     def close(self, name: bytes, content: bytes) -> bytes:
-        """Seal what lies under a name."""
+        """Seal the value of a name."""
         return self._seal.close(name, content)
 
     def open(self, name: bytes, sealed: bytes) -> bytes:
-        """Open what lies under a name. Raises ``Corrupt``: it was not sealed so."""
+        """Open the value of a name. Raises ``Corrupt``: it was not sealed this way."""
         return bytes(self._seal.open(name, sealed))
 
     def open_notice(self, name: bytes, sealed: bytes) -> Publication:
-        """Read what an engine says. Raises ``Corrupt``."""
+        """Read an engine's notice. Raises ``Corrupt``."""
         try:
             return msgspec.msgpack.decode(self.open(name, sealed), type=Publication)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -94,5 +95,5 @@ class PublishedNames:
 
 
 def sealed_bytes(nbytes: int) -> int:
-    """Return the size of so many bytes once they are sealed."""
+    """Return the size of a number of bytes once they are sealed."""
     return nbytes + SEAL_BYTES

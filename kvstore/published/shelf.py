@@ -1,8 +1,8 @@
-"""Puts profiles on a Redis server, and takes them from there.
+"""Writes profiles to a Redis server, and reads them from there.
 
-A notice is written once, by the engine that is first, and only after all pieces are there. Pieces
-are named by the file that they are of, so no engine changes another one's. Both expire a while
-after the last engine that uses them was there.
+A notice is written once, by the first engine, and only after all pieces exist. Pieces are named
+after their file, so no engine changes another engine's pieces. Both expire some time after the last
+engine that uses them was there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Shelf:
         self._names = names
 
     def look(self, stage: Stage) -> Publication | None:
-        """Read what is published; None if nothing is. Raises ``Corrupt`` if that is damaged."""
+        """Read the published notice; None if there is none. Raises ``Corrupt`` if it is damaged."""
         name = self._names.notice(stage)
         (raw,) = self._run([("GETRANGE", name, 0, MAX_NOTICE_BYTES)])
         if not raw:
@@ -55,7 +55,7 @@ class Shelf:
         return self._names.open_notice(name, raw)
 
     def fetch(self, stage: Stage, publication: Publication, path: Path) -> None:
-        """Write what is published to a file.
+        """Write the published profile to a file.
 
         Raises:
             Corrupt: a piece is missing or damaged.
@@ -81,8 +81,8 @@ class Shelf:
         """Publish a file; False: another one was published before.
 
         Args:
-            publication: as ``described`` made it of the same file.
-            anew: in the place of what is there, since that is damaged.
+            publication: made by ``described`` from the same file.
+            anew: replace the existing one, since it is damaged.
 
         Raises ``OSError``: the file cannot be read.
         """
@@ -102,18 +102,18 @@ class Shelf:
         sealed = self._names.close(notice, msgspec.msgpack.encode(publication))
         only_first = () if anew else ("NX",)
         (reply,) = self._run([("SET", notice, sealed, "PX", TTL_MS, *only_first)])
-        if reply is None:  # and our pieces expire
+        if reply is None:  # another engine was first; our pieces expire
             return False
         self.refresh(stage, publication)
         return True
 
     def refresh(self, stage: Stage, publication: Publication) -> bool:
-        """Keep what is published for another while; False: a part of it is gone."""
+        """Extend the expiry of the published profile; False: a part of it is gone."""
         names = [self._names.notice(stage), *self._names.pieces(stage, publication)]
         return all(x == 1 for x in self._run([("PEXPIRE", x, TTL_MS) for x in names]))
 
     def close(self) -> None:
-        """End the connection; who waits for it gets ``TierUnavailable``."""
+        """End the connection; a thread that waits for it gets ``TierUnavailable``."""
         self._link.close()
 
     def _run(self, commands: Sequence[Command]) -> list[Reply]:
@@ -127,10 +127,10 @@ class Shelf:
 
 
 def described(path: Path, by: str, ids: dict[str, str]) -> Publication:
-    """Say of a profile's file what is to be published of it.
+    """Describe a profile's file for publication.
 
     Raises:
-        ValueError: it is larger than what may be published; the message says so.
+        ValueError: it is larger than the limit; the message says so.
         OSError: it cannot be read.
     """
     nbytes = path.stat().st_size
