@@ -265,7 +265,7 @@ class Repacker(Generic[R]):
             return self._commit(msgspec.structs.replace(record, codecs=codecs))
 
     def _pack_blob(self, resting: _Resting, tenant: str) -> int | None:
-        """Exchange the unpacked copies of a blob; bytes that this freed, None if a tier refused."""
+        """Exchange a blob's unpacked copies; return the bytes freed, None if a tier refused one."""
         forms: dict[str, bytes] = {}
         targets, freed, is_refused = self._targets(), 0, False
         for level, tag in resting.copies.items():
