@@ -8,12 +8,12 @@ import msgspec
 
 TierName: TypeAlias = Literal["ram", "disk", "redis"]
 TIER_NAMES: Final[tuple[TierName, ...]] = get_args(TierName)  # fastest first
-# Engines on other machines write to these, too.
+# Engines on other machines write to these tiers, too.
 SHARED_TIERS: Final[frozenset[TierName]] = frozenset({"redis"})
 # Why something that was once computed has to be computed again.
 MissReason: TypeAlias = Literal[
     "never-stored",  # nothing of this session was ever saved here
-    "diverged",  # the new prompt leaves the stored one
+    "diverged",  # the new prompt departs from the stored one
     "evicted",  # a tier ran out of room
     "ttl",
     "fingerprint",  # saved by another model, dtype or layout, or by codecs not known here
@@ -21,13 +21,13 @@ MissReason: TypeAlias = Literal[
     "deadline",  # a slow tier; prefill is faster
     "unavailable",  # a tier is down
     "disabled",  # this engine serves without hibernation
-    # Nothing of it was found, and an engine on the same Redis has another secret: perhaps it is
-    # there, sealed with that.
+    # Nothing of it was found, and an engine on the same Redis has another secret: the session may
+    # be stored there, sealed with that secret.
     "foreign-secret",
     # All of it is under other names: another engine on the same Redis has another PYTHONHASHSEED.
     "foreign-seed",
 ]
-# Of a session of which nothing is known, which may well be new.
+# The reasons for an unknown session, which may well be new.
 UNKNOWN_REASONS: Final[frozenset[MissReason | None]] = frozenset({"never-stored", "foreign-secret"})
 
 

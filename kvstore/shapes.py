@@ -1,7 +1,7 @@
 """The shape of a model's KV, in plain numbers.
 
-Arrays are numpy. numpy has no bfloat16, so a bf16 array travels as its uint16 bit pattern; the
-layout, never the array, says which dtype is meant.
+Arrays are numpy. numpy has no bfloat16, so a bf16 array is passed as its uint16 bit pattern; the
+layout, never the array, determines the dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KVRun: TypeAlias = Sequence[KVPair]
 class KVLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One attention layer whose K and V grow with every token.
 
-    A dimension of 0 says that this side is not there: the keys alone, or the values alone.
+    A dimension of 0 means that this side does not exist: there are only values, or only keys.
     """
 
     num_kv_heads: int
@@ -69,12 +69,12 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StateLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of a session that is no rows of every token.
+    """The part of a session that is not rows of every token.
 
     Args:
         windows: layers that keep the newest tokens only; None if there are none whose rows can be
             packed.
-        window_tokens: so many of them at most.
+        window_tokens: the most tokens that they keep.
         has_matrices: recurrent layers keep matrices that can be packed.
     """
 
@@ -87,7 +87,7 @@ class StoredModel(msgspec.Struct, frozen=True):
     """The model whose KV a store keeps.
 
     Args:
-        name: what clients call it; sessions are found by it.
+        name: the clients' name of it; sessions are found by it.
         fingerprint: hex digest of weights, config, dtype and the engine's KV layout.
         needs_state: its cache cannot be cut back to an earlier token; sessions are then
             restorable only where a snapshot was taken.
@@ -107,5 +107,5 @@ def tokens_in(run: KVRun) -> int:
 
 
 def slice_tokens(run: KVRun, first: int, last: int) -> list[KVPair]:
-    """Give views of tokens ``first..last`` of every layer; nothing is copied."""
+    """Return views of tokens ``first..last`` of every layer; nothing is copied."""
     return [(k[:, first:last], v[:, first:last]) for k, v in run]

@@ -12,10 +12,10 @@ from kvstore.tiers.base import TierStats
 
 
 class Repacking(msgspec.Struct, frozen=True):
-    """The progress of packing what rests unpacked; it goes on in idle moments."""
+    """The progress of packing blobs that are stored unpacked; it continues in idle moments."""
 
     sessions_left: int = 0
-    bytes_left: int = 0  # that these take now
+    bytes_left: int = 0  # present bytes of these sessions
     sessions_done: int = 0  # since the start
     freed_bytes: int = 0  # in all tiers together
 
@@ -25,18 +25,18 @@ class Difference(msgspec.Struct, frozen=True):
 
     kind: str  # a word of ``kvstore.members.differences.WORDS``
     number: int  # of such engines
-    text: str  # one sentence, with what to do
+    text: str  # one sentence, with the remedy
 
 
 class Members(msgspec.Struct, frozen=True):
-    """The other engines on the store's Redis, as far as they have said so lately."""
+    """The other engines on the store's Redis, as far as they have reported lately."""
 
     alike: int = 0  # those that find what this one stores, or serve other models
     differing: tuple[Difference, ...] = ()
 
 
 def most_different(parts: Iterable[Members | None]) -> Members | None:
-    """Choose what one engine of several says: of those on the same Redis one finds the most."""
+    """Choose the report of one engine of several: of those on one Redis, the fullest."""
     return max(
         (x for x in parts if x is not None),
         key=lambda x: (len(x.differing), x.alike),
@@ -45,13 +45,13 @@ def most_different(parts: Iterable[Members | None]) -> Members | None:
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment of the store. All counters only grow.
+    """The store's statistics at one moment. All counters only grow.
 
     ``saves`` ended with a record in a tier; ``saves_skipped`` found the queue full;
-    ``saves_superseded`` gave way to a newer one of the session; ``saves_failed`` reached no tier.
-    ``saves_copied``: too much waited to pack them anew for slower tiers, which got copies instead.
-    ``chunks_encoded``; ``chunks_kept``, of which some rows had been restored from a lossy copy and
-    were not packed again; ``repacked_blobs``, which rested unpacked before;
+    ``saves_superseded`` were replaced by a newer one of the session; ``saves_failed`` reached no
+    tier. ``saves_copied``: too much waited to pack them anew for slower tiers, which got copies
+    instead. ``chunks_encoded``; ``chunks_kept``, of which some rows had been restored from a lossy
+    copy and were not packed again; ``repacked_blobs``, which were stored unpacked before;
     ``snapshots_stored``, ``restores``, ``restored_tokens``, ``promoted_blobs``.
     ``corrupt``: blobs found damaged and deleted. ``misses.<reason>``: see ``MissReason``.
     ``behind.<tier>``: saves that a slower tier did not take in time. ``unavailable.<tier>``: calls
@@ -63,9 +63,9 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     write_queue_bytes: dict[str, int]  # packed bytes waiting for each slower tier
     num_sessions: int
     tiers: list[TierStats]
-    codecs: dict[str, str] = {}  # by tier, the id of the one that new blobs are in
+    codecs: dict[str, str] = {}  # by tier, the id of the codec of new blobs
     repacking: Repacking = Repacking()
-    members: Members | None = None  # None: there is no Redis, or nothing is known yet
+    members: Members | None = None  # None: there is no Redis, or no report yet
 
 
 class Counters:

@@ -1,23 +1,23 @@
-"""The tiers in which packed blobs rest: RAM, disk, Redis; one protocol, one contract suite.
+"""The tiers in which packed blobs are stored: RAM, disk, Redis; one protocol, one contract suite.
 
 The store calls a tier from its own threads, and a tier may fail at any time:
 
 1. ``registry.open_usable_tiers`` opens the tiers that are enabled, fastest first.
-2. ``put_many`` and ``replace`` write; a blob that does not fit is refused, which is no error.
+2. ``put_many`` and ``replace`` write; a blob that does not fit is refused, which is not an error.
 3. ``get_many`` reads; an absent blob is ``None``. The store verifies the others by checksum.
-4. ``touch``, ``pin`` and ``unpin`` say what is in use; each tier evicts by itself (``lru``).
-5. ``delete_many`` overwrites or removes what was forgotten, as far as the medium allows.
+4. ``touch``, ``pin`` and ``unpin`` mark blobs as in use; each tier evicts by itself (``lru``).
+5. ``delete_many`` overwrites or removes forgotten blobs, as far as the medium allows.
 
-What leaves the process is sealed with the server's secret (``seal``, ``sealed_tier``): without it
-nothing can be put there that is believed.
+Data that leaves the process is sealed with the server's secret (``seal``, ``sealed_tier``): without
+the secret no data can be put there that is trusted.
 
 Every error of the medium becomes ``kvstore.errors.TierUnavailable``, or ``TierInUse`` for a
 folder that another process owns, and never costs more than a prefill.
 
-A new tier is a module here, or a sub-package where it needs several. It implements ``Tier``, keeps
+A new tier is a module here, or a sub-package if it needs several. It implements ``Tier``, keeps
 its budget with ``lru.RecencyIndex``, is opened in ``registry.py``, and joins ``KINDS`` of
 ``tests/contract/tier_rig.py``, so that ``test_tiers.py`` and ``test_tier_model.py`` run over it.
-Its name goes into ``kvstore.session.TierName``; what each tier has of its own (budget and codec in
-``StoreConfig`` and ``CodecSet``, the cache header's word, the share of a prefill that a wake
-costs) stands where ``git grep '"redis"'`` finds it.
+Its name goes into ``kvstore.session.TierName``. The definitions particular to each tier (budget and
+codec in ``StoreConfig`` and ``CodecSet``, the cache header's word, the share of a prefill that a
+wake costs) can be found with ``git grep '"redis"'``.
 """

@@ -1,4 +1,4 @@
-"""Marks bytes in memory of which a seal has proved every one."""
+"""Marks bytes in memory that a seal has proved completely."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvstore.tiers.base import Blob
 
 
 class _Opened(np.ndarray):
-    """The bytes that a view shows of a blob whose seal was right."""
+    """The bytes of a view into a blob whose seal was right."""
 
 
 def marked(blob: Blob) -> memoryview:
@@ -19,6 +19,6 @@ def marked(blob: Blob) -> memoryview:
 def is_authentic(blob: Blob) -> bool:
     """True if a seal has proved every byte of a blob, so that no checksum need be computed.
 
-    The mark is on these bytes in memory; a copy of them has none.
+    The mark belongs to these bytes in memory; a copy of them has none.
     """
     return isinstance(blob, memoryview) and isinstance(blob.obj, _Opened)

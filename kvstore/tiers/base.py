@@ -1,6 +1,6 @@
-"""The seam between the store and a place where blobs rest.
+"""The protocol between the store and a place that stores blobs.
 
-A tier keeps immutable blobs by key inside a byte budget. It knows nothing of sessions: the store
+A tier keeps immutable blobs by key inside a byte budget. It does not know sessions: the store
 calls ``touch`` with a session's keys in chain order, and the tier makes the *first* of them the
 most recently used. Plain least-recently-used eviction then takes a session's tail before its
 head, and a prefix that many sessions share last.
@@ -26,7 +26,7 @@ class TierStats(msgspec.Struct, frozen=True):
     """The numbers of one tier at one moment, for metrics and the doctor."""
 
     name: str
-    nbytes: int  # keys, blobs and what the tier itself needs per blob
+    nbytes: int  # keys, blobs and the tier's own overhead per blob
     capacity_bytes: int
     num_blobs: int
     evictions: int
@@ -43,7 +43,7 @@ class Tier(Protocol):
 
     @property
     def persistent(self) -> bool:
-        """Say whether blobs survive the end of this process."""
+        """True if blobs survive the end of this process."""
 
     @property
     def overhead_bytes(self) -> int:
@@ -62,7 +62,7 @@ class Tier(Protocol):
         A key that exists keeps its blob. Each blob is written whole or not at all. All keys become
         recent, the first one most. A blob that cannot fit beside the pinned ones, those that are
         guaranteed to other tenants than ``owner``, and those written before it in the same call is
-        refused. Never raises for want of room.
+        refused. Never raises for lack of space.
 
         Raises:
             TierUnavailable: nothing could be written.
@@ -71,12 +71,12 @@ class Tier(Protocol):
     def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
         """Keep a blob in place of the key's older one (records); False if refused.
 
-        After a refusal the older blob may still be there, as the next to be evicted.
+        After a refusal the older blob may still exist, as the next to be evicted.
 
         Args:
-            instead_of: it takes the place of this other key's blob, which goes in the same step;
-                ``key`` is absent. Refused if that is not here, or if another engine wrote it. Where
-                the medium knows no such step, the new blob is there before the other goes.
+            instead_of: another key, whose blob is removed in the same step; ``key`` is absent.
+                Refused if that blob is not here, or if another engine wrote it. If the medium has
+                no such step, the new blob is written before the other is removed.
 
         Raises:
             TierUnavailable: nothing could be written.
@@ -97,7 +97,7 @@ class Tier(Protocol):
         """
 
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
-        """Say whose blobs these are that an earlier run left here; absent ones are left alone.
+        """Assign blobs that an earlier run left here to their owner; absent ones are ignored.
 
         ``idle_s``: for how many seconds the owner has used none of them; see ``tenant_parts``.
         """
@@ -118,14 +118,14 @@ class Tier(Protocol):
         """Remove blobs, their content too as far as the medium allows; return how many there were.
 
         Raises:
-            TierUnavailable: they may still be there.
+            TierUnavailable: they may still exist.
         """
 
     def drop_quarantine(self) -> None:
-        """Remove what was put aside as damaged: it may hold what is to be forgotten.
+        """Remove data put aside as damaged, since it may hold content that is to be forgotten.
 
         Raises:
-            TierUnavailable: it is still there.
+            TierUnavailable: it still exists.
         """
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
@@ -136,10 +136,10 @@ class Tier(Protocol):
         """
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
-        """Say of each key why this process evicted it; None: it did not, or too long ago."""
+        """Return for each key why this process evicted it; None: it did not, or too long ago."""
 
     def stats(self) -> TierStats:
-        """Return the numbers of this moment. Never raises, never waits for the medium."""
+        """Return the present numbers. Never raises, never waits for the medium."""
 
     def flush(self) -> None:
         """Return when everything accepted so far is as safe as it will get.
@@ -149,4 +149,4 @@ class Tier(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of the medium; later calls may raise ``TierUnavailable``."""
+        """Release the medium; later calls may raise ``TierUnavailable``."""

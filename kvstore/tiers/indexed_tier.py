@@ -1,4 +1,4 @@
-"""The answers that every evicting tier gives from its index."""
+"""The methods that every evicting tier implements with its index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.tiers.lru import RecencyIndex
 
 
 class IndexedTier:
-    """The methods of ``Tier`` that a ``RecencyIndex`` answers, under the lock of the tier."""
+    """The methods of ``Tier`` that a ``RecencyIndex`` implements, under the lock of the tier."""
 
     _index: RecencyIndex
     _lock: threading.Lock
@@ -37,7 +37,7 @@ class IndexedTier:
 
     @property
     def pins(self) -> dict[bytes, int]:
-        """Pin count of each blob by name, also of blobs that are not here."""
+        """Pin count of each blob by name, including blobs that are not held."""
         with self._lock:
             return self._index.pins
 

@@ -3,11 +3,11 @@
 LMDB never overwrites, so besides the blobs its file needs room for
 
 * the next commit, and what the two before it freed: LMDB reuses pages two commits later;
-* free pages that lie too scattered for a fragment (8 % of the live bytes under steady eviction);
+* free pages too scattered for a fragment (8 % of the live bytes under steady eviction);
 * the tree's own pages.
 
-The map ends at the limit, so the file stays within it even where this estimate is wrong. Where
-blobs of unusual sizes need more, the tier evicts more.
+The map ends at the limit, so the file stays within it even if this estimate is wrong. If blobs of
+unusual sizes need more, the tier evicts more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def batch_bytes(capacity_bytes: int) -> int:
 def first_batch(
     pending: Sequence[bytes], blobs: Mapping[bytes, memoryview], max_bytes: int
 ) -> dict[bytes, memoryview]:
-    """The first of the pending blobs, as many as one commit takes; one at least."""
+    """Return the first of the pending blobs, as many as one commit takes; at least one."""
     batch: dict[bytes, memoryview] = {}
     total = 0
     for key in pending:

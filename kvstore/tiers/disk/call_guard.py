@@ -14,13 +14,13 @@ from kvstore.errors import TierUnavailable
 
 log = logging.getLogger(__name__)
 
-# EIO: what LMDB makes of a write that a full file system cut short.
+# EIO: LMDB's error for a write that a full file system cut short.
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 
 def is_want_of_room(error: lmdb.Error) -> bool:
-    """Say whether an error means that the map or the file system is full."""
+    """True if an error means that the map or the file system is full."""
     return isinstance(error, lmdb.MapFullError) or error.code in _NO_ROOM
 
 
@@ -46,14 +46,14 @@ class CallGuard:
 
     @property
     def damaged(self) -> bool:
-        """Say whether a call found the tree damaged; later ones are refused until it is mended."""
+        """True if a call found the tree damaged; later ones are refused until it is mended."""
         return self._damaged
 
     @contextmanager
     def mend(self) -> Iterator[bool]:
-        """Keep all calls out for as long as a damaged file is replaced.
+        """Keep all calls out while a damaged file is replaced.
 
-        Yields False if there is nothing to mend. What the block raises leaves the damage.
+        Yields False if there is nothing to mend. If the block raises, the damage remains.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._mending)
@@ -72,7 +72,7 @@ class CallGuard:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Guard one use of the LMDB environment; every use is inside one of these.
+        """Guard one use of the LMDB environment; every use must be inside such a call.
 
         Raises:
             TierUnavailable: closed, found damaged earlier, or LMDB or the file system failed now.

@@ -10,8 +10,8 @@ pages that are free but not reusable yet, and some gaps; it never exceeds ``file
 first, lets the pages come free, and tries again, evicting more each time.
 
 **Faults.** A full disk or map: the blobs are refused and the error is counted. Any other error of
-the file system is counted and raised as ``TierUnavailable``. Where a tree is found damaged, at the
-start or while in use, the file is put aside and the tier goes on empty. A medium error
+the file system is counted and raised as ``TierUnavailable``. If a tree is found damaged, at the
+start or while in use, the file is put aside and the tier continues empty. A medium error
 *under* the map cannot be turned into a miss: it arrives as SIGBUS and ends the engine, whose next
 start verifies the file.
 
@@ -85,10 +85,10 @@ class DiskTier(IndexedTier):
             raise
 
     def _mend(self) -> None:
-        """Go on with an empty file where calls have found the one there damaged, if that opens."""
+        """Replace the file by an empty one if calls have found it damaged."""
         if not self._guard.damaged:
             return
-        # The calls inside end first, and some of them have yet to write.
+        # Calls already inside end first, and some of them have yet to write.
         with self._guard.mend() as damaged, self._writing:
             if not damaged:
                 return
@@ -125,14 +125,14 @@ class DiskTier(IndexedTier):
 
     @property
     def overhead_bytes(self) -> int:
-        return self._blobs.nbytes(1)  # a blob of one byte takes hardly anything else
+        return self._blobs.nbytes(1)  # nearly all of it is overhead
 
     # Reading
 
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
         """Return one blob per key, ``None`` for a miss.
 
-        Reads again where a blob was erased meanwhile, a few times at most; zeros that get through
+        Reads again if a blob was erased meanwhile, a few times at most; zeros that are returned
         even then fail the store's checksum and are a miss.
         """
         with self._guard.call():
@@ -193,7 +193,7 @@ class DiskTier(IndexedTier):
                 if not update.added:
                     self._index.undo(update)
                     return False
-            # What it replaces counts as spared: it goes in the same commit, and was not evicted.
+            # The replaced blob counts as spared: it goes in the same commit, and was not evicted.
             return self._write(update, {before: memoryview(b"")} | blobs, remains)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
@@ -232,7 +232,7 @@ class DiskTier(IndexedTier):
             remains: extents of an evicted blob, to be overwritten once it is deleted; emptied.
 
         Raises:
-            lmdb.Error: anything but want of room.
+            lmdb.Error: any error except lack of space.
         """
         pending, evicted = list(update.added), list(update.evicted)
         try:
@@ -255,7 +255,7 @@ class DiskTier(IndexedTier):
         spare: Mapping[bytes, memoryview],
         remains: list[FileExtent],
     ) -> None:
-        """Delete what was evicted and write a batch; if the file is too full for that, evict more.
+        """Delete the evicted blobs and write a batch; if the file is too full, evict more.
 
         Args:
             evicted: blobs to delete; emptied as soon as they are gone.
@@ -370,7 +370,7 @@ class DiskTier(IndexedTier):
         self._env.sync(True)
 
     def close(self) -> None:
-        """Wait for the calls inside, sync, and give the folder up. May be called twice."""
+        """Wait for the calls inside, sync, and release the folder. May be called twice."""
         if not self._guard.close():
             return
         clean = not self._guard.damaged

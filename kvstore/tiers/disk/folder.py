@@ -3,17 +3,18 @@
     owner.lock    held with flock while the tier is open; the kernel drops it with the process
     data.mdb      the LMDB file; lock.mdb is its reader table
     closed        written at a clean close: size and time of data.mdb then
-    data.foreign  a data.mdb that was not ours, moved aside; at most one, under no limit
+    data.foreign  a data.mdb of another program, moved aside; at most one, under no limit
     data.damaged  the last data.mdb that was damaged, kept for inspection; for a week, or
                   until the first session is forgotten
 
 LMDB trusts its file: a wrong page number in a damaged tree, or a file that ends too early, is not
-an error there but an abort or a SIGBUS of the whole engine. So a file that was not closed by us in
+an error there but an abort or a SIGBUS of the whole engine. So a file that we did not close with
 exactly its present size and time is first walked by py-lmdb's own verifier, which uses plain reads
-and trusts nothing (about 0.5 s per GB). One that fails is put aside, and the tier starts empty.
-That is one file at most, never longer than the tier's own may be. It goes with the first start
-after a week, and as a whole as soon as anything is forgotten: its blobs cannot be assigned to
-owners. The verifier cannot check the blobs; the store verifies their checksums on every read.
+and trusts nothing (about 0.5 s per GB). A file that fails is put aside, and the tier starts empty.
+At most one file is put aside, never longer than the tier's own may be. It is removed at the first
+start after a week, and completely as soon as any session is forgotten, since its blobs cannot be
+assigned to owners. The verifier cannot check the blobs; the store verifies their checksums on every
+read.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _DAMAGED = (
     lmdb.InvalidError,
     lmdb.PageNotFoundError,
 )
-SPARE_MAP_BYTES = 64 << 20  # deleting needs new pages, too
+SPARE_MAP_BYTES = 64 << 20  # deletions need new pages, too
 KEEP_DAMAGED_S = 7 * 24 * 3600.0
 
 
 def left_behind(folder: Path) -> list[Path]:
-    """The paths in a tier's folder where files may lie that the tier neither uses nor counts.
+    """The paths in a tier's folder of files that the tier may leave there, unused and uncounted.
 
     The first is another program's; the second was found damaged.
     """
@@ -96,7 +97,7 @@ class DiskFolder:
         return fd
 
     def open(self, map_bytes: int) -> lmdb.Environment:
-        """Open the database, verified; a fresh one if the one there cannot be trusted.
+        """Open the database, verified; a new one if the existing one cannot be trusted.
 
         A file longer than ``map_bytes`` (the budget was lowered) gets a map that holds it, so that
         the tier can evict and then call ``compact``.
@@ -107,7 +108,7 @@ class DiskFolder:
         if self.data.is_symlink():
             raise TierUnavailable(f"{self.data} is a symbolic link; remove it to use this folder")
         shutil.rmtree(self.path / "compact", ignore_errors=True)
-        # A reader table of a dead process; ours is the only one that may be alive.
+        # The reader table of a dead process; only this process can have a live one.
         (self.path / "lock.mdb").unlink(missing_ok=True)
         self._drop_old_quarantine()
         damage = self._damage()
@@ -159,10 +160,10 @@ class DiskFolder:
         return self._verify()
 
     def _damage_behind(self, error: lmdb.Error) -> str:
-        """Return the damage that an error comes from, regardless of the file's time.
+        """Return the damage that caused an error, regardless of the file's time.
 
         Raises:
-            lmdb.Error: the file is whole; the disk may be full, or the memory.
+            lmdb.Error: the file is whole; the disk or the memory may be full.
         """
         if isinstance(error, _DAMAGED):
             return str(error)
@@ -177,7 +178,7 @@ class DiskFolder:
         except VerifyError as error:
             return str(error)
         except OSError as error:
-            if error.errno == errno.EIO:  # the medium's fault; all others may pass
+            if error.errno == errno.EIO:  # the medium's fault; all others may be temporary
                 return str(error)
             raise TierUnavailable(f"the disk tier cannot read {self.data}: {error}") from error
         elapsed_s = time.monotonic() - started
@@ -185,15 +186,15 @@ class DiskFolder:
         return problems[0] if problems else ""
 
     def _discard(self, why: str) -> None:
-        if not self.data.exists():  # an earlier attempt went no further
+        if not self.data.exists():  # an earlier attempt stopped at this point
             return
         nbytes = self.data.stat().st_size
         log.warning("the disk tier starts empty: %s, %d bytes, deleted: %s", self.data, nbytes, why)
         self.data.unlink()
 
     def _quarantine(self, why: str) -> None:
-        """Put a damaged file where nothing is read from it, in place of an older one."""
-        if not self.data.exists():  # an earlier attempt went no further
+        """Move a damaged file to a place where it is not read, in place of an older one."""
+        if not self.data.exists():  # an earlier attempt stopped at this point
             return
         aside = self.path / "data.damaged"
         log.warning(
@@ -201,14 +202,14 @@ class DiskFolder:
         )
         self.data.replace(aside)
         aside.chmod(0o600)
-        os.utime(aside)  # kept from now on
+        os.utime(aside)  # the week of keeping it starts now
 
     def drop_quarantine(self) -> None:
         """Remove the file that was put aside, if there is one. Raises ``OSError``."""
         (self.path / "data.damaged").unlink(missing_ok=True)
 
     def _drop_old_quarantine(self) -> None:
-        with contextlib.suppress(OSError):  # most often: there is none
+        with contextlib.suppress(OSError):  # usually there is none
             if time.time() - (self.path / "data.damaged").lstat().st_mtime > KEEP_DAMAGED_S:
                 self.drop_quarantine()
 
@@ -219,7 +220,7 @@ class DiskFolder:
     def start_over_if_damaged(
         self, env: lmdb.Environment, map_bytes: int, error: lmdb.Error
     ) -> lmdb.Environment:
-        """Close ``env``, and open an empty file if ``error`` comes from damage to the one there.
+        """Close ``env``, and open an empty file if ``error`` comes from damage to the present one.
 
         Raises:
             lmdb.Error: ``error``; the file is whole.
@@ -247,7 +248,7 @@ class DiskFolder:
         """Close ``env``, rewrite its file without free pages, and open the new file.
 
         LMDB files never shrink by themselves. If the new file exceeds ``map_bytes`` or cannot be
-        written (a full disk, perhaps), an empty one is opened instead: the limit holds.
+        written (perhaps because the disk is full), an empty one is opened instead: the limit holds.
         """
         target = self.path / "compact"
         target.mkdir(mode=0o700)
@@ -284,7 +285,7 @@ class DiskFolder:
         """
         self._close_data()
         if clean:
-            with contextlib.suppress(OSError):  # costs the next start a verification
+            with contextlib.suppress(OSError):  # a failure costs the next start a verification
                 closed = self.path / "closed"
                 closed.touch(mode=0o600)
                 closed.write_bytes(self._size_and_time())

@@ -15,8 +15,8 @@ are exact, and ``erase`` finds all of them.
 
 **Erasing.** LMDB never overwrites: deleting only puts pages on a free list, and they keep their
 content until reused. Cold KV can be turned back into the prompt it came from, so ``forget`` must do
-better. ``erase`` writes zeros over the fragments where they lie in the file. LMDB does not report
-where that is, but each run of value pages begins with a 16-byte header holding its page number; the
+better. ``erase`` writes zeros over the fragments at their place in the file. LMDB does not report
+that place, but each run of value pages begins with a 16-byte header holding its page number; the
 bytes found there in the file must have the value's checksum before anything is overwritten. A blob
 erased but not yet deleted (a kill in between) fails its checksum and is a miss. ``erase`` cannot
 reach old copies inside an SSD or a copy-on-write file system, nor free pages with blobs that were
@@ -60,14 +60,14 @@ class FileExtent(NamedTuple):
 
     offset: int
     nbytes: int
-    crc: int  # crc32c of what should be found there
+    crc: int  # crc32c of the bytes that should be found there
 
 
 class LmdbBlobs:
     """Reads and writes blobs inside transactions that the caller opens.
 
     Args:
-        env: opened with room for two databases. Not closed here.
+        env: opened with space for two databases. Not closed here.
     """
 
     def __init__(self, env: lmdb.Environment) -> None:
@@ -76,7 +76,7 @@ class LmdbBlobs:
         self.fragment_payload = FRAGMENT_BYTES - HEADER_BYTES
 
     def nbytes(self, length: int) -> int:
-        """The bytes of file that a blob of ``length`` bytes takes, tree nodes included."""
+        """The bytes of the file that a blob of ``length`` bytes takes, tree nodes included."""
         whole, rest = divmod(length, self.fragment_payload)
         total = whole * FRAGMENT_BYTES + NODE_BYTES * (whole + 2)
         if rest or not whole:
@@ -159,14 +159,14 @@ class LmdbBlobs:
         return True
 
     def force_commit(self, txn: lmdb.Transaction[memoryview]) -> None:
-        """Make a commit without other changes a real one; pages freed earlier are reused then."""
+        """Make a commit without changes a real one, so that pages freed earlier are reused."""
         txn.put(_NO_KEY, b"", db=self._index)
         txn.delete(_NO_KEY, db=self._index)
 
     def extents(self, txn: lmdb.Transaction[memoryview], key: bytes) -> list[FileExtent]:
-        """Return where a blob's fragments lie in the file.
+        """Return the places of a blob's fragments in the file.
 
-        That holds until the second commit after the one that deletes the blob.
+        They are valid until the second commit after the one that deletes the blob.
         """
         entry = self.entry(txn, key)
         views = self._views(txn, key, entry.length) if entry is not None else ()
@@ -189,7 +189,7 @@ class LmdbBlobs:
 
 
 def erase(extent: FileExtent, data_fd: int) -> bool:
-    """Overwrite a fragment with zeros in the file; False if it was not found or not all is gone.
+    """Overwrite a fragment with zeros in the file; False if not found or not fully overwritten.
 
     The caller is the only writer, so the page cannot get a new owner meanwhile.
 
