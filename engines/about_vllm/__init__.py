@@ -1,4 +1,4 @@
-"""Knowledge of vLLM that both sides of its process need, without importing it.
+"""Knowledge of vLLM that the gateway and vLLM's own processes both need; never imports vLLM.
 
-Importing vLLM takes half a minute, and only its own environment has it.
+Importing vLLM takes half a minute, and only vLLM's own environment has it.
 """

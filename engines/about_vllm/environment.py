@@ -1,7 +1,7 @@
 """Finds out whether an environment can run vLLM with our plug-in, without importing vLLM.
 
-vLLM lives in an environment of its own, and its import takes half a minute; package metadata says
-as much in a moment.
+vLLM is installed in an environment of its own, and importing it takes half a minute. Package
+metadata gives the same answer in a moment.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Final
 import engines
 
 PACKAGES: Final = Path(engines.__file__).resolve().parent.parent
-SUPPORTED: Final = ("0.32.", "0.33.")  # what differs between them: engines/vllm_plugin/versions.py
+SUPPORTED: Final = ("0.32.", "0.33.")  # engines/vllm_plugin/versions.py has their differences
 LOOK_S: Final = 30.0
 
-# Runs in the other interpreter, so it must get along without any package.
+# Runs in the other interpreter, so it may import no package outside the standard library.
 _SCRIPT: Final = """
 import importlib.metadata as m, importlib.util as u, json
 def version(name):
@@ -44,14 +44,15 @@ print(json.dumps({
     }),
 }))
 """
-# Names that other distributions use as well. With a path of ours in front they do no harm.
+# Top-level names that other distributions use as well. They do no harm when our own path comes
+# first in PYTHONPATH.
 ROOMS: Final = ("thermocline", "gateway", "engines", "kvstore", "scheduler", "launch")
 NEEDED: Final = ("msgspec", "numpy", "lmdb", "google_crc32c", "psutil", "prometheus_client")
 
 
 @dataclass(frozen=True)
 class VllmEnvironment:
-    """The vLLM of an environment. ``problem`` is "" or one sentence that says what to do."""
+    """The vLLM of an environment. ``problem`` is "" or one sentence with the fix."""
 
     version: str
     cpu: bool
@@ -78,9 +79,9 @@ def import_path(packages: Path = PACKAGES) -> str:
 
 
 def inspect_environment(python: str, extras: Sequence[str] = ()) -> VllmEnvironment:
-    """Ask another interpreter what it has. ``extras``: further modules that it needs.
+    """Inspect the packages of another interpreter. ``extras``: further modules that it needs.
 
-    Never raises: ``problem`` says what is wrong.
+    Never raises: ``problem`` describes every failure.
     """
     rooms = () if import_path() else ROOMS
     try:
@@ -118,10 +119,10 @@ def _problem(python: str, version: str, found: dict[str, object]) -> str:
 
 
 def _other_release(python: str, theirs: str) -> str:
-    """A sentence if the plug-in there is of another release than we are, else "".
+    """Return a sentence if the plug-in there is of another release than this gateway, else "".
 
-    A checkout lends its own plug-in to any environment, so only an installed gateway can find
-    another release.
+    A gateway that runs from a checkout puts its own plug-in on the path of any environment, so only
+    an installed gateway can find another release.
     """
     ours = _installed_version()
     if import_path() or not ours or theirs == ours:

@@ -1,7 +1,7 @@
-"""Names a request's tenant and session in vLLM's own fields of a request.
+"""Puts a request's tenant and session into fields that vLLM's requests have.
 
-``cache_salt`` enters the hash of every block, so that no tenant ever hits another's prefix.
-``kv_transfer_params`` is vLLM's field for its connector; ours names tenant and session there.
+``cache_salt`` enters the hash of every block, so that no tenant ever hits another tenant's prefix.
+``kv_transfer_params`` is vLLM's field for its connector; it holds the tenant and session for ours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PARAMS_FIELD: Final = "thermocline"
 
 
 def with_session(body: Mapping[str, object], session: SessionRef) -> dict[str, object]:
-    """The client's body with tenant and session set by us, in place of its own such fields."""
+    """Return the client's body with our tenant and session; its own values are overwritten."""
     names = {"tenant": session.tenant, "session": session.id}
     return {
         **body,

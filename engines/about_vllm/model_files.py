@@ -1,4 +1,4 @@
-"""Reads the small files of a model that say which family it is and how it is spoken to."""
+"""Reads the small files of a model that hold its family and its chat templates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The family of a model, and its chat templates, all in a row; "" where there is none."""
+    """The family of a model, and its chat templates, joined; "" where there is none."""
 
     model_type: str = ""
     template: str = ""
 
 
 def read_model_files(folder: Path | None) -> ModelFiles:
-    """Read a model's folder in Hugging Face's layout; what is missing or unreadable stays empty."""
+    """Read a model's folder in Hugging Face's layout; missing or unreadable parts stay empty."""
     if folder is None:
         return ModelFiles()
     config = _json(folder / "config.json")
@@ -25,19 +25,19 @@ def read_model_files(folder: Path | None) -> ModelFiles:
 
 
 def model_folder(path: str) -> Path | None:
-    """The folder of a model: a local one, or where the hub's client keeps a downloaded one."""
+    """The folder of a model: a local one, or the one in the hub client's cache of downloads."""
     if Path(path).is_dir():
         return Path(path)
     try:
         from huggingface_hub import try_to_load_from_cache
-    except ImportError:  # comes with the engines, not with the gateway
+    except ImportError:  # the engines depend on it, the gateway does not
         return None
     found = try_to_load_from_cache(path, "config.json")
     return Path(found).parent if isinstance(found, str) else None
 
 
 def _template(folder: Path) -> str:
-    """The chat templates: a file of their own, else in the tokenizer's settings."""
+    """The chat templates: from their own file, else from the tokenizer's settings."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

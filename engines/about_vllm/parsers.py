@@ -1,9 +1,9 @@
 """Chooses vLLM's parsers for the tool calls and the reasoning of a model.
 
-vLLM wants their names at its start, and refuses every request with ``tools`` without one. A model
-writes its calls as its chat template shows them, so what the template holds decides, and where
-families share their marks the model's type. The names are those of the pinned vLLM; a test in its
-environment asks it for each of them.
+vLLM takes their names when it starts. Without a tool parser it refuses every request with
+``tools``. A model writes its calls as its chat template shows them, so marks in the template decide
+the parser; where families share their marks, the model's type decides. The names are those of the
+pinned vLLM; a test in its environment looks up each of them there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from engines.about_vllm.model_files import ModelFiles
 from engines.config import VllmConfig
 
-# What ChatML models were trained to write, and what our own description of tools asks for.
+# The format that ChatML models were trained to write, and that our ``tool_template`` asks for.
 USUAL: Final = "hermes"
 AUTO: Final = "auto"
 
@@ -26,7 +26,7 @@ class Parsers(NamedTuple):
 
 
 class _Sign(NamedTuple):
-    """A family is known by its type, by marks in its template, or by both."""
+    """Recognises a family by its type, by marks in its template, or by both."""
 
     parser: str
     marks: tuple[str, ...] = ()  # all of them
@@ -37,7 +37,7 @@ class _Sign(NamedTuple):
         return of_type and all(x in files.template for x in self.marks)
 
 
-# The first that fits decides: special ones before those that others have borrowed.
+# The first match decides, so specific signs come before those that several families share.
 _TOOL_CALLS: Final = (
     _Sign("openai", model_types=("gpt_oss",)),
     _Sign("deepseek_v41", model_types=("deepseek_v41",)),
@@ -110,9 +110,9 @@ REASONING_PARSERS: Final = frozenset(x.parser for x in _REASONING)
 
 
 def parsers_for(files: ModelFiles, own: VllmConfig) -> Parsers:
-    """Choose a model's parsers where ``own`` leaves it to us.
+    """Choose a model's parsers where ``own`` says ``auto``.
 
-    A model that nothing is known of is taken to write its calls as usual.
+    A model that no sign fits is assumed to write its calls in the ``USUAL`` format.
     """
     tool_calls, reasoning = own.tool_parser, own.reasoning_parser
     if tool_calls == AUTO:
@@ -123,7 +123,7 @@ def parsers_for(files: ModelFiles, own: VllmConfig) -> Parsers:
 
 
 def needs_tool_template(files: ModelFiles, chosen: Parsers) -> bool:
-    """True if the model's chat template knows no tools, and ``tool_template`` can describe them."""
+    """True if the chat template does not handle tools, and ``tool_template`` can add them."""
     return bool(chosen.tool_calls == USUAL and files.template and "tools" not in files.template)
 
 

@@ -1,15 +1,16 @@
-"""Wraps a chat template that knows no tools, so that its models can be offered some.
+"""Wraps a chat template that does not handle tools, so that its model can be offered tools.
 
-The wrapped template gets the tools as text in the system message, and earlier calls and their
-results written out in the same plain way. Chats without tools pass through it untouched. Calls are
-written as ``parsers.USUAL`` reads them.
+The wrapped template receives the tools as text in the system message; earlier calls and their
+results are plain text, too. Chats without tools are not changed. Calls are written in the format
+that the parser ``parsers.USUAL`` reads.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# The last tag prints nothing; Jinja takes away a line's end after all other kinds of tags.
+# The last tag prints nothing. It is there because Jinja removes the newline that follows any other
+# kind of tag.
 _BEFORE: Final = """\
 {%- if tools
        or messages | selectattr("role", "equalto", "tool") | list
@@ -54,5 +55,5 @@ _BEFORE: Final = """\
 
 
 def with_tools(template: str) -> str:
-    """Return a chat template that shows tools to the model, then goes on as ``template`` does."""
+    """Return a chat template that shows tools to the model, then continues with ``template``."""
     return _BEFORE + template

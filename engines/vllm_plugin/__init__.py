@@ -1,13 +1,13 @@
 """Cold sessions inside vLLM, by its own plug-in interfaces only; runs in vLLM's processes.
 
-Which process runs what:
+The processes and the code that each runs:
 
-    python -m engines.vllm_plugin    ``__main__.py``            starts vLLM, and ends all of it
-      API server                     ``process/middleware.py``  the cache header of each answer
-                                     ``grammar/``               tries grammars before vLLM has them
-      EngineCore                     ``scheduler/``             what to restore, save and drop; the
-                                                                gateway's control connection
-                                     ``events/inventory.py``    what routers hear of packed blocks
+    python -m engines.vllm_plugin    ``__main__.py``            starts and ends all of vLLM
+      API server                     ``process/middleware.py``  sets the cache header of each answer
+                                     ``grammar/``               tries grammars before vLLM does
+      EngineCore                     ``scheduler/``             plans restores, saves and drops; has
+                                                                the gateway's control connection
+                                     ``events/inventory.py``    reports packed blocks to routers
       each worker (a rank)           ``worker/``, ``device/``   the rank's cold store; copies
                                                                 between blocks and blobs
     python -m ...calibrate           ``calibration/``           measures codecs; all in one process
@@ -22,8 +22,8 @@ A return of a cold session on vLLM, from the request to the save of its turn:
      6. ``plan.py``                       carries the load, into blocks that vLLM set aside, with
                                           vLLM's next step
      7. ``worker/transfer.py``            unpacks the blobs into the blocks
-     8. ``process/middleware.py``         puts into the answer's header what was restored
+     8. ``process/middleware.py``         reports the restored tokens in the answer's header
      9. ``scheduler/turn_saves.py``       the turn ends: plans the save and holds its blocks
-    10. ``worker/host_blocks.py``         packs what is new into blobs; on a GPU
+    10. ``worker/host_blocks.py``         packs new blocks into blobs; on a GPU
                                           ``device/device_save.py`` does
 """

@@ -2,9 +2,9 @@
 
     python -m engines.vllm_plugin      in vLLM's own environment
 
-The settings come as one line on standard input. The pipe's end means that the gateway is gone, or
-wants vLLM to go: vLLM is then asked to end, which saves what waits, and is killed if it takes too
-long. However vLLM's first process ends, all others end with it, before this one does.
+The settings come as one line on standard input. When the pipe closes, the gateway has gone or wants
+vLLM to end: vLLM then gets SIGTERM, so that it writes the saves that wait, and is killed if that
+takes too long. However vLLM's first process ends, all others end with it, before this one does.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from engines.vllm_plugin.process.parent_death import adopt_orphans, die_with_par
 from engines.vllm_plugin.process.process_tree import end_descendants
 from kvstore.cores import memory_nodes, usable_cores
 
-END_S: Final = 25.0  # below the gateway's own patience
-# Left to itself, vLLM kills its processes at once when it is asked to end, and saves that wait are
-# lost. It may take this long, and of that a worker this long.
+END_S: Final = 25.0  # shorter than the gateway waits before it kills this process
+# By default vLLM kills its processes as soon as it gets SIGTERM, and saves that wait are lost.
+# These are the times that all of vLLM may take to end, and a worker within that.
 ENGINE_END_S: Final = 20
 WORKER_END_S: Final = 15
 
@@ -68,7 +68,7 @@ def main() -> int:
             threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
             code = server.wait()
         end_descendants()
-    return code if code >= 0 else 128 - code  # the code that a shell gives for a signal
+    return code if code >= 0 else 128 - code  # the exit code that a shell uses for a signal
 
 
 def _remove_sockets(folder: Path) -> None:

@@ -1,9 +1,9 @@
-"""Calibrates codecs on vLLM, as ``engines.calibration.program`` says.
+"""Calibrates codecs on vLLM; ``engines.calibration.program`` describes the order and the report.
 
     python -m engines.vllm_plugin.calibrate      in vLLM's own environment
 
-vLLM runs in this one process: the instrument hands it arrays, and nothing is left over when the
-process ends.
+vLLM runs in this one process: the instrument passes it arrays directly, and no other process is
+left running when this one ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engines.calibration.survey import CannotCalibrate, check_contexts, survey_r
 def calibrate(order: CalibrationOrder) -> CalibrationReport:
     """Measure the ordered codecs on the ordered model.
 
-    Raises ``CannotCalibrate``: several ranks, or contexts that are too short, are ordered.
+    Raises ``CannotCalibrate``: the order asks for several ranks, or its contexts are too short.
     """
     if order.vllm.tensor_parallel > 1:
         raise CannotCalibrate(
@@ -48,7 +48,7 @@ def _environment(order: CalibrationOrder) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "DEBUG" if order.log_level == "debug" else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # each would be a line of the log
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # each would become a line of the log
     }
     if Path(order.model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"

@@ -1,4 +1,4 @@
-"""Finds out what chats vLLM's model takes: in which order, with images, with marks."""
+"""Finds out which chats vLLM's model accepts: the order of roles, images, fill-in marks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("thermocline.vllm")
 
 
 def sees_images(model_config: Any) -> bool:
-    """Say whether the model takes images, and vLLM was not configured to take none."""
+    """Say whether the model accepts images and vLLM's configuration allows them."""
     if not getattr(model_config, "supports_multimodal_inputs", False):
         return False
     try:
@@ -29,7 +29,7 @@ def sees_images(model_config: Any) -> bool:
 
 
 def fill_in(model_config: Any) -> FillIn | None:
-    """Return the marks of the model's tokenizer for text between two others, if it has any."""
+    """Return the tokenizer's marks for fill-in-the-middle; None if it has none."""
     try:
         from vllm.tokenizers import cached_tokenizer_from_config  # the rest runs without vLLM
 
@@ -41,10 +41,10 @@ def fill_in(model_config: Any) -> FillIn | None:
 
 
 def template_rules(model_config: Any) -> TemplateRules:
-    """Try the template of the model's own tokenizer, which EngineCore has loaded anyway.
+    """Try the template of the model's own tokenizer, which EngineCore has loaded in any case.
 
-    A template that was given to vLLM by ``--chat-template`` is known to its server only; then, and
-    where there is no template, every order is taken to be fine.
+    Only vLLM's server knows a template that was set by ``--chat-template``. In that case, and where
+    there is no template, every order of roles is assumed to be accepted.
     """
     try:
         from vllm.tokenizers import cached_tokenizer_from_config  # the rest runs without vLLM

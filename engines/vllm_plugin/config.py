@@ -24,7 +24,7 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Attributes:
         runtime_dir: the folder (mode 0700) of the sockets.
         disk_path: the folder of the disk tier; each rank has a folder of its own in it.
-        token: the secret that the gateway's control connection begins with.
+        token: the secret that the gateway sends first on its control connection.
         control: the address of that connection, ``unix:/path`` or ``tcp://host:port``;
             "" = ``control.sock`` in ``runtime_dir``.
         data_path: the folder of the models' profiles; "" = beside the disk tier.
@@ -37,9 +37,9 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     served_model_name: str = ""
     control: str = ""
     data_path: str = ""
-    # vLLM's processes end with their parent: for a parent that stays the same for all their life.
+    # vLLM's processes end with their parent. Set only if they keep the same parent all their life.
     die_with_parent: bool = False
-    # The gateway is answered only once vLLM's HTTP server (with our middleware) takes requests.
+    # The gateway gets no answer until vLLM's HTTP server (with our middleware) accepts requests.
     wait_for_front: bool = False
 
     @property
@@ -52,7 +52,7 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class BadSettings(ValueError):
-    """The plug-in's settings are wrong; the message says what to do."""
+    """The plug-in's settings are wrong; the message says how to fix them."""
 
 
 def settings_from(extra: Mapping[str, object]) -> PluginSettings:

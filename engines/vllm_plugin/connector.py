@@ -1,4 +1,4 @@
-"""The plug-in as vLLM loads it: passes vLLM's calls on to the two sides, and nothing else.
+"""The class that vLLM loads: forwards vLLM's calls to the plug-in's two sides, and nothing else.
 
     --kv-transfer-config '{"kv_connector": "ThermoclineConnector",
         "kv_connector_module_path": "engines.vllm_plugin.connector", "kv_role": "kv_both",
@@ -56,9 +56,9 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class BlockAcks(KVConnectorWorkerMetadata):
-    """The number of ranks that need a save's blocks no longer, by job.
+    """The number of ranks that no longer need a save's blocks, by job.
 
-    ``skipped``: the jobs among them that some rank did not begin.
+    ``skipped``: the jobs among them that at least one rank did not begin.
     """
 
     ranks: dict[int, int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class BlockAcks(KVConnectorWorkerMetadata):
 class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's interface to cold sessions.
 
-    Raises ``Unsupported`` or ``BadSettings`` at start, with one sentence, and never later.
+    Raises ``Unsupported`` or ``BadSettings`` with one sentence, at start only.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -107,7 +107,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a save that was dropped costs a later miss, nothing more
+        return False  # a dropped save costs only a later miss
 
     # ---- in EngineCore: vLLM's scheduler calls
 
@@ -168,12 +168,12 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         return self._events.take() if self._events is not None else ()
 
     def reset_cache(self) -> bool:
-        """Refuse to drop what is stored; vLLM asks when weights were replaced."""
+        """Refuse to drop the stored sessions; vLLM calls this when weights were replaced."""
         logger.warning("cold sessions are not dropped by a reset of vLLM's caches")
         return False
 
     def get_kv_connector_stats(self) -> ColdStats | None:
-        """The engine's newest report. Workers have none of their own: they report to EngineCore."""
+        """Return EngineCore's newest report. Workers return None: they report to EngineCore."""
         return self._stats.take() if self._stats else None
 
     # ---- in vLLM's HTTP server
@@ -209,12 +209,13 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _blocks_for(self, cache: PagedCache, store: BlockStore, spare_bytes: int) -> Blocks:
-        """Choose who moves the blocks. No setting leads elsewhere: tests have a class of theirs."""
+        """Choose the code that copies blocks. No setting changes it; tests override this method."""
         return blocks_for(cache, store, spare_bytes)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        # Before the model runs, which ``start_load_kv`` is only where loads are waited for.
+        # vLLM calls this before the model runs. It calls ``start_load_kv`` that early only if it
+        # waits for loads within the step.
         if self._worker is not None:
             assert isinstance(connector_metadata, StepPlan)
             self._worker.begin_step(connector_metadata.step)
@@ -234,12 +235,12 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         return plan.step
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are never waited for inside a step."""
+        """Do nothing: no step waits for loads."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Sessions are saved when their turn ends, not layer by layer."""
+        """Do nothing: sessions are saved when their turn ends, not layer by layer."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, (self._worker.take_loaded() or None) if self._worker else None
@@ -247,7 +248,8 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
         failed = self._worker.take_failed(results.finished_recving) if self._worker else set()
-        # With one group vLLM keeps what comes before the first bad block; with more it takes none.
+        # With one group vLLM keeps the blocks before the first bad one. With several groups it
+        # cannot, so the whole load is reported as failed.
         results.failed_recving = failed if self._groups.states else set()
         return results
 

@@ -1,9 +1,9 @@
-"""The groups that vLLM sorts a model's layers into, and what a restore needs of each group.
+"""The groups that vLLM sorts a model's layers into, and the blocks of each that a restore needs.
 
 Layers with full attention keep all tokens; the rest of the plug-in is about their blocks. Other
 layers keep less: a recurrent layer keeps its state, in one block; a layer with a sliding window
-keeps the blocks that the window still reaches. What such layers hold after a given number of
-blocks is called the *state* at this *boundary*. A restore needs the blocks of the first kind up to
+keeps the blocks that the window still reaches. The contents of such layers after a given number of
+blocks are called the *state* at this *boundary*. A restore needs the blocks of full attention up to
 some boundary, and the state at exactly this boundary.
 
 vLLM keeps one table of block ids per group; the ids of all tables belong to one pool.
@@ -18,24 +18,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-# Stands for "no block" in tables of groups that do not keep all tokens. vLLM's ``null_block``.
+# The id of vLLM's ``null_block``: "no block" in tables of groups that do not keep all tokens.
 NULL_BLOCK: Final = 0
-# Stands, in a list of a state's blocks, for one that is filled already and may be read by others.
+# Marks, in a list of a state's blocks, one that is already filled and that other requests may read.
 IN_USE: Final = -1
 
 
 class CachedBlocks(Protocol):
-    """The method of ``vllm.v1.core.block_pool.BlockPool`` that finds blocks by hash."""
+    """The part of ``vllm.v1.core.block_pool.BlockPool`` that finds blocks by hash."""
 
     def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> Any: ...
 
 
 @dataclass(frozen=True)
 class StateGroup:
-    """A group whose layers keep the last ``num_blocks`` blocks and no more.
+    """A group whose layers keep only the last ``num_blocks`` blocks.
 
     ``form`` describes the shapes and dtypes of a recurrent layer's state. Engines exchange states
-    only where it is the same.
+    only if their ``form`` is the same.
     """
 
     id: int
@@ -45,7 +45,7 @@ class StateGroup:
     form: str = ""
 
     def reach(self, boundary: int) -> range:
-        """The numbers of the blocks that are the state at ``boundary``."""
+        """The numbers of the blocks that form the state at ``boundary``."""
         return range(max(0, boundary - self.num_blocks), boundary)
 
 
@@ -68,7 +68,7 @@ class Groups:
     def state_blocks(
         self, tables: Sequence[Sequence[int]], boundary: int, first_block: int
     ) -> list[int]:
-        """Ids of the blocks to load the state at ``boundary`` into, of all state groups in a row.
+        """Ids of the blocks to load the state at ``boundary`` into, of all state groups, joined.
 
         ``tables``: the request's block ids, by group. Blocks before ``first_block`` are ``IN_USE``.
         """
@@ -83,7 +83,7 @@ class Groups:
     ) -> dict[int, list[int]]:
         """The first of ``boundaries`` whose whole state vLLM still has, with the state's block ids.
 
-        {} if vLLM has none of them. ``hashes``: of the session's blocks, from its beginning.
+        {} if vLLM has none of them. ``hashes``: those of the session's blocks, from its beginning.
         """
         for boundary in boundaries:
             blocks = self._held(pool, hashes, boundary)
@@ -96,8 +96,8 @@ class Groups:
     ) -> dict[int, list[int]]:
         """The newest state, and the newest within the prompt, by boundary.
 
-        A chat template may change the answer in the next turn's prompt, which then goes on from
-        the second one.
+        A chat template may change the answer in the next turn's prompt. That turn then continues
+        from the second of these states.
         """
         newest, before = (
             self.held_states(pool, hashes, range(n, 0, -1))

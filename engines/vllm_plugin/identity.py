@@ -1,9 +1,9 @@
-"""Reads from vLLM's request which session it belongs to, and its answer id.
+"""Reads the session and the answer id of a request from vLLM's own fields.
 
 The gateway puts tenant and session into the request's ``kv_transfer_params``, vLLM's own field for
-its connector, and the tenant's salt into ``cache_salt``, which vLLM hashes into every block. A
-request without them is named by vLLM's ``session_id``, for people who use the plug-in without the
-gateway. A request that names no session may be restored by content, but is not saved.
+its connector, and the tenant's salt into ``cache_salt``, which vLLM hashes into every block. For
+a request without them vLLM's ``session_id`` names the session, for people who use the plug-in
+without the gateway. A request that names no session may be restored by content, but is not saved.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from engines.about_vllm.fields import PARAMS_FIELD
 from engines.host.tenant_line import Payer
 from kvstore.session import SessionRef
 
-# Who asks, in vLLM's server: each request is served by a task of its own.
+# The payer of the current request, in vLLM's server, where a task of its own serves each request.
 NOBODY: Final = Payer()
 PAYER: Final = ContextVar("PAYER", default=NOBODY)
-# The answer id within a request's id names to the HTTP server the answer that a report belongs to.
+# The request's id contains the answer id. By it the HTTP server finds the answer that a report is
+# about.
 ANSWER_ID_PREFIX: Final = "tcm"
 TICKET_FIELD: Final = "ticket"
 _MARK: Final = re.compile(ANSWER_ID_PREFIX + r"[0-9a-f]{24}")
@@ -41,7 +42,8 @@ class IncomingRequest(Protocol):
 def session_of(request: IncomingRequest) -> SessionRef | None:
     """The session that the request names; None if it names none, or its KV must not be stored.
 
-    vLLM's hash knows an adapter by its name only, so KV computed with adapters is never stored.
+    vLLM's block hash includes only the name of an adapter, so KV computed with adapters is never
+    stored.
     """
     if request.lora_request is not None:
         return None
@@ -56,19 +58,19 @@ def session_of(request: IncomingRequest) -> SessionRef | None:
 
 
 def has_own_salt(request: IncomingRequest) -> bool:
-    """True if the client itself, and not the gateway, has put a salt into the request."""
+    """True if the client, not the gateway, has put a salt into the request."""
     return bool(request.cache_salt) and PARAMS_FIELD not in (request.kv_transfer_params or {})
 
 
 def ticket_of(request: IncomingRequest) -> str:
-    """The ticket of a request that measures; "" for all others."""
+    """The ticket of a measuring request; "" for all other requests."""
     ours = (request.kv_transfer_params or {}).get(PARAMS_FIELD)
     ticket = ours.get(TICKET_FIELD) if isinstance(ours, Mapping) else None
     return ticket if isinstance(ticket, str) else ""
 
 
 def answer_id_of(request_id: str) -> str | None:
-    """The answer id that the middleware has put into the request's id; None if it has not."""
+    """The answer id that the middleware has put into the request's id; None if there is none."""
     found = _MARK.search(request_id)
     return found.group() if found else None
 
@@ -79,6 +81,6 @@ def marked_id(answer_id: str, weight: int) -> str:
 
 
 def weight_of(request_id: str) -> int:
-    """The weight of the share that a request takes; 1 if its id does not say."""
+    """The weight of a request's share of the engine; 1 if its id has none."""
     found = _WEIGHT.search(request_id)
     return max(1, int(found[1])) if found else 1

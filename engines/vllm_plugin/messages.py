@@ -1,10 +1,10 @@
 """The messages between the plug-in's processes, over the hub's socket in the runtime folder.
 
 EngineCore with vLLM's scheduler, the workers and the HTTP server are separate processes. The hub
-is in EngineCore; workers ("ranks") and the HTTP server ("front") connect to it. Frames are those of
-``engines.wire``. This socket works while the engine sleeps, which vLLM's own channel between
-scheduler and workers does not. Transfers of KV still go through vLLM's channel, because only there
-they are in order with the model's steps.
+is in EngineCore; workers ("ranks") and the HTTP server ("front") connect to it. Frames have the
+format of ``engines.wire``. This socket works while the engine sleeps, which vLLM's own channel
+between scheduler and workers does not. Transfers of KV still use vLLM's channel, because only that
+channel keeps them in order with the model's steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.stats import StoreStats
 
 
 class RankSession(msgspec.Struct, frozen=True):
-    """A session as one rank's store knows it."""
+    """A session in the store of one rank."""
 
     tenant: str
     id: str
@@ -38,10 +38,10 @@ class RankSession(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
-    """Order to read and verify what is stored of these blocks, and keep it for a load or release.
+    """Order to read and verify the stored blobs of these blocks, and keep them for a load.
 
-    ``hashes``: of the prompt's blocks from the first on, joined. ``first_block``: the first that
-    is wanted.
+    ``hashes``: those of the prompt's blocks from the first on, joined. ``first_block``: the number
+    of the first block to read. A ``Release`` drops the blobs instead.
     """
 
     ticket: int
@@ -51,9 +51,9 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Question how much of these blocks seems to be stored; nothing is read.
+    """Question how many of these blocks seem to be stored; no blob is read.
 
-    The fields are those of ``Stage``. ``Staged`` is the answer, though nothing is staged.
+    The fields are those of ``Stage``. The answer is a ``Staged``, although nothing is staged.
     """
 
     ticket: int
@@ -63,13 +63,13 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Order to drop what is staged under a ticket: it will not be loaded."""
+    """Order to drop the blobs staged under a ticket: they will not be loaded."""
 
     ticket: int
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Question what is stored of one session. ``settled``: once the saves under way have ended."""
+    """Question what is stored of one session. ``settled``: wait for the saves under way first."""
 
     session: SessionRef
     settled: bool = False
@@ -82,18 +82,23 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     verb: Verb | Look
 
 
-# ---- a request that measures: rank -> hub -> front -> hub -> rank
+# ---- measuring requests: rank -> hub -> front -> hub -> rank
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):
-    """Order for a request that measures. Every rank sends the same ones, one after the other.
+    """Order for a measuring request. Every rank sends the same orders, one after the other.
 
-    It is sent again until it is done: a message that meets no connection is lost.
+    A rank repeats the order until the request is done: a message sent while there is no connection
+    is lost.
 
-    ``tokens``: the prompt. ``forced``: tokens that the answer has; one more is sampled. ``salt``:
-    of vLLM's prefix cache. ``given``: so many of the prompt's tokens get the KV that each rank has
-    put ready, whole blocks. ``wanted_from``: the KV of the prompt's tokens from here on is wanted;
-    -1: of none. ``scored``: the prompt's own tokens are scored while it is prefilled.
+    Attributes:
+        tokens: the prompt.
+        forced: the tokens of the answer; one more is sampled.
+        salt: the salt of vLLM's prefix cache.
+        given: the number of the prompt's first tokens, in whole blocks, that get the KV that each
+            rank has prepared.
+        wanted_from: the number of the first prompt token whose KV is to be read; -1 reads none.
+        scored: score the prompt's own tokens while it is prefilled.
     """
 
     rank: int
@@ -107,16 +112,16 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
 
 
 class ForwardDone(msgspec.Struct, frozen=True, tag="forward-done"):
-    """News that the request is over. ``error``: the reason why it gave nothing; "" if it did."""
+    """News that the measuring request has ended. ``error``: why it failed; "" if it did not."""
 
     number: int
     error: str = ""
 
 
 class RankFindings(msgspec.Struct, frozen=True, tag="findings"):
-    """The figures of a rank, to be agreed on with the others, or why it has given up.
+    """The figures of a rank, to be joined with those of the others, or why it has given up.
 
-    Sent again until there is an answer.
+    Sent again until the joint figures arrive.
     """
 
     rank: int
@@ -125,14 +130,17 @@ class RankFindings(msgspec.Struct, frozen=True, tag="findings"):
 
 
 class JointFindings(msgspec.Struct, frozen=True, tag="joint-findings"):
-    """The figures of all ranks together, of each the worst, or why there are none."""
+    """The joint figures of all ranks, the worst of each, or the reason why there are none."""
 
     rows: tuple[Quality, ...]
     error: str = ""
 
 
 class RunForward(msgspec.Struct, frozen=True, tag="run-forward"):
-    """Order to an HTTP server to put the request to vLLM. ``ticket``: the secret that shows it."""
+    """Order to an HTTP server to submit the request to vLLM.
+
+    ``ticket``: the secret that proves that a request carries out the order.
+    """
 
     ticket: str
     order: Forward
@@ -147,7 +155,7 @@ class RankHello(msgspec.Struct, frozen=True, tag="rank"):
     rank: int
     codec: str  # id
     bytes_per_token: int  # in vLLM's blocks, on this rank
-    packed_bytes_per_token: int  # in a blob; an estimate that leaves states out
+    packed_bytes_per_token: int  # in a blob; an estimate without states
     live_kv: KVSize = KVSize()  # of this rank; see ``engines.wire.Welcome``
     bf16_kv: KVSize = KVSize()
 
@@ -155,7 +163,7 @@ class RankHello(msgspec.Struct, frozen=True, tag="rank"):
 class Staged(msgspec.Struct, frozen=True, tag="staged"):
     """The answer to ``Stage``: the blocks before ``end_block`` can be loaded.
 
-    ``part``: ids of the tokens after them whose rows can be loaded, too.
+    ``part``: ids of the tokens after those blocks whose rows can be loaded, too.
     """
 
     ticket: int
@@ -166,7 +174,7 @@ class Staged(msgspec.Struct, frozen=True, tag="staged"):
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
-    """The answer to ``Ask``; a long list of sessions comes in several of them."""
+    """The answer to ``Ask``; a long list of sessions is split into several answers."""
 
     number: int
     sessions: list[RankSession]
@@ -178,7 +186,7 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class RankSaved(msgspec.Struct, frozen=True, tag="saved"):
-    """News that a save has ended on this rank. Every rank reports every save, in one order."""
+    """News that a save has ended on this rank. All ranks report all saves, in the same order."""
 
     job: int
     session: SessionRef
@@ -186,13 +194,13 @@ class RankSaved(msgspec.Struct, frozen=True, tag="saved"):
 
 
 class RankPacked(msgspec.Struct, frozen=True, tag="packed"):
-    """News that what this rank has stored of a session takes less room than before."""
+    """News that a session takes less room in this rank's store than before."""
 
     session: SessionRef
 
 
 class RankLost(msgspec.Struct, frozen=True, tag="lost"):
-    """News that what was stored of a session is gone, or slower to reach."""
+    """News that a stored session is gone, or is in a slower tier now."""
 
     session: SessionRef
     why: str = ""  # "budget", "share", "expired"
@@ -200,10 +208,10 @@ class RankLost(msgspec.Struct, frozen=True, tag="lost"):
 
 
 class RankRests(msgspec.Struct, frozen=True, tag="rests"):
-    """News where the blocks of a session rest packed on this rank, for readers of KV events.
+    """News of the tiers that hold a session's packed blocks on this rank, for readers of KV events.
 
-    ``hashes``: of its blocks, joined; none: it is gone. ``ids``: of their tokens, as far as the
-    record has them. ``ram``, ``storage``: see ``kvstore.by_blocks.resting``.
+    ``hashes``: those of its blocks, joined; empty if the session is gone. ``ids``: those of their
+    tokens, as far as the record has them. ``ram``, ``storage``: see ``kvstore.by_blocks.resting``.
     """
 
     rank: int
@@ -218,11 +226,11 @@ class RankRests(msgspec.Struct, frozen=True, tag="rests"):
 
 
 class FrontHello(msgspec.Struct, frozen=True, tag="front"):
-    """The first message of an HTTP server: it takes requests now."""
+    """The first message of an HTTP server: it accepts requests now."""
 
 
 class RequestAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
-    """News that a request begins to run; ``cache`` is the value of its cache header."""
+    """News that a request has begun to run; ``cache`` is the value of its cache header."""
 
     answer_id: str
     cache: str
@@ -230,7 +238,7 @@ class RequestAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
-    """Order to make an idle engine run a step: it has news for readers of KV events."""
+    """Order to make an idle engine run a step, since there is news for readers of KV events."""
 
 
 ToRank: TypeAlias = Stage | Probe | Release | Ask | ForwardDone | JointFindings
@@ -247,7 +255,7 @@ _to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 
 
 def frame(message: Message) -> bytes:
-    """The message as bytes, with its length before it. Raises ``WireError``: it is too long."""
+    """Encode a message, with its length before it. Raises ``WireError``: it is too long."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a message of {len(body)} bytes is over {MAX_FRAME_BYTES}")
@@ -255,7 +263,7 @@ def frame(message: Message) -> bytes:
 
 
 def pages(answer: RankAnswer) -> Iterator[RankAnswer]:
-    """The same answer as several messages, each far below a frame's limit."""
+    """Split an answer into several messages, each far below a frame's limit."""
     first = nbytes = 0
     for i, session in enumerate(answer.sessions):
         size = len(_encoder.encode(session))

@@ -1,7 +1,7 @@
 """The saves and loads that the scheduler side orders from the workers, step by step.
 
-Nothing here imports vLLM, so that both sides can be tested without it; the connector makes it
-travel (``connector.StepPlan``).
+Nothing here imports vLLM, so that both sides can be tested without it. The connector sends the
+orders to the workers (``connector.StepPlan``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Save:
     All its blocks are held until every worker has acknowledged it.
 
     Attributes:
-        hashes: of the session's full blocks, from its beginning.
+        hashes: the hashes of the session's full blocks, from its beginning.
         states: the ids of each held state's blocks, by the number of blocks before it (``groups``).
         part: ids of the tokens after the last full block. ``block_ids`` then has one block more,
             of which only these rows are the session's.
-        waits: it is not skipped, however much waits already.
-        restored_part: the part of a block that the turn went on from, if its rows were loaded.
-        ids: of the full blocks' tokens, where KV events are reported (``BlockRecord.ids``).
+        waits: the save is never skipped, even if many saves wait already.
+        restored_part: the part of a block that the turn continued, if its rows were loaded.
+        ids: the ids of the full blocks' tokens, if KV events are reported (``BlockRecord.ids``).
     """
 
     job: int
@@ -40,7 +40,7 @@ class Save:
 
     @property
     def held_ids(self) -> list[int]:
-        """Ids of all blocks that are held; a state follows the blocks that it needs."""
+        """Ids of all blocks that are held; a state follows the blocks before its boundary."""
         ids = []
         for end, block_id in enumerate(self.block_ids, 1):
             ids += [block_id, *self.states.get(end, ())]
@@ -49,12 +49,12 @@ class Save:
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a prompt's blocks from ``first_block`` on, out of what ``ticket`` has staged.
+    """The load of a prompt's blocks from ``first_block`` on, from the blobs staged for ``ticket``.
 
     Attributes:
-        block_ids: the blocks of vLLM's to fill.
+        block_ids: vLLM's blocks to fill.
         state_ids: the blocks to fill with the state after them (``groups``).
-        part_tokens: the number of rows to fill of one block more, the last of ``block_ids``.
+        part_tokens: the number of rows to fill in one more block, the last of ``block_ids``.
     """
 
     ticket: int
@@ -72,21 +72,21 @@ class Load:
 
 @dataclass(frozen=True)
 class Given:
-    """The load of blocks with the KV that a measurement has put ready for one of its requests."""
+    """The load of blocks with the KV that a measurement has prepared for one of its requests."""
 
     request_id: str
     number: int  # of the order
     block_ids: list[int]
-    state_ids: list[int] = field(default_factory=list)  # of the state after them (``groups``)
+    state_ids: list[int] = field(default_factory=list)  # the state's after them (``groups``)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The blocks whose KV a measurement wants. They are held until every rank has read them.
+    """The blocks whose KV a measurement reads. They are held until every rank has read them.
 
     Attributes:
         boundary: the number of blocks before the state.
-        state_ids: its blocks; [] if there is none, or vLLM did not keep it.
+        state_ids: the state's blocks; [] if there is none, or vLLM did not keep it.
     """
 
     job: int
@@ -98,9 +98,10 @@ class Wanted:
 
 @dataclass
 class StepWork:
-    """The work of all ranks in one step of vLLM's.
+    """The work of all ranks in one step of vLLM.
 
-    ``alone``: number of the measurement's order, if the model computes nothing else in the step.
+    ``alone``: the number of the measurement's order, if the model computes nothing else in the
+    step.
     """
 
     saves: list[Save] = field(default_factory=list)
@@ -108,4 +109,4 @@ class StepWork:
     given: list[Given] = field(default_factory=list)
     wanted: list[Wanted] = field(default_factory=list)
     alone: int = 0
-    patience_s: float = 0.0  # how long workers may wait for news, if the model has nothing to do
+    patience_s: float = 0.0  # how long a worker may wait for a transfer to end in an idle step

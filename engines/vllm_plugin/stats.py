@@ -1,8 +1,8 @@
-"""Publishes the engine's report among vLLM's own metrics, for those who scrape vLLM itself.
+"""Publishes the engine's report among vLLM's own metrics, for deployments that scrape vLLM itself.
 
-The report is the one that the gateway gets, so both show the same figures. It is fetched when vLLM
-makes a step, at most once a second. Between turns vLLM publishes nothing, so its figures are those
-of the last step; the gateway fetches a report whenever it is scraped.
+The gateway gets the same report, so both show the same figures. It is fetched when vLLM runs a
+step, at most once a second. Between turns vLLM publishes nothing, so its figures are those of the
+last step; the gateway fetches a report whenever it is scraped.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvstore.session import TierName
 logger = logging.getLogger("thermocline.vllm")
 
 EVERY_S: Final = 1.0
-# The counters that vLLM writes into its log, beside its throughput.
+# The counters that vLLM writes into its log, next to its throughput.
 LOGGED: Final = ("restores", "restored_tokens", "saves", "saves_skipped", "loads_failed")
-# vLLM has no word for a store on another machine.
+# vLLM has no name for a store on another machine.
 SOURCES: Final[dict[TierName | None, CacheHitSource]] = {
     "ram": CacheHitSource.HOST,
     "disk": CacheHitSource.DISK,
@@ -36,12 +36,12 @@ SOURCES: Final[dict[TierName | None, CacheHitSource]] = {
 
 
 def source_of(tier: TierName | None) -> CacheHitSource:
-    """vLLM's name for the place that the tokens came from."""
+    """vLLM's name for the tier that the tokens came from."""
     return SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
 
 class ColdStats(KVConnectorStats):
-    """An ``EngineReport`` on its way through vLLM, in ``data``, as builtins.
+    """The form in which vLLM carries an ``EngineReport``: ``data`` holds it as builtins.
 
     Its counters are totals since the start, so the newest report replaces older ones.
     """
@@ -63,7 +63,7 @@ class ColdStats(KVConnectorStats):
 
 
 class StatsFeed:
-    """Fetches the report now and then, and hands it to vLLM. ``take`` runs on vLLM's thread."""
+    """Fetches the report periodically, and passes it to vLLM. ``take`` runs on vLLM's thread."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class StatsFeed:
         spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``spawn`` runs what it gets on another thread, without waiting for it."""
+        """``spawn`` runs a coroutine function on another thread, without waiting for it."""
         self._report = report
         self._spawn = spawn
         self._monotonic = monotonic
@@ -80,7 +80,7 @@ class StatsFeed:
         self._warned = False
 
     def take(self) -> ColdStats | None:
-        """The report that has come since the last call, if one has; asks for the next one."""
+        """Return the report that has arrived since the last call, if any; request the next one."""
         now = self._monotonic()
         if now - self._asked_at >= EVERY_S:
             self._asked_at = now
@@ -129,7 +129,7 @@ class ColdMetrics(KVConnectorPromMetrics):
         self._counted: dict[tuple[int, str], int] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Set the metrics to a report, given as in ``ColdStats.data``."""
+        """Set the metrics to the values of a report, which has the form of ``ColdStats.data``."""
         labels = self.per_engine_labelvalues[engine_idx]
         for event, total in transfer_stats_data["counters"].items():
             before = self._counted.get((engine_idx, event), 0)

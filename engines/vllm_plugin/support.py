@@ -1,4 +1,4 @@
-"""Decides at start whether the plug-in can serve an engine, and says in one sentence why not."""
+"""Decides at start whether the plug-in can serve an engine; if not, gives the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KNOWN: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSp
 
 
 class Unsupported(ValueError):
-    """This engine cannot have cold sessions; the message says why, and what to do."""
+    """This engine cannot have cold sessions; the message gives the reason and the fix."""
 
 
 def check_version(version: str) -> None:
@@ -45,9 +45,9 @@ def check_version(version: str) -> None:
 
 
 def check(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Groups:
-    """The groups of layers of an engine that can be served.
+    """Return an engine's groups of layers, if it can be served.
 
-    Raises ``Unsupported``: something would be, or might be, silently wrong.
+    Raises ``Unsupported``: results would be, or might be, silently wrong.
     """
     for reason in _reasons(vllm_config, kv_cache_config):
         raise Unsupported(f"cold sessions are not possible here: {reason}")
@@ -79,7 +79,7 @@ def _reasons(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
         yield "sessions are both stored and loaded; set kv_role to kv_both"
     if not cache.enable_prefix_caching:
         if any(map(_keeps_latents, kv_cache_config.kv_cache_groups)):
-            yield LATENT_ON_CPU  # where vLLM turns it off by itself
+            yield LATENT_ON_CPU  # vLLM itself turns prefix caching off there
         yield "blocks are named by vLLM's prefix cache; leave prefix caching on"
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism is not supported; use tensor parallelism"
@@ -108,7 +108,8 @@ def _cache_reasons(config: KVCacheConfig, block_size: int) -> Iterator[str]:
     for reason in _group_reasons(config, {block_size, *(x.block_size for x in specs)}):
         recurrent = any(isinstance(x, MambaSpec) for x in specs)
         yield reason if recurrent else f"{reason}; {_ALL_KEEP_ALL}"
-    # Of latents each rank keeps all, live and cold, however many ranks there are.
+    # Latents are an exception: any number of ranks may serve, and each keeps all of them, live and
+    # cold.
     if config.kv_tp_replicas != 1 and not all(isinstance(x, MLAAttentionSpec) for x in specs):
         yield "several ranks hold the same heads; use a tensor parallel size up to the KV heads"
 
@@ -124,9 +125,9 @@ def _group_reasons(config: KVCacheConfig, sizes: set[int]) -> Iterator[str]:
 
 
 def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
-    """Reasons against a kind of layer, by its exact type.
+    """The reasons against a kind of layer, by its exact type.
 
-    A subclass adds a way to keep fewer tokens, or other bytes, so it is not taken for its base.
+    A subclass may keep fewer tokens, or other bytes, so it does not count as its base class.
     """
     if type(spec) is MLAAttentionSpec and _has_index(spec):
         yield INDEX_ON_VLLM
@@ -139,7 +140,7 @@ def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
 
 
 def _has_index(spec: MLAAttentionSpec) -> bool:
-    """Say whether these are latents that an index chooses from, or the keys of such an index."""
+    """Say whether a layer has latents that an index selects from, or the keys of such an index."""
     told = (spec.is_index_group_leader, spec.model_version, spec.alignment, spec.tokens_per_state)
     return told != (False, None, None, 1) or spec.cache_role != SparseCacheRole.SPARSE
 
@@ -153,7 +154,7 @@ def _keeps_all(group: KVCacheGroupSpec) -> bool:
 
 
 def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
-    """The specifications of a group's layers, of which vLLM may bundle several kinds."""
+    """The specifications of a group's layers; vLLM may bundle several kinds in one group."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return list(spec.kv_cache_specs.values())
     return [spec]

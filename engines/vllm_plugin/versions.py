@@ -1,4 +1,4 @@
-"""The differences between the supported releases of vLLM; no other module asks for the release."""
+"""The differences between the supported releases of vLLM; no other module checks the release."""
 
 from __future__ import annotations
 

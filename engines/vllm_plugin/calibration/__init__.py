@@ -1,6 +1,6 @@
-"""Measures inside vLLM itself what a codec costs a model.
+"""Measures the error that a codec causes in a model, inside vLLM itself.
 
-``instrument`` is ``engines.calibration``'s view of the model (``session_instrument``: of one with
-windows or recurrent states), run by ``calibration_engine`` with ``calibration_connector``;
-``ropes`` finds how it turns keys.
+``calibration_engine`` opens vLLM with ``calibration_connector``. ``instrument`` lets
+``engines.calibration`` use that model; ``session_instrument`` is for models with windows or
+recurrent states. ``ropes`` finds out how the model rotates its keys.
 """

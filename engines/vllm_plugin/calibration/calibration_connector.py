@@ -1,13 +1,15 @@
-"""The connector of a calibration, which lets a request continue KV of the caller's choice.
+"""The connector of a calibration, which lets a request continue from KV of the caller's choice.
 
 There is one request at a time. It says for how many of its first tokens KV is given. Right before
 the forward pass, its blocks are filled with the KV that the instrument has put into the connector
-of the worker side; its last output names its blocks, so that the instrument can read them. vLLM
-runs in one process then, so the instrument finds this connector by ``get_kv_transfer_group``.
+of the worker side; its last output names its blocks, so that the instrument can read them. A
+calibration runs vLLM in one process, so the instrument finds this connector by
+``get_kv_transfer_group``.
 
-Rows are loaded within the step, which then waits for them. In serving that would hold up others and
-could fail; here there is one request, and no load that fails. A state is loaded a step before, with
-its rows: vLLM moves recurrent states to the step's own blocks before it asks for loads.
+Rows are loaded within the step, which waits for them. In serving that would delay other requests,
+and a load could fail; here there is one request, and no load fails. A state is loaded a step
+earlier, with its rows: vLLM moves recurrent states to the step's own blocks before it requests
+loads.
 """
 
 from __future__ import annotations
@@ -35,16 +37,17 @@ from kvstore.shapes import KVPair
 
 RESTORED: Final = "restored_tokens"  # in a request's kv_transfer_params
 BLOCKS: Final = "block_ids"  # in those of its answer
-# In the same: of the state after its prompt's whole blocks, unless the prompt ends with the last
-# of them; [] where vLLM keeps none.
+# In those of its answer, too: the block ids of the state after the prompt's whole blocks (without
+# the last one, if the prompt ends with it); [] where vLLM keeps no state.
 STATE: Final = "state_ids"
 
 
 @dataclass
 class BlocksToFill(KVConnectorMetadata):
-    """Ids of the blocks to fill in this step; most steps have none.
+    """The ids of the blocks to fill in this step; most steps have none.
 
-    ``state_ids``: those of the state after them. ``request_id``: whose they are.
+    ``state_ids``: the blocks of the state after them. ``request_id``: the request that they are
+    for.
     """
 
     block_ids: Sequence[int] = ()
@@ -58,7 +61,7 @@ class CalibrationConnector(KVConnectorBase_V1, SupportsHMA):
     Raises ``Unsupported`` at start if cold sessions are not possible with this engine.
     """
 
-    # On the worker side. ``states``: of the layers that do not keep all tokens; None if all do.
+    # On the worker side. ``states``: for the layers that do not keep all tokens; None if all do.
     pages: PagedCache
     states: StateBlocks | None
 
@@ -71,7 +74,7 @@ class CalibrationConnector(KVConnectorBase_V1, SupportsHMA):
         # On the worker side: the KV that the next request begins with, in whole blocks.
         self.past: Sequence[KVPair] = ()
         self.past_state: StateTree = None
-        self._loaded: set[str] = set()  # requests that wait for it
+        self._loaded: set[str] = set()  # requests that waited for this KV and now have it
         # On the scheduler side.
         self._pool: CachedBlocks
         self._to_fill = BlocksToFill()
@@ -135,15 +138,15 @@ class CalibrationConnector(KVConnectorBase_V1, SupportsHMA):
         return None, loaded or None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All layers are loaded before the first one runs."""
+        """Do nothing: all layers are loaded before the first one runs."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """The instrument reads the blocks when the request is done."""
+        """Do nothing: the instrument reads the blocks when the request is done."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Do nothing: no session is saved."""
 
 
 def _asked(request: Any) -> int:

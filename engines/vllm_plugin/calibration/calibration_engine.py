@@ -1,4 +1,4 @@
-"""Opens vLLM in this process, with the arguments of serving that decide what KV it computes."""
+"""Opens vLLM in this process, with the serving arguments that affect the KV it computes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from engines.vllm_plugin.process.command import is_cpu_build, model_arguments
 from engines.vllm_plugin.process.server import first_sentence
 from engines.vllm_plugin.versions import make_arg_parser
 
-STEP_TOKENS: Final = 2048  # prefilled in one step; the scored tokens have to fit, too
-# Room beyond a prefix and the tokens scored after it: a needle's question and one token of answer.
+STEP_TOKENS: Final = 2048  # prefilled in one step; raised if the scored tokens do not fit
+# Room for more than a prefix and the tokens scored after it: the question of a needle test and one
+# token of answer.
 MORE_TOKENS: Final = 256
 SPARE_BLOCKS: Final = 4
 LEAST_POOL_BYTES: Final = 128 << 20
@@ -47,7 +48,7 @@ def engine_args(order: CalibrationOrder) -> EngineArgs:
         *("--max-num-seqs", "1"),
         *("--max-num-batched-tokens", str(max(STEP_TOKENS, order.num_scored))),
         *("--kv-transfer-config", _transfer_config()),
-        "--enforce-eager",  # a replayed graph would not call the hook on the model's output
+        "--enforce-eager",  # the replay of a graph would not call the hook on the model's output
     ]
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     args: EngineArgs = EngineArgs.from_cli_args(parsed)
@@ -67,9 +68,9 @@ def _transfer_config() -> str:
 
 
 def _pool_bytes(args: EngineArgs, tokens: int) -> int:
-    """Bytes of KV cache for one request, and some more.
+    """The bytes of KV cache for one request, with a margin.
 
-    Each group of layers takes whole blocks, which recurrent states can make longer later.
+    Each group of layers takes whole blocks, and vLLM may later enlarge them for recurrent states.
     """
     config: Any = args.create_engine_config()
     model = config.model_config

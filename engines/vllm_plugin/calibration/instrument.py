@@ -62,11 +62,11 @@ class VllmInstrument:
         return list(self._engine.get_tokenizer().encode(text))
 
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
-        """The KV of ``tokens``, of which the first have the KV ``past``."""
+        """Return the KV of ``tokens``; ``past`` is the KV of the first of them."""
         return self._rows(self._forward(tokens, past), len(tokens))
 
     def _rows(self, output: RequestOutput, num_tokens: int) -> KVRun:
-        """The KV of the first tokens of the request that has just ended."""
+        """Return the KV of the first ``num_tokens`` tokens of the request that has just ended."""
         self._hidden.clear()
         pages = self._connector.pages
         used = output.kv_transfer_params[BLOCKS][: -(-num_tokens // pages.block_tokens)]
@@ -74,7 +74,7 @@ class VllmInstrument:
 
     def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
         """Log-probabilities after each of ``tokens``: (num_tokens, vocabulary), fp32."""
-        # The past's KV says all about its tokens; vLLM needs only their number.
+        # The past tokens have their KV already, so vLLM needs only their number, not their ids.
         num_past = run[0][0].shape[1]
         self._forward([*[0] * num_past, *tokens], run)
         return self._scores(0, len(tokens))
@@ -82,7 +82,7 @@ class VllmInstrument:
     def _scores(self, first: int, num_tokens: int) -> np.ndarray:
         """Log-probabilities after tokens of the request that has just ended: see ``log_probs``.
 
-        ``first``: the number of the first of them among those that vLLM has computed.
+        ``first``: the index of the first of these tokens among those that vLLM has computed.
         """
         hidden = torch.cat(self._hidden)[first : first + num_tokens]
         self._hidden.clear()
@@ -116,7 +116,7 @@ class VllmInstrument:
     ) -> RequestOutput:
         """Run a request that samples one token. Its blocks keep their KV until the next request.
 
-        ``state``: after the tokens of ``past``, which then are whole blocks.
+        ``state``: the state after the tokens of ``past``, which must then be whole blocks.
         """
         num_past = past[0][0].shape[1] if past else 0
         name = f"request{next(self._numbers)}"
@@ -153,7 +153,7 @@ def connector_here() -> CalibrationConnector:
 
 
 def _whole_blocks(run: KVRun, block_tokens: int) -> list[KVPair]:
-    """The run padded to whole blocks; vLLM writes the padded rows before it reads them."""
+    """Pad a run to whole blocks; vLLM overwrites the padding rows before it reads them."""
     lacking = -run[0][0].shape[1] % block_tokens if run else 0
     if not lacking:
         return list(run)

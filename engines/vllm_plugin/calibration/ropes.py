@@ -1,7 +1,7 @@
 """Finds out how a model on vLLM rotates its keys, with ``engines.calibration.rope_probe``.
 
-vLLM names an attention layer by its path in the model. The module around the layer rotates the
-keys first, by a submodule that vLLM's models call ``rotary_emb``.
+vLLM names an attention layer by its path in the model. The module that contains the layer rotates
+the keys first, with a submodule that vLLM's models call ``rotary_emb``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def ropes_of(
     """The rotation of each layer of the cache; None for a layer that does not rotate its keys.
 
     ``head_dims``: channels of each layer's keys. Raises ``ValueError``: a layer rotates its keys in
-    a way that is not understood.
+    an unknown way.
     """
     read = functools.cache(_read)  # layers share their modules
     modules = [_rotary_of(model, name) for name in layer_names]
@@ -33,9 +33,9 @@ def ropes_of(
 def ropes_if_found(
     model: nn.Module, layer_names: Sequence[str], head_dims: Sequence[int]
 ) -> tuple[Rope | None, ...]:
-    """Do as ``ropes_of``, but count a layer whose turning is not found as one without.
+    """Do the same as ``ropes_of``, but return None for a layer whose rotation is not found.
 
-    That costs bits, not truth: the gate measures what comes of it.
+    That costs bits, not correctness: the gate measures the resulting error.
     """
 
     def one(name: str, dim: int) -> Rope | None:
@@ -66,6 +66,6 @@ def _turned(module: nn.Module, dim: int, position: int) -> np.ndarray:
     with torch.inference_mode():
         identity = torch.eye(dim, device=device, dtype=dtype)
         positions = torch.full((dim,), position, device=device, dtype=torch.long)
-        turned = module(positions, identity.clone(), identity)[0]  # in place, some of them
+        turned = module(positions, identity.clone(), identity)[0]  # some modules work in place
     found: np.ndarray = turned.float().cpu().numpy()
     return found

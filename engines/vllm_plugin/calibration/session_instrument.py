@@ -1,4 +1,4 @@
-"""The instrument for models with windows or recurrent states: it measures sessions as a whole."""
+"""The instrument for models with windows or recurrent states: it measures whole sessions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.shapes import KVLayout, KVRun, StateLayout
 
 
 def open_instrument(engine: LLMEngine, remembered: Path | None) -> VllmInstrument:
-    """The instrument that suits the model; for arguments see ``VllmInstrument``."""
+    """Open the instrument that fits the model; for arguments see ``VllmInstrument``."""
     states = connector_here().states
     kind = VllmInstrument if states is None else VllmSessionInstrument
     return kind(engine, remembered)
@@ -32,7 +32,7 @@ class VllmSessionInstrument(VllmInstrument):
         assert states is not None
         self._states = states
         self._block_tokens = self._connector.pages.block_tokens
-        self._tokens: tuple[int, ...] = ()  # of the prompt that was computed last
+        self._tokens: tuple[int, ...] = ()  # the prompt that was computed last
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
@@ -56,15 +56,16 @@ class VllmSessionInstrument(VllmInstrument):
         return self._block_tokens
 
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
-        """The KV of ``tokens``. Rows cannot go on without their state, so all are computed."""
+        """Return the KV of ``tokens``. All are computed: rows cannot continue without a state."""
         return self._rows(self._forward(tokens, ()), len(tokens))
 
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
-        """Compute the session of the whole blocks of ``tokens``: only after such there are states.
+        """Compute the session of the whole blocks of ``tokens``: states exist only after those.
 
         Raises ``RuntimeError``: vLLM has kept no state there.
         """
-        # A turn of the prompt that is measured does not replace it.
+        # With ``past``, a prefix of the prompt is one turn of the prompt being measured. Keep the
+        # whole prompt then: ``log_probs_whole`` needs it.
         if past is None or tuple(tokens) != self._tokens[: len(tokens)]:
             self._tokens = tuple(tokens)
         num_blocks = len(tokens) // self._block_tokens
@@ -72,7 +73,7 @@ class VllmSessionInstrument(VllmInstrument):
         if not num_blocks or (past is not None and past.num_tokens == whole):
             return past or HeldSession(self.layout.empty(0), 0)
         given = past or HeldSession((), 0)
-        # One token more: vLLM keeps a state only where the same prompt could go on from it.
+        # One token more: vLLM keeps a state only where the same prompt could continue from it.
         prompt = [*tokens[:whole], (*tokens, tokens[-1])[whole]]
         output = self._forward(prompt, given.run, given.state)
         ids = output.kv_transfer_params[STATE]
@@ -81,6 +82,6 @@ class VllmSessionInstrument(VllmInstrument):
         return HeldSession(self._rows(output, whole), whole, self._states.read(num_blocks, ids))
 
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        """Score ``tokens`` after a session; those after its whole blocks are computed, too."""
+        """Score ``tokens`` after a session; compute the prompt tokens after its whole blocks, too."""
         self._forward([*self._tokens, *tokens], session.run, session.state)
         return self._scores(len(self._tokens) - session.num_tokens, len(tokens))

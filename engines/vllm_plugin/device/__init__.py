@@ -2,9 +2,9 @@
 
 1. ``device_check`` compares the kernels with the host's codec on a ``scratch_cache``, before the
    first request.
-2. ``checked_blocks`` sends what they were checked for to the device, the rest to the host.
+2. ``checked_blocks`` sends blobs of the checked codec to the device, and all others to the host.
 3. ``device_blocks`` runs a save (``device_save``) or a load (``device_load``), blob by blob, each
    direction on a ``copy_stream`` of its own. ``kv_views`` gives kernels the addresses of K and V,
    ``staging`` gives pinned memory, and ``accelerator`` keeps the order.
-4. ``layouts`` know what lies in that memory, and ``kernels`` fill and read it.
+4. ``layouts`` define the contents of that memory, and ``kernels`` fill and read it.
 """

@@ -1,8 +1,9 @@
-"""The order and the memory of a device: streams beside the model's, marks, pinned memory and twins.
+"""The order and the memory of a device: side streams, marks, pinned memory and its device twins.
 
-Work is asked of a stream and done later, in order. Only a mark says what comes before it on another
-stream, and only ``completion`` says when it is done; until then nothing may touch what it reads or
-writes. ``Cuda`` is the only device that is served. Tests have one on host memory that is late.
+A stream runs queued work later, in order. Only a mark orders that work after work on another
+stream, and only ``completion`` shows that it is done; until then no thread may touch the memory
+that it reads or writes. ``Cuda`` is the only supported device. Tests use a device on host memory
+that runs its work late.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from torch import Tensor
 
 
 class Stream(Protocol):
-    """Does what it is asked in order, beside the model's stream, which never waits for it."""
+    """Runs work in order, in parallel to the model's stream, which never waits for it."""
 
     def mark(self) -> object:
-        """Remember what has been asked of the device so far, on the current stream.
+        """Remember the work that is queued so far on the current stream.
 
         Called on the model's thread.
         """
 
     def enqueue_after(self, mark: object) -> AbstractContextManager[None]:
-        """Do what is asked inside after what ``mark`` remembers."""
+        """Run the work that is queued inside the ``with`` block after the work before ``mark``."""
 
     def after(self, mark: object) -> AbstractContextManager[None]:
         """Enqueue like ``enqueue_after``, and wait at the end of the ``with`` block."""
 
     def ask(self, work: Callable[[], None]) -> None:
-        """Have launches and copies done; inside of ``enqueue_after``."""
+        """Queue launches and copies; call it inside ``enqueue_after``."""
 
     def completion(self) -> Callable[[], None]:
-        """Return a function that waits until all that this stream was asked so far is done."""
+        """Return a function that waits until all work queued so far on this stream is done."""
 
     def drain(self) -> None:
-        """Wait until this stream has nothing left to do."""
+        """Wait until this stream has no work left."""
 
 
 class Accelerator(Protocol):
@@ -47,13 +48,13 @@ class Accelerator(Protocol):
         """Make a stream of the lowest priority."""
 
     def apart(self) -> AbstractContextManager[object]:
-        """Make another stream, and its device, those of this thread for a while."""
+        """Make a new stream and its device current on this thread, inside the ``with`` block."""
 
     def pinned(self, nbytes: int) -> Tensor:
         """Host memory that the device can address, zeros, uint8 (nbytes,)."""
 
     def twin(self, nbytes: int) -> Tensor:
-        """Memory of the device, uint8 (nbytes,), which any stream may use at once."""
+        """Memory of the device, uint8 (nbytes,), which any stream may use immediately."""
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
@@ -92,7 +93,7 @@ class Cuda:
 
     def twin(self, nbytes: int) -> Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        # What the current stream has yet to do may be about the memory's last user.
+        # Work still queued on the current stream may use this memory for its previous owner.
         torch.cuda.current_stream(self._device).synchronize()
         return memory
 
@@ -136,13 +137,14 @@ class CudaStream:
         return wait
 
     def drain(self) -> None:
-        # A thread that never asked CUDA for anything waits on the first device, and so opens it.
+        # A thread that has not used CUDA yet would wait on the first device, and so create a
+        # context there.
         with torch.cuda.device(self._stream.device):
             self.completion()()
 
 
 class NoStream:
-    """Implements ``Stream`` for memory of the host: all is done when it is asked for."""
+    """Implements ``Stream`` for memory of the host: all work runs as soon as it is queued."""
 
     def mark(self) -> object:
         return None

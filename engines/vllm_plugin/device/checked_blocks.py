@@ -1,9 +1,9 @@
 """Chooses between the device's kernels, for the codec they were checked with, and the host.
 
-A store may pack with another codec for a slower tier, adopt one while it runs, and hold blobs of
-one that it used before. Kernels are checked for one codec, at the start and again when another one
-is adopted; blobs of another codec, and blobs whose unpacked rows the caller wants too, are left to
-the host.
+A store may pack with another codec for a slower tier, adopt another codec while it runs, and hold
+blobs of an earlier codec. Kernels are checked for one codec, at the start and again when another
+one is adopted. The host handles blobs of any other codec, and blobs whose unpacked rows the caller
+needs, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DeviceTransfer(Protocol):
     """The part of ``blocks.Blocks`` that a device does, for one codec."""
 
     def mark(self) -> object:
-        """Remember what has been asked of the device so far, on the model's thread."""
+        """Remember the work queued so far on the device. Called on the model's thread."""
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
         """Make blobs of blocks; see ``blocks.Blocks.pack``."""
@@ -43,13 +43,14 @@ class DeviceTransfer(Protocol):
         """Wait until the device is done."""
 
 
-# Makes the device's half for the store's present codec, and checks it; None if the host must pack.
+# Makes the device's transfer for the store's present codec, and checks it; None if the host must
+# pack.
 Prove: TypeAlias = Callable[[], DeviceTransfer | None]
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """The device's half, and the id of the codec that it was checked for."""
+    """The device's transfer, and the id of the codec that it was checked for."""
 
     transfer: DeviceTransfer
     codec: str
@@ -63,11 +64,11 @@ class _Checked:
 
 
 class CheckedBlocks:
-    """Implements ``blocks.Blocks``. Thread-safe: a call keeps what it began with.
+    """Implements ``blocks.Blocks``. Thread-safe: a call uses one checked transfer to its end.
 
     Args:
         on_device: checked for the store's present codec.
-        prove: called on a thread of its own when another codec was adopted. Compiling and comparing
+        prove: called on a separate thread when another codec was adopted. Compiling and comparing
             take seconds; the host packs meanwhile, and afterwards if the kernels are wrong.
     """
 
@@ -79,7 +80,7 @@ class CheckedBlocks:
         self._store = store
         self._prove = prove
         self._lock = threading.Lock()
-        self._under_check: set[str] = set()  # or found wrong
+        self._under_check: set[str] = set()  # codecs under check, or found wrong
         self._num_tries: Counter[str] = Counter()
         self._prover = ThreadPoolExecutor(1, "thermocline-prove", initializer=unbind_thread)
 
@@ -88,7 +89,7 @@ class CheckedBlocks:
         return self._on_host.block_bytes
 
     def mark(self) -> object:
-        """Remember what the model has asked of the device so far; good for all."""
+        """Remember the model's work queued so far; the mark is valid for device and host."""
         return self._checked.transfer.mark()
 
     def pack(
@@ -120,9 +121,9 @@ class CheckedBlocks:
         self._on_host.close()
 
     def _check_soon(self, codec: str) -> None:
-        """Have the kernels checked for an adopted codec, unless they were found wrong before.
+        """Start a check of the kernels for an adopted codec, unless they were found wrong before.
 
-        A check that could not be made is tried again, ``MOST_TRIES`` times in all.
+        A check that failed to run is tried again, ``MOST_TRIES`` times in all.
         """
         with self._lock:
             if codec in self._under_check or self._num_tries[codec] >= MOST_TRIES:
@@ -134,15 +135,15 @@ class CheckedBlocks:
     def _check(self, codec: str) -> None:
         try:
             found = self._prove()
-        except Exception:  # the edge of this thread: the host goes on packing
+        except Exception:  # the top level of this thread; the host continues to pack
             logger.exception("the kernels of codec %s could not be checked", codec)
-            with self._lock:  # a full device, say: it may do better at a later save
+            with self._lock:  # a later save may succeed, for example if the device was full
                 self._under_check.discard(codec)
             return
         if found is None:
             return
         with self._lock:
             self._under_check.discard(codec)
-        if self._store.packer.codec.id == codec:  # no other one was adopted meanwhile
+        if self._store.packer.codec.id == codec:  # no other codec was adopted meanwhile
             self._checked = _Checked(found, codec)
             logger.info("KV is packed in codec %s by the device from now on", codec)

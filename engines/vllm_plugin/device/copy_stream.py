@@ -26,13 +26,13 @@ class CopyStream:
     device: torch.device
 
     def first_token(self, span: BlobSpan) -> int:
-        """Return the session's number of the first token of ``span``."""
+        """Return the position in its session of the first token of ``span``."""
         return span.first_block * self.store.keys.block_tokens
 
     def table(self, block_ids: list[int]) -> Tensor:
         """Return block ids as int64 (num_blocks,) on the device.
 
-        On CUDA that is one small copy for a whole save or load, for which no thread waits.
+        On CUDA that is one small copy for a whole save or load; no thread waits for it.
         """
         return sent(torch.tensor(block_ids, dtype=torch.int64), self.device)
 
@@ -43,12 +43,12 @@ class CopyStream:
 
 @dataclass(eq=False)
 class InFlight:
-    """One blob's rows on their way between blocks and staging memory.
+    """A copy under way of one blob's rows between blocks and staging memory.
 
     Attributes:
-        first: its first token in the run of all tokens of its save or load.
-        block_ids: vLLM's ids of the blocks it is read from, or is written to.
-        wait_done: returns when the device is done with it; None before the device is asked.
+        first: the index of its first token in the run of all tokens of its save or load.
+        block_ids: vLLM's ids of the blocks that it reads or writes.
+        wait_done: returns when the device has finished the copy; None before the copy is queued.
     """
 
     layout: StagingLayout

@@ -1,10 +1,10 @@
-"""Makes blobs of vLLM's blocks and fills blocks out of blobs, on the device that holds them.
+"""Makes blobs from vLLM's blocks and fills blocks from blobs, on the device that holds them.
 
-Saving: kernels gather rows out of blocks, pack them and write them into pinned host memory, a fifth
+Saving: kernels gather rows from blocks, pack them and write them into pinned host memory, a fifth
 of the bytes; a codec thread makes the blob. Loading: a codec thread checks a blob and puts it into
 pinned memory, one copy takes it to the device, and kernels unpack it into the blocks. Each
-direction has a stream of its own; nothing is asked of the model's stream, and nothing there waits
-(docs/decisions: device transfer).
+direction has a stream of its own; no work is queued on the model's stream, and that stream never
+waits (docs/decisions: device transfer).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DeviceBlocks:
 
     Args:
         layout_of: chooses the staging layout of a blob; ``StagingLayouts.of``.
-        staging_bytes: for each direction; room for two whole chunks is always taken.
+        staging_bytes: for each direction; at least the size of two whole chunks is allocated.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class DeviceBlocks:
         return self._cache.block_tokens * self._cache.layout.bytes_per_token
 
     def mark(self) -> object:
-        """Remember what has been asked of the device so far, on the model's thread."""
+        """Remember the work queued so far on the device. Called on the model's thread."""
         return self._saving.side_stream.mark()
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
-        """Make blobs of blocks; see ``blocks.Blocks.pack``."""
+        """Make blobs from blocks; see ``blocks.Blocks.pack``."""
         return DeviceSave(self._saving).run(wanted, ready) if wanted else []
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
-        """Fill blocks out of blobs; see ``blocks.Blocks.fill``."""
+        """Fill blocks from blobs; see ``blocks.Blocks.fill``."""
         return DeviceLoad(self._loading).run(wanted, ready) if wanted else set()
 
     def close(self) -> None:

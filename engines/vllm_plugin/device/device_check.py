@@ -1,8 +1,8 @@
-"""Decides who moves the blocks: the device's kernels, if they agree with the host, or the host.
+"""Chooses between the host and the device's kernels, which must agree with the host, for blocks.
 
 Before the first request, and when another codec is adopted, the kernels pack and fill a small
-cache of the engine's own shapes, which also compiles them. Every bit has to be what the host's
-codec makes. A kernel or a compiler that fails costs speed and nothing else.
+cache of the engine's own shapes, which also compiles them. Every bit must equal the result of the
+host's codec. A kernel or a compiler that fails costs only speed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STAGING_BYTES: Final = 64 << 20  # for each direction
 
 
 def blocks_for(cache: PagedCache, store: BlockStore, spare_bytes: int = SPARE_BYTES) -> Blocks:
-    """Choose the host for memory of the host; on CUDA, the kernels if they work."""
+    """Choose the host for a cache in host memory; on CUDA, the kernels if they work."""
     accelerator = accelerator_of(cache.device)
     if accelerator is None:
         return HostBlocks(cache, store, NoStream(), spare_bytes)
@@ -53,9 +53,9 @@ def blocks_on(
 def proven_blocks(
     accelerator: Accelerator, cache: PagedCache, store: BlockStore
 ) -> DeviceTransfer | None:
-    """Make the device's half for the store's present codec; None, with a warning, if it is wrong.
+    """Make the device's transfer for the store's present codec; None, with a warning, if it fails.
 
-    On any thread: it uses a stream of its own.
+    May run on any thread: it uses a stream of its own.
     """
     try:
         with accelerator.apart():
@@ -63,7 +63,7 @@ def proven_blocks(
             if on_device is not None and kernels_agree(accelerator, cache, store):
                 return on_device
         reason = "the kernels cannot address this cache" if on_device is None else "they are wrong"
-    except Exception as error:  # of a compiler, a driver, a missing package: any kind
+    except Exception as error:  # a compiler, a driver, a missing package: errors of any kind
         reason = f"{type(error).__name__}: {error}"
     logger.warning("KV is packed by the host, slower: %s", reason)
     return None
@@ -75,7 +75,7 @@ def device_blocks(
     store: BlockStore,
     staging_bytes: int = STAGING_BYTES,
 ) -> DeviceTransfer | None:
-    """Make the device's half; None if kernels cannot address the cache.
+    """Make the device's transfer; None if kernels cannot address the cache.
 
     Raises:
         ImportError: Triton is not installed.
@@ -108,9 +108,9 @@ def kernels_agree(accelerator: Accelerator, cache: PagedCache, store: BlockStore
 
 
 def _same(scratch: PagedCache, keys: BlockKeys, one: DeviceTransfer, other: DeviceTransfer) -> bool:
-    """Pack two chunks and a tail both ways, and fill other blocks with the blobs both ways.
+    """Compare both ways on two chunks and a tail: pack them, then fill other blocks with the blobs.
 
-    The first chunk has the session's first tokens, which are not packed.
+    The first chunk contains the session's first tokens, which are not packed.
     """
     hashes = [bytes([i % 256]) * 32 for i in range(2 * keys.chunk_blocks + 1)]
     spans, ids = keys.whole(hashes), list(range(len(hashes)))

@@ -1,4 +1,4 @@
-"""One load on the device: blobs pass one by one through the ring into the blocks."""
+"""One load on the device: blobs pass one after the other through the ring into the blocks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvstore.errors import Unusable
 logger = logging.getLogger("thermocline.vllm")
 
 OPENED_AHEAD: Final = 4
-NOT_WANTED: Final = -1  # the id of a block that kernels leave alone
+NOT_WANTED: Final = -1  # the id of a block that kernels skip
 
 
 class DeviceLoad:
-    """Fills blocks out of blobs; codec threads check the next blobs meanwhile.
+    """Fills blocks from blobs; codec threads check the next blobs meanwhile.
 
     Used once, by the thread that calls ``run``.
     """
@@ -38,9 +38,9 @@ class DeviceLoad:
         self._filled: set[int] = set()
 
     def run(self, wanted: Sequence[Filling], ready: object) -> set[int]:
-        """Fill blocks once ``ready`` has happened; return the ids of those that were filled.
+        """Fill blocks after the mark ``ready``; return the ids of those that were filled.
 
-        A blob that is of no use fills nothing; see ``blocks.Blocks.fill``.
+        An unusable blob fills no blocks; see ``blocks.Blocks.fill``.
         """
         try:
             with self._copy_stream.side_stream.enqueue_after(ready):
@@ -66,7 +66,7 @@ class DeviceLoad:
             self._finish_oldest()
 
     def _take_region(self, layout: StagingLayout, blocks: Tensor) -> Region:
-        """Take a region; wait for other threads only while holding none, or two could deadlock."""
+        """Take a region. Wait for other threads only while holding none: two could deadlock."""
         while True:
             holding = bool(self._opening or self._in_flight)
             region = self._copy_stream.ring.take(layout.nbytes, wait=not holding)
@@ -78,9 +78,9 @@ class DeviceLoad:
                 self._write(blocks)
 
     def _open(self, copy: InFlight, blob: AnyBlob) -> list[KeptRows] | None:
-        """Unpack a blob into its region, on a codec thread; None if it is of no use.
+        """Open a blob into its region, on a codec thread; None if the blob is unusable.
 
-        Such a blob is discarded, so that it is not offered again.
+        An unusable blob is discarded, so that it is not offered again.
         """
         span = copy.span
         try:
@@ -112,7 +112,7 @@ class DeviceLoad:
         self._copy_stream.ring.give_back(copy.region)
 
     def _give_up(self) -> None:
-        """Give regions back after an error, once no thread and no kernel uses them."""
+        """Return regions after an error, once no thread and no kernel uses them."""
         if self._opening or self._in_flight:
             wait([opening for _, opening in self._opening])
             self._copy_stream.side_stream.drain()
@@ -121,6 +121,6 @@ class DeviceLoad:
 
 
 def _all_blocks(x: Filling) -> list[int]:
-    """Return ids of all blocks of the blob, ``NOT_WANTED`` for those that were not asked for."""
+    """Return the ids of all blocks of the blob, ``NOT_WANTED`` for those not to be filled."""
     behind = x.span.num_blocks - x.skip - len(x.block_ids)
     return [NOT_WANTED] * x.skip + x.block_ids + [NOT_WANTED] * behind

@@ -1,4 +1,4 @@
-"""One save on the device: blocks pass blob by blob through the ring."""
+"""One save on the device: blocks pass through the ring, blob by blob."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines.vllm_plugin.worker.blocks import Packing
 
 
 class DeviceSave:
-    """Makes blobs of blocks; codec threads seal those that the device has packed.
+    """Makes blobs from blocks; codec threads seal those that the device has packed.
 
     Used once, by the thread that calls ``run``.
     """
@@ -27,7 +27,7 @@ class DeviceSave:
         self._sealing: list[Future[bytes]] = []
 
     def run(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
-        """Read blocks once ``ready`` has happened; return a future for each blob, in order.
+        """Read blocks after the mark ``ready``; return a future for each blob, in order.
 
         The blocks may be reused when this returns; see ``blocks.Blocks.pack``.
         """
@@ -52,12 +52,13 @@ class DeviceSave:
 
     def _read(self, copy: InFlight, blocks: Tensor) -> None:
         run = self._copy_stream.run_of(copy, blocks)
-        # Straight into the host's memory: packed rows are a fifth of what a copy would move.
+        # Kernels write directly into host memory: packed rows are a fifth of the bytes that a copy
+        # of the blocks would move.
         self._copy_stream.side_stream.ask(partial(copy.layout.read, run, copy.region.host))
         copy.wait_done = self._copy_stream.side_stream.completion()
 
     def _take_region(self, layout: StagingLayout) -> Region:
-        """Take a region; wait for other threads only while holding none, or two could deadlock."""
+        """Take a region. Wait for other threads only while holding none: two could deadlock."""
         while (
             region := self._copy_stream.ring.take(layout.nbytes, wait=not self._in_flight)
         ) is None:
@@ -80,7 +81,7 @@ class DeviceSave:
             self._copy_stream.ring.give_back(copy.region)
 
     def _give_up(self) -> None:
-        """Wait for the device after an error, and give the regions back.
+        """Wait for the device after an error, and return the regions.
 
         vLLM may reuse the blocks at once.
         """

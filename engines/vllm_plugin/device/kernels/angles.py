@@ -13,15 +13,15 @@ from torch import Tensor
 from engines.vllm_plugin.device.accelerator import sent
 from kvstore.codecs.rope import Rope, angle_tables
 
-KEPT: Final = 256  # tables; of chunks of 32 tokens and heads of 128 channels 4 MB
+KEPT: Final = 256  # tables; 4 MB in all for chunks of 32 tokens and heads of 128 channels
 
 
 class Angles:
-    """Gives the angles of runs of tokens to the kernels of one stream, and keeps some.
+    """Provides the angles of runs of tokens to the kernels of one stream, and caches some.
 
-    A libm's last bit differs from one to the next, so a device never computes them. Chunks of all
-    sessions begin at the same positions, so that a table is used many times. Memory that is given
-    up is reused in the order of the stream: another stream needs another object.
+    Math libraries differ in the last bit, so the device never computes angles. Chunks of all
+    sessions begin at the same positions, so each table is used many times. Freed memory is reused
+    in the order of the stream, so another stream needs another object.
     """
 
     def __init__(self, ropes: Sequence[Rope], device: torch.device) -> None:

@@ -1,22 +1,23 @@
-"""Triton functions that every kernel on vLLM's paged cache shares: addresses, floats, bit planes.
+"""Triton functions for all kernels on vLLM's paged cache: addresses, floats, bit planes.
 
 Rules that keep the bytes the same in the interpreter, on a GPU and in numpy:
 
 - 16-bit values travel as integers and are widened and rounded by integer operations. Triton's
   interpreter truncates fp32 to bf16, and multiplies bit patterns.
-- Sums of floats have a fixed order, by reshapes and splits or by loops; or they are of whole
-  numbers that are exact in any order.
+- Sums of floats have a fixed order, by reshapes and splits or by loops; or they add whole numbers,
+  which are exact in any order.
 - No multiply-add may be fused: launch with ``enable_fp_fusion=False``.
-- Stages are unrolled by hand. A loop that carries a tensor whose shape changes passes the
-  interpreter and is rejected by the compiler.
+- Stages are unrolled by hand. The interpreter accepts a loop that carries a tensor whose shape
+  changes, but the compiler rejects it.
 """
 
 import triton
 import triton.language as tl
 
-# Numbers that differ from launch to launch; kernels are not compiled anew for them.
+# Arguments that differ from launch to launch; kernels are not recompiled for them.
 VARYING = ("num_rows", "first_token", "num_tokens")
-# Sides and payloads begin, and strides are, multiples of so many elements: loads of 16 bytes.
+# The starts of sides and payloads, and all strides, are multiples of this many elements, so that
+# loads take 16 bytes.
 ALIGNED = tl.constexpr(8)
 # Kinds of values: what the bits of a cache's elements mean.
 BF16, FP16, FP32 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -45,7 +46,7 @@ def nearest(x):
 
 @triton.jit
 def rounded_to_bf16(bits):
-    """Round the bits of fp32 to those of bf16, nearest even; what is no number stays none."""
+    """Round the bits of fp32 to those of bf16, nearest even; a NaN stays a NaN."""
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     is_none = (bits & 0x7FFFFFFF) > 0x7F800000
     return tl.where(is_none, (bits >> 16) | 0x40, rounded)
@@ -85,7 +86,7 @@ def row_starts(
 ):  # fmt: skip
     """Return where rows of a side begin, in elements from ``cache``, and whether they are wanted.
 
-    A block id below zero is a block that was not asked for.
+    Rows of a block with an id below zero are not wanted.
     """
     block = tl.load(blocks + token // block_tokens, mask=ok, other=-1)
     within = head.to(tl.int64) * s_head + (token % block_tokens).to(tl.int64) * s_token

@@ -1,22 +1,23 @@
 """Triton kernels for the calibrated fixed rate (``dense3``) on vLLM's paged cache.
 
-``pack_rates_kernel`` gathers rows, takes out RoPE, means and gains, multiplies by the unit's basis,
-and writes gains and bit planes; ``unpack_rates_kernel`` undoes it. One launch handles all sides of
-one shape for the tokens of one chunk: the grid is (blocks of T tokens, heads, sides), so that a
-program does T tokens of one *unit*, a head of a side. What it writes *is* the payload. The
-definition is ``kvstore.codecs.fixed_rate``; the bytes are its.
+``pack_rates_kernel`` gathers rows, removes RoPE, means and gains, multiplies by the unit's basis,
+and writes gains and bit planes; ``unpack_rates_kernel`` does the reverse. One launch handles all
+sides of one shape for the tokens of one chunk: the grid is (blocks of T tokens, heads, sides), so
+that a program handles T tokens of one *unit*, a head of a side. Its output *is* the payload.
+``kvstore.codecs.fixed_rate`` is the definition, and the bytes are the same.
 
-- *Products* are of whole numbers. The 16-bit factors that pack are two digits of a byte each, four
-  products of bytes that are added up in 32 bits; those that restore are bytes. So tensor cores do
-  them, and the order of their sums does not matter.
-- *Floats* are single IEEE operations in the definition's order. Squares of a row are added 16
-  columns side by side, then halves onto halves. What fits the gain is a sum over components one
-  after the other: products go to ``scratch``, a few kB for each program, and come back row by row.
-- *RoPE* takes each channel with its partner: when packing both are loaded, when restoring both are
-  multiplied out, from the same levels. Cosines and sines are the host's numbers.
+- *Products* are of whole numbers. When packing, a 16-bit factor is split into two digits of one
+  byte each, so that a product becomes four products of bytes, added up in 32 bits; when restoring,
+  factors are bytes. So tensor cores can compute them, and the order of their sums does not matter.
+- *Floats* are single IEEE operations in the definition's order. Squares of a row are added in 16
+  columns side by side, then halves onto halves. The gain is fitted by sums over components, one
+  after the other: products go to ``scratch``, a few kB for each program, and are read back row by
+  row.
+- *RoPE* combines each channel with its partner: when packing, both are loaded; when restoring, both
+  are multiplied out from the same levels. Cosines and sines come from the host.
 
 Tables (``rate_tables``) have C = D components, those without bits last. Pointers to tables of a
-unit have shapes (units, magnitudes, C) or (units, C), and (ropes, D) for the turns.
+unit have shapes (units, magnitudes, C) or (units, C), and (ropes, D) for the rotations.
 """
 
 import triton
@@ -32,7 +33,7 @@ from engines.vllm_plugin.device.kernels.paged_rows import (
     widened,
 )
 
-# Offsets differ from layout to layout, too.
+# Offsets differ between layouts, too.
 RATES_VARYING = (*VARYING, "pairs_at", "planes_at", "kept_at")
 LANES = tl.constexpr(16)  # columns whose squares are added side by side
 CODES = tl.constexpr(16)  # of gains
@@ -59,7 +60,7 @@ def _codes_of(steps, ends):
 
 @triton.jit
 def _turns_of(rope, w, partners, columns, angles, half, num_tokens, t, ok, D: tl.constexpr):
-    """Return partners of channels ``w``, which of them are turned, and cosines and sines."""
+    """Return partners of channels ``w``, which channels are rotated, and cosines and sines."""
     partner = tl.load(partners + rope * D + w)
     column = tl.load(columns + rope * D + w)
     turned = column >= 0
@@ -76,7 +77,7 @@ def _centred(
     cache, start, ok, w, mean, rope, partners, columns, angles, half, num_tokens, t,
     D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Load channels ``w`` of rows, turned back to position zero, without their means."""
+    """Load channels ``w`` of rows, rotated back to position zero, without their means."""
     partner, turned, cos, sin = _turns_of(
         rope, w, partners, columns, angles, half, num_tokens, t, ok, D
     )
@@ -94,7 +95,7 @@ def _centred(
 
 @triton.jit
 def _digits(whole):
-    """Split whole numbers of 16 bits into two of a byte: 256 times the first plus the second."""
+    """Split 16-bit whole numbers into two of one byte: 256 times the first plus the second."""
     high = (whole + 128) >> 8
     return high.to(tl.int8), (whole - (high << 8)).to(tl.int8)
 
@@ -127,7 +128,7 @@ def pack_rates_kernel(
     total = halve(halve(halve(halve(squares, T, 16), T, 8), T, 4), T, 2)
     size = tl.sqrt_rn(tl.reshape(total, (T,)) * SHARE)
     steps, ends, sizes = _steps_of(size, thresholds), ends + unit * CODES, sizes + unit * CODES
-    kept = size.to(tl.uint32, bitcast=True) >= INFINITY  # a NaN may have its sign set
+    kept = size.to(tl.uint32, bitcast=True) >= INFINITY  # unsigned: a NaN may have its sign set
     kept = kept | (steps > tl.load(ends + CODES - 1))
     gain = tl.where(kept, 1.0, tl.load(sizes + _codes_of(steps, ends)))
     factor = tl.div_rn(tl.full((T,), 1.0, tl.float32), gain) * SCALE
@@ -177,7 +178,7 @@ def pack_rates_kernel(
             tl.store(at_bytes, plane((code >> place) & 1, CB, T), mask=mask)
         tl.debug_barrier()  # all of the tile is written
         for k in range(0, CB, 8):
-            for i in tl.static_range(8):  # so that loads do not wait for sums
+            for i in tl.static_range(8):  # unrolled, so that loads do not wait for sums
                 along = along + tl.load(along_at + (k + i) * T + column)
                 energy = energy + tl.load(energy_at + (k + i) * T + column)
         tl.debug_barrier()  # all of it is read
@@ -217,7 +218,7 @@ def _levels(
 
 @triton.jit
 def _restored(level, matrix, w, gain, mean, C: tl.constexpr):
-    """Return channels ``w`` of rows before they are turned, fp32; the sums are below 2^24."""
+    """Return channels ``w`` of rows before they are rotated, fp32; the sums are below 2^24."""
     rows = tl.load(matrix + w[:, None] * C + tl.arange(0, C)[None, :])
     sums = tl.dot(level, tl.trans(rows), out_dtype=tl.int32)
     return sums.to(tl.float32) * gain[:, None] + tl.load(mean + w)[None, :]

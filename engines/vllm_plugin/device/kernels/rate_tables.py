@@ -1,4 +1,4 @@
-"""The integers of a calibrated fixed rate on the device, in the order that kernels read."""
+"""The integers of a calibrated fixed rate on the device, in the order that kernels read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.codecs.stacks.stack_shape import KEY, HeadVector, StackShape
 from kvstore.codecs.stages.integer_klt import NUM_MAGNITUDES
 from kvstore.codecs.stages.octave_gain import THRESHOLDS, ends_of
 
-LARGEST_FACTOR: Final = 127 * 256 + 127  # of two digits of a byte
+LARGEST_FACTOR: Final = 127 * 256 + 127  # that fits two signed digits of one byte each
 NOT_TURNED: Final = -1
 
 
@@ -25,24 +25,24 @@ class RateTables:
     """The tables of one stack, C = D components wide, those without bits last.
 
     Attributes:
-        encode_high: int8 (units, C, D), how many times 256 each factor has, to the nearest.
-        encode_low: int8 (units, C, D), the rest of it.
-        decode: int8 (units, D, C), the basis to restore with.
+        encode_high: int8 (units, C, D), each factor divided by 256, rounded to nearest.
+        encode_low: int8 (units, C, D), the remainder.
+        decode: int8 (units, D, C), the basis for restoring.
         bits: int32 (units, C).
         firsts: int32 (units, C), the number of each component's first plane.
-        lives: int32 (units,), components with bits.
-        bounds: int32 (units, K, C), where K is the most magnitudes that a component has.
-        values: fp32 (units, K, C), levels as they are fitted.
+        lives: int32 (units,), the number of components with bits.
+        bounds: int32 (units, K, C), where K is the largest number of magnitudes of a component.
+        values: fp32 (units, K, C), levels as used in fitting the gain.
         levels: uint8 (units, K, C).
-        rates: fp32 (units, C), what a one of a component is worth.
+        rates: fp32 (units, C), the value of one unit of a component's integer.
         means: fp32 (units, D).
-        ends: int32 (units, 16), the largest size, in steps, that gets each gain.
+        ends: int32 (units, 16), the largest size, in steps, for each gain.
         sizes: fp32 (units, 16), gains.
-        gains: fp32 (units, 16), gains times what a one of a restored sum is worth.
+        gains: fp32 (units, 16), gains times the value of one unit of a restored sum.
         thresholds: int32 (16,), mantissas half-way between steps.
-        rope_of: int32 (units,), 0 = not turned, or 1 more than the number of its rope.
-        partners: int32 (ropes + 1, D), the channel that each channel is turned with.
-        columns: int32 (ropes + 1, D), which angle turns it; below zero for none.
+        rope_of: int32 (units,), 0 = not rotated, or 1 more than the number of its rope.
+        partners: int32 (ropes + 1, D), the channel that each channel is rotated with.
+        columns: int32 (ropes + 1, D), the index of the angle that rotates it; below zero for none.
     """
 
     encode_high: Tensor
@@ -66,7 +66,7 @@ class RateTables:
 
     @property
     def magnitudes(self) -> int:
-        """The most magnitudes that a component has."""
+        """The largest number of magnitudes of a component."""
         return int(self.bounds.shape[1])
 
 
@@ -75,7 +75,7 @@ def rate_tables(
 ) -> RateTables | None:
     """Copy the tables of a stack to the device; None if a factor does not fit two digits.
 
-    ``ropes``: all that the stack's layers use.
+    ``ropes``: all ropes that the stack's layers use.
     """
     if int(np.abs(pipeline.integers.encode.astype(np.int32)).max()) > LARGEST_FACTOR:
         return None
@@ -85,7 +85,7 @@ def rate_tables(
 
 
 def ropes_of(pipeline: RatePipeline) -> tuple[Rope, ...]:
-    """Return the different ropes that turn keys of this stack."""
+    """Return the different ropes that rotate keys of this stack."""
     used = (_rope(pipeline, unit) for unit in range(pipeline.shape.num_units))
     return tuple(dict.fromkeys(x for x in used if x is not None))
 
@@ -155,6 +155,6 @@ def vector_of(shape: StackShape, unit: int) -> HeadVector:
 
 
 def _padded(array: np.ndarray, components: int) -> np.ndarray:
-    """Return an array (units, components of it, ...), components padded with zeros."""
+    """Pad the second axis of an array (units, components, ...) with zeros."""
     missing = components - array.shape[1]
     return np.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2))

@@ -1,20 +1,19 @@
 """Triton kernels for ``RotatedRows`` on vLLM's paged cache: gather and pack, unpack and scatter.
 
 One launch handles all sides (K and V of all layers) of one shape for the tokens of one chunk: the
-grid is (rows, sides). Rows come head by head, token by token, exactly as a payload wants them
-(``kvstore.codecs.rows.payload``), so what a kernel writes *is* the payload. The arithmetic is the
-one of ``kvstore.codecs.rows.rotated_rows``, operation by operation, so the bytes are the same as on
-a CPU.
+grid is (rows, sides). Rows come head by head, token by token, in the order of a payload
+(``kvstore.codecs.rows.payload``), so a kernel's output *is* the payload. The arithmetic is that of
+``kvstore.codecs.rows.rotated_rows``, operation by operation, so the bytes are the same as on a CPU.
 
 Every layer is an allocation of its own, so ``sides`` holds where each side begins, in elements from
-``cache``; ``offsets`` says where in the payload it belongs. A block id below zero is a block that
-not asked for: it is neither read nor written.
+``cache``; ``offsets`` holds its position in the payload. A block with an id below zero is neither
+read nor written.
 
-The rules that keep the bytes the same are in ``paged_rows``; the rotation is butterflies of whole
-numbers, which are exact in fp32 in any order.
+The rules that keep the bytes the same are in ``paged_rows``; the rotation consists of butterflies
+of whole numbers, which are exact in fp32 in any order.
 
-Packed head dimensions are powers of two from 32 to 256; others are packed on the host. Rows of any
-multiple of eight are copied.
+Packed head dimensions are powers of two from 32 to 256; the host packs all others. Plain copies
+handle rows of any multiple of eight elements.
 """
 
 import triton
@@ -77,7 +76,7 @@ def _norms(x, R: tl.constexpr, D: tl.constexpr):
 def _row_starts(
     row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
 ):
-    """Return what ``row_starts`` does for rows ``head * num_tokens + token``."""
+    """Call ``row_starts`` for rows ``head * num_tokens + token``."""
     return row_starts(
         row // num_tokens, first_token + row % num_tokens, ok, sides, tl.program_id(1), blocks,
         block_tokens, s_block, s_head, s_token,
@@ -86,7 +85,7 @@ def _row_starts(
 
 @triton.jit
 def _rows_and_scales(payload, payload16, offsets):
-    """Point to the packed rows and the scales of this side; the latter in units of two bytes."""
+    """Return pointers to this side's packed rows and scales; scales count in units of two bytes."""
     pair = offsets + 2 * tl.program_id(1)
     return payload + tl.load(pair), payload16 + tl.load(pair + 1)
 
@@ -110,7 +109,7 @@ def _energy(total, count, squares, level: tl.constexpr):
 
 @triton.jit
 def _fp16_scale(scale):
-    """Round to fp16, nearest even, by integers; zero for what is no normal fp16."""
+    """Round to fp16, nearest even, by integers; zero for a result that is no normal fp16."""
     bits = scale.to(tl.uint32, bitcast=True)
     rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - 114688
     normal = (rounded - 1024).to(tl.uint32) < 30720
@@ -132,7 +131,7 @@ def pack_kernel(
     raw = tl.load(cache + start[:, None] + d[None, :], mask=wanted[:, None], other=0)
     x = widened(raw, FP16)
     x = x * tl.load(signs + d)[None, :]
-    if not FP16:  # fp16 has no numbers as small as that
+    if not FP16:  # fp16 has no numbers this small
         x = tl.where(tl.abs(x) < 1.0842021724855044e-19, 0.0, x)  # 2^-63
     norm = _norms(x, R, D)
     whole = nearest(x * _factors(norm, SIZE)[:, None])
@@ -143,7 +142,7 @@ def pack_kernel(
     if BITS == 4:
         count += _above(size, bounds, 3) + _above(size, bounds, 4)
         count += _above(size, bounds, 5) + _above(size, bounds, 6)
-    count = count.to(tl.int32)  # summed as floats: of integers LLVM makes vectors in memory
+    count = count.to(tl.int32)  # summed as floats: LLVM would put vectors of integers in memory
     total = _energy(tl.zeros((R,), tl.int32), count, squares, 0)
     total = _energy(total, count, squares, 1)
     total = _energy(total, count, squares, 2)
@@ -199,7 +198,7 @@ def unpack_kernel(
     start, wanted = _row_starts(
         row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
     )
-    # A scale of zero marks a kept row, which ``staging_layout`` writes.
+    # A scale of zero marks a kept row, which ``row_layout`` writes.
     write = keep & (wanted & (stored != 0))[:, None]
     tl.store(cache + start[:, None] + d[None, :], value, mask=write)
 
@@ -210,9 +209,9 @@ def gather_kernel(
     out, offsets, D,
     R: tl.constexpr, W: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of ``D`` elements of any type out of blocks; W is the power of two above D.
+    """Copy rows of ``D`` elements of any type out of blocks; W: the next power of two from D on.
 
-    ROUND: elements are fp32, and bf16 is what is wanted of them.
+    ROUND: elements are fp32 and are rounded to bf16.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok = row < num_rows
