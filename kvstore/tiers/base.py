@@ -112,7 +112,7 @@ class Tier(Protocol):
         """
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Take one pin off each key; the last one makes it recent. A key without pins is left."""
+        """Take one pin off each key; the last one makes it recent. Ignores keys without pins."""
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         """Remove blobs, their content too as far as the medium allows; return how many there were.

@@ -1,17 +1,17 @@
 """The eviction order of a tier: least recently used keys first, inside a byte budget.
 
 The three tiers share this index of keys and sizes; each stores the blobs itself. Every step costs
-O(1) per key. Three rules make plain least-recently-used eviction right for chains, where a blob is
-useless once one before it is gone:
+O(1) per key. Three rules adapt plain least-recently-used eviction to chains, in which a blob is
+useless once a blob before it is gone:
 
 * Wherever keys come in chain order (``add``, ``touch``, ``unpin``), the *first* becomes the most
   recent of all, so a chain is evicted from its tail.
-* A chain never evicts its own blobs. They are admitted in order and what does not fit is refused: a
-  long chain keeps its head instead of its end.
-* Pinned keys are out of the order; the last ``unpin`` brings them back as just used.
+* A chain never evicts its own blobs. They are admitted in order and those that do not fit are
+  refused: a long chain keeps its head instead of its end.
+* Pinned keys are not in the order; the last ``unpin`` brings them back as just used.
 
-And one makes it fair: a tenant's guaranteed part of the budget is left out of the order while
-others write (``tenant_parts``).
+A fourth rule makes it fair: while other tenants write, a tenant's guaranteed part of the budget is
+left out of the order (``tenant_parts``).
 
 Not thread-safe: the owning tier calls it under its own lock.
 """
@@ -36,7 +36,7 @@ class RecencyEntry(NamedTuple):
 
 
 class IndexUpdate(NamedTuple):
-    """The changes that ``add`` made and the tier has to follow.
+    """The changes that ``add`` made to the index and the tier must make to its blobs.
 
     A key may be in both lists: evicted, then added afresh.
     """
@@ -50,7 +50,7 @@ class RecencyIndex:
 
     Args:
         capacity_bytes: the budget that ``add`` and ``shrink`` keep.
-        guaranteed_share: of it, divided between active tenants; 0 = order of use alone.
+        guaranteed_share: of the budget, divided between active tenants; 0 = order of use alone.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RecencyIndex:
         self._causes = EvictionCauses()
 
     def emptied(self) -> RecencyIndex:
-        """Make one of the same budget without keys and pins."""
+        """Make an index of the same budget without keys and pins."""
         return RecencyIndex(self.capacity_bytes, self._guaranteed_share, self._monotonic)
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class RecencyIndex:
 
     @property
     def pins(self) -> dict[bytes, int]:
-        """Pin count of each key, also of keys that are absent."""
+        """Pin count of each key, including absent keys."""
         return dict(self._num_pins)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -108,14 +108,14 @@ class RecencyIndex:
     def add(self, sizes: Mapping[bytes, int], owner: str = "") -> IndexUpdate:
         """Add the keys of a chain (``key -> nbytes``) that fit, evicting others; all become recent.
 
-        A key that is present keeps its size and is in neither list of the update. One that cannot
-        fit beside what is pinned, and guaranteed to other tenants than ``owner``, is not added.
+        A key that is present keeps its size and is in neither list of the update. A key is not
+        added if it cannot fit beside pinned keys and those guaranteed to other tenants.
         """
         added: list[bytes] = []
         evicted: list[tuple[bytes, RecencyEntry]] = []
         self._parts.use(owner)
         room = self.capacity_bytes - self._parts.kept_for_others(owner)
-        own = 0  # evictable bytes of this very chain; they stand at the recent end
+        own = 0  # evictable bytes of this very chain; they are at the recent end
         for key, nbytes in sizes.items():
             if key not in self:
                 if self._pinned_bytes + own + nbytes > room:
@@ -131,11 +131,11 @@ class RecencyIndex:
         return IndexUpdate(added, evicted)
 
     def expect(self, owner: str, idle_s: float) -> None:
-        """Note that a tenant used ``idle_s`` seconds ago what is entered only later."""
+        """Record that a tenant used blobs ``idle_s`` seconds ago that are entered only later."""
         self._parts.used_before(owner, idle_s)
 
     def own(self, owner: str, keys: Iterable[bytes], idle_s: float = 0.0) -> None:
-        """Assign these keys to an owner, as far as they are here and have none yet.
+        """Assign keys to an owner, if they are present and have no owner yet.
 
         ``idle_s``: for how many seconds the owner has used none of them.
         """
@@ -155,18 +155,18 @@ class RecencyIndex:
             self._parts.sort(owner, self._stamp)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Keep another budget from now on; ``shrink`` makes it hold."""
+        """Set another budget from now on; ``shrink`` enforces it."""
         self.capacity_bytes = capacity_bytes
         self._parts.resize(self._guaranteed_share * capacity_bytes)
 
     def shrink(self) -> list[tuple[bytes, RecencyEntry]]:
-        """Evict until the budget holds, as far as pins allow; return what was evicted."""
+        """Evict until the budget holds, as far as pins allow; return the evicted keys."""
         return list(self._make_room(0))
 
     def evict(self, nbytes: int, spare: Container[bytes]) -> list[tuple[bytes, RecencyEntry]]:
         """Evict the least recent keys, ``nbytes`` or more, even if the budget holds.
 
-        Stops early where the next one is in ``spare``. Returns what was evicted.
+        Stops early if the next key is in ``spare``. Returns the evicted keys.
         """
         evicted: list[tuple[bytes, RecencyEntry]] = []
         while nbytes > 0 and self._evictable:
@@ -191,9 +191,9 @@ class RecencyIndex:
             yield key, self._take_out(key)
 
     def _next_victim(self, owner: str = "", nbytes: int = 0, own: int = 0) -> bytes | None:
-        """The least recent key of those whose tenants hold more than is guaranteed to them.
+        """Find the least recent key among tenants that hold more than is guaranteed to them.
 
-        Where none does, pins take what is left: then a writer makes way for itself.
+        If there is none, pins take the rest of the budget: then the writer's own keys are evicted.
         """
         gives = self._parts.givers(owner, nbytes, own)
         oldest, entry = next(iter(self._evictable.items()))
@@ -203,14 +203,14 @@ class RecencyIndex:
         return surplus or self._parts.oldest_of(owner, own)
 
     def _cause(self, key: bytes, writer: str, nbytes: int, own: int) -> EvictionCause:
-        """Say why a key is the next victim of what this tenant writes."""
+        """Return why a key is the next victim of this tenant's write."""
         owner = self._evictable[key].owner
         is_over = self._parts.has_part(owner) and self._parts.givers(writer, nbytes, own)(owner)
         makes_way = writer not in ("", owner) or key != next(iter(self._evictable))
         return "share" if is_over and makes_way else "budget"
 
     def why_evicted(self, keys: Iterable[bytes]) -> list[EvictionCause | None]:
-        """Say of each key why it was evicted; None: it was not, or too long ago."""
+        """Return for each key why it was evicted; None: it was not, or too long ago."""
         return self._causes.of(keys)
 
     def _stamp(self, key: bytes) -> int:
@@ -230,7 +230,7 @@ class RecencyIndex:
         """Enter an absent key as the most recent, even beyond the budget.
 
         Args:
-            stamp: one that was persisted; such keys must be entered in the order of their stamps.
+            stamp: one that was persisted; such keys must be inserted in the order of their stamps.
         """
         if stamp is not None:
             self._last_stamp = stamp - 1
@@ -262,7 +262,7 @@ class RecencyIndex:
         self._parts.pin(entry.owner, entry.nbytes)
 
     def undo(self, update: IndexUpdate) -> None:
-        """Take an ``add`` back: remove its keys, return the evicted ones as the least recent."""
+        """Undo an ``add``: remove its keys, and put the evicted ones back as the least recent."""
         for key in update.added:
             self.remove(key)
         for key, entry in reversed(update.evicted):
@@ -274,7 +274,7 @@ class RecencyIndex:
     def remove(self, key: bytes) -> RecencyEntry | None:
         """Remove a key and return its entry, None if it was absent.
 
-        Its pins stay: they hold for the next blob of that key as well.
+        Its pins stay: they also apply to the next blob of that key.
         """
         if key in self._evictable:
             return self._take_out(key)
@@ -302,7 +302,7 @@ class RecencyIndex:
                 self._enter_pinned(key, self._take_out(key))
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Take one pin off each key; a key without pins is left alone."""
+        """Take one pin off each key; a key without pins is ignored."""
         for key in reversed(list(keys)):
             count = self._num_pins.pop(key, 0) - 1
             if count > 0:

@@ -1,7 +1,7 @@
 """The RAM tier: packed blobs in this process's own memory.
 
 Every method is a few dictionary steps per key under one lock; blobs are copied before the lock
-is taken, so a large copy never holds up other threads. A forgotten blob is handed back to the
+is taken, so a large copy never delays other threads. A forgotten blob is returned to the
 allocator; Python offers no way to overwrite it first.
 """
 
@@ -14,7 +14,7 @@ from kvstore.tiers.base import Blob, TierStats
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyIndex
 
-# What CPython keeps per blob besides the bytes of key and blob: object headers, an entry in two
+# CPython's memory per blob besides the bytes of key and blob: object headers, an entry in two
 # dictionaries, the links of both orders (about 420 bytes measured with 20,000 blobs).
 ENTRY_BYTES = 512
 MAX_KEY_BYTES = 64  # of the store's keys
@@ -69,7 +69,7 @@ class RamTier(IndexedTier):
             return True
 
     def _apply(self, update: IndexUpdate, blobs: dict[bytes, bytes]) -> None:
-        """Let the blobs follow what the index decided. The caller holds the lock."""
+        """Make the changes of the index to the blobs. The caller holds the lock."""
         for key, _ in update.evicted:
             del self._blobs[key]
         for key in update.added:
@@ -93,10 +93,10 @@ class RamTier(IndexedTier):
             return len(present)
 
     def drop_quarantine(self) -> None:
-        """Do nothing: memory that is damaged ends the process."""
+        """Do nothing: damaged memory ends the process."""
 
     def resize(self, capacity_bytes: int) -> None:
-        """Keep another budget from now on, and evict what it has no room for."""
+        """Set another budget from now on, and evict the blobs that no longer fit."""
         with self._lock:
             self._index.resize(capacity_bytes)
             self._apply(IndexUpdate([], self._index.shrink()), {})

@@ -2,6 +2,6 @@
 
 ``redis_tier`` implements ``Tier`` and keeps the budget; ``blobs`` writes, reads and removes whole
 blobs; ``fragments`` names and checks their entries; ``link`` talks to the server within a deadline;
-``breaker`` stops asking one that does not answer. ``writer_name``, ``book`` and ``earlier_lives``
-let one budget hold over an engine's lives.
+``breaker`` stops calls to a server that does not answer. With ``writer_name``, ``book`` and
+``earlier_lives`` one budget holds over an engine's lives.
 """

@@ -27,7 +27,7 @@ from kvstore.tiers.redis_server.fragments import (
 )
 from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
 
-BATCH_BYTES = 4 << 20  # of blobs that travel together
+BATCH_BYTES = 4 << 20  # of blobs that are sent together
 BATCH_KEYS = 256
 UNFINISHED_S = 600  # fragments whose manifest never came expire by themselves
 SCAN_COUNT = 1000
@@ -41,9 +41,9 @@ _REMOVE_IF_SAME = (
 
 
 class WriteInterrupted(TierUnavailable):
-    """The server failed while these were written: they may be there, or may yet be.
+    """The server failed while these were written: they may exist, or may appear later.
 
-    A command that was sent is carried out, even if the wait for its reply was given up.
+    A command that was sent is carried out, even if the caller no longer waits for its reply.
     """
 
     def __init__(self, error: TierUnavailable, manifests: Mapping[bytes, BlobManifest]) -> None:
@@ -53,23 +53,23 @@ class WriteInterrupted(TierUnavailable):
 
 @dataclass
 class _ReadProgress:
-    """The blobs that one ``read`` has found so far, and the damaged ones it has to remove."""
+    """The blobs that one ``read`` has found so far, and the damaged ones that it must remove."""
 
     until: float  # the moment at which the read must be over
     blobs: dict[bytes, bytes] = field(default_factory=dict)
     removals: list[Command] = field(default_factory=list)
 
     def remove(self, names: Sequence[bytes], manifest: bytes) -> None:
-        """Have a damaged blob removed: while its manifest is there, it is not stored again."""
+        """Queue a damaged blob's removal: while its manifest exists, it is not stored again."""
         self.removals.append(("EVAL", _REMOVE_IF_SAME, len(names), *names, manifest))
 
 
 class RedisBlobs:
-    """The blobs on one server. Thread-safe; keeps nothing in memory.
+    """The blobs on one server. Thread-safe; keeps no data in memory.
 
     Args:
         ttl_ms: entries expire this long after they were written or touched; 0 = never.
-        book: where it is written down what is ours; None = nowhere.
+        book: the list of our own blobs; None = there is none.
     """
 
     def __init__(self, link: RedisLink, ttl_ms: int, book: Book | None = None) -> None:
@@ -78,7 +78,7 @@ class RedisBlobs:
         self._book = book
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether its manifest is there."""
+        """Return for each key whether its manifest exists."""
         replies = self._link.run([("EXISTS", manifest_name(key)) for key in keys])
         return [reply == 1 for reply in replies]
 
@@ -96,7 +96,7 @@ class RedisBlobs:
     # Reading
 
     def read(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the blobs that are whole, as far as they came within one deadline.
+        """Return the blobs that are whole, as far as they arrived within one deadline.
 
         Damaged ones are removed from the server.
 
@@ -121,7 +121,7 @@ class RedisBlobs:
     def _read_manifests(
         self, keys: Sequence[bytes], progress: _ReadProgress
     ) -> dict[bytes, BlobManifest]:
-        """Return manifests of blobs in fragments; small blobs come along and are read at once."""
+        """Return manifests of blobs in fragments; small blobs come with theirs and are complete."""
         manifests: dict[bytes, BlobManifest] = {}
         replies = self._link.run([("GET", manifest_name(key)) for key in keys], progress.until)
         for key, raw in zip(keys, map(_value, replies), strict=True):
@@ -150,14 +150,14 @@ class RedisBlobs:
             try:
                 progress.blobs[key] = verified(b"".join(fragments), manifest)
             except Corrupt as error:
-                if all(fragments):  # else the server evicted some, which is no error
+                if all(fragments):  # else the server evicted some, which is not an error
                     self._link.count(str(error))
                 progress.remove(entry_names(key, manifest), manifest.pack())
 
     # Writing
 
     def write(self, blobs: Mapping[bytes, bytes]) -> Iterator[dict[bytes, BlobManifest]]:
-        """Write blobs in order, replacing older ones; yield what each batch has written.
+        """Write blobs in order, replacing older ones; yield the manifests that each batch wrote.
 
         Raises:
             WriteInterrupted: the server failed.
@@ -201,7 +201,7 @@ class RedisBlobs:
         manifests: Mapping[bytes, BlobManifest],
         blobs: Mapping[bytes, bytes],
     ) -> set[bytes]:
-        """Make blobs visible whose fragments are there, and remove the fragments they replace.
+        """Make blobs visible whose fragments were written, and remove the fragments they replace.
 
         Returns the keys that the server refused.
         """
@@ -213,7 +213,7 @@ class RedisBlobs:
         commands += [x for key in keys for x in self._expiry_commands(key, manifests[key])]
         replies = self._link.run(commands) if commands else []
         for reply in replies[: len(booked)]:
-            self._is_refusal(reply)  # counted; the blobs are as good without
+            self._is_refusal(reply)  # counted; the blobs are as good without the book
         refused: set[bytes] = set()
         replaced: dict[bytes, BlobManifest] = {}
         for key, old in zip(keys, replies[len(booked) :], strict=False):
@@ -237,28 +237,29 @@ class RedisBlobs:
         return False
 
     def evict(self, manifests: Mapping[bytes, BlobManifest]) -> None:
-        """Remove blobs as we wrote them, and strike them; what others put in their place stays."""
+        """Remove our blobs and their book entries; blobs that other writers put there stay."""
         commands: list[Command] = [
             ("EVAL", _REMOVE_IF_SAME, 1, manifest_name(key), manifest.pack())
             for key, manifest in manifests.items()
         ]
         replies = self._run_and_strike(commands, manifests.items())
         refused = [x for x, reply in zip(manifests, replies, strict=False) if _is_error(reply)]
-        if refused:  # a server without scripts: a writer in between loses its blob, no more
+        if refused:  # a server without scripts: a writer in between only loses its blob
             there = self.manifests(refused)
             same = [key for key in refused if there.get(key) == manifests[key]]
             self._link.run([("UNLINK", manifest_name(key)) for key in same])
 
     def drop_fragments(self, written: Iterable[Written]) -> None:
-        """Remove the fragments of blobs that cannot be seen, and strike them."""
+        """Remove the fragments of blobs that are not visible, and their book entries."""
         self._run_and_strike([], written)
 
     def _run_and_strike(
         self, commands: Sequence[Command], written: Iterable[Written]
     ) -> list[Reply]:
-        """Run ``commands``, then remove the fragments of these blobs, and strike them.
+        """Run ``commands``, then remove the fragments and book entries of these blobs.
 
-        So it goes with what is owed, too: the server evicts a manifest, and leaves its fragments.
+        Owed blobs are removed with them: the server has evicted their manifests, but not their
+        fragments.
         """
         if self._book is None:
             every = [*commands, *_unlink_fragments(written)]
@@ -273,7 +274,7 @@ class RedisBlobs:
             raise
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove blobs, also those with damaged manifests; return how many keys were there."""
+        """Remove blobs, also those with damaged manifests; return how many keys existed."""
         manifests = self.manifests(keys)
         by_name: list[Command] = [("UNLINK", manifest_name(key)) for key in manifests]
         self._run_and_strike(by_name, manifests.items())
@@ -288,7 +289,7 @@ class RedisBlobs:
     ) -> None:
         """Restart the server's clocks for expiry and eviction; the last of each is the most recent.
 
-        ``others``: blobs that are not written down as ours.
+        ``others``: blobs that are not in our book.
         """
         commands = self._book.enter(ours) if self._book else []
         for key, manifest in (*ours.items(), *others.items()):
@@ -331,7 +332,7 @@ def _value(reply: Reply) -> bytes:
 
 
 def _replaced(old: bytes) -> BlobManifest | None:
-    """Return the manifest that was just replaced; None where there was none that can be read."""
+    """Return the manifest that was just replaced; None if there was none that can be read."""
     try:
         return parse_manifest(old)
     except Corrupt:

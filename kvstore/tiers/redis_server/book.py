@@ -1,12 +1,12 @@
-"""The book of one writer: what it has on the server, written down on the server itself.
+"""The book of one writer: the list of its blobs on the server, stored on the server itself.
 
     thermocline.book:<writer>      a hash: <key><generation> -> its manifest, and when it was used
 
 An engine that is killed leaves its blobs there. Its next life reads the book, so that one budget
-holds for all of them; and no engine counts or evicts what another one wrote. An entry is written
+holds for all of them; and no engine counts or evicts another engine's blobs. An entry is written
 before its blob is visible and struck after the blob is gone, so the book may list too much, never
-too little: where the server evicted a manifest, the fragments are removed as well. The server may
-evict the whole book, and then has a ``maxmemory`` that bounds the rest. With a time to live it
+too little: if the server evicted a manifest, the fragments are removed as well. The server may
+evict the whole book; it then has a ``maxmemory`` that bounds the rest. With a time to live the book
 expires, after twice that time without a write or a touch.
 """
 
@@ -22,7 +22,7 @@ from kvstore.errors import Corrupt, TierUnavailable
 from kvstore.tiers.redis_server.fragments import MANIFEST_BYTES, BlobManifest, parse_manifest
 from kvstore.tiers.redis_server.link import Command, RedisLink
 
-ENTRY_BYTES: Final = 150  # of the server's memory, about; measured 140 for names of 37 bytes
+ENTRY_BYTES: Final = 150  # of the server's memory, estimated; measured 140 for names of 37 bytes
 
 _SCAN_COUNT: Final = 500
 _MAX_PAGES: Final = 4000  # a bound on the work, two million blobs
@@ -47,7 +47,7 @@ class Book:
 
     Args:
         ttl_ms: the blobs expire this long after they were written or touched; 0 = never.
-        clock: seconds of the wall clock: what orders the uses of several lives.
+        clock: seconds of the wall clock, which orders the uses of several lives.
     """
 
     def __init__(
@@ -63,31 +63,31 @@ class Book:
         self._clock = clock
         self._lock = threading.Lock()
         self._last_stamp = 0
-        self._owed: list[Written] = []  # blobs that were found to be gone
+        self._owed: list[Written] = []  # blobs that were found to be gone, still to be struck
 
     def enter(self, manifests: Mapping[bytes, BlobManifest]) -> list[Command]:
-        """List blobs as used just now, the last one most recently."""
+        """Make the commands that list blobs as used just now, the last one most recently."""
         listed: list[bytes] = []
         for key, manifest in manifests.items():
             listed += [_field(key, manifest), manifest.pack() + _STAMP.pack(self._next_stamp())]
         if not listed:
             return []
-        # The book outlives what it lists. Without expiry: an earlier life may have had one.
+        # The book outlives its blobs. PERSIST without expiry: an earlier life may have set one.
         kept: Command = ("PEXPIRE", self._name, 2 * self._ttl_ms)
         return [("HSET", self._name, *listed), kept if self._ttl_ms else ("PERSIST", self._name)]
 
     def strike(self, written: Iterable[Written]) -> list[Command]:
-        """List these blobs no more."""
+        """Make the commands that remove these blobs from the book."""
         fields = [_field(key, manifest) for key, manifest in written]
         return [("HDEL", self._name, *fields)] if fields else []
 
     def owe(self, written: Iterable[Written]) -> None:
-        """Keep these to be struck along with the next ones, without a wait for the server."""
+        """Keep these to be struck along with the next ones, without waiting for the server."""
         with self._lock:
             self._owed += written
 
     def take_owed(self) -> list[Written]:
-        """Return what is owed; from now on it is not."""
+        """Return the owed blobs, and forget them."""
         with self._lock:
             owed, self._owed = self._owed, []
         return owed
@@ -96,7 +96,7 @@ class Book:
         """Read the book page by page, as the server lists it.
 
         Raises:
-            TierUnavailable: it did not answer, or does not have such a command.
+            TierUnavailable: it did not answer, or lacks the command.
         """
         cursor = b"0"
         for _ in range(_MAX_PAGES):
@@ -120,7 +120,7 @@ def _field(key: bytes, manifest: BlobManifest) -> bytes:
 
 
 def _parsed(listed: Iterable[tuple[bytes, bytes]]) -> Iterator[BookEntry]:
-    """Yield the entries that can be read; others are left alone."""
+    """Yield the entries that can be read; others are ignored."""
     for field, value in listed:
         try:
             manifest = parse_manifest(value[:MANIFEST_BYTES])

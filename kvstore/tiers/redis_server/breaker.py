@@ -1,4 +1,4 @@
-"""A circuit breaker: stops asking a server that does not answer, and asks again now and then.
+"""A circuit breaker: stops calls to a server that does not answer, and tries again now and then.
 
     state        a call may go out      after a success   after a failure
     closed       yes                    closed            closed; open after `threshold` in a row
@@ -31,9 +31,9 @@ class Breaker:
     """One breaker for one server. Thread-safe.
 
     Args:
-        monotonic: seconds from anywhere, never going back.
+        monotonic: seconds from any starting point, never going back.
         threshold: failures in a row, with no success between them, that open it.
-        longest_wait_s: until it asks again.
+        longest_wait_s: until the server is tried again.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Breaker:
         return self._state
 
     def ask(self) -> int | None:
-        """Return a permit for one call, for ``succeed`` or ``fail``; None if none may be made."""
+        """Return a permit for one call, for ``succeed`` or ``fail``; None if no call is allowed."""
         with self._lock:
             if self._state is BreakerState.CLOSED:
                 return self._permit

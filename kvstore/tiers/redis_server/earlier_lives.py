@@ -1,7 +1,7 @@
-"""Enters what earlier lives of an engine left on the server into its tier's budget, on a thread.
+"""Adds blobs that earlier lives of an engine left on the server to its tier's budget, on a thread.
 
-No request waits for it: the tier serves meanwhile. A server that is away is asked again until it
-has answered once; one that came back empty has an empty book.
+No request waits for it: the tier serves meanwhile. A server that is down is tried again until it
+has answered once; a server that came back empty has an empty book.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _log = logging.getLogger(__name__)
 
 
 class EarlierLives:
-    """Reads a book once, and hands its entries over in batches, the most recently used first.
+    """Reads a book once, and passes its entries on in batches, the most recently used first.
 
     Args:
-        enter: takes a batch. Of several writes of one key all are in the same batch.
-        on_end: called once, when there is nothing more to come.
+        enter: takes a batch. All writes of one key are in the same batch.
+        on_end: called once, when no more batches follow.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EarlierLives:
             num_found = self._read_when_there()
             if num_found:
                 _log.info("redis: %d blobs of earlier lives count in the budget", num_found)
-        except Exception:  # the edge of this thread: without it the tier serves all the same
+        except Exception:  # the outermost frame of this thread: the tier serves without it
             _log.exception("what earlier lives left in redis was not counted")
         finally:
             self._on_end()
@@ -72,7 +72,7 @@ class EarlierLives:
         return 0
 
     def _read(self) -> int:
-        entries: dict[BookEntry, None] = {}  # a server may list one twice
+        entries: dict[BookEntry, None] = {}  # a server may list an entry twice
         for page in self._book.pages():
             if self._closing.is_set():
                 return 0

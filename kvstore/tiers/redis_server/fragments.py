@@ -5,16 +5,16 @@
     thermocline:{<key>}:<gen..>:1  ...
 
 * ``<key>`` is the blob's key in hex. The braces are Redis Cluster's hash tag: all entries of a blob
-  live in one slot.
+  are in one slot.
 * Each write draws a random generation, so the fragments of two writers never mix, and the writer
   of the last manifest wins with a whole blob.
-* The manifest is written last and says what to expect. Redis may evict any entry at any time: a
-  blob counts only if all fragments are there and length and checksum are right.
-* A blob no longer than one fragment lies in the same entry as its manifest.
+* The manifest is written last and states what to expect. Redis may evict any entry at any time: a
+  blob counts only if all fragments exist and length and checksum are right.
+* A blob no longer than one fragment is in the same entry as its manifest.
 
 The fragment size is measured: with redis-py and hiredis over loopback 256 KB fragments were written
-at 840 MB/s against 520 with 1 MB values, and read as fast. It is a little below a power of two, or
-the server's allocator would round each fragment up to the next size, 25 % more.
+at 840 MB/s against 520 with 1 MB values, and read as fast. It is a little below a power of two;
+otherwise the server's allocator would round each fragment up to the next size, 25 % more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore.errors import Corrupt
 
 FRAGMENT_BYTES = (256 << 10) - 64
 MAX_BLOB_BYTES = 1 << 30  # a manifest that claims more is damaged
-NAME_BYTES = 200  # what an entry costs the server besides its value, about
+NAME_BYTES = 200  # the server's memory for an entry besides its value, estimated
 
 _MANIFEST = struct.Struct("<4sIQIQ")
 _MAGIC = b"TCR1"
@@ -38,7 +38,7 @@ MANIFEST_BYTES = _MANIFEST.size
 
 
 class BlobManifest(NamedTuple):
-    """Names the fragments of a blob to a reader, and how to check the whole."""
+    """The names of a blob's fragments, and the length and checksum of the whole."""
 
     crc: int
     length: int

@@ -1,8 +1,8 @@
 """The link to a Redis server: pooled connections, deadlines, one kind of error for callers.
 
-redis-py keeps the connections and speaks the protocol; this file sends command batches over them
-itself, since only so a deadline can hold *between* the replies of one pipeline. Nothing is ever
-retried: a miss costs a prefill, and a retry would cost the same time again.
+redis-py keeps the connections and implements the protocol; this file sends command batches over
+them itself, since only then can a deadline hold *between* the replies of one pipeline. No command
+is ever retried: a miss costs a prefill, and a retry would cost the same time again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ImportError as error:
 log = logging.getLogger(__name__)
 
 Command: TypeAlias = tuple[bytes | str | int | memoryview, ...]
-# What redis-py makes of a reply; a command that the server refused has its error in the list.
+# A reply as redis-py returns it; for a command that the server refused, the list has its error.
 Reply: TypeAlias = Any
 
 MAX_CONNECTIONS = 16
@@ -44,10 +44,10 @@ class RedisLink:
         url: see ``pools``. Nothing is connected before the first run.
         deadline_s: for one batch, connecting included. A silent server is given up after half of
             it, so that a batch never takes longer than one and a half times this.
-        longest_wait_s: until a server that did not answer is asked again.
+        longest_wait_s: until a server that did not answer is tried again.
 
     Raises:
-        ValueError: the URL is not one; the message does not repeat its password.
+        ValueError: not a URL; the message does not repeat its password.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RedisLink:
 
     @property
     def available(self) -> bool:
-        """Say whether the server answers.
+        """True while the server answers.
 
         False until the first answer, and from the failure that opens the breaker to the probe that
         succeeds.
@@ -104,7 +104,7 @@ class RedisLink:
     def run(self, commands: Sequence[Command], until: float | None = None) -> list[Reply]:
         """Send all commands, then read all replies, in order.
 
-        A command that the server refuses has its error in the list.
+        The list has the error of a command that the server refused.
 
         Raises:
             TierUnavailable: no connection, no answer before ``until``, or the breaker is open.
@@ -141,7 +141,7 @@ class RedisLink:
             whole = True
             return replies
         finally:
-            if not whole:  # replies are still on their way: no other command may read them
+            if not whole:  # replies may still arrive: no other command may read them
                 connection.disconnect()
             self._pool.release(connection)
 
@@ -168,7 +168,7 @@ class RedisLink:
         return text
 
     def close(self) -> None:
-        """Close all connections; who waits at one that is in use gets ``TierUnavailable``."""
+        """Close all connections; threads that wait at one in use get ``TierUnavailable``."""
         self._closed = True
         self._pool.disconnect()
 
@@ -186,7 +186,7 @@ def _read(connection: Any) -> Reply:
 
 
 def masked(url: str) -> str:
-    """Return the URL with every password replaced; ``***`` if it is no URL."""
+    """Return the URL with every password replaced; ``***`` if it is not a URL."""
     parts = urlsplit(url)
     if "@" in parts.path or "@" in parts.scheme or not parts.scheme:
         return "***"

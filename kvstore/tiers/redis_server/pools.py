@@ -1,10 +1,10 @@
-"""Connections to the Redis that a URL names: one server, or the master that Sentinels name.
+"""Connections to the Redis of a URL: one server, or the master that Sentinels name.
 
     redis://[user:password@]host[:port][/db]      rediss:// with TLS, unix:// for a socket
     redis+sentinel://[user:password@]host[:port],host[:port],.../service[/db]
-    rediss+sentinel://...                         TLS to the master; Sentinels are asked in plain
+    rediss+sentinel://...                         TLS to the master; none to the Sentinels
 
-User and password are those of the master. Sentinels that ask for their own get
+User and password are those of the master. Sentinels that require their own get
 ``?sentinel_username=...&sentinel_password=...``; redis-py reads all other fields of the query.
 """
 
@@ -19,8 +19,8 @@ from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedSSLC
 
 SENTINEL: Final = "+sentinel"
 SENTINEL_PORT: Final = 26379
-WITHOUT_WAIT: Final = 64  # connections of a pool that has no caller wait: more than threads
-OWN: Final = "sentinel_"  # begins those fields of the query that are for Sentinels
+WITHOUT_WAIT: Final = 64  # connections of a pool without waiting: more than there are threads
+OWN: Final = "sentinel_"  # prefix of the query's fields that are for Sentinels
 
 
 def open_pool(url: str, **options: Any) -> Any:
@@ -28,12 +28,12 @@ def open_pool(url: str, **options: Any) -> Any:
 
     Args:
         options: of each connection, as redis-py names them, and ``max_connections`` and
-            ``timeout``: seconds to wait for a free one. To a master that Sentinels name there are
-            more connections, and no waiting.
+            ``timeout``: seconds to wait for a free one. To a master that Sentinels name, more
+            connections are allowed, and no call waits.
 
     Returns redis-py's pool.
 
-    Raises ``ValueError``: the URL is not one. The message may repeat its password.
+    Raises ``ValueError``: not a URL. The message may repeat its password.
     """
     if urlsplit(url).scheme.endswith(SENTINEL):
         return _sentinel_pool(url, **options)
@@ -51,13 +51,13 @@ def _sentinel_pool(url: str, *, timeout: float, **options: Any) -> Any:
     own = {k.removeprefix(OWN): v for k, v in fields if k.startswith(OWN)}
     query = urlencode([(k, v) for k, v in fields if not k.startswith(OWN)])
     scheme = parts.scheme.removesuffix(SENTINEL)
-    # Read as if there were one server, whose address is then left out.
+    # Parsed as if there were one server, whose address is then left out.
     one = urlunsplit((scheme, f"{login}{at}master", db, query, ""))
     known = parse_url(one)  # type: ignore[no-untyped-call]
     known.pop("host")
     if known.pop("connection_class", None) is not None:
         known["connection_class"] = SentinelManagedSSLConnection
-    # All of them may have to be asked within the time of one server.
+    # All Sentinels may have to be asked within the time of one server.
     limits = {x: y / len(sentinels) for x, y in options.items() if x in _TIMEOUTS}
     manager = Sentinel(  # type: ignore[no-untyped-call]
         sentinels, sentinel_kwargs={**limits, **own}
