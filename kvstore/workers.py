@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def default_threads() -> int:
-    """Number of codec threads where no setting says so: one core is left to the engine."""
+    """Number of codec threads unless a setting gives it: one core is left to the engine."""
     return min(max(usable_cores() - 1, 1), MAX_DEFAULT_THREADS)
 
 
@@ -32,7 +32,7 @@ def restoring_threads(num_threads: int) -> int:
 
 
 class Workers:
-    """The threads of one store. Thread-safe; after ``close`` all raise ``StoreClosed``."""
+    """The threads of one store. Thread-safe; after ``close`` calls raise ``StoreClosed``."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads or default_threads()
@@ -48,7 +48,7 @@ class Workers:
         return _submit(self._readers, call, *args)
 
     def few_at_once(self, calls: Iterable[tuple[K, Callable[[], T]]], at_once: int) -> dict[K, T]:
-        """Run calls on the codec threads, in order, and give their results by name.
+        """Run calls on the codec threads, in order, and return their results by name.
 
         At most ``at_once`` of them are in flight, so that a restore never waits long for a thread.
         """
@@ -63,7 +63,7 @@ class Workers:
 
     @property
     def num_spare(self) -> int:
-        """Number of codec threads that work which can wait may use: one is left for restores."""
+        """Number of codec threads for work that can wait: one thread is left for restores."""
         return max(1, self.num_threads - 1)
 
     def later(self, call: Callable[..., None], *args: object) -> None:
@@ -74,13 +74,13 @@ class Workers:
         future.add_done_callback(self._forget)
 
     def quiet(self, timeout_s: float) -> bool:
-        """Wait until everything given to ``later`` so far is done; False if that took too long."""
+        """Wait until all calls given to ``later`` so far are done; False if that took too long."""
         with self._lock:
             unfinished = set(self._unfinished)
         return not wait(unfinished, timeout_s).not_done
 
     def close(self) -> None:
-        """Wait for what was submitted, and stop the threads."""
+        """Wait for submitted calls, and stop the threads."""
         self._readers.shutdown(wait=True)
         self._codec.shutdown(wait=True)
 
@@ -95,5 +95,5 @@ class Workers:
 def _submit(pool: ThreadPoolExecutor, call: Callable[..., T], *args: object) -> Future[T]:
     try:
         return pool.submit(call, *args)
-    except RuntimeError as error:  # the pool's word for "shut down"
+    except RuntimeError as error:  # raised by a pool that is shut down
         raise StoreClosed("the cold store is closed") from error

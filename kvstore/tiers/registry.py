@@ -23,15 +23,15 @@ _log = logging.getLogger(__name__)
 def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     """Open the enabled tiers, fastest first; the caller closes them.
 
-    A budget of zero bytes turns a tier off; redis needs ``redis_url``. The disk tier lives in
-    ``disk_path / "cold"``, which becomes private to this process; the name that distinguishes
-    this engine's blobs on Redis from others' lies in ``disk_path``.
+    A budget of zero bytes turns a tier off; redis needs ``redis_url``. The disk tier is in
+    ``disk_path / "cold"``, which becomes private to this process. The name that distinguishes
+    this engine's blobs on Redis from those of others is in ``disk_path``.
 
     Raises:
         TierUnavailable: the folder cannot be used, or ``disk_bytes`` is too little.
         TierInUse: another process uses the folder.
-        ValueError: ``redis_url`` is not a URL of a Redis server, or the secret is missing or none.
-        ImportError: redis is asked for and redis-py not installed.
+        ValueError: ``redis_url`` is not a URL of a Redis server, or the secret is missing or bad.
+        ImportError: redis is configured but redis-py is not installed.
     """
     secret = read_secret(Path(config.secret_file)) if config.secret_file else b""
     if config.encrypt and not secret:
@@ -57,7 +57,7 @@ def _sealed(tier: Tier, secret: bytes, config: StoreConfig) -> Tier:
 
 
 def open_usable_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
-    """Open the enabled tiers, without the disk if that cannot be used; it may be full, say.
+    """Open the enabled tiers, without the disk if that cannot be used (if it is full, say).
 
     Raises:
         TierInUse: another engine has the folder, which is a mistake of the operator.
@@ -90,6 +90,6 @@ def _redis(config: StoreConfig, folder: Path) -> Tier:
         writer.release()
         raise
     tier.count_earlier_lives()
-    # Opening does not wait for the answer: a server that hangs must not hold up the engine's start.
+    # Opening does not wait for the answer: a server that hangs must not delay the engine's start.
     threading.Thread(target=tier.greet, name="kvstore-redis-greeting", daemon=True).start()
     return tier

@@ -1,12 +1,12 @@
-"""The seal of a blob: proof that a holder of the server's secret put it under this name, here.
+"""The seal of a blob: proof that a holder of the server's secret stored it under this name, here.
 
     ram          the blob
-    elsewhere    the blob, or what encrypts it | 16 bytes of tag | 12 bytes of nonce
+    elsewhere    the blob, plain or encrypted | 16 bytes of tag | 12 bytes of nonce
 
-The tag is AES-256-GCM's, over the blob, the kind of tier, and the name that it lies under: a blob
-that was made up, changed, moved to another name or to another tier has a wrong one. An older blob
-of the same name has a right one and does no harm: all names but a record's say what is in them, and
-a record is compared with the tokens of the prompt.
+The tag is AES-256-GCM's, over the blob, the kind of tier, and the blob's name. A blob that was made
+up, changed, or moved to another name or tier has a wrong tag. An older blob of the same name has a
+right one and does no harm: every name except a record's determines the contents, and a record is
+compared with the tokens of the prompt.
 
 There is one key for all tenants. A tenant's salt is in every name already, and records are read
 before any tenant has called.
@@ -39,9 +39,9 @@ class Seal:
     """Seals and opens the blobs of one tier. Thread-safe.
 
     Args:
-        secret: of the server; at least ``LEAST_SECRET_BYTES`` random bytes.
+        secret: the server's; at least ``LEAST_SECRET_BYTES`` random bytes.
         place: the kind of tier.
-        encrypt: hide the blob's content as well.
+        encrypt: also hide the blob's content.
     """
 
     def __init__(self, secret: bytes, place: str, *, encrypt: bool) -> None:
@@ -51,7 +51,7 @@ class Seal:
         self._key = _derived(secret, purpose, 32)
         self._place = place.encode() + b"\0"
         self._cipher = AESGCM(self._key) if encrypt else None
-        # Names this key without telling it, so that deployments of other secrets never meet.
+        # Identifies this key without revealing it, so that deployments of other secrets never meet.
         self.key_name = _derived(secret, purpose + b" name", KEY_NAME_BYTES)
 
     def close(self, name: bytes, blob: Blob) -> bytes:
@@ -84,7 +84,7 @@ class Seal:
         return marked(blob)
 
     def _tag(self, nonce: bytes, name: bytes, blob: Blob) -> bytes:
-        """Authenticate without copying the blob: GCM of no content, the blob beside it."""
+        """Authenticate without copying the blob: GCM of no content, the blob as associated data."""
         gcm = Cipher(algorithms.AES(self._key), modes.GCM(nonce)).encryptor()
         gcm.authenticate_additional_data(self._place + name)
         gcm.authenticate_additional_data(blob)
@@ -93,7 +93,7 @@ class Seal:
 
 
 def read_secret(path: Path) -> bytes:
-    """Read a secret from a file, as ``launch`` makes it in the data folder.
+    """Read a secret from a file such as ``launch`` makes in the data folder.
 
     Raises:
         ValueError: it cannot be read, or is too short.

@@ -1,4 +1,4 @@
-"""A tier whose blobs are sealed: what others could have written is checked before it is offered."""
+"""A tier whose blobs are sealed: a blob that others could have written is checked before use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvstore.tiers.seal import SEAL_BYTES, Seal
 
 log = logging.getLogger(__name__)
 
-NOT_OURS = b""  # no store accepts it: it is counted there as damaged, and removed
+NOT_OURS = b""  # no store accepts it: the store counts it as damaged, and removes it
 
 
 class SealedTier:
-    """Implements ``base.Tier`` around another one. A blob with a wrong seal comes as ``NOT_OURS``.
+    """Implements ``base.Tier`` around another tier. Returns ``NOT_OURS`` for a wrong seal.
 
-    Names end with the key's own name: after another secret there is nothing here, and two
-    servers of different secrets share a Redis without seeing each other's blobs.
+    Names end with the key's own name: with a new secret the tier appears empty, and two servers of
+    different secrets share a Redis without seeing each other's blobs.
     """
 
     def __init__(self, inner: Tier, seal: Seal) -> None:

@@ -1,12 +1,12 @@
 """Counts the bytes that each tenant holds of a tier, and the guaranteed part of them.
 
-A share of the budget is divided equally between the tenants that used the tier within a day. What
-one of them holds within its part is not evicted for the sake of others, however much they write; a
-tenant that holds more gives first. The rest of the budget goes by recency alone. A tenant that has
-been away for longer has no part: what it left is evicted as it grows old.
+A share of the budget is divided equally between the tenants that used the tier within a day. Blobs
+of such a tenant within its part are not evicted for others, however much they write; a tenant that
+holds more than its part loses blobs first. The rest of the budget goes by recency alone. A tenant
+that has been away for longer has no part: its blobs are evicted as they grow old.
 
-Blobs of which no tenant is known (left by an earlier run, say, and no session needs them) have the
-owner "", who is guaranteed nothing. Not thread-safe: ``RecencyIndex`` owns it.
+Blobs without a known tenant (left by an earlier run, say, and needed by no session) have the owner
+"", who is guaranteed nothing. Not thread-safe: ``RecencyIndex`` owns it.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class TenantParts:
         self._guaranteed_bytes = guaranteed_bytes
 
     def use(self, owner: str) -> None:
-        """Note that a tenant is active."""
+        """Record that a tenant is active."""
         if owner:
             self._used_s[owner] = self._monotonic()
             self._used_s.move_to_end(owner)
 
     def used_before(self, owner: str, idle_s: float) -> None:
-        """Note that a tenant used something ``idle_s`` seconds ago, perhaps in an earlier run."""
+        """Record that a tenant used a blob ``idle_s`` seconds ago, perhaps in an earlier run."""
         at = self._monotonic() - max(idle_s, 0.0)
         if owner and idle_s <= ACTIVE_S and at > self._used_s.get(owner, -math.inf):
             self._used_s[owner] = at
             self._used_s = OrderedDict(sorted(self._used_s.items(), key=lambda x: x[1]))
 
-    # ---- what is held
+    # ---- held bytes
 
     def enter(self, owner: str, key: bytes, nbytes: int) -> None:
         """Count a blob that can be evicted, as the owner's most recent."""
@@ -60,7 +60,7 @@ class TenantParts:
         self._evictable[owner] += nbytes
 
     def leave(self, owner: str, key: bytes, nbytes: int) -> None:
-        """Count it no more."""
+        """Stop counting a blob that can be evicted."""
         order = self._orders[owner]
         del order[key]
         self._evictable[owner] -= nbytes
@@ -77,29 +77,29 @@ class TenantParts:
             self._orders[owner] = OrderedDict.fromkeys(sorted(self._orders[owner], key=stamp))
 
     def pin(self, owner: str, nbytes: int) -> None:
-        """Count a blob that cannot be evicted; a negative number: no more."""
+        """Count a blob that cannot be evicted; a negative number stops counting it."""
         self._pinned[owner] += nbytes
         if not self._pinned[owner]:
             del self._pinned[owner]
 
-    # ---- what is guaranteed
+    # ---- guaranteed bytes
 
     def has_part(self, owner: str) -> bool:
-        """Say whether anything is guaranteed to this tenant now."""
+        """True if any bytes are guaranteed to this tenant now."""
         return self._part() > 0 and owner in self._used_s
 
     def kept_for_others(self, owner: str) -> float:
-        """Return how many bytes that could be evicted are not, for the sake of this tenant."""
+        """Return how many evictable bytes of other tenants are kept from this tenant's writes."""
         part = self._part()
         others = (x for x in self._used_s if x != owner)
         return sum(max(0.0, min(self._evictable[x], part - self._pinned[x])) for x in others)
 
     def givers(self, writer: str, num_bytes: int, own_bytes: int) -> Callable[[str], bool]:
-        """Return a function that says whether an owner is to give blobs up for ``writer``'s.
+        """Return a function: true for an owner whose blobs may be evicted for ``writer``.
 
         Args:
-            num_bytes: that the writer wants room for; they count as held.
-            own_bytes: of the very chain that is written, which never gives way to itself.
+            num_bytes: that the writer needs space for; they count as held.
+            own_bytes: of the very chain that is written, which is never evicted for itself.
         """
         part = self._part()
 
@@ -114,7 +114,7 @@ class TenantParts:
         return gives
 
     def oldest(self, gives: Callable[[str], bool]) -> Iterator[bytes]:
-        """Yield the least recent blob of each owner that is to give."""
+        """Yield the least recent blob of each owner whose blobs may be evicted."""
         yield from (next(iter(order)) for owner, order in self._orders.items() if gives(owner))
 
     def oldest_of(self, owner: str, own_bytes: int) -> bytes | None:
@@ -124,7 +124,7 @@ class TenantParts:
         return next(iter(self._orders[owner]))
 
     def _part(self) -> float:
-        """Return what is guaranteed to each active tenant."""
+        """Return the bytes guaranteed to each active tenant."""
         since = self._monotonic() - ACTIVE_S
         while self._used_s and next(iter(self._used_s.values())) < since:
             self._used_s.popitem(last=False)

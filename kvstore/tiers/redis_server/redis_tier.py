@@ -1,21 +1,21 @@
 """The Redis tier: blobs on a Redis or Valkey server that several engines may share.
 
-**The server decides what is there.** It may evict any entry, restart empty or be gone:
+**The server decides which blobs exist.** It may evict any entry, restart empty or be gone:
 ``contains_many`` asks it, and a blob counts only if all of it comes back (``blobs``).
 
-**Budget.** ``capacity_bytes`` bounds what one writer wrote and has not deleted, in all its lives:
-an engine that goes by a ``WriterName`` has a ``book`` on the server, and what earlier lives left is
-entered from there, as less recent than all that this life wrote, on a thread of its own
-(``earlier_lives``). What another engine wrote counts in its own budget and is evicted by it alone.
-Without a name the budget ends with this object. Blobs that no engine counts any more (of one that
-does not come back, or came back with another folder) is bounded by the server's own ``maxmemory``
-and policy (``allkeys-lru`` suits) and by ``ttl_s``. A server that is full and may not evict refuses
-a blob; that is counted as an error, and the blob stays in the faster tiers. Pins keep blobs from
-our own eviction only; the server knows nothing of them.
+**Budget.** ``capacity_bytes`` bounds the blobs that one writer wrote and has not deleted, in all
+its lives. An engine with a ``WriterName`` has a ``book`` on the server. Blobs of earlier lives are
+entered from there, as less recent than all blobs of this life, on a thread of its own
+(``earlier_lives``). Blobs of another engine count in that engine's budget, and only it evicts them.
+Without a name the budget ends with this object. Blobs that no engine counts any more (of an engine
+that does not come back, or came back with another folder) are bounded by the server's own
+``maxmemory`` and policy (``allkeys-lru`` suits) and by ``ttl_s``. A server that is full and may not
+evict refuses a blob; that is counted as an error, and the blob stays in the faster tiers. Pins keep
+blobs from our own eviction only; the server does not know them.
 
-**Time.** Each exchange with the server has ``deadline_s``; ``get_many`` has it once for everything
-and returns what came in time. After three failures in a row every call raises ``TierUnavailable``
-at once, until a probe succeeds (``breaker``).
+**Time.** Each exchange with the server has ``deadline_s``. ``get_many`` has one such deadline for
+the whole call and returns the blobs that came in time. After three failures in a row every call
+raises ``TierUnavailable`` at once, until a probe succeeds (``breaker``).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from kvstore.tiers.redis_server.writer_name import WriterName
 
 
 class RedisTier(IndexedTier):
-    """Implements ``base.Tier`` on the server at ``url``, which is connected to at the first use.
+    """Implements ``base.Tier`` on the server at ``url``, to which the first use connects.
 
     Args:
         deadline_s: for one exchange with the server.
         ttl_s: entries expire this long after they were written or touched; 0 = never.
         guaranteed_share: of the budget, divided between active tenants: see ``tenant_parts``.
-        writer: the name that the budget goes by; released by ``close``. None = this object's alone.
+        writer: the name that owns the budget; released by ``close``. None = this object alone.
 
     Raises:
-        ValueError: the URL is not one.
+        ValueError: not a URL.
     """
 
     name = "redis"
@@ -71,14 +71,14 @@ class RedisTier(IndexedTier):
         self._server = RedisBlobs(self._link, ttl_ms, self._book)
         self._expires = ttl_s > 0
         self._writing = threading.Lock()  # one writer; always taken before the other lock
-        self._lock = threading.Lock()  # the fields below; not held while the server is asked
+        self._lock = threading.Lock()  # the fields below; not held during calls to the server
         self._index = RecencyIndex(capacity_bytes, guaranteed_share, monotonic)
         self._manifests: dict[bytes, BlobManifest] = {}  # of written blobs of the index
-        # What may be on the server, since it failed meanwhile, and does not count.
+        # Blobs that may exist on the server, since it failed while writing; they do not count.
         self._doubtful: list[Mapping[bytes, BlobManifest]] = []
         self._num_evictions = 0
-        self._said: dict[bytes, str] = {}  # whose the blobs are that are not entered yet
-        self._entering = self._book is not None  # until all that earlier lives left is entered
+        self._said: dict[bytes, str] = {}  # owners of blobs that are not entered yet
+        self._entering = self._book is not None  # until all blobs of earlier lives are entered
         self._earlier: EarlierLives | None = None
         if self._book is not None:
             self._earlier = EarlierLives(self._book, self._enter_earlier, self._end_entering)
@@ -94,7 +94,7 @@ class RedisTier(IndexedTier):
         return nbytes_on_server(length) + (ENTRY_BYTES if self._book is not None else 0)
 
     def count_earlier_lives(self) -> None:
-        """Begin to enter what earlier lives of this writer left, without a wait. Once."""
+        """Begin to enter blobs of this writer's earlier lives, without waiting. Call once."""
         if self._earlier is not None:
             self._earlier.start()
 
@@ -170,7 +170,7 @@ class RedisTier(IndexedTier):
         before: bytes,
         old: RecencyEntry | None,
     ) -> bool:
-        """Write a blob in the place of one of another name, which goes once it is there."""
+        """Write a blob in place of one of another name, which is removed once it is written."""
         written: set[bytes] = set()
         try:
             written = self._write(update, blobs)
@@ -204,11 +204,11 @@ class RedisTier(IndexedTier):
                 written |= manifests.keys()
                 with self._lock:
                     self._manifests |= manifests
-                if self._book is not None:  # another engine may have replaced them before
+                if self._book is not None:  # another engine may have replaced the older ones
                     self._book.owe((key, x) for key, x in before.items() if key in manifests)
         except TierUnavailable as error:
             if isinstance(error, WriteInterrupted):
-                # What they were to replace does not count any more either.
+                # The blobs that they were to replace do not count any more either.
                 older = {key: x for key, x in before.items() if key not in written}
                 self._doubtful += [error.manifests, older]
             if not written:
@@ -222,13 +222,13 @@ class RedisTier(IndexedTier):
         return written
 
     def _drop_doubtful(self) -> None:
-        """Remove what may have been written after all; before anybody takes it for held."""
+        """Remove blobs that may have been written after all, before a caller counts on them."""
         while self._doubtful:
             self._server.evict(self._doubtful[-1])
             self._doubtful.pop()
 
     def _take_known(self, keys: Sequence[bytes]) -> dict[bytes, BlobManifest]:
-        """Return how we wrote these before; no call can ``_forget`` them while they are written."""
+        """Return our manifests of these blobs; meanwhile no call can ``_forget`` them."""
         known = self._known(keys)
         with self._lock:
             for key in known:
@@ -236,7 +236,7 @@ class RedisTier(IndexedTier):
         return known
 
     def _known(self, keys: Iterable[bytes]) -> dict[bytes, BlobManifest]:
-        """Return how we wrote these, as far as they count and are not being written."""
+        """Return our manifests of these blobs, if they count and are not being written."""
         with self._lock:
             return {key: self._manifests[key] for key in keys if key in self._manifests}
 
@@ -259,7 +259,7 @@ class RedisTier(IndexedTier):
         return count
 
     def drop_quarantine(self) -> None:
-        """Do nothing: what is damaged is deleted."""
+        """Do nothing: damaged blobs are deleted."""
 
     def _forget(self, written: Mapping[bytes, BlobManifest]) -> None:
         """Stop counting blobs that the server no longer has, unless they were written again."""
@@ -276,7 +276,7 @@ class RedisTier(IndexedTier):
     # Earlier lives
 
     def _enter_earlier(self, entries: Sequence[BookEntry]) -> None:
-        """Count these as the least recent, evict what is too much; strike what cannot be seen.
+        """Count these as the least recent, evict beyond the budget, strike those not visible.
 
         Raises:
             TierUnavailable: some are counted, and some of those were to be evicted.
@@ -284,7 +284,7 @@ class RedisTier(IndexedTier):
         with self._writing:
             seen = self._seen(entries)
             unseen = [(x.key, x.manifest) for x in entries if seen.get(x.key) != x.manifest]
-            self._server.drop_fragments(unseen)  # the server may have left some
+            self._server.drop_fragments(unseen)  # the server may still have some
             with self._lock:
                 for key, manifest in seen.items():
                     if key not in self._index:
@@ -295,10 +295,10 @@ class RedisTier(IndexedTier):
             self._write(IndexUpdate([], evicted), {})
 
     def _seen(self, entries: Sequence[BookEntry]) -> dict[bytes, BlobManifest]:
-        """Return how the keys of these entries were written last, as far as they are there.
+        """Return the last manifests of these entries' keys, as far as their blobs exist.
 
-        The stamps do not say it: a ``touch`` may have been late. Of a key with one entry it is
-        enough to know that it is there, which does not make it recent for the server.
+        The stamps do not show which is the last: a ``touch`` may have been late. For a key with one
+        entry it is enough to check that it exists, which does not make it recent for the server.
         """
         seen = self._known([x.key for x in entries])
         listed: dict[bytes, list[BlobManifest]] = {}
@@ -309,7 +309,7 @@ class RedisTier(IndexedTier):
         there = zip(single, self._server.exist(single), strict=True)
         seen |= {key: listed[key][0] for key, yes in there if yes}
         several = self._server.manifests([key for key in listed if len(listed[key]) > 1])
-        # Another engine's counts in its budget.
+        # A blob of another engine counts in that engine's budget.
         return seen | {key: x for key, x in several.items() if x in listed[key]}
 
     def _end_entering(self) -> None:
@@ -319,7 +319,7 @@ class RedisTier(IndexedTier):
 
     @property
     def knows_earlier_lives(self) -> bool:
-        """Say whether all that earlier lives left is counted."""
+        """True once all blobs of earlier lives are counted."""
         return not self._entering
 
     # Recency
@@ -332,7 +332,7 @@ class RedisTier(IndexedTier):
                 self._said |= {key: owner for key in keys if key not in self._index}
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark a chain as just used, here and on the server as far as it answers."""
+        """Mark a chain as just used, here and, as far as it answers, on the server."""
         with self._lock:
             self._index.touch(keys)
             manifests = {
@@ -340,7 +340,7 @@ class RedisTier(IndexedTier):
             }
         others: dict[bytes, BlobManifest] = {}
         with contextlib.suppress(TierUnavailable):
-            if self._expires:  # blobs of other processes must not run out while we use them
+            if self._expires:  # blobs of other processes must not expire while we use them
                 others = self._server.manifests([key for key in keys if key not in manifests])
             self._server.touch(manifests, others)
 
@@ -359,7 +359,7 @@ class RedisTier(IndexedTier):
             )
 
     def flush(self) -> None:
-        """Do nothing: a call that writes returns when the server has the blob."""
+        """Do nothing: a writing call returns only when the server has the blob."""
 
     def close(self) -> None:
         if self._earlier is not None:

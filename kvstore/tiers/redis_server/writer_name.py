@@ -1,7 +1,7 @@
 """The name of one engine as a writer of blobs to Redis, the same in all its lives.
 
-It lies in the engine's own folder, in a file that is held with flock while the engine lives: no
-other engine can go by that name meanwhile, and the kernel lets go of it with the process. Where the
+It is stored in the engine's own folder, in a file that is held with flock while the engine lives:
+no other engine can use that name meanwhile, and the kernel releases it with the process. If the
 file is held or cannot be written, the name is a new one: then the blobs of this life are unknown to
 the next.
 """
@@ -43,7 +43,7 @@ class WriterName:
             )
 
     def release(self) -> None:
-        """Let others go by this name. Once is enough."""
+        """Let another engine use this name. May be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -60,7 +60,7 @@ def _held(path: Path) -> int:
 
 
 def _kept(fd: int, new: str) -> str:
-    """Return the name in the file; write ``new`` where there is none."""
+    """Return the name in the file; write ``new`` if there is none."""
     found = os.pread(fd, _NAME_BYTES + 1, 0)
     if _NAME.fullmatch(found):
         return found.decode("ascii")
