@@ -1,12 +1,12 @@
-"""Admits turns to the engine: at most so many at once, a bounded queue, fair between tenants.
+"""Admits turns to the engine: a limited number at once, a bounded queue, fair between tenants.
 
-Every tenant has its own first-in-first-out queue, and a free slot goes to the tenant that holds
+Every tenant has its own first-in-first-out queue, and a free slot goes to the tenant that holds the
 fewest by its weight. One tenant with a thousand requests therefore delays another's single request
 by one slot, not by a thousand.
 
-Turns may last for hours, so one tenant's could hold all slots and free none. A tenant that holds
-less than its share is then let in beyond them, up to twice as many in all: inside the engine
-shares are kept by taking places away again, which cannot be done here.
+Turns may last for hours, so one tenant's turns could hold all slots and free none. A tenant that
+holds less than its share is then admitted beyond them, up to twice as many in all. Inside the
+engine shares are kept by taking places away again, which cannot be done here.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class AdmissionQueue:
 
     @property
     def num_running(self) -> int:
-        """Turns that hold a slot."""
+        """Number of turns that hold a slot."""
         return self._running.total()
 
     def close(self) -> None:
-        """Refuse new turns and those that wait; turns that run may finish."""
+        """Refuse new turns and waiting ones; running turns may finish."""
         self._closed = True
         for line in self._lines.values():
             for slot in line:
@@ -57,7 +57,7 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def slot(self, tenant: str, weight: int = 1) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it; ``weight``: of the tenant's share of them, from now on.
+        """Wait for a slot, and hold it; ``weight``: the tenant's share of them, from now on.
 
         Raises (on entering):
             Overloaded: the queue is full, or no slot was free in time.
@@ -84,7 +84,7 @@ class AdmissionQueue:
             self._running[tenant] += 1
             return
         mine = len(self._lines.get(tenant, ()))
-        # A quarter of the line is for others than the tenant that waits most.
+        # A quarter of the line is kept from the tenant that waits most, for the other tenants.
         if mine >= self._max_waiting - self._max_waiting // 4:
             raise self._full()
         if self.num_waiting >= self._max_waiting:
@@ -92,7 +92,7 @@ class AdmissionQueue:
         await self._wait(tenant)
 
     def _within_share(self, tenants: Iterable[str]) -> list[str]:
-        """Return those whose next turn is within their share, regardless of who holds the slots."""
+        """Return those whose next turn is within their share, whichever tenants hold the slots."""
         if self.num_running >= 2 * self._max_running:
             return []
         total = sum(self._weights.values())
@@ -148,7 +148,7 @@ class AdmissionQueue:
             slot.set_result(None)
 
     def _can_be_called(self) -> Iterable[str]:
-        """Return the tenants in the line whose next turn may begin now."""
+        """Return the waiting tenants whose next turn may begin now."""
         if not self._lines or self.num_running < self._max_running:
             return self._lines
         return self._within_share(self._lines)

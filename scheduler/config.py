@@ -24,7 +24,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     sweep_every_s: PositiveSeconds = 1.0
     max_hibernations: Positive = 4  # at once, and as many more when memory is short
     max_prefetches: Positive = 2  # at once
-    # Turns inside the engine, batched or in its own waiting line; where one tenant holds them all,
+    # Turns inside the engine, batched or in its own waiting line. If one tenant holds them all,
     # others get their share beyond them.
     max_running: Positive = 64
     max_waiting: NonNegative = 256
@@ -32,8 +32,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_sessions: Positive = 100_000  # rows of the table; the longest idle is dropped from it first
     value_half_life_s: PositiveSeconds = 600.0  # idle time that halves a session's claim to be hot
     # Marks for the memory that the machine, or a container's limit, has left. Below the first,
-    # quiet sessions leave memory for the disk; below the second, no turn is taken; below the third,
-    # the engine is ended and started again. 0 = never.
+    # quiet sessions move from memory to disk; below the second, no turn is admitted; below the
+    # third, the engine is ended and restarted. 0 = never.
     memory_low_bytes: NonNegative = 0
     memory_stop_bytes: NonNegative = 0
     memory_end_bytes: NonNegative = 0
@@ -47,7 +47,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         self._check_memory_marks()
 
     def _check_memory_marks(self) -> None:
-        """Refuse a mark that is not below the one before it. Raises ``ValueError``."""
+        """Check that each mark is below the one before it. Raises ``ValueError``."""
         upper, above = "memory_low_bytes", self.memory_low_bytes
         for name in ("memory_stop_bytes", "memory_end_bytes"):
             nbytes = getattr(self, name)

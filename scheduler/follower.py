@@ -1,7 +1,7 @@
-"""Keeps the table true to what the engine says of its sessions.
+"""Keeps the table true to the engine's reports of its sessions.
 
 An engine that (re)connects is asked for all its sessions until it has answered; only then is the
-table complete. Changes come as notices at any time.
+table complete. Changes arrive as notices at any time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ log = logging.getLogger("thermocline.sessions")
 
 ASK_AGAIN_FIRST_S = 0.5
 ASK_AGAIN_CAP_S = 30.0
-# Why a session left, where the engine does not say: it needed the room, or had no cold copy of it.
+# Why a session left, unless the engine says: it needed the memory, or had no cold copy of it.
 WHY = {"dropped": "engine", "lost": "no-copy"}
-ROWS_AT_ONCE = 500  # then turns get their share of the event loop
+ROWS_AT_ONCE = 500  # after these, turns get their share of the event loop
 
 
 class Deletions(Protocol):
@@ -32,7 +32,7 @@ class Deletions(Protocol):
 
 
 class NoDeletions:
-    """There are no other servers."""
+    """Implements ``Deletions`` without other servers."""
 
     async def among(self, reports: Iterable[SessionReport]) -> list[SessionReport]:
         return []
@@ -63,7 +63,7 @@ class Follower:
         self._followed: Welcome | None = None  # the engine whose sessions are in the table
 
     def heed(self, deletions: Deletions) -> None:
-        """Have the engine forget what these name whenever it lists its sessions."""
+        """Have the engine forget sessions that ``deletions`` names, whenever it lists sessions."""
         self._deletions = deletions
 
     @property
@@ -89,7 +89,7 @@ class Follower:
         report = notice.session
         session = self._table.row(report.tenant, report.id)
         if session is not None and notice.cause == "saved" and session.state is State.COLD:
-            # The notice was overtaken by the demote that had waited for this save.
+            # The demote that had waited for this save was faster than its notice.
             self._table.learn(session, report)
         elif session is not None:
             self._table.take(session, report, notice.why or WHY.get(notice.cause, ""))
@@ -105,7 +105,7 @@ class Follower:
             try:
                 await self._ask_until_told()
             except BaseException:
-                self._to_ask.set()  # the next run has to ask
+                self._to_ask.set()  # the next run must ask
                 raise
 
     async def _ask_until_told(self) -> None:
@@ -121,7 +121,7 @@ class Follower:
             pause_s = min(ASK_AGAIN_CAP_S, pause_s * 2)
 
     async def ask(self) -> None:
-        """Take over all that the engine holds, drop what it does not. Raises ``EngineError``."""
+        """Take over the engine's list of sessions, drop all others. Raises ``EngineError``."""
         welcome, asked_at = self._engine.welcome, self._clock()
         reports = {(x.tenant, x.id): x for x in await self._engine.sessions()}
         for report in await self._deletions.among(reports.values()):
@@ -130,14 +130,14 @@ class Follower:
             with self._table.forgetting(ref):
                 await self._engine.forget(ref)
         known = list(self._table)
-        # The longest idle first, as in the table: where rows must go, the latest stay.
+        # The longest idle first, as in the table: if rows must be dropped, the latest stay.
         for i, report in enumerate(sorted(reports.values(), key=lambda x: -x.idle_s)):
             if i % ROWS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             session = self._table.row(report.tenant, report.id)
             if session is None:
                 self._adopt(report)
-            elif session.last_used <= asked_at:  # the engine had not heard of later turns yet
+            elif session.last_used <= asked_at:  # the list does not cover later turns
                 self._table.take(session, report, "engine")
         for session in known:
             missing = (session.ref.tenant, session.ref.id) not in reports

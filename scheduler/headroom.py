@@ -1,14 +1,14 @@
-"""Watches how much memory the whole machine has left, where running out of it is a disaster.
+"""Watches how much memory the whole machine has left, if running out of it is a disaster.
 
-Where the GPU shares the CPU's memory (GB10), one allocation too many does not fail: the whole
-machine hangs. So the scheduler acts before that, at three marks. Below ``memory_low_bytes`` the
-longest quiet sessions leave memory for the disk. Below ``memory_stop_bytes`` no turn is taken until
-memory is halfway back to ``memory_low_bytes``, so that single turns do not open and close the door.
-Below ``memory_end_bytes`` the engine is ended, which frees all it had, and started again; what its
-sessions have on the disk stays.
+If the GPU shares the CPU's memory (GB10), one allocation too many does not fail: the whole machine
+hangs. So the scheduler acts before that, at three marks. Below ``memory_low_bytes`` the longest
+quiet sessions move from memory to disk. Below ``memory_stop_bytes`` no turn is admitted until
+memory is halfway back to ``memory_low_bytes``, so that single turns do not toggle admission. Below
+``memory_end_bytes`` the engine is ended, which frees all its memory, and restarted; its sessions'
+data on disk stays.
 
-The figure is the whole machine's, so other programs count as well, or what the limit of a container
-leaves, if that is less.
+The figure is the whole machine's, so it includes other programs; or, if less, the memory that a
+container's limit leaves.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from scheduler.config import SchedulerConfig
 from scheduler.observer import Observer
 
 LOOK_EVERY_S = 0.25  # a burst of turns shares one look
-RETRY_S = 5.0  # sessions need about this long to leave for the disk
+RETRY_S = 5.0  # sessions need about this long to move to disk
 
 
 class MemoryScarce(Overloaded):
-    """No turn is taken: the machine has too little memory left."""
+    """No turn is admitted: the machine has too little memory left."""
 
 
 class Level(enum.Enum):
-    """The state of the machine's memory; LOW: sessions leave it; SCARCE: no turn is taken."""
+    """The state of the machine's memory. LOW: sessions leave it; SCARCE: no turn is admitted."""
 
     ENOUGH = "enough"
     LOW = "low"
@@ -38,7 +38,7 @@ class Level(enum.Enum):
 
 
 class Headroom:
-    """The machine's memory against the marks of ``SchedulerConfig``; one for all its models."""
+    """Compares the machine's memory with the marks of ``SchedulerConfig``; one for all models."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Headroom:
         observer: Observer,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """``available`` gives bytes, or None where that cannot be known: then nothing is scarce."""
+        """``available`` returns bytes, or None if they are unknown: then nothing is scarce."""
         self._sleep = sleep
         self._available = available
         self._low_bytes = config.memory_low_bytes
@@ -68,7 +68,7 @@ class Headroom:
         return self._end_bytes > 0
 
     def count_leaving(self, leaving: Callable[[], int]) -> None:
-        """Count from now on what one model's sessions that leave memory will free.
+        """Count from now on the bytes that one model's sessions will free as they leave memory.
 
         Args:
             leaving: returns these bytes.
@@ -83,7 +83,7 @@ class Headroom:
 
     @property
     def scarce(self) -> bool:
-        """True while no turn may be taken."""
+        """True while no turn may be admitted."""
         self._look()
         return self._level is Level.SCARCE
 
@@ -112,7 +112,7 @@ class Headroom:
     def missing_bytes(self) -> int:
         """Bytes that would have to be freed to reach the first mark; 0 while there is enough.
 
-        Those that sessions of any model free already, while they leave, are not missing.
+        Bytes that leaving sessions of any model already free are not missing.
         """
         self._look()
         if self._bytes is None or self._bytes >= self._low_bytes:

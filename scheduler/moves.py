@@ -1,6 +1,6 @@
 """Puts one session to sleep, wakes or removes it. The engine moves the bytes.
 
-After every await the row is looked at afresh: a turn may have come in between.
+After every await the row is checked again: a turn may have come in between.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from scheduler.observer import Observer
 from scheduler.session import Event, Session, State
 from scheduler.table import SessionTable
 
-KEPT_RETRY_S = 15.0  # when the engine would not let a session go, ask again after this long
+KEPT_RETRY_S = 15.0  # if the engine did not release a session, ask again after this long
 
 
 class Moves:
@@ -32,7 +32,7 @@ class Moves:
         self._table = table
         self._clock = clock
         self._observer = observer
-        # Two gates: urgent jobs never wait until an engine has let other sessions go.
+        # Two gates: urgent jobs never wait until an engine has released other sessions.
         self._ordinary_gate = asyncio.Semaphore(config.max_hibernations)
         self._urgent_gate = asyncio.Semaphore(config.max_hibernations)
         self._prefetches = asyncio.Semaphore(config.max_prefetches)
@@ -46,8 +46,8 @@ class Moves:
         Returns why the session stayed, "" if it went.
 
         Args:
-            why: it is to sleep, in a word; see ``scheduler.observer.Step``.
-            urgent: memory is short, so this does not wait for jobs that are not.
+            why: the reason for sleeping, in a word; see ``scheduler.observer.Step``.
+            urgent: memory is short, so this does not wait for jobs that are not urgent.
 
         Raises:
             EngineError: the engine did not do it; the session is as it was.
@@ -68,7 +68,7 @@ class Moves:
         try:
             demoted = await self._engine.demote(session.ref, tier)
         except (EngineError, asyncio.CancelledError):
-            session.keep_until = self._clock() + KEPT_RETRY_S  # let the sweeps try another
+            session.keep_until = self._clock() + KEPT_RETRY_S  # the sweeps try another meanwhile
             session.complete(Event.KEPT, job)
             raise
         outcome = _outcome(demoted.report)
@@ -111,7 +111,7 @@ class Moves:
             self._table.take(waking, report)
 
     async def remove(self, session: Session) -> None:
-        """Have the engine forget a leaving session again: its last turn may have saved something.
+        """Have the engine forget a leaving session again: its last turn may have saved data.
 
         Raises:
             EngineError: the engine did not do it; a later sweep tries again.

@@ -1,4 +1,4 @@
-"""The protocol by which the scheduler reports to logs, metrics and other listeners."""
+"""The protocol through which the scheduler reports to logs, metrics and other listeners."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from engines.base import EngineReport, SessionRef, TierName
 
 
 class Step(NamedTuple):
-    """One thing that happened to a session, in words for those who watch."""
+    """One change of a session, in words for observers."""
 
     before: str
     event: str  # an event, or "moved": to another tier, while cold
     after: str
     tier: TierName | None = None  # that holds its cold copy now
-    left: str = ""  # the place that its KV is no longer in: "hot", a tier; "" = none
+    left: str = ""  # the place that no longer holds its KV: "hot", a tier; "" = none
     why: str = ""  # it left: idle, pressure, memory, asked, engine, budget, expired, forgotten, ...
 
 
 class Observer(Protocol):
-    """Hears of everything that the scheduler does. Called on the event loop; must not block."""
+    """Receives every action of the scheduler. Called on the event loop; must not block."""
 
     def transition(self, ref: SessionRef, step: Step) -> None:
         """A session changed state, or the tier where it sleeps; called once for every change."""
 
     def row_changed(self, ref: SessionRef) -> None:
-        """A row of the table is new, gone, or not as it was; also called when nothing differs."""
+        """A row of the table is new, gone or changed; also called when nothing differs."""
 
     def engine_told(self, report: EngineReport) -> None:
         """The engine reported its figures, as it does at every look of the sweeps."""
@@ -34,14 +34,14 @@ class Observer(Protocol):
         """A turn was admitted after this long in the waiting line."""
 
     def decision(self, name: str) -> None:
-        """Something was decided: hibernate-idle, hibernate-pressure, prefetch, refused-full, ..."""
+        """A decision was made: hibernate-idle, hibernate-pressure, prefetch, refused-full, ..."""
 
     def memory(self, level: str, available_bytes: int) -> None:
         """The machine's memory became scarce, low, or enough again."""
 
 
 class NullObserver:
-    """Ignores everything."""
+    """Ignores every report."""
 
     def transition(self, ref: SessionRef, step: Step) -> None:
         pass
@@ -63,7 +63,7 @@ class NullObserver:
 
 
 class Observers:
-    """Passes everything on to several observers, in the order in which they were added."""
+    """Passes every report on to several observers, in the order in which they were added."""
 
     def __init__(self, *observers: Observer) -> None:
         self._all = list(observers)

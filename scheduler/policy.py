@@ -5,14 +5,15 @@ for every ``half_life_s`` of silence:
 
     value = wake_s / hot_bytes * 2 ** (-idle_s / half_life_s)
 
-A session with a cold copy wakes by unpacking, far below the price of a prefill; one without is
+A session with a cold copy wakes by unpacking, which costs far less than a prefill; one without is
 expensive to lose. Prefill grows faster than linearly with the prompt since every token attends to
 all before it. Only the order of the values matters, so the rates are plain constants.
 
-Before its value comes a session's rank: children of other sessions go first, they end with their
-task; sessions that their clients ask to keep go late; a parent goes last while a child of it is
-being served, since it goes on when the child is done. A wish counts only within the tenant's share
-of the memory in question, or who asks to keep everything would push out who asks for nothing.
+A session's rank comes before its value. Children of other sessions go first, since they end with
+their task. Sessions that their clients ask to keep go late. A parent goes last while a child of it
+is being served, since it continues when the child is done. A request to keep counts only within the
+tenant's share of the memory in question. Otherwise tenants that ask to keep everything would push
+out those that ask for nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from scheduler.session import Session, State
 
 PREFILL_S_PER_TOKEN = 1e-3
 PREFILL_QUADRATIC_TOKENS = 8192  # context at which attention doubles the price of a token
-MAX_RANKED = 4096  # of the longest quiet; a sweep must not take longer the more sessions there are
+MAX_RANKED = 4096  # of the longest quiet; limits the time of a sweep, however many sessions exist
 UNPACK_SHARE = {"ram": 0.01, "disk": 0.02, "redis": 0.05}  # of the prefill it replaces
 
 
 def wake_seconds(session: Session) -> float:
     """Estimate how long the next turn would wait if the session were dropped now.
 
-    In relative units: only their order means anything.
+    The unit is relative: only the order of results has a meaning.
     """
     tokens = session.tokens
     prefill = tokens * (1 + tokens / PREFILL_QUADRATIC_TOKENS) * PREFILL_S_PER_TOKEN
@@ -47,7 +48,7 @@ def value(session: Session, now: float, half_life_s: float) -> float:
 
 
 def rank(session: Session, now: float) -> int:
-    """Say in which group the session is given up: the lowest first. See above."""
+    """Return the group in which the session is given up, the lowest first. See above."""
     if session.num_children:
         return 3
     if now < session.retain_until:
@@ -75,12 +76,12 @@ def ranks(
 
 
 def may_sleep(session: Session, now: float) -> bool:
-    """Say whether the session is idle and nothing forbids to drop its hot copy."""
+    """True if the session is idle and its hot copy may be dropped."""
     return session.state is State.IDLE and not session.pinned and now >= session.keep_until
 
 
 def long_idle(sessions: Iterable[Session], now: float, idle_after_s: float) -> list[Session]:
-    """Choose the sessions that were idle for ``idle_after_s`` and that nothing asks to keep.
+    """Choose sessions that were idle for ``idle_after_s``, without a reason to keep them.
 
     The first one that is too young ends the search, so the cost does not grow with the table.
 
@@ -100,8 +101,8 @@ def victims(
 ) -> list[Session]:
     """Choose idle sessions that together free ``need_bytes``; never pinned ones.
 
-    By their rank; of one rank those that are idle for ``idle_after_s`` would go anyway, so they go
-    first; then the least valuable ones.
+    They are ordered by rank. Within a rank, those that are idle for ``idle_after_s`` come first,
+    since they would go anyway; then the least valuable ones.
     """
     if need_bytes <= 0:
         return []
@@ -118,7 +119,7 @@ def victims(
 
 
 def may_leave_memory(session: Session, now: float) -> bool:
-    """Say whether the session is quiet and holds memory, hot or packed, that it may give up."""
+    """True if the session is quiet and holds memory, hot or packed, that it may give up."""
     in_ram = session.state is State.COLD and session.tier == "ram" and not session.pinned
     return may_sleep(session, now) or (in_ram and now >= session.keep_until)
 
@@ -127,7 +128,7 @@ def leaving_memory(sessions: Iterable[Session], need_bytes: int, now: float) -> 
     """Choose quiet sessions, hot or packed in memory, that together hold ``need_bytes``.
 
     Args:
-        sessions: the longest quiet first; those are worth the least, of one rank.
+        sessions: the longest quiet first; within a rank, those are worth the least.
     """
     quiet = (x for x in sessions if may_leave_memory(x, now))
     looked_at = list(islice(quiet, MAX_RANKED))
@@ -137,7 +138,7 @@ def leaving_memory(sessions: Iterable[Session], need_bytes: int, now: float) -> 
 
 
 def bytes_in_memory(session: Session) -> int:
-    """Count the bytes that the machine gets back when a session leaves for the disk."""
+    """Count the bytes that the machine gets back when a session moves to disk."""
     return (session.hot_bytes if session.hot else 0) + session.cold_bytes
 
 
@@ -155,7 +156,7 @@ def _enough(
 
 
 def bytes_over(hot_bytes: int, capacity_bytes: int, high_water: float, low_water: float) -> int:
-    """Count the bytes that must go: 0 up to high water, else all above low water."""
+    """Count the bytes to be freed: 0 up to high water, else all above low water."""
     if hot_bytes <= capacity_bytes * high_water:
         return 0
     return int(hot_bytes - capacity_bytes * low_water)

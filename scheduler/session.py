@@ -5,7 +5,7 @@
     hibernating  a job is dropping the hot copy (the cold copy was written when the turn ended)
     cold         only the packed copy exists; which tier holds it is an attribute, not a state
     waking       the packed copy is being restored, for a turn or ahead of one
-    leaving      forgotten on request while a turn was served: what that turn saves must go as well
+    leaving      forgotten on request while a turn was served: data that the turn saves must go, too
     gone         nothing is left; a new turn starts a new session under the same id
 
 "Hot" means active or idle. Two rules make the table safe:
@@ -15,7 +15,7 @@
   and must not be applied: see ``complete``.
 
 The table is the gateway's belief. Engines evict on their own, so a belief may be wrong; the price
-is a prefill, never a wrong answer. What the engine reports is folded in by ``learn``.
+is a prefill, never a wrong answer. ``learn`` takes over the engine's reports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scheduler.observer import Step
 
 
 class State(enum.Enum):
-    """The states of a session; the essay above says what each means."""
+    """The states of a session, as described above."""
 
     ACTIVE = "active"
     IDLE = "idle"
@@ -48,11 +48,11 @@ class Event(enum.Enum):
     QUIET = "quiet"  # the last running turn ended
     WAKE = "wake"  # it is to be hot before its next request arrives
     HIBERNATE = "hibernate"  # a job starts to drop the hot copy
-    EVICTED = "evicted"  # the hot copy is gone, the cold one is there
+    EVICTED = "evicted"  # the hot copy is gone, the cold one exists
     KEPT = "kept"  # the job left it as it was
     WOKEN = "woken"  # the KV is hot again, and no turn has come yet
     RESTORED = "restored"  # the KV is hot again, for a turn
-    REFUSED = "refused"  # the engine never took the turn: all is as it was
+    REFUSED = "refused"  # the engine never took the turn: nothing changed
     LOST = "lost"  # the copy that mattered is gone
     EXPIRE = "expire"  # forgotten on request
 
@@ -88,7 +88,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         E.WOKEN: S.IDLE,
         E.RESTORED: S.ACTIVE,
         E.REFUSED: S.COLD,
-        E.LOST: S.ACTIVE,  # "prefill again": the session goes on
+        E.LOST: S.ACTIVE,  # "prefill again": the session continues
         E.EXPIRE: S.LEAVING,
     },
     S.LEAVING: {E.TURN: S.LEAVING, E.QUIET: S.LEAVING, E.LOST: S.GONE, E.EXPIRE: S.LEAVING},
@@ -97,18 +97,18 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 
 
 class TurnHints(NamedTuple):
-    """The wishes that come with a turn, by whichever names its dialect has for them."""
+    """The hints that a request carries about its session, under the names of its dialect."""
 
     parent: str | None = None  # the id of the session that started this one
     is_child: bool = False  # it serves another session, and is the first to be given up
-    retain_s: float = 0.0  # keep it at least so long, as far as budgets allow
+    retain_s: float = 0.0  # keep it at least this long, as far as budgets allow
 
 
-Listener = Callable[["Session", Step], None]  # the row as it is now, what happened
+Listener = Callable[["Session", Step], None]  # the row as it is now, and its change
 
 
 class IllegalTransition(Exception):
-    """The event makes no sense in this state, which is a defect of ours. Names both."""
+    """The event is not legal in this state, which is a bug in this program. Names both."""
 
 
 @dataclass(slots=True)
@@ -121,19 +121,19 @@ class Session:
     listener: Listener = field(repr=False)
     number: int = 0  # unique within a table
     hibernation: int = 0  # number of the newest hibernation job
-    num_turns: int = 0  # being served right now
+    num_turns: int = 0  # being served now
     known: bool = False  # the engine has answered a turn of it, or reported it
     tokens: int = 0
     hot_bytes: int = 0
     cold_bytes: int = 0
-    cold_tokens: int = 0  # that ``cold_bytes`` are for; fewer than ``tokens`` while it grows
+    cold_tokens: int = 0  # tokens of ``cold_bytes``; fewer than ``tokens`` while it grows
     tier: TierName | None = None
     pinned: bool = False
-    keep_until: float = 0.0  # the engine refused to let it go; ask again from then on
+    keep_until: float = 0.0  # the engine refused to release it; ask again from then on
     parent: str | None = None
     is_child: bool = False
     retain_until: float = 0.0  # its client asked to keep it until then
-    num_children: int = 0  # of its children, how many are being served right now
+    num_children: int = 0  # of its children, how many are being served now
     counted_for: str | None = None  # the parent that counts this one as served
 
     @property
@@ -142,14 +142,14 @@ class Session:
         return self.state in (S.ACTIVE, S.IDLE, S.HIBERNATING)
 
     def can(self, event: Event) -> bool:
-        """Say whether the event is legal in this state."""
+        """True if the event is legal in this state."""
         return event in TRANSITIONS[self.state]
 
     def apply(self, event: Event, why: str = "") -> State:
         """Change the state, call the listener, and return the new state.
 
         Args:
-            why: the session leaves a place, in a word; see ``Step``.
+            why: the reason why the session leaves a place, in a word; see ``Step``.
 
         Raises:
             IllegalTransition: the table has no entry for this event in this state.
@@ -166,7 +166,7 @@ class Session:
         return after
 
     def _left(self, before: State, after: State) -> str:
-        """Name the place that a change of state took its KV from, the slowest of several."""
+        """Return the place that a change of state took its KV from, the slowest of several."""
         was_hot = before in (S.ACTIVE, S.IDLE, S.HIBERNATING)
         if after is S.COLD:
             return "hot" if was_hot else ""
@@ -180,8 +180,8 @@ class Session:
         """Apply the end of a hibernation job; return False if a later turn made it obsolete.
 
         Args:
-            report: what the engine said at its end.
-            why: the session was put to sleep.
+            report: the engine's report at its end.
+            why: the reason why the session was put to sleep.
         """
         if self.state is not S.HIBERNATING or hibernation != self.hibernation:
             return False
@@ -191,7 +191,7 @@ class Session:
         return True
 
     def take_hints(self, hints: TurnHints, now: float) -> None:
-        """Take over what a turn wishes for its session; a shorter wish ends no longer one."""
+        """Take over a turn's hints; a shorter ``retain_s`` does not shorten a longer one."""
         if hints.parent is not None:
             self.parent = hints.parent
         self.is_child = self.is_child or hints.is_child

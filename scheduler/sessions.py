@@ -1,9 +1,9 @@
-"""Manages the sessions of one engine: turns come and go, quiet sessions are put to sleep.
+"""Manages the sessions of one engine: turns begin and end, quiet sessions are put to sleep.
 
-``SessionManager`` is all that the gateway sees. It owns the table of all sessions, a
-follower that keeps the table true to what the engine says, sweeps that decide which sessions are to
-sleep, and moves that put them there. Everything runs on one event loop, so a row changes only where
-something awaits.
+``SessionManager`` is all that the gateway sees. It owns the table of all sessions, a follower that
+keeps the table true to the engine's reports, sweeps that decide which sessions are to sleep, and
+moves that put them to sleep. Everything runs on one event loop, so a row changes only at an
+``await``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from scheduler.sweeps import Sweeps
 from scheduler.table import SessionTable
 from scheduler.view import SessionView, view_of
 
-# What can change while sessions are served.
+# The settings that can change while sessions are served.
 RELOADABLE = ("idle_after_s", "high_water", "low_water", "value_half_life_s")
 
 
-# The place of a session in the list of its tenant's: by its last use, then by its id.
+# The place of a session in its tenant's list: by its last use, then by its id.
 Place: TypeAlias = tuple[float, str]
 _place: Callable[[Session], Place] = attrgetter("last_used", "ref.id")
 
@@ -61,12 +61,12 @@ class Turn:
         self.patience_s = patience_s
 
     def engine_answered(self, cache: CacheOutcome | None) -> None:
-        """Note that the engine has taken the turn, and whether it restored KV for it.
+        """Record that the engine has taken the turn, and whether it restored KV for it.
 
-        Not to be called for an engine's refusal, which changes nothing.
+        Must not be called for an engine's refusal, which changes nothing.
 
         Args:
-            cache: of the response head; None if that does not say.
+            cache: of the response head; None if the head does not contain it.
         """
         self._session.known = True
         if self._session.state is State.WAKING:
@@ -74,7 +74,7 @@ class Turn:
             self._session.apply(Event.LOST if lost else Event.RESTORED)
 
     def used(self, num_tokens: int) -> None:
-        """Note the tokens of prompt and answer: the length until the engine reports it."""
+        """Record the tokens of prompt and answer: the length until the engine reports it."""
         self._session.tokens = max(self._session.tokens, num_tokens)
 
 
@@ -95,10 +95,10 @@ class SessionManager:
         """Make a manager; nothing runs before ``run``.
 
         Args:
-            salt_of: gives the salt of a tenant by its name.
+            salt_of: returns the salt of a tenant by its name.
             clock: in seconds; only differences count.
-            memory: gives the bytes that the machine has left, or None where that is unknown.
-            headroom: what all models of the machine share; None = this one is alone, watches
+            memory: returns the bytes that the machine has left, or None if they are unknown.
+            headroom: shared by all models of the machine; None = this manager is alone, watches
                 ``memory``, and ends its engine at the last mark.
         """
         observer = self._observers = Observers(*([observer] if observer else []))
@@ -118,15 +118,15 @@ class SessionManager:
         )
 
     def heed(self, deletions: Deletions) -> None:
-        """Remove from now on what was deleted elsewhere, before it is listed here."""
+        """Remove sessions deleted at other servers from now on, before they are listed here."""
         self.follower.heed(deletions)
 
     def observe(self, observer: Observer) -> None:
-        """Let one more observer hear of everything from now on."""
+        """Add an observer, which receives everything from now on."""
         self._observers.add(observer)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Take over when sessions sleep; what bounds numbers and memory stays as it was."""
+        """Take over the settings for when sessions sleep; limits of numbers and memory stay."""
         changed = {name: getattr(config, name) for name in RELOADABLE}
         self._config = msgspec.structs.replace(self._config, **changed)
         self.sweeps.reconfigure(self._config)
@@ -148,8 +148,8 @@ class SessionManager:
         """Serve one request of a session.
 
         Args:
-            hints: what its client wishes for it.
-            weight: of its tenant's share of the places.
+            hints: its client's hints about the session.
+            weight: of its tenant's share of the slots.
 
         Raises (on entering):
             Overloaded: the waiting line is full, or (MemoryScarce) the machine's memory is.
@@ -174,10 +174,10 @@ class SessionManager:
             raise
 
     def engine_unloaded(self, rests_in: TierName) -> None:
-        """Note that the engine has ended on purpose, after it saved all sessions.
+        """Record that the engine has ended on purpose, after it saved all sessions.
 
         Args:
-            rests_in: the tier that outlives an engine. What is really there, the next one says.
+            rests_in: the tier that outlives an engine. The next engine reports what it really has.
         """
         for session in list(self.table):
             if session.state is State.IDLE:
@@ -187,7 +187,7 @@ class SessionManager:
                 self._observers.row_changed(session.ref)
 
     def stop_admitting(self) -> None:
-        """Refuse new turns from now on; running ones go on."""
+        """Refuse new turns from now on; running ones continue."""
         self._admission.close()
 
     @property
@@ -202,12 +202,12 @@ class SessionManager:
 
     @property
     def num_running(self) -> int:
-        """Turns that hold a slot."""
+        """Number of turns that hold a slot."""
         return self._admission.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Turns that wait for a slot."""
+        """Number of turns that wait for a slot."""
         return self._admission.num_waiting
 
     # ---- the sessions API
@@ -226,8 +226,8 @@ class SessionManager:
         """List a tenant's sessions, the most recently used first.
 
         Args:
-            most: so many at most; None = all.
-            after: only those after this place, which need not be taken any more.
+            most: the most sessions to list; None = all.
+            after: only those after this place, whose session need not exist any more.
         """
         mine = [
             x
@@ -238,12 +238,12 @@ class SessionManager:
         return [self._view(x) for x in few]
 
     def place(self, ref: SessionRef) -> Place | None:
-        """Return where in the list a session is; None if it is unknown."""
+        """Return the place of a session in the list; None if it is unknown."""
         session = self._known(ref)
         return _place(session) if session else None
 
     def get(self, ref: SessionRef) -> SessionView | None:
-        """Show one session; None if it is unknown."""
+        """Return one session; None if it is unknown."""
         session = self._known(ref)
         return self._view(session) if session else None
 
@@ -281,7 +281,7 @@ class SessionManager:
         return self.get(ref)
 
     async def pin(self, ref: SessionRef, pinned: bool) -> SessionView | None:
-        """Protect a session from sleep and eviction, or no longer; None if it is unknown.
+        """Protect a session from sleep and eviction, or stop that; None if it is unknown.
 
         Raises:
             EngineError: the engine did not do it; ``EngineRefused`` at its limit of pins.
@@ -295,7 +295,7 @@ class SessionManager:
     async def forget(self, ref: SessionRef) -> bool:
         """Remove a session from every tier; return False if it is unknown.
 
-        A running turn may finish; what it saves is removed as well.
+        A running turn may finish; the data that it saves is removed as well.
 
         Raises:
             EngineError: the engine did not do it.
@@ -310,12 +310,12 @@ class SessionManager:
         return True
 
     async def forget_deleted(self, ref: SessionRef) -> None:
-        """Remove a session that was deleted at another server, if this one knows it or not.
+        """Remove a session that was deleted at another server, whether or not it is known here.
 
-        It is listed no more at once, also while the engine is away.
+        It is no longer listed from this moment, even while the engine is away.
 
         Raises:
-            EngineError: the engine did not do it; to be tried again.
+            EngineError: the engine did not do it; call again later.
         """
         session = self._known(ref)
         if session is not None and session.can(Event.EXPIRE):

@@ -1,6 +1,6 @@
-"""The loop that puts sessions to sleep: it looks at the table, and starts jobs for what it finds.
+"""The loop that puts sessions to sleep: it looks at the table, and starts jobs for some sessions.
 
-A look only starts jobs. So an engine that takes a minute to let a session go does not delay the
+A look only starts jobs. So an engine that takes a minute to release a session does not delay the
 next look at the machine's memory. Jobs that are to free memory are urgent: they have a gate of
 their own (``scheduler.moves``).
 """
@@ -25,7 +25,7 @@ MIN_SWEEP_GAP_S = 0.05  # turns that end in a burst share a sweep
 
 
 class Sweeps:
-    """Looks for sessions to put to sleep, now and then and after every turn."""
+    """Looks for sessions to put to sleep, at intervals and after every turn."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Sweeps:
         headroom.count_leaving(self._leaving_bytes)
 
     def hurry(self) -> None:
-        """Have the next look happen at once."""
+        """Request the next look at once."""
         self._wanted.set()
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Decide by other marks and times from the next look on."""
+        """Use other marks and times from the next look on."""
         self._config = config
 
     async def run(self) -> None:
@@ -86,7 +86,7 @@ class Sweeps:
         if not welcome.hibernation:
             return
         self._relieve_machine(jobs)
-        with suppress(EngineError):  # it is restarting; when it is back it says what it holds
+        with suppress(EngineError):  # it is restarting; when it is back it reports its sessions
             report = await self._engine.stats()
             self._observer.engine_told(report)
             self._relieve_engine(jobs, report)
@@ -135,11 +135,11 @@ class Sweeps:
             self._start(jobs, session, self._hibernate(session, None, "idle", urgent=False))
 
     def _without_job(self, queue: Queue) -> Iterator[Session]:
-        """Sessions of a queue that have no job."""
+        """Iterate over the sessions of a queue that have no job."""
         return (x for x in self._table.queue(queue) if x.number not in self._with_job)
 
     def _without_urgent_job(self, queue: Queue) -> Iterator[Session]:
-        """Sessions of a queue without an urgent job, which would overtake one that is not."""
+        """Iterate over the sessions of a queue without an urgent job; others can be overtaken."""
         return (x for x in self._table.queue(queue) if x.number not in self._urgent)
 
     # ---- jobs

@@ -1,11 +1,11 @@
 """All sessions of one engine as rows: found by name, the quiet ones also in order of last use.
 
-The table is what the gateway believes; the engine's blocks are the truth. It is bounded: a row that
-is dropped to make room costs its session nothing, except that it is not put to sleep from here.
+The table is the gateway's belief; the engine's blocks are the truth. It is bounded: a row that is
+dropped to make room costs its session nothing, except that it is not put to sleep from here.
 
-Quiet rows stand in queues, one for each thing that can be done with them, in the order of their
-last use. A sweep looks at the heads of queues, so sessions that are not due cost it nothing,
-however many they are.
+Quiet rows are in queues, one for each thing that can be done with them, in the order of their last
+use. A sweep looks at the heads of queues, so sessions that are not due cost it nothing, however
+many there are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engines.base import SessionRef, SessionReport
 from scheduler.observer import Observer, Step
 from scheduler.session import Event, Session, State, TurnHints
 
-# A report may have been written before its session was forgotten, and come afterwards.
+# A report may have been written before its session was forgotten, and arrive afterwards.
 LATE_REPORT_S = 10.0
 
 
@@ -73,7 +73,7 @@ class SessionTable:
         return self._num_rows
 
     def __iter__(self) -> Iterator[Session]:
-        """Go over every row; nothing else here costs as much as the table is long."""
+        """Iterate over every row; no other method here takes time in proportion to the table."""
         return (session for rows in self._rows.values() for session in rows.values())
 
     def row(self, tenant: str, id: str) -> Session | None:
@@ -85,10 +85,10 @@ class SessionTable:
         return list(self._rows.get(tenant, {}).values())
 
     def queue(self, queue: Queue) -> Iterator[Session]:
-        """Go over a queue, the longest unused first. No row may change between two steps."""
+        """Iterate over a queue, the longest unused first. No row may change between two steps."""
         return iter(self._queues[queue])
 
-    # ---- what happens to rows
+    # ---- changes of rows
 
     def add(
         self,
@@ -97,7 +97,7 @@ class SessionTable:
         last_used: float,
         report: SessionReport | None = None,
     ) -> Session:
-        """Add a row; ``report`` is what the engine has said of it already."""
+        """Add a row; ``report`` is the engine's report of it, if there is one already."""
         if self._num_rows >= self._max_rows:
             self._make_room()
         self._numbers += 1
@@ -127,7 +127,7 @@ class SessionTable:
         else:
             session.num_turns += 1
             session.apply(event)
-        session.last_used = self._clock()  # it stands in no queue now
+        session.last_used = self._clock()  # the row is in no queue now
         if hints is not None:
             session.take_hints(hints, session.last_used)
             self._observer.row_changed(session.ref)
@@ -139,7 +139,7 @@ class SessionTable:
         """End a turn, with any outcome.
 
         Args:
-            asleep: what happened to a session that is still waking and has no other turn.
+            asleep: the event for a session that is still waking and has no other turn.
         """
         session.num_turns -= 1
         session.last_used = self._clock()
@@ -151,7 +151,7 @@ class SessionTable:
             session.apply(Event.LOST)
 
     def _count_child(self, session: Session, by: int) -> None:
-        """Tell the parent of a session that one more child, or one fewer, is being served."""
+        """Count one child more, or one fewer, as being served for the parent of a session."""
         if session.counted_for is None and by > 0:
             session.counted_for = session.parent
         if session.counted_for is None:
@@ -172,15 +172,15 @@ class SessionTable:
         self._file(session)
 
     def take(self, session: Session, report: SessionReport | None, why: str = "") -> None:
-        """Fold a report into the row; a quiet session's state follows what the engine holds.
+        """Apply a report to the row; a quiet session's state follows the copies that exist.
 
         Args:
             report: None if the engine does not know the session.
-            why: it may have left a place, in a word; see ``scheduler.observer.Step``.
+            why: the reason why it may have left a place, in a word; see ``observer.Step``.
         """
         held_by = session.tier
         if report is not None:
-            # One that is lost left the tier where it was.
+            # A lost session left the tier that held it before.
             gone = session.state is State.COLD and not (report.hot or report.tier)
             self.learn(session, msgspec.structs.replace(report, tier=held_by) if gone else report)
         if session.state not in (State.IDLE, State.COLD):
@@ -195,7 +195,7 @@ class SessionTable:
             step = Step("cold", "moved", "cold", session.tier, held_by, why)
             self._observer.transition(session.ref, step)
 
-    # ---- who was forgotten
+    # ---- forgotten sessions
 
     @contextmanager
     def forgetting(self, ref: SessionRef) -> Iterator[None]:
@@ -207,7 +207,7 @@ class SessionTable:
             self._remember_forgotten(ref)
 
     def was_forgotten(self, tenant: str, id: str) -> bool:
-        """Say whether the session was deleted so recently that a report of it is stale."""
+        """True if the session was deleted so recently that a report of it is stale."""
         return self._clock() < self._forgotten.get((tenant, id), 0.0)
 
     def _remember_forgotten(self, ref: SessionRef) -> None:

@@ -1,4 +1,4 @@
-"""One session as its owner sees it in the sessions API."""
+"""One session as the sessions API shows it to its owner."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scheduler.session import Session
 
 
 class SessionView(msgspec.Struct, frozen=True):
-    """A row without anything private."""
+    """A row without its private fields."""
 
     id: str
     state: str
@@ -20,11 +20,11 @@ class SessionView(msgspec.Struct, frozen=True):
     pinned: bool
     kind: str  # main, or child of another session
     parent: str | None
-    retain_s: float  # for how long its client still asks to keep it
+    retain_s: float  # for how much longer its client asks to keep it
 
 
 def view_of(session: Session, now: float) -> SessionView:
-    """Show a row; ``now`` is a reading of the scheduler's clock."""
+    """Make the view of a row; ``now`` is a reading of the scheduler's clock."""
     return SessionView(
         id=session.ref.id,
         state=session.state.value,
