@@ -82,6 +82,6 @@ class VllmSessionInstrument(VllmInstrument):
         return HeldSession(self._rows(output, whole), whole, self._states.read(num_blocks, ids))
 
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        """Score ``tokens`` after a session; compute the prompt tokens after its whole blocks, too."""
+        """Score ``tokens`` after a session; the prompt's tokens between them are computed, too."""
         self._forward([*self._tokens, *tokens], session.run, session.state)
         return self._scores(len(self._tokens) - session.num_tokens, len(tokens))

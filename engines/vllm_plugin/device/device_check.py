@@ -1,4 +1,4 @@
-"""Chooses between the host and the device's kernels, which must agree with the host, for blocks.
+"""Chooses the device's kernels to pack and fill blocks if they agree with the host, else the host.
 
 Before the first request, and when another codec is adopted, the kernels pack and fill a small
 cache of the engine's own shapes, which also compiles them. Every bit must equal the result of the

@@ -1,8 +1,8 @@
-"""Views of the K and V of a paged cache as kernels address them: one table for all layers.
+"""Views of the K and V of a paged cache for kernels: one table of addresses for all layers.
 
 A *side* is the K or the V of one layer. A kernel that handled one side would be launched a hundred
-times for a chunk, whose work is a millisecond. So all sides of one shape and one set of strides are
-handled in one launch, with the distance of each from the first one as an argument.
+times for a chunk, although the work of a chunk takes a millisecond. So one launch handles all sides
+of one shape and one set of strides, and an argument holds the distance of each from the first one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from engines.vllm_plugin.worker.block_layout import StridedView
 from engines.vllm_plugin.worker.paging import PagedCache
 
-BITS: Final = {2: torch.int16, 4: torch.int32}  # element size -> what kernels take it for
+BITS: Final = {2: torch.int16, 4: torch.int32}  # element size -> the dtype that kernels see
 ALIGNED: Final = 8  # elements, as in ``kernels.row_kernels``
 
 
@@ -26,10 +26,12 @@ class KVViewGroup:
     """The sides of one shape and one set of strides.
 
     Attributes:
-        side_numbers: their numbers among all: K of the first layer, V, K of the second layer, ...
+        side_numbers: their numbers among all sides: K of the first layer, its V, K of the second
+            layer, ...
         views: int16 or int32 (num_blocks, num_kv_heads, block_tokens, dim), one for each side; the
             memory of the cache itself.
-        starts: int64 (num_sides,) on the device, elements from ``views[0]`` to each side.
+        starts: int64 (num_sides,) on the device, distances in elements from ``views[0]`` to each
+            side.
     """
 
     side_numbers: tuple[int, ...]
@@ -42,7 +44,7 @@ class KVViewGroup:
         return int(self.views[0].shape[3])
 
     def launch_arguments(self, first: int, count: int) -> tuple[int, ...]:
-        """Return the arguments of all kernels for tokens ``first .. first + count`` of a run.
+        """Return the common arguments of kernels for tokens ``first .. first + count`` of a run.
 
         They are: number of rows, first token, number of tokens, tokens of a block, and the strides
         of block, head and token in elements.

@@ -1,4 +1,4 @@
-"""A small cache in the engine's own shapes and strides, full of numbers, to try kernels on."""
+"""A small cache with the engine's own shapes and strides, full of numbers, for tests of kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.shapes import KVLayer, KVLayout
 def scratch_for(codec: Codec, cache: PagedCache, num_blocks: int) -> PagedCache:
     """Make a cache of few blocks that ``codec`` can pack.
 
-    It has one layer of each kind, or all of them for a codec that was calibrated for this model.
+    It has one layer of each kind, or all layers for a codec that was calibrated for this model.
     """
     kinds = {(_kind(k), _kind(v)): (k, v) for k, v in cache.views}
     scratch = _scratch(cache, list(kinds.values()), num_blocks)
@@ -54,12 +54,13 @@ def _view(side: KVView) -> Tensor:
 
 @dataclass
 class _Room:
-    """Sides that lie in each other's blocks, such as K and V, or all layers where a block has them.
+    """Sides that share blocks, such as K and V, or all layers if one block contains them all.
 
-    They share memory: with strides as in the cache, each alone would take as much as all together.
+    Their copies share memory, too: with the cache's strides, each side alone would take as much
+    memory as all of them together.
     """
 
-    origin: int  # the address of the first
+    origin: int  # the address of the first side
     members: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def has_place_for(self, view: Tensor) -> bool:
@@ -72,7 +73,7 @@ class _Room:
         return int(view.data_ptr() - self.origin) // int(view.element_size())
 
     def copies(self, num_blocks: int) -> dict[int, Tensor]:
-        """Return each side's counterpart, of ``num_blocks`` blocks, by its number."""
+        """Return a copy of each side, with ``num_blocks`` blocks of zeros, by its number."""
         _, first = self.members[0]
         ends = [self.offset_of(x) + _extent(x) for _, x in self.members]
         size = (num_blocks - 1) * first.stride(0) + max(ends)
@@ -96,13 +97,13 @@ def _views_like(views: Sequence[Tensor], num_blocks: int) -> list[Tensor]:
 
 
 def _extent(view: Tensor) -> int:
-    """Return how many elements one block reaches over."""
+    """Return the number of elements that one block spans."""
     outer = zip(view.shape[1:], view.stride()[1:], strict=True)
     return 1 + sum((int(n) - 1) * int(s) for n, s in outer)
 
 
 def _fill(view: Tensor, number: int) -> None:
-    """Fill a side with rows of many sizes, and two that no kernel packs or restores as others."""
+    """Fill a side with rows of many sizes, and two rows that kernels must treat specially."""
     ramp = torch.arange(view.numel(), dtype=torch.float64).add(number).remainder(10007)
     sizes = torch.exp2(torch.arange(view.shape[2], dtype=torch.float64) % 8 - 3)
     view.copy_((ramp * ramp).sin().reshape(view.shape) * sizes[:, None])

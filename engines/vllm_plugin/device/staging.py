@@ -1,9 +1,8 @@
 """Bounded staging memory that blobs pass through between the host and the device.
 
-One arena of pinned host memory is handed out as a ring: regions in the order they are asked for,
-each given back whenever its user is done. Many small copies out of pageable memory are slower by an
-order of magnitude than one out of pinned memory, and pinning costs milliseconds: so the arena is
-pinned once.
+One arena of pinned host memory is allocated as a ring: regions are taken in order, and each is
+returned when its user is done. Many small copies from pageable memory are slower by an order of
+magnitude than one from pinned memory, and pinning costs milliseconds: so the arena is pinned once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from engines.vllm_plugin.device.accelerator import Accelerator
 
-STEP: Final = 256  # regions begin at multiples of so many bytes
+STEP: Final = 256  # regions begin at multiples of this many bytes
 
 
 @dataclass(eq=False)
@@ -49,7 +48,7 @@ class Region:
 
 
 class StagingRing:
-    """Hands out regions of one arena. Thread-safe.
+    """Allocates regions of one arena. Thread-safe.
 
     Args:
         has_twin: regions have a twin in device memory.
@@ -57,7 +56,8 @@ class StagingRing:
 
     def __init__(self, nbytes: int, accelerator: Accelerator, *, has_twin: bool) -> None:
         self._nbytes = nbytes
-        # Zeros: right bytes of before must not vouch for a kernel that writes none.
+        # Filled with zeros: the right bytes of an earlier run must not hide a kernel that writes
+        # nothing.
         self._host = accelerator.pinned(nbytes)
         self._device = accelerator.twin(nbytes) if has_twin else self._host
         self._regions: deque[Region] = deque()  # in the order of the ring
@@ -67,7 +67,8 @@ class StagingRing:
         """Take a region of ``nbytes``; None if there is no room now.
 
         Args:
-            wait: wait until others have given enough back. A thread that holds a region must not.
+            wait: wait until other threads have returned enough. A thread that holds a region must
+                not wait.
         """
         size = max(-(-nbytes // STEP), 1) * STEP
         assert size <= self._nbytes, "the arena is smaller than one blob"
@@ -92,11 +93,11 @@ class StagingRing:
             self._changed.notify_all()
 
     def _next_start(self, size: int) -> int | None:
-        """Return where a region could begin: after the newest, or at the beginning again."""
+        """Return the start for a new region, after the newest or at the beginning; None if full."""
         if not self._regions:
             return 0
         oldest, newest = self._regions[0], self._regions[-1]
-        if newest.start < oldest.start:  # it went round
+        if newest.start < oldest.start:  # the ring has wrapped
             return newest.end if newest.end + size <= oldest.start else None
         if newest.end + size <= self._nbytes:
             return newest.end

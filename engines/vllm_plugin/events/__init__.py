@@ -1,1 +1,1 @@
-"""Reports to routers, by vLLM's own KV events, which blocks rest packed, and where."""
+"""Reports to routers, by vLLM's own KV events, which blocks are stored packed, and where."""

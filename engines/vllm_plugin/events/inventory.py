@@ -1,9 +1,9 @@
-"""The packed blocks that readers of KV events know of, and the changes to report next.
+"""The packed blocks that were reported to readers of KV events, and the changes to report next.
 
-There is no queue of events. The inventory knows for each block in which media it is and in which it
-was reported, and an event is the difference between the two, made when vLLM asks for it. So changes
-that were not read yet cannot pile up, and each block is reported as stored once and as removed
-once, however many sessions share it: readers may count.
+There is no queue of events. The inventory records for each block the media that hold it and the
+media that were reported. An event is the difference between the two, made when vLLM requests
+events. So changes that were not read yet cannot pile up, and each block is reported as stored once
+and as removed once, however many sessions share it: readers may count.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ logger = logging.getLogger("thermocline.vllm")
 CPU: Final = "CPU"  # vLLM's names of media
 STORAGE: Final = "STORAGE"
 MEDIA: Final = (CPU, STORAGE)
-# Of all sessions together, counted once for each; a block takes about 300 bytes in Python.
+# For all sessions together; a block that sessions share counts once for each of them. A block takes
+# about 300 bytes in Python.
 MAX_BLOCKS: Final = 1 << 19
-MAX_TAKEN: Final = 4096  # blocks in one step's events: vLLM's thread makes them while a model waits
+# Blocks in one step's events: vLLM's thread makes the events while the model waits.
+MAX_TAKEN: Final = 4096
 
 
 def wants_events(vllm_config: Any) -> bool:
@@ -38,9 +40,10 @@ def wants_events(vllm_config: Any) -> bool:
 
 @dataclass(frozen=True)
 class BlocksStored:
-    """Blocks in a row that are in a medium now.
+    """Consecutive blocks that are in a medium now.
 
-    ``ids``: of all their tokens; () where they are not known. ``parent``: the hash before them.
+    ``ids``: those of all their tokens; () if they are unknown. ``parent``: the hash of the block
+    before them.
     """
 
     medium: str
@@ -63,7 +66,7 @@ Change: TypeAlias = BlocksStored | BlocksRemoved
 
 @dataclass(frozen=True)
 class _Share:
-    """The blocks of a session, and runs of those that every rank has, by medium."""
+    """The blocks of a session, and the runs of them that every rank has, by medium."""
 
     hashes: Sequence[bytes] = ()
     ids: bytes = b""
@@ -75,7 +78,7 @@ class _Share:
         return [x for a, b in runs for x in self.hashes[max(a, first) : max(b, first)]]
 
     def before(self, medium: str, end: int) -> BlockRuns:
-        """The runs in a medium as far as block ``end``."""
+        """The runs in a medium up to block ``end``."""
         return tuple((a, min(b, end)) for a, b in self.runs.get(medium, ()) if a < end)
 
 
@@ -86,7 +89,8 @@ class Inventory:
     """Thread-safe: ranks report to it on the hub's event loop, and vLLM's thread takes events.
 
     Args:
-        max_blocks: of all sessions; beyond it the longest unchanged are reported as removed.
+        max_blocks: for all sessions. Above it, the sessions that have not changed for the longest
+            time are reported as removed.
     """
 
     def __init__(self, num_ranks: int, block_tokens: int, *, max_blocks: int = MAX_BLOCKS) -> None:
@@ -104,13 +108,13 @@ class Inventory:
         self._was_full = False
 
     def __len__(self) -> int:
-        """The number of blocks of all sessions; one that sessions share counts for each."""
+        """The number of blocks of all sessions; a shared block counts for each session."""
         return self._num_blocks
 
     # ---- on the hub's event loop
 
     def update(self, news: RankRests) -> None:
-        """Take in where one rank has the blocks of a session."""
+        """Record which media hold the blocks of a session on one rank."""
         name = news.session.tenant, news.session.id
         runs = {CPU: news.ram, STORAGE: news.storage}
         share = _Share(split_hashes(news.hashes), news.ids, runs) if news.hashes else _NOTHING
@@ -120,7 +124,7 @@ class Inventory:
                 self._leave_out(next(iter(self._sessions)))
 
     def _of_all(self, name: SessionName, news: RankRests, share: _Share) -> _Share:
-        """The blocks that every rank has, now that one of them has these."""
+        """The blocks that every rank has, after one rank has reported ``share``."""
         shares = self._shares.setdefault(name, {})
         shares[news.rank] = share
         if not any(x.hashes for x in shares.values()):
@@ -134,7 +138,7 @@ class Inventory:
                 self._max_blocks,
             )
         self._was_full = True
-        self._shares.pop(name, None)  # each rank reports it anew when it changes
+        self._shares.pop(name, None)  # each rank reports the session again when it changes
         self._replace(name, _NOTHING)
 
     def _replace(self, name: SessionName, new: _Share) -> None:
@@ -161,11 +165,11 @@ class Inventory:
 
     @property
     def has_news(self) -> bool:
-        """Something is to be reported."""
+        """True if there are changes to report."""
         return bool(self._to_store or any(self._to_remove.values()))
 
     def is_told(self, name: SessionName) -> bool:
-        """Say whether readers know that all blocks of the session are in some medium."""
+        """Say whether all stored blocks of the session have been reported."""
         return name not in self._to_store
 
     # ---- on vLLM's thread
@@ -173,7 +177,8 @@ class Inventory:
     def take(self, most: int = MAX_TAKEN) -> list[Change]:
         """Changes of about ``most`` blocks at most, to be reported in this order.
 
-        What is stored comes before what is removed: a session that moves is always somewhere.
+        Stored blocks come before removed ones, so that a session that moves is always reported in
+        at least one medium.
         """
         if not self.has_news:
             return []
@@ -191,7 +196,7 @@ class Inventory:
         return changes
 
     def tell_again(self) -> None:
-        """Report everything once more: readers have dropped all that they knew of this engine."""
+        """Report all blocks again: readers have dropped all that they knew of this engine."""
         with self._lock:
             for medium in MEDIA:
                 self._told[medium].clear()
@@ -232,7 +237,7 @@ class Inventory:
 
 
 def _in_rows(numbers: Iterable[int], cut: int) -> Iterator[range]:
-    """Runs of consecutive numbers; none goes across ``cut``."""
+    """Runs of consecutive numbers; no run crosses ``cut``."""
     first = end = -1
     for i in numbers:
         if i != end or i == cut:

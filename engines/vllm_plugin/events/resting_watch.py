@@ -1,8 +1,8 @@
-"""Reports to EngineCore in which tiers a rank has the blocks of its sessions.
+"""Reports to EngineCore which tiers of a rank hold the blocks of its sessions.
 
-A save and a verb are looked at as soon as they are done. What slower tiers take is seen a moment
-later, and what tiers evict when all sessions are looked through: only after evictions, and no more
-of the time than one part in ``SWEEP_SHARE``.
+A session is checked as soon as a save or a verb is done, and again until slower tiers have written
+it. Evictions are found by a sweep over all sessions, which runs only after evictions and takes at
+most about one part in ``SWEEP_SHARE`` of the time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from kvstore.periodic import Periodic
 from kvstore.session import SessionRef
 
 LOOK_S: Final = 0.25
-SWEEP_S: Final = 1.0  # between looks at all sessions, at least
+SWEEP_S: Final = 1.0  # between sweeps over all sessions, at least
 SWEEP_SHARE: Final = 20
-# What a Redis server evicts, or a damaged file has lost, is seen after so long.
+# The time until a loss is found that no eviction counter shows: a Redis server evicted blobs, or a
+# file is damaged.
 UNASKED_S: Final = 60.0
 
 _Name: TypeAlias = tuple[str, str]  # tenant and session id
-_State: TypeAlias = tuple[int, int, Resting]  # of the hashes, bytes of ids, where the blocks are
+_State: TypeAlias = tuple[int, int, Resting]  # hash of the block hashes, bytes of ids, locations
 
 
 class RestingWatch:
-    """Thread-safe. ``send`` brings the news to the hub, in order."""
+    """Watches the sessions of one rank. Thread-safe. ``send`` passes news to the hub, in order."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class RestingWatch:
         self._periodic: Periodic | None = None
 
     def begin(self) -> None:
-        """Look every now and then from now on, until ``close``. Once."""
+        """Call ``look`` periodically from now on, until ``close``. Call this once."""
         self._periodic = Periodic(self.look, LOOK_S, "thermocline-resting")
 
     def close(self) -> None:
@@ -60,24 +61,24 @@ class RestingWatch:
             self._periodic.close()
 
     def start_over(self) -> None:
-        """Report all sessions again: the hub is another one, and knows nothing."""
+        """Report all sessions again: the hub is a new one without any records."""
         with self._lock:
             self._told.clear()
             self._swept_at = self._next_sweep = float("-inf")
 
     def note(self, session: SessionRef) -> None:
-        """Look at the session soon, and until slower tiers have written it."""
+        """Check the session soon, and repeatedly until slower tiers have written it."""
         with self._lock:
             self._noted[_name(session)] = None
 
     def look_at(self, session: SessionRef) -> None:
-        """Report where the session is now, if that is news."""
+        """Report the session's present tiers, if they have changed."""
         self.note(session)
         self._look_at(_name(session))
 
     def look(self) -> None:
         """Report what has changed since the last look."""
-        stats = self._store.stats()  # first: what is written by now is seen below
+        stats = self._store.stats()  # taken first: blobs written by now are found below
         num_evictions = sum(x.evictions for x in stats.tiers)
         with self._lock:
             noted, self._noted = self._noted, {}
@@ -101,7 +102,7 @@ class RestingWatch:
 
     def _look_at(self, name: _Name) -> None:
         session = SessionRef(*name, b"")
-        with self._lock:  # or what is seen first may be reported last
+        with self._lock:  # otherwise an older state could be reported after a newer one
             found = self._store.resting(session)
             if found is None:
                 if self._told.pop(name, None) is not None:

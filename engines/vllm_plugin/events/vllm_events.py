@@ -1,7 +1,8 @@
-"""Puts the changes of the inventory into vLLM's own events, which its publisher sends to routers.
+"""Converts changes of the inventory into vLLM's own events, which its publisher sends to routers.
 
-vLLM's events of blocks on the GPU hold the cache salt of block 0 in clear. Ours have no
-``extra_keys`` and no ``session_id``: the block's hash, which the salt is in, is name enough.
+vLLM's events of blocks on the GPU contain the cache salt of block 0 in clear text. Ours have no
+``extra_keys`` and no ``session_id``: the block's hash, which includes the salt, identifies the
+block.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class EventPool(Protocol):
 
 
 def external_hash(block_hash: bytes) -> ExternalBlockHash:
-    """The hash as events have it: bytes, or an integer where vLLM is set to that."""
+    """The hash in the form of events: bytes, or an integer if vLLM is configured for that."""
     return maybe_convert_block_hash(BlockHash(block_hash))
 
 
@@ -45,9 +46,9 @@ class KVEvents:
         self._kind = str(get_kv_cache_spec_kind(spec).value)
 
     def look_for_clear(self, pool: EventPool) -> None:
-        """Report everything again if vLLM is about to report that it cleared its blocks.
+        """Report all blocks again if vLLM is about to report that it cleared its blocks.
 
-        It does so when it sleeps or gets other weights, and readers take it for all media.
+        vLLM reports that when it sleeps or gets other weights, and readers apply it to all media.
         """
         if any(isinstance(x, AllBlocksCleared) for x in pool.kv_event_queue):
             self._inventory.tell_again()

@@ -1,9 +1,10 @@
 """Compiles JSON schemas and patterns with llguidance, other grammars with xgrammar.
 
-vLLM compiles all with the compiler that the first grammar needed. xgrammar takes up to two seconds
-of a core for a single ``maxLength``, and ignores what it does not know (``multipleOf``, ``not``);
-llguidance looks at what an answer comes to, and knows nothing of the calls of models' families. So
-each gets what it is good at, by the seam that vLLM has for its own two.
+By default vLLM compiles all grammars with the compiler that the first grammar needed. xgrammar
+takes up to two seconds of a core for a single ``maxLength``, and ignores keywords that it does not
+know (``multipleOf``, ``not``). llguidance works lazily, only on the parts of a grammar that an
+answer reaches, but does not support the tool calls of model families. So each compiler gets the
+grammars that it handles well, by the interface that vLLM has for its own two.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _GUIDED: Final = {
 class BoundedGrammar(GuidanceGrammar):
     """Ends its own answer when its masks take too long, since all answers wait meanwhile."""
 
-    masks_s = 0.0  # beyond what is free
+    masks_s = 0.0  # seconds beyond the free allowance of each mask
 
     def fill_bitmask(self, bitmask: Any, idx: int) -> None:
         begin = time.thread_time()
@@ -52,10 +53,13 @@ class BoundedGrammar(GuidanceGrammar):
 
 @dataclass
 class TwoCompilers(StructuredOutputBackend):
-    """vLLM calls ``compile_grammar`` on threads, the rest on the thread of its scheduler."""
+    """Chooses between the compilers for each grammar.
+
+    vLLM calls ``compile_grammar`` on worker threads, the other methods on its scheduler's thread.
+    """
 
     def __post_init__(self) -> None:
-        # Now, since a second of Python would hold everybody later.
+        # Made at start: it takes a second of Python, which would delay all requests later.
         self._tokenizer = _guidances(self.tokenizer, self.vocab_size)
 
     @cached_property
@@ -70,7 +74,7 @@ class TwoCompilers(StructuredOutputBackend):
     ) -> StructuredOutputGrammar:
         kind = _GUIDED.get(request_type)
         if kind is not None and self._tokenizer is not None:
-            # For any JSON object vLLM gives no text.
+            # vLLM gives no text when any JSON object is allowed.
             matcher = guided(self._tokenizer, kind, grammar_spec or '{"type": "object"}')
             if matcher is not None:
                 return BoundedGrammar(matcher, self._tokenizer, self.vocab_size)
@@ -81,7 +85,7 @@ class TwoCompilers(StructuredOutputBackend):
         return xgrammar.allocate_token_bitmask(max_num_seqs, max(known, self.vocab_size))
 
     def destroy(self) -> None:
-        """Nothing is held outside the process."""
+        """Do nothing: no resources are held outside the process."""
 
 
 def _guidances(tokenizer: Any, width: int) -> Any:
@@ -94,7 +98,7 @@ def _guidances(tokenizer: Any, width: int) -> Any:
 
 
 def choose_compilers(manager: Any) -> None:
-    """Have vLLM's manager of grammars use both, unless a server's settings name one."""
+    """Make vLLM's manager of grammars use both compilers, unless the server's settings name one."""
     config = manager.vllm_config
     if config.structured_outputs_config.backend != "auto" or manager.backend is not None:
         return

@@ -1,4 +1,4 @@
-"""Compiles with llguidance what vLLM would give to xgrammar; imports neither vLLM nor torch."""
+"""Compiles with llguidance grammars that vLLM would give to xgrammar; imports no vLLM, no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engines.host.grammar.source import GrammarWish, source_of
 def guided(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> LLMatcher | None:
     """Compile a JSON schema or a pattern; None if llguidance cannot.
 
-    A schema becomes the grammar that our own engine makes of it.
+    A schema becomes the same grammar as in our own engine.
 
     Args:
         kind: ``json`` or ``regex``.

@@ -1,9 +1,9 @@
-"""Lets requests with grammars through to vLLM, if what vLLM would compile for them is little work.
+"""Lets requests with grammars through to vLLM, if vLLM can compile the grammars with little work.
 
 vLLM compiles grammars in its API server, on the thread that tokenizes every prompt, and once more
-in EngineCore, and nothing ends that. So each grammar is compiled first in a process that can be
-ended: at its bounds, or when the client leaves (``host.grammar.trial``). Tenants take turns. What
-came of a text is remembered for its tenant, as on our own engine.
+in EngineCore, and neither can be interrupted. So each grammar is compiled first in a process that
+can be ended: at its bounds, or when the client leaves (``host.grammar.trial``). Tenants take turns.
+The verdict on a grammar is remembered for its tenant, as on our own engine.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class ClientLeft(Exception):
 
 
 class GrammarGate:
-    """Has grammars tried. Belongs to the event loop of vLLM's API server."""
+    """Tries the grammars of requests. Belongs to the event loop of vLLM's API server."""
 
     def __init__(self) -> None:
         self._line = TenantLine(MAX_WAITING)
-        self._known: OrderedDict[_Key, Verdict] = OrderedDict()  # used last is last
+        self._known: OrderedDict[_Key, Verdict] = OrderedDict()  # the most recently used is last
         self._trials: GrammarTrials | None = None
         self._beginning: asyncio.Task[None] | None = None
 
     def begin(self, client: Any) -> None:
-        """Begin the process that tries grammars, for the model of vLLM's engine ``client``."""
+        """Start the process that tries grammars, for the model of vLLM's engine ``client``."""
         tokenizer = client.renderer.tokenizer
         if not hasattr(tokenizer, "backend_tokenizer"):
             logger.warning("grammars are not tried out: this tokenizer has no text of its own")
@@ -60,12 +60,12 @@ class GrammarGate:
             await self._trials.close()
 
     async def passed(self, payer: Payer, receive: Receive) -> Receive:
-        """Read a request, and have its grammars tried; returns what receives it once more.
+        """Read a request, and try its grammars; return a callable that receives the request again.
 
         Raises:
-            InvalidRequest: a grammar cannot be compiled, or within no bounds. Names the field.
+            InvalidRequest: a grammar cannot be compiled, or not within the bounds. Names the field.
             ClientLeft: the client left meanwhile.
-            QueueFull: too many wait already, or none can be tried now.
+            QueueFull: too many requests wait already, or no grammar can be tried now.
         """
         if self._trials is None:
             return receive
@@ -112,7 +112,7 @@ class GrammarGate:
 
 
 class _Again:
-    """Gives a request's body once more, then what came after it."""
+    """Delivers a request's body again, then the messages that came after it."""
 
     def __init__(
         self, body: bytes, receive: Receive, coming: asyncio.Future[Any] | None = None
@@ -144,7 +144,7 @@ async def _whole(receive: Receive) -> bytes:
 
 
 def _vocabularies(tokenizer: Any, width: int) -> Any:
-    import xgrammar  # not before there is a grammar: the tests of the middleware have none
+    import xgrammar  # only when it is needed: the middleware's tests use no grammars
 
     from engines.vllm_plugin.grammar.program import Vocabularies
 

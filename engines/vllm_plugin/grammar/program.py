@@ -1,7 +1,7 @@
-"""``python -m engines.vllm_plugin.grammar.program``: tries out what vLLM would compile.
+"""``python -m engines.vllm_plugin.grammar.program``: tries grammars that vLLM would compile.
 
-It does what vLLM does with a grammar, in its API server and in its EngineCore, with our ``backend``
-there. ``host.grammar.program`` is the frame: this process ends when a grammar takes too much.
+It repeats the work that vLLM does for a grammar in its API server and, with our ``backend``, in its
+EngineCore. ``host.grammar.program`` is the frame: this process ends when a grammar takes too much.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engines.vllm_plugin.grammar.wanted import Wanted
 
 
 class Vocabularies(msgspec.Struct, frozen=True):
-    """A model's vocabulary, as both compilers take it."""
+    """A model's vocabulary, in the forms that the two compilers read."""
 
     tokenizer: str  # the JSON of a fast tokenizer
     width: int
@@ -37,7 +37,7 @@ class _Compilers:
             given.tokenizer, n_vocab=given.width, eos_token=given.eos
         )
         vocabulary = xgrammar.TokenizerInfo.deserialize_json(given.xgrammar)
-        # One thread: it is to leave cores to the model, and what counts is its work.
+        # One thread: the trial leaves cores to the model, and it is bounded by total work.
         self._xgrammar = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
 
     def judge(self, frame: bytes) -> Verdict:
@@ -47,7 +47,7 @@ class _Compilers:
 
     def _reason(self, wanted: Wanted) -> str:
         if wanted.kind in ("json", "regex"):
-            with suppress(Exception):  # vLLM tries another way, then
+            with suppress(Exception):  # vLLM then tries another compiler
                 if wanted.kind == "json":
                     xgrammar.Grammar.from_json_schema(wanted.text)
                 else:
@@ -56,7 +56,7 @@ class _Compilers:
                 return first_steps(matcher, self._width)
         try:
             return self._first_mask(self._compiled(wanted))
-        except Exception as error:  # it has many kinds of them
+        except Exception as error:  # xgrammar raises many kinds of errors
             return reason_of(str(error))
 
     def _compiled(self, wanted: Wanted) -> xgrammar.CompiledGrammar:

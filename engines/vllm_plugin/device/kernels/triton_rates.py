@@ -18,7 +18,7 @@ from kvstore.codecs.stages.integer_klt import input_scale
 DIMS: Final = (32, 64, 128, 256)
 KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDE: Final = 128
-TOKENS: Final = 32  # of a program: what a chunk has by default
+TOKENS: Final = 32  # of a program: the default length of a chunk
 COMPONENTS: Final = 32  # of a tile when packing
 COLUMNS: Final = 32  # of a tile when restoring
 
@@ -27,8 +27,8 @@ COLUMNS: Final = 32  # of a tile when restoring
 class RatePlaces:
     """The byte offsets of gains, planes and kept rows of a stack in a staging region.
 
-    ``kept_at``: a bit for each unit and token, in whole bytes for each unit: where it is set the
-    row has to be kept as it is.
+    ``kept_at``: one bit for each unit and token, in whole bytes for each unit. A set bit marks a
+    row that must be kept unpacked.
     """
 
     pairs_at: int
@@ -38,10 +38,11 @@ class RatePlaces:
 
 @dataclass(frozen=True, eq=False)
 class RateRun:
-    """The tokens that one launch is for.
+    """The tokens of one launch.
 
-    ``blocks``: int64 (num_blocks,) on the device, of a run of tokens. ``first``, ``count``: which
-    of these. ``angles``: fp32 (ropes, 2, count, half), of their positions.
+    ``blocks``: int64 (num_blocks,) on the device, the blocks of a run of tokens. ``first``,
+    ``count``: the tokens of that run to handle. ``angles``: fp32 (ropes, 2, count, half), for the
+    positions of these tokens.
     """
 
     blocks: Tensor
@@ -51,7 +52,7 @@ class RateRun:
 
 
 class TritonRates:
-    """The kernels for the units of one stack that lie in one group of sides.
+    """The kernels for the units of one stack that belong to one group of sides.
 
     In every call ``payload`` is uint8 (nbytes,) on the device.
     """
@@ -76,7 +77,7 @@ class TritonRates:
         return dim in DIMS and dtype in KINDS
 
     def pack(self, run: RateRun, payload: Tensor, places: RatePlaces) -> None:
-        """Pack rows of blocks into gains and planes of ``payload``, and say which do not fit."""
+        """Pack rows of blocks into gains and planes of ``payload``; flag rows that do not fit."""
         t, grid = self._tables, self._grid(run.count)
         tiles = (int(np.prod(grid)), 2, COMPONENTS, TOKENS)
         scratch = torch.empty(tiles, dtype=torch.float32, device=self._group.starts.device)
@@ -90,7 +91,7 @@ class TritonRates:
         )  # fmt: skip
 
     def unpack(self, run: RateRun, payload: Tensor, places: RatePlaces) -> None:
-        """Unpack rows of ``payload`` into blocks; those that are kept get anything."""
+        """Unpack rows of ``payload`` into blocks; kept rows get undefined values."""
         t = self._tables
         unpack_rates_kernel[self._grid(run.count)](
             *self._rows(run), payload, places.pairs_at, places.planes_at,

@@ -28,9 +28,9 @@ class TritonRows:
 
     In every call ``blocks``, int64 (num_blocks,) on the device, are the blocks of a run of tokens
     in order, and the rows are those of tokens ``first .. first + count`` of that run, head by head.
-    ``payload``, uint8 (nbytes,), may be memory of the device or pinned memory of the host;
-    ``offsets``, int64 (num_sides, 2) on the device, says for each side where in it the packed rows
-    begin, in bytes, and the scales, in units of two bytes.
+    ``payload``, uint8 (nbytes,), may be device memory or pinned host memory. ``offsets``, int64
+    (num_sides, 2) on the device, holds for each side the start of its packed rows in the payload,
+    in bytes, and the start of its scales, in units of two bytes.
     """
 
     def __init__(self, rows: RotatedRows, dim: int, dtype: torch.dtype, device: torch.device):
@@ -92,9 +92,9 @@ class TritonRows:
 def gather(
     group: KVViewGroup, blocks: Tensor, first: int, count: int, out: Tensor, offsets: Tensor
 ) -> None:
-    """Copy rows out of blocks into ``out``, uint8 (nbytes,).
+    """Copy rows from blocks into ``out``, uint8 (nbytes,).
 
-    ``offsets``, int64 (num_sides,) on the device, are counted in elements of the cache.
+    ``offsets``, int64 (num_sides,) on the device, count in elements of the cache.
     """
     gather_kernel[_grid(group, count)](
         group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
@@ -105,7 +105,7 @@ def gather(
 def scatter(
     group: KVViewGroup, blocks: Tensor, first: int, count: int, source: Tensor, offsets: Tensor
 ) -> None:
-    """Copy rows out of ``source`` into blocks; the inverse of ``gather``."""
+    """Copy rows from ``source`` into blocks; the inverse of ``gather``."""
     scatter_kernel[_grid(group, count)](
         group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
         source.view(group.views[0].dtype), offsets, group.dim, R=ROWS, W=_width(group), ROUND=0,
@@ -115,9 +115,9 @@ def scatter(
 def gather_stored(
     group: KVViewGroup, blocks: Tensor, first: int, count: int, out: Tensor, offsets: Tensor
 ) -> None:
-    """Copy rows as codecs keep them: 16 bits for a value, those of fp32 rounded to bf16.
+    """Copy rows in the form that codecs store: 16 bits for a value; fp32 is rounded to bf16.
 
-    ``offsets``, int64 (num_sides,) on the device, are counted in units of two bytes.
+    ``offsets``, int64 (num_sides,) on the device, count in units of two bytes.
     """
     gather_kernel[_grid(group, count)](
         group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
@@ -128,7 +128,7 @@ def gather_stored(
 def scatter_stored(
     group: KVViewGroup, blocks: Tensor, first: int, count: int, source: Tensor, offsets: Tensor
 ) -> None:
-    """Copy rows that codecs keep into blocks; the inverse of ``gather_stored``."""
+    """Copy rows in the form that codecs store into blocks; the inverse of ``gather_stored``."""
     scatter_kernel[_grid(group, count)](
         group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
         source.view(torch.int16), offsets, group.dim, R=ROWS, W=_width(group),
@@ -145,7 +145,7 @@ def _width(group: KVViewGroup) -> int:
 
 
 def _is_wide(group: KVViewGroup) -> int:
-    """Return 1 for fp32, of which codecs keep a bf16."""
+    """Return 1 for fp32, which codecs store as bf16; else 0."""
     return int(group.views[0].element_size() == 4)
 
 

@@ -1,4 +1,4 @@
-"""Rows that no codec can pack: fetched from the blocks one by one, and put back into them."""
+"""Rows that no codec can pack: fetched from the blocks, and written back into them, unpacked."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class KeptRows:
     """Rows of one side that cannot be packed and are kept as they are.
 
     Attributes:
-        side: the number of the side among all, as in ``KVViewGroup``.
+        side: the number of the side among all sides, as in ``KVViewGroup``.
         heads: int64 (num_rows,).
         tokens: int64 (num_rows,), counted from the blob's first token.
-        values: uint16 (num_rows, dim), bit patterns, of fp32 those of bf16.
+        values: uint16 (num_rows, dim), bit patterns; fp32 values are stored as bf16.
     """
 
     side: int
@@ -36,7 +36,7 @@ def fetch_rows(
     heads: np.ndarray,
     tokens: np.ndarray,
 ) -> np.ndarray:
-    """Fetch rows of a side out of the blocks of a blob; waits for the device.
+    """Fetch rows of a side from the blocks of a blob; waits for the device.
 
     ``heads``, ``tokens``: int64 (num_rows,), as in ``KeptRows``. Returns bit patterns
     (num_rows, dim), int16 or int32 as in ``KVViewGroup``.
@@ -49,7 +49,7 @@ def fetch_rows(
 
 
 def put_rows(groups: Sequence[KVViewGroup], rows: KeptRows, blocks: Tensor, first: int) -> None:
-    """Ask the device to write rows into the blocks of a run; see ``StagingLayout.write``."""
+    """Queue the writes of rows into the blocks of a run; see ``StagingLayout.write``."""
     view = _view(groups, rows.side)
     tokens = torch.from_numpy(rows.tokens).to(view.device) + first
     heads = torch.from_numpy(rows.heads).to(view.device)
@@ -61,7 +61,7 @@ def put_rows(groups: Sequence[KVViewGroup], rows: KeptRows, blocks: Tensor, firs
 
 
 def _elements(values: np.ndarray, view: Tensor) -> np.ndarray:
-    """Return bit patterns of 16 bits as a side has them: of fp32 they are the upper half."""
+    """Convert 16-bit patterns to a side's element size: in fp32 they are the upper half."""
     if view.element_size() == 2:
         return values.view(np.int16)
     return (values.astype(np.uint32) << 16).view(np.int32)

@@ -1,4 +1,4 @@
-"""Chooses the staging layout of a blob: packed where the codec has kernels, else raw."""
+"""Chooses the staging layout of a blob: packed if the codec has kernels, else raw."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvstore.codecs.rows.row_codec import RowCodec
 
 
 class StagingLayouts:
-    """Makes the staging layouts of blobs, one for each length and number of first tokens in it."""
+    """Makes the staging layouts of blobs, one for each length and number of sink tokens."""
 
     def __init__(
         self, groups: Sequence[KVViewGroup], packer: Packer, block_tokens: int, dtype: torch.dtype
     ) -> None:
         self._groups = groups
         self._packer = packer
-        self._codec = packer.codec  # the store may adopt another one
+        self._codec = packer.codec  # kept here, since the store may adopt another codec
         self._block_tokens = block_tokens
         self._kernels = kernels_for(groups, packer, dtype)
         self._pipelines = rate_pipelines(self._codec, packer.layout)
@@ -63,7 +63,7 @@ class StagingLayouts:
 def kernels_for(
     groups: Sequence[KVViewGroup], packer: Packer, dtype: torch.dtype
 ) -> list[TritonRows] | None:
-    """Return row kernels for each group; None if the codec has none, or not for these rows."""
+    """Return row kernels for each group; None if the codec has no kernels for these rows."""
     codec = packer.codec
     if not isinstance(codec, RowCodec) or not isinstance(codec.rows, RotatedRows):
         return None

@@ -1,9 +1,9 @@
 """A payload of a calibrated fixed rate in a staging region, written and read by its kernels.
 
-    region: sink rows, gains and planes as in a payload that keeps no row | a bit for each row
+    region: sink rows, gains and planes as in a payload without kept rows | a bit for each row
 
-The bits say which rows cannot be packed. There hardly ever is one; their values are fetched from
-the blocks, and the payload is then put together on the host.
+The bits mark the rows that cannot be packed. Such rows are very rare; their values are fetched from
+the blocks, and the host then assembles the payload.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstore.codecs.fixed_rate.rate_pipeline import RatePipeline
 
 @dataclass(frozen=True, eq=False)
 class GroupRates:
-    """The kernels of one group of sides, the number of their stack, and angles for both ways."""
+    """The kernels of one group of sides, the number of their stack, and angles per direction."""
 
     group: KVViewGroup
     stack: int
@@ -44,7 +44,7 @@ class GroupRates:
 def group_rates(
     groups: Sequence[KVViewGroup], pipelines: Sequence[RatePipeline], dtype: torch.dtype
 ) -> list[GroupRates] | None:
-    """Copy the tables of all stacks to the device, once; None if kernels cannot do one of them."""
+    """Copy the tables of all stacks to the device, once; None if a stack has no kernels."""
     if not pipelines or not all(TritonRates.supports(x.shape.width, dtype) for x in pipelines):
         return None
     found = []
@@ -93,7 +93,7 @@ class RateStagingLayout:
         ]
 
     def read(self, run: TokenRun, staged: Tensor) -> None:
-        # A plane of 32 tokens is four bytes: pieces too small to cross a bus one by one.
+        # A plane of 32 tokens is four bytes, too small to be sent over the bus one by one.
         packed = torch.empty_like(staged, device=run.blocks.device)
         for rates, sinks in zip(self._rates, self._sinks, strict=True):
             if self._plan.num_sinks:
@@ -150,7 +150,7 @@ class RateStagingLayout:
         return RateRun(run.blocks, run.first + sinks, count, table)
 
     def _kept_numbers(self, staged: np.ndarray) -> list[np.ndarray]:
-        """Return the numbers of the rows that each stack keeps, int64, as ``Kept`` has them."""
+        """Return the numbers of the kept rows of each stack, int64, as in ``Kept``."""
         found = []
         for pipeline, at in zip(self._plan.pipelines, self._flags_at, strict=False):
             units, count = pipeline.shape.num_units, self._plan.num_tokens
@@ -179,7 +179,7 @@ class RateStagingLayout:
         return found
 
     def _place_of(self, stack: int, number: int) -> tuple[int, int, int]:
-        """Return side, head and token, with the sinks counted, of a kept row."""
+        """Return side, head and token of a kept row; tokens are counted from the first sink."""
         unit, token = divmod(number, self._plan.num_tokens)
         vector = vector_of(self._plan.pipelines[stack].shape, unit)
         return vector.array, vector.head, token + self._plan.num_sinks

@@ -1,4 +1,4 @@
-"""Raw rows in a staging region, which the store's packer takes for the engine's arrays."""
+"""Raw rows in a staging region, which the store's packer uses like the engine's arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.shapes import KVLayout, KVPair
 
 
 class RawStagingLayout:
-    """Raw rows: K and V of each layer, one after the other, as ``RawCodec`` has them."""
+    """Raw rows: K and V of each layer, one after the other, in the order of ``RawCodec``."""
 
     def __init__(self, groups: Sequence[KVViewGroup], packer: Packer, num_tokens: int) -> None:
         self._groups = groups

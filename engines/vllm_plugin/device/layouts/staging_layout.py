@@ -1,9 +1,9 @@
 """The protocol of a layout of staging memory between blocks and blob.
 
-A region with a *packed* layout is written by the codec's own kernels and holds the payload. For
-every other blob (codec ``raw``, tails, a codec or dtype or head dimension without kernels) rows are
-only gathered and scattered on the device, and the store's packer works on the region as if it were
-the engine's arrays. Either way the blob is byte for byte what ``host_blocks`` makes.
+The codec's own kernels write a region with a *packed* layout, which holds the payload. For every
+other blob (codec ``raw``, tails, a codec or dtype or head dimension without kernels) the device
+only gathers and scatters rows, and the store's packer works on the region as if it were the
+engine's arrays. Either way the blob has the same bytes as one that ``host_blocks`` makes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TokenRun:
 
     Attributes:
         blocks: the ids of the blocks of all these tokens, int64 (num_blocks,) on the device.
-        first: the number among them of the blob's first token.
-        position: of that token in its session.
+        first: the index among these tokens of the blob's first token.
+        position: the position of that token in its session.
     """
 
     blocks: Tensor
@@ -50,25 +50,25 @@ class StagingLayout(Protocol):
         """The size of a region."""
 
     def read(self, run: TokenRun, staged: Tensor) -> None:
-        """Ask the device to fill the region from the blocks."""
+        """Queue the work that fills the region from the blocks."""
 
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         """Return the rows that the device could not pack; called before the blocks are reused."""
 
     def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
-        """Make the blob of a region and the rescued rows. On any thread."""
+        """Make a blob from a region and the rescued rows. On any thread."""
 
     def open(
         self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
     ) -> list[KeptRows]:
-        """Fill the region from a blob; return the rows it does not hold. On any thread.
+        """Fill the region from a blob; return the rows that the region cannot hold. On any thread.
 
         Raises:
-            Unusable: the blob is damaged, or another one than was asked for.
+            Unusable: the blob is damaged, or is not the one that ``span`` names.
         """
 
     def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
-        """Ask the device to fill the blocks; those with an id below zero are left alone."""
+        """Queue the work that fills the blocks; blocks with an id below zero are skipped."""
 
 
 def device_table(numbers: npt.ArrayLike, group: KVViewGroup) -> Tensor:
