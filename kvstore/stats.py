@@ -31,12 +31,12 @@ class Difference(msgspec.Struct, frozen=True):
 class Members(msgspec.Struct, frozen=True):
     """The other engines on the store's Redis, as far as they have reported lately."""
 
-    alike: int = 0  # those that find what this one stores, or serve other models
+    alike: int = 0  # those that find this engine's blobs, or serve other models
     differing: tuple[Difference, ...] = ()
 
 
 def most_different(parts: Iterable[Members | None]) -> Members | None:
-    """Choose the report of one engine of several: of those on one Redis, the fullest."""
+    """Choose the report that finds the most differences, of several engines on one Redis."""
     return max(
         (x for x in parts if x is not None),
         key=lambda x: (len(x.differing), x.alike),

@@ -177,7 +177,7 @@ class SessionManager:
         """Record that the engine has ended on purpose, after it saved all sessions.
 
         Args:
-            rests_in: the tier that outlives an engine. The next engine reports what it really has.
+            rests_in: the tier that outlives an engine. The next engine reports its real sessions.
         """
         for session in list(self.table):
             if session.state is State.IDLE:

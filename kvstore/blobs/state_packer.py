@@ -63,7 +63,7 @@ class StatePacker:
         self, codec: SessionCodec, state: StateTree, position: int, lineage: Lineage = FRESH
     ) -> StateTree:
         """Pack the marked parts of the state after ``position`` tokens; the rest stays exact."""
-        # A state at exactly the position of a lossy copy is that copy: its matrices stay exact.
+        # A state at exactly the position of a lossy copy is that copy: do not pack it again.
         matrices = codec.matrices if position > lineage.position else None
         numbers = itertools.count()
         packed = _mapped(state, lambda x: _packed_matrix(x, matrices, numbers))

@@ -40,7 +40,7 @@ from kvstore.tiers.base import Blob, Tier
 from kvstore.workers import Workers
 
 CLOSE_FLUSH_S: Final = 10.0
-DISCARD_S: Final = 2.0  # a restore waits this long for copies on their way to end
+DISCARD_S: Final = 2.0  # a restore waits up to this long for running copies
 
 # Packs the new blobs of a session in this codec; returns them by key.
 Again: TypeAlias = Callable[[Codec], Mapping[bytes, Blob]]

@@ -144,7 +144,7 @@ class SessionIndex(Generic[R]):
         return self.find(tenant, session_id) or self.find_shared(tenant, session_id)
 
     def find_shared(self, tenant: str, session_id: str) -> R | None:
-        """Return the session's record that another engine wrote to a shared tier."""
+        """Return the session's record in a shared tier, where another engine may have put it."""
         return self._newest(self._kind.key(tenant, session_id), self._stack.shared)
 
     def everywhere(self, key: bytes) -> list[R]:

@@ -2,7 +2,7 @@
 
 LMDB never overwrites, so besides the blobs its file needs room for
 
-* the next commit, and what the two before it freed: LMDB reuses pages two commits later;
+* the next commit, and pages that the two before it freed: LMDB reuses pages two commits later;
 * free pages too scattered for a fragment (8 % of the live bytes under steady eviction);
 * the tree's own pages.
 

@@ -85,7 +85,7 @@ class DiskTier(IndexedTier):
             raise
 
     def _mend(self) -> None:
-        """Replace the file by an empty one if calls have found it damaged."""
+        """Replace the file by an empty one if calls found it damaged and the new one opens."""
         if not self._guard.damaged:
             return
         # Calls already inside end first, and some of them have yet to write.
