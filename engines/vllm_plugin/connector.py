@@ -249,7 +249,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         results = super().get_transfer_results(finished_req_ids)
         failed = self._worker.take_failed(results.finished_recving) if self._worker else set()
         # With one group vLLM keeps the blocks before the first bad one. With several groups it
-        # cannot, so the whole load is reported as failed.
+        # accepts no list of bad blocks, so the whole load is reported as failed.
         results.failed_recving = failed if self._groups.states else set()
         return results
 

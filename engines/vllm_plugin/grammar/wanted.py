@@ -11,7 +11,7 @@ Kind = Literal["json", "regex", "grammar", "tag"]
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """One grammar."""
+    """One grammar that vLLM would compile for a request."""
 
     kind: Kind
     text: str
@@ -36,7 +36,7 @@ class _Asked(msgspec.Struct):
 
 
 def wanted_by(body: bytes) -> list[Wanted]:
-    """List the grammars of a request; none of one that vLLM will refuse for its form."""
+    """List the grammars of a request; [] for a request that vLLM will refuse as malformed."""
     try:
         asked = msgspec.json.decode(body, type=_Asked)
     except (msgspec.DecodeError, RecursionError):
@@ -49,7 +49,7 @@ def wanted_by(body: bytes) -> list[Wanted]:
 
 
 def without_lengths(schema: Any) -> Any:
-    """Return a schema that says nothing of how long texts may be.
+    """Return a copy of a schema without bounds on the lengths of strings.
 
     xgrammar takes up to two seconds of a core for each ``maxLength``, however small the schema.
     """
@@ -57,7 +57,7 @@ def without_lengths(schema: Any) -> Any:
         return [without_lengths(x) for x in schema]
     if not isinstance(schema, dict):
         return schema
-    # A property may have the name of a keyword: then its value is a schema, and no number.
+    # A property may have the name of a keyword: then its value is a schema, not a number.
     return {
         k: without_lengths(x)
         for k, x in schema.items()
@@ -66,13 +66,13 @@ def without_lengths(schema: Any) -> Any:
 
 
 def _of_tools(asked: _Asked) -> list[Wanted]:
-    """Calls that are forced, or held to their schema: see ``process.forced_calls``."""
+    """List the grammar of calls that are forced, or strict: see ``process.forced_calls``."""
     functions = [x.function for x in asked.tools or [] if x.function is not None]
     is_free = asked.tool_choice in (None, "auto")
     held = [x for x in functions if not is_free or x.strict]
     if not held or asked.tool_choice == "none":
         return []
-    # Much as vLLM writes it for most families; what takes long is the schemas.
+    # Similar to vLLM's own tag for most families; the schemas take most of the time.
     tags = [
         {
             "type": "tag",

@@ -1,12 +1,12 @@
-"""Measures what codecs cost, by ordinary requests to the vLLM that serves, in its idle moments.
+"""Measures the errors of codecs, by ordinary requests to the serving vLLM, in its idle moments.
 
-Each rank runs ``engines.calibration`` on a thread, with ``serving_instrument``. What needs the
+Each rank runs ``engines.calibration`` on a thread, with ``serving_instrument``. Work that needs the
 model becomes a request:
 
-    rank    forward_client       orders it, and puts KV ready in the ``exchange``
+    rank    forward_client       orders it, and prepares KV in the ``exchange``
     hub     forwards             waits until all ranks have ordered it and no other request runs
-    front   request_runner       puts it to vLLM
-    core    measured_requests    says which blocks get the KV that is ready, and which are read
+    front   request_runner       submits it to vLLM
+    core    measured_requests    names the blocks that get the prepared KV, and those to read
     rank    exchange             fills and reads them, inside the step
             forced_tokens        a logits processor: forces the answer, notes its log-probabilities
     hub     forwards             informs the ranks that it is over

@@ -1,7 +1,7 @@
-"""The place where a rank's measuring thread and vLLM's own thread leave things for each other.
+"""The shared object through which a rank's measuring thread and vLLM's own thread exchange data.
 
-vLLM makes connector, logits processor and worker extension by itself, each without the others. What
-they share is this module's ``EXCHANGE``, one for a worker process.
+vLLM creates the connector, the logits processor and the worker extension itself, without references
+to each other. They share this module's ``EXCHANGE``, one for each worker process.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger("thermocline.vllm")
 
 
 class Found(NamedTuple):
-    """KV that was read out of blocks. ``state``: after them; None if there is none."""
+    """KV that was read from blocks. ``state``: the state after them; None if there is none."""
 
     rows: list[KVPair]
     state: StateTree
 
 
 class Exchange:
-    """Holds what belongs to one order at a time. Thread-safe."""
+    """Holds the data of one order at a time. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -47,9 +47,9 @@ class Exchange:
         self._was_alone = False
         self._found: Found | None = None
         self._scores: list[np.ndarray] = []
-        self._num_rows = 0  # of the prompt's logits that are still to come
+        self._num_rows = 0  # of the prompt's logits that have not come yet
         self._expects_rows = False  # the next logits are the prompt's
-        self._views: LayerViews | None = None  # of the steps that are to be seen
+        self._views: LayerViews | None = None  # for the steps to observe
         self._armed: LayerViews | None = None
         self.model: nn.Module | None = None
         self.sees_rows = False  # the logits of prompts are noted
@@ -62,8 +62,8 @@ class Exchange:
         """Begin an order.
 
         Args:
-            given: KV in whole blocks, which its blocks get, with the state.
-            num_rows: so many tokens of its prompt have their scores noted.
+            given: KV in whole blocks to write into its blocks, with the state.
+            num_rows: the number of prompt tokens whose scores are noted.
         """
         with self._lock:
             self._number, self._given, self._given_state = number, given, state
@@ -72,9 +72,9 @@ class Exchange:
             self._num_rows, self._expects_rows = num_rows, False
 
     def found(self, within_s: float) -> Found:
-        """The KV of the blocks that the order wanted.
+        """Wait for the KV of the blocks that the order reads, and return it.
 
-        Raises ``TimeoutError``, and ``RuntimeError`` as ``scores``.
+        Raises ``TimeoutError``, and ``RuntimeError`` in the same cases as ``scores``.
         """
         with self._lock:
             if not self._lock.wait_for(lambda: self._found is not None, within_s):
@@ -87,8 +87,8 @@ class Exchange:
     def scores(self) -> np.ndarray:
         """Log-probabilities after the tokens that were scored, fp32 (num_tokens, vocabulary).
 
-        Raises ``RuntimeError``: the blocks did not get the KV that was given, or another request's
-        logits came between.
+        Raises ``RuntimeError``: the blocks did not get the given KV, or another request's logits
+        came in between.
         """
         with self._lock:
             self._check_given()
@@ -108,14 +108,14 @@ class Exchange:
             raise RuntimeError("vLLM did not take the KV that it was given")
 
     def watch(self, views: LayerViews | None) -> None:
-        """Have the layers seen in the steps of the orders that follow; None ends that."""
+        """Observe the layers with ``views`` in the steps of the next orders; None ends that."""
         with self._lock:
             self._views = views
 
     # ---- on vLLM's thread
 
     def begin_step(self, step: StepWork) -> None:
-        """Have the layers seen that are to be seen, in a step that computes nothing else."""
+        """Start to observe the layers, if a step computes only the order and views are set."""
         with self._lock:
             is_alone = step.alone == self._number
             self._was_alone = self._was_alone or is_alone
@@ -123,11 +123,11 @@ class Exchange:
         self._see(views)
 
     def fill(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> None:
-        """Fill the blocks of this step that get what is given."""
+        """Write the given KV into the blocks of this step that are to get it."""
         for x in step.given:
             try:
                 self._fill(x, cache, states)
-            except Exception:  # the edge of vLLM's thread: a measurement must not end the engine
+            except Exception:  # on vLLM's thread: a failed measurement must not end the engine
                 logger.exception("a measurement could not fill its blocks")
 
     def _fill(self, given: Given, cache: PagedCache, states: StateBlocks | None) -> None:
@@ -141,7 +141,7 @@ class Exchange:
                 self._was_given = True
 
     def read(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> list[int]:
-        """Read what is wanted of this step's blocks; returns the jobs that are done."""
+        """Read the wanted blocks of this step; return the jobs that are done."""
         self._see(None)
         for x in step.wanted:
             try:
@@ -151,7 +151,7 @@ class Exchange:
         return [x.job for x in step.wanted]
 
     def _see(self, views: LayerViews | None) -> None:
-        """Have layers seen until it is called again; None = none."""
+        """Observe layers with ``views`` until the next call; None observes none."""
         if self._armed is not None:
             self._armed.disarm()
         if views is not None:
@@ -174,12 +174,12 @@ class Exchange:
                 self._scores.append(row[None])
 
     def expect_rows(self, number: int) -> None:
-        """Note that the next logits are of this order's prompt: see ``forced_tokens``."""
+        """Note that the next logits belong to this order's prompt: see ``forced_tokens``."""
         with self._lock:
             self._expects_rows = number == self._number
 
     def wants_rows(self) -> bool:
-        """True if the logits that were just computed are a prompt's whose scores are wanted."""
+        """True if the logits just computed belong to a prompt that is scored."""
         with self._lock:
             return self._expects_rows and self._num_rows > 0
 

@@ -1,13 +1,13 @@
 """A logits processor that forces the answers of measuring requests and notes their scores.
 
-Of a request whose prompt is scored it only says that the request is in the step: the logits of its
-prompt are what vLLM computes next, and ``worker_extension`` notes them.
+For a request whose prompt is scored, it only notes that the request is in the step: vLLM computes
+the logits of that prompt next, and ``worker_extension`` notes them.
 
     --logits-processors engines.vllm_plugin.measuring.forced_tokens:ForcedTokens
 
-All others pass through it untouched. vLLM runs it after the model, outside its graphs, on every
-rank, and with asynchronous scheduling too; beside speculative decoding it allows none, and neither
-does the plug-in.
+It does not change other requests. vLLM runs it after the model, outside its graphs, on every rank,
+and with asynchronous scheduling too. With speculative decoding vLLM allows no logits processors,
+and the plug-in does not support speculative decoding either.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from engines.vllm_plugin.measuring.request_runner import FORCED_FIELD
 
 @dataclass(frozen=True)
 class ForcedRow:
-    """A row of the batch whose answer is known.
+    """A row of the batch whose answer is known in advance.
 
-    ``sampled``: vLLM's own list, which grows. ``scored``: the prompt is scored, not the answer.
+    ``sampled``: vLLM's own growing list of sampled tokens. ``scored``: the prompt is scored, not
+    the answer.
     """
 
     number: int
@@ -36,7 +37,7 @@ class ForcedRow:
 
 
 class ForcedTokens(LogitsProcessor):
-    """Keeps the forced rows by their place in the batch."""
+    """Keeps the forced rows by their index in the batch."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, ForcedRow] = {}
@@ -64,7 +65,10 @@ class ForcedTokens(LogitsProcessor):
                 self._rows[a] = y
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Note the scores of forced rows, then leave them one token; fp32 (rows, vocabulary)."""
+        """Note the scores of forced rows, then allow only one token in each of them.
+
+        ``logits``: fp32 (rows, vocabulary).
+        """
         for index, row in self._rows.items():
             if row.scored:
                 EXCHANGE.expect_rows(row.number)

@@ -1,4 +1,4 @@
-"""Orders requests from the hub, for the measuring thread of a rank."""
+"""Orders measuring requests from the hub, for the measuring thread of a rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPEAT_S: Final = 2.0
 
 
 class ForwardClient:
-    """Orders one request after the other. ``hear`` and ``close`` are for other threads."""
+    """Orders requests, one after the other. Other threads call ``hear`` and ``close``."""
 
     def __init__(self, rank: int, send: Callable[[Forward | RankFindings], None]) -> None:
         self._rank = rank
@@ -43,11 +43,11 @@ class ForwardClient:
         wanted_from: int = -1,
         scored: bool = False,
     ) -> None:
-        """Order a request (see ``Forward``) and wait for its end, as long as others are served.
+        """Order a request (see ``Forward``) and wait for its end, also while others are served.
 
         Raises:
             Interrupted: the engine ends.
-            RuntimeError: vLLM could not do it.
+            RuntimeError: vLLM could not carry out the request.
         """
         order = Forward(
             self._rank, number, tuple(tokens), salt, tuple(forced), given, wanted_from, scored
@@ -61,7 +61,7 @@ class ForwardClient:
             raise RuntimeError(done.error)
 
     def _over(self) -> ForwardDone | None:
-        """The news of the end, if it is there."""
+        """The news of the request's end; None if it has not come yet."""
         self._check()
         return self._done
 
@@ -72,7 +72,7 @@ class ForwardClient:
             raise RuntimeError(f"another rank has given up: {self._joint.error}")
 
     def agree(self, profile: Profile) -> Profile:
-        """The same profile with the figures that all ranks have agreed on.
+        """Return the same profile with the joint figures of all ranks.
 
         Raises:
             Interrupted: the engine ends.
@@ -90,11 +90,11 @@ class ForwardClient:
         return self._joint
 
     def give_up(self, reason: str) -> None:
-        """Inform the other ranks that this one measures no more."""
+        """Inform the other ranks that this one stops measuring."""
         self._send(RankFindings(self._rank, (), reason))
 
     def hear(self, news: ForwardDone | JointFindings) -> None:
-        """Note that a request is over, or what all ranks have found."""
+        """Note that a request is over, or the joint figures of all ranks."""
         with self._lock:
             if isinstance(news, JointFindings):
                 self._joint = news

@@ -1,4 +1,4 @@
-"""Has requests that measure put to vLLM, one at a time, while no other request needs the model."""
+"""Sends measuring requests to vLLM, one at a time, while no other request needs the model."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from engines.vllm_plugin.messages import (
 )
 
 LOOK_EVERY_S: Final = 0.05
-# For one request; long, since users' requests may share the model with it once it runs.
+# For one measuring request; long, since users' requests may share the model with it once it runs.
 MOST_S: Final = 600.0
 
 
 class ForwardHub(Protocol):
-    """The share of ``Hub`` in measurements."""
+    """The part of ``Hub`` that measurements use."""
 
     @property
     def num_fronts(self) -> int:
         """The number of HTTP servers that are connected."""
 
     def ask_front(self, order: RunForward) -> None:
-        """Have one of the HTTP servers put a request to vLLM."""
+        """Order one of the HTTP servers to submit a request to vLLM."""
 
     def tell_ranks(self, news: ForwardDone | JointFindings) -> None:
-        """Inform every rank how the measurement goes on."""
+        """Send news of the measurement to every rank."""
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``work()`` on the event loop."""
 
 
 class Forwards:
-    """The orders of the ranks. On the hub's event loop; ``order_of`` is for any thread."""
+    """The orders of the ranks. On the hub's event loop; any thread may call ``order_of``."""
 
     def __init__(self, hub: ForwardHub, num_ranks: int, is_idle: Callable[[], bool]) -> None:
         """``is_idle``: no user's request runs or waits. Called on the hub's thread."""
@@ -56,11 +56,11 @@ class Forwards:
         self._done: dict[int, asyncio.Future[str]] = {}
 
     def order_of(self, ticket: str) -> Forward | None:
-        """The order that a request with this ticket carries out; None if no such was given out."""
+        """The order that a request with this ticket carries out; None if the ticket is unknown."""
         return self._open.get(ticket)
 
     def hear(self, order: Forward) -> None:
-        """Note that a rank wants this request; it is put to vLLM when all want it."""
+        """Note a rank's order of a request; submit it to vLLM when all ranks have ordered it."""
         if order.number <= self._last:
             return
         self._heard[order.rank] = order
@@ -71,13 +71,13 @@ class Forwards:
             self._hub.spawn(partial(self._carry_out, wanted.pop()))
 
     def hear_done(self, done: ForwardDone) -> None:
-        """Note that an HTTP server has its answer."""
+        """Note that an HTTP server has the answer to a measuring request."""
         waiting = self._done.get(done.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(done.error)
 
     def hear_findings(self, findings: RankFindings) -> None:
-        """Note what a rank has found; when all have, or one has given up, inform all of them."""
+        """Note a rank's figures; once all have come, or one rank has given up, inform all ranks."""
         self._findings[findings.rank] = findings
         found = [self._findings[x] for x in sorted(self._findings)]
         if error := next((x.error for x in found if x.error), ""):

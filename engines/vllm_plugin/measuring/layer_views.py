@@ -1,11 +1,11 @@
-"""Records what each attention layer of a vLLM sees in a step: queries and residual stream.
+"""Records queries and the residual stream of each attention layer in a step of vLLM.
 
-By forward hooks, which are called where the model's modules are. A compiled model runs none of its
-modules, and a CUDA graph no Python at all, so a step that is seen is run without them: its forward
-context asks for that (``run_eagerly``). Hooks are set before such a step and removed after it, both
-on the thread that runs the model: other steps have nothing of them. On that thread projections are
-multiplied, too: a layer's kernel on CPUs keeps what it computes with in itself and in memory that
-all layers share, and two threads in it end the process.
+It uses forward hooks, which run when the model's modules are called. A compiled model calls none of
+its modules, and a CUDA graph runs no Python at all, so an observed step runs without both: its
+forward context requests that (``run_eagerly``). Hooks are set before such a step and removed after
+it, both on the thread that runs the model, so they do not affect other steps. Products with
+projections are computed on that thread, too: a layer's CPU kernel keeps its intermediate values in
+itself and in memory that all layers share, and two threads in it crash the process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from engines.calibration.measuring.metrics import widened
 from kvstore.codecs.learning import attention
 from kvstore.shapes import KVLayout, KVPair, KVRun
 
-SMALLEST_OUTPUT: Final = 1e-20  # a factor cannot be read off a smaller one
-MOST_ERROR: Final = 1e-2  # of keys in blocks beside those that were seen; another prompt's are >> 1
+SMALLEST_OUTPUT: Final = 1e-20  # a factor cannot be derived from a smaller output
+# The most relative error between the keys in blocks and the observed ones; that of another prompt's
+# keys is far above 1.
+MOST_ERROR: Final = 1e-2
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,15 @@ class LayerPlace:
 
 @dataclass
 class SeenLayer:
-    """Holds what was seen of one layer in one step; on the model's device.
+    """Holds the observations of one layer in one step; on the model's device.
 
     Attributes:
-        sizes: fp32 (tokens,), of the residual stream.
+        sizes: fp32 (tokens,), the size of the residual stream.
         queries: (tokens, query heads * dim), after norms and RoPE; ``keys`` alike.
-        output: of the attention, (tokens, query heads * value dim).
-        cotangents: random parts of what the layer adds to the stream, over its size, by the output;
-            fp32 (draws, tokens, query heads * value dim).
+        output: the output of the attention, (tokens, query heads * value dim).
+        cotangents: gradients, with respect to ``output``, of random projections of the layer's
+            addition to the stream, divided by the size of the stream; fp32 (draws, tokens, query
+            heads * value dim).
     """
 
     sizes: torch.Tensor | None = None
@@ -63,7 +66,7 @@ class SeenLayer:
     def see_block(
         self, num_tokens: int, block: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]
     ) -> None:
-        """Note the size of the stream; some models hand on what is to be added yet."""
+        """Note the size of the stream; some models pass its last addition as a separate tensor."""
         parts = [x for x in (*given, *named.values()) if isinstance(x, torch.Tensor)]
         parts = [x for x in parts if x.is_floating_point() and x.ndim == 2]
         if parts and len(parts[0]) >= num_tokens:
@@ -88,7 +91,7 @@ class SeenLayer:
     def see_projection(
         self, num_tokens: int, seed: int, module: RowParallelLinear, given: tuple[torch.Tensor, ...]
     ) -> None:
-        """Draw parts of what the projection will add to the stream."""
+        """Draw random projections of the layer's addition to the stream, as ``cotangents``."""
         if len(given[0]) < num_tokens or self.sizes is None:
             return
         generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -102,9 +105,9 @@ class SeenLayer:
 
 
 class LayerViews:
-    """Sees steps of a certain number of tokens; vLLM may add padding to them for its graphs.
+    """Observes steps with a given number of tokens; vLLM may add padding to them for its graphs.
 
-    ``arm`` and ``disarm`` are for vLLM's thread.
+    Call ``arm`` and ``disarm`` on vLLM's thread.
     """
 
     def __init__(
@@ -113,11 +116,11 @@ class LayerViews:
         """Find the layers' modules.
 
         Args:
-            names: vLLM's, of attention layers.
-            num_tokens: of the steps to be seen.
-            seed: of what is drawn.
+            names: vLLM's names of the attention layers.
+            num_tokens: the number of tokens of the steps to observe.
+            seed: the seed of the random draws.
 
-        Raises ``NotObservable``: a layer is not like those that are known.
+        Raises ``NotObservable``: a layer has an unknown structure.
         """
         self._places = [_place(model, name) for name in names]
         self._seen = [SeenLayer() for _ in names]
@@ -126,7 +129,7 @@ class LayerViews:
         self._handles: list[RemovableHandle] = []
 
     def arm(self) -> None:
-        """Set the hooks, unless they are set, and have them called in the step that begins."""
+        """Set the hooks, unless they are set, and make the step that begins call them."""
         run_eagerly()
         if self._handles:
             return
@@ -147,15 +150,15 @@ class LayerViews:
         self._handles.clear()
 
     def outputs(self, number: int) -> np.ndarray:
-        """Return what a layer's attention gave, fp32 (query heads, tokens, value dim)."""
+        """Return the output of a layer's attention, fp32 (query heads, tokens, value dim)."""
         output = self._seen[number].output
         assert output is not None
         return _by_head(output, self._places[number].attention.num_heads)
 
     def cotangents(self, number: int) -> np.ndarray:
-        """The random parts of its outputs that are differentiated.
+        """The ``cotangents`` of a layer, fp32 (draws, query heads, tokens, value dim).
 
-        fp32 (draws, query heads, tokens, value dim). Raises ``NotObservable``: none were drawn.
+        Raises ``NotObservable``: none were drawn.
         """
         found, layer = self._seen[number].cotangents, self._places[number].attention
         if found is None:
@@ -164,9 +167,9 @@ class LayerViews:
         return np.ascontiguousarray(by_head.transpose(1, 2).cpu().numpy())
 
     def notices(self, run: KVRun, layout: KVLayout, first: int) -> Iterator[Notice]:
-        """Yield what each layer noticed of the first tokens of ``run``, which ends with those seen.
+        """Yield for each layer the effect of errors in the K and V of the first tokens of ``run``.
 
-        Raises ``NotObservable``: no such step was seen.
+        ``run`` ends with the observed tokens. Raises ``NotObservable``: no such step was observed.
         """
         for number, (place, seen) in enumerate(zip(self._places, self._seen, strict=True)):
             pair = (widened(run[number][0], layout), widened(run[number][1], layout))
@@ -177,10 +180,11 @@ class LayerViews:
 
 
 def run_eagerly() -> None:
-    """Have the step that begins run module by module, also where the model is compiled.
+    """Make the step that begins run module by module, also where the model is compiled.
 
-    ``skip_compiled`` is vLLM's own way out of ``torch.compile`` for single steps, and a step
-    without CUDA graphs is what its warm-up runs. The context ends with the step, and both with it.
+    ``skip_compiled`` is vLLM's own option to bypass ``torch.compile`` for single steps, and vLLM's
+    warm-up runs steps without CUDA graphs. The context ends with the step, and both settings with
+    it.
     """
     if is_forward_context_available():
         context = get_forward_context()
@@ -214,7 +218,7 @@ def _place(model: nn.Module, name: str) -> LayerPlace:
 def _queries(place: LayerPlace, seen: SeenLayer, pair: KVPair) -> np.ndarray:
     """The queries of a layer, fp32 (query heads, tokens, dim).
 
-    Raises ``NotObservable``: another step was seen, or none.
+    Raises ``NotObservable``: another step was observed, or none.
     """
     if seen.sizes is None or seen.queries is None or seen.keys is None:
         raise NotObservable(
@@ -239,9 +243,9 @@ def _how(place: LayerPlace) -> attention.Attention:
 
 
 def projection_weights(projection: RowParallelLinear) -> torch.Tensor:
-    """Return what a projection makes of each input of this rank, fp32 (inputs, outputs).
+    """Return the matrix of a projection for the inputs of this rank, fp32 (inputs, outputs).
 
-    A unit matrix is multiplied through the layer, in whichever form its weights are kept.
+    The layer multiplies a unit matrix, so its weights may be stored in any form.
     """
     assert projection.quant_method is not None
     device = next(iter(projection.parameters())).device
@@ -252,7 +256,7 @@ def projection_weights(projection: RowParallelLinear) -> torch.Tensor:
 
 
 def _gates(output: torch.Tensor | None, projected: torch.Tensor) -> torch.Tensor | None:
-    """Return what outputs are multiplied by before they are projected; None if by nothing."""
+    """Return the factors between the attention's outputs and the projection's inputs, if any."""
     if output is None or projected.shape != output.shape:
         return None
     if torch.equal(output, projected):

@@ -1,4 +1,4 @@
-"""Names to vLLM's scheduler the blocks of a measuring request that get KV; holds those to read."""
+"""Finds the blocks of a measuring request that get given KV, and holds those that are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MeasuredRequests:
     def __init__(
         self, order_of: Callable[[str], Forward | None], saves: TurnSaves, blocks: TokenBlocks
     ) -> None:
-        """``order_of`` knows the tickets that were given out; a stranger's is not among them."""
+        """``order_of`` returns the order of a ticket; None for a ticket that we did not issue."""
         self._order_of = order_of
         self._saves = saves
         self._blocks = blocks
@@ -37,9 +37,9 @@ class MeasuredRequests:
         return request_id in self._orders
 
     def num_given(self, request: Any, num_computed_tokens: int) -> int:
-        """The number of tokens after the computed ones whose KV is put ready.
+        """The number of tokens after the computed ones whose KV is prepared.
 
-        They are loaded like those of a session that comes back, a step before the request's first.
+        They are loaded like those of a returning session, a step before the request's first.
         """
         return max(0, self._orders[request.request_id].given - num_computed_tokens)
 
@@ -60,7 +60,7 @@ class MeasuredRequests:
         return given
 
     def alone_in(self, scheduled: Collection[str]) -> int:
-        """The number of the order that is all a step computes; 0 if there is none.
+        """The number of the order, if its request is the only one in a step; else 0.
 
         ``scheduled``: ids of the requests in the step.
         """
@@ -68,7 +68,7 @@ class MeasuredRequests:
         return orders[0].number if len(orders) == len(scheduled) == 1 else 0
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
-        """Hold the blocks that are wanted until every rank has read them."""
+        """Hold the blocks to read until every rank has read them."""
         order = self._orders.pop(request.request_id, None)
         if order is None or order.wanted_from < 0:
             return

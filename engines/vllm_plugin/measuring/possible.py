@@ -1,4 +1,4 @@
-"""Says whether the engine can measure what codecs cost its model. Without vllm."""
+"""Says whether the engine can measure the errors of codecs on its model. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_TOKENIZER: Final = "vLLM was started without a tokenizer"
 
 
 def unmeasurable(vllm_config: Any, groups: Groups) -> str:
-    """Say why the engine cannot measure what codecs cost its model; "" if it can."""
+    """Say why the engine cannot measure the errors of codecs on its model; "" if it can."""
     if vllm_config.model_config.skip_tokenizer_init:
         return NO_TOKENIZER
     processors = vllm_config.model_config.logits_processors or ()

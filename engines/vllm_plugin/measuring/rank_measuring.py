@@ -1,4 +1,4 @@
-"""Measures the model that vLLM serves, in one rank: says if it can, begins, and ends it."""
+"""Measures the served model in one rank: begins and ends a measurement, and joins in its steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engines.wire import CodecReport
 
 
 def longest_prompt(vllm_config: Any) -> int:
-    """Tokens that one request may have: what the model takes, and the pool of blocks holds."""
+    """The most tokens of one request: bounded by the model's context and the pool of blocks."""
     cache = vllm_config.cache_config
     longest = int(vllm_config.model_config.max_model_len)
     pool = (cache.num_gpu_blocks or 0) * cache.block_size
@@ -33,7 +33,7 @@ def longest_prompt(vllm_config: Any) -> int:
 
 
 class RankMeasuring:
-    """The rank's share in measuring requests. Steps are for vLLM's thread."""
+    """One rank's part in measuring requests. Methods with a ``step`` run on vLLM's thread."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RankMeasuring:
         adopt: Callable[[], None],
         sharing: Sharing = NO_SHARING,
     ) -> None:
-        """Know from now on how this model is measured: see ``SelfMeasurement``.
+        """Set how this model is measured from now on: see ``SelfMeasurement``.
 
         ``sharing`` is owned by this object.
         """
@@ -85,7 +85,7 @@ class RankMeasuring:
                 self._salt,
             )
 
-        # What one rank has kept of an interrupted measurement another may not have.
+        # One rank may have kept results of an interrupted measurement that another rank lacks.
         several = self._config.parallel_config.world_size > 1
 
         def begun(wanted: Wanted, sharing: Sharing) -> SelfMeasurement:
@@ -103,10 +103,10 @@ class RankMeasuring:
         self._open = begun
 
     def begin(self, wanted: Wanted | None = None) -> None:
-        """Begin to measure, unless that is being done or cannot be.
+        """Begin a measurement, unless one runs already or measuring is impossible.
 
-        Without ``wanted`` it is measured once more, and no other engine is asked. Several ranks do
-        not learn on: what each of them kept of its share would have to be the same presets.
+        Without ``wanted`` the model is measured again, and no other engine is asked. Several ranks
+        do not continue to learn: each would have to have kept the same presets for its part.
         """
         if self._open is None or self.is_running:
             return
@@ -114,23 +114,23 @@ class RankMeasuring:
         self._measurement = self._open(wanted or Wanted(), sharing)
 
     def begin_step(self, step: StepWork) -> None:
-        """Have the layers seen that are to be seen in the step."""
+        """Start to observe layers in the step, if the order needs it."""
         EXCHANGE.begin_step(step)
 
     def fill(self, step: StepWork) -> None:
-        """Fill the blocks of the step that get the KV which is ready."""
+        """Fill the blocks of the step that are to get the prepared KV."""
         EXCHANGE.fill(step, self._cache, self._states)
 
     def hear(self, news: ForwardDone | JointFindings) -> None:
-        """Pass on what the hub says to the thread that waits for it. On the link's thread."""
+        """Pass the hub's news on to the thread that waits for it. On the link's thread."""
         self._client.hear(news)
 
     def told_in(self, report: CodecReport) -> CodecReport:
-        """The report with what is to be said of the measurement."""
+        """Return the report with the progress and the end of the measurement filled in."""
         return self._measurement.told_in(report) if self._measurement is not None else report
 
     def read(self, step: StepWork) -> list[int]:
-        """Read the blocks of the step that are wanted; returns the jobs that are done."""
+        """Read the wanted blocks of the step; return the jobs that are done."""
         return EXCHANGE.read(step, self._cache, self._states)
 
     @property
@@ -140,7 +140,7 @@ class RankMeasuring:
 
     @property
     def has_verdict(self) -> bool:
-        """True unless a measurement runs whose verdict is awaited. Any thread."""
+        """False only while a measurement runs that has no verdict yet. Any thread."""
         return self._measurement is None or self._measurement.has_verdict or not self.is_running
 
     def close(self) -> None:

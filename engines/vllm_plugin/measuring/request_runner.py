@@ -1,4 +1,4 @@
-"""Puts a measuring request to vLLM, from within its HTTP server."""
+"""Submits a measuring request to vLLM, from within its HTTP server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engines.vllm_plugin.messages import ForwardDone, RunForward
 
 logger = logging.getLogger("thermocline.vllm")
 
-LEAST_PRIORITY: Final = 1 << 30  # where vLLM schedules by priority, everybody else goes first
+LEAST_PRIORITY: Final = 1 << 30  # if vLLM schedules by priority, all other requests go first
 FORCED_FIELD: Final = "thermocline_forced"  # of a request's ``extra_args``
 SHOW_MODEL: Final = "thermocline_show_model"  # the method of ``worker_extension``
 
@@ -25,11 +25,11 @@ class RequestRunner:
         self._shown = False
 
     async def run(self, run: RunForward) -> ForwardDone:
-        """Wait for the request's end."""
+        """Run the request, wait for its end and report it."""
         try:
             await self._show_model()
             await self._generate(run)
-        except Exception as error:  # the edge of a task: its caller must hear of it
+        except Exception as error:  # the top level of a task: the caller must get the error
             logger.exception("a measuring request failed")
             return ForwardDone(run.order.number, f"{type(error).__name__}: {error}")
         return ForwardDone(run.order.number)
@@ -49,7 +49,7 @@ class RequestRunner:
             temperature=0,
             ignore_eos=True,
             detokenize=False,
-            # After a cached prefix, too, where vLLM gives none unless asked to.
+            # With prompt_logprobs vLLM reads its prefix cache only if a request asks for that.
             prompt_logprobs=0 if order.scored else None,
             skip_reading_prefix_cache=False,
             extra_args={

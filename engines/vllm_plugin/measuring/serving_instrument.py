@@ -1,4 +1,4 @@
-"""The instrument with which ``engines.calibration`` measures the vLLM that serves."""
+"""The instrument with which ``engines.calibration`` measures the serving vLLM."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout, slice_tokens
 
 logger = logging.getLogger("thermocline.vllm")
 
-STEP_TOKENS: Final = 256  # of a prefill at a time: a user's request waits for so many at most
+STEP_TOKENS: Final = 256  # prefilled in one step: a user's request waits for at most this many
 READ_S: Final = 60.0
-MOST_TRIES: Final = 4  # to have a step alone
-MOST_MISSES: Final = 3  # prompts in a row that could not be scored, until none is tried any more
+MOST_TRIES: Final = 4  # to get a step without other requests
+MOST_MISSES: Final = 3  # after this many failures in a row to score a prompt, stop trying
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class EngineKV:
     """The parts that the engine keeps of a session.
 
     Attributes:
-        layout: of the layers that keep all tokens.
-        layer_names: vLLM's, one for each of them.
-        states: what other layers keep; None if there are none.
+        layout: the layout of the layers that keep all tokens.
+        layer_names: vLLM's name of each of these layers.
+        states: the layout of the other layers' states; None if there are no such layers.
         window_names: vLLM's names of the layers of ``states.windows``.
-        has_latents: see ``PagedCache``; such layers have nothing that is turned among their keys.
+        has_latents: see ``PagedCache``; the keys of such layers contain no rotated part.
     """
 
     layout: KVLayout
@@ -48,7 +48,7 @@ class EngineKV:
 
 
 class ServingInstrument:
-    """Implements ``Observing`` by requests to vLLM, and ``StatefulInstrument`` too.
+    """Implements ``Observing`` and ``StatefulInstrument`` by requests to vLLM.
 
     Belongs to the measuring thread.
     """
@@ -62,9 +62,10 @@ class ServingInstrument:
         tokenizer: Any,
         salt: str,
     ) -> None:
-        """``salt``: used by no other request.
+        """``salt``: a salt that no other request uses.
 
-        Its first request has the workers show their models. Raises as ``ForwardClient.order``.
+        Sends a first request, which makes the workers show their models. Raises the errors of
+        ``ForwardClient.order``.
         """
         self._client = client
         self._exchange = exchange
@@ -114,7 +115,7 @@ class ServingInstrument:
         return list(self._tokenizer.encode(text))
 
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
-        """The KV of ``tokens``, ``STEP_TOKENS`` in a step; ``past`` is taken as it is."""
+        """Return the KV of ``tokens``, ``STEP_TOKENS`` in a step; ``past`` is copied unchanged."""
         run = self._kv.layout.empty(len(tokens))
         done = past[0][0].shape[1] if past else 0
         _copy(past, run, 0)
@@ -128,11 +129,11 @@ class ServingInstrument:
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         """Do the same as ``prefill``; the last whole blocks, or more, are computed in a step apart.
 
-        A text beside which others' requests ran is not noted.
+        No notices are given for a text if other requests ran in that step.
         """
         if self._kv.has_latents:
             raise NotObservable("this model keeps latents in the place of keys and values")
-        # From a whole block on: vLLM computes a block again of which it has a part.
+        # Begin with a whole block: vLLM computes a partly known block again.
         block = self._kv.block_tokens
         first = max(first // block, -(-(len(tokens) - STEP_TOKENS) // block)) * block
         if not 0 < first < len(tokens):
@@ -155,10 +156,11 @@ class ServingInstrument:
         return run
 
     def _computed(self, tokens: Sequence[int], first: int, run: KVRun) -> KVRun:
-        """The KV of ``tokens`` from number ``first`` on; ``run`` has that of those before.
+        """The KV of ``tokens`` from number ``first`` on; ``run`` has the KV of those before.
 
-        Of a model without states it does not depend on what else vLLM does: the tokens before are
-        given, not looked for in vLLM's cache, and a step that others share is done once more.
+        For a model without states the result does not depend on vLLM's other work: the KV of the
+        tokens before is given, not taken from vLLM's cache, and a step that other requests share is
+        repeated, ``MOST_TRIES`` times at most.
         """
         skipped = first % self._kv.block_tokens
         if self._kv.states is not None:
@@ -171,7 +173,7 @@ class ServingInstrument:
         return slice_tokens(rows, skipped, skipped + len(tokens) - first)
 
     def _found_behind(self, given: KVRun, tokens: Sequence[int], first: int) -> KVRun:
-        """The KV of ``tokens`` from the block of number ``first`` on, after whole blocks."""
+        """The KV of ``tokens`` from the block of token ``first`` on, after given whole blocks."""
         number, num_given = self._client.next_number(), given[0][0].shape[1]
         self._exchange.open(number, _as_copied(given) if num_given else ())
         salt = self._new_salt(number)
@@ -195,12 +197,13 @@ class ServingInstrument:
         return self._kv.block_tokens
 
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
-        """Compute the session of the whole blocks of ``tokens``: only after such there are states.
+        """Compute the session of the whole blocks of ``tokens``: states exist only after those.
 
-        Without ``past``, what vLLM has of them in its own cache is not computed again.
+        Without ``past``, blocks in vLLM's own cache are not computed again.
         """
         whole = len(tokens) // self._kv.block_tokens * self._kv.block_tokens
-        # A turn of the prompt that is measured does not replace it.
+        # With ``past``, a prefix of the prompt is one turn of the prompt being measured. Keep the
+        # whole prompt then: ``log_probs_whole`` needs it.
         if past is None or tuple(tokens) != self._tokens[: len(tokens)]:
             self._tokens = tuple(tokens)
         run, session = self._kv.layout.empty(whole), past or HeldSession((), 0)
@@ -208,7 +211,7 @@ class ServingInstrument:
         while session.num_tokens < whole:
             done = session.num_tokens
             end = min(done + self._step_tokens, whole)
-            # One token more: vLLM keeps a state only where the same prompt could go on from it.
+            # One token more: vLLM keeps a state only where the same prompt could continue from it.
             prompt = [*tokens[:end], (*tokens, tokens[-1])[end]]
             found = self._found(prompt, done, session if past is not None else None)
             if found.state is None:
@@ -219,29 +222,29 @@ class ServingInstrument:
 
     @property
     def _step_tokens(self) -> int:
-        """Tokens of a prefill at a time, in whole blocks."""
+        """The tokens prefilled in one step, in whole blocks."""
         return max(1, STEP_TOKENS // self._kv.block_tokens) * self._kv.block_tokens
 
     def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
         """Log-probabilities after each of ``tokens``: fp32 (num_tokens, vocabulary).
 
-        ``run`` is of the tokens that were prefilled last, or of the first of them. Its whole blocks
-        are given to vLLM; the tokens after them are computed again.
+        ``run`` is the KV of the tokens that were prefilled last, or of the first of them. Its whole
+        blocks are given to vLLM; the tokens after them are computed again.
         """
         num_tokens = run[0][0].shape[1]
         given = num_tokens // self._kv.block_tokens * self._kv.block_tokens
         return self._scored(slice_tokens(run, 0, given), None, self._tokens[:num_tokens], tokens)
 
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        """Score ``tokens`` after a session; those after its whole blocks are computed, too."""
+        """Score ``tokens`` after a session; the prompt's tokens between them are computed, too."""
         return self._scored(session.run, session.state, self._tokens, tokens)
 
     def _scored(
         self, run: KVRun, state: StateTree, prompt: Sequence[int], tokens: Sequence[int]
     ) -> np.ndarray:
-        """Score the tokens as a prompt, in one step; where that cannot be, one by one.
+        """Score the tokens as a prompt, in one step; if that is impossible, one by one.
 
-        With others' requests in the same step the origin of logits is unknown.
+        With other requests in the same step it is unknown which request the logits belong to.
         """
         if self._exchange.sees_rows and self._num_misses < MOST_MISSES:
             try:
@@ -275,12 +278,12 @@ class ServingInstrument:
         return self._exchange.scores()[-len(tokens) :]
 
     def _new_salt(self, number: int) -> str:
-        """A salt for each: no request may find blocks that were filled with packed KV."""
+        """Make a salt for one order: no other request may hit blocks filled with unpacked KV."""
         return f"{self._salt}.{number}"
 
 
 def _as_copied(run: KVRun) -> list[KVPair]:
-    """The run in arrays as copies into blocks take them: C-contiguous, and not read-only."""
+    """Convert a run to the arrays that copies into blocks accept: C-contiguous and writable."""
     return [(np.require(k, None, ["C", "W"]), np.require(v, None, ["C", "W"])) for k, v in run]
 
 

@@ -1,10 +1,10 @@
-"""Shows the rank its model, and the logits of prompts.
+"""Gives the rank's measuring thread access to its model and to the logits of prompts.
 
     --worker-extension-cls engines.vllm_plugin.measuring.worker_extension.ModelView
 
-vLLM mixes the class into its worker and calls the method by ``collective_rpc``. A connector does
-not get to see the model, and how it turns its keys can only be read off it. Of a prompt's scores
-vLLM hands out a few for each token; all of them pass through the model's last module.
+vLLM mixes the class into its worker and calls the method by ``collective_rpc``. A connector has no
+access to the model, and only the model shows how it rotates its keys. vLLM returns only a few of a
+prompt's scores for each token; all of them pass through the model's last module.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 
 
 class ModelView:
-    """One method for vLLM's worker."""
+    """Adds one method to vLLM's worker."""
 
     get_model: Any  # the worker's own
     vllm_config: Any
 
     def thermocline_show_model(self) -> None:
-        """Put the model where the rank's measuring thread finds it."""
+        """Put the model into ``EXCHANGE``, where the rank's measuring thread reads it."""
         model: nn.Module = self.get_model()
         EXCHANGE.model = model
         last = [x for x in model.modules() if isinstance(x, LogitsProcessor)]
-        # With more than one it is not clear which of them vLLM asks; the option forbids to ask.
+        # With several modules it is unclear which one vLLM calls; the option excludes scored
+        # prompts.
         forbidden = self.vllm_config.cache_config.kv_sharing_fast_prefill
         EXCHANGE.sees_rows = len(last) == 1 and not forbidden
         if EXCHANGE.sees_rows:
