@@ -1,8 +1,8 @@
 """Lets our threads run on all cores, although vLLM binds the thread that starts them to one.
 
 vLLM's CPU workers bind every OpenMP thread to a core of its own, among them the worker's main
-thread. A thread inherits the binding of the thread that starts it: left alone, all of ours would
-share that one core with the model, and use none of the others.
+thread. A thread inherits the binding of the thread that starts it. Without this module all of our
+threads would share that one core with the model, and use none of the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def unbind_thread() -> None:
     The parent is vLLM's EngineCore, whose threads are not bound.
     """
     if sys.platform == "linux":
-        with suppress(OSError):  # the parent is gone, or its CPUs are not ours: stay where we are
+        with suppress(OSError):  # the parent has ended, or we may not use its CPUs: stay bound
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
 
 

@@ -1,4 +1,4 @@
-"""Makes the part of vLLM's command line by which it understands tools and reasoning."""
+"""Makes the part of vLLM's command line that configures tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SMALL_FILES: Final = ("config.json", "tokenizer_config.json", TEMPLATE_FILE)
 
 
 def chat_arguments(worker: WorkerConfig) -> list[str]:
-    """Name the parsers of the model's family, and a chat template where its own knows no tools.
+    """Name the parsers of the model's family, and a chat template if its own handles no tools.
 
-    What the user says of them in ``engine.vllm.args`` is left alone.
+    An option that the user sets in ``engine.vllm.args`` is not added here.
     """
     own = worker.engine.vllm
     files = read_model_files(model_folder(worker.model_path) or _fetched(worker.model_path))
@@ -45,11 +45,11 @@ def _said(option: str, own: VllmConfig) -> bool:
 
 
 def _fetched(hub_id: str) -> Path | None:
-    """Fetch the small files of a model that vLLM is going to fetch as a whole."""
+    """Fetch the small files of a model that vLLM will later download completely."""
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(hub_id, allow_patterns=list(SMALL_FILES)))
-    except Exception as error:  # vLLM meets any such error too, and describes it better
+    except Exception as error:  # vLLM will get any such error too, and describe it better
         logger.warning("the files of %s that name its tool parser are not here: %s", hub_id, error)
         return None

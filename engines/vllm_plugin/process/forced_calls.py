@@ -1,13 +1,14 @@
-"""Holds the arguments of forced tool calls to their schema, as our other engines do.
+"""Enforces the schema of forced tool calls' arguments, as our other engines do.
 
     --tool-parser-plugin engines.vllm_plugin.process.forced_calls
 
-vLLM holds the arguments of a call that a request forces (``tool_choice`` required, or naming a
-function) to nothing but JSON where its parser knows the model's own way of writing calls, unless
-each function says ``strict``. That word would be a part of the prompt, and a forced call in the
-middle of a conversation would cost all that was computed for it. So the parsers are extended: with
-a forced call they ask for what ``strict`` asks for, and prompts stay as they are. Only lengths of
-texts are not held to: xgrammar takes up to two seconds of a core for each.
+A request forces a call if its ``tool_choice`` is required or names a function. If vLLM's parser
+knows the model's own format of calls, vLLM only ensures that the arguments of a forced call are
+JSON, unless each function says ``strict``. That word would become part of the prompt, so a forced
+call in the middle of a conversation would discard all KV computed for it. So the parsers are
+extended: for a forced call they request the same enforcement as ``strict``, and prompts do not
+change. Only the lengths of strings are not enforced: xgrammar takes up to two seconds of a core for
+each.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 from engines.vllm_plugin.grammar.wanted import without_lengths
 
 _FREE = (None, "auto", "none")
-# vLLM's own parsers: names, and where each is. They are read when one is asked for.
+# vLLM's own parsers: the module and class of each name. A module is imported when it is needed.
 _VLLMS = dict(ToolParserManager.lazy_parsers)
 
 
 def _without_lengths(request: Any) -> Any:
-    """Return a copy of a request whose functions say nothing of the lengths of texts."""
+    """Return a copy of a request whose functions have no bounds on the lengths of strings."""
     tools = []
     for tool in request.tools:
         function = getattr(tool, "function", None)
@@ -38,7 +39,7 @@ def _without_lengths(request: Any) -> Any:
 
 
 def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
-    """Extend a parser; one without a grammar for calls of its own holds them to the schema."""
+    """Extend a parser; one without its own grammar for calls enforces the schema already."""
     if parser.structural_tag_model is None:
         return parser
 
@@ -61,7 +62,7 @@ def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
 
 
 def __getattr__(name: str) -> type[ToolParser]:
-    """Find an extended parser by the name that vLLM knows it by."""
+    """Find an extended parser by vLLM's name for it."""
     if name not in _VLLMS:
         raise AttributeError(name)
     module, wanted = _VLLMS[name]

@@ -1,4 +1,4 @@
-"""Gives a request up that has waited too long in vLLM's own line, before its first step."""
+"""Gives up a request that has waited too long in vLLM's own queue, before its first step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 RETRY_AFTER_S: Final = 1
-# vLLM hears of a client that is gone in one of two ways; after this long it is informed in the
-# other.
+# vLLM notices a client's departure by a disconnect message or by the cancellation of the task that
+# serves the request. If the message has not ended the task after this long, the task is cancelled.
 LEAVE_S: Final = 1.0
 
 
 class Departure:
-    """A client's side of the connection, from which it can be made to look gone."""
+    """The receiving side of a client's connection, which can report that the client has left."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._gone = asyncio.Event()
 
     async def receive(self) -> Message:
-        """Pass on what comes, or that the client is gone."""
+        """Return the next message, or a disconnect message after ``end`` was called."""
         coming = asyncio.ensure_future(self._receive())
         going = asyncio.ensure_future(self._gone.wait())
         try:
@@ -40,25 +40,25 @@ class Departure:
                 task.cancel()
 
     async def end(self, serving: asyncio.Task[None]) -> None:
-        """Have the application leave the request; returns when it has."""
+        """Make the application abandon the request; return when it has."""
         self._gone.set()
         await asyncio.wait({serving}, timeout=LEAVE_S)
         serving.cancel()
-        with suppress(asyncio.CancelledError, Exception):  # no client is left to hear of it
+        with suppress(asyncio.CancelledError, Exception):  # no client is left to get the error
             await serving
 
 
 async def is_over(
     serving: asyncio.Task[None], begun: asyncio.Future[Any], patience_s: float
 ) -> bool:
-    """Wait until a request begins to run or has ended; True if it did neither in time."""
+    """Wait until a request begins to run or has ended; True if neither happens in time."""
     either: set[asyncio.Future[Any]] = {serving, begun}
     done, _ = await asyncio.wait(either, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
     return not done
 
 
 def overloaded(message: str) -> InvalidRequest:
-    """Make the refusal of a request that is to come again."""
+    """Make the refusal of a request that the client should send again later."""
     return InvalidRequest(message, code="engine_overloaded", status=429)
 
 

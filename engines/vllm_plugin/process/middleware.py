@@ -1,12 +1,12 @@
-"""The middleware that says in each answer of vLLM's HTTP server where its prompt's KV came from.
+"""The middleware that reports in each answer of vLLM's HTTP server where its prompt's KV came from.
 
     --middleware engines.vllm_plugin.process.middleware.CacheHeaderMiddleware
 
 The middleware puts an answer id into every request's id. When vLLM's scheduler begins to run the
-request, the scheduler side of the plug-in reports that answer id together with what was restored;
-until then the head of the answer is held back; a request that has not begun after the time that the
-gateway gave it is refused. While a long prompt is prefilled, a stream shows
-comments as signs of life, as our other engines do.
+request, the scheduler side of the plug-in reports that answer id with the value of the cache
+header; until then the middleware holds back the head of the answer. A request that has not begun
+within the time that the gateway gave it is refused. While a long prompt is prefilled, a stream
+sends comments as keep-alives, as our other engines do.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ App = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
 
 PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 KEEP_ALIVE_S: Final = 10.0
-# A report travels by another socket than the answer; it may be a moment late.
+# A report and its answer use different sockets, so the report may be a moment late.
 LATE_S: Final = 0.25
 RETRY_S: Final = 0.5
-# The server opens its socket right after it has heard that the application started.
+# The server opens its socket right after the application has reported its start.
 LISTEN_S: Final = 0.2
 TOO_LATE: Final = "no place in a batch was free in time; try again later"
 
 
 class AdmissionReports:
-    """Hears from the hub which requests begin to run, and wakes the answers that wait for it."""
+    """Receives from the hub which requests begin to run, and wakes the answers that wait for it."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, asyncio.Future[RequestAdmitted]] = {}
@@ -69,12 +69,12 @@ class AdmissionReports:
         self._waking: asyncio.Task[None] | None = None
         self._client: Any = None
         self._runner: RequestRunner | None = None
-        self.connected = False  # else nothing is known of who runs
+        self.connected = False  # if False, it is unknown which requests run
 
     def start(self, hub_path: str, client: Any, delay_s: float = 0.0) -> None:
         """Connect to the hub, which also informs it that this server runs. Later calls do nothing.
 
-        ``client``: vLLM's, for requests that measure.
+        ``client``: vLLM's engine client, for measuring requests.
         """
         if self._listening is None:
             self._client = client
@@ -83,17 +83,17 @@ class AdmissionReports:
             self._listening = asyncio.create_task(listening, name="cold-reports")
 
     def expect(self, answer_id: str) -> asyncio.Future[RequestAdmitted]:
-        """A future with the news of the request, set when it begins to run."""
+        """Return a future for the report of a request; it is set when the request begins to run."""
         report: asyncio.Future[RequestAdmitted] = asyncio.get_running_loop().create_future()
         self._waiting[answer_id] = report
         return report
 
     def forget(self, answer_id: str) -> None:
-        """Expect no report any more."""
+        """Stop waiting for the report of a request."""
         self._waiting.pop(answer_id, None)
 
     async def _listen(self, hub_path: str, delay_s: float) -> None:
-        """Hear reports as long as the server lives; without the hub answers lack the header."""
+        """Receive reports while the server runs; without the hub answers lack the header."""
         await asyncio.sleep(delay_s)
         while True:
             try:
@@ -126,8 +126,8 @@ class AdmissionReports:
             report.set_result(message)
 
     async def _wake(self) -> None:
-        """Have an idle engine look whether there is work: any request makes it look."""
-        with suppress(Exception):  # the edge of a task: the engine's next step reports as well
+        """Make an idle engine check for work: any call to it has that effect."""
+        with suppress(Exception):  # top level of a task; the engine's next step reports as well
             await self._client.is_sleeping()
 
     async def _run(self, message: RunForward, writer: asyncio.StreamWriter) -> None:
@@ -138,7 +138,7 @@ class AdmissionReports:
 class CacheHeaderMiddleware:
     """Adds the cache header to chat and text completions.
 
-    Pure ASGI, so that streams pass through untouched.
+    It is pure ASGI, so that streams pass through unchanged.
     """
 
     def __init__(self, app: App) -> None:
@@ -186,7 +186,7 @@ class CacheHeaderMiddleware:
     async def _serve(
         self, scope: Scope, receive: Receive, answer: _HeldAnswer, patience_s: float | None
     ) -> None:
-        """Have vLLM answer, or refuse the request if it does not begin to run in time."""
+        """Let vLLM answer, or refuse the request if it does not begin to run in time."""
         if patience_s is None:
             await self._app(scope, receive, answer.send)
             return
@@ -213,13 +213,13 @@ class CacheHeaderMiddleware:
 
 
 class _HeldAnswer:
-    """An answer on its way out, whose head waits for the report or for the body's beginning."""
+    """An outgoing answer, whose head waits for the report or for the beginning of the body."""
 
     def __init__(self, send: Send, report: asyncio.Future[RequestAdmitted]) -> None:
-        self.send_past = send  # nothing is held back
+        self.send_past = send  # sends a message without holding it back
         self.report = report
         self._withheld = False
-        self._begun = False  # some of its body has come
+        self._begun = False  # a part of its body has come
         self._head: MutableMapping[str, Any] | None = None
         self._waiting: asyncio.Task[None] | None = None
         self._order = asyncio.Lock()  # the head goes first, and one message at a time
@@ -245,7 +245,7 @@ class _HeldAnswer:
         await self._stop_waiting()
 
     async def withhold(self) -> bool:
-        """Let nothing of it out; False if something is out, or on its way."""
+        """Send no part of the answer from now on; False if a part was sent or is being sent."""
         if self._begun:
             return False
         self._withheld = True
@@ -289,12 +289,12 @@ def _is_stream(head: Mapping[str, Any]) -> bool:
 
 
 def _client(scope: Scope) -> Any:
-    """vLLM's own client of its engine, which its server keeps with the application."""
+    """vLLM's own client of its engine, which its server keeps in the application's state."""
     return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
 
 
 def _hub_path(scope: Scope) -> str:
-    """The hub's socket by vLLM's own arguments; "" if this server runs without the plug-in."""
+    """The hub's socket from vLLM's own arguments; "" if this server runs without the plug-in."""
     args = getattr(getattr(scope.get("app"), "state", None), "args", None)
     transfer = getattr(args, "kv_transfer_config", None)
     extra = (

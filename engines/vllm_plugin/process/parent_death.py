@@ -1,7 +1,7 @@
-"""Sees to it that no process outlives its parent.
+"""Ensures that no process outlives its parent.
 
-One that did would hold memory, the data folder and a core for hours. Linux only; on other systems
-ending the process group has to do.
+Such a process would hold memory, the data folder and a core for hours. Linux only; on other systems
+the process group is ended instead.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
+    """Make the kernel kill this process when the thread that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants of this process that lose their own."""
+    """Become the parent of all descendants of this process that lose their own parent."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,12 +1,12 @@
-"""Keeps users' spellings of control tokens plain text in vLLM's prompts (``host.control_tokens``).
+"""Keeps control tokens that users spell out plain text in vLLM's prompts (``host.control_tokens``).
 
-vLLM's registry of renderers names the class that writes the prompts of a kind of tokenizer; ours
-extend those that write a text, in which a tokenizer would find control tokens of any author.
-The others (Mistral's, Kimi K3's, Inkling's, and harmony for gpt-oss) make tokens of each piece by
-itself, and what users write is plain text to them.
+vLLM's registry of renderers names the class that writes the prompts for a kind of tokenizer. Our
+classes extend those that write one text, in which a tokenizer would find control tokens no matter
+who wrote them. The other renderers (Mistral's, Kimi K3's, Inkling's, and harmony for gpt-oss)
+tokenize each piece separately, and treat users' input as plain text.
 
-One thread of vLLM's tokenizes everything, in the order in which it comes. So long texts are brought
-to it one at a time, tenants in turns.
+One thread of vLLM tokenizes all prompts, in the order of arrival. So long texts are passed to it
+one at a time, and tenants take turns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_WAITING: Final = 4096  # requests; vLLM itself has no bound
 
 
 class _Plain(BaseRenderer):
-    """Marks what users spell before the prompt is written, and encodes marks as plain text."""
+    """Marks users' spellings before the prompt is written, and encodes marks as plain text."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -44,7 +44,7 @@ class _Plain(BaseRenderer):
         self._line = TenantLine(MAX_WAITING)
 
     def _template(self, tokenizer: Any) -> str:
-        """The text whose tokens with bars are control tokens; "": the tokenizer's own template."""
+        """The text whose tokens with bars are control tokens; "": use the tokenizer's template."""
         return ""
 
     def render_messages(self, messages: list[Any], params: Any) -> Any:
@@ -75,7 +75,7 @@ class _Plain(BaseRenderer):
         return written
 
     def _check_size(self, num_tokens: int) -> None:
-        """Refuse what ``/tokenize`` would answer, however long; prompts vLLM bounds itself."""
+        """Refuse overlong texts: vLLM bounds prompts, but ``/tokenize`` would accept any length."""
         most = self.model_config.max_model_len
         if num_tokens > MAX_CONTEXTS * most:
             raise VLLMValidationError(
@@ -89,21 +89,22 @@ class _Plain(BaseRenderer):
         if not self._controls.has_marks(text):
             return super()._tokenize_prompt(prompt, params)
         tokenizer = self.get_tokenizer()
-        # A truncated prompt would lack tokens that are looked for; its length is checked later.
+        # No truncation: ``encode`` looks for tokens that a truncated prompt could lack. The length
+        # is checked later.
         options = {**params.get_encode_kwargs(), "truncation": False, "max_length": None}
         ids = self._controls.encode(text, lambda x: list(tokenizer(x, **options)["input_ids"]))
         return self._build_tokens_prompt(ids, {**prompt, "prompt": self._controls.unmarked(text)})
 
 
 class _PlainByCode(_Plain):
-    """Has no template but code: all that is added with bars is a control token."""
+    """Uses code instead of a template: all added tokens with bars are control tokens."""
 
     def _template(self, tokenizer: Any) -> str:
         return " ".join(tokenizer.get_added_vocab())
 
 
 class PlainRenderer(_Plain, HfRenderer):
-    """Writes prompts by a chat template."""
+    """Writes prompts with a chat template."""
 
 
 class PlainCohere(_PlainByCode, CohereRenderer):
@@ -126,25 +127,25 @@ KINDS: Final[Mapping[str, type[_Plain]]] = {
     "deepseek_v4": PlainDeepseekV4,
     "deepseek_v41": PlainDeepseekV4,
 }
-# Users' text is plain in these, or there is none.
+# Renderers that treat users' text as plain, or have no such text.
 PLAIN_OF_THEMSELVES: Final = frozenset({"inkling", "kimi_k3", "mistral", "terratorch"})
 
 
 def _opened(message: Any) -> Any:
-    """Return a message whose calls have arguments without escapes, which would hide a spelling."""
+    """Return a message whose calls have arguments without escapes, which could hide a token."""
     if not isinstance(message, Mapping) or not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
         function = dict(call.get("function") or {})
         if isinstance(written := function.get("arguments"), str) and "\\" in written:
-            with suppress(ValueError):  # no JSON: templates get it as it is
+            with suppress(ValueError):  # not JSON: templates get it unchanged
                 function["arguments"] = json.dumps(json.loads(written), ensure_ascii=False)
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls}
 
 
 def register() -> None:
-    """Have vLLM's server write prompts with them. Call it before the server begins."""
+    """Make vLLM's server write prompts with our renderers. Call it before the server starts."""
     for kind, renderer in KINDS.items():
         RENDERER_REGISTRY.register(kind, __name__, renderer.__name__)

@@ -1,9 +1,9 @@
-"""Ends all processes below this one for certain.
+"""Ends all processes below this one reliably.
 
-vLLM's processes ignore SIGTERM at times, so they are killed. Their shared memory (some hundred
-megabytes of address space, and as much RAM as was ever written to it) is removed by Python's
-resource tracker, one more process, once all others have ended. So the tracker is not killed with
-them: it is left alone until then, and ends by itself.
+vLLM's processes sometimes ignore SIGTERM, so they are killed. Python's resource tracker, one more
+process, removes their shared memory (some hundred megabytes of address space, and as much RAM as
+was ever written to it) once all others have ended. So the tracker is not killed with them: it
+continues until then, and ends by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 import psutil
 
 TRACKER: Final = "multiprocessing.resource_tracker"
-KILLED_S: Final = 1.0  # until a process that was killed is looked for again
+KILLED_S: Final = 1.0  # the wait for killed processes before the next look for descendants
 TRACKER_S: Final = 5.0
 
 

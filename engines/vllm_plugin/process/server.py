@@ -3,9 +3,9 @@
 vLLM reports a wrong setting by an exception of its first process, or of a grandchild, with some
 hundred lines around it. A supervisor that sees only an ordinary exit code would start it again and
 again. Failures that are certain to happen again end with ``WRONG_SETTINGS`` instead: a setting that
-vLLM refuses before it starts anything (an unknown kind of model, a flag that it does not have), and
-what the plug-in itself refuses (see ``refusal``). Any other failure may not happen the next time,
-such as a GPU that is still full of the process before.
+vLLM refuses before it starts any process (an unknown kind of model, an unknown flag), and an engine
+that the plug-in itself refuses (see ``refusal``). Any other failure may not happen the next time,
+for example if the GPU's memory was still taken by the previous process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engines.config import WRONG_SETTINGS
 from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE, forget_refusal, read_refusal
 
 SERVER: Final = "vllm.entrypoints.openai.api_server"
-USAGE: Final = 2  # argparse's
+USAGE: Final = 2  # argparse's exit code for a wrong command line
 
 
 def main() -> int:
@@ -28,17 +28,17 @@ def main() -> int:
     forget_refusal(folder)
     _write_prompts_plainly()
     try:
-        # Like python -m: processes that vLLM spawns look for the main module by its name.
+        # Like python -m: processes that vLLM spawns find the main module by its name.
         runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         if ended.code != USAGE:
             return _code(ended)
         _say("its command line is wrong, as the line above says; look at engine.vllm.args")
         return WRONG_SETTINGS
-    except ValueError as error:  # of vLLM's configuration; pydantic's are of this kind, too
+    except ValueError as error:  # from vLLM's configuration; pydantic's errors are ValueErrors, too
         _say(read_refusal(folder) or first_sentence(str(error)))
         return WRONG_SETTINGS
-    except Exception:  # the edge of this process: only the plug-in's own refusals are looked at
+    except Exception:  # top level of this process: only the plug-in's own refusals are handled
         refusal = read_refusal(folder)
         if not refusal:
             raise
@@ -50,13 +50,13 @@ def main() -> int:
 def _write_prompts_plainly() -> None:
     try:
         from engines.vllm_plugin.process.plain_renderer import register
-    except ImportError:  # vLLM cannot be started, either, and says it better
+    except ImportError:  # vLLM will fail to start, too, with a better message
         return
     register()
 
 
 def first_sentence(text: str) -> str:
-    """The reason for a refusal, taken out of pydantic's or vLLM's message.
+    """Extract the reason for a refusal from pydantic's or vLLM's message.
 
     ``1 validation error for ModelConfig\\n  Value error, REASON [type=value_error, ...]``
     """

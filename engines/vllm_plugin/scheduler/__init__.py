@@ -1,8 +1,9 @@
-"""The plug-in's side in EngineCore, beside vLLM's own scheduler: what to restore, save and drop.
+"""The plug-in's side in EngineCore, next to vLLM's scheduler: plans restores, saves and drops.
 
-``scheduler_side`` is the whole. ``request_tracker`` follows vLLM's requests (each a
-``tracked_request``): ``restores`` on the way in (``probes`` while there is no room to stage,
-``staging_budget``), ``turn_saves`` on the way out (``postponed_saves``), ``token_blocks`` between.
-``resident_sessions`` knows what vLLM itself still holds of a session, ``eviction_watch`` reports
-when that is gone, ``verbs`` obeys the gateway. ``hub`` is the way to the workers.
+``scheduler_side`` assembles the parts. ``request_tracker`` follows vLLM's requests (each a
+``tracked_request``): ``restores`` when they come (``probes`` while there is no room to stage,
+``staging_budget``), ``turn_saves`` when they end (``postponed_saves``); both use ``token_blocks``.
+``resident_sessions`` finds the blocks of a session that vLLM itself still holds, ``eviction_watch``
+reports when they are gone, ``verbs`` carries out the gateway's orders. ``hub`` connects to the
+workers.
 """

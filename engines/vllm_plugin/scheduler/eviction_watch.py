@@ -1,10 +1,9 @@
-"""Reports to the gateway that vLLM has reused blocks of a quiet session, which is cold from then
-on.
+"""Reports to the gateway that vLLM has reused blocks of a quiet session, which is then cold.
 
-vLLM's own KV events would say so, too (``BlockRemoved``, ``AllBlocksCleared``). They leave
-EngineCore through a socket of their own, may be lost on the way, name blocks instead of sessions,
-and cost an allocation per block while the model waits. In this process vLLM's own table can be
-looked into: one lookup per hot session and second is less work, and wrong for a second at most.
+vLLM's own KV events contain the same news (``BlockRemoved``, ``AllBlocksCleared``). But they leave
+EngineCore through a separate socket, may be lost on the way, name blocks instead of sessions, and
+cost an allocation per block while the model waits. In this process vLLM's own table can be read:
+one lookup per hot session and second is less work, and is outdated by one second at most.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ EVERY_S: Final = 1.0
 
 
 class EvictionWatch:
-    """Looks at all quiet sessions every ``every_s`` seconds. On the hub's event loop."""
+    """Checks all quiet sessions every ``every_s`` seconds. On the hub's event loop."""
 
     def __init__(
         self,
@@ -32,22 +31,22 @@ class EvictionWatch:
         publish: Callable[[Notice], None],
         every_s: float = EVERY_S,
     ) -> None:
-        """``look`` asks the ranks for a session's report, None if they know nothing of it."""
+        """``look`` asks the ranks for a session's report; None if no rank has the session."""
         self._resident = resident
         self._look = look
         self._publish = publish
         self._every_s = every_s
 
     async def run(self) -> None:
-        """Look and publish until cancelled."""
+        """Check sessions and publish changes until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
             for name in self._resident.take_cooled():
                 try:
                     await self._tell(name)
-                except OSError as error:  # no rank answers: the engine is on its way out
+                except OSError as error:  # no rank answers: the engine is ending
                     logger.warning("the gateway does not learn that a session is cold: %s", error)
-                except Exception:  # the edge of this task: one session must not end the watch
+                except Exception:  # top level of this task: one session must not end the watch
                     logger.exception("the gateway does not learn that a session is cold")
 
     async def _tell(self, name: SessionName) -> None:

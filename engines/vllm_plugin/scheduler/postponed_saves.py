@@ -1,9 +1,9 @@
 """Remembers the sessions whose save was skipped, and saves them when there is time.
 
-A save that would have to wait long is not worth the blocks that it holds, so vLLM gets them back at
-once. But they stay in its prefix cache until it reuses them. When all other saves are done, the
-blocks that are still there are saved after all: one session at a time, so that few blocks are held.
-Until then nothing is kept but the session's name.
+A save that would have to wait long is not worth the blocks that it holds, so vLLM gets the blocks
+back immediately. They stay in its prefix cache until it reuses them. When all other saves are done,
+the blocks that are still cached are saved: one session at a time, so that few blocks are held.
+Until then only the session's name is kept.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions, SessionName, name_of
 from kvstore.session import SessionRef
 
-MAX_POSTPONED: Final = 1024  # beyond it the oldest are given up until their next turn
+MAX_POSTPONED: Final = 1024  # above it the oldest are given up until their next turn
 
 
 class PostponedSaves:
-    """The sessions that are still to be saved; they count as being saved. On vLLM's thread."""
+    """The sessions with a postponed save; they count as being saved. On vLLM's thread."""
 
     def __init__(self, resident: ResidentSessions, groups: Groups) -> None:
         self._resident = resident
@@ -38,15 +38,16 @@ class PostponedSaves:
             self.remove(next(iter(self._sessions.values())))
 
     def remove(self, session: SessionRef) -> None:
-        """Forget the session if it is here: a newer turn of it is saved as a whole."""
+        """Forget the session's postponed save: the save of a newer turn includes all blocks."""
         if self._sessions.pop(name_of(session), None) is not None:
             self._resident.count_save(session, -1)
 
     def next_save(self, job: int) -> Save | None:
-        """A save of what vLLM still has of the oldest session; None if nothing is left of any.
+        """A save of the cached blocks of the oldest session; None if vLLM has no session's blocks.
 
-        The session stays in here until the caller removes it, once the save is planned. Otherwise
-        it would not count as being saved in between, and a session deleted then would come back.
+        The session stays here until the caller removes it, after it has planned the save.
+        Otherwise the session would not count as being saved in between, and if it were deleted
+        then, the save would bring it back.
         """
         while self._sessions:
             session = next(iter(self._sessions.values()))
@@ -59,7 +60,7 @@ class PostponedSaves:
         return None
 
     def _cached(self, chain: Sequence[bytes]) -> list[int]:
-        """Ids of the blocks of the chain, up to the first one that vLLM has reused."""
+        """The ids of the chain's blocks, up to the first one that vLLM has reused."""
         block_ids: list[int] = []
         for block_hash in chain:
             found = self._resident.pool.get_cached_block(block_hash, [self._groups.full])

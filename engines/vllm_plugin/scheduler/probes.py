@@ -1,7 +1,7 @@
-"""Asks, while there is no room to stage, whether anything is stored that is worth waiting for.
+"""Asks, while there is no room to stage, whether a request has stored blocks worth waiting for.
 
-Reading takes memory, so it waits in line; a probe takes none. Without it a new session, of which
-nothing is stored, would wait for those that read gigabytes.
+Reading takes memory, so requests queue for it; a probe takes none. Without probes a new session
+without stored blocks would wait for sessions that read gigabytes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The socket on which the plug-in's processes meet, and what its ranks have answered so far."""
+"""The socket that the plug-in's processes connect to, and the answers of its ranks so far."""

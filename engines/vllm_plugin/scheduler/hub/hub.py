@@ -1,8 +1,8 @@
-"""The hub: a thread of EngineCore with a socket on which the plug-in's processes meet.
+"""The hub: a thread of EngineCore with a socket that the plug-in's other processes connect to.
 
-The workers ("ranks") and the HTTP server ("front") connect to it. vLLM's thread hands messages over
-and picks answers up without waiting for the socket. The gateway's control connection is served by
-the same event loop, so it works while the engine sleeps.
+These are the workers ("ranks") and the HTTP server ("front"). vLLM's thread passes messages to the
+hub and collects answers without waiting for the socket. The same event loop serves the gateway's
+control connection, so that it works while the engine sleeps.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _TIERS: Final[list[TierName | None]] = [None, *TIER_NAMES]
 class Hub:
     """Implements ``RankClient``, and asks the ranks for the control verbs.
 
-    Methods under "from any thread" may be called from anywhere; all else runs on the hub's own
+    Methods under "from any thread" may be called from any thread; all others run on the hub's own
     event loop.
     """
 
     def __init__(self, path: str, num_ranks: int, on_news: Callable[[PeerNews], None]) -> None:
-        """``on_news`` gets what others say unasked, on the hub's event loop."""
+        """``on_news`` gets messages that are no answers, on the hub's event loop."""
         self._path = path
         self._num_ranks = num_ranks
         self._on_news = on_news
@@ -74,7 +74,7 @@ class Hub:
         self._thread = threading.Thread(target=self._run, name="thermocline-hub", daemon=True)
 
     def start(self, *services: Coroutine[Any, Any, asyncio.Server]) -> None:
-        """Open the socket and run ``services``, which open others, on the event loop.
+        """Open the socket, and run ``services``, which open other sockets, on the event loop.
 
         Raises ``OSError``: a socket cannot be opened.
         """
@@ -84,7 +84,7 @@ class Hub:
         self._servers += [self._wait(service) for service in services]
 
     def start_behind_front(self, service: Coroutine[Any, Any, asyncio.Server]) -> None:
-        """Run ``service`` once the HTTP server has connected: then the engine can take requests."""
+        """Run ``service`` once the HTTP server has connected: the engine then accepts requests."""
 
         async def opened() -> None:
             try:
@@ -117,7 +117,7 @@ class Hub:
         return self.submit(work).result(timeout=CLOSE_S)
 
     def _run(self) -> None:
-        # This is vLLM's scheduling process: its thread comes first.
+        # This is vLLM's scheduling process: vLLM's own thread has priority.
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
         self._loop.run_forever()
@@ -126,7 +126,7 @@ class Hub:
 
     @property
     def ready(self) -> bool:
-        """Every rank is connected."""
+        """True if every rank is connected."""
         return len(self._ranks) == self._num_ranks
 
     @property
@@ -136,7 +136,7 @@ class Hub:
 
     @property
     def packed_bytes_per_token(self) -> int:
-        """Bytes that a stored token takes, on all ranks together."""
+        """The bytes of a stored token, on all ranks together."""
         return sum(x.packed_bytes_per_token for x in self._hellos.values())
 
     def send(self, message: Stage | Probe | Release) -> None:
@@ -162,20 +162,20 @@ class Hub:
         return Staged(ticket, shortest.end_block, tier, shortest.reason, part)
 
     def admitted(self, news: RequestAdmitted) -> None:
-        """Inform the HTTP servers that a request begins to run."""
+        """Inform the HTTP servers that a request has begun to run."""
         self.call_soon(self._tell_fronts, news)
 
     def tell_ranks(self, news: ForwardDone | JointFindings) -> None:
-        """Inform every rank how a measurement goes on."""
+        """Send news of a measurement to every rank."""
         self.call_soon(self._broadcast, news)
 
     def ask_front(self, order: RunForward | Wake) -> None:
-        """Have one of the HTTP servers put a request to vLLM, or wake its engine."""
+        """Order one of the HTTP servers to submit a request to vLLM, or to wake its engine."""
         self.call_soon(self._tell_one_front, order)
 
     def call_soon(self, call: Callable[..., object], *args: object) -> None:
         """Run ``call`` on the event loop."""
-        with suppress(RuntimeError):  # the loop is closed: the engine is on its way out
+        with suppress(RuntimeError):  # the loop is closed: the engine is ending
             self._loop.call_soon_threadsafe(call, *args)
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -200,7 +200,7 @@ class Hub:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that a token takes in vLLM's blocks, on all ranks together."""
+        """The bytes of a token in vLLM's blocks, on all ranks together."""
         return sum(x.bytes_per_token for x in self._hellos.values())
 
     @property
@@ -211,11 +211,11 @@ class Hub:
         return sum(live, KVSize()), sum(bf16, KVSize())
 
     async def ask(self, verb: Verb | Look, deadline_s: float) -> list[RankAnswer]:
-        """The answers of all ranks to a verb.
+        """Send a verb to all ranks and return their answers.
 
         Raises:
-            TimeoutError: some rank has not answered after ``deadline_s``.
-            ConnectionError: a rank is not connected, or could not do it.
+            TimeoutError: a rank has not answered after ``deadline_s``.
+            ConnectionError: a rank is not connected, or could not carry out the verb.
         """
         if not self.ready:
             raise ConnectionError("not every worker of the engine is connected")
@@ -252,7 +252,7 @@ class Hub:
             if writer in self._ranks.values():
                 logger.warning("a worker left the hub: %s", error or type(error).__name__)
         except asyncio.CancelledError:
-            pass  # the hub's end; Python 3.11 would print how a cancelled task has no exception
+            pass  # the hub ends; Python 3.11 would print an error about a cancelled task
         finally:
             self._fronts.discard(writer)
             self._ranks = {n: x for n, x in self._ranks.items() if x is not writer}

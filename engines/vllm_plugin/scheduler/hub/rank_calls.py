@@ -1,4 +1,4 @@
-"""Collects the answers of all ranks to a question that the hub has sent them."""
+"""Collects the answers of all ranks to a question of the hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RankCall:
         self._answers: list[RankAnswer] = []
 
     def hear(self, answer: RankAnswer, rank: object) -> None:
-        """Take in a message; ``rank`` is any object that distinguishes the senders."""
+        """Add a message; ``rank`` is any object that distinguishes the senders."""
         sessions = self._pages.setdefault(rank, [])
         sessions.extend(answer.sessions)
         if answer.more:
@@ -35,7 +35,7 @@ class RankCall:
 
 
 class RankCalls:
-    """The calls whose callers still wait, by number. On the hub's event loop."""
+    """The calls that callers still wait for, by number. On the hub's event loop."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -44,7 +44,7 @@ class RankCalls:
 
     @contextmanager
     def open(self) -> Iterator[RankCall]:
-        """Begin a call; answers are heard until the block ends."""
+        """Begin a call; answers are collected until the ``with`` block ends."""
         call = RankCall(next(self._numbers), self._num_ranks)
         self._open[call.number] = call
         try:
@@ -53,6 +53,6 @@ class RankCalls:
             del self._open[call.number]
 
     def hear(self, answer: RankAnswer, rank: object) -> None:
-        """Pass a message on to its call; it is dropped if its caller does not wait any more."""
+        """Pass a message on to its call; drop it if the caller no longer waits."""
         if (call := self._open.get(answer.number)) is not None:
             call.hear(answer, rank)

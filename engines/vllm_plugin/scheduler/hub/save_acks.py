@@ -1,4 +1,4 @@
-"""Counts which ranks have stored their share of a save: it is complete when all of them have."""
+"""Counts the ranks that have stored their share of a save: it is complete when all of them have."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class _Tally:
 
 
 class SaveAcks:
-    """The saves that some rank has not reported yet; bounded. On the hub's event loop."""
+    """The saves that at least one rank has not reported yet; bounded. On the hub's event loop."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._open: dict[int, _Tally] = {}  # by job, the oldest first
 
     def __len__(self) -> int:
-        """The number of saves that some rank has not reported yet."""
+        """The number of saves that at least one rank has not reported yet."""
         return len(self._open)
 
     def completes(self, saved: RankSaved) -> bool:
