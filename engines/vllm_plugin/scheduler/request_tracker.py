@@ -1,20 +1,20 @@
 """Follows each request on vLLM's scheduler side: which of its tokens need not be prefilled.
 
-A request goes through here like this (``->`` are calls of vLLM's, on its own thread):
+The stages of a request (``->`` marks calls by vLLM, on its own thread):
 
-    -> add                 names the request's session
-    -> match  None         too much is staged for others already; the request waits in line
-    -> match  None         the ranks were asked to stage what is stored: read it, verify it; if
-                           nothing else runs, memory is quick enough to answer at once
-    -> match  None         still reading (a disk, Redis); vLLM serves others meanwhile
-    -> match  n tokens     everything offered is in memory and verified on every rank
+    -> add                 finds the request's session
+    -> match  None         too much is staged for other requests already; the request waits
+    -> match  None         the ranks were asked to stage the stored blobs: to read and verify them;
+                           if no other request runs, blobs in memory are staged within this call
+    -> match  None         still reading (a disk, Redis); vLLM serves other requests meanwhile
+    -> match  n tokens     all offered tokens are in memory and verified on every rank
     -> allocated           vLLM set blocks aside; the load is planned
-    -> absorb              loaded, or blocks that could not be decoded
+    -> absorb              the load has ended, perhaps with blocks that could not be decoded
     -> finished            the turn is over; its full blocks are saved
 
 A failed load must not be offered again. With the policy ``recompute``, a request whose first block
-failed starts over from nothing, and vLLM asks ``match`` again; the same answer would fail the same
-way, for ever. So a request gets one load, and after a failure none.
+failed starts again from the beginning, and vLLM calls ``match`` again; the same answer would fail
+the same way, for ever. So a request gets one load, and after a failure none.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvstore.stats import Counters
 
 
 class RequestTracker:
-    """The requests that vLLM knows, and what is to be done for them. All on vLLM's thread."""
+    """The requests that vLLM has, and the planned work for them. All methods on vLLM's thread."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RequestTracker:
         on_turn_end: Callable[[SessionRef], None],
         counters: Counters,
     ) -> None:
-        """``on_admitted`` gets the news of each request that begins to run."""
+        """``on_admitted`` is called for each request that begins to run."""
         self._restores = restores
         self._saves = saves
         self._resident = resident
@@ -60,7 +60,7 @@ class RequestTracker:
         self._requests: dict[str, TrackedRequest] = {}
         self._num_running = 0
 
-    # ---- a request comes
+    # ---- a request arrives
 
     def add(self, request: Any) -> None:
         """Note a new request (``vllm.v1.request.Request``) and begin its session's turn."""
@@ -101,8 +101,8 @@ class RequestTracker:
         """The saves and loads for the workers to begin in the next step.
 
         Args:
-            admitted: ids of the requests that begin to run with it, and their computed tokens.
-            scheduled: ids of all requests that it computes tokens of.
+            admitted: ids of the requests that begin to run in it, and their computed tokens.
+            scheduled: ids of all requests for which it computes tokens.
         """
         self._resident.drop_asked()
         for request_id, num_computed_tokens in admitted:
@@ -127,7 +127,7 @@ class RequestTracker:
             self._on_admitted(news)
 
     def _count(self, tracked: TrackedRequest, num_computed_tokens: int) -> None:
-        """Count the prompt under the names that the mlx engine uses, too."""
+        """Count the prompt under the same names as the mlx engine."""
         source, reason = tracked.outcome(num_computed_tokens)
         self._counters.add("prompts")
         self._counters.add("prompt_tokens", tracked.request.num_tokens)
@@ -144,10 +144,10 @@ class RequestTracker:
         failed: Collection[str] = (),
         skipped: Collection[int] = (),
     ) -> None:
-        """Take in what the workers report at the end of a step.
+        """Process the workers' reports at the end of a step.
 
-        ``failed``: requests whose load failed, where vLLM takes no failed blocks. ``acks`` and
-        ``skipped``: see ``TurnSaves.acknowledge``.
+        ``failed``: requests whose load failed, for models where vLLM accepts no list of failed
+        blocks. ``acks`` and ``skipped``: see ``TurnSaves.acknowledge``.
         """
         for request_id in self._restores.failed_loads(bad_block_ids, failed):
             self._fail(request_id)
@@ -178,14 +178,14 @@ class RequestTracker:
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Plan the save of a request that has ended, and return the report for its client.
 
-        ``tables``: its blocks, by group. None if the request is not known.
+        ``tables``: its blocks, by group. Returns None if the request is not known.
         """
         self._measured.finished(request, tables)
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return None
         self._num_running -= tracked.reported
-        # While a load runs, or before one was planned, the blocks may hold anything.
+        # While a load is planned or runs, the contents of the blocks are undefined.
         is_loading = self._restores.is_loading(request.request_id)
         if not is_loading:
             self._restores.release(tracked)
@@ -201,16 +201,16 @@ class RequestTracker:
 
     @property
     def has_work(self) -> bool:
-        """An idle engine runs no code of ours, so it must go on stepping until saves are done."""
+        """True while saves or loads need more steps: an idle engine runs no code of ours."""
         return self._saves.has_work or self._restores.has_planned
 
     def tier_of(self, request: Any) -> TierName | None:
-        """The tier that the tokens being loaded for this request come from."""
+        """The tier of the tokens that are loaded for this request."""
         tracked = self._requests.get(request.request_id)
         return tracked.tier if tracked else None
 
     def progress(self) -> list[RequestProgress]:
-        """Say how far the requests of sessions are that have begun to run. Any thread."""
+        """The progress of the running requests that belong to sessions. Any thread."""
         return [
             x.progress(x.session)
             for x in list(self._requests.values())
@@ -224,7 +224,7 @@ class RequestTracker:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests that vLLM has; those that measure do not count."""
+        """The number of requests that vLLM has; measuring requests do not count."""
         return len(self._requests)
 
     @property
@@ -233,5 +233,5 @@ class RequestTracker:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is held for anybody; for tests."""
+        """True if no request, load or save is left; for tests."""
         return not (self._requests or self.has_work) and self._restores.is_settled

@@ -1,16 +1,16 @@
-"""Knows which blocks each session consists of, and whether vLLM still holds them.
+"""Records the blocks of each session, and finds out whether vLLM still holds them.
 
 vLLM keeps the blocks of finished requests until it needs the room, and does not report when it
-reuses one. So only the hashes of a session's blocks are remembered. Whether the blocks are still
-there is looked up in vLLM's own table at each question, from any thread: a lookup changes
-nothing, and one that vLLM's thread disturbs is repeated. Only vLLM's thread changes vLLM's table.
+reuses one. So only the hashes of a session's blocks are remembered. Each query looks up in vLLM's
+own table whether the blocks are still cached, from any thread: a lookup changes nothing, and is
+repeated if vLLM's thread disturbs it. Only vLLM's thread changes vLLM's table.
 
 A session is hot while vLLM holds all of its blocks. vLLM reuses a chain of blocks from its tail on,
-because it frees them in that order, and so do we: if the last block is there, all are. What is left
-of a chain without its tail is mostly the beginning that it shares with other sessions.
+because vLLM and this plug-in free the blocks in that order: if the last block is cached, all are.
+The rest of a chain without its tail is mostly a beginning that it shares with other sessions.
 
-Where some layers do not keep all tokens (``groups``), vLLM goes on only from a boundary with a
-state, so such a session is hot while its newest state is there, too. The blocks of a state are
+If some layers do not keep all tokens (``groups``), vLLM continues only from a boundary with a
+state, so such a session is hot while its newest state is cached, too. The blocks of a state are
 looked up one by one: vLLM frees the blocks of each group independently.
 """
 
@@ -28,7 +28,7 @@ from engines.vllm_plugin.groups import DENSE, Groups
 from kvstore.session import SessionRef
 
 MAX_SESSIONS: Final = 4096
-LOOKUPS: Final = 3  # of one block, each disturbed by vLLM's thread; it takes microseconds
+LOOKUPS: Final = 3  # tries for one block, if vLLM's thread disturbs them; a try takes microseconds
 
 
 class BlockPool(Protocol):
@@ -53,20 +53,20 @@ def name_of(session: SessionRef) -> SessionName:
 
 @dataclass
 class ResidentSession:
-    """The blocks that one session consists of, and what is under way with it."""
+    """The blocks of one session, and its requests, saves and drops under way."""
 
     hashes: list[bytes] = field(default_factory=list)
     part: tuple[int, ...] = ()  # ids of the tokens after these blocks whose KV is saved
-    boundary: int = 0  # the number of blocks that vLLM can go on from: all, or up to a state
+    boundary: int = 0  # the number of blocks that vLLM can continue from: all, or up to a state
     num_requests: int = 0  # being served
     last_used_s: float = 0.0  # monotonic
     num_saves: int = 0  # planned, and not yet copied out by every rank
     dropping: bool = False  # its blocks leave the prefix cache in vLLM's next step
-    reported_hot: bool = False  # in what the gateway last heard of it
+    reported_hot: bool = False  # in the last report to the gateway
 
 
 class ResidentSessions:
-    """The sessions that vLLM may hold blocks of, by name. Thread-safe."""
+    """The sessions whose blocks vLLM may hold, by name. Thread-safe."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -78,7 +78,7 @@ class ResidentSessions:
         self._groups = DENSE
 
     def bind(self, pool: BlockPool, groups: Groups = DENSE) -> None:
-        """Give vLLM's block pool, before the first request."""
+        """Set vLLM's block pool, before the first request."""
         self._pool = pool
         self._groups = groups
 
@@ -108,9 +108,9 @@ class ResidentSessions:
     ) -> None:
         """Note that a turn is over and that the session now consists of these blocks.
 
-        ``hashes``: empty = the blocks are those from before. ``part``: ids of the tokens after
-        them. ``boundary``: where layers have states, the number of blocks before the newest state,
-        0 if there is none.
+        ``hashes``: empty = the blocks have not changed. ``part``: ids of the tokens after them.
+        ``boundary``: if layers have states, the number of blocks before the newest state, 0 if
+        there is none.
         """
         with self._lock:
             entry = self._sessions.get(name_of(session))
@@ -126,7 +126,7 @@ class ResidentSessions:
                 self._users.update(entry.hashes)
 
     def count_save(self, session: SessionRef, change: int) -> None:
-        """Count unfinished saves: +1 when one is planned, -1 when all ranks have it."""
+        """Count unfinished saves: +1 when one is planned, -1 when all ranks have copied it."""
         with self._lock:
             entry = self._sessions.get(name_of(session))
             if entry is not None:
@@ -141,7 +141,7 @@ class ResidentSessions:
             self._let_go(self._sessions.pop(name).hashes)
 
     def _let_go(self, hashes: Sequence[bytes]) -> None:
-        """Count one session less for these blocks, and stop counting those that none has."""
+        """Count one session less for these blocks, and remove blocks without sessions."""
         for block_hash in hashes:
             self._users[block_hash] -= 1
             if not self._users[block_hash]:
@@ -151,7 +151,7 @@ class ResidentSessions:
 
     @property
     def block_hashes(self) -> set[bytes]:
-        """Hashes of all blocks that some session consists of."""
+        """The hashes of the blocks of all sessions."""
         with self._lock:
             return set(self._users)
 
@@ -160,13 +160,13 @@ class ResidentSessions:
             return list(self._sessions)
 
     def is_busy(self, name: SessionName) -> bool:
-        """True while a request of the session is served."""
+        """True while a request of the session is being served."""
         with self._lock:
             entry = self._sessions.get(name)
             return entry is not None and entry.num_requests > 0
 
     def is_saving(self, name: SessionName) -> bool:
-        """True while some rank has not copied out a planned save of the session."""
+        """True while a rank has not yet copied out a planned save of the session."""
         with self._lock:
             entry = self._sessions.get(name)
             return entry is not None and entry.num_saves > 0
@@ -178,13 +178,13 @@ class ResidentSessions:
             return None if entry is None else max(0.0, self._monotonic() - entry.last_used_s)
 
     def num_resident(self, name: SessionName) -> int:
-        """The number of blocks that vLLM would go on from; 0 unless it still holds all of them."""
+        """The number of blocks that vLLM can continue from; 0 unless it still holds all of them."""
         with self._lock:
             entry = self._sessions.get(name)
             return 0 if entry is None else self._resident(entry)
 
     def chain(self, session: SessionRef) -> list[bytes]:
-        """Hashes of the session's blocks, whether vLLM has them or not; [] once dropped."""
+        """The hashes of the session's blocks, whether cached or not; [] if it is being dropped."""
         with self._lock:
             entry = self._sessions.get(name_of(session))
             return [] if entry is None or entry.dropping else list(entry.hashes)
@@ -192,7 +192,7 @@ class ResidentSessions:
     def part_behind(
         self, session: SessionRef, num_blocks: int, block_hash: bytes
     ) -> tuple[int, ...]:
-        """Ids of the session's tokens after this block, if it is its last full one; else ().
+        """The ids of the session's tokens after this block, if it is its last full one; else ().
 
         ``num_blocks``: the number of blocks up to and including this one.
         """
@@ -203,7 +203,7 @@ class ResidentSessions:
             return entry.part if entry.hashes[-1] == block_hash else ()
 
     def take_cooled(self) -> list[SessionName]:
-        """Quiet sessions that the gateway believes to be hot and that are not any more, once."""
+        """Quiet sessions that were reported as hot and no longer are; each is returned once."""
         with self._lock:
             quiet = [(n, x) for n, x in self._sessions.items() if not x.num_requests]
             cooled = [(n, x) for n, x in quiet if x.reported_hot and not self._resident(x)]
@@ -222,7 +222,7 @@ class ResidentSessions:
     def num_idle_blocks(self) -> int:
         """The number of blocks of quiet sessions.
 
-        Blocks that requests and saves hold are not among them: ``num_used_blocks`` counts those.
+        Blocks that requests and saves hold are not included: ``num_used_blocks`` counts those.
         """
         with self._lock:
             quiet = (x for x in self._sessions.values() if not (x.num_requests or x.num_saves))
@@ -235,11 +235,11 @@ class ResidentSessions:
     # ---- dropping
 
     def ask_to_drop(self, name: SessionName) -> None:
-        """Have the session's blocks dropped from vLLM's prefix cache. From any thread.
+        """Request that the session's blocks are dropped from vLLM's prefix cache. From any thread.
 
-        vLLM's thread does so before it next looks for a prefix, so it is as good as done; an idle
-        engine runs no code in between. A busy session is left alone: its turn would bring the
-        blocks back.
+        vLLM's thread drops them before it next looks for a prefix, so no request can use them; an
+        idle engine runs no code in between. The blocks of a busy session are not dropped: its turn
+        would bring them back.
         """
         with self._lock:
             entry = self._sessions.get(name)
@@ -249,17 +249,17 @@ class ResidentSessions:
 
     @property
     def has_drops(self) -> bool:
-        """Blocks wait to be dropped in vLLM's next step."""
+        """True if blocks wait to be dropped in vLLM's next step."""
         return bool(self._to_drop)
 
     def drop_asked(self) -> None:
-        """Take the blocks out of the prefix cache that no other session has. On vLLM's thread."""
+        """Drop the requested blocks that no other session has. On vLLM's thread."""
         if not self._to_drop:
             return
         with self._lock:
             names, self._to_drop = self._to_drop, []
             entries = [self._sessions[x] for x in names if x in self._sessions]
-            idle = [x for x in entries if x.dropping]  # it was not used meanwhile
+            idle = [x for x in entries if x.dropping]  # the sessions not used meanwhile
             hashes = [h for x in idle for h in x.hashes if self._users[h] <= 1]
             for entry in idle:
                 self._let_go(entry.hashes)
@@ -270,7 +270,7 @@ class ResidentSessions:
 
     def _cached(self, block_hash: bytes, group: int) -> Any:
         for _ in range(LOOKUPS):
-            # Where a hash has several blocks, the lookup iterates; vLLM may add or drop one.
+            # If a hash has several blocks, the lookup iterates over them; vLLM may change them.
             with suppress(RuntimeError, StopIteration):
                 found = self.pool.get_cached_block(block_hash, [group])
                 return found[0] if found else None

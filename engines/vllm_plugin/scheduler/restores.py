@@ -1,9 +1,9 @@
-"""Finds what is stored of a request, has the ranks stage it, and offers it to vLLM.
+"""Finds the stored blobs of a request, orders the ranks to stage them, and offers them to vLLM.
 
-A request waits here in up to three places, one after the other:
+A request waits here for up to three things, one after the other:
 
-    for room       too much is staged for others already (``StagingBudget``)
-    for the ranks  they read and verify what is stored; vLLM serves others meanwhile
+    for room       too much is staged for other requests already (``StagingBudget``)
+    for the ranks  they read and verify the blobs; vLLM serves other requests meanwhile
     for a load     vLLM has set blocks aside, and the ranks fill them
 """
 
@@ -24,16 +24,16 @@ from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
 from engines.vllm_plugin.scheduler.tracked_request import Restore, TrackedRequest
 from kvstore.by_blocks.store import RestoredPart
 
-# A rank answers within its own deadline; one that does not answer at all is not waited for.
+# A rank answers within its own deadline. After this many seconds more, a request stops waiting.
 RANK_GRACE_S: Final = 2.0
-# While the model has nothing to do, vLLM steps on and on until a load or a save is done, in every
-# process, on the cores that this very work needs. So each step waits for news: no longer than
-# this, because a new request is taken up only between two steps.
+# While the model has no work, vLLM runs empty steps until a load or a save is done, in every
+# process, on the cores that the load or save needs. So each step waits for news, but no longer than
+# this, because vLLM accepts a new request only between two steps.
 PATIENCE_S: Final = 0.01
 
 
 class Restores:
-    """All methods run on vLLM's thread."""
+    """The restores of all requests. All methods run on vLLM's thread."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Restores:
         max_staged_bytes: int,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_staged_bytes`` bounds what is staged at once: packed, on all ranks together."""
+        """``max_staged_bytes`` bounds the packed bytes staged at a time, on all ranks together."""
         self._ranks = ranks
         self._resident = resident
         self._blocks = blocks
@@ -61,9 +61,9 @@ class Restores:
     def match(
         self, tracked: TrackedRequest, num_computed_tokens: int, *, idle: bool
     ) -> tuple[int | None, bool]:
-        """Answer vLLM's ``get_num_new_matched_tokens``. Asking twice changes nothing.
+        """Answer vLLM's ``get_num_new_matched_tokens``. A second call changes nothing.
 
-        ``idle``: no request is being computed, so a short wait delays none.
+        ``idle``: no request is being computed, so a short wait delays no request.
         """
         request = tracked.request
         if tracked.barred or request.skip_reading_prefix_cache:
@@ -87,7 +87,7 @@ class Restores:
     def _is_hot_part(self, tracked: TrackedRequest, first: int) -> bool:
         """True if vLLM has all full blocks of the session and its part is worth a load.
 
-        It is worth one only while no step of the model for other requests delays the load.
+        A part is worth a load only while no step of the model for other requests delays the load.
         """
         if not self._blocks.keeps_parts or tracked.session is None or not first:
             return False
@@ -112,7 +112,7 @@ class Restores:
     def _without_room(
         self, tracked: TrackedRequest, first: int, hashes: Sequence[bytes]
     ) -> tuple[int | None, bool]:
-        """Let a request of which nothing is stored go on; all others wait for room."""
+        """Let a request without stored blobs continue; all others wait for room."""
         if not self._probes.finds_nothing(tracked, first, hashes):
             return None, False
         tracked.barred = True
@@ -120,7 +120,7 @@ class Restores:
         return 0, False
 
     def _has_answer(self, tracked: TrackedRequest, restore: Restore, idle: bool) -> bool:
-        """True once the ranks have answered, or have taken so long that the wait was given up."""
+        """True once the ranks have answered, or the deadline for their answer has passed."""
         if restore.staged is not None:
             return True
         restore.staged = self._ranks.staged(restore.ticket, self._patience_s(idle))
@@ -130,7 +130,7 @@ class Restores:
         return True
 
     def _patience_s(self, idle: bool) -> float:
-        """Seconds to wait for the ranks: only once per step, in which many requests may ask."""
+        """Seconds to wait for the ranks: once per step at most, however many requests ask in it."""
         patient = idle and not self._has_waited
         self._has_waited = True
         return PATIENCE_S if patient else 0.0
@@ -147,7 +147,7 @@ class Restores:
         return offered, offered > 0
 
     def release(self, tracked: TrackedRequest) -> None:
-        """Give up what is staged for this request, unless it is being loaded, and its room."""
+        """Release the request's room, and its staged blobs unless they are being loaded."""
         if tracked.restore is not None and not tracked.restore.loading:
             self._ranks.send(Release(tracked.restore.ticket))
         self._probes.withdraw(tracked)
@@ -179,13 +179,13 @@ class Restores:
             tracked.restored_part = RestoredPart(staged.end_block, staged.part, part_tokens)
 
     def take_planned(self) -> list[Load]:
-        """The loads planned since the last step. In the next step the ranks may be waited for."""
+        """Return the loads planned since the last step, and allow one wait in the next step."""
         loads, self._planned = self._planned, []
         self._has_waited = False
         return loads
 
     def failed_loads(self, bad_block_ids: set[int], failed: Collection[str]) -> list[str]:
-        """Ids of the loading requests that are among ``failed`` or have a bad block."""
+        """The ids of the loading requests that are among ``failed`` or have a bad block."""
         return [x for x, ids in self._loading.items() if ids & bad_block_ids or x in failed]
 
     def end_load(self, request_id: str) -> None:
@@ -198,10 +198,10 @@ class Restores:
 
     @property
     def has_planned(self) -> bool:
-        """Some load waits for the next step."""
+        """True if a load waits for the next step."""
         return bool(self._planned)
 
     @property
     def is_settled(self) -> bool:
-        """No load is planned or under way; for tests."""
+        """True if no load is planned or under way; for tests."""
         return not (self._planned or self._loading)

@@ -1,4 +1,4 @@
-"""Puts the scheduler side of the plug-in together: tracker, hub and control connection."""
+"""Assembles the scheduler side of the plug-in: tracker, hub and control connection."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from engines.wire import CodecReport, EngineReport, Notice, Welcome, absent
 from kvstore.session import SessionRef
 from kvstore.stats import Counters
 
-WORKERS_S: Final = 10.0  # for them to come to the hub
+WORKERS_S: Final = 10.0  # how long to wait for the workers to connect to the hub
 POLL_S: Final = 0.05
 WAKE_S: Final = 0.1
 
 
 class SchedulerSide:
-    """The parts of the plug-in that live in EngineCore.
+    """The parts of the plug-in that run in EngineCore.
 
-    ``tracker`` belongs to vLLM's thread; everything else runs on the hub's.
+    ``tracker`` belongs to vLLM's thread; all other parts run on the hub's thread.
     """
 
     def __init__(
@@ -125,40 +125,40 @@ class SchedulerSide:
 
     @property
     def ready(self) -> bool:
-        """Every rank is connected."""
+        """True if every rank is connected."""
         return self._hub.ready
 
     @property
     def has_work(self) -> bool:
-        """An idle engine is to go on stepping."""
+        """True if an idle engine must continue to run steps."""
         return self.tracker.has_work or self._has_events
 
     @property
     def _has_events(self) -> bool:
-        """Readers of KV events have something to hear, of our tiers or of blocks to be dropped."""
+        """True if there are KV events to report, about our tiers or about blocks to be dropped."""
         if self.inventory is None:
             return False
         return self.inventory.has_news or self._resident.has_drops
 
     def _is_told(self, name: SessionName) -> bool:
-        """True, too, where nothing can wake the engine: its next step may be long in coming."""
+        """True if the session was reported, or no HTTP server can wake the engine to report it."""
         if self.inventory is None or not self._hub.num_fronts:
             return True
         return self.inventory.is_told(name)
 
     async def _wake_idle_engine(self) -> None:
-        """Have events published that an idle engine would keep until its next request."""
+        """Wake the engine to publish events; an idle engine would keep them until a request."""
         while True:
             await asyncio.sleep(WAKE_S)
             if self._has_events:
                 self._hub.ask_front(Wake())
 
     def bind(self, pool: BlockPool) -> None:
-        """Give vLLM's block pool, before the first request."""
+        """Set vLLM's block pool, before the first request."""
         self._resident.bind(pool, self._groups)
 
     async def report(self) -> EngineReport:
-        """The engine's report. On the hub's event loop: see ``spawn``. Raises as ``Hub.ask``."""
+        """The engine's report. On the hub's event loop: see ``spawn``. Raises like ``Hub.ask``."""
         return await self._verbs.stats()
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -171,7 +171,7 @@ class SchedulerSide:
     async def _welcomed(self) -> Welcome:
         """The greeting to the gateway, with the codec that the workers chose.
 
-        They may start a moment later, so they are waited for.
+        The workers may start a moment later, so this waits for them.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(WORKERS_S):
@@ -188,7 +188,7 @@ class SchedulerSide:
         self._hub.spawn(partial(self._tell, "turn", session))
 
     def _hear(self, news: PeerNews) -> None:
-        """Pass on to the gateway what ranks say unasked. On the hub's event loop."""
+        """Process messages of peers that are no answers. On the hub's event loop."""
         match news:
             case RankLost():
                 self._hub.spawn(partial(self._tell_lost, news))
@@ -211,9 +211,9 @@ class SchedulerSide:
             self._control.publish(Notice(cause, report))
 
     async def _tell_lost(self, news: RankLost) -> None:
-        """Report to the gateway that a session is lost, if it is still, or where it is now.
+        """Report to the gateway that a session is lost, if that is still true, or its new tier.
 
-        One rank's share is enough to lose it; a turn may have saved it anew meanwhile.
+        The loss of one rank's share loses the session; a turn may have saved it again meanwhile.
         """
         report = await self._verbs.look(news.session)
         if report is None or report.tier is None:

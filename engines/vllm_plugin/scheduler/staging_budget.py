@@ -1,20 +1,20 @@
-"""Bounds what is staged at once: read, verified, and held in memory until vLLM loads it.
+"""Bounds the staged bytes: blobs that were read, verified and are held until vLLM loads them.
 
-vLLM asks for every waiting request in each step, so without a bound a long line of requests would
-have all its sessions in memory together, in every worker. The bound is kept here, for all ranks at
-once: ranks that each chose for themselves could wait for each other.
+vLLM calls ``match`` for every waiting request in each step, so without a bound all sessions of a
+long queue of requests would be in memory together, in every worker. One bound is kept here for all
+ranks: if each rank chose for itself, ranks could wait for each other.
 
-First come, first served: if short sessions overtook, a long one might never find room. A session
-larger than the whole budget gets in when no other is there. A request that waits is asked for
-again in vLLM's next step; one that will not come back has to ``release``, or the others wait for
-it.
+The order is first come, first served: if short sessions could overtake, a long one might never find
+room. A session larger than the whole budget is admitted when no other is staged. vLLM asks again
+for a waiting request in its next step. A request that will not ask again must call ``release``;
+otherwise the others would wait for it.
 """
 
 from __future__ import annotations
 
 
 class StagingBudget:
-    """Bytes reserved by requests, and the line of those that wait. On vLLM's thread."""
+    """The bytes reserved by requests, and the queue of waiting ones. On vLLM's thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -22,7 +22,7 @@ class StagingBudget:
         self._reserved: dict[str, int] = {}  # bytes by request
 
     def reserve(self, request_id: str, nbytes: int) -> bool:
-        """Reserve the bytes, or join the line and return False; a request keeps its turn there."""
+        """Reserve the bytes, or return False and keep the request's place in the queue."""
         self._waiting.setdefault(request_id)
         taken = sum(self._reserved.values())
         fits = not self._reserved or taken + nbytes <= self._max_bytes
@@ -33,6 +33,6 @@ class StagingBudget:
         return True
 
     def release(self, request_id: str) -> None:
-        """Give back what the request has reserved, or its turn in the line; else do nothing."""
+        """Release the request's bytes or its place in the queue, if it has any."""
         self._waiting.pop(request_id, None)
         self._reserved.pop(request_id, None)

@@ -1,8 +1,8 @@
-"""How a request's tokens are cut into vLLM's blocks, and what lies after the last full one.
+"""The division of a request's tokens into vLLM's blocks and the tokens after the last full one.
 
-vLLM knows full blocks only. It computes the tokens after the last full block, called the *part*,
-again in every turn, also of a session that is hot. An engine on CPUs pays for each of these
-tokens; a GPU computes them beside the new ones for nothing. So parts are kept on CPUs only.
+vLLM caches only full blocks. It computes the tokens after the last full block, called the *part*,
+again in every turn, even of a hot session. A CPU engine needs time for each of these tokens; a GPU
+computes them together with the new ones at no cost. So parts are kept on CPUs only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Feature(Protocol):
 
 
 class Tokens(Protocol):
-    """The fields of ``vllm.v1.request.Request`` that decide on the KV of its tokens."""
+    """The fields of ``vllm.v1.request.Request`` that determine the KV of its tokens."""
 
     @property
     def all_token_ids(self) -> Sequence[int]: ...
@@ -38,9 +38,10 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """The block size, the groups of layers, and what is kept with a session; fixed for an engine.
+    """The block size, the groups of layers, and options for saves; fixed for an engine.
 
-    ``keeps_parts``: the part after its blocks. ``keeps_ids``: the ids of the blocks' tokens.
+    ``keeps_parts``: the part after a session's blocks is saved, too. ``keeps_ids``: the ids of the
+    blocks' tokens are saved, too.
     """
 
     block_tokens: int
@@ -51,30 +52,30 @@ class TokenBlocks:
     def num_restorable(self, request: Any) -> int:
         """The number of the prompt's blocks that may be restored.
 
-        One token at least must be computed, or there would be nothing to sample from.
+        At least one token must be computed, because the answer is sampled from its output.
         """
         num_full: int = (request.num_tokens - 1) // self.block_tokens
         return min(num_full, len(request.block_hashes))
 
     def computed_hashes(self, request: Any, num_blocks: int) -> list[bytes]:
-        """Hashes of the first blocks whose every token was computed; at most ``num_blocks``."""
+        """The hashes of the fully computed blocks, from the first on; at most ``num_blocks``."""
         num_full = min(
             num_final_tokens(request) // self.block_tokens, len(request.block_hashes), num_blocks
         )
         return [bytes(x) for x in request.block_hashes[: max(num_full, 0)]]
 
     def computed_part(self, request: Any, num_full: int, num_blocks: int) -> tuple[int, ...]:
-        """Token ids that were computed after ``num_full`` full blocks; () where none are kept."""
+        """The ids of the tokens computed after ``num_full`` full blocks; () if none are kept."""
         first, last = num_full * self.block_tokens, num_final_tokens(request)
         if not (self.keeps_parts and 0 < num_full < num_blocks):
             return ()
         return ids_between(request, first, last) if last - first < self.block_tokens else ()
 
     def computed_ids(self, request: Any, num_full: int) -> bytes:
-        """Ids of the tokens of the first blocks, as records have them; b"" where none are kept.
+        """The ids of the tokens of the first blocks, in the form of records; b"" if none are kept.
 
-        None are kept either if more than ids and the gateway's salt decides on the blocks' hashes:
-        readers could not see that.
+        None are kept either if the blocks' hashes depend on more than ids and the gateway's salt,
+        because readers could not see that.
         """
         if not (self.keeps_ids and num_full) or has_own_salt(request):
             return b""
@@ -82,7 +83,7 @@ class TokenBlocks:
         return struct.pack(f"<{len(ids)}I", *ids)
 
     def num_matching(self, request: Any, end_block: int, part: Sequence[int]) -> int:
-        """The number of ``part``'s tokens that the prompt has, too, after block ``end_block``."""
+        """The number of first tokens of ``part`` that the prompt also has after ``end_block``."""
         if not self.keeps_parts:
             return 0
         return num_common(part, request, end_block * self.block_tokens, request.num_tokens - 1)
@@ -96,9 +97,9 @@ def num_final_tokens(request: Any) -> int:
 
 
 def ids_between(request: Tokens, first: int, last: int) -> tuple[int, ...]:
-    """Ids of the tokens from ``first`` up to ``last``; () if more than ids decides on their KV.
+    """The ids of the tokens ``first`` to ``last``; () if their KV depends on more than ids.
 
-    All that stands before them is in the hash of the block before, with salt and all.
+    The hash of the block before them covers everything before them, including the salt.
     """
     if request.prompt_embeds is not None or any(
         x.mm_position.offset < last and first < x.mm_position.offset + x.mm_position.length
@@ -109,7 +110,7 @@ def ids_between(request: Tokens, first: int, last: int) -> tuple[int, ...]:
 
 
 def num_common(part: Sequence[int], request: Tokens, first: int, last: int) -> int:
-    """The number of ``part``'s tokens that the request goes on with from ``first`` to ``last``."""
+    """The number of first tokens of ``part`` that the request has from ``first`` to ``last``."""
     ids = ids_between(request, first, min(first + len(part), last))
     pairs = zip(part, ids, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(part), len(ids)))

@@ -1,7 +1,7 @@
 """Plans the save of a session when its turn ends, and holds its blocks until the ranks have them.
 
 vLLM's blocks are reference counted. A save takes one reference to each of its blocks, so that vLLM
-cannot reuse them, and gives it back when every rank has copied the rows out.
+cannot reuse them, and releases it when every rank has copied the rows out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HeldSave:
 
 
 class TurnSaves:
-    """All methods run on vLLM's thread."""
+    """The saves of all sessions. All methods run on vLLM's thread."""
 
     def __init__(self, resident: ResidentSessions, blocks: TokenBlocks, num_ranks: int) -> None:
         self._resident = resident
@@ -51,10 +51,10 @@ class TurnSaves:
         *,
         filled: bool,
     ) -> None:
-        """Plan the save of all that was computed, and note what the session consists of now.
+        """Plan the save of all computed tokens, and record the session's present blocks.
 
         ``tables``: the request's block ids, by group. ``restored_part``: see ``Save``. ``filled``:
-        the blocks hold the request's own KV; otherwise nothing is saved.
+        the blocks hold the request's own KV; otherwise no block is saved.
         """
         block_ids = tables[self._blocks.groups.full]
         hashes = self._blocks.computed_hashes(request, len(block_ids)) if filled else []
@@ -72,9 +72,9 @@ class TurnSaves:
     def hold_wanted(
         self, request: Any, number: int, block_ids: Sequence[int], boundary: int
     ) -> None:
-        """Hold the blocks that a measurement wants to read.
+        """Hold the blocks that a measurement reads.
 
-        ``number``: of its order. ``boundary``: the number of blocks before the wanted state.
+        ``number``: its order's number. ``boundary``: the number of blocks before the wanted state.
         """
         pool, states = self._resident.pool, self._state_at(request, boundary)
         wanted = Wanted(next(self._jobs), number, list(block_ids), boundary, states)
@@ -84,7 +84,7 @@ class TurnSaves:
         self._wanted.append(wanted)
 
     def _state_at(self, request: Any, boundary: int) -> list[int]:
-        """Blocks of the state after ``boundary`` blocks, as far as vLLM still has it."""
+        """The block ids of the state after ``boundary`` blocks; [] if vLLM no longer has it."""
         groups = self._blocks.groups
         if not groups.states or not boundary:
             return []
@@ -94,7 +94,7 @@ class TurnSaves:
         return groups.held_states(self._resident.pool, hashes, [boundary]).get(boundary, [])
 
     def take_wanted(self) -> list[Wanted]:
-        """Return what measurements read in the next step."""
+        """Return the blocks that measurements read in the next step."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
@@ -113,10 +113,10 @@ class TurnSaves:
         self._planned.append(save)
 
     def acknowledge(self, acks: Mapping[int, int], skipped: Collection[int]) -> None:
-        """Give blocks back that the ranks need no longer.
+        """Release blocks that the ranks no longer need.
 
-        ``acks``: for each job, how many ranks are done with its blocks. ``skipped``: the jobs
-        among them that a rank did not begin, because too many others waited.
+        ``acks``: for each job, the number of ranks that are done with its blocks. ``skipped``: the
+        jobs among them that a rank did not begin, because too many others waited.
         """
         for job in skipped:
             self._held[job].is_skipped = True
@@ -130,18 +130,18 @@ class TurnSaves:
             if save.is_skipped:
                 self._postponed.add(save.session)
             self._resident.count_save(save.session, -1)
-        # Tail first: vLLM reuses first what was freed first, and a prefix serves more requests.
+        # Tail first: vLLM reuses the blocks freed first, and a prefix serves more requests.
         pool = self._resident.pool
         pool.free_blocks([pool.blocks[x] for x in reversed(save.block_ids)])
 
     def take_planned(self) -> list[Save]:
-        """The saves for the next step: of turns that ended since the last, or a postponed one."""
+        """The saves for the next step: for turns that ended since the last, or a postponed one."""
         self._make_up()
         saves, self._planned = self._planned, []
         return saves
 
     def _make_up(self) -> None:
-        """Plan a postponed save, once no other save waits for its blocks to be copied."""
+        """Plan a postponed save, if no other save still holds blocks."""
         if self._held or not self._postponed:
             return
         save = self._postponed.next_save(next(self._jobs))
@@ -151,5 +151,5 @@ class TurnSaves:
 
     @property
     def has_work(self) -> bool:
-        """A save is planned, under way or postponed."""
+        """True if a save is planned, under way or postponed."""
         return bool(self._held or self._planned or self._wanted or self._postponed)

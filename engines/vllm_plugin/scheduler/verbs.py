@@ -1,8 +1,8 @@
 """Carries out the gateway's control verbs on vLLM.
 
 A session's live blocks and its stored blobs are in different processes. The blocks are looked up in
-vLLM's own tables; every rank is asked for the blobs, and the answer of the rank that has least
-counts.
+vLLM's own tables. Every rank is asked about the blobs, and the answer of the rank with the fewest
+tokens counts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ from kvstore.stats import Counters, Repacking, StoreStats, most_different
 LOOK_S: Final = 10.0
 MOVE_S: Final = 80.0
 ADOPT_S: Final = 80.0  # new kernels are compiled
-SETTLE_S: Final = 5.0  # for a save that had better end before the verb is carried out
-HAND_OVER_S: Final = 20.0  # for one that must; vLLM hands it to the workers in its next step
-# For readers of KV events to hear that the session rests, before they hear that its blocks leave.
+SETTLE_S: Final = 5.0  # for a save that should end before the verb is carried out
+HAND_OVER_S: Final = 20.0  # for one that must; vLLM passes it to the workers in its next step
+# For the report to readers of KV events that the session is stored, which should precede the report
+# that its blocks are removed.
 TOLD_S: Final = 1.0
 POLL_S: Final = 0.01
 _ORDER: Final[list[TierName | None]] = [*TIER_NAMES, None]
@@ -55,7 +56,7 @@ _ONE_FOR_ALL_RANKS: Final = frozenset({"saves", "saves_skipped", "saves_failed"}
 class VllmVerbs:
     """Implements ``SessionVerbs`` for a vLLM engine. On the hub's event loop.
 
-    Every verb raises what ``Hub.ask`` raises.
+    Every verb raises the errors of ``Hub.ask``.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class VllmVerbs:
         """
         Args:
             num_requests: the numbers of running and of waiting requests.
-            requests: how far those are that run.
-            is_told: readers of KV events know where the session rests, or there are none.
+            requests: the progress of the running requests.
+            is_told: says whether the session's tiers were reported to the readers of KV events;
+                True if there are no readers.
         """
         self._hub = hub
         self._resident = resident
@@ -86,23 +88,23 @@ class VllmVerbs:
         self._is_told = is_told
 
     async def adopt(self) -> CodecReport:
-        """Have every rank adopt the codec that the profile of its share of the model allows."""
+        """Make every rank adopt the codec that the profile of its share of the model allows."""
         return _codec([x.codec for x in await self._hub.ask(Adopt(), ADOPT_S)])
 
     async def measure(self) -> CodecReport:
-        """Have every rank begin to measure what the codecs cost its share, in idle moments."""
+        """Start a measurement of the codecs' errors on every rank's share, in idle moments."""
         codec = _codec([x.codec for x in await self._hub.ask(Measure(), LOOK_S)])
         return msgspec.structs.replace(codec, progress=codec.progress or "measuring: it begins")
 
     async def codec(self) -> CodecReport:
-        """The codec in use: one for the engine."""
+        """The codec in use: one for the whole engine."""
         return _codec([x.codec for x in await self._hub.ask(GetStats(), LOOK_S)])
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
         """Drop the session's live blocks now, and move its blobs to ``tier`` if one is named.
 
-        Left to itself, vLLM keeps an idle session's blocks until it needs them. A turn that has
-        just ended is still being saved, so saves under way are waited for, but not for long.
+        Without this verb vLLM keeps an idle session's blocks until it needs them. A turn that has
+        just ended is still being saved, so this waits for saves under way, but not for long.
         """
         name = name_of(session)
         await self._until_handed_over(name, SETTLE_S)
@@ -144,8 +146,8 @@ class VllmVerbs:
     async def pin(self, session: SessionRef, pinned: bool) -> Done:
         """Pin or unpin the session on all ranks, or on none.
 
-        One rank may have no room for the pin, or may not have the session.
-        Raises ``PinLimit``: a rank refused, so none has pinned it.
+        A rank may have no room for the pin, or may not have the session.
+        Raises ``PinLimit``: a rank refused, so no rank has pinned it.
         """
         name = name_of(session)
         await self._until_handed_over(name, SETTLE_S)
@@ -154,14 +156,15 @@ class VllmVerbs:
         answers = await self._hub.ask(Pin(session), MOVE_S)
         found = _merged(answers).get(name)
         if found is None or not found.pinned:
-            # No rank refuses what it had pinned before, so the session was not pinned as a whole.
+            # A rank never refuses a session that it has pinned already, so not all ranks had pinned
+            # this one before.
             found = await self._find(Unpin(session), MOVE_S, name)
         if refused := next((x.pin_limit for x in answers if x.pin_limit), ""):
             raise PinLimit(refused)
         return Done(self._report(name, found))
 
     async def forget(self, session: SessionRef) -> Done:
-        """Delete the session everywhere and report what it was.
+        """Delete the session everywhere and return its last report.
 
         Raises ``TimeoutError``: a save of it is still under way, and would bring it back.
         """
@@ -179,19 +182,19 @@ class VllmVerbs:
         return Done(self._report(name, await self._find(verb, MOVE_S, name)))
 
     async def sessions(self) -> list[SessionReport]:
-        """Reports of all sessions that have a cold copy or live blocks."""
+        """The reports of all sessions that have a cold copy or live blocks."""
         cold = _merged(await self._hub.ask(ListSessions(), LOOK_S))
         names = dict.fromkeys([*cold, *self._resident.names()])
         reports = [self._report(name, cold.get(name)) for name in names]
         return [x for x in reports if x is not None]
 
     async def look(self, session: SessionRef) -> SessionReport | None:
-        """The session's report; None if nothing is known of it."""
+        """The session's report; None if it has no live blocks, no cold copy and no request."""
         name = name_of(session)
         return self._report(name, await self._find(Look(session), LOOK_S, name))
 
     async def stats(self) -> EngineReport:
-        """Counters, queues and tiers of all ranks, added up."""
+        """The sums of counters, queues and tiers over all ranks."""
         answers = await self._hub.ask(GetStats(), LOOK_S)
         stores = [x.stats for x in answers if x.stats is not None]
         block_bytes = self._block_tokens * self._hub.bytes_per_token
@@ -215,10 +218,10 @@ class VllmVerbs:
         )
 
     def _all_counters(self, stores: list[StoreStats]) -> dict[str, int]:
-        """Counters under the names that every engine uses.
+        """The counters under the names that every engine uses.
 
-        A save counts once, though each rank does its share. Misses are counted once per turn, as
-        reported to its client, and not by the lookups of ranks.
+        A save counts once, although each rank saves its share. Misses are counted once per turn, as
+        reported to its client; the ranks' own counts of lookups are left out.
         """
         summed = _summed([x.counters for x in stores])
         counters = {name: n for name, n in summed.items() if not name.startswith("misses.")}
@@ -255,7 +258,7 @@ class VllmVerbs:
 
 
 def _codec(ranks: list[CodecReport | None]) -> CodecReport:
-    """The engine's codec: that of a rank that waits for a measurement, if one does."""
+    """The engine's codec: that of a rank that waits for a measurement, if any, else the first."""
     known = [x for x in ranks if x is not None]
     return next((x for x in known if x.unmeasured), known[0] if known else CodecReport(name=""))
 
@@ -268,7 +271,7 @@ def _merged(answers: list[RankAnswer]) -> dict[SessionName, RankSession]:
 
 
 def _joint(shares: list[RankSession]) -> RankSession:
-    """One session out of what each rank has of it."""
+    """Join the ranks' shares of a session into one."""
     first = shares[0]
     return RankSession(
         first.tenant,
@@ -287,7 +290,7 @@ def _summed(counters: list[dict[str, int]]) -> dict[str, int]:
 
 
 def _repacking(shares: list[Repacking]) -> Repacking:
-    """The ranks' shares: bytes add up, and a session counts once."""
+    """Join the ranks' shares: bytes add up, and a session counts once."""
     return Repacking(
         max((x.sessions_left for x in shares), default=0),
         sum(x.bytes_left for x in shares),
@@ -297,7 +300,7 @@ def _repacking(shares: list[Repacking]) -> Repacking:
 
 
 def _tiers(stores: list[StoreStats]) -> list[TierReport]:
-    """The ranks' shares of each tier, added up."""
+    """The sums of the ranks' shares of each tier."""
     reports: list[TierReport] = []
     for shares in zip(*(x.tiers for x in stores), strict=True):
         name: TierName = shares[0].name

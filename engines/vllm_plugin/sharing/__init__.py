@@ -1,1 +1,1 @@
-"""Shares vLLM's running places between tenants: who makes way, and vLLM's scheduler that asks."""
+"""Shares vLLM's running places between tenants: chooses and preempts requests that make way."""

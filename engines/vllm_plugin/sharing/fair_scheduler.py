@@ -2,11 +2,11 @@
 
     --scheduler-cls engines.vllm_plugin.sharing.fair_scheduler.fair_scheduler
 
-vLLM's own policies choose who waits first; they take a running request's place only when blocks are
-short. Here, before each step, one that holds more than its tenant's share is preempted as vLLM
-itself preempts: its blocks are freed and stay in the prefix cache, so it goes on where it was,
-unless others needed them; then they are computed again. What vLLM calls is ``schedule``; the names
-that are used beside it are few, and pinned with vLLM's version.
+vLLM's own policies only order the waiting requests; they preempt a running request only when blocks
+are short. Here, before each step, a request beyond its tenant's share is preempted in the same way
+as by vLLM itself: its blocks are freed and stay in the prefix cache. So it later continues where it
+was; only blocks that other requests needed meanwhile are computed again. vLLM calls ``schedule``.
+The few other names of vLLM that are used here are pinned with its version.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class FairShareMixin(Scheduler):
         super().__init__(*args, **kwargs)
         choose_compilers(self.structured_output_manager)
         self._slices = TimeSlices()
-        self._left_out: str | None = None  # who could not begin in the step before
+        self._left_out: str | None = None  # the first request that could not begin in the last step
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Preempt requests of tenants beyond their share, then schedule a step as vLLM does."""
+        """Preempt a request of a tenant beyond its share, then schedule a step as vLLM does."""
         self._slices.follow(self.requests)
         if isinstance(self.waiting, FCFSRequestQueue) and self.waiting:
             self._make_way()
@@ -46,8 +46,8 @@ class FairShareMixin(Scheduler):
 
     def _make_way(self) -> None:
         order = self._slices.ordered(self.waiting, self.running)
-        # Also one that was passed over while its stored blocks were looked for: vLLM looks at it
-        # again only where there is a place.
+        # The head may also be a request that vLLM skipped while its stored blocks were looked up:
+        # vLLM considers it again only if a place is free.
         if (exchange := self._to_exchange(order)) is not None:
             head, request = exchange
             self.running.remove(request)
@@ -59,7 +59,7 @@ class FairShareMixin(Scheduler):
         self.waiting.extend(order)
 
     def _to_exchange(self, order: list[Request]) -> tuple[Request, Request] | None:
-        """Find one that waits and one that runs, to change places: with this step one at most."""
+        """Find a waiting and a running request that change places: one pair per step at most."""
         head, running = order[0], self.running
         num_running = len(running) + self.num_waiting_for_streaming_input
         for_blocks = num_running < self.max_num_active_reqs
@@ -75,7 +75,7 @@ class FairShareMixin(Scheduler):
 
 
 class FairScheduler(FairShareMixin):
-    """Schedules a step when the one before is done."""
+    """Schedules a step when the previous one is done."""
 
 
 class FairAsyncScheduler(FairShareMixin, AsyncScheduler):
@@ -83,6 +83,6 @@ class FairAsyncScheduler(FairShareMixin, AsyncScheduler):
 
 
 def fair_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
-    """Make the scheduler that fits vLLM's settings; vLLM calls this as the class it asks for."""
+    """Make the scheduler that fits vLLM's settings; vLLM calls this in place of a class."""
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
     return (FairAsyncScheduler if is_async else FairScheduler)(*args, **kwargs)

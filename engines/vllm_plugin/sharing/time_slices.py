@@ -1,4 +1,4 @@
-"""Decides which request of vLLM's is next, and which makes way for it. Without vLLM: pure logic."""
+"""Decides which of vLLM's requests is next, and which makes way for it. Pure logic, no vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from engines.host.line_order import (
 from engines.vllm_plugin.identity import IncomingRequest, ticket_of, weight_of
 
 NEVER: Final = sys.maxsize
-# Who makes way for want of blocks may lose them, and computes or restores them again.
+# A request that makes way because blocks are short may lose its own, and must compute or restore
+# them again.
 BLOCKS_QUANTUM: Final = 4 * QUANTUM
 
 
@@ -30,29 +31,31 @@ def _length(request: Any) -> int:
 
 
 def tenant_of(request: IncomingRequest) -> str:
-    """Return whose share a request takes; "" for one that did not come through the gateway."""
+    """Return the tenant of a request; "" for a request that did not come through the gateway."""
     ours = (request.kv_transfer_params or {}).get(PARAMS_FIELD)
     tenant = ours.get("tenant") if isinstance(ours, Mapping) else None
     return tenant if isinstance(tenant, str) else ""
 
 
 class TimeSlices:
-    """Counts what each request was served. Belongs to the thread of vLLM's scheduler."""
+    """Counts tenants' tokens and requests' steps. Belongs to the thread of vLLM's scheduler."""
 
     def __init__(self) -> None:
         self._shares = FairShares()
-        self._tenants: dict[str, str] = {}  # of all requests that vLLM has
-        self._runs: dict[str, int] = {}  # steps since the request came in, or came back
-        self._made_way: dict[str, int] = {}  # when it did last; in the order of a count
-        # What its tenant had been served when it came, or made way the last time.
+        self._tenants: dict[str, str] = {}  # by request, for all requests that vLLM has
+        self._runs: dict[str, int] = {}  # steps since the request began, or last made way
+        self._made_way: dict[str, int] = {}  # when it last made way, as a number of ``_turns``
+        # The tokens of its tenant when the request arrived or last made way.
         self._waits_from: dict[str, float] = {}
-        self._num_begun: Counter[str] = Counter()  # requests of each tenant that is here
-        self._num_back: Counter[str] = Counter()  # that made way and came back, since one began
-        self._came: dict[str, int] = {}  # vLLM's line is put in another order with each step
+        self._num_begun: Counter[str] = Counter()  # requests that have begun, by tenant
+        # By tenant: requests that continued after making way, since the last request began.
+        self._num_back: Counter[str] = Counter()
+        # When the request arrived, as a number of ``_turns``; each step reorders vLLM's queue.
+        self._came: dict[str, int] = {}
         self._turns = itertools.count(1)
 
     def follow(self, requests: Mapping[str, Any]) -> None:
-        """Take note of the requests that have come and gone; ``requests``: all there are, by id."""
+        """Note new and finished requests; ``requests``: all requests that vLLM has, by id."""
         for request_id in self._tenants.keys() - requests.keys():
             self._shares.leave(self._tenants.pop(request_id))
             for known in (self._runs, self._made_way, self._waits_from, self._came):
@@ -67,7 +70,7 @@ class TimeSlices:
             self._waits_from[request_id] = self._shares.tokens(tenant)
 
     def count(self, num_tokens: Mapping[str, int]) -> None:
-        """Count what a step computes; ``num_tokens``: of each request."""
+        """Count the tokens that a step computes; ``num_tokens``: by request."""
         for request_id, number in num_tokens.items():
             if (tenant := self._tenants.get(request_id)) is not None:
                 self._shares.serve(tenant, 1 if number == 1 else number * PROMPT_TOKEN)
@@ -79,10 +82,11 @@ class TimeSlices:
                 self._runs[request_id] = self._runs.get(request_id, 0) + 1
 
     def ordered(self, waiting: Iterable[Any], running: Collection[Any]) -> list[Any]:
-        """Put waiting requests in the order in which they are to run.
+        """Put waiting requests in the order in which they will run.
 
-        Within a tenant those that ran already are first, who made way first before the others, but
-        for one in four; the rest are in the order of ``line_order``.
+        Within a tenant, requests that ran already come first, in the order in which they made way,
+        but one of every four is a request that has not begun; these are in the order of
+        ``line_order``.
         """
         lines: dict[str, list[Any]] = {}
         for request in waiting:
@@ -94,7 +98,7 @@ class TimeSlices:
         fresh = [x for x in line if x.request_id not in self._runs]
         if len(fresh) == len(line):
             ran = []
-        else:  # vLLM itself preempts for want of blocks; it has put those in front
+        else:  # requests that vLLM itself preempted for lack of blocks are in front already
             ran = [x for x in line if x.request_id in self._runs]
             ran.sort(key=lambda x: self._made_way.get(x.request_id, NEVER))
         fresh.sort(key=lambda x: self._came.get(x.request_id, NEVER))
@@ -102,10 +106,10 @@ class TimeSlices:
         return behind_who_ran(ran, in_order, self._num_back[tenant])
 
     def turn_within(self, order: Iterable[Any], running: Sequence[Any]) -> tuple[Any, Any] | None:
-        """Find one that is to change places with one of its own tenant, wherever it is in line.
+        """Find two requests of one tenant that change places, for any tenant in the queue.
 
         Returns:
-            The one that waits, and the one that runs.
+            The waiting request, and the running one.
         """
         heads: dict[str, Any] = {}
         for request in order:
@@ -119,11 +123,11 @@ class TimeSlices:
     def to_yield(
         self, head: Any, running: Sequence[Any], *, for_blocks: bool = False
     ) -> Any | None:
-        """Choose the running request that makes way for ``head``; None if none is to.
+        """Choose the running request that makes way for ``head``; None if no request must.
 
-        ``for_blocks``: there are places, but no blocks.
+        ``for_blocks``: there are free places, but no free blocks.
         """
-        if ticket_of(head):  # it measures, and can wait
+        if ticket_of(head):  # a measuring request can wait
             return None
         claimant = self._tenant(head)
         quantum = BLOCKS_QUANTUM if for_blocks else QUANTUM
@@ -133,10 +137,11 @@ class TimeSlices:
         return None if for_blocks else self._own_to_yield(claimant, head, running)
 
     def _own_to_yield(self, tenant: str, head: Any, running: Sequence[Any]) -> Any | None:
-        """Choose the one of its own tenant that makes way for ``head``, if it is its turn.
+        """Choose the request of the same tenant that makes way for ``head``, if it is its turn.
 
-        For who made way itself any that run; for who has not begun only a long answer, which has
-        gone on for a quantum at least since it made way the last time.
+        If ``head`` has made way before, any running request of its tenant may make way for it. If
+        ``head`` has not begun, only a long answer may, which has run for at least a quantum since
+        it began or last made way.
         """
         if ticket_of(head) or not self._is_its_turn(tenant, head, running):
             return None
@@ -148,18 +153,18 @@ class TimeSlices:
         return self._longest_run(tenant, long)
 
     def _is_its_turn(self, tenant: str, head: Any, running: Sequence[Any]) -> bool:
-        """True if it has waited while each of its tenant's ran for a quantum."""
+        """True if ``head`` has waited for a quantum of tokens for each place of its tenant."""
         waited = self._shares.tokens(tenant) - self._waits_from.get(head.request_id, math.inf)
         return waited >= QUANTUM * self._places(running)[tenant]
 
     def made_way(self, request: Any) -> None:
-        """Note that a request has left its place."""
+        """Note that a request was preempted."""
         self._runs[request.request_id] = 0
         self._made_way[request.request_id] = next(self._turns)
         self._waits_from[request.request_id] = self._shares.tokens(self._tenant(request))
 
     def _longest_run(self, tenant: str, running: Iterable[Any]) -> Any | None:
-        # A request that measures has promised to read its own blocks at its end.
+        # A measuring request is not preempted: its own blocks are read at its end.
         mine = [x for x in running if self._tenant(x) == tenant and not ticket_of(x)]
         return max(mine, key=self._run, default=None)
 

@@ -1,7 +1,7 @@
 """Copies rows between the blocks of a cache in host memory and runs of tokens, with numba.
 
-A model has dozens of small arrays. With numpy and torch the calls take longer than the copying, and
-hold the interpreter's lock, for which the threads that pack or unpack the next run have to wait.
+A model has dozens of small arrays. With numpy and torch the calls take longer than the copies, and
+they hold the interpreter's lock, so the threads that pack or unpack the next run have to wait.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 
 BATCH = 8  # views per call: numba compiles for a fixed number of arrays
 
-# All indices are unsigned: of a signed one numba would ask every time whether it is negative.
+# All indices are unsigned: numba would check every signed index for being negative.
 
 
 def _into_blocks(flats: Any, steps: Any, runs: Any, ids: Any, first: Any, count: Any) -> None:
     """Copy rows of ``count`` runs into blocks ``ids``.
 
-    ``flats``: the memory of each view, flat. ``steps``: for each view, elements from one block,
-    head, token and channel to the next, and tokens per block. ``runs``: (num_kv_heads, num_tokens,
-    head_dim). ``first``: the run's first block to copy.
+    ``flats``: the memory of each view, flat. ``steps``: for each view, the distances in elements
+    from one block, head, token and channel to the next, and the tokens per block. ``runs``:
+    (num_kv_heads, num_tokens, head_dim). ``first``: the first block of the run to copy.
 
     The innermost loop is over the axis that is contiguous in a block.
     """
@@ -79,13 +79,13 @@ class BlockCopies:
     def write(self, block_ids: Sequence[int], arrays: Sequence[np.ndarray], first: int) -> None:
         """Copy a run from its block ``first`` on into these blocks.
 
-        ``arrays``: the run, (num_kv_heads, num_tokens, head_dim), one array for each view, of whole
+        ``arrays``: the run, (num_kv_heads, num_tokens, head_dim), one array for each view, in whole
         blocks. Raises ``IndexError``: a block or the run's end is out of bounds.
         """
         self._each(self._into, block_ids, arrays, first)
 
     def read(self, block_ids: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
-        """Copy these blocks into ``arrays``, which are like those of ``write`` and C-contiguous.
+        """Copy these blocks into ``arrays``, shaped as in ``write`` and C-contiguous.
 
         Raises:
             ValueError: an array is not C-contiguous.
@@ -108,15 +108,17 @@ class BlockCopies:
             function(flats, steps, runs, ids, first, count)
 
     def _checked(self, block_ids: Sequence[int]) -> np.ndarray:
-        """The ids as uint64. A compiled loop does not check them, and the memory is vLLM's."""
+        """Check the ids and return them as uint64: compiled loops use vLLM's memory unchecked."""
         ids = np.array(block_ids, np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._num_blocks:
             raise IndexError(f"there are {self._num_blocks} blocks, not {ids.min()} to {ids.max()}")
         return ids.astype(np.uint64)
 
     def _batches(self, arrays: Sequence[np.ndarray]) -> Iterator[tuple[Any, ...]]:
-        """Arguments for ``BATCH`` views at a time: the last batch is filled up, ``count`` says how
-        many of it to copy."""
+        """Yield arguments for ``BATCH`` views at a time.
+
+        The last batch is padded; ``count`` is the number of its views to copy.
+        """
         runs = [np.ascontiguousarray(array).view(self._dtype) for array in arrays]
         for at in range(0, len(runs), BATCH):
             count = len(runs[at : at + BATCH])
@@ -131,17 +133,17 @@ def _steps(view: np.ndarray) -> tuple[int, ...]:
 
 
 def _flat(view: np.ndarray) -> np.ndarray:
-    """All memory from the view's first element to its last, including what lies between."""
+    """All memory from the view's first element to its last, as a flat array."""
     last = sum((n - 1) * step for n, step in zip(view.shape, _steps(view), strict=True))
     return np.lib.stride_tricks.as_strided(view, (last + 1,), (view.itemsize,))
 
 
 @functools.cache
 def _function(function: Any, dtype: np.dtype) -> Any:
-    """The compiled function. Compiling takes seconds, once on a machine.
+    """The compiled function. Compiling takes seconds, once per machine.
 
-    numba is imported here, when vLLM's worker is up: on CPUs the worker inspects all loaded modules
-    when it starts, and that fails with llvmlite's.
+    numba is imported here, after vLLM's worker has started: on CPUs the worker inspects all loaded
+    modules when it starts, and that fails for llvmlite's modules.
     """
     from numba import types
 

@@ -2,16 +2,16 @@
 
 vLLM shows every layer's cache as one tensor, logically (num_blocks, num_kv_heads, block_tokens,
 width), and the strides distinguish head-major from token-major layouts. But the backend decides
-what the last two axes mean. Most backends put K in the first half of the last axis and V in the
-second. The CPU backend does not: a (block, head) is a K half followed by a V half, with K in an
+the meaning of the last two axes. Most backends put K in the first half of the last axis and V in
+the second. The CPU backend does not: a (block, head) is a K half followed by a V half, with K in an
 order that depends on the instruction set its kernel was built for. Reading this tensor by its
 shape would mix the elements of different tokens.
 
 Latent attention (MLA) has one row per token for all heads: the latent, followed by the rotary
-key. They are called K and V here, of one head.
+key. This module treats them as K and V of one head.
 
-So known numbers are written once through the backend's own kernel, and the places where they
-arrive are the layout. The layout is then checked with other numbers.
+So known numbers are written once through the backend's own kernel, and their places in the block
+reveal the layout. The layout is then checked with other numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BITS: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32}  # by bytes 
 
 
 class UnknownLayout(ValueError):
-    """The cache cannot be read safely; the message says what was found."""
+    """The cache cannot be read safely; the message describes its layout."""
 
 
 class KVView(Protocol):
@@ -49,7 +49,7 @@ class KVView(Protocol):
     def bits(self) -> np.ndarray | None:
         """The same memory as int16 or int32 blocks for numpy, which has no bfloat16.
 
-        None if it is not in host memory, or no strides describe it.
+        None if it is not in host memory, or strides cannot describe it.
         """
 
 
@@ -64,7 +64,7 @@ class BlockLayout(Protocol):
 
 
 class StridedView:
-    """K or V that strides describe: a view of the cache's tensor."""
+    """K or V that strides can describe: a view of the cache's tensor."""
 
     def __init__(self, view: Tensor) -> None:
         self._view = view
@@ -99,12 +99,12 @@ def _host_bits(view: Tensor) -> np.ndarray | None:
 
 
 class PermutedView:
-    """K or V whose elements lie in an order of their own within each (block, head).
+    """K or V whose elements have a special order within each (block, head).
 
     Args:
         flat: (num_blocks, num_kv_heads, block_tokens * head_dim), a view of the cache's tensor.
-        order: (block_tokens * head_dim,), int64. The element at position i of a (block, head) is
-            number ``order[i]``, counted token by token.
+        order: (block_tokens * head_dim,), int64. The element at position i of a (block, head) has
+            the number ``order[i]``, counted token by token.
         dim: head_dim.
     """
 
@@ -135,7 +135,7 @@ class SplitContent:
     """The layout with K in the first part of the last axis, and V in the rest.
 
     Args:
-        key_dim: of K; None = half of the axis.
+        key_dim: the width of K; None = half of the axis.
     """
 
     def __init__(self, key_dim: int | None = None) -> None:
@@ -150,8 +150,9 @@ class SplitBlock:
     """The layout with K in the first half of a (block, head), and V in the second.
 
     Args:
-        order: of K's elements, as in ``PermutedView``; None = transposed, head_dim before tokens.
-        value_order: of V's elements; None = token by token.
+        order: the order of K's elements, as in ``PermutedView``; None = transposed, head_dim before
+            tokens.
+        value_order: the order of V's elements; None = token by token.
     """
 
     def __init__(self, order: Tensor | None = None, value_order: Tensor | None = None) -> None:
@@ -178,9 +179,9 @@ WriteBlock = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def probe_latents(like: Tensor, rank: int, write: WriteBlock) -> BlockLayout:
-    """The layout in which ``write`` fills blocks of latents of ``rank`` numbers.
+    """Find the layout in which ``write`` fills blocks of latents of ``rank`` numbers.
 
-    Raises ``UnknownLayout``: it is not the latent and then the rotary key.
+    Raises ``UnknownLayout``: a row is not the latent followed by the rotary key.
     """
     layout = SplitContent(rank)
     if not 0 < rank < like.shape[3] or not _reads_back(layout, like, write, rank):
@@ -192,9 +193,9 @@ def probe_latents(like: Tensor, rank: int, write: WriteBlock) -> BlockLayout:
 
 
 def probe(like: Tensor, write: WriteBlock) -> BlockLayout:
-    """The layout in which ``write`` fills blocks of a cache such as ``like``.
+    """Find the layout in which ``write`` fills blocks of a cache such as ``like``.
 
-    Raises ``UnknownLayout``: no known layout reads back what was written.
+    Raises ``UnknownLayout``: no known layout reads the written rows back.
     """
     _, heads, tokens, width = like.shape
     if width % 2:
@@ -216,7 +217,7 @@ def probe(like: Tensor, write: WriteBlock) -> BlockLayout:
 
 
 def _empty_block(like: Tensor) -> Tensor:
-    """A cache of one block, of zeros, with the strides of ``like``."""
+    """Make a cache of one block of zeros, with the strides of ``like``."""
     shape, strides = like.shape[1:], like.stride()[1:]
     needed = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     memory = torch.zeros(needed, dtype=like.dtype, device=like.device)
@@ -235,16 +236,16 @@ def _reads_back(layout: BlockLayout, like: Tensor, write: WriteBlock, key_dim: i
     index = torch.zeros(1, dtype=torch.long, device=like.device)
     try:
         found = [view.read(index)[0].transpose(0, 1) for view in layout.views(cache)]
-    except RuntimeError:  # a view that these strides do not allow
+    except RuntimeError:  # these strides do not allow the view
         return False
     return all(torch.equal(a, b) for a, b in zip(found, rows, strict=True))
 
 
 def _learnt_order(like: Tensor, write: WriteBlock, *, of_values: bool = False) -> Tensor:
-    """The order of K's elements in the first half of a (block, head), or of V's in the second.
+    """Find the order of K's elements in the first half of a (block, head), or of V's in the second.
 
     Each element's number is written as two digits, one after the other, so that any dtype holds it
-    exactly. Raises ``UnknownLayout``: they are not in that half.
+    exactly. Raises ``UnknownLayout``: the elements are not in that half.
     """
     _, heads, tokens, width = like.shape
     count = tokens * width // 2

@@ -1,4 +1,4 @@
-"""The seam between the transfers of a rank and what packs and fills vLLM's blocks."""
+"""The interface between a rank's transfers and the code that packs and fills vLLM's blocks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvstore.shapes import KVPair
 
 @dataclass(frozen=True)
 class Packing:
-    """A blob to be packed out of these blocks; a part takes the first rows of one block."""
+    """A blob to be packed from these blocks; a part is packed from the first rows of one block."""
 
     span: BlobSpan
     block_ids: list[int]
-    lineage: Lineage = FRESH  # of rows, as ``Packer.pack_run`` takes it
-    hashes: Sequence[bytes] = ()  # of a state: those of the session's blocks up to it
+    lineage: Lineage = FRESH  # of the rows, an argument of ``Packer.pack_run``
+    hashes: Sequence[bytes] = ()  # for a state: those of the session's blocks up to it
 
 
-# What a slower tier's codec packs again: the rows of a blob, (num_kv_heads, num_tokens, head_dim)
-# for K and V per layer, and for each state what packs it.
+# The input for the codec of a slower tier, which packs again: for a blob its rows, (num_kv_heads,
+# num_tokens, head_dim) for K and V per layer, and for a state the function that packs it.
 PackState: TypeAlias = Callable[[Codec], bytes]
 Rows: TypeAlias = dict[BlobSpan, Sequence[KVPair] | PackState]
 
@@ -34,7 +34,7 @@ Rows: TypeAlias = dict[BlobSpan, Sequence[KVPair] | PackState]
 class Filling:
     """Blocks to be filled from a blob, beginning with the blob's block number ``skip``.
 
-    ``part_tokens``: for a part, the number of rows to fill; later rows stay as they are.
+    ``part_tokens``: for a part, the number of rows to fill; later rows do not change.
     """
 
     span: BlobSpan
@@ -42,7 +42,7 @@ class Filling:
     skip: int
     block_ids: list[int]
     part_tokens: int = 0
-    hashes: Sequence[bytes] = ()  # as of ``Packing``
+    hashes: Sequence[bytes] = ()  # as in ``Packing``
 
 
 class Blocks(Protocol):
@@ -50,25 +50,25 @@ class Blocks(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one of vLLM's blocks, over all layers."""
+        """The bytes of one of vLLM's blocks, over all layers."""
 
     def mark(self) -> object:
-        """A mark after all work that the model has given to the device. On the model's thread."""
+        """Make a mark after the model's work queued so far. Called on the model's thread."""
 
     def pack(
         self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
     ) -> list[Future[bytes]]:
         """Read the blocks, and return futures of their blobs, in the order of ``wanted``.
 
-        The blocks are read once the device has come to the mark ``ready``, and are free again when
-        this returns. ``rows``: takes what another codec packs, too.
+        The blocks are read once the device has reached the mark ``ready``, and may be reused when
+        this returns. ``rows`` is filled with the input for another codec.
         """
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
-        """Fill blocks once the device has come to ``ready``; return the ids of the good ones.
+        """Fill blocks once the device has reached ``ready``; return the ids of those filled.
 
-        These blocks can be used at once.
+        The filled blocks can be used immediately.
         """
 
     def close(self) -> None:
-        """Give back memory and streams; no call follows."""
+        """Release memory and streams; no other call may follow."""

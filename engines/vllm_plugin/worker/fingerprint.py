@@ -1,10 +1,10 @@
-"""Names the model that computed the KV, because vLLM's block hashes do not.
+"""Identifies the model that computed the KV, because vLLM's block hashes do not.
 
-Two engines may exchange KV only if everything but the tokens is equal: weights, dtype, the way
-blocks are hashed, how the heads are spread over ranks, and vLLM's version, since another one may
-compute KV, or lay it out, in another way. Every byte of the weights counts: see
-``engines.host.weights``. A model of the hub is named by its commit, which also stands for every
-byte; a branch or a tag does not, since it moves when the model is updated.
+Two engines may exchange KV only if everything but the tokens is equal: weights, dtype, the hash
+algorithm of blocks, the distribution of heads over ranks, and vLLM's version, since another version
+may compute KV, or lay it out, differently. Every byte of the weights counts: see
+``engines.host.weights``. A commit identifies a model of the hub, and so every byte; a branch or a
+tag does not, since it moves when the model is updated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("thermocline.vllm")
 LAYOUT_VERSION: Final = "vllm-blocks-2"
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _CODE: Final = ("config.json", "*.py")
-# Load formats that read nothing but the files of the model's folder, or of the hub's commit.
+# Load formats that read only the files of the model's folder, or of the hub's commit.
 _PLAIN_FORMATS: Final = (
     *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache"),
     *("mistral", "sharded_state", "runai_streamer", "gguf", "dummy"),
@@ -40,10 +40,10 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 def fingerprint(
     vllm_config: Any, rank: int, remembered: Path | None, groups: Groups = DENSE
 ) -> str:
-    """The hex digest of everything that decides on KV but the tokens.
+    """The hex digest of everything but the tokens that determines KV.
 
-    Engines may exchange KV if it is equal. ``remembered``: the folder in which digests of large
-    files are kept, one for all ranks; None = they are not kept.
+    Engines may exchange KV if their fingerprints are equal. ``remembered``: the folder for digests
+    of large files, shared by all ranks; None = digests are not kept.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     digest = blake2b(digest_size=32)
@@ -68,8 +68,8 @@ def fingerprint(
 def model_digest(model: Any, load_format: str, remembered: Path | None) -> str:
     """A name for the weights of vLLM's ``ModelConfig``; equal only for the same weights.
 
-    Weights that cannot be identified get a new name at every start: what is stored then serves this
-    engine alone, and is never offered to one that may have other weights.
+    Weights that cannot be identified get a new name at every start: the sessions stored then serve
+    only this engine, and are never offered to an engine that may have other weights.
     """
     if load_format in _PLAIN_FORMATS and not model.model_weights:
         if files := _files(Path(model.model)):
@@ -85,7 +85,7 @@ def model_digest(model: Any, load_format: str, remembered: Path | None) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files that decide what the model computes; [] if ``path`` holds no weights."""
+    """The files that determine the model's computation; [] if ``path`` holds no weights."""
     if path.is_file():
         return sorted(path.parent.glob(_PART.sub("-*-of-", glob.escape(path.name))))
     weights = {x for name in _WEIGHTS for x in path.glob(name)}
@@ -102,7 +102,7 @@ def _content(files: Sequence[Path], remembered: Path | None) -> str:
 def _commit(revision: str | None) -> str:
     """The commit of a revision; "" if it is not known.
 
-    vLLM's revision reads as the name that was asked for, and has the commit as an attribute: see
+    As a string, vLLM's revision is the requested name; an attribute holds the commit: see
     ``huggingface_hub.ResolvedRevision``.
     """
     found = str(getattr(revision, "resolved", revision))

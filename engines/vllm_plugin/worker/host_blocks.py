@@ -1,8 +1,8 @@
 """Packs vLLM's blocks into blobs and unpacks them, with the store's codec on the host.
 
-Used on CPU engines, and for every cache that the device's own kernels (``device_blocks``) cannot
-address. Saving copies rows out of the blocks, and the store's codec threads pack them afterwards.
-Loading lets these threads unpack a few blobs ahead, and copies the rows into the blocks.
+It is used on CPU engines, and for every cache that the device's own kernels (``device_blocks``)
+cannot address. A save copies rows out of the blocks, and the store's codec threads pack them
+afterwards. In a load these threads unpack a few blobs ahead, and the rows are copied into blocks.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class BlockAccess(Protocol):
         """Copy ``run`` from block ``first_block`` on into these blocks."""
 
     def write_part(self, block_id: int, run: Sequence[KVPair]) -> None:
-        """Copy ``run`` into the first rows of this block; the others stay as they are."""
+        """Copy ``run`` into the first rows of this block; the other rows do not change."""
 
 
 class DeviceStream(Protocol):
     """Puts copies in order with the model's work on a device (``device.accelerator``)."""
 
     def mark(self) -> object:
-        """A mark after all work that the model has given to the device so far."""
+        """Make a mark after the model's work queued so far."""
 
     def after(self, mark: object) -> AbstractContextManager[None]:
-        """Copies within the block come after ``mark``, and are done when the block ends."""
+        """Run the copies of the ``with`` block after ``mark``; they are done when it ends."""
 
 
-# One run for all blobs of a group, side by side, and for each of them whether it was unpacked.
+# One run for all blobs of a group, side by side, and for each blob whether it was unpacked.
 Decoded: TypeAlias = tuple[list[KVPair], list[bool]]
 
 
@@ -70,15 +70,15 @@ class _Decoding:
 
 
 class RunPool:
-    """Keeps memory to unpack chunks into, so that it is used again. Thread-safe.
+    """Keeps memory for unpacked chunks, so that it is reused. Thread-safe.
 
-    A chunk of a small model is megabytes. Memory that is fresh from the system is mapped page by
-    page as it is first written, which takes several times as long as unpacking into it.
+    A chunk of a small model takes megabytes. The system maps new memory page by page when it is
+    first written, which takes several times as long as unpacking into it.
 
     Args:
-        most: the number of runs that are kept.
-        most_bytes: the bytes of all runs that are kept. A run of a large model is tens of
-            megabytes, and idle memory here is missing elsewhere.
+        most: the most runs that are kept.
+        most_bytes: the most bytes of all kept runs. A run of a large model takes tens of megabytes,
+            and memory that is idle here cannot be used elsewhere.
     """
 
     def __init__(self, layout: KVLayout, most: int, most_bytes: int) -> None:
@@ -91,11 +91,11 @@ class RunPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the runs that are kept now."""
+        """The bytes of the runs that are kept now."""
         return self._nbytes
 
     def take(self, num_tokens: int) -> list[KVPair]:
-        """A run of ``num_tokens``, for the caller alone; its rows hold anything."""
+        """Return a run of ``num_tokens`` for the caller's exclusive use; its rows are undefined."""
         with self._lock:
             run = self._spare.pop() if self._spare else []
             self._nbytes -= _nbytes_of(run)
@@ -103,7 +103,7 @@ class RunPool:
         return run if fits else self._layout.empty(num_tokens)
 
     def give(self, run: list[KVPair]) -> None:
-        """Give back a run that is not read any more; it is kept if there is room."""
+        """Return a run that is no longer read; it is kept if there is room."""
         nbytes = _nbytes_of(run)
         with self._lock:
             if len(self._spare) < self._most and self._nbytes + nbytes <= self._most_bytes:
@@ -115,7 +115,7 @@ class HostBlocks:
     """Implements ``blocks.Blocks``.
 
     Args:
-        spare_bytes: the most memory to unpack into that is kept between loads.
+        spare_bytes: the most memory for unpacking that is kept between loads.
     """
 
     def __init__(
@@ -164,10 +164,10 @@ class HostBlocks:
         return filled
 
     def close(self) -> None:
-        """Nothing is held that had to be given back."""
+        """Do nothing: no resources are held."""
 
     def _read(self, packing: Packing) -> list[KVPair]:
-        """The rows to pack. Rows after a part belong to the block's last user and are cut off."""
+        """Read the rows to pack. Rows after a part belong to an earlier request and are cut off."""
         run = self._access.read(packing.block_ids)
         part_tokens = packing.span.part_tokens
         return slice_tokens(run, 0, part_tokens) if packing.span.is_part else run
@@ -187,7 +187,7 @@ class HostBlocks:
     def _decodes(self, wanted: Sequence[Filling]) -> Iterator[tuple[list[Filling], Decoded]]:
         """Unpack the blobs in order, only a few ahead.
 
-        An unpacked session takes many times the memory that its staged blobs do.
+        An unpacked session takes many times the memory of its staged blobs.
         """
         ahead: deque[_Decoding] = deque()
         for group in _groups(wanted, self._group_tokens // self._chunk_tokens):
@@ -200,8 +200,8 @@ class HostBlocks:
     def _first(self, ahead: deque[_Decoding]) -> tuple[list[Filling], Decoded]:
         """The next unpacked group.
 
-        While it is not done, this thread unpacks what the codec's threads have not begun: an
-        entropy coder takes ten times as long as copying does.
+        While it is not done, this thread unpacks groups that the codec threads have not begun: an
+        entropy coder takes ten times as long as copying.
         """
         while not ahead[0].future.done():
             waiting = next((x for x in ahead if x.future.cancel()), None)
@@ -239,7 +239,7 @@ def _nbytes_of(run: Sequence[KVPair]) -> int:
 
 
 def _groups(wanted: Sequence[Filling], most: int) -> Iterator[list[Filling]]:
-    """Groups of up to ``most`` chunks that follow each other; anything else is alone in a group.
+    """Yield groups of up to ``most`` consecutive chunks; any other blob forms a group of its own.
 
     In all chunks of a group but the last, the blocks are wanted up to the chunk's end.
     """
@@ -264,7 +264,7 @@ def _go_on(one: Filling, other: Filling) -> bool:
 def _stretches(
     group: Sequence[Filling], decoded: Sequence[bool]
 ) -> Iterator[tuple[int, Sequence[Filling]]]:
-    """Stretches of a group that were all unpacked, each with the number of its first member."""
+    """Yield the stretches of a group that were unpacked, each with its first member's index."""
     first = 0
     for is_good, items in itertools.groupby(decoded):
         end = first + len(list(items))

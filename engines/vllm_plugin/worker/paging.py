@@ -1,4 +1,4 @@
-"""Copies between vLLM's paged KV blocks and runs of tokens, the form that codecs take."""
+"""Copies between vLLM's paged KV blocks and runs of tokens, the input and output of codecs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PagedCache:
 
     Attributes:
         views: K and V of each layer.
-        copies: the quick way for caches in host memory that strides describe; None for others.
+        copies: fast copies for caches in host memory that strides can describe; else None.
         has_latents: K and V are the latents and rotary keys of latent attention.
     """
 
@@ -39,7 +39,7 @@ class PagedCache:
     has_latents: bool = False
 
     def read(self, block_ids: Sequence[int]) -> list[KVPair]:
-        """These blocks as one run of tokens, copied to host memory.
+        """Copy these blocks to host memory, as one run of tokens.
 
         K and V of each layer: (num_kv_heads, num_tokens, head_dim), C-contiguous, in the layout's
         dtype (bfloat16 as uint16).
@@ -52,7 +52,7 @@ class PagedCache:
         return [(_rows(k.read(index)), _rows(v.read(index))) for k, v in self.views]
 
     def write(self, block_ids: Sequence[int], run: Sequence[KVPair], first_block: int) -> None:
-        """Copy ``run``, shaped as by ``read``, from block ``first_block`` on into these blocks."""
+        """Copy ``run``, shaped as in ``read``, from block ``first_block`` on into these blocks."""
         if self.copies is not None:
             self.copies.write(block_ids, _arrays(run), first_block)
             return
@@ -62,7 +62,7 @@ class PagedCache:
                 view.write(index, self._blocks(array, view, first_block, len(block_ids)))
 
     def write_part(self, block_id: int, run: Sequence[KVPair]) -> None:
-        """Copy ``run``, of fewer tokens than a block has, into the first rows of this block."""
+        """Copy ``run``, which is shorter than a block, into the first rows of this block."""
         index = self._index([block_id])
         for views, rows in zip(self.views, run, strict=True):
             for view, array in zip(views, rows, strict=True):
@@ -86,10 +86,10 @@ class PagedCache:
 def paged_cache(
     caches: Mapping[str, Tensor], block_layout: BlockLayout, has_latents: bool = False
 ) -> PagedCache:
-    """The caches that vLLM registers, by layer name, with K and V where ``block_layout`` says.
+    """Make a ``PagedCache`` of vLLM's caches; ``block_layout`` locates K and V in a block.
 
-    ``caches``: (num_blocks, num_kv_heads, block_tokens, width), all of one dtype. Raises
-    ``UnknownLayout``: a dtype or shape cannot be read.
+    ``caches``: by layer name, (num_blocks, num_kv_heads, block_tokens, width), all of one dtype.
+    Raises ``UnknownLayout``: a dtype or shape cannot be read.
     """
     first = next(iter(caches.values()))
     if first.dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""Connects a rank's cold store to the hub: stages what loads will need, carries out verbs."""
+"""Connects a rank's cold store to the hub: stages blobs for loads, carries out verbs."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ from kvstore.stats import StoreStats
 logger = logging.getLogger("thermocline.vllm")
 
 RETRY_S: Final = 0.1
-# Restores that read at the same time; others wait in line, so that each gets on.
+# The restores that read at the same time; others wait, so that each makes progress.
 NUM_STAGERS: Final = 4
 NUM_VERB_THREADS: Final = 8  # some wait for saves
-# Seconds that a verb waits for saves to end; both are below the caller's deadline.
+# How long a verb waits for saves to end; both are below the caller's deadline.
 SETTLE_S: Final = 5.0
 FORGET_S: Final = 60.0
-_CHANGES: Final = (Demote, Prefetch, Forget, Look)  # of where a session is, or waits for them
+_CHANGES: Final = (Demote, Prefetch, Forget, Look)  # change a session's tiers, or wait for changes
 _ABOUT_CODECS: Final = (GetStats, Adopt, Measure)
 
 
 def packed_bytes_per_token(store: BlockStore) -> int:
-    """Bytes that a stored token takes in memory: an estimate that leaves states out."""
+    """The bytes of a stored token in memory: an estimate without states."""
     num_tokens = store.keys.chunk_blocks * store.keys.block_tokens
     return store.packer.run_nbytes(0, num_tokens) // num_tokens
 
@@ -81,24 +81,24 @@ class StagingArea:
         self._fetched: dict[int, Fetched] = {}
 
     def expect(self, ticket: int) -> None:
-        """Note that blobs for this ticket are wanted."""
+        """Note that blobs for this ticket are wanted from now on."""
         with self._lock:
             self._wanted.add(ticket)
 
     def clear(self) -> None:
-        """Drop everything: it is not wanted any more."""
+        """Drop all tickets and blobs."""
         with self._lock:
             self._wanted.clear()
             self._fetched.clear()
 
     def put(self, ticket: int, fetched: Fetched) -> None:
-        """Keep what was read for this ticket, unless the ticket was given up."""
+        """Keep the blobs read for this ticket, unless the ticket was given up."""
         with self._lock:
             if ticket in self._wanted:
                 self._fetched[ticket] = fetched
 
     def take(self, ticket: int) -> Fetched | None:
-        """Hand out what was read, if it is there. The ticket is done in any case."""
+        """Return the blobs read for this ticket; None if there are none. Ends the ticket."""
         with self._lock:
             self._wanted.discard(ticket)
             return self._fetched.pop(ticket, None)
@@ -114,20 +114,20 @@ class StagingArea:
 
 
 class Measurement(Protocol):
-    """The rank's share in measuring the model (``RankMeasuring``)."""
+    """The rank's part in measuring the model (``RankMeasuring``)."""
 
     def told_in(self, report: CodecReport) -> CodecReport:
-        """The report with what is to be said of the measurement."""
+        """Return the report with the progress and the end of the measurement filled in."""
 
     def begin(self) -> None:
-        """Begin to measure, unless that is being done or cannot be."""
+        """Begin a measurement, unless one runs already or measuring is impossible."""
 
     def hear(self, news: ForwardDone | JointFindings) -> None:
-        """Hear from the hub how it goes on."""
+        """Receive the hub's news of the measurement."""
 
 
 class RankLink:
-    """The connection to the hub: one thread listens, a few others do what it hears of."""
+    """The connection to the hub: one thread receives messages, a few others carry them out."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class RankLink:
         codecs: ServedCodecs,
         measurement: Measurement,
     ) -> None:
-        """``wait_saved``: see ``Transfer``. ``measurement``: see there."""
+        """``wait_saved``: see ``Transfer``. ``measurement``: see ``Measurement``."""
         self._path = path
         self._hello = hello
         self._store = store
@@ -160,24 +160,24 @@ class RankLink:
         self._thread.start()
 
     def watch(self, resting: RestingWatch) -> None:
-        """Have the sessions reported that verbs change, and all after a new connection."""
+        """Report sessions that verbs change to ``resting``, and all after a new connection."""
         self._resting = resting
         resting.start_over()
 
     @property
     def num_staging(self) -> int:
-        """The number of restores that are read now, or wait for that."""
+        """The number of restores that are being read or wait to be read."""
         return len(self._staging_now)
 
     def send(self, message: Message) -> None:
-        """Send the message; without a connection it is dropped, and its receiver times out."""
+        """Send the message; without a connection it is dropped, and the receiver times out."""
         self._send_on(self._connection, message)
 
     def close(self) -> None:
-        """End the connection without waiting for anybody.
+        """End the connection without waiting for running work.
 
-        A tier that hangs must not keep the store from its last flush. The answers of
-        work that still runs are dropped; it ends as the store closes.
+        A tier that hangs must not keep the store from its last flush. The answers of work that
+        still runs are dropped; the work ends when the store closes.
         """
         self._closed = True
         if (connection := self._connection) is not None:
@@ -200,15 +200,15 @@ class RankLink:
         )
 
     def _run(self) -> None:
-        """Connect again and again: the hub starts later than the workers, and may restart."""
+        """Connect repeatedly: the hub starts later than the workers, and may restart."""
         while not self._closed:
             try:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                     connection.connect(self._path)
                     self._listen(connection)
             except (OSError, EOFError):
-                pass  # no hub yet, or none any more
-            except Exception:  # the edge of this thread: without it no session comes back
+                pass  # the hub has not started yet, or has ended
+            except Exception:  # top level of this thread; without it no session could be restored
                 if not self._closed:
                     logger.exception("the connection to the hub failed and is made anew")
             finally:
@@ -217,7 +217,7 @@ class RankLink:
                 time.sleep(RETRY_S)
 
     def _listen(self, connection: socket.socket) -> None:
-        """Serve one connection to its end; what an earlier one had staged is dropped first."""
+        """Serve one connection to its end; first drop the blobs that an earlier one had staged."""
         with self._sending:
             self._staging.clear()
             connection.sendall(frame(self._hello))
@@ -244,7 +244,7 @@ class RankLink:
                 self._measurement.hear(message)
 
     def _send_on(self, connection: socket.socket | None, message: Message) -> None:
-        """Send only on the connection that the question came from.
+        """Send a message, but only if the connection of its question is still the current one.
 
         A hub that has restarted counts its tickets from 1 again.
         """
@@ -260,10 +260,10 @@ class RankLink:
             fetched = self._store.fetch(message.session, hashes, message.first_block)
         except StoreClosed:
             return
-        except Exception:  # the edge of this thread: a defect here costs a prefill, no more
+        except Exception:  # top level of this thread: a defect here costs only a prefill
             logger.exception("a session could not be staged")
             fetched = Fetched(message.first_block, [], None, "unavailable")
-        with self._sending:  # no other connection may begin meanwhile
+        with self._sending:  # so that no other connection begins meanwhile
             if connection is not self._connection:
                 return
             self._staging.put(message.ticket, fetched)
@@ -278,7 +278,7 @@ class RankLink:
             end, reason = self._store.peek(message.session, hashes, first)
         except StoreClosed:
             return
-        except Exception:  # the edge of this thread: the request stays in line
+        except Exception:  # top level of this thread: the request continues to wait
             logger.exception("a session could not be looked up")
             end, reason = len(hashes) + 1, None
         self._send_on(connection, Staged(message.ticket, end, None, reason))
@@ -287,7 +287,7 @@ class RankLink:
         try:
             records = self._obey(message.verb)
             if self._resting is not None and isinstance(message.verb, _CHANGES):
-                self._resting.look_at(message.verb.session)  # before the caller goes on
+                self._resting.look_at(message.verb.session)  # before the caller continues
             stats = self._stats() if isinstance(message.verb, GetStats) else None
             codec = self._report() if isinstance(message.verb, _ABOUT_CODECS) else None
             answer = RankAnswer(message.number, [self.session(x) for x in records], stats, codec)
@@ -295,7 +295,7 @@ class RankLink:
             return
         except PinLimit as error:
             answer = RankAnswer(message.number, [], pin_limit=str(error))
-        except Exception as error:  # the edge of this thread: the caller gets an answer
+        except Exception as error:  # top level of this thread: the caller must get an answer
             logger.exception("%s failed", type(message.verb).__name__)
             answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")
         for page in pages(answer):
@@ -305,13 +305,13 @@ class RankLink:
         return self._measurement.told_in(self._codecs.report)
 
     def adopt(self) -> None:
-        """Have the store adopt the codecs that the model's profile allows now."""
+        """Make the store adopt the codecs that the model's profile allows now."""
         self._codecs.renew(self._store.adopt)
         packed = packed_bytes_per_token(self._store)
         self._hello = msgspec.structs.replace(
             self._hello, codec=self._codecs.codecs.ram.id, packed_bytes_per_token=packed
         )
-        self.send(self._hello)  # the hub reckons by it how many bytes a restore takes
+        self.send(self._hello)  # the hub uses it to estimate the bytes of a restore
 
     def _obey(self, verb: Verb | Look) -> list[BlockRecord]:
         """Carry out a verb, and return the records that the answer is about."""
@@ -329,10 +329,10 @@ class RankLink:
             case Prefetch(session):
                 self._store.warm(session)
             case Pin(session) | Unpin(session):
-                self._wait_saved(session, SETTLE_S)  # what was never saved cannot be pinned
+                self._wait_saved(session, SETTLE_S)  # only a saved session can be pinned
                 self._store.pin(session, isinstance(verb, Pin))
             case Forget(session):
-                # A save that ended later would bring back a part of it.
+                # A save that ended later would bring back a part of the session.
                 if not self._wait_saved(session, FORGET_S):
                     raise TimeoutError("a save of the session does not end")
                 self._store.forget(session)

@@ -1,10 +1,11 @@
 """Remembers which rows of vLLM's blocks were restored from a lossy copy.
 
-A restored block lies in vLLM's prefix cache under the hash of the block that was computed, and a
-later save cannot distinguish them. Packed a second time, its error would grow with each sleep. So
-the hash of every block that came from a lossy copy is remembered here. vLLM gives a block to
-another request without telling: it then has another hash, and the entry counts no more. A block
-that began with the part of one has no hash yet: it goes by the hash of the block before.
+vLLM's prefix cache has a restored block under the hash of the originally computed block, and a
+later save cannot distinguish the two. If restored blocks were packed a second time, their error
+would grow with each sleep. So this module remembers the hash of every block that was filled from a
+lossy copy. vLLM gives a block to another request without notice: the block then has another hash,
+and its entry no longer matches. A block that begins with a restored part has no hash yet: its entry
+has the hash of the block before it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-NONE_BEFORE = b""  # stands for the hash of the block before a session's first
+NONE_BEFORE = b""  # in place of the hash of the block before a session's first block
 
 
 class RestoredBlocks:
@@ -20,12 +21,13 @@ class RestoredBlocks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._hashes: dict[int, bytes] = {}  # of blocks that were restored as a whole
-        # Of those that began with restored rows: the hash of the block before, and their number.
+        self._hashes: dict[int, bytes] = {}  # of blocks that were restored completely
+        # For blocks that begin with restored rows: the hash of the block before, and the number of
+        # these rows.
         self._parts: dict[int, tuple[bytes, int]] = {}
 
     def note(self, block_ids: Sequence[int], hashes: Sequence[bytes], *, lossy: bool) -> None:
-        """Note that these blocks were just filled from a blob of a lossy codec, or of another."""
+        """Note that these blocks were just filled from a blob; ``lossy``: its codec is lossy."""
         with self._lock:
             for block_id, name in zip(block_ids, hashes, strict=True):
                 self._forget(block_id)
@@ -53,7 +55,7 @@ class RestoredBlocks:
         """Count the tokens up to the last one of these blocks that came from a lossy copy.
 
         Args:
-            hashes: of the full ones among the blocks; one that is not full may follow.
+            hashes: those of the full blocks; one block that is not full may follow.
             before: the hash of the block before them.
         """
         names = [*hashes, None][: len(block_ids)]

@@ -1,8 +1,8 @@
 """Reads and writes the state of layers that do not keep all tokens, in vLLM's blocks.
 
 A window's rows are read in the order of tokens, heads and elements, like those of other layers, so
-that the state can be loaded by an engine whose backend lays out its blocks differently. What a
-codec may pack is marked: windows' rows, and matrices of recurrent layers.
+that an engine whose backend lays out its blocks differently can load the state. Arrays that a codec
+may pack are marked: windows' rows, and matrices of recurrent layers.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class StateLayers(Protocol):
 
     @property
     def has_matrices(self) -> bool:
-        """True if they keep matrices that a codec may pack."""
+        """True if the layers keep matrices that a codec may pack."""
 
     def read(self, block_ids: Sequence[int]) -> Arrays:
-        """Copies of what these blocks hold, one array or more per layer."""
+        """Copy the contents of these blocks, one array or more per layer."""
 
     def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
-        """Copy arrays, shaped as by ``read``, into these blocks; those ``IN_USE`` stay as they are.
+        """Copy arrays, shaped as in ``read``, into these blocks; skip blocks that are ``IN_USE``.
 
-        Raises ``Corrupt``, before anything is written: shapes or dtypes differ from the engine's.
+        Raises ``Corrupt`` before it writes: shapes or dtypes differ from the engine's.
         """
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """One of the arrays that a recurrent layer's block holds, one after the other."""
+    """One of the consecutive arrays in a recurrent layer's block."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,10 +70,10 @@ class StatePart:
         return len(self.shape) > 2 and rows >= LEAST_MATRIX_ROWS and self.dtype in DTYPES
 
     def named(self, block: np.ndarray) -> StateArray:
-        """Name an array (num_blocks, nbytes) of bytes by what it holds."""
+        """Convert bytes, (num_blocks, nbytes), to an array with this part's dtype and kind."""
         if self.dtype not in DTYPES:
             return StateArray("uint8", block)
-        # bf16 as its bits, as everywhere in the store.
+        # bf16 is represented by its bits, as everywhere in the store.
         kind = np.uint16 if self.dtype == torch.bfloat16 else np.dtype(DTYPES[self.dtype])
         array = np.ascontiguousarray(block).view(kind).reshape(len(block), *self.shape)
         return (MatrixArray if self.is_matrix else StateArray)(DTYPES[self.dtype], array)
@@ -82,12 +82,12 @@ class StatePart:
 class RecurrentLayers:
     """Recurrent layers: tensors (num_blocks, ...) of any shape and dtype, copied bit by bit.
 
-    vLLM gives one tensor of bytes per layer, (num_blocks, 1, 1, nbytes), in which a block is the
-    layer's states in a row, and perhaps some room after them.
+    vLLM provides one tensor of bytes per layer, (num_blocks, 1, 1, nbytes). A block holds the
+    layer's states one after the other, and perhaps some unused room after them.
     """
 
     def __init__(self, tensors: Sequence[Tensor], parts: Sequence[StatePart] = ()) -> None:
-        """``parts``: of every tensor's block; () = they are not known, it is copied as a whole."""
+        """``parts``: those of every tensor's block; () = unknown, blocks are copied as a whole."""
         self._tensors = [_flat(x) for x in tensors]
         self._parts = parts if tensors and _fit(self._tensors, parts) else ()
 
@@ -97,7 +97,7 @@ class RecurrentLayers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one state of all layers."""
+        """The bytes of one state of all layers."""
         if self._parts:
             return len(self._tensors) * sum(x.nbytes for x in self._parts)
         return sum(x[0].nbytes for x in self._tensors)
@@ -125,14 +125,15 @@ class RecurrentLayers:
         index = [block_ids[i] for i in taken]
         for tensor, content in zip(self._tensors, contents, strict=True):
             rows = torch.from_numpy(content)[taken].view(tensor.dtype).to(tensor.device)
-            # The room after a block's parts stays as it is.
+            # The unused room after a block's parts is not written.
             target = tensor[:, : rows.shape[1]] if tensor.ndim == 2 else tensor
             target.index_copy_(0, _index(index, tensor), rows)
 
     def _are_whole(self, arrays: Arrays, count: int) -> bool:
-        """True if these are blocks as a whole; with parts, from a release that did not know them.
+        """True if the arrays are whole blocks.
 
-        Raises ``Corrupt`` if they should be and are not.
+        Although the parts are known here, an older release may have saved whole blocks. Raises
+        ``Corrupt`` if the parts are unknown and the arrays are not whole blocks.
         """
         wanted = [((count, *x.shape[1:]), _BITS[x.element_size()][1]) for x in self._tensors]
         found = [(x.array.shape, x.array.dtype.name) for x in arrays]
@@ -141,7 +142,7 @@ class RecurrentLayers:
         return found == wanted
 
     def _joined(self, arrays: Arrays, count: int) -> list[np.ndarray]:
-        """The blocks' bytes, (count, nbytes) for each layer, of the arrays of all parts."""
+        """Join the arrays of all parts into the blocks' bytes, (count, nbytes) for each layer."""
         wanted = [x.named(np.zeros((count, x.nbytes), np.uint8)) for x in self._parts]
         if len(arrays) != len(wanted) * len(self._tensors):
             raise Corrupt(OTHER_STATE)
@@ -158,7 +159,7 @@ class WindowLayers:
     """Layers with a sliding window: K and V, in the order of the tokens."""
 
     def __init__(self, cache: PagedCache, first_number: int = 0) -> None:
-        """``first_number``: of arrays of windows in groups before this one."""
+        """``first_number``: the number of window arrays in the groups before this one."""
         self._cache = cache
         self._first_number = first_number
 
@@ -186,7 +187,7 @@ class WindowLayers:
         cache = self._cache
         empty = cache.layout.empty(len(block_ids) * cache.block_tokens)
         like = [x for pair in empty for x in pair]
-        # Without the first axis they are from a release that did not pack them.
+        # Arrays without the first axis come from a release that did not pack windows.
         rows = [x.array[0] if x.array.ndim == 4 and len(x.array) == 1 else x.array for x in arrays]
         if [(x.shape, x.dtype) for x in rows] != [(x.shape, x.dtype) for x in like]:
             raise Corrupt(OTHER_STATE)
@@ -197,7 +198,7 @@ class WindowLayers:
 
 
 class StateBlocks:
-    """All groups that do not keep all tokens. A state's block ids are those of all, in a row."""
+    """All groups that do not keep all tokens. A state's block ids are those of all, joined."""
 
     def __init__(self, groups: Sequence[StateGroup], layers: Sequence[StateLayers]) -> None:
         self._groups = groups
@@ -205,7 +206,7 @@ class StateBlocks:
 
     @property
     def layout(self) -> StateLayout:
-        """The parts of a state that a codec may pack: equally long windows, and matrices."""
+        """The parts of a state that a codec may pack: windows of equal length, and matrices."""
         windows = [
             (group.num_blocks, x.layout)
             for group, x in zip(self._groups, self._layers, strict=True)
@@ -223,7 +224,7 @@ class StateBlocks:
         )
 
     def kv_size(self, itemsize: int = 0) -> KVSize:
-        """The bytes of a session's state; ``itemsize``: of a window's value, 0 = as it is."""
+        """The bytes of a session's state; ``itemsize``: bytes of a window's value, 0 = its own."""
         windows, fixed = [], 0
         for group, x in zip(self._groups, self._layers, strict=True):
             if isinstance(x, WindowLayers):
@@ -243,11 +244,11 @@ class StateBlocks:
         return [list(islice(ids, len(x.reach(boundary)))) for x in self._groups]
 
     def numbers(self, boundary: int) -> list[int]:
-        """The number in the session of each of a state's blocks, in the order of their ids."""
+        """The block number in the session of each block of a state, in the order of their ids."""
         return [i for x in self._groups for i in x.reach(boundary)]
 
     def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
-        """Copy the state after ``boundary`` blocks out of these blocks."""
+        """Copy the state after ``boundary`` blocks from these blocks."""
         shares = self.shares(boundary, block_ids)
         return [list(x.read(ids)) for x, ids in zip(self._layers, shares, strict=True)]
 
@@ -273,13 +274,13 @@ def check_arrays(arrays: Sequence[StateArray], wanted: Sequence[StateArray]) -> 
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The same memory without axes of length one, which vLLM has in blocks of bytes."""
+    """View the tensor without the axes of length one that vLLM's blocks of bytes have."""
     axes = tuple(i for i, length in enumerate(tensor.shape) if i and length == 1)
     return tensor.squeeze(axes) if tensor.ndim > 2 else tensor
 
 
 def _fit(tensors: Sequence[Tensor], parts: Sequence[StatePart]) -> bool:
-    """Say whether blocks are bytes with room for these parts."""
+    """Say whether the blocks consist of bytes and have room for these parts."""
     nbytes = sum(x.nbytes for x in parts)
     return all(x.ndim == 2 and x.element_size() == 1 and x.shape[1] >= nbytes for x in tensors)
 

@@ -1,8 +1,8 @@
 """Saves and loads the state of layers that do not keep all tokens.
 
-A state is packed beside rows in the way that was measured with them, else it is kept exactly: a
-recurrent state cannot be cut back or repaired, and an error in it affects every token that follows.
-What came from a lossy copy is never packed again.
+A state is packed with the method that was measured together with the rows' codec; without such a
+method it is kept exactly: a recurrent state cannot be cut back or repaired, and an error in it
+affects every token that follows. Data that was restored from a lossy copy is never packed again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("thermocline.vllm")
 
 
 class StatefulBlocks:
-    """Implements ``blocks.Blocks``: handles states itself, and leaves the rest to ``blocks``."""
+    """Implements ``blocks.Blocks``: handles states itself, and passes the rest to ``blocks``."""
 
     def __init__(
         self, blocks: Blocks, states: StateBlocks, store: BlockStore, stream: DeviceStream
@@ -88,7 +88,7 @@ class StatefulBlocks:
         )
 
     def _lineage(self, packing: Packing) -> Lineage:
-        """Find what is still there of the lossy copy that this state goes on from."""
+        """Find the packed segments of the lossy copy that this state continues from."""
         boundary, hashes = packing.span.end_block, packing.hashes
         numbers = self._states.numbers(boundary)
         lossy_end = 0

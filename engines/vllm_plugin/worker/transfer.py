@@ -1,14 +1,13 @@
 """Copies KV between vLLM's blocks and the cold store, in each worker.
 
-Only the hand-over runs on the model's thread; everything else runs on threads of this module. A
-save reads blocks that the scheduler side holds until this rank has acknowledged the save. The rank
-acknowledges as soon as the rows are copied out, or when the save was skipped because too much
-waits already. Only blocks that the store lacks count as waiting: for a long session that comes
-back turn by turn, the new ones. A load writes blocks that vLLM has set aside for one waiting
-request.
+Only the start of a save or load runs on the model's thread; all other work runs on threads of this
+module. A save reads blocks that the scheduler side holds until this rank has acknowledged the save.
+The rank acknowledges as soon as the rows are copied out, or when it skips the save because too much
+waits already. Only blocks that the store lacks count as waiting: for a long session that returns
+turn by turn, the new ones. A load writes blocks that vLLM has set aside for one waiting request.
 
-A request id is reported as loaded exactly once, with any outcome: vLLM's engine stops when it
-hears of one twice, or of one that was not waiting.
+A request id is reported as loaded exactly once, with any outcome: vLLM's engine stops if a request
+is reported twice, or was not waiting.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
 
-OnEnded = Callable[[Save, bool], None]  # the bool: whether the store has the session now
+OnEnded = Callable[[Save, bool], None]  # the bool: True if the store has the session now
 
 
 class Transfer:
@@ -74,7 +73,7 @@ class Transfer:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of vLLM's blocks that wait to be stored."""
+        """The bytes of vLLM's blocks that wait to be stored."""
         with self._lock:
             return self._charges.total()
 
@@ -113,7 +112,7 @@ class Transfer:
         kept = False
         try:
             kept = self._stored(save, ready)
-        except Exception:  # the edge of this thread: one bad save must not end all others
+        except Exception:  # top level of this thread: one failed save must not end all others
             logger.exception("a session could not be saved")
             self._store.counters.add("saves_failed")
         try:
@@ -132,7 +131,7 @@ class Transfer:
             rows: Rows | None = {} if len(self._store.save_codecs) > 1 else None
             wanted = [self._packing(save, x) for x in missing]
             packing = self._blocks.pack(wanted, ready, rows)
-        finally:  # in any case, or the blocks would be held for ever
+        finally:  # always acknowledge; otherwise the blocks would be held for ever
             self._acknowledge(save.job)
         self._store.counters.add("chunks_encoded", len(missing))
         kept = sum(x.lineage is not FRESH and x.span.is_chunk for x in wanted)
@@ -170,9 +169,9 @@ class Transfer:
         blobs: Mapping[bytes, bytes],
         lineages: Mapping[BlobSpan, Lineage],
     ) -> Again | None:
-        """A function that packs the rows again, for tiers with a codec of their own.
+        """A function that packs the rows again, for tiers with another codec.
 
-        None if too much waits: these tiers then get copies.
+        None if too much waits: these tiers then get copies of the blobs.
         """
         with self._lock:
             others = self._charges.total() - self._charges[save.job]
@@ -189,12 +188,13 @@ class Transfer:
         lineages: Mapping[BlobSpan, Lineage],
         codec: Codec,
     ) -> Mapping[bytes, Blob]:
-        """Pack the same rows by the codec of a slower tier, a few chunks at a time."""
+        """Pack the same rows with the codec of a slower tier, a few chunks at a time."""
         own = {
             span: self._lineage(save, span, there.position, codec)
             for span, there in lineages.items()
         }
-        # The tier may lack a copy of its own, and the fastest one has given up the older tail.
+        # The search may find no segments: the tier may lack a copy in its own codec, and the
+        # fastest tier no longer has the older tail. Then the save's first lineage is used.
         known = {span: x if x.segments else lineages[span] for span, x in own.items()}
         workers = self._store.workers
         calls = (
@@ -216,9 +216,9 @@ class Transfer:
         return num_blocks * self._blocks.block_bytes
 
     def wait_saved(self, session: SessionRef, within_s: float) -> bool:
-        """Wait until all saves of this session that have begun are done; False if they are not.
+        """Wait until all saves of this session that have begun are done; False if time runs out.
 
-        Not to be called on the thread that saves.
+        Must not be called on the thread that saves.
         """
         name = _name(session)
         with self._settled:
@@ -231,7 +231,7 @@ class Transfer:
             self._settled.notify_all()
 
     def copied(self, job: int) -> None:
-        """Note that the blocks of a job which is no save were read. On the worker's thread."""
+        """Note that the blocks of a job other than a save were read. On the worker's thread."""
         with self._settled:
             self._acks[job] = 1
             self._settled.notify_all()
@@ -245,7 +245,7 @@ class Transfer:
         self._loaders.submit(self._load, load, self._blocks.mark())
 
     def filled(self, request_ids: Iterable[str]) -> None:
-        """Note that the blocks of these requests were filled by others. On the worker's thread."""
+        """Note that other code has filled the blocks of these requests. On the worker's thread."""
         with self._settled:
             self._loaded.update(request_ids)
             self._settled.notify_all()
@@ -258,11 +258,11 @@ class Transfer:
                 fillings = _fillings(load, fetched.spans, fetched.hashes)
                 bad -= self._blocks.fill(fillings, ready)
                 self._note_restored(fillings, fetched.hashes)
-        except Exception:  # the edge of this thread: the request must hear of its load
+        except Exception:  # top level of this thread: the load's end must be reported
             logger.exception("a restore failed")
         if bad:
             logger.warning("%d blocks could not be restored and are computed again", len(bad))
-        # All at once: vLLM has to hear of failed blocks no later than that the load is over.
+        # All under one lock: failed blocks must be reported no later than the end of the load.
         with self._settled:
             self._bad_blocks |= bad
             if bad:
@@ -272,7 +272,7 @@ class Transfer:
             self._settled.notify_all()
 
     def _note_restored(self, fillings: Sequence[Filling], hashes: Sequence[bytes]) -> None:
-        """Remember the lossy blocks, before vLLM hears of the load and may save them."""
+        """Remember the lossy blocks, before vLLM learns of the load's end and may save them."""
         for x in fillings:
             if x.span.is_part:
                 before = hashes[x.span.first_block - 1]
@@ -284,23 +284,23 @@ class Transfer:
                 names = hashes[first : first + len(x.block_ids)]
                 self._restored.note(x.block_ids, names, lossy=lossy)
 
-    # ---- what vLLM asks for with each step
+    # ---- vLLM's calls in each step
 
     def wait_for_news(self, within_s: float) -> None:
-        """Wait until there is something to take, or nothing is under way, or the time is over."""
+        """Wait for a load or an acknowledgement to take, while work runs, up to ``within_s``."""
         with self._settled:
             self._settled.wait_for(
                 lambda: self._loaded or self._acks or not self._under_way, within_s
             )
 
     def take_loaded(self) -> set[str]:
-        """Ids of the requests whose load is over, each once."""
+        """Return the ids of the requests whose load is over, each once."""
         with self._lock:
             loaded, self._loaded = self._loaded, set()
             return loaded
 
     def take_bad_blocks(self) -> set[int]:
-        """Ids of the blocks that could not be filled, each once."""
+        """Return the ids of the blocks that could not be filled, each once."""
         with self._lock:
             bad, self._bad_blocks = self._bad_blocks, set()
             return bad
@@ -313,7 +313,7 @@ class Transfer:
             return failed
 
     def take_acks(self) -> dict[int, int]:
-        """The jobs whose blocks are needed no longer, each with a count of one rank."""
+        """Return the jobs whose blocks are no longer needed, each with a count of one rank."""
         with self._lock:
             acks, self._acks = self._acks, {}
             return acks
@@ -337,7 +337,7 @@ def _name(session: SessionRef) -> tuple[str, str]:
 
 
 def _packing(save: Save, span: BlobSpan) -> Packing:
-    """The blocks of the save that make up this blob."""
+    """The blocks of the save that belong to this blob."""
     if span.is_state:
         hashes = save.hashes[: span.end_block]
         return Packing(span, save.states[span.end_block], hashes=hashes)
@@ -349,7 +349,7 @@ def _packing(save: Save, span: BlobSpan) -> Packing:
 def _fillings(
     load: Load, spans: Sequence[tuple[BlobSpan, AnyBlob]], hashes: Sequence[bytes]
 ) -> list[Filling]:
-    """The share of each staged blob that the load asks for; it may begin and end inside a blob."""
+    """The part of each staged blob that the load needs; a load may begin and end inside a blob."""
     fillings = []
     for span, blob in spans:
         if span.is_state and span.end_block == load.end_block:

@@ -1,4 +1,4 @@
-"""Puts the worker side of the plug-in together, once vLLM has shown its KV caches."""
+"""Assembles the worker side of the plug-in, once vLLM has registered its KV caches."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ from kvstore.tiers.registry import open_usable_tiers
 
 logger = logging.getLogger("thermocline.vllm")
 
-# Work that needs no model waits until vLLM has not stepped for so long.
+# Work that does not need the model waits until vLLM has run no step for this long.
 QUIET_S: Final = 1.0
-# Idle buffers to unpack into may take one part in so many of the bytes that may wait to be saved.
+# Idle buffers for unpacking may take 1 / SPARE_SHARE of the bytes that may wait to be saved.
 SPARE_SHARE: Final = 4
 
-# Chooses who moves the blocks of a cache; the number: bytes that may be kept to unpack into.
+# Chooses the code that copies the blocks of a cache; the number: the most bytes of idle buffers.
 ChooseBlocks: TypeAlias = Callable[[PagedCache, BlockStore, int], Blocks]
 
 
@@ -89,7 +89,7 @@ class WorkerSide:
         resting: RestingWatch | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``resting``: where readers of KV events hear of the store."""
+        """``resting``: reports the store's blocks, if vLLM reports KV events."""
         self._transfer = transfer
         self._link = link
         self._store = store
@@ -102,12 +102,12 @@ class WorkerSide:
         store.pack_when(self._is_quiet, self._packed)
 
     def begin_step(self, step: StepWork) -> None:
-        """Have the step seen, if a measurement wants to; before the model runs."""
+        """Start to observe the step, if a measurement needs it; called before the model runs."""
         if self._measuring is not None:
             self._measuring.begin_step(step)
 
     def start_loads(self, step: StepWork) -> None:
-        """Begin the step's loads, before the model runs."""
+        """Begin the step's loads."""
         self._patience_s = step.patience_s
         self._stepped_at = self._monotonic()
         if self._measuring is not None:
@@ -117,7 +117,7 @@ class WorkerSide:
             self._transfer.load(load)
 
     def start_saves(self, step: StepWork) -> None:
-        """Begin the step's saves, when the model has run."""
+        """Begin the step's saves, after the model has run."""
         for save in step.saves:
             self._transfer.save(save, self._saved)
         if self._measuring is not None:
@@ -125,9 +125,9 @@ class WorkerSide:
                 self._transfer.copied(job)
 
     def take_loaded(self) -> set[str]:
-        """Ids of requests whose load is over; vLLM asks for it first at the end of a step.
+        """Return the ids of requests whose load is over; vLLM's first call at the end of a step.
 
-        Where the model has nothing to do, this waits for news for a moment.
+        If the model has no work, this waits for news for a moment.
         """
         self._transfer.wait_for_news(self._patience_s)
         return self._transfer.take_loaded()
@@ -139,7 +139,7 @@ class WorkerSide:
         return self._transfer.take_bad_blocks()
 
     def take_acks(self) -> tuple[dict[int, int], set[int]]:
-        """The jobs whose blocks are needed no longer, and those of them that were skipped."""
+        """Return the jobs whose blocks are no longer needed, and which of them were skipped."""
         acks = self._transfer.take_acks()
         return acks, self._transfer.take_skipped(acks)
 
@@ -154,7 +154,7 @@ class WorkerSide:
         self._store.close()
 
     def _is_quiet(self) -> bool:
-        """True if vLLM has not stepped for a moment, and no copy is under way. Any thread."""
+        """True if vLLM has run no step for a moment, and no copy is under way. Any thread."""
         if self._monotonic() - self._stepped_at < QUIET_S or self._link.num_staging:
             return False
         return self._transfer.is_settled and (
@@ -188,7 +188,7 @@ def open_worker_side(
     """Open the rank's store and connect it to vLLM's caches, given by layer name, and to the hub.
 
     Raises:
-        UnknownLayout, CodecRefused, UnknownCodec, TierInUse: with a sentence that says what to do.
+        UnknownLayout, CodecRefused, UnknownCodec, TierInUse: with a sentence that names the fix.
         ValueError, ImportError: see ``open_tiers``.
     """
     cache = attention_cache(vllm_config, caches, groups.layers)
@@ -239,10 +239,11 @@ def open_worker_side(
         codecs,
         measuring,
     )
-    # A state can only sleep after whole blocks, which may be hundreds of tokens long.
+    # A state can be stored only after whole blocks, which may be hundreds of tokens long.
     least = least_context(layout, cache.block_tokens)
     longest = longest_prompt(vllm_config)
-    is_alone = vllm_config.parallel_config.world_size == 1  # several neither learn on nor share
+    # Several ranks neither continue to learn nor share their results.
+    is_alone = vllm_config.parallel_config.world_size == 1
     if not why:
         order = partial(first_order, settings.store, longest, str(data), least)
         sharing = open_sharing(config, codecs, data) if is_alone else NO_SHARING
@@ -268,7 +269,7 @@ def kv_sizes(layout: KVLayout, states: StateBlocks | None) -> tuple[KVSize, KVSi
 
 
 def rank_share(store: StoreConfig, num_ranks: int) -> StoreConfig:
-    """The share of one rank in the engine's budgets."""
+    """One rank's share of the engine's budgets."""
     return msgspec.structs.replace(
         store,
         ram_bytes=store.ram_bytes // num_ranks,
@@ -281,9 +282,9 @@ def rank_share(store: StoreConfig, num_ranks: int) -> StoreConfig:
 
 
 def layout_of(vllm_config: Any, name: str, cache: torch.Tensor) -> BlockLayout:
-    """The places where a layer's attention backend puts K and V, or latents and rotary keys.
+    """Find where a layer's attention backend puts K and V, or latents and rotary keys.
 
-    Raises ``UnknownLayout``: they are not found, or this is no attention layer.
+    Raises ``UnknownLayout``: the places are not found, or the layer is no attention layer.
     """
     kinds: Any = (Attention, MLAAttention)
     layer: Any = get_layers_from_vllm_config(vllm_config, kinds, [name]).get(name)
@@ -300,11 +301,11 @@ def layout_of(vllm_config: Any, name: str, cache: torch.Tensor) -> BlockLayout:
 
 
 def latent_writer(layer: Any, slots: torch.Tensor) -> WriteBlock:
-    """The backend's own function that writes a block of latents and rotary keys."""
+    """Return the backend's function that writes a block of latents and rotary keys."""
 
     def write(latents: torch.Tensor, rotary: torch.Tensor, block: torch.Tensor) -> None:
         scale = torch.ones((), dtype=torch.float32, device=block.device)
-        # It takes blocks of rows, without an axis for heads.
+        # The kernel takes blocks of rows, without an axis for heads.
         layer.impl.do_kv_cache_update(
             latents[:, 0], rotary, block[:, 0], slots, layer.kv_cache_dtype, scale
         )
@@ -315,9 +316,9 @@ def latent_writer(layer: Any, slots: torch.Tensor) -> WriteBlock:
 def attention_cache(
     vllm_config: Any, caches: Mapping[str, torch.Tensor], layers: Sequence[str]
 ) -> PagedCache:
-    """The caches of these layers, with K and V where the attention backend puts them.
+    """The caches of these layers, with the attention backend's places of K and V.
 
-    Raises ``UnknownLayout``: they cannot be read.
+    Raises ``UnknownLayout``: the caches cannot be read.
     """
     own = {name: x for name, x in caches.items() if name in layers}
     first = next(iter(own.values()))
@@ -338,7 +339,7 @@ def state_blocks(
     caches: Mapping[str, torch.Tensor],
     groups: Groups,
 ) -> StateBlocks | None:
-    """The layers that do not keep all tokens; None if all do. Raises as ``attention_cache``."""
+    """The layers that do not keep all tokens; None if all do. Raises like ``attention_cache``."""
     layers: list[StateLayers] = []
     num_windows = 0
     for group in groups.states:
