@@ -109,4 +109,4 @@ class StepWork:
     given: list[Given] = field(default_factory=list)
     wanted: list[Wanted] = field(default_factory=list)
     alone: int = 0
-    patience_s: float = 0.0  # how long a worker may wait for a transfer to end in an idle step
+    patience_s: float = 0.0  # how long a worker may wait for transfers, if the model has no work

@@ -106,7 +106,7 @@ class RankMeasuring:
         """Begin a measurement, unless one runs already or measuring is impossible.
 
         Without ``wanted`` the model is measured again, and no other engine is asked. Several ranks
-        do not continue to learn: each would have to have kept the same presets for its part.
+        do not continue to learn: every rank would need to have kept the same presets.
         """
         if self._open is None or self.is_running:
             return

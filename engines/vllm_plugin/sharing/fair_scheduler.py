@@ -25,7 +25,7 @@ from engines.vllm_plugin.sharing.time_slices import TimeSlices
 
 
 class FairShareMixin(Scheduler):
-    """Asks ``TimeSlices`` before each step, and reports to it what the step computes."""
+    """Consults ``TimeSlices`` before each step, and reports the step's tokens to it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -81,7 +81,7 @@ class TritonRows:
         payload: Tensor,
         offsets: Tensor,
     ) -> None:
-        """Unpack rows of ``payload`` into blocks; rows with a scale of zero are left alone."""
+        """Unpack rows of ``payload`` into blocks; rows with a scale of zero are skipped."""
         unpack_kernel[_grid(group, count)](
             group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
             payload, payload.view(torch.int16), offsets,
