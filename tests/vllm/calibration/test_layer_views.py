@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 from tests.vllm.calibration.test_calibration import facts_of
 from tests.vllm.rig.tiny_families import write_gemma2, write_gpt_oss, write_int8, write_qwen3
-from tests.vllm.rig.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, write_tiny_model
+from tests.vllm.rig.tiny_model import LAYERS, write_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -43,7 +43,8 @@ def test_gradients_foretell_what_an_error_does_to_a_layer(facts: dict[str, Any])
 
 def test_every_layer_is_seen_and_nothing_is_left_behind(facts: dict[str, Any]) -> None:
     assert facts["layers"] == [*range(LAYERS)]
-    assert facts["shapes"] == [[3, KV_HEADS, 150, HEAD_DIM]] * LAYERS
+    assert facts["shapes"] == [[3, heads, 150, dim] for heads, dim in facts["heads of layers"]]
+    assert len(facts["shapes"]) == LAYERS
     assert facts["same run"]
     assert facts["hooks"] == 1, "the instrument's own, on the whole model"
     assert facts["metrics"] == facts["heads"]

@@ -77,6 +77,7 @@ def main(folder: Path) -> dict[str, object]:
     samples = samples_of(instrument, TEXTS, Windows(2, 200))
     facts = {
         "layers": [x.layer for x in found],
+        "heads of layers": [[x.num_kv_heads, x.head_dim] for x in instrument.layout.layers],
         "shapes": [list(x.gradients[0].shape) for x in found],
         "same run": all(
             np.allclose(fp32(a, dtype), fp32(b, dtype), atol=1e-4)
