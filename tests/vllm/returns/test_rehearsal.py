@@ -31,7 +31,7 @@ CONNECTOR: Final = {
     "kv_connector": "RehearsedConnector",
     "kv_connector_module_path": "tests.vllm.rig.rehearsal",
 }
-REHEARSED: Final = "rehearsed"  # what it was asked, said at the end
+REHEARSED: Final = "rehearsed"  # how much was asked of the device
 WORKER: Final = "tests.vllm.rig.rehearsal.RehearsedWorker"
 NUM_BLOCKS: Final = 14  # the longest session has eleven: no two of them stay
 NAMES: Final = ("a", "b", "c", "d")

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 import tests.vllm.rig.device_attention  # noqa: F401  vLLM is given it by that
-from engines.vllm_plugin.connector import ThermoclineConnector
+from engines.vllm_plugin.connector import BlockAcks, ThermoclineConnector
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks
 from engines.vllm_plugin.device.device_check import blocks_on
 from engines.vllm_plugin.measuring.worker_extension import ModelView
@@ -32,7 +32,11 @@ REHEARSED: Final = "rehearsed"
 
 
 class RehearsedConnector(ThermoclineConnector):
-    """At its end it says in a file how much was asked of the device, its check left out."""
+    """Keeps in a file how much was asked of the device, its check left out.
+
+    The file is written after each step that saved something: vLLM kills a worker whose end takes
+    long, and then a number that is written at the end is missing.
+    """
 
     _device: LazyDevice | None = None
     _num_checks = 0
@@ -47,11 +51,14 @@ class RehearsedConnector(ThermoclineConnector):
         self._num_checks = self._device.num_done
         return blocks
 
-    def shutdown(self) -> None:
-        super().shutdown()
-        if self._device is not None:
+    def build_connector_worker_meta(self) -> BlockAcks | None:
+        saved = super().build_connector_worker_meta()
+        if saved is not None and self._device is not None:
             done = self._device.num_done - self._num_checks
-            (self._folder / REHEARSED).write_text(str(done))
+            written = self._folder / f"{REHEARSED}.new"
+            written.write_text(str(done))
+            written.replace(self._folder / REHEARSED)
+        return saved
 
 
 class RehearsedWorker(ModelView):
