@@ -1,0 +1,71 @@
+"""The tutorials run, draw their pictures, and print what their pages say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.tutorials import codebooks, rotation, sketches
+from tests.tiny_tokenizer import tiny_tokenizer
+
+
+@pytest.mark.parametrize("tutorial", [codebooks, rotation, sketches], ids=lambda x: x.__name__)
+def test_it_prints_figures_and_draws_a_picture(tutorial, tmp_path, capsys):
+    picture = tmp_path / "picture.png"
+    tutorial.main(["--plot", str(picture)])
+    assert len(capsys.readouterr().out.splitlines()) > 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_levels_of_lloyd_and_max_lose_less_than_equidistant_ones():
+    rows = codebooks.measured()
+    assert all(x.bound < x.lloyd_max <= x.equidistant * 1.001 for x in rows)
+    assert rows[2].lloyd_max < 0.95 * rows[2].equidistant
+
+
+def test_a_rotation_saves_the_large_channels():
+    keys = rotation.uneven_keys()
+    lm3, tq3, _ = rotation.measured(keys)
+    assert tq3.error < lm3.error / 5
+    assert tq3.large_channels < lm3.large_channels / 50
+
+
+def test_sketches_are_unbiased_and_noisier():
+    _, rows = sketches.measured(*sketches.rows())
+    by_name = {x.method: x for x in rows}
+    for bits, slope in ((2, 0.94), (3, 0.98)):
+        levels, sketch = by_name[f"tq:bits={bits}"], by_name[f"tqprod:bits={bits}"]
+        assert levels.slope == pytest.approx(slope, abs=0.01)
+        assert sketch.slope == pytest.approx(1, abs=0.01)
+        assert sketch.error > 1.5 * levels.error
+
+
+@pytest.mark.model
+@pytest.mark.mlx
+@pytest.mark.slow
+def test_a_needle_is_found_in_packed_rows():
+    run = subprocess.run(
+        [sys.executable, "-m", "docs.tutorials.live_cache"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=Path(__file__).parents[2],
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("'71942") == 3, run.stdout
+
+
+@pytest.mark.mlx
+def test_a_learned_transform_needs_fewer_bits(tmp_path):
+    from docs.tutorials import spectrum
+    from kvstore.codecs.stacks.stack_shape import Scope
+    from tests.integration.tiny_models import tiny_model
+
+    scopes = (Scope("head"), Scope("layer"))
+    rows = spectrum.measured(tiny_model("llama").model, tiny_tokenizer(tmp_path), scopes, 4, 200)
+    for row in rows:
+        assert row.bits(0.1) < row.bits(0.01)
+        assert row.bits(spectrum.ERROR) < 2.3  # without a transform: 2.42
