@@ -44,7 +44,7 @@ async def test_nothing_is_packed_twice_by_going_to_sleep(tmp_path, codec):
         await it.settled()
         kept = kv_arrays.growing_run(hot_caches(it, "a"), len(LONG))
         assert isinstance(hot_caches(it, "a")[0], PackedKVCache)
-        for _ in range(3):
+        for _ in range(10):
             await it.demote_all()
             answer = await it.turn([*LONG, 7], session("a"), max_tokens=1)
             assert answer.cache is not None
