@@ -33,7 +33,7 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     id: str
     hot: bool
-    tier: TierName | None  # fastest tier that holds its cold copy; None = no cold copy
+    tier: TierName | None  # slowest tier that a restore reads; None = no cold copy
     tokens: int
     hot_bytes: int
     cold_bytes: int

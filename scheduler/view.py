@@ -13,7 +13,7 @@ class SessionView(msgspec.Struct, frozen=True):
 
     id: str
     state: str
-    tier: TierName | None  # fastest tier that holds a cold copy
+    tier: TierName | None  # slowest tier that a restore reads; None = no cold copy
     tokens: int
     bytes: int  # hot bytes while hot, packed bytes while cold
     idle_s: float

@@ -4,7 +4,7 @@ Saving: kernels gather rows from blocks, pack them and write them into pinned ho
 of the bytes; a codec thread makes the blob. Loading: a codec thread checks a blob and puts it into
 pinned memory, one copy takes it to the device, and kernels unpack it into the blocks. Each
 direction has a stream of its own; no work is queued on the model's stream, and that stream never
-waits (docs/decisions: device transfer).
+waits (docs/decisions/0023-device-transfer.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reports to EngineCore which tiers of a rank hold the blocks of its sessions.
 
 A session is checked as soon as a save or a verb is done, and again until slower tiers have written
-it. Evictions are found by a sweep over all sessions, which runs only after evictions and takes at
-most about one part in ``SWEEP_SHARE`` of the time.
+it. Evictions are found by a sweep over all sessions, which takes at most about one part in
+``SWEEP_SHARE`` of the time. It runs after evictions, and every ``UNASKED_S`` seconds without any.
 """
 
 from __future__ import annotations
