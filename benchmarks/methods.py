@@ -1,0 +1,224 @@
+"""All methods of the library in one table: bits, loss on the sample model, and speed.
+
+    python -m benchmarks.methods [--only tq3,kivi] [--context 2048] [--texts 2] [--learn 8]
+        [--model FOLDER] [--json OUT] [--write docs/methods.md]
+
+Loss is measured by ``thermocline.judge``: the KV of the first tokens of held-out texts is packed
+chunk by chunk, and the model predicts the next tokens from the restored and from the exact KV. The
+speeds are of this process on KV of the same model, as ratios within one run: packing and restoring
+over a copy of the same KV, products of one query with packed keys over products with fp32 keys.
+``--write`` replaces the table between the two marks of a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+import thermocline
+import thermocline.mlx
+from benchmarks.families.fast_blas import begin_with_blas
+from benchmarks.quality import table
+from engines.calibration.corpus import Text, fit_texts, held_out_texts
+from kvstore.codecs.names import is_learned
+from kvstore.shapes import KVRun, slice_tokens
+
+CHUNK_TOKENS: Final = 128
+LEARN_TOKENS: Final = 1024
+NUM_SCORED: Final = 192
+SPEED_TOKENS: Final = 1024
+ENOUGH_S: Final = 1.0  # after so long, the best round so far counts
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+NAMES: Final = (
+    *(
+        "q8",
+        "fp8",
+        "safe",
+        "tq8",
+        "tq7",
+        "tq6",
+        "tq5",
+        "tq4",
+        "tq3",
+        "tq2",
+        "tq1",
+        "tqprod",
+        "base11",
+    ),
+    *("dense3", "balanced", "max", "ratequant", "spectral", "kvquant", "commvq", "kivi", "gear"),
+    *("playground", "polar", "qjl", "rabitq", "rvq", "vecinfer", "manthan", "lm3"),
+)
+HEAD: Final = (
+    *("method", "source", "bits", "KL", "perplexity", "top 1"),
+    *("pack / copy", "restore / copy", "scores / fp32"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method. Speeds are its time over that of the plain work; ``scores``: None = has none."""
+
+    name: str
+    paper: str
+    bits: float
+    kl: float
+    perplexity_pct: float
+    top1: float
+    pack: float
+    restore: float
+    scores: float | None
+
+    def cells(self) -> list[str]:
+        return [
+            f"`{self.name}`",
+            self.paper or "this project",
+            f"{self.bits:.3f}",
+            f"{self.kl:.5f}",
+            f"{self.perplexity_pct:+.2f} %",
+            f"{self.top1:.1%}",
+            f"{self.pack:.0f}",
+            f"{self.restore:.0f}",
+            "" if self.scores is None else f"{self.scores:.1f}",
+        ]
+
+
+def main() -> None:
+    arguments = _arguments()
+    begin_with_blas("benchmarks.methods")
+    import mlx.core as mx
+    import mlx_lm
+
+    model, tokenizer, *_ = mlx_lm.load(str(arguments.model))
+    model.set_dtype(mx.float32)
+
+    def tokens(texts: Sequence[Text], length: int, most: int) -> list[list[int]]:
+        found = (tokenizer.encode(text.content[: 8 * length])[:length] for text in texts)
+        return [x for x in found if len(x) == length][:most]
+
+    begun = time.monotonic()
+    names = arguments.only.split(",") if arguments.only else NAMES
+    held_out = tokens(held_out_texts(), arguments.context + NUM_SCORED, arguments.texts)
+    learned = [name for name in names if is_learned(name)]
+    profile = None
+    if learned:
+        texts = tokens(fit_texts(), LEARN_TOKENS, arguments.learn)
+        profile = thermocline.learn(thermocline.mlx.capture(model, texts), *learned)
+    print(f"{time.monotonic() - begun:5.0f} s: learned", flush=True)
+    qualities = thermocline.judge(
+        model, names, held_out, context=arguments.context, num_scored=NUM_SCORED, profile=profile
+    )
+    print(f"{time.monotonic() - begun:5.0f} s: judged", flush=True)
+    run = thermocline.mlx.instrument(model).prefill(held_out[0][:SPEED_TOKENS])
+    rows = []
+    for name, quality in zip(names, qualities, strict=True):
+        rows.append(_row(name, quality, profile if is_learned(name) else None, run))
+        print(*rows[-1].cells(), flush=True)
+    text = "\n".join(
+        [
+            *table(HEAD, [x.cells() for x in rows]),
+            "",
+            f"SmolLM2-135M-Instruct in float32, {len(held_out)} held-out texts of"
+            f" {arguments.context} tokens with {NUM_SCORED} scored tokens each. Methods that learn"
+            f" a model learned it from {arguments.learn} other texts of {LEARN_TOKENS} tokens.",
+        ]
+    )
+    print("", text, sep="\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(x) for x in rows], indent=1) + "\n")
+    if arguments.write:
+        replace_table(arguments.write, text)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", help="names, divided by commas; default: all")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--learn", type=int, default=8)
+    parser.add_argument("--model", type=Path, help="default: the sample model")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", type=Path, help="the page whose table is replaced")
+    arguments = parser.parse_args()
+    if arguments.model is None:
+        from launch.machine.folders import default_cache_dir
+        from launch.sample.sample_model import sample_model
+
+        arguments.model = sample_model(default_cache_dir(os.environ))
+    return arguments
+
+
+def _row(
+    name: str, quality: thermocline.Quality, profile: thermocline.Profile | None, run: KVRun
+) -> Row:
+    method = thermocline.codec(name, profile=profile)
+    chunks = [slice_tokens(run, i, i + CHUNK_TOKENS) for i in range(0, SPEED_TOKENS, CHUNK_TOKENS)]
+    places = range(0, SPEED_TOKENS, CHUNK_TOKENS)
+    packed = [method.pack_run(x, place) for x, place in zip(chunks, places, strict=True)]
+    plain = _best(lambda: [array.copy() for pair in run for array in pair])
+    pack = _best(lambda: [method.pack_run(x, i) for x, i in zip(chunks, places, strict=True)])
+    restore = _best(lambda: [method.restore_run(x) for x in packed])
+    return Row(
+        name,
+        thermocline.codecs()[name].paper,
+        quality.bits_per_element,
+        quality.kl,
+        quality.perplexity_change_pct,
+        quality.top1,
+        pack / plain,
+        restore / plain,
+        _scores(method, run),
+    )
+
+
+def _scores(method: thermocline.Method, run: KVRun) -> float | None:
+    """The time of one query's products with packed keys, over that with fp32 keys."""
+    keys = np.concatenate([np.asarray(keys) for keys, _ in run])
+    query = np.random.default_rng(0).standard_normal((len(keys), 1, keys.shape[2]), np.float32)
+    wide = (keys.astype(np.uint32) << 16).view(np.float32) if keys.dtype == np.uint16 else keys
+    wide = np.ascontiguousarray(wide, np.float32)
+    try:
+        packed = method.pack(keys)
+        method.scores(query, packed)
+    except (thermocline.NoScores, thermocline.UnknownCodec):
+        return None
+    plain = _best(lambda: np.matmul(query, wide.swapaxes(1, 2)))
+    return _best(lambda: method.scores(query, packed)) / plain
+
+
+def _best(work: Callable[[], object]) -> float:
+    return min(_rounds(work))
+
+
+def _rounds(work: Callable[[], object]) -> Iterator[float]:
+    begun = time.perf_counter()
+    for _ in range(20):
+        before = time.perf_counter()
+        work()
+        yield time.perf_counter() - before
+        if time.perf_counter() - begun > ENOUGH_S:
+            return
+
+
+def replace_table(page: Path, text: str) -> None:
+    """Replace what is between the two marks of a page.
+
+    Raises:
+        ValueError: the page lacks one of them.
+    """
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no table to replace: {BEGIN} ... {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
