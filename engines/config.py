@@ -14,6 +14,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 # Exit code of an engine process that cannot serve with its settings, and has logged why in one
 # line: to start it again would change nothing. (EX_CONFIG of sysexits.h.)
 WRONG_SETTINGS: Final = 78
+# The gateway writes it before it closes the input of an engine process, if it lives on itself.
+LAST_LINE: Final = b"end\n"
 
 
 def vllm_rank_folder(root: Path, rank: int) -> Path:

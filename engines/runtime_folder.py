@@ -16,7 +16,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -28,6 +28,7 @@ OLD_S: Final = 86400.0  # a server that starts has no sockets for some minutes
 # What earlier releases wrote into such a folder besides sockets.
 _OLDER_FILES: Final = frozenset({"plugin.json", "chat_template.jinja"})
 SCRATCH: Final = "tmp"  # TMPDIR of the engine, made anew for each of its lives
+DYING_S: Final = 30.0  # for the system to close what a killed gateway held, however busy it is
 
 
 @contextmanager
@@ -63,10 +64,14 @@ def remove_abandoned(base: Path, prefix: str) -> None:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(folder: Path, gateway_died: Callable[[], bool]) -> Iterator[None]:
     """Keep the folder while an engine lives; the engine removes it if the gateway is gone by then.
 
     A folder that was not made by ``runtime_folder`` is left alone.
+
+    Args:
+        gateway_died: called at the end. The system closes a killed gateway's pipe to the engine
+            before its lock, so after a death the engine waits for the lock up to ``DYING_S``.
 
     Raises:
         OSError: the folder is being removed.
@@ -80,7 +85,9 @@ def held(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            _remove_unless_held(folder, lock)
+            end = time.monotonic() + (DYING_S if gateway_died() else 0.0)
+            while not _remove_unless_held(folder, lock) and time.monotonic() < end:
+                time.sleep(0.01)
 
 
 def fresh_scratch(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from engines.config import WorkerConfig
 from engines.fake_worker.fake_sessions import CODEC, HOT_BYTES_PER_TOKEN, FakeSessions
 from engines.fake_worker.server import DataServer
 from engines.host.control_server import ControlServer
-from engines.host.lifeline import read_settings, runtime_folder, stop_event
+from engines.host.lifeline import Lifeline, read_settings, runtime_folder
 from engines.runtime_folder import held
 from engines.wire import KVSize, Welcome
 
@@ -22,12 +22,13 @@ SIGHTED = "vision"  # a model that is called so sees images
 
 def main() -> None:
     config = read_settings()
-    with held(Path(config.runtime_dir)):
-        asyncio.run(serve(config))
+    lifeline = Lifeline()
+    with held(Path(config.runtime_dir), lifeline.gateway_died):
+        asyncio.run(serve(config, lifeline))
 
 
-async def serve(config: WorkerConfig) -> None:
-    stop = stop_event()
+async def serve(config: WorkerConfig, lifeline: Lifeline) -> None:
+    stop = lifeline.stop_event()
     folder = runtime_folder(config)
     max_context = config.engine.max_context or MAX_CONTEXT
     welcome = Welcome(

@@ -20,7 +20,7 @@ import uvicorn
 from engines.config import WRONG_SETTINGS, WorkerConfig
 from engines.host.control_server import ControlServer
 from engines.host.fill_in import fill_in_of
-from engines.host.lifeline import read_settings, runtime_folder, stop_event
+from engines.host.lifeline import Lifeline, read_settings, runtime_folder
 from engines.host.template_rules import rules_of
 from engines.mlx_worker.cache.layout import CannotServe
 from engines.mlx_worker.control.notices import Notifier
@@ -57,9 +57,10 @@ _PASSING: Final = frozenset(
 def main() -> None:
     config = read_settings()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    lifeline = Lifeline()
     try:
-        with held(Path(config.runtime_dir)):
-            asyncio.run(serve(config))
+        with held(Path(config.runtime_dir), lifeline.gateway_died):
+            asyncio.run(serve(config, lifeline))
     except CannotServe as error:  # what the operator can change
         logger.error("%s cannot be served: %s", config.served_model_name, _one_line(error))
         raise SystemExit(WRONG_SETTINGS) from error
@@ -115,9 +116,9 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-async def serve(config: WorkerConfig) -> None:
+async def serve(config: WorkerConfig, lifeline: Lifeline) -> None:
     """Serve until standard input ends or SIGTERM comes; then save everything that is hot."""
-    stop = stop_event()
+    stop = lifeline.stop_event()
     folder = runtime_folder(config)
     owner = Owner(
         lambda: load(config),

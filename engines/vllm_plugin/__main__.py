@@ -21,6 +21,7 @@ from typing import Final
 import msgspec
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
+from engines.host.lifeline import Lifeline, first_line
 from engines.runtime_folder import held
 from engines.vllm_plugin.config import write_settings
 from engines.vllm_plugin.process.command import (
@@ -43,7 +44,7 @@ WORKER_END_S: Final = 15
 
 
 def main() -> int:
-    worker = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    worker = msgspec.json.decode(first_line(), type=WorkerConfig)
     if refused := refusal(worker, cpu=is_cpu_build()):
         print(f"ERROR vLLM cannot serve with these settings: {refused}", file=sys.stderr)
         return WRONG_SETTINGS
@@ -60,12 +61,13 @@ def main() -> int:
     argv = command(worker, settings, cpu=is_cpu_build())
     argv += ["--shutdown-timeout", str(ENGINE_END_S)]
     adopt_orphans()
-    with held(Path(worker.runtime_dir)):
+    lifeline = Lifeline()
+    with held(Path(worker.runtime_dir), lifeline.gateway_died):
         with subprocess.Popen(
             argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
         ) as server:
             signal.signal(signal.SIGTERM, lambda *_: server.terminate())
-            threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
+            threading.Thread(target=_end_with_input, args=(server, lifeline), daemon=True).start()
             code = server.wait()
         end_descendants()
     return code if code >= 0 else 128 - code  # the exit code that a shell uses for a signal
@@ -78,8 +80,8 @@ def _remove_sockets(folder: Path) -> None:
             path.unlink()
 
 
-def _end_with_input(server: subprocess.Popen[bytes]) -> None:
-    while os.read(sys.stdin.fileno(), 1 << 16):
+def _end_with_input(server: subprocess.Popen[bytes], lifeline: Lifeline) -> None:
+    while lifeline.read():
         pass
     server.terminate()
     with suppress(subprocess.TimeoutExpired):

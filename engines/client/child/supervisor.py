@@ -1,9 +1,9 @@
 """A child process that is started, watched and started again when it ends.
 
 The child gets its settings as one line on standard input. The pipe stays open: its end is how the
-child learns that this process is gone, however it went, so a child never outlives the gateway. It
-runs in a process group of its own, so a Ctrl-C in the terminal reaches the gateway only, which
-then ends the child in good order.
+child learns that this process is gone, however it went, so a child never outlives the gateway. A
+child that is asked to end gets ``LAST_LINE`` first. It runs in a process group of its own, so a
+Ctrl-C in the terminal reaches the gateway only, which then ends the child in good order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engines.client.child.restarts import RestartPolicy, RestartRules
-from engines.config import WRONG_SETTINGS
+from engines.config import LAST_LINE, WRONG_SETTINGS
 from engines.log_lines import read_line
 from engines.runtime_folder import SCRATCH, fresh_scratch
 
@@ -27,6 +27,8 @@ log = logging.getLogger("thermocline.engines")
 
 TERM_GRACE_S = 5.0
 MAX_LOG_LINE = 4096
+# What a write raises when the child has closed its input, as at its end. uvloop: RuntimeError.
+_HAS_ENDED = (ConnectionError, RuntimeError)
 _CONTROL_CHARACTERS = {code: "?" for code in [*range(32), *range(0x7F, 0xA0)] if code != 9}
 
 
@@ -174,8 +176,7 @@ class Supervisor:
 
     async def _tell(self, process: Process) -> None:
         assert process.stdin is not None
-        # It may have ended before it listened (uvloop: RuntimeError); wait() says how.
-        with suppress(ConnectionError, RuntimeError):
+        with suppress(*_HAS_ENDED):
             process.stdin.write(self._first_line)
             await process.stdin.drain()
 
@@ -208,6 +209,8 @@ class Supervisor:
 
 async def _end(process: Process, grace_s: float, term_grace_s: float) -> None:
     assert process.stdin is not None
+    with suppress(*_HAS_ENDED):
+        process.stdin.write(LAST_LINE)
     process.stdin.close()
     if await _ended(process, grace_s):
         return

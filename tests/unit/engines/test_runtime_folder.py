@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ ENGINE = (
     "import sys\n"
     "from pathlib import Path\n"
     "from engines.runtime_folder import held\n"
-    "with held(Path(sys.argv[1])):\n"
+    "with held(Path(sys.argv[1]), lambda: True):\n"
     "    print('held', flush=True)\n"
     "    sys.stdin.read()\n"
 )
@@ -90,15 +91,33 @@ def test_an_engine_keeps_the_folder_of_its_killed_gateway_until_it_ends(tmp_path
     assert not folder.exists()
 
 
+def test_an_engine_waits_for_a_killed_gateway_that_the_system_is_still_closing(tmp_path):
+    with process(GATEWAY, tmp_path, "") as gateway:
+        folder = Path(line_of(gateway))
+        with process(ENGINE, folder) as engine:
+            assert line_of(engine) == "held"
+            still_open = os.open(folder / LOCK, os.O_RDWR)
+            fcntl.flock(still_open, fcntl.LOCK_SH)
+            gateway.send_signal(signal.SIGKILL)
+            gateway.wait()
+            assert engine.stdin is not None
+            engine.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                engine.wait(0.3)  # one that does not wait has left by then
+            os.close(still_open)
+            assert engine.wait() == 0
+    assert not folder.exists()
+
+
 def test_an_engine_leaves_the_folder_to_a_gateway_that_lives(tmp_path):
     with runtime_folder(tmp_path) as folder:
-        with held(folder):
+        with held(folder, lambda: False):
             pass
         assert (folder / LOCK).exists()
 
 
 def test_a_folder_of_somebody_elses_making_is_left(tmp_path):
-    with held(tmp_path):
+    with held(tmp_path, lambda: False):
         pass
     assert tmp_path.exists()
 
