@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 120.0
 
 
 def find_binary() -> str | None:

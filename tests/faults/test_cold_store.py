@@ -241,7 +241,7 @@ def test_a_tier_that_hangs_costs_the_deadline_and_no_more():
     match = store.match(ref(), ref().salt, HISTORY, 200)
     start = time.monotonic()
     restored = store.load(match, deadline_s=0.3)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert (restored.num_tokens, restored.reason) == (8 * CHUNK, "deadline")
     far.go_on.set()
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200

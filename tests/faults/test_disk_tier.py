@@ -43,7 +43,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_blobs(folder: Path) -> None:
         done = kill_a_writer(folder, budget, seed, after_s=moments.uniform(0.05, 0.5))
         started = time.monotonic()
         tier = DiskTier(folder, budget)
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 20.0
         for call in (done, done + 1):
             keys = batch_keys(call)
             found = tier.get_many(keys)

@@ -168,7 +168,7 @@ def test_a_server_that_is_away_at_the_start_is_asked_again(tmp_path: Path, how: 
         writer = WriterName(tmp_path)
         tier = RedisTier(server.url, BUDGET, deadline_s=0.5, writer=writer)
         tier.count_earlier_lives()
-        assert time.monotonic() - started < 5.0  # nobody waits
+        assert time.monotonic() - started < 20.0  # nobody waits
         until("noticed", lambda: tier.stats().errors > 0)
         assert not tier.knows_earlier_lives
         (server.cont if how == "hangs" else server.start)()
@@ -197,7 +197,7 @@ def test_closing_does_not_wait_for_a_server_that_is_away(
     until("noticed", lambda: tier.stats().errors > 0)
     started = time.monotonic()
     tier.close()
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 20.0
 
 
 def test_closing_does_not_wait_for_a_long_book(server: RedisServer, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.breaker import FIRST_WAIT_S, THRESHOLD
 from kvstore.tiers.registry import open_tiers
-from tests.faults.redis_tiers import LONGEST_S, SlowLine, blobs, tier_at
+from tests.faults.redis_tiers import DEADLINE_S, LONGEST_S, SlowLine, blobs, tier_at
 from tests.redis_server import RedisServer, find_binary
 
 pytestmark = [
@@ -62,7 +62,7 @@ def test_a_server_is_available_from_its_first_answer_on(server: RedisServer) -> 
 def test_a_server_is_greeted_when_the_tiers_are_opened(server: RedisServer, tmp_path: Path) -> None:
     config = StoreConfig(ram_bytes=0, disk_bytes=0, redis_url=server.url)
     (tier,) = open_tiers(config, tmp_path)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not tier.stats().available:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -96,11 +96,11 @@ def test_a_hanging_server_holds_nobody_longer_than_the_deadline(server: RedisSer
         assert took(lambda: tier.get_many(list(stored))) < LONGEST_S
         assert took(lambda: tier.put_many([(b"x", bytes(3_000_000))])) < LONGEST_S
         assert took(lambda: tier.delete_many(list(stored))) < LONGEST_S
-        assert took(lambda: tier.contains_many(list(stored))) < 0.05  # the breaker is open
+        assert took(lambda: tier.contains_many(list(stored))) < DEADLINE_S  # the breaker is open
         clock.skipped_s += FIRST_WAIT_S
         assert took(lambda: tier.get_many(list(stored))) < LONGEST_S  # the probe hangs as well
         clock.skipped_s += FIRST_WAIT_S
-        assert took(lambda: tier.get_many(list(stored))) < 0.05  # twice the wait now
+        assert took(lambda: tier.get_many(list(stored))) < DEADLINE_S  # twice the wait now
         server.cont()
         clock.skipped_s += FIRST_WAIT_S
         assert tier.get_many(list(stored)) == list(stored.values())
@@ -156,13 +156,13 @@ def test_a_wrong_password_is_said_without_the_password() -> None:
 
 def test_a_slow_line_gives_what_came_in_time(server: RedisServer) -> None:
     stored = blobs(40)
-    with RedisServer(tcp=True) as far, SlowLine(far.url, bytes_per_s=20_000_000) as line:
+    with RedisServer(tcp=True) as far, SlowLine(far.url, bytes_per_s=6_000_000) as line:
         with tier_at(far.url, deadline_s=10.0) as (near, _):
             near.put_many(list(stored.items()))
-        with tier_at(line.url, deadline_s=0.6) as (tier, _):
+        with tier_at(line.url, deadline_s=2.5) as (tier, _):
             started = time.monotonic()
             found = tier.get_many(list(stored))
-            assert time.monotonic() - started < 1.5
+            assert time.monotonic() - started < 1.5 * 2.5 + 4.0
             count = sum(x is not None for x in found)
             assert 0 < count < 40
             assert found[:count] == list(stored.values())[:count]  # the head of the chain

@@ -163,7 +163,7 @@ def test_a_kill_leaves_whole_objects_only(tmp_path: Path, life_s: float) -> None
     with told.open("wb") as out:
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=out, env=env)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while not told.stat().st_size and time.monotonic() < until:
             time.sleep(0.01)
         time.sleep(life_s)

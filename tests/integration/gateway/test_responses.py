@@ -140,7 +140,7 @@ def test_hostile_bodies_get_a_4xx_fast(stack: FakeStack, path: str) -> None:
             reply = http.post(
                 stack.url + path, content=body, headers={"content-type": "application/json"}
             )
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 20.0
         if body or path == "/v1/responses":  # of the others an empty body asks for nothing much
             assert 400 <= reply.status_code < 500, (body[:20], reply.text[:200])
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}

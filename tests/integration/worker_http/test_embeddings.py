@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_ends_it(tmp_path: Path) -> None:
         reading = asyncio.create_task(of(stage, [LONG] * 500))
         await asyncio.sleep(0.1)
         reading.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await of(stage, [LONG])
 
 
@@ -246,14 +246,14 @@ async def test_one_tenants_requests_leave_places_and_turns_to_others(tmp_path: P
         assert all(isinstance(x.exception(), openai.RateLimitError) for x in refused)
         assert len(refused) == MAX_WAITING // 4
         # 48 of alice's wait, and bob's texts come after one of them each.
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             (bobs,) = asking(stage, "bob", 1, [LONG[:5]] * 10)
             assert len(await bobs) == 10
         assert sum(x.done() for x in alices) == len(refused)
         for task in alices:
             task.cancel()
         await asyncio.gather(*alices, return_exceptions=True)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert len(await of(stage, "the line is empty again")) == 1
 
 
