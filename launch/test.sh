@@ -38,11 +38,10 @@ run_vllm_tests() {
         in_vllms_environment -o testpaths=tests/vllm "$@"
         return
     fi
-    # In a process of its own: Triton's interpreter is chosen when triton is imported. It takes one
-    # core, and starts of vLLM leave one idle.
+    # In a process of its own: Triton's interpreter is chosen when triton is imported.
     triton_log=$(mktemp)
     in_vllms_environment tests/triton >"$triton_log" 2>&1 &
-    in_vllms_environment -o testpaths=tests/vllm
+    in_vllms_environment -o testpaths=tests/vllm -n 2 --dist loadfile
     triton_status=0
     wait $! || triton_status=$?
     cat "$triton_log"

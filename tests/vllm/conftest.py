@@ -33,6 +33,9 @@ DEAF_CONNECTOR = {  # ours, until a test deafens it
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", FOREIGN)
+    if "PYTEST_XDIST_WORKER" in os.environ:  # else both engines bind to the same cores
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def model_path() -> str:
