@@ -15,6 +15,7 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -267,16 +268,20 @@ def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
         return "ok", "not used"
     try:
         import redis
+
+        from kvstore.tiers.redis_server.servers import open_servers
     except ImportError:
         return "failure", f"redis-py is missing; run: pip install '{DISTRIBUTION}[redis]'"
     try:
-        client = redis.Redis.from_url(
-            url, socket_timeout=REDIS_DEADLINE_S, socket_connect_timeout=REDIS_DEADLINE_S
+        times = dict.fromkeys(
+            ("timeout", "socket_timeout", "socket_connect_timeout"), REDIS_DEADLINE_S
         )
-        with client:
+        with closing(open_servers(url, max_connections=1, **times)) as servers:
+            key = f"thermocline.doctor:{secrets.token_hex(8)}"
+            client = redis.Redis(connection_pool=servers.pool_of(key.encode()))
             info = client.info("server")
             # A replica that may only be read and a node of a cluster answer, too.
-            client.set(f"thermocline.doctor:{secrets.token_hex(8)}", b"", ex=1)
+            client.set(key, b"", ex=1)
     except redis.ResponseError as error:
         return "failure", f"{masked('', url)} takes nothing: {error}"
     except (redis.RedisError, OSError, ValueError) as error:

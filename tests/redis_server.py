@@ -13,8 +13,12 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import redis
 
 START_TIMEOUT_S = 120.0
 
@@ -167,3 +171,73 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def node_of_a_cluster(*options: str) -> RedisServer:
+    """A server that can join a cluster: its nodes speak to each other at their port + 10,000."""
+    while True:
+        server = RedisServer("--cluster-enabled", "yes", *options, tcp=True)
+        if 51_000 <= server.port < 55_500:  # with such a port, nothing else gets the other one
+            return server
+
+
+class RedisCluster:
+    """Three primaries on this machine, with a third of the slots each, and a replica of the first.
+
+    A primary that is gone is replaced by its replica some seconds later.
+    """
+
+    def __init__(self) -> None:
+        self.nodes = [node_of_a_cluster("--cluster-node-timeout", "1500") for _ in range(4)]
+
+    @property
+    def url(self) -> str:
+        """Names two of the nodes."""
+        return f"redis+cluster://127.0.0.1:{self.nodes[0].port},127.0.0.1:{self.nodes[1].port}"
+
+    def __enter__(self) -> Self:
+        with ExitStack() as running:
+            for node in self.nodes:
+                running.enter_context(node)
+            self._join()
+            self._running = running.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.close()
+
+    def _join(self) -> None:
+        third = 16384 // 3
+        firsts = (0, third, 2 * third, 16384)
+        for i in range(3):
+            self.ask(i, "CLUSTER", "ADDSLOTS", *range(firsts[i], firsts[i + 1]))
+        for i in range(1, 4):
+            self.ask(i, "CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
+        self._until(lambda: all(self._state(i) == "ok" for i in range(4)))
+        first = self.id_of(0)
+        self._until(lambda: first in self.ask(3, "CLUSTER", "NODES").decode())
+        self.ask(3, "CLUSTER", "REPLICATE", first)
+        self._until(lambda: b"master_link_status:up" in self.ask(3, "INFO", "replication"))
+
+    def id_of(self, node: int) -> str:
+        """What the cluster calls a node."""
+        return str(self.ask(node, "CLUSTER", "MYID").decode())
+
+    def ask(self, node: int, *command: str | bytes | int) -> Any:
+        """A node's reply, as it came."""
+        connection = redis.Connection(port=self.nodes[node].port, protocol=2)
+        try:
+            connection.send_command(*command)
+            return connection.read_response()
+        finally:
+            connection.disconnect()
+
+    def _state(self, node: int) -> str:
+        info = self.ask(node, "CLUSTER", "INFO").decode()
+        return "ok" if "cluster_state:ok" in info and "known_nodes:4" in info else "not yet"
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + START_TIMEOUT_S
+        while not done():
+            assert time.monotonic() < end, [x.log for x in self.nodes]
+            time.sleep(0.05)

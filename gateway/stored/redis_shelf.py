@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, cast
 
-from gateway.stored.redis_keys import OLDER, Keys, split, text
+from gateway.stored.redis_keys import OLDER, OWN, Keys, split, text
 from gateway.stored.shelf import (
     KINDS,
     SLICE_ITEMS,
@@ -32,23 +32,16 @@ from gateway.stored.shelf import (
 try:
     import redis
 
-    from kvstore.tiers.redis_server.pools import open_pool
+    from kvstore.tiers.redis_server.servers import open_servers
 except ImportError as error:
     raise ImportError("redis_url needs redis-py: pip install 'thermocline[redis]'") from error
 
-# Notes in each of several keys who has an item: one command, where two for each item take long.
-_OWN = """
-for _, key in ipairs(KEYS) do
-    redis.call("ZADD", key, ARGV[1], ARGV[2])
-    redis.call("PEXPIRE", key, ARGV[3])
-end
-"""
 MAX_CONNECTIONS = 32
 _ROW_BYTES = 200  # what an entry or item takes besides its body, about
 
 
 class RedisShelf:
-    """Implements ``shelf.Shelf`` on the server at ``url``, which is connected to at the first use.
+    """Implements ``shelf.Shelf`` on a server or cluster, which is connected to at the first use.
 
     Args:
         deadline_s: for one exchange with the server.
@@ -67,18 +60,12 @@ class RedisShelf:
         self._limits = limits
         self._clock = clock
         self._older_are_gone = False
-        self._pool = open_pool(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=deadline_s,
-            socket_timeout=deadline_s,
-            socket_connect_timeout=deadline_s,
-        )
-        self._redis: Any = redis.Redis(connection_pool=self._pool)
+        times = dict.fromkeys(("timeout", "socket_timeout", "socket_connect_timeout"), deadline_s)
+        self._servers = open_servers(url, max_connections=MAX_CONNECTIONS, **times)
 
     def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
         keys, name = Keys(tenant), f"{kind}:{id}"
-        with self._exchange() as server, server.pipeline(transaction=False) as asked:
+        with self._exchange(keys) as server, server.pipeline(transaction=False) as asked:
             asked.hmget(keys.entry(name), "head", "session")
             asked.hstrlen(keys.entry(name), "body")
             (head, session), nbytes = asked.execute()
@@ -86,20 +73,21 @@ class RedisShelf:
             return None
         found = Found(head, text(session), nbytes)
         if uses:
-            with suppress(StoreFailed), self._exchange() as server, server.pipeline() as change:
+            with suppress(StoreFailed), self._exchange(keys) as server, server.pipeline() as change:
                 self._keep(change, keys, name, found.session)
                 change.zadd(keys.used, {name: self._clock()}, xx=True)
                 change.execute()
         return found
 
     def body(self, tenant: str, kind: Kind, id: str) -> bytes | None:
-        with self._exchange() as server:
-            return cast(bytes | None, server.hget(Keys(tenant).entry(f"{kind}:{id}"), "body"))
+        keys = Keys(tenant)
+        with self._exchange(keys) as server:
+            return cast(bytes | None, server.hget(keys.entry(f"{kind}:{id}"), "body"))
 
     def parts(self, tenant: str, kind: Kind, id: str, span: Span) -> list[Part]:
         keys, name = Keys(tenant), f"{kind}:{id}"
         order, items = keys.order(name), keys.items(name)
-        with self._exchange() as server:
+        with self._exchange(keys) as server:
             first = span.skip
             if span.after is not None:
                 rank = (server.zrank if span.ascending else server.zrevrank)(order, span.after)
@@ -119,19 +107,19 @@ class RedisShelf:
 
     def part(self, tenant: str, kind: Kind, id: str, item: str) -> bytes | None:
         keys, name = Keys(tenant), f"{kind}:{id}"
-        with self._exchange() as server:
+        with self._exchange(keys) as server:
             return cast(bytes | None, server.hget(keys.items(name), item))
 
     def known(self, tenant: str, kind: Kind, id: str, items: Collection[str]) -> set[str]:
-        key = Keys(tenant).items(f"{kind}:{id}")
-        with self._exchange() as server, server.pipeline(transaction=False) as asked:
+        keys = Keys(tenant)
+        with self._exchange(keys) as server, server.pipeline(transaction=False) as asked:
             for x in items:
-                asked.hexists(key, x)
+                asked.hexists(keys.items(f"{kind}:{id}"), x)
             return {x for x, is_there in zip(items, asked.execute(), strict=True) if is_there}
 
     def owner(self, tenant: str, item: str) -> tuple[Kind, str] | None:
         keys = Keys(tenant)
-        with self._exchange() as server:
+        with self._exchange(keys) as server:
             for name in server.zrevrange(keys.owner(item), 0, -1):
                 server.pexpire(keys.owner(item), self._life_ms)
                 kind, id = split(text(name))
@@ -141,7 +129,7 @@ class RedisShelf:
 
     def latest(self, tenant: str, kind: Kind, session: str) -> str | None:
         keys = Keys(tenant)
-        with self._exchange() as server:
+        with self._exchange(keys) as server:
             for name in map(text, server.zrevrange(keys.session(session), 0, SLICE_ITEMS - 1)):
                 of, id = split(name)
                 if of == kind and server.exists(keys.entry(name)):
@@ -150,7 +138,7 @@ class RedisShelf:
 
     def of_session(self, tenant: str, session: str) -> list[tuple[Kind, str]]:
         keys = Keys(tenant)
-        with self._exchange() as server:
+        with self._exchange(keys) as server:
             while names := server.zrange(keys.session(session), 0, SLICE_ITEMS - 1):
                 with server.pipeline(transaction=False) as asked:
                     for name in map(text, names):
@@ -162,8 +150,9 @@ class RedisShelf:
         return []
 
     def number(self, tenant: str, kind: Kind, id: str) -> int | None:
-        with self._exchange() as server:
-            number = server.zscore(Keys(tenant).list(kind, b""), id)
+        keys = Keys(tenant)
+        with self._exchange(keys) as server:
+            number = server.zscore(keys.list(kind, b""), id)
         return None if number is None else int(number)
 
     def listed(
@@ -171,7 +160,7 @@ class RedisShelf:
     ) -> Listed:
         keys = Keys(tenant)
         part = {"start": 0, "num": SLICE_ITEMS, "withscores": True}
-        with self._exchange() as server:
+        with self._exchange(keys) as server:
             if ascending:
                 least = "-inf" if beyond is None else f"({beyond}"
                 some = server.zrangebyscore(keys.list(kind, tags[0]), least, "+inf", **part)
@@ -193,7 +182,7 @@ class RedisShelf:
         if nbytes > self._limits.tenant_bytes:
             return False
         keys, name = Keys(tenant), f"{row.kind}:{row.id}"
-        with self._exchange() as server:
+        with self._exchange(keys) as server:
             if not (server.get(keys.total) or b"0").removeprefix(b"-").isdigit():
                 server.delete(keys.total)  # no number of ours: it is counted anew
             if server.hexists(keys.sizes, name):
@@ -217,7 +206,7 @@ class RedisShelf:
     def change(self, tenant: str, kind: Kind, id: str, change: Change) -> bool:
         keys, name = Keys(tenant), f"{kind}:{id}"
         entry, items, order = keys.entry(name), keys.items(name), keys.order(name)
-        with self._exchange() as server, server.pipeline(transaction=True) as made:
+        with self._exchange(keys) as server, server.pipeline(transaction=True) as made:
             made.watch(entry)
             head, session, number = made.hmget(entry, "head", "session", "number")
             if head is None or head != change.was:
@@ -255,7 +244,7 @@ class RedisShelf:
 
     def delete(self, tenant: str, kind: Kind, id: str) -> bool:
         keys, name = Keys(tenant), f"{kind}:{id}"
-        with self._exchange() as server:
+        with self._exchange(keys) as server:
             there = bool(server.exists(keys.entry(name)))
             if there:
                 self._hide(server, keys, name)
@@ -264,7 +253,7 @@ class RedisShelf:
     def tidy(self, tenant: str) -> bool:
         keys = Keys(tenant)
         try:
-            with self._exchange() as server:
+            with self._exchange(keys) as server:
                 member = self._outlived(server, keys)
                 if member is None:
                     return False
@@ -290,30 +279,40 @@ class RedisShelf:
 
     def chores(self) -> Iterator[list[tuple[str, Kind, str]]]:
         """Remove what older releases left: it lies in plain text, and may have been changed."""
-        cursor = 0
-        while not self._older_are_gone:
-            with self._exchange() as server:
-                cursor, found = server.scan(cursor, match=OLDER, count=SLICE_ITEMS)
-                if found:
-                    server.unlink(*found)
-            self._older_are_gone = cursor == 0
-            yield []
+        with self._reported():
+            pools = [] if self._older_are_gone else self._servers.pools()
+        for server in (redis.Redis(connection_pool=x) for x in pools):
+            cursor = None
+            while cursor != 0:
+                with self._reported():
+                    cursor, found = server.scan(cursor or 0, match=OLDER, count=SLICE_ITEMS)
+                    for key in found:  # each may lie in another slot
+                        server.unlink(key)
+                yield []
+        self._older_are_gone = True
 
     def close(self) -> None:
-        self._pool.disconnect()
+        self._servers.close()
 
     @contextmanager
-    def _exchange(self) -> Iterator[Any]:
+    def _exchange(self, keys: Keys) -> Iterator[Any]:
+        with self._reported():
+            yield redis.Redis(connection_pool=self._servers.pool_of(keys.total.encode()))
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
         try:
-            yield self._redis
+            yield
         except redis.OutOfMemoryError:
             raise StoreFailed("redis is full", "full") from None
         except redis.ResponseError as error:
             said = str(error).rpartition("caused error: ")[2]  # of one in a pipeline
             if said.startswith("WRONGTYPE") or "not an integer" in said or "not a valid" in said:
                 raise Misshapen("redis holds something else there") from None
+            self._servers.forget()  # a key may have moved
             raise StoreFailed(f"redis refuses ({said.partition(' ')[0][:40]})") from None
         except (redis.RedisError, OSError) as error:  # its words may hold the server's address
+            self._servers.forget()
             raise StoreFailed(f"redis does not answer ({type(error).__name__})") from None
         except (ValueError, TypeError, IndexError, OverflowError) as error:
             raise Misshapen(f"redis holds something else there ({error})") from None
@@ -327,7 +326,7 @@ class RedisShelf:
         change.zadd(keys.order(name), {x.id: first + i for i, x in enumerate(parts)})
         for i in range(0, len(parts), SLICE_ITEMS):
             owners = [keys.owner(x.id) for x in parts[i : i + SLICE_ITEMS]]
-            change.eval(_OWN, len(owners), *owners, number, name, self._life_ms)
+            change.eval(OWN, len(owners), *owners, number, name, self._life_ms)
 
     def _tag(
         self, change: Any, keys: Keys, name: str, tags: Collection[bytes], number: int

@@ -14,7 +14,8 @@ from typing import Final
 from kvstore.errors import TierUnavailable
 from kvstore.members.entry import MAX_BYTES, Entry, EntrySeal
 from kvstore.members.facts import Facts
-from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
+from kvstore.tiers.redis_server.link import RedisLink
+from kvstore.tiers.redis_server.servers import Command, Reply
 
 NUM_SLOTS: Final = 128
 LEASE_S: Final = 45.0

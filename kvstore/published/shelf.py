@@ -26,7 +26,8 @@ from kvstore.published.publication import (
     Stage,
     sealed_bytes,
 )
-from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
+from kvstore.tiers.redis_server.link import RedisLink
+from kvstore.tiers.redis_server.servers import Command, Reply
 
 TTL_MS: Final = 30 * 86_400_000
 UNFINISHED_MS: Final = 600_000  # pieces whose notice never came expire by themselves

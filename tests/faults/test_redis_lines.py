@@ -24,7 +24,7 @@ from launch.doctor import examine
 from launch.settings.effective_settings import effective_settings
 from launch.settings.fields import Value
 from tests.faults.redis_tiers import LONGEST_S, SlowLine, blobs, tier_at, until
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer, find_binary, node_of_a_cluster
 
 pytestmark = [
     pytest.mark.redis,
@@ -185,15 +185,6 @@ def test_one_side_encrypts_and_the_other_does_not(far: RedisServer, encrypted: T
 # ---- elsewhere
 
 
-def node_of_a_cluster() -> RedisServer:
-    """Nodes speak to each other at their port + 10,000."""
-    options = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
-    while True:
-        server = RedisServer(*options, tcp=True)
-        if port_of(server) < 55_000:
-            return server
-
-
 def port_of(server: RedisServer) -> int:
     return int(server.url.rpartition(":")[2].partition("/")[0])
 
@@ -201,7 +192,8 @@ def port_of(server: RedisServer) -> int:
 def test_a_node_of_a_cluster_refuses_what_lies_elsewhere_and_serves_the_rest() -> None:
     """MOVED, and CLUSTERDOWN where no node has the slot: no blob, counted, and the link stays."""
     stored = blobs(40, 3_000)
-    with node_of_a_cluster() as one, node_of_a_cluster() as other:
+    partial = ("--cluster-require-full-coverage", "no")
+    with node_of_a_cluster(*partial) as one, node_of_a_cluster(*partial) as other:
         nodes = [redis.Redis.from_url(x.url) for x in (one, other)]
         for node, first in zip(nodes, (0, 8192), strict=True):
             node.execute_command("CLUSTER", "ADDSLOTS", *range(first, first + 8192))

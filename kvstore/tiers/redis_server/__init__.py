@@ -1,7 +1,7 @@
 """The Redis tier: blobs on a Redis or Valkey server that several engines may share.
 
 ``redis_tier`` implements ``Tier`` and keeps the budget; ``blobs`` writes, reads and removes whole
-blobs; ``fragments`` names and checks their entries; ``link`` talks to the server within a deadline;
-``breaker`` stops calls to a server that does not answer. With ``writer_name``, ``book`` and
-``earlier_lives`` one budget holds over an engine's lives.
+blobs; ``fragments`` names and checks their entries; ``link`` talks to the server within a deadline,
+or to the nodes of a ``cluster`` (``servers``); ``breaker`` stops calls to one that does not answer.
+With ``writer_name``, ``book`` and ``earlier_lives`` one budget holds over an engine's lives.
 """

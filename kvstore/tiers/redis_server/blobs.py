@@ -25,7 +25,8 @@ from kvstore.tiers.redis_server.fragments import (
     scan_pattern,
     verified,
 )
-from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
+from kvstore.tiers.redis_server.link import RedisLink
+from kvstore.tiers.redis_server.servers import THEN, Command, Reply
 
 BATCH_BYTES = 4 << 20  # of blobs that are sent together
 BATCH_KEYS = 256
@@ -206,12 +207,12 @@ class RedisBlobs:
         Returns the keys that the server refused.
         """
         booked = self._book.enter({key: manifests[key] for key in keys}) if self._book else []
-        commands = list(booked)
+        commands = [*booked, THEN]
         for key in keys:
             inline = b"" if manifests[key].num_fragments else blobs[key]
             commands.append(("GETSET", manifest_name(key), manifests[key].pack() + inline))
         commands += [x for key in keys for x in self._expiry_commands(key, manifests[key])]
-        replies = self._link.run(commands) if commands else []
+        replies = self._link.run(commands) if keys else []
         for reply in replies[: len(booked)]:
             self._is_refusal(reply)  # counted; the blobs are as good without the book
         refused: set[bytes] = set()
@@ -266,9 +267,9 @@ class RedisBlobs:
             return self._link.run(every) if every else []
         owed = self._book.take_owed()
         gone = [*written, *owed]
-        every = [*commands, *_unlink_fragments(gone), *self._book.strike(gone)]
+        every = [*commands, *_unlink_fragments(gone), THEN, *self._book.strike(gone)]
         try:
-            return self._link.run(every) if every else []
+            return self._link.run(every) if len(every) > 1 else []
         except TierUnavailable:
             self._book.owe(owed)
             raise
@@ -302,19 +303,23 @@ class RedisBlobs:
             self._link.run(commands)
 
     def find(self, prefix: bytes) -> list[bytes]:
-        """Return the keys with ``prefix``, sorted; walks the server's whole key space."""
+        """Return the keys with ``prefix``, sorted; walks all keys of all servers."""
         found: set[bytes] = set()
+        for server in self._link.servers():
+            found.update(self._find_at(server, prefix))
+        return sorted(found)
+
+    def _find_at(self, server: object, prefix: bytes) -> Iterator[bytes]:
         cursor = b"0"
         for _ in range(MAX_SCANS):
             command = ("SCAN", cursor, "MATCH", scan_pattern(prefix), "COUNT", SCAN_COUNT)
-            (reply,) = self._link.run([command])
+            (reply,) = self._link.run([command], at=server)
             if self._is_refusal(reply):
                 raise TierUnavailable(f"redis tier: {reply}")
             cursor, names = reply
-            found.update(key for key in map(parse_manifest_name, names) if key is not None)
+            yield from (key for key in map(parse_manifest_name, names) if key is not None)
             if cursor == b"0":
                 break
-        return sorted(found)
 
 
 def _is_error(reply: Reply) -> bool:

@@ -20,7 +20,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 from kvstore.errors import Corrupt, TierUnavailable
 from kvstore.tiers.redis_server.fragments import MANIFEST_BYTES, BlobManifest, parse_manifest
-from kvstore.tiers.redis_server.link import Command, RedisLink
+from kvstore.tiers.redis_server.link import RedisLink
+from kvstore.tiers.redis_server.servers import Command
 
 ENTRY_BYTES: Final = 150  # of the server's memory, estimated; measured 140 for names of 37 bytes
 

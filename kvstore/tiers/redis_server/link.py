@@ -1,7 +1,7 @@
-"""The link to a Redis server: pooled connections, deadlines, one kind of error for callers.
+"""The link to a Redis server or cluster: deadlines, one kind of error for callers.
 
-redis-py keeps the connections and implements the protocol; this file sends command batches over
-them itself, since only then can a deadline hold *between* the replies of one pipeline. No command
+redis-py keeps the connections and implements the protocol; command batches are sent over them by
+``servers``, since only then can a deadline hold *between* the replies of one pipeline. No command
 is ever retried: a miss costs a prefill, and a retry would cost the same time again.
 """
 
@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from kvstore.errors import TierUnavailable
@@ -22,15 +22,11 @@ try:
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
-    from kvstore.tiers.redis_server.pools import open_pool
+    from kvstore.tiers.redis_server.servers import Command, Reply, Servers, exchange, open_servers
 except ImportError as error:
     raise ImportError("the redis tier needs redis-py: pip install 'thermocline[redis]'") from error
 
 log = logging.getLogger(__name__)
-
-Command: TypeAlias = tuple[bytes | str | int | memoryview, ...]
-# A reply as redis-py returns it; for a command that the server refused, the list has its error.
-Reply: TypeAlias = Any
 
 MAX_CONNECTIONS = 16
 READ_BYTES = 256 << 10
@@ -38,10 +34,10 @@ PASSWORDS = ("password", "sentinel_password")  # fields of a URL's query
 
 
 class RedisLink:
-    """Runs command batches against one server. Thread-safe.
+    """Runs command batches against one server, or the nodes of a cluster. Thread-safe.
 
     Args:
-        url: see ``pools``. Nothing is connected before the first run.
+        url: see ``pools`` and ``cluster``. Nothing is connected before the first run.
         deadline_s: for one batch, connecting included. A silent server is given up after half of
             it, so that a batch never takes longer than one and a half times this.
         longest_wait_s: until a server that did not answer is tried again.
@@ -67,7 +63,7 @@ class RedisLink:
         self._answered = False  # ever
         self._closed = False
         try:
-            self._pool: Any = open_pool(
+            self._servers: Servers = open_servers(
                 url,
                 protocol=2,
                 max_connections=MAX_CONNECTIONS,
@@ -101,10 +97,16 @@ class RedisLink:
         """Return the moment at which a call that starts now must be over."""
         return self._monotonic() + self._deadline_s
 
-    def run(self, commands: Sequence[Command], until: float | None = None) -> list[Reply]:
-        """Send all commands, then read all replies, in order.
+    def run(
+        self, commands: Sequence[Command], until: float | None = None, at: Any = None
+    ) -> list[Reply]:
+        """Send all commands, then read all replies, in order; ``THEN`` has no reply.
 
-        The list has the error of a command that the server refused.
+        The list has the error of a command that the server refused. Of a cluster each command goes
+        to the node that has its key, and those without a key to the node of the first key.
+
+        Args:
+            at: one of ``servers``, which gets all of them.
 
         Raises:
             TierUnavailable: no connection, no answer before ``until``, or the breaker is open.
@@ -114,10 +116,11 @@ class RedisLink:
             raise TierUnavailable(f"redis tier: {self.name} did not answer lately")
         answered = False
         try:
-            replies = self._exchange(commands, self.deadline() if until is None else until)
+            replies = self._exchange(commands, self.deadline() if until is None else until, at)
             answered = self._answered = True
             return replies
         except (redis.RedisError, OSError, _TooLate) as error:
+            self._servers.forget()
             raise self._unavailable(error) from None
         except Exception as error:
             if not self._closed:
@@ -127,23 +130,29 @@ class RedisLink:
         finally:
             (self._breaker.succeed if answered else self._breaker.fail)(permit)
 
-    def _exchange(self, commands: Sequence[Command], until: float) -> list[Reply]:
-        connection = self._pool.get_connection()
-        whole = False
+    def servers(self) -> list[Any]:
+        """Return what ``run`` takes as ``at``: every server that has keys.
+
+        Raises:
+            TierUnavailable: no node of a cluster answers.
+        """
+        until = self.deadline()
         try:
-            for packed in connection.pack_commands(commands):
-                self._check_time(until)
-                connection.send_packed_command([packed])
-            replies = []
-            for _ in commands:
-                self._check_time(until)
-                replies.append(_read(connection))
-            whole = True
-            return replies
-        finally:
-            if not whole:  # replies may still arrive: no other command may read them
-                connection.disconnect()
-            self._pool.release(connection)
+            return self._servers.pools(lambda: self._check_time(until))
+        except (redis.RedisError, OSError, _TooLate) as error:
+            raise self._unavailable(error) from None
+
+    def _exchange(self, commands: Sequence[Command], until: float, at: Any) -> list[Reply]:
+        def check_time() -> None:
+            self._check_time(until)
+
+        replies: list[Reply] = []
+        for batch in self._servers.in_order(commands):
+            if at is None:
+                replies += self._servers.ask(batch, check_time)
+            else:
+                replies += exchange([(at, batch)], check_time)[0]
+        return replies
 
     def _check_time(self, until: float) -> None:
         if self._monotonic() > until:
@@ -170,19 +179,11 @@ class RedisLink:
     def close(self) -> None:
         """Close all connections; threads that wait at one in use get ``TierUnavailable``."""
         self._closed = True
-        self._pool.disconnect()
+        self._servers.close()
 
 
 class _TooLate(Exception):
     pass
-
-
-def _read(connection: Any) -> Reply:
-    """Read one reply; a refusal by the server is returned, a broken connection raises."""
-    try:
-        return connection.read_response()
-    except redis.ResponseError as error:
-        return error
 
 
 def masked(url: str) -> str:

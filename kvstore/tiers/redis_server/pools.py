@@ -46,7 +46,7 @@ def _sentinel_pool(url: str, *, timeout: float, **options: Any) -> Any:
     service, _, db = parts.path.strip("/").partition("/")
     if not service:
         raise ValueError(f"name the service after the Sentinels, as in {parts.scheme}://HOST/NAME")
-    sentinels = [_address(x) for x in hosts.split(",")]
+    sentinels = [address(x, SENTINEL_PORT) for x in hosts.split(",")]
     fields = parse_qsl(parts.query)
     own = {k.removeprefix(OWN): v for k, v in fields if k.startswith(OWN)}
     query = urlencode([(k, v) for k, v in fields if not k.startswith(OWN)])
@@ -71,8 +71,9 @@ def _sentinel_pool(url: str, *, timeout: float, **options: Any) -> Any:
 _TIMEOUTS: Final = ("socket_timeout", "socket_connect_timeout")
 
 
-def _address(text: str) -> tuple[str, int]:
+def address(text: str, port: int) -> tuple[str, int]:
+    """Read ``host[:port]``; ``port`` is taken where there is none. Raises ``ValueError``."""
     parts = urlsplit(f"//{text}")
     if not parts.hostname:
-        raise ValueError("a Sentinel has no host")
-    return parts.hostname, parts.port or SENTINEL_PORT
+        raise ValueError("a host is missing")
+    return parts.hostname, parts.port or port

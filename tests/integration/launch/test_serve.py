@@ -46,7 +46,7 @@ class Server:
             env={**environ, "THERMOCLINE_DATA_DIR": str(folder / "data")},
         )
         self.log: list[str] = []
-        self._reading = threading.Thread(target=self._read)
+        self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
         self.url = self.wait_for(r"listening on (\S+);")[1]
         self.wait_for("ready after")
