@@ -2,7 +2,7 @@
 
 Every byte counts: blob headers, exact first tokens, escaped rows, the tail, the session record,
 the keys, and what the tier itself needs per blob. *Own* is the preset's own ratio: what it makes
-of these rows behind the first four tokens, without headers. A session of few tokens cannot reach
+of these rows after the first four tokens, without headers. A session of few tokens cannot reach
 it; the share that it is to reach is in the last column.
 
     python -m benchmarks.density [--codec tq3 dense3] [--json OUT]
@@ -124,7 +124,7 @@ def weigh(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> Weighe
 
 
 def own_ratio(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> float:
-    """What the codec makes of these very rows behind the first tokens, and nothing else."""
+    """What the codec makes of these very rows after the first tokens, and nothing else."""
     starts = [NUM_SINKS, *range(CHUNK_TOKENS, num_tokens, CHUNK_TOKENS)]
     ends = [*starts[1:], num_tokens]
     pieces = [

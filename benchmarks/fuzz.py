@@ -123,7 +123,7 @@ def blob_targets() -> Iterator[Target]:
 
 
 def with_right_checksum(data: bytes) -> bytes:
-    """Make the checksum and the stated length right, so that a reader goes on behind them."""
+    """Make the checksum and the stated length right, so that a reader goes on after them."""
     head, tail = bytearray(data[: blobs.HEADER_BYTES]), data[blobs.HEADER_BYTES :]
     if len(head) < blobs.HEADER_BYTES:
         return data

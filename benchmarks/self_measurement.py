@@ -139,7 +139,7 @@ async def one_round(client: Client, label: str, args: argparse.Namespace) -> lis
 
 
 async def one_step(client: Client) -> float:
-    """Seconds to the first token behind a prompt of one step, on an engine that does nothing else;
+    """Seconds to the first token after a prompt of one step, on an engine that does nothing else;
     the median."""
     found = []
     for i in range(NUM_STEPS):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tail_losses --profile FILE [--model FOLDER] [--tokens 300 1000]
 
-A prefix of a held-out text is packed but for its last tokens: those behind the last full chunk, or
+A prefix of a held-out text is packed but for its last tokens: those after the last full chunk, or
 fewer of them (``--exact``), or none. KL of the 64 tokens that follow: of the first eight, and of
 those behind, where an answer begins at the earliest; means of all texts. Learned presets take the
 model's profile, as ``thermocline calibrate`` writes it.

@@ -236,9 +236,9 @@ class FillIn(msgspec.Struct, frozen=True):
     between: str  # both texts
     after: str  # all; here the model goes on
 
-    def prompt(self, front: str, behind: str) -> str:
+    def prompt(self, prefix: str, suffix: str) -> str:
         """Write the prompt that asks for what stands between two texts."""
-        return f"{self.before}{front}{self.between}{behind}{self.after}"
+        return f"{self.before}{prefix}{self.between}{suffix}{self.after}"
 
 
 class KVSize(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ usage() {
     say "  PORT   where to listen, 1 to 65535; 0 = any free one; default 8080"
 }
 
-# read_arguments MODEL [PORT] [ARGUMENT...]: sets `arguments`, what `thermocline serve` is to be told.
+# read_arguments MODEL [PORT] [ARGUMENT...]: sets `arguments`, those of `thermocline serve`.
 read_arguments() {
     case ${1:-} in
     -h | --help) usage && exit 0 ;;
@@ -62,8 +62,8 @@ check_port() {
     wrong "$1 is not a port; give 1 to 65535, or 0 for any free one"
 }
 
-# The names of the NVIDIA GPUs, one per line; nothing where there is none, or no driver. What is
-# wrong with a driver is told on standard output, so that counts only with a good exit code.
+# The names of the NVIDIA GPUs, one per line; nothing where there is none, or no driver. Trouble
+# with a driver is reported on standard output, so that counts only with a good exit code.
 gpu_names() {
     local names
     names=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || return 0
@@ -92,7 +92,7 @@ drop_expandable_segments() {
     done
 }
 
-# The environment's folder is on nobody's PATH.
+# The environment's folder is not on the PATH.
 say_how_to_ask() {
     say "For the command thermocline (top, chat, sessions, connect ...), in another terminal:"
     say "    . $venv/bin/activate"

@@ -17,7 +17,7 @@
 # and nothing is built but our own package, by what is listed.
 #
 # Needs bash and either python3 with pip or curl. Uses uv, and gets it into the cache if missing.
-# What pip is told by PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT is passed on.
+# What pip reads in PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT is passed on.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -215,7 +215,7 @@ install_vllm() {
     # Its processes give each other 15 seconds to start: not enough to compile Python's modules as well.
     [ "$purpose" != ray ] || set -- --compile-bytecode --editable "${root}[ray]" "$@"
     if [ "$purpose" = vllm033 ]; then
-        # vLLM wants the newest certificates, which not every index has; its tests call nobody.
+        # vLLM wants the newest certificates, which not every index has; its tests make no calls.
         { left_out && echo certifi; } >"$venv/.left-out"
         install "$@" --override "$venv/.left-out" "$vllm"
         return

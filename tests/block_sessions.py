@@ -79,7 +79,7 @@ def ram_and_disk(folder: Path) -> list[Tier]:
 
 
 def rows_behind(chain: Sequence[bytes], part: Sequence[int]) -> list[KVPair]:
-    """KV of the tokens behind a chain: each row follows from all tokens up to its own."""
+    """KV of the tokens after a chain: each row follows from all tokens up to its own."""
     run = LAYOUT.empty(len(part))
     for j in range(len(part)):
         seed = np.random.default_rng([*chain[-1][:8], *part[: j + 1]])

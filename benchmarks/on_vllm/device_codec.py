@@ -9,8 +9,8 @@ one that packs other bytes than the host, with 1.
 1. Correctness: blobs and blocks against the host's codec, through the whole path, in NHD and HND.
 2. Speed: kernels alone and the whole path, in GB/s of hot KV, beside a copy of the same memory on
    the device and the copies to and from pinned host memory. For packing straight into host memory
-   and for packing on the device with a copy behind it: which is better depends on the machine. (A
-   calibrated codec packs on the device, and a copy is behind it in all three.)
+   and for packing on the device with a copy after it: which is better depends on the machine. (A
+   calibrated codec packs on the device, and a copy follows in all three.)
 3. Disturbance: a decode-like step (a chain of matrix products that read a weight of their own each)
    with nothing beside it, and with saves or loads going on all the time on the side stream.
 """

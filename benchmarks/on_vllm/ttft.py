@@ -14,7 +14,7 @@ message behind all that was said, while the session is hot, and after it was put
 the session is deleted and its newest prompt sent once more: the same work with nothing to reuse.
 
 What a hot return takes is the floor of a restored one: HTTP, the chat template, and one step of the
-model over the new message. (Both get the tokens behind the last full block from the cold store.)
+model over the new message. (Both get the tokens after the last full block from the cold store.)
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ MISS_MEANINGS = {
     "never-stored": "nothing of this session was ever saved here",
     "diverged": "the new prompt leaves the one that was stored",
     "evicted": "a tier ran out of room",
-    "ttl": "nobody came back for `store.ttl_s`",
+    "ttl": "not used for `store.ttl_s`",
     "fingerprint": "saved by another model, dtype or layout, or by a codec not known here",
     "corrupt": "what was stored was damaged, or not sealed by this server's secret",
     "deadline": "the tier was slower than `store.restore_deadline_s` or `store.redis_deadline_s`",

@@ -19,7 +19,7 @@ from engines.calibration.instrument import (
     StateNotice,
     states_of,
 )
-from engines.calibration.measuring.measure import ANY, Tell, quiet
+from engines.calibration.measuring.measure import ANY, OnProgress, quiet
 from engines.calibration.measuring.scratch import Scratch
 from engines.calibration.rope_probe import check_turning
 from kvstore.blobs.state_packer import rows_of, window_arrays
@@ -63,14 +63,14 @@ def samples_of(
     texts: Sequence[Text],
     wanted: Windows,
     scratch: Scratch | None = None,
-    tell: Tell = quiet,
+    on_progress: OnProgress = quiet,
     of_states: StateSensitivities | None = None,
 ) -> Samples:
     """Prefill windows of ``texts``, and see which errors matter where the engine can.
 
     Args:
         scratch: where the windows' rows are kept; None = in memory.
-        tell: called with the progress at every window.
+        on_progress: called with the progress at every window.
         of_states: gets what errors in recurrent states cost.
 
     Raises:
@@ -81,7 +81,9 @@ def samples_of(
     windows = list(deal(texts, instrument, wanted.num, wanted.tokens))
     if not windows:
         raise ValueError(f"no text to learn from has {LEAST_WINDOW} tokens")
-    return samples_of_tokens(instrument, windows, wanted.probed_share, scratch, tell, of_states)
+    return samples_of_tokens(
+        instrument, windows, wanted.probed_share, scratch, on_progress, of_states
+    )
 
 
 def samples_of_tokens(
@@ -89,7 +91,7 @@ def samples_of_tokens(
     windows: Sequence[Sequence[int]],
     probed_share: float = PROBED_SHARE,
     scratch: Scratch | None = None,
-    tell: Tell = quiet,
+    on_progress: OnProgress = quiet,
     of_states: StateSensitivities | None = None,
 ) -> Samples:
     """Do the same as ``samples_of``, of texts that are token ids already, each one window."""
@@ -102,7 +104,7 @@ def samples_of_tokens(
     look = _Look(instrument, Sensitivities(instrument.layout, ropes), of_states)
     dtype = instrument.layout.dtype
     for number, window in enumerate(windows, 1):
-        tell(f"{number - 1} of {len(windows)} texts to learn from")
+        on_progress(f"{number - 1} of {len(windows)} texts to learn from")
         run = look.prefill(window, int(len(window) * (1 - probed_share)))
         runs.append(scratch.keep_stored(run, dtype) if scratch is not None else run)
         del run
@@ -178,7 +180,7 @@ def window_samples_of(
     texts: Sequence[Text],
     wanted: Windows,
     scratch: Scratch | None = None,
-    tell: Tell = quiet,
+    on_progress: OnProgress = quiet,
 ) -> Samples:
     """Prefill short texts that sliding windows hold from the first token on; see ``samples_of``.
 
@@ -195,7 +197,7 @@ def window_samples_of(
     look = _Look(instrument, Sensitivities(states.windows, ropes), of_windows=True)
     pieces = list(deal(texts, instrument, num_pieces, short, min(short, LEAST_WINDOW)))
     for number, piece in enumerate(pieces):
-        tell(f"{number} of {len(pieces)} short texts to learn from")
+        on_progress(f"{number} of {len(pieces)} short texts to learn from")
         if number % OBSERVED == 0:
             look.prefill(piece, wanted.first_probed(piece))
         session = instrument.prefill_whole(piece)

@@ -184,7 +184,7 @@ class SelfMeasurement:
 
     def _take_over(self, instrument: Instrument) -> bool:
         """Have the engine adopt a profile of another engine, if there is one that serves here."""
-        known = (instrument, self._order, self._tell)
+        known = (instrument, self._order, self._on_progress)
         if not self._sharing.take_over(*known, learned_on=self._has_verdict):
             return False
         self._check()
@@ -205,7 +205,7 @@ class SelfMeasurement:
         """Carry out an order, and have the engine adopt what of it is ``chosen``."""
         began = time.monotonic()
         kept = Unfinished.of(order, instrument.fingerprint) if self._resumes else None
-        known = (self._engine, kept, self._tell, self._partners, chosen)
+        known = (self._engine, kept, self._on_progress, self._partners, chosen)
         survey_report(instrument, order, *known)
         logger.info("%s in %.0f s", self._work_done, time.monotonic() - began)
         self._check()
@@ -261,7 +261,7 @@ class SelfMeasurement:
         self._closing.wait(LOOK_EVERY_S)
         self._check()
 
-    def _tell(self, progress: str) -> None:
+    def _on_progress(self, progress: str) -> None:
         """Note how far it is; raises ``Interrupted`` if it is to end."""
         self._check()
         self._progress = f"{'learning on' if self._has_verdict else 'measuring'}: {progress}"

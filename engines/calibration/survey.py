@@ -23,7 +23,7 @@ from engines.calibration.learn import (
 )
 from engines.calibration.measuring.cases import Case, needle_cases, text_cases
 from engines.calibration.measuring.chains import chain_cases
-from engines.calibration.measuring.measure import Tell, measure, quiet
+from engines.calibration.measuring.measure import OnProgress, measure, quiet
 from engines.calibration.measuring.scratch import Scratch
 from engines.calibration.measuring.trials import AnyCodec, least_context
 from engines.calibration.messages import CalibrationOrder, CalibrationReport, WaterFilling
@@ -60,7 +60,7 @@ def survey_report(
     order: CalibrationOrder,
     engine: str,
     unfinished: Unfinished | None = None,
-    tell: Tell = quiet,
+    on_progress: OnProgress = quiet,
     partners: Partners = ALONE,
     chosen: Callable[[Profile], Profile] = _all_of_it,
 ) -> CalibrationReport:
@@ -77,7 +77,7 @@ def survey_report(
     except OSError as error:
         where = f"nothing can be kept in {order.data_path}; choose another data_dir"
         raise CannotCalibrate(f"{where}: {error.strerror}") from error
-    found = survey(instrument, order, unfinished, tell)
+    found = survey(instrument, order, unfinished, on_progress)
     profile = chosen(partners.agree(found.profile))
     path = _kept(profile, order.data_path)
     if unfinished is not None and path:
@@ -108,13 +108,13 @@ def survey(
     instrument: Instrument,
     order: CalibrationOrder,
     unfinished: Unfinished | None = None,
-    tell: Tell = quiet,
+    on_progress: OnProgress = quiet,
 ) -> Survey:
     """Learn and measure what ``order`` asks for.
 
     Args:
         unfinished: where what was found so far is kept, and is looked for; None = nowhere.
-        tell: called now and then with the progress; may raise, to end it.
+        on_progress: called now and then with the progress; may raise, to end it.
 
     Raises:
         CannotCalibrate: no text is long enough, or a context is too short for a state.
@@ -128,7 +128,7 @@ def survey(
         if not any(len(x.prefix) == context and x.is_text for x in cases):
             needed = context + order.num_scored
             raise CannotCalibrate(f"no text has {needed} tokens; give longer ones by --eval-text")
-    profile, sticks = _learned(instrument, order, unfinished, tell)
+    profile, sticks = _learned(instrument, order, unfinished, on_progress)
     codecs = codecs_to_measure(instrument, order.presets, profile)
     folder = _folder(order) if unfinished is not None else None
     rows = measure(
@@ -138,7 +138,7 @@ def survey(
         order.chunk_tokens,
         sticks,
         unfinished,
-        tell,
+        on_progress,
         folder,
         num_threads=order.num_threads,
     )
@@ -212,7 +212,7 @@ def _learned(
     instrument: Instrument,
     order: CalibrationOrder,
     unfinished: Unfinished | None,
-    tell: Tell,
+    on_progress: OnProgress,
 ) -> tuple[Profile, dict[str, RateDistortionBound]]:
     """The profile and the bounds; both empty, without a prefill, if no preset has to learn."""
     names = dict.fromkeys(map(first_part, order.presets))
@@ -221,26 +221,26 @@ def _learned(
     states = states_of(instrument)
     before = unfinished.learned() if unfinished is not None else None
     if not instrument.layout.layers:
-        profile = _with_states(instrument, order, before or empty, unfinished, tell)
-        return _with_windows(instrument, order, profile, presets, unfinished, tell), {}
+        profile = _with_states(instrument, order, before or empty, unfinished, on_progress)
+        return _with_windows(instrument, order, profile, presets, unfinished, on_progress), {}
     profile = before or empty
     missing = [name for name in presets if name not in profile.learned]
     if not missing and not (presets and order.with_bounds and states is None):
-        return _with_windows(instrument, order, profile, presets, unfinished, tell), {}
+        return _with_windows(instrument, order, profile, presets, unfinished, on_progress), {}
     texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
-    tell("reading texts to learn from")
+    on_progress("reading texts to learn from")
     windows = Windows(order.num_windows, order.window_tokens, order.probed_share)
     # Beside a model that serves its rows are not to take memory.
     with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
         seen = StateSensitivities()
-        samples = samples_of(instrument, texts, windows, scratch, tell, seen)
+        samples = samples_of(instrument, texts, windows, scratch, on_progress, seen)
         if costs := seen.learned():
             profile = replace(profile, learned={**profile.learned, OF_STATES: costs})
         # They are of rows alone, and a session with states is more.
         wanted = order.with_bounds and states is None
         sticks = yardsticks(samples, order.presets) if wanted else {}
         for name in missing:
-            tell(f"learning {name}")
+            on_progress(f"learning {name}")
             found = learn(samples, instrument.fingerprint, [name])
             profile = replace(
                 found,
@@ -250,7 +250,7 @@ def _learned(
             )
             if unfinished is not None:
                 profile = unfinished.keep_learned(profile)
-    return _with_windows(instrument, order, profile, presets, unfinished, tell), sticks
+    return _with_windows(instrument, order, profile, presets, unfinished, on_progress), sticks
 
 
 def _with_states(
@@ -258,13 +258,13 @@ def _with_states(
     order: CalibrationOrder,
     profile: Profile,
     unfinished: Unfinished | None,
-    tell: Tell,
+    on_progress: OnProgress,
 ) -> Profile:
     """Add what errors in states cost, for a model without rows, if that can be seen."""
     states = states_of(instrument)
     if states is None or not states.has_matrices or OF_STATES in profile.learned:
         return profile
-    tell("reading texts to see what errors in states cost")
+    on_progress("reading texts to see what errors in states cost")
     texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
     seen = StateSensitivities()
     windows = Windows(order.num_windows, order.window_tokens, order.probed_share)
@@ -281,7 +281,7 @@ def _with_windows(
     profile: Profile,
     presets: Sequence[str],
     unfinished: Unfinished | None,
-    tell: Tell,
+    on_progress: OnProgress,
 ) -> Profile:
     """Add what the presets learn of layers with sliding windows, if the model has any."""
     states = states_of(instrument)
@@ -291,9 +291,9 @@ def _with_windows(
     texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
     windows = Windows(order.num_windows, order.window_tokens, order.probed_share)
     with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
-        samples = window_samples_of(instrument, texts, windows, scratch, tell)
+        samples = window_samples_of(instrument, texts, windows, scratch, on_progress)
         for name in missing:
-            tell(f"learning {name} for windows")
+            on_progress(f"learning {name} for windows")
             found = learn(samples, instrument.fingerprint, [name])
             profile = profile.with_windows(found)
             if unfinished is not None:

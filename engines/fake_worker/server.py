@@ -31,7 +31,7 @@ from engines.openai.tokenizing import TOKENIZE_PATH, validate_tokenize
 from engines.wire import SessionRef
 
 MAX_BODY_BYTES = 64 << 20
-NOBODYS = SessionRef(tenant="", id="", salt=b"")  # the session of requests that name none
+NO_SESSION = SessionRef(tenant="", id="", salt=b"")  # the session of requests that name none
 Validate = Callable[[Json, Sight], ChatRequest | CompletionRequest]
 _ALL = Sight(sees=True, fetches=True)  # which images are taken, the gateway has checked
 
@@ -98,7 +98,7 @@ class DataServer:
     async def _turn(
         self, request: web.Request, answer: EchoAnswer, script: Script, stream: bool
     ) -> web.StreamResponse:
-        ref = session_from(request.headers) or NOBODYS
+        ref = session_from(request.headers) or NO_SESSION
         cache = self._sessions.begin(ref, answer.prompt)
         try:
             if stream:

@@ -102,12 +102,12 @@ class ControlTokens:
         """
         first, *rest = self._mark.split(text)  # number, text, number, ..., text
         between, numbers = [first], list[int]()
-        for digits, behind in zip(rest[::2], rest[1::2], strict=True):
+        for digits, letters in zip(rest[::2], rest[1::2], strict=True):
             if int(digits) < len(self._texts):
                 numbers.append(int(digits))
-                between.append(behind)
+                between.append(letters)
             else:
-                between[-1] += self._word + digits + behind
+                between[-1] += self._word + digits + letters
         return between, numbers
 
     def _exchanged(

@@ -24,7 +24,7 @@ from engines.mlx_worker.batch.time_slices import TimeSlices
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.event_queue import EventBuffer
 from engines.mlx_worker.sessions.cold_sessions import ColdSessions
-from engines.mlx_worker.sessions.hot_cache import HotCache, Tell
+from engines.mlx_worker.sessions.hot_cache import HotCache, Notify
 from engines.mlx_worker.sessions.hot_sessions import HotSessions
 
 
@@ -35,7 +35,7 @@ class ThreadContext:
     events: EventBuffer
     limit: QueueLimit
     post: Post
-    tell: Tell
+    notify: Notify
     clock: Callable[[], float]
 
 
@@ -86,7 +86,7 @@ def assemble(
 ) -> EngineParts:
     """Make the parts for one model. Call it on the owner thread."""
     hot = HotSessions(thread.clock)
-    hot_cache = HotCache(hot, cold, thread.tell, nudge=lambda: thread.post(lambda: None))
+    hot_cache = HotCache(hot, cold, thread.notify, nudge=lambda: thread.post(lambda: None))
     prefiller = Prefiller(model, config.prefill_step, _snapshot_step(plan, cold))
     batches = Batches(model, config.max_batch + guest_places(config.max_batch))
     shares = FairShares()
@@ -106,7 +106,7 @@ def assemble(
         events=thread.events,
         clock=thread.clock,
     )
-    requests = RunningRequests(hot_cache, thread.events, thread.tell, shares)
+    requests = RunningRequests(hot_cache, thread.events, thread.notify, shares)
     slices = TimeSlices(shares, admission, prefiller, batches, budget, hot_cache, requests)
     loop = BatchLoop(admission, prefiller, batches, budget, hot_cache, requests, slices, shares)
     return EngineParts(

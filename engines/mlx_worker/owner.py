@@ -223,7 +223,7 @@ class Owner:
         """Have ``command`` run on the owner thread, between two rounds."""
         self._commands.put(command)
 
-    def tell(self, cause: Cause, session: SessionRef, why: str = "") -> None:
+    def notify(self, cause: Cause, session: SessionRef, why: str = "") -> None:
         """Have the listeners called."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._notify, cause, session, why)
@@ -328,7 +328,7 @@ class Owner:
         # What a measurement has live, if this model can be measured.
         layout = self._plan.layout
         self.held = HeldPrefix(model, layout) if layout else None
-        thread = ThreadContext(self._events, self._limit, self.post, self.tell, self._clock)
+        thread = ThreadContext(self._events, self._limit, self.post, self.notify, self._clock)
         self.parts: EngineParts = assemble(model, self._plan, cold, self._config, thread)
         mx.clear_cache()
         self.weight_bytes = mx.get_active_memory()

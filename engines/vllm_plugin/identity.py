@@ -18,8 +18,8 @@ from engines.host.tenant_line import Payer
 from kvstore.session import SessionRef
 
 # The payer of the current request, in vLLM's server, where a task of its own serves each request.
-NOBODY: Final = Payer()
-PAYER: Final = ContextVar("PAYER", default=NOBODY)
+NO_PAYER: Final = Payer()
+PAYER: Final = ContextVar("PAYER", default=NO_PAYER)
 # The request's id contains the answer id. By it the HTTP server finds the answer that a report is
 # about.
 ANSWER_ID_PREFIX: Final = "tcm"

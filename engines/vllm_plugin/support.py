@@ -141,8 +141,8 @@ def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
 
 def _has_index(spec: MLAAttentionSpec) -> bool:
     """Say whether a layer has latents that an index selects from, or the keys of such an index."""
-    told = (spec.is_index_group_leader, spec.model_version, spec.alignment, spec.tokens_per_state)
-    return told != (False, None, None, 1) or spec.cache_role != SparseCacheRole.SPARSE
+    fields = (spec.is_index_group_leader, spec.model_version, spec.alignment, spec.tokens_per_state)
+    return fields != (False, None, None, 1) or spec.cache_role != SparseCacheRole.SPARSE
 
 
 def _keeps_latents(group: KVCacheGroupSpec) -> bool:

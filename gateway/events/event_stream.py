@@ -66,28 +66,28 @@ class LiveEvents(Response):
             self._gateway.event_places.place(self._caller.name),
             self._live.reading(self._tenant) as live_scope,
         ):
-            tell = partial(self._tell, live_scope, send)
-            await while_client_stays(receive, tell)
+            stream = partial(self._stream, live_scope, send)
+            await while_client_stays(receive, stream)
             await send_end(send, GOODBYE)
 
-    async def _tell(self, scope: LiveScope, send: Send) -> None:
+    async def _stream(self, scope: LiveScope, send: Send) -> None:
         await send_head(send, 200, list(HEADERS))
         stall_s = min(STALL_S, self._gateway.config.client_stall_s)
         take = partial(_taken, send, stall_s)
         await take(b"retry: %d\n\n" % RETRY_MS)
-        told = scope.resumes(self._last_event_id)
-        if told is None:
-            told = scope.moment
-            await self._send_snapshot(scope, take, scope.event_id(told))
+        last = scope.resumes(self._last_event_id)
+        if last is None:
+            last = scope.moment
+            await self._send_snapshot(scope, take, scope.event_id(last))
         while self._goes_on():
             with suppress(TimeoutError):
                 async with asyncio.timeout(LIFE_EVERY_S):
-                    await scope.beyond(told)
+                    await scope.beyond(last)
             if not self._goes_on():  # not any more
                 break
-            if scope.moment > told:
-                change, told = scope.change_since(told), scope.moment
-                await _send_event(take, "change", scope.event_id(told), [change])
+            if scope.moment > last:
+                change, last = scope.change_since(last), scope.moment
+                await _send_event(take, "change", scope.event_id(last), [change])
             else:
                 await take(b": still here\n\n")
 

@@ -138,7 +138,7 @@ class Live:
         if request.phase == "waiting":  # the engine never had it: refused, or its client left
             return
         self._speed.learn(request)
-        self._speed.told = prefill_speed(self._engine.codec)
+        self._speed.reported = prefill_speed(self._engine.codec)
         saved_s = self._speed.saved_s(request)
         if saved_s and request.cache is not None:
             self._on_saved(request.cache.source, saved_s)
@@ -198,10 +198,10 @@ class Live:
         self.report = report
         self._verdicts.hear(self._engine.codec)
         self._told_at = self._clock()
-        told = {(x.tenant, x.session): x for x in report.requests}
+        reported = {(x.tenant, x.session): x for x in report.requests}
         for request in self._requests:
             key = (request.ref.tenant, request.ref.id)
-            request.progress = told.get(key, request.progress)
+            request.progress = reported.get(key, request.progress)
 
     def turn_waited(self, seconds: float) -> None:
         pass

@@ -136,10 +136,10 @@ class LiveRequest:
     @property
     def token_s(self) -> float | None:
         """Seconds for each token after the first, so far; None where that was not seen."""
-        behind = self.answered_tokens - 1
-        if self.first_token_s is None or behind < 1:
+        rest = self.answered_tokens - 1
+        if self.first_token_s is None or rest < 1:
             return None
-        return (self._clock() - self._began - self.first_token_s) / behind
+        return (self._clock() - self._began - self.first_token_s) / rest
 
     @property
     def reused_tokens(self) -> int:

@@ -147,8 +147,8 @@ class Scope:
         epoch, _, moment = event_id.partition(".")
         if epoch != str(self._epoch) or not moment.isdecimal() or len(moment) > 15:
             return None
-        told = int(moment)
-        return told if told <= self.moment and self._log.knows(told) else None
+        number = int(moment)
+        return number if number <= self.moment and self._log.knows(number) else None
 
     def snapshot(self, most: int = MAX_ROWS) -> Iterator[bytes]:
         """Make the data of a snapshot, in pieces; together they are one line of JSON.

@@ -22,7 +22,7 @@ class PrefillSpeed:
     LEAST_TOKENS = 64  # shorter prompts depend more on the step than on the speed
 
     def __init__(self) -> None:
-        self.told: float | None = None  # by the engine, from when its codecs were measured
+        self.reported: float | None = None  # by the engine, from when its codecs were measured
         self._seen: float | None = None
 
     def learn(self, request: LiveRequest) -> None:
@@ -38,7 +38,7 @@ class PrefillSpeed:
     @property
     def tokens_per_s(self) -> float | None:
         """The speed on turns, else as the engine measured it for its codecs; None if neither is."""
-        return self._seen or self.told
+        return self._seen or self.reported
 
     def saved_s(self, request: LiveRequest) -> float | None:
         """Estimate the seconds that a prefill of the reused tokens would have taken longer.

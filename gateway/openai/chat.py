@@ -84,15 +84,15 @@ def _filled_in(marks: FillIn | None, asked: Json) -> Translated:
 
     Where it learned no such thing, the suffix stays, and is refused with all else that is wrong.
     """
-    front, behind = asked.get("prompt"), asked.get("suffix")
-    if marks is None or not behind or not isinstance(behind, str):
+    prefix, suffix = asked.get("prompt"), asked.get("suffix")
+    if marks is None or not suffix or not isinstance(suffix, str):
         return as_it_is(asked)
-    if not isinstance(front, str):
+    if not isinstance(prefix, str):
         raise InvalidRequest("suffix: it needs one prompt, which is a text", "suffix")
     if asked.get("echo"):
         raise InvalidRequest("suffix: leave out echo: the prompt is another one", "suffix")
     raw = {name: value for name, value in asked.items() if name != "suffix"}
-    return as_it_is({**raw, "prompt": marks.prompt(front, behind)})
+    return as_it_is({**raw, "prompt": marks.prompt(prefix, suffix)})
 
 
 def _check_text_early(model: ServedModel, asked: Json) -> None:

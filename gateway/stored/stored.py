@@ -23,7 +23,7 @@ THREADS_PER_TENANT: Final = 2
 MAX_WAITING: Final = 256  # questions of one tenant
 SLICE_S: Final = 0.01  # steps that hold nothing go on for so long without another's between them
 CHORES_EVERY_S: Final = 600.0
-_NOBODY: Final = ""  # the tenant of what is done for none
+_NO_TENANT: Final = ""  # the tenant of what is done for none
 
 
 class _Step(NamedTuple):
@@ -141,7 +141,7 @@ class Stored:
         chores: list[Iterator[None]] = []
         while True:
             began = time.perf_counter()
-            if await self._threads.do(_NOBODY, partial(self._chore, chores)):
+            if await self._threads.do(_NO_TENANT, partial(self._chore, chores)):
                 return
             await asyncio.sleep(time.perf_counter() - began)
 

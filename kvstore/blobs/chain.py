@@ -110,10 +110,10 @@ class Chain:
 
     def tail_key(self, tenant: str, session_id: str) -> bytes:
         """Key of the tokens after the last full chunk, for this session only."""
-        behind = self._tokens[self.num_chunks * self._chunk_tokens :].tobytes()
+        rest = self._tokens[self.num_chunks * self._chunk_tokens :].tobytes()
         tenant_bytes = tenant.encode("utf-8", "surrogatepass")
         id_bytes = session_id.encode("utf-8", "surrogatepass")
-        return TAIL + _digest(_TAIL, self._digests[-1], behind, tenant_bytes, id_bytes)
+        return TAIL + _digest(_TAIL, self._digests[-1], rest, tenant_bytes, id_bytes)
 
     def snapshot_key(self, position: int) -> bytes:
         """Key of the state after exactly ``position`` tokens, whichever session computed it."""

@@ -110,11 +110,11 @@ def pack(
     own = [x for x in lineage.segments if x.first >= first_token]
     taken_end = lossy_end if lineage.shared_end is None else min(lossy_end, lineage.shared_end)
     for segment in cover(own, first_token, taken_end):
-        behind = min(segment.end, taken_end)
-        if behind < segment.packed_end and len(segment.payload) > kept.nbytes(behind - at):
+        stop = min(segment.end, taken_end)
+        if stop < segment.packed_end and len(segment.payload) > kept.nbytes(stop - at):
             break  # most of it is unused by now: the rows themselves are smaller
-        found.append(segment.cut(behind))
-        at = behind
+        found.append(segment.cut(stop))
+        at = stop
     if at < lossy_end:
         rows = kept.encode(slice_tokens(run, at - first_token, lossy_end - first_token))
         found.append(Segment(at, lossy_end - at, kept.codec_id, memoryview(rows)))
@@ -193,17 +193,17 @@ def fill(
     """
     end = first + (out[0][0].shape[1] if len(out) else 0)
     for segment in segments:
-        begin, behind = max(segment.first, first), min(segment.end, end)
-        if begin >= behind:
+        begin, stop = max(segment.first, first), min(segment.end, end)
+        if begin >= stop:
             continue
         check_length(segment, least)
-        target = slice_tokens(out, begin - first, behind - first)
-        if behind - begin == segment.num_tokens:
+        target = slice_tokens(out, begin - first, stop - first)
+        if stop - begin == segment.num_tokens:
             by(segment, target)
             continue
         whole = layout.empty(segment.num_tokens)
         by(segment, whole)
-        copy_run(slice_tokens(whole, begin - segment.first, behind - segment.first), target)
+        copy_run(slice_tokens(whole, begin - segment.first, stop - segment.first), target)
 
 
 def cover(segments: Sequence[Segment], start: int, end: int) -> list[Segment]:

@@ -187,8 +187,8 @@ class BlockReader:
             return _Plan(by_content, end, reason)
         if not record.part or not common == reach == len(stored):
             return _Plan(held, reach, reason)
-        behind = self._held([self._keys.part(stored, record.part)])
-        return _Plan(held + behind, reach, reason if behind else "evicted", record.part)
+        tail = self._held([self._keys.part(stored, record.part)])
+        return _Plan(held + tail, reach, reason if tail else "evicted", record.part)
 
     def _plan_to_state(self, known: Known, hashes: Sequence[bytes], first_block: int) -> _Plan:
         """Plan up to the furthest state that is held together with everything before it."""

@@ -79,12 +79,12 @@ def decode_block_record(payload: memoryview) -> BlockRecord:
     num_blocks = len(record.hashes) // HASH_BYTES
     places = all(0 < x <= num_blocks for x in record.states)
     ids = all(0 <= x <= MAX_TOKEN for x in record.part)
-    behind = not record.part or 0 < len(record.part) < record.block_tokens and num_blocks > 0
+    part_fits = not record.part or 0 < len(record.part) < record.block_tokens and num_blocks > 0
     block_ids, odd = divmod(len(record.ids), ID_BYTES * max(record.block_tokens, 1))
     if (
         len(record.hashes) % HASH_BYTES
         or record.block_tokens <= 0
-        or not (places and ids and behind)
+        or not (places and ids and part_fits)
         or (odd or block_ids > num_blocks)
         or len(record.codecs) > MAX_CODECS
     ):

@@ -158,8 +158,8 @@ class BlockStore:
             return Lineage(lossy_tokens)
         runs, end = self._older_runs(session, hashes, span)
         if part is not None and end == part.first_block * size:
-            behind = self.keys.part(hashes[: part.first_block], part.tokens)
-            runs.append(OlderRun(behind.key, end, len(part.tokens), end + part.num_loaded))
+            keys = self.keys.part(hashes[: part.first_block], part.tokens)
+            runs.append(OlderRun(keys.key, end, len(part.tokens), end + part.num_loaded))
             end += part.num_loaded
         stack = self.ledger.stack
         return Lineage(lossy_tokens, packed_rows(stack, self.packer, runs, codec.id), end)

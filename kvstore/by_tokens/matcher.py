@@ -179,9 +179,11 @@ class Matcher:
             BlobRead(key, i * size, size, min(size, common - i * size), 0)
             for i, key in enumerate(names.chunks[: -(-common // size)])
         ]
-        behind = len(names.chunks) * size
-        if names.tail and common > behind:
-            reads.append(BlobRead(names.tail, behind, known.record.tail_tokens, common - behind, 0))
+        in_chunks = len(names.chunks) * size
+        if names.tail and common > in_chunks:
+            reads.append(
+                BlobRead(names.tail, in_chunks, known.record.tail_tokens, common - in_chunks, 0)
+            )
         return reads
 
     def _probe(self, chain: Chain, first: int) -> tuple[list[BlobRead], bool]:

@@ -69,7 +69,7 @@ class Saver:
         self._ledger.counters.add("saves" if record else "saves_failed")
         self._queue.finish(job)
         for on_done in job.on_done:
-            _tell(on_done, record)
+            _call(on_done, record)
 
     def _save(self, job: SaveJob) -> SessionRecord | None:
         root = self._keys.space.root(job.session.salt)
@@ -115,7 +115,7 @@ class Saver:
             forms[codec.id] = self._encoder.encode_again(update, job, encoded, codec)
 
 
-def _tell(on_done: OnDone, record: SessionRecord | None) -> None:
+def _call(on_done: OnDone, record: SessionRecord | None) -> None:
     try:
         on_done(record)
     except Exception:  # the listener's own defect must not end the saving thread

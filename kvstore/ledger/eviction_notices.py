@@ -59,7 +59,7 @@ class EvictionNotices:
         self._listener = on_gone
         self.look()
 
-    def tell(self, departure: Departure) -> None:
+    def report(self, departure: Departure) -> None:
         if self._listener is None:
             return
         try:
@@ -92,7 +92,7 @@ class EvictionNotices:
         slowest_first = range(len(self._stack) - 1, -1, -1)
         for key in sure - self._told:
             why = self._stack.why_evicted(gone[key].first_blob, slowest_first) or "budget"
-            self.tell(Departure(gone[key].session, why))
+            self.report(Departure(gone[key].session, why))
         self._told = self._told.intersection(gone) | sure
         self._missing = set(gone)
 
@@ -113,6 +113,6 @@ class EvictionNotices:
             was = self._levels.get(key, 0)
             if self._has_looked and level > was:
                 why = self._stack.why_evicted(session.last_blob, range(level - 1, was - 1, -1))
-                self.tell(Departure(session.session, why or "budget", is_gone=False))
+                self.report(Departure(session.session, why or "budget", is_gone=False))
         self._levels = {key: level for key, (_, level) in now.items()}
         self._has_looked = True

@@ -130,7 +130,7 @@ class Upkeep(Generic[R]):
                 return
             self._remove(key)
             self._index.note_lapse(key)
-        self._notices.tell(Departure(SessionRef(record.tenant, record.id, b""), "expired"))
+        self._notices.report(Departure(SessionRef(record.tenant, record.id, b""), "expired"))
 
     def _remove(self, key: bytes) -> bool:
         """Remove a claimed session."""

@@ -105,8 +105,8 @@ class Search:
         probe = _Session(f"probe-{self._tag}", self.found.words)
         await self._open(http, probe)
         back = await self._return(http, probe)
-        told = back.judged_by if back.cached_tokens else ""
-        self.found.judged_by = told or BY_TIME
+        judge = back.judged_by if back.cached_tokens else ""
+        self.found.judged_by = judge or BY_TIME
         self.found.prompt_tokens = probe.first.prompt_tokens
 
     async def _round(self, http: aiohttp.ClientSession, count: int) -> Round:

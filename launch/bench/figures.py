@@ -144,8 +144,8 @@ def _phase(name: str, results: Sequence[Result], wall_s: float) -> PhaseFigures:
 
 def _source(name: str, results: Sequence[Result]) -> SourceFigures:
     prompt = sum(x.turn.prompt_tokens for x in results)
-    told = [x.turn.cached_tokens for x in results if x.turn.cached_tokens is not None]
-    share = round(sum(told) / prompt, 4) if told and prompt else None
+    reported = [x.turn.cached_tokens for x in results if x.turn.cached_tokens is not None]
+    share = round(sum(reported) / prompt, 4) if reported and prompt else None
     return SourceFigures(name, len(results), prompt, share, _ttft(results), _itl(results))
 
 

@@ -18,7 +18,7 @@ SILENCE_S: Final = 60.0
 
 def measure_served(
     remote: Remote,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -29,22 +29,22 @@ def measure_served(
     and beside what was measured now the figures that older runs have left of other presets.
 
     Args:
-        tell: called with the progress, whenever that changes.
+        on_progress: called with the progress, whenever that changes.
 
     Raises:
         LaunchError: the server cannot measure, or has given up.
     """
     before = remote.codec()
-    told, heard = remote.measure(), clock()
-    tell(told)
+    shown, heard = remote.measure(), clock()
+    on_progress(shown)
     while True:
         sleep(LOOK_EVERY_S)
         codec = _looked(remote)
         if codec is not None and codec.progress:
             heard = clock()
-            if codec.progress != told:
-                told = codec.progress
-                tell(told)
+            if codec.progress != shown:
+                shown = codec.progress
+                on_progress(shown)
         elif codec is not None and _has_ended(codec, before):
             return _report(codec)
         elif clock() - heard > SILENCE_S:

@@ -38,20 +38,20 @@ class View:
         if name not in ("snapshot", "change"):
             return
         try:
-            told = msgspec.json.decode(data)
+            received = msgspec.json.decode(data)
         except msgspec.DecodeError as error:
             raise Unreadable(str(error)) from error
-        if not isinstance(told, dict):
+        if not isinstance(received, dict):
             raise Unreadable("it is no object")
         if name == "snapshot":
             self.whole, self.rows = {}, {}
         earlier = objects(self.whole.get("moves"))
-        self.whole |= {x: told[x] for x in _PARTS if x in told}
-        if "moves" in told:
-            self.whole["moves"] = (earlier + objects(told["moves"]))[-_MOST_MOVES:]
-        for row in objects(told.get("sessions")):
+        self.whole |= {x: received[x] for x in _PARTS if x in received}
+        if "moves" in received:
+            self.whole["moves"] = (earlier + objects(received["moves"]))[-_MOST_MOVES:]
+        for row in objects(received.get("sessions")):
             self.rows[_key(row)] = row
-        for row in objects(told.get("gone")):
+        for row in objects(received.get("gone")):
             self.rows.pop(_key(row), None)
         self.last_id = number or self.last_id
 

@@ -215,7 +215,7 @@ def test_threads_do_not_disturb_each_other(codec):
 
 
 def session_nbytes(codec, layout, num_tokens):
-    """A whole session: full chunks packed, the tail behind them raw."""
+    """A whole session: full chunks packed, the tail after them raw."""
     full = num_tokens // 128
     chunks = sum(codec.packed_nbytes(layout, 128, 128 * k) for k in range(full))
     return chunks + (num_tokens - 128 * full) * layout.bytes_per_token

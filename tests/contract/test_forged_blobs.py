@@ -62,7 +62,7 @@ def test_forged_rows_are_a_miss_and_counted(rig: Rig, bare: Tier) -> None:
     back = rig.back(store, ref(), LONG)
     assert (back.num_tokens, back.reason) == (0, "corrupt")
     assert store.stats().tiers[0].errors > 0
-    for _ in range(len(LONG) // 16 + 1):  # each return finds one, and the save behind it mends it
+    for _ in range(len(LONG) // 16 + 1):  # each return finds one, and the save after it mends it
         rig.save(store, ref(), LONG)
         back = rig.back(store, ref(), LONG)
     assert back.num_tokens == 100

@@ -60,7 +60,7 @@ class TokenRig:
 
 
 class BlockRig:
-    """Stores states behind blocks, of four tokens each."""
+    """Stores states after blocks, of four tokens each."""
 
     name = "by_blocks"
 

@@ -19,7 +19,7 @@ class Group:
 
     @property
     def within(self) -> list[str]:
-        """A command that runs the command behind it in this group."""
+        """A command that runs the command after it in this group."""
         return ["sh", "-c", f'echo $$ >"{self.folder}/cgroup.procs" && exec "$@"', "sh"]
 
 

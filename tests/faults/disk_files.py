@@ -42,7 +42,7 @@ def check_usable(folder: Path, blobs: dict[bytes, bytes]) -> int:
 
 
 def flip_in_file(folder: Path, name: bytes, offset: int) -> None:
-    """Flip a bit ``offset`` bytes behind the start of every occurrence of ``name``."""
+    """Flip a bit ``offset`` bytes after the start of every occurrence of ``name``."""
     content = (folder / "data.mdb").read_bytes()
     place = content.find(name)
     assert place > 0

@@ -96,7 +96,7 @@ def main(folder: Path) -> None:
 def check(tier: DiskTier) -> dict[bytes, bytes]:
     """Fail unless each blob is the one that was written, or none; returns those that are there.
 
-    What is deleted or replaced is overwritten by zeros first. If the commit behind that fails, the
+    What is deleted or replaced is overwritten by zeros first. If the commit after that fails, the
     zeros stay; they are no blob, as the store above sees by its checksum.
     """
     keys = [*BLOBS, RECORD]

@@ -3,7 +3,7 @@
     python -m tests.faults.sharing_process URL SEED
 
 It prints "session tokens" when a save is safe on the server. Its turns differ from those of a
-process with another seed behind the first ``SHARED`` tokens.
+process with another seed after the first ``SHARED`` tokens.
 """
 
 from __future__ import annotations

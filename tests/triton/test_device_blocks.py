@@ -61,7 +61,7 @@ class Rig:
 
     shape: Shape
     caches: dict[str, torch.Tensor] = field(default_factory=dict)
-    is_broken: bool = False  # behind the first blob
+    is_broken: bool = False  # after the first blob
 
     def __post_init__(self) -> None:
         layers = [fused(self.shape, i) for i in range(self.shape.layers)]
@@ -199,7 +199,7 @@ def test_rows_that_cannot_be_packed_are_kept_as_they_are(rigs, layout):
     for i, value in enumerate(odd):
         rig.caches["layer0"][2, 1, i, :64] = value  # keys
         rig.caches["layer1"][10, 0, 7 - i, 64:] = value  # values
-        rig.caches["layer1"][7, 0, i, 64:] = value  # sinks, and one row behind them
+        rig.caches["layer1"][7, 0, i, 64:] = value  # sinks, and one row after them
     ids, target = [7, 2, 10, 4], [3, 9, 0, 6]
     before = [bits(x)[ids] for x in rig.caches.values()]
     blobs = rig.blobs(rig.device, ids)

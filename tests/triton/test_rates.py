@@ -162,7 +162,7 @@ def test_rows_that_cannot_be_packed_are_kept_as_they_are():
     for i, value in enumerate(odd):
         rig.caches["layer0"][2, 1, i, 5] = value  # keys
         rig.caches["layer1"][10, 0, 7 - i, 64:] = value  # values
-        rig.caches["layer1"][7, 0, i + 1, 64:] = value  # sinks, and two rows behind them
+        rig.caches["layer1"][7, 0, i + 1, 64:] = value  # sinks, and two rows after them
     before = [bits(x)[ids] for x in rig.caches.values()]
     blobs = rig.blobs(rig.device, ids)
     assert blobs == rig.blobs(rig.host, ids)

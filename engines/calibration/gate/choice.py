@@ -263,17 +263,17 @@ def _from(
     fastest: bool,
 ) -> Choice:
     """The choice for a tier; also says which denser presets, and the first, are out of bounds."""
-    told = [offers.missing, *(x.why for x in offers.refused.values())]
+    reasons = [offers.missing, *(x.why for x in offers.refused.values())]
     if not offers.good:
-        return exact("; ".join(filter(None, told)), unmeasured=offers.unmeasured)
+        return exact("; ".join(filter(None, reasons)), unmeasured=offers.unmeasured)
     rows = {name: x.rows for name, x in offers.good.items()}
     name, reason = preferred(rows, config.restore_share, fastest=fastest)
     found = opened(name)
     assert found is not None  # it was measured
-    told = [offers.missing] + [
+    reasons = [offers.missing] + [
         x.why for x in offers.refused.values() if x.name == offers.first or _bits(x) < _bits(found)
     ]
-    words = "; ".join(filter(None, [found.why, reason, *told]))
+    words = "; ".join(filter(None, [found.why, reason, *reasons]))
     return replace(found, why=words, unmeasured=offers.unmeasured)
 
 

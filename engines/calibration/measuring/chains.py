@@ -89,10 +89,10 @@ def _questions(
     tokens = encode(text)
     begin = len(encode(""))
     answers: dict[str, tuple[int, ...]] = {}
-    for kind, before, behind in spans:
+    for kind, before, after in spans:
         # A tokenizer may join an answer with what stands beside it.
         first = common_length(encode(before), tokens)
-        last = max(common_length(encode(behind), tokens), first + 1)
+        last = max(common_length(encode(after), tokens), first + 1)
         answers[kind] = (*answers.get(kind, ()), *range(first - begin, last - begin))
     return tuple(tokens[begin:]), answers
 

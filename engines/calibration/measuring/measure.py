@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 ANY: Final = ""  # the yardstick of presets that have none of their own
 # Called now and then with a few words on how far a measurement is.
-Tell: TypeAlias = Callable[[str], None]
+OnProgress: TypeAlias = Callable[[str], None]
 
 
 def quiet(progress: str) -> None:
@@ -59,7 +59,7 @@ def measure(
     chunk_tokens: int,
     yardsticks: Mapping[str, RateDistortionBound] = MappingProxyType({}),
     kept: Results | None = None,
-    tell: Tell = quiet,
+    on_progress: OnProgress = quiet,
     folder: Path | None = None,
     *,
     num_threads: int = 0,
@@ -75,7 +75,7 @@ def measure(
         chunk_tokens: of the cold store.
         yardsticks: by preset; that of ``ANY`` is for presets without one.
         kept: results of cases are kept here; those that are known are not measured again.
-        tell: called with the progress before every case.
+        on_progress: called with the progress before every case.
         folder: of a file in which a case's KV rests between codecs; None = in memory.
         num_threads: of the cold store, to time what a restore takes; 0 = its default.
     """
@@ -84,7 +84,7 @@ def measure(
     tallies: dict[tuple[int, str], Tally] = {}
     ordered = in_reading_order(cases)
     for number, case in enumerate(ordered):
-        tell(f"{number} of {len(ordered)} cases")
+        on_progress(f"{number} of {len(ordered)} cases")
         for name, result in trial.results(case):
             context = result.context
             tally = tallies.setdefault((context, name), Tally(name, result.codec_id, context))

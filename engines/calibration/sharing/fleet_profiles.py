@@ -23,7 +23,7 @@ from engines.calibration.gate.choice import Choice
 from engines.calibration.gate.profiles import make_folder, profile_path, save
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.instrument import Instrument
-from engines.calibration.measuring.measure import Tell
+from engines.calibration.measuring.measure import OnProgress
 from engines.calibration.messages import CalibrationOrder
 from kvstore.codecs.names import first_part
 from kvstore.codecs.profile import BEFORE, OF_STATES, OF_WINDOWS, UNFINISHED, Profile, load_profile
@@ -88,14 +88,20 @@ class FleetProfiles:
         self._keeper = Periodic(self._keep, keep_every_s, "thermocline-profiles", at_once=True)
 
     def take_over(
-        self, instrument: Instrument, order: CalibrationOrder, tell: Tell, *, learned_on: bool
+        self,
+        instrument: Instrument,
+        order: CalibrationOrder,
+        on_progress: OnProgress,
+        *,
+        learned_on: bool,
     ) -> bool:
         return any(
-            self._taken_over(x, instrument, order, tell) for x in STAGES[: 1 if learned_on else 2]
+            self._taken_over(x, instrument, order, on_progress)
+            for x in STAGES[: 1 if learned_on else 2]
         )
 
     def _taken_over(
-        self, stage: Stage, instrument: Instrument, order: CalibrationOrder, tell: Tell
+        self, stage: Stage, instrument: Instrument, order: CalibrationOrder, on_progress: OnProgress
     ) -> bool:
         fetched = profile_path(self._data, instrument.fingerprint).with_suffix(".fetched")
         found: Publication | None = None
@@ -106,7 +112,7 @@ class FleetProfiles:
             make_folder(self._data)
             self._shelf.fetch(stage, found, fetched)
             profile = load_profile(fetched, mapped=True)
-            if reason := self._fault(profile, instrument, order, tell):
+            if reason := self._fault(profile, instrument, order, on_progress):
                 self._refuse(found, reason)
                 return False
             save(profile, self._data, found.by)
@@ -128,7 +134,11 @@ class FleetProfiles:
         )
 
     def _fault(
-        self, profile: Profile, instrument: Instrument, order: CalibrationOrder, tell: Tell
+        self,
+        profile: Profile,
+        instrument: Instrument,
+        order: CalibrationOrder,
+        on_progress: OnProgress,
     ) -> str:
         if not self._codecs.is_of_this_model(profile):
             return "it is of another model"
@@ -144,7 +154,7 @@ class FleetProfiles:
             fault,
         )  # an engine's usual start has none
 
-        return fault(instrument, _different(choices), order, self._bound, tell)
+        return fault(instrument, _different(choices), order, self._bound, on_progress)
 
     def publish(self) -> bool:
         with self._lock:

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.instrument import Instrument
-from engines.calibration.measuring.measure import Tell
+from engines.calibration.measuring.measure import OnProgress
 from engines.calibration.messages import CalibrationOrder
 from kvstore.config import StoreConfig
 from kvstore.tiers.seal import read_secret
@@ -17,7 +17,12 @@ class Sharing(Protocol):
     """Shares profiles with other engines. ``take_over`` is for the measuring thread."""
 
     def take_over(
-        self, instrument: Instrument, order: CalibrationOrder, tell: Tell, *, learned_on: bool
+        self,
+        instrument: Instrument,
+        order: CalibrationOrder,
+        on_progress: OnProgress,
+        *,
+        learned_on: bool,
     ) -> bool:
         """Save a profile that another engine published as ours; False: none is to be had.
 
@@ -25,7 +30,7 @@ class Sharing(Protocol):
             order: of the measurement that would be carried out instead.
             learned_on: only one that was learned from more texts.
 
-        Raises what ``tell`` and the instrument raise.
+        Raises what ``on_progress`` and the instrument raise.
         """
 
     def publish(self) -> bool:
@@ -41,7 +46,12 @@ class NoSharing:
     """Implements ``Sharing`` for an engine without a Redis, or without a secret."""
 
     def take_over(
-        self, instrument: Instrument, order: CalibrationOrder, tell: Tell, *, learned_on: bool
+        self,
+        instrument: Instrument,
+        order: CalibrationOrder,
+        on_progress: OnProgress,
+        *,
+        learned_on: bool,
     ) -> bool:
         return False
 

@@ -17,7 +17,7 @@ from engines.calibration.gate.bound import Bound
 from engines.calibration.gate.choice import Choice
 from engines.calibration.instrument import Instrument
 from engines.calibration.measuring.cases import text_cases
-from engines.calibration.measuring.measure import Tell, measure
+from engines.calibration.measuring.measure import OnProgress, measure
 from engines.calibration.measuring.trials import AnyCodec
 from engines.calibration.messages import CalibrationOrder
 from kvstore.codecs.quality import Quality
@@ -31,14 +31,14 @@ def fault(
     choices: Sequence[Choice],
     order: CalibrationOrder,
     bound: Bound,
-    tell: Tell,
+    on_progress: OnProgress,
 ) -> str:
     """Say what is wrong with codecs that were chosen by another engine's figures; "" if nothing is.
 
     Args:
         choices: with the figures by text; those that lose nothing are not looked at.
         order: of a measurement of our own: the longest context, the tokens that are scored.
-        tell: called with the progress; may raise, to end it.
+        on_progress: called with the progress; may raise, to end it.
     """
     lossy = [x for x in choices if not x.is_exact]
     if not lossy:
@@ -58,7 +58,7 @@ def fault(
         codecs,
         cases,
         order.chunk_tokens,
-        tell=lambda words: tell(f"trying a profile of another engine, {words}"),
+        on_progress=lambda words: on_progress(f"trying a profile of another engine, {words}"),
         folder=folder,
         num_threads=order.num_threads,
     )

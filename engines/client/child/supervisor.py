@@ -162,7 +162,7 @@ class Supervisor:
         log.info("engine started, pid %d", process.pid)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._tell(process))
+                group.create_task(self._write_first_line(process))
                 group.create_task(self._relay_log(process.stdout))
                 group.create_task(self._relay_log(process.stderr))
                 code = await process.wait()
@@ -174,7 +174,7 @@ class Supervisor:
         self._last_end = _describe(code)
         return code
 
-    async def _tell(self, process: Process) -> None:
+    async def _write_first_line(self, process: Process) -> None:
         assert process.stdin is not None
         with suppress(*_HAS_ENDED):
             process.stdin.write(self._first_line)

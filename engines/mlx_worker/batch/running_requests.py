@@ -17,7 +17,7 @@ from engines.mlx_worker.batch.request import Request, Sequence
 from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.event_queue import EventBuffer
 from engines.mlx_worker.generation import Event, Failed, Finished, FinishReason
-from engines.mlx_worker.sessions.hot_cache import HotCache, Tell
+from engines.mlx_worker.sessions.hot_cache import HotCache, Notify
 from engines.mlx_worker.sessions.hot_sessions import SessionKey
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ class RunningRequests:
     """
 
     def __init__(
-        self, hot_cache: HotCache, events: EventBuffer, tell: Tell, shares: FairShares
+        self, hot_cache: HotCache, events: EventBuffer, notify: Notify, shares: FairShares
     ) -> None:
         self._hot_cache = hot_cache
         self._events = events
-        self._tell = tell
+        self._notify = notify
         self._shares = shares
         self._requests: dict[Request, None] = {}
         self.counters: Counter[str] = Counter()
@@ -116,4 +116,4 @@ class RunningRequests:
         if (key := request.key) and (session := request.generation.session):
             self._hot_cache.sessions.end_turn(key, len(request.generation.prompt))
             if not request.forgotten:
-                self._tell("turn", session)
+                self._notify("turn", session)

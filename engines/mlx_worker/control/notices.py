@@ -47,11 +47,11 @@ class Notifier:
             self._changed.clear()
             changes, self._changes = self._changes, {}
             try:
-                await self._tell(changes)
+                await self._send(changes)
             except Exception:  # the edge of this task: later notices matter more than this one
                 logger.exception("a notice could not be written")
 
-    async def _tell(self, changes: _Changes) -> None:
+    async def _send(self, changes: _Changes) -> None:
         for (_, _, cause), (session, why) in changes.items():
             if cause == "saved":
                 await self._saved(session)

@@ -176,16 +176,16 @@ class MlxVerbs:
         """Note that a session's cold copy is gone, or slower to reach. Any thread."""
         session = departure.session
         if not departure.is_gone:
-            self._owner.tell("moved", session, departure.why)
+            self._owner.notify("moved", session, departure.why)
             return
         key = (session.tenant, session.id)
         if self._hot.get(key) is None and not self._hot.is_busy(key):
             self._hot.pin(key, False)  # nothing is left that the pin could hold
-        self._owner.tell("lost", session, departure.why)
+        self._owner.notify("lost", session, departure.why)
 
     def packed(self, session: SessionRef) -> None:
         """Note that a session's cold copy takes less room than before. Any thread."""
-        self._owner.tell("packed", session)
+        self._owner.notify("packed", session)
 
     async def forget(self, session: SessionRef) -> Done:
         """Remove a session from memory and every tier. A running turn goes on and is not kept."""

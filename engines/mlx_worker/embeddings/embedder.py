@@ -29,7 +29,7 @@ from engines.openai.errors import InvalidRequest
 T = TypeVar("T")
 
 MAX_WAITING: Final = 64  # requests
-NOBODY: Final = Payer()
+NO_PAYER: Final = Payer()
 LOOK_AGAIN_S: Final = 0.05
 MAX_PAUSE_S: Final = 5.0  # between two steps, however large the others' shares are
 
@@ -64,7 +64,7 @@ class Embedder:
             raise InvalidRequest(message, "model", "not_supported", 404)
 
     async def embed(
-        self, asked: EmbeddingsRequest, texts: Sequence[Sequence[int]], payer: Payer = NOBODY
+        self, asked: EmbeddingsRequest, texts: Sequence[Sequence[int]], payer: Payer = NO_PAYER
     ) -> list[Vector]:
         """Embed texts; each vector has the length 1.
 

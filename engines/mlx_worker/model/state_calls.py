@@ -83,7 +83,7 @@ class NotedState:
             yield np.array(found.astype(mx.float32))
 
     def _pulled_back(
-        self, call: LayerCall, before: Any, drawn: mx.array, behind: mx.array
+        self, call: LayerCall, before: Any, drawn: mx.array, after: mx.array
     ) -> mx.array:
         """Pull cotangents of outputs, and of the state after them, back to the state before."""
 
@@ -92,7 +92,7 @@ class NotedState:
             return [call.again(cache), arrays_of(cache)[self._place]]
 
         known = arrays_of(before)[self._place]
-        found: mx.array = mx.vjp(forward, [known], [drawn, behind])[1][0]
+        found: mx.array = mx.vjp(forward, [known], [drawn, after])[1][0]
         return found
 
 

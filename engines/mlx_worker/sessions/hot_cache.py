@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Cause: TypeAlias = Literal["saved", "dropped", "moved", "packed", "restored", "lost", "turn"]
 # Called at every change of a session, on any thread.
-Tell: TypeAlias = Callable[[Cause, SessionRef], None]
+Notify: TypeAlias = Callable[[Cause, SessionRef], None]
 
 
 def resolved(value: bool) -> Future[bool]:
@@ -44,13 +44,13 @@ class HotCache:
         self,
         sessions: HotSessions,
         cold: ColdSessions | None,
-        tell: Tell,
+        notify: Notify,
         nudge: Callable[[], None],
     ) -> None:
         """``nudge`` wakes the owner thread: a save has ended, so something may be dropped now."""
         self.sessions = sessions
         self._cold = cold
-        self._tell = tell
+        self._notify = notify
         self._nudge = nudge
         self._saved_again: set[SessionKey] = set()  # the store refused these once
         self.counters: Counter[str] = Counter()
@@ -101,7 +101,7 @@ class HotCache:
 
         def then(stored: bool) -> None:
             if stored:
-                self._tell("saved", hot.ref)
+                self._notify("saved", hot.ref)
             self._nudge()
 
         try:
@@ -127,7 +127,7 @@ class HotCache:
         # Pinned perhaps by an engine before this one. As of now: it may have been unpinned since.
         if self._cold is not None and self._cold.store.is_pinned(ref):
             self.sessions.pin((ref.tenant, ref.id), True)
-        self._tell("restored", ref)
+        self._notify("restored", ref)
 
     def drop(self, hot: HotSession) -> None:
         """Give up a hot session; its memory is free on return, unless a save still reads it."""
@@ -138,7 +138,7 @@ class HotCache:
         lost = hot.saved.done() and not hot.is_saved
         if lost and not self.sessions.is_busy(hot.key):
             self.sessions.pin(hot.key, False)  # nothing is left that could be kept
-        self._tell("dropped" if hot.is_saved else "lost", hot.ref)
+        self._notify("dropped" if hot.is_saved else "lost", hot.ref)
 
     def forget(self, key: SessionKey) -> None:
         """Drop a session that was deleted, with its pin, without a report."""

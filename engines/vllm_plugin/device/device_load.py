@@ -122,5 +122,5 @@ class DeviceLoad:
 
 def _all_blocks(x: Filling) -> list[int]:
     """Return the ids of all blocks of the blob, ``NOT_WANTED`` for those not to be filled."""
-    behind = x.span.num_blocks - x.skip - len(x.block_ids)
-    return [NOT_WANTED] * x.skip + x.block_ids + [NOT_WANTED] * behind
+    rest = x.span.num_blocks - x.skip - len(x.block_ids)
+    return [NOT_WANTED] * x.skip + x.block_ids + [NOT_WANTED] * rest

@@ -102,7 +102,7 @@ class Inventory:
         self._sessions: OrderedDict[SessionName, _Share] = OrderedDict()  # longest unchanged first
         self._num_blocks = 0
         self._holders: dict[str, Counter[bytes]] = {x: Counter() for x in MEDIA}  # sessions
-        self._told: dict[str, set[bytes]] = {x: set() for x in MEDIA}
+        self._reported: dict[str, set[bytes]] = {x: set() for x in MEDIA}
         self._to_store: OrderedDict[SessionName, None] = OrderedDict()
         self._to_remove: dict[str, dict[bytes, None]] = {x: {} for x in MEDIA}
         self._was_full = False
@@ -199,23 +199,23 @@ class Inventory:
         """Report all blocks again: readers have dropped all that they knew of this engine."""
         with self._lock:
             for medium in MEDIA:
-                self._told[medium].clear()
+                self._reported[medium].clear()
                 self._to_remove[medium].clear()
             self._to_store = OrderedDict.fromkeys(self._sessions)
 
     def _stored(self, session: _Share, most: int) -> Iterator[BlocksStored]:
         known = len(session.ids) // (ID_BYTES * self._block_tokens)
         for medium in MEDIA:
-            told = self._told[medium]
+            reported = self._reported[medium]
             for first, end in session.runs.get(medium, ()):
-                new = (i for i in range(first, end) if session.hashes[i] not in told)
+                new = (i for i in range(first, end) if session.hashes[i] not in reported)
                 for run in _in_rows(new, known):
                     run = run[: max(most, 0)]
                     if not run:
                         return
                     most -= len(run)
                     hashes = session.hashes[run.start : run.stop]
-                    told.update(hashes)
+                    reported.update(hashes)
                     parent = session.hashes[run.start - 1] if run.start else None
                     yield BlocksStored(medium, hashes, parent, self._ids(session, run))
 
@@ -225,12 +225,12 @@ class Inventory:
         return struct.unpack(f"<{len(ids) // ID_BYTES}I", ids)
 
     def _removed(self, medium: str, most: int) -> Iterator[BlocksRemoved]:
-        waiting, told = self._to_remove[medium], self._told[medium]
+        waiting, reported = self._to_remove[medium], self._reported[medium]
         gone: list[bytes] = []
         while waiting and len(gone) < max(most, 1):
             block_hash, _ = waiting.popitem()
-            if block_hash in told and block_hash not in self._holders[medium]:
-                told.remove(block_hash)
+            if block_hash in reported and block_hash not in self._holders[medium]:
+                reported.remove(block_hash)
                 gone.append(block_hash)
         if gone:
             yield BlocksRemoved(medium, gone)

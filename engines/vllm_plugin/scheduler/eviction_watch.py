@@ -43,13 +43,13 @@ class EvictionWatch:
             await asyncio.sleep(self._every_s)
             for name in self._resident.take_cooled():
                 try:
-                    await self._tell(name)
+                    await self._notify(name)
                 except OSError as error:  # no rank answers: the engine is ending
                     logger.warning("the gateway does not learn that a session is cold: %s", error)
                 except Exception:  # top level of this task: one session must not end the watch
                     logger.exception("the gateway does not learn that a session is cold")
 
-    async def _tell(self, name: SessionName) -> None:
+    async def _notify(self, name: SessionName) -> None:
         session = SessionRef(*name, b"")
         report = await self._look(session)
         if report is not None:

@@ -185,7 +185,7 @@ class SchedulerSide:
         return msgspec.structs.replace(self._welcome, codec=codec, live_kv=live, bf16_kv=bf16)
 
     def _turn_ended(self, session: SessionRef) -> None:
-        self._hub.spawn(partial(self._tell, "turn", session))
+        self._hub.spawn(partial(self._notify, "turn", session))
 
     def _hear(self, news: PeerNews) -> None:
         """Process messages of peers that are no answers. On the hub's event loop."""
@@ -193,9 +193,9 @@ class SchedulerSide:
             case RankLost():
                 self._hub.spawn(partial(self._tell_lost, news))
             case RankPacked():
-                self._hub.spawn(partial(self._tell, "packed", news.session))
+                self._hub.spawn(partial(self._notify, "packed", news.session))
             case RankSaved() if self._saves.completes(news):
-                self._hub.spawn(partial(self._tell, "saved", news.session))
+                self._hub.spawn(partial(self._notify, "saved", news.session))
             case RankRests() if self.inventory is not None:
                 self.inventory.update(news)
             case Forward():
@@ -205,7 +205,7 @@ class SchedulerSide:
             case ForwardDone():
                 self._forwards.hear_done(news)
 
-    async def _tell(self, cause: Literal["turn", "saved", "packed"], session: SessionRef) -> None:
+    async def _notify(self, cause: Literal["turn", "saved", "packed"], session: SessionRef) -> None:
         report = await self._verbs.look(session)
         if report is not None:
             self._control.publish(Notice(cause, report))

@@ -80,9 +80,9 @@ class ResponseEvents:
             return b""
         choice = chunk.choices[0]
         self._finish_reason = choice.finish_reason or self._finish_reason
-        told = self._writer.write(self._output.add(choice.part, choice.scores))
-        self.begun = self.begun or bool(told)
-        return told
+        written = self._writer.write(self._output.add(choice.part, choice.scores))
+        self.begun = self.begun or bool(written)
+        return written
 
 
 def _words(error: object) -> str:

@@ -122,11 +122,11 @@ async def show_response(request: Request) -> Response:
     if not after.removeprefix("-").isdecimal() or len(after) > 9:
         raise InvalidRequest("starting_after: a number is needed", "starting_after")
     body_share_of(request.scope).add(_REPLAYED * len(body))
-    told = await asyncio.to_thread(_told_again, body, int(after))
-    return Response(told, media_type=EVENT_STREAM)
+    events = await asyncio.to_thread(_replayed, body, int(after))
+    return Response(events, media_type=EVENT_STREAM)
 
 
-def _told_again(body: bytes, after: int) -> bytes:
+def _replayed(body: bytes, after: int) -> bytes:
     return EventWriter().write(replayed(msgspec.json.decode(body)), after)
 
 

@@ -89,8 +89,8 @@ class RateIntegers:
         Otherwise a code could have more bits than its component.
         """
         sizes = (1 << np.minimum(self.bits, MAX_BITS).astype(np.int64)) >> 1
-        behind = np.arange(NUM_MAGNITUDES) >= np.maximum(sizes - 1, 0)[..., None]
-        ends = bool(np.all(self.bounds[behind] == NEVER))
+        beyond = np.arange(NUM_MAGNITUDES) >= np.maximum(sizes - 1, 0)[..., None]
+        ends = bool(np.all(self.bounds[beyond] == NEVER))
         return ends and int(self.bounds.min()) >= 0 and ascends(self.bounds)
 
 

@@ -102,11 +102,11 @@ def plan_rates(
         for dim in (layer.head_dim, layer.value_dim):
             sinks_at.append(at)
             at += 2 * layer.num_kv_heads * num_sinks * dim
-    behind, places = num_tokens - num_sinks, []
-    for pipeline in pipelines if behind else ():
-        planes_at = at + COUNT_BYTES + pipeline.shape.num_units * pairs_of(behind)
-        end = planes_at + pipeline.coder.nbytes(behind)
+    num_rest, places = num_tokens - num_sinks, []
+    for pipeline in pipelines if num_rest else ():
+        planes_at = at + COUNT_BYTES + pipeline.shape.num_units * pairs_of(num_rest)
+        end = planes_at + pipeline.coder.nbytes(num_rest)
         places.append(StackPlace(at, at + COUNT_BYTES, planes_at, end))
         at = end
-    used = tuple(pipelines) if behind else ()
-    return RatePayload(used, num_sinks, behind, tuple(sinks_at), tuple(places), at)
+    used = tuple(pipelines) if num_rest else ()
+    return RatePayload(used, num_sinks, num_rest, tuple(sinks_at), tuple(places), at)

@@ -109,8 +109,8 @@ class FusedSteps:
         coded = (read.symbols, np.ascontiguousarray(read.low), read.rare, t.coded)
         units = (t.counts, t.wide, t.matrix, t.begins, t.rows, t.means, t.parts)
         by_part = np.ascontiguousarray(gains.swapaxes(1, 2), np.float32)
-        told = (t.factors, t.finer)
-        self.kernels.unpack(coded, t.first_rows, units, told, by_part, turns, addresses)
+        stored = (t.factors, t.finer)
+        self.kernels.unpack(coded, t.first_rows, units, stored, by_part, turns, addresses)
         self.pipeline.put_kept(out, first, kept, exact, dtype)
 
 

@@ -86,13 +86,13 @@ class OneStep:
                 own.predictors,
             )
             steps = UniformStep(step, own.levels, ROUNDING)
-            told = PredictedStep(steps, predictors, own.coded) if predictors.components else steps
+            stage = PredictedStep(steps, predictors, own.coded) if predictors.components else steps
             pipeline = Pipeline(
                 shape,
                 (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
                 LogGain(shape, own.gain_centres, ClassCoder(own.gain_classes, gain_tables)),
                 (IntegerRows(rows),),
-                told,
+                stage,
                 coder,
             )
             known = (rows, own.levels, predictors, learned["means"])

@@ -34,8 +34,8 @@ _SPECS: Final[ArraySpecs] = {
     "left": ("f4", ("units", "components")),
     "gain_centres": ("i2", ("units", "parts")),
     "gain_classes": ("u1", ("units", "parts")),
-    "factors": ("i2", ("units", "told", "known")),
-    "finer": ("i4", ("units", "told")),
+    "factors": ("i2", ("units", "stored", "known")),
+    "finer": ("i4", ("units", "stored")),
 }
 
 
@@ -74,9 +74,9 @@ class StepIntegers:
 
     def _sizes(self) -> dict[str, int]:
         components = length_of(self.left, 1, 2)
-        told = length_of(self.finer, 1, 2)
-        if not 0 < components <= self.shape.width or told > components:
-            raise ValueError(f"integers of {components} components, {told} of them told")
+        stored = length_of(self.finer, 1, 2)
+        if not 0 < components <= self.shape.width or stored > components:
+            raise ValueError(f"integers of {components} components, {stored} of them stored")
         return {
             "units": self.shape.num_units,
             "width": self.shape.width,
@@ -84,7 +84,7 @@ class StepIntegers:
             "components": components,
             "wide": length_of(self.wide, 1, 3),
             "others": length_of(self.rows, 1, 3),
-            "told": told,
+            "stored": stored,
             "known": length_of(self.factors, 2, 3),
             "shifts": NUM_SHIFTS,
             "three": 3,

@@ -38,8 +38,8 @@ class StackCodec:
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         sinks = _num_sinks(num_tokens, first_token)
         exact = 2 * sinks * layout.elements_per_token
-        behind = num_tokens - sinks
-        return exact + sum(x.nbytes(behind) for x in self.assemble(layout) if behind)
+        rest = num_tokens - sinks
+        return exact + sum(x.nbytes(rest) for x in self.assemble(layout) if rest)
 
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         sinks = _num_sinks(num_tokens, first_token)

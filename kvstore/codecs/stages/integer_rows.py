@@ -110,8 +110,8 @@ class IntegerRows:
             levels = stack[unit]
             sums = _product(levels[:, :wide], self._wide[unit, :wide])
             sums = _wrapped(sums + ((1 << finer) >> 1)) >> finer
-            behind = slice(wide, wide + others)
-            sums += _product(levels[:, behind], self._rows[unit, :others])
+            rest = slice(wide, wide + others)
+            sums += _product(levels[:, rest], self._rows[unit, :others])
             restored[unit] = _wrapped(sums).astype(np.float32) * self._scales[unit]
         return restored
 

@@ -36,8 +36,8 @@ class Predictors:
         units, components, known = self.factors.shape
         fits = not known % components if components else not known
         if self.finer.shape != (units, components) or not fits or components % 2:
-            told = f"factors of shape {self.factors.shape} for {self.finer.shape}"
-            raise ValueError(f"{told}; components go by pairs")
+            shapes = f"factors of shape {self.factors.shape} for {self.finer.shape}"
+            raise ValueError(f"{shapes}; components go by pairs")
         if np.any(self.finer < 0) or np.any(self.finer > MOST_FINER):
             raise ValueError("sums that are finer than they can be")
 

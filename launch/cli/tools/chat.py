@@ -14,7 +14,9 @@ def chat(
     api_key: Key = "",
     model: Annotated[str, typer.Option(help="Default: the first that the server lists.")] = "",
     session: Annotated[str, typer.Option(help="Its id; default: a new one.")] = "",
-    system: Annotated[str, typer.Option(help="What the model is told beforehand.")] = "",
+    system: Annotated[
+        str, typer.Option(help="Instructions for the model, before the conversation.")
+    ] = "",
     max_tokens: Annotated[int, typer.Option(min=0, help="Of an answer; 0 = the server's own.")] = 0,
     temperature: Annotated[
         float | None,

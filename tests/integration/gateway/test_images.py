@@ -74,7 +74,7 @@ def test_all_three_dialects_show_the_same(seeing: str) -> None:
     assert [x.text for x in message.content if x.type == "text"] == [SAID]
     assert chat.usage is not None and response.usage is not None and again.usage is not None
     assert chat.usage.prompt_tokens == response.usage.input_tokens == counted.input_tokens == 4
-    # What was stored has the image, too: the turn behind it goes on from it.
+    # What was stored has the image, too: the turn after it goes on from it.
     assert again.usage.input_tokens_details.cached_tokens >= 4
 
 

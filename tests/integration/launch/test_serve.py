@@ -35,7 +35,7 @@ class Server:
         calibrate: bool = False,
         within: Sequence[str] = (),
     ) -> None:
-        """``within``: a command that runs the command behind it."""
+        """``within``: a command that runs the command after it."""
         environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
         environ["THERMOCLINE_STORE__CALIBRATE"] = str(calibrate).lower()
         environ["THERMOCLINE_STORE__LEARN_ON"] = "false"

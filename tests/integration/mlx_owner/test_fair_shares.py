@@ -132,7 +132,7 @@ async def test_a_short_prompt_does_not_wait_for_ten_long_ones_of_its_tenant() ->
         await asyncio.sleep(0)
         asking.append(asyncio.create_task(follow("short", 20)))
         await asyncio.gather(*asking)
-    assert order.index("short") <= 2  # behind the one that ran, and the oldest
+    assert order.index("short") <= 2  # after the one that ran, and the oldest
 
 
 async def test_a_parked_row_samples_every_position_once() -> None:

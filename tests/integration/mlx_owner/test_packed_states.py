@@ -15,7 +15,7 @@ from tests.integration.mlx_owner.harness import Engine, engine, session, text
 pytestmark = pytest.mark.mlx
 
 # Of each kind of model: a codec, and how many times smaller its states are at least. They are tiny,
-# and tokens behind the last chunk lie in them exactly.
+# and tokens after the last chunk lie in them exactly.
 PACKED = [
     ("gemma3_text", "tq4", 3.0),
     ("qwen3_next", "tq4+state8", 1.9),
@@ -81,7 +81,7 @@ async def test_a_hundred_sleeps_leave_the_bytes_of_the_first(
 
 
 async def test_rows_of_a_window_are_packed_once(tmp_path: Path) -> None:
-    """A turn of a few tokens behind a sleep: what was packed keeps its bytes in the next state."""
+    """A turn of a few tokens after a sleep: what was packed keeps its bytes in the next state."""
     prompt = text(1, 200)
     async with engine("gemma3_text", tmp_path, codec="tq4") as it:
         first = await it.turn(prompt, session("one"), max_tokens=4)

@@ -1,4 +1,4 @@
-"""The worker's HTTP side on a real port, with a toy owner behind it, and clients for it."""
+"""The worker's HTTP side on a real port, over a toy owner, and clients for it."""
 
 from __future__ import annotations
 

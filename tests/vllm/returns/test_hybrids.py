@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 POOL_BLOCKS = 60  # of all groups together: room for two of the sessions
 MAX_TOKENS = 768
-ANSWER = 12  # reaches behind the next boundary
+ANSWER = 12  # reaches beyond the next boundary
 WHOLE = 599 // BLOCK * BLOCK
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "windowed": (write_windowed, {}),

@@ -1,8 +1,8 @@
 """Latent attention (MLA) on a real engine: latents and rotary keys sleep and come back.
 
 On most CPUs vLLM turns its prefix cache off for such models, since it cannot prefill behind a
-cached prefix there. One token behind it is a decode step, which it can do: so these prompts end
-right behind a block, and the prefix cache is turned on again for them.
+cached prefix there. One token after it is a decode step, which it can do: so these prompts end
+right after a block, and the prefix cache is turned on again for them.
 """
 
 from __future__ import annotations

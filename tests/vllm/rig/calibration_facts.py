@@ -40,7 +40,7 @@ def main(model: str) -> dict[str, object]:
     instrument = Speechless(open_engine(order(model)), None)
     run = instrument.prefill(TOKENS[:CONTEXT])
     short = slice_tokens(run, 0, 1000)  # no whole number of blocks
-    # From token 1000 on: once behind the short past, once behind a longer one.
+    # From token 1000 on: once after the short past, once after a longer one.
     whole = instrument.log_probs(short, TOKENS[1000:])
     split = instrument.log_probs(run, TOKENS[CONTEXT:])
     again = instrument.log_probs(short, TOKENS[1000:])

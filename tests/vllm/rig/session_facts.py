@@ -32,7 +32,7 @@ def main(model: str, *args: str) -> dict[str, object]:
     stranger = instrument.prefill_whole(TOKENS[1 : EARLIER + 1])
     earlier = instrument.prefill_whole(prompt[:EARLIER])
     whole = instrument.prefill_whole(prompt)
-    # As a session does that has slept: on by a turn behind the earlier one.
+    # As a session does that has slept: on by a turn after the earlier one.
     later = instrument.prefill_whole(prompt, earlier)
     wrong = instrument.prefill_whole(prompt, replace(earlier, state=stranger.state))
     scores = instrument.log_probs_whole(whole, rest)

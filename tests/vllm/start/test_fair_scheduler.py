@@ -193,7 +193,7 @@ def test_a_short_prompt_does_not_wait_for_ten_long_ones_of_its_tenant(driven):
     short = driven.add("a", 99, 40, 4)
     driven.run()
     begun = sorted(driven.first_step, key=driven.first_step.__getitem__)
-    assert begun.index(short) <= PLACES + 1  # behind those that ran, and the oldest
+    assert begun.index(short) <= PLACES + 1  # after those that ran, and the oldest
     for request_id, length in [*((x, 30) for x in long), (short, 4)]:
         assert driven.answers[request_id] == driven.expected(request_id, length)
 

@@ -100,8 +100,8 @@ class RateStagingLayout:
                 count = self._plan.num_sinks
                 gather_stored(rates.group, run.blocks, run.first, count, packed, sinks)
             if self._plan.num_tokens:
-                behind = self._behind(run, rates.for_reading)
-                rates.kernels.pack(behind, packed, self._places[rates.stack])
+                rest = self._without_sinks(run, rates.for_reading)
+                rates.kernels.pack(rest, packed, self._places[rates.stack])
         staged.copy_(packed, non_blocking=True)
 
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
@@ -138,12 +138,12 @@ class RateStagingLayout:
                 count = self._plan.num_sinks
                 scatter_stored(rates.group, run.blocks, run.first, count, staged, sinks)
             if self._plan.num_tokens:
-                behind = self._behind(run, rates.for_writing)
-                rates.kernels.unpack(behind, staged, self._places[rates.stack])
+                rest = self._without_sinks(run, rates.for_writing)
+                rates.kernels.unpack(rest, staged, self._places[rates.stack])
         for rows in kept:
             put_rows(self._groups, rows, run.blocks, run.first)
 
-    def _behind(self, run: TokenRun, angles: Angles) -> RateRun:
+    def _without_sinks(self, run: TokenRun, angles: Angles) -> RateRun:
         """Return the tokens after the sinks."""
         sinks, count = self._plan.num_sinks, self._plan.num_tokens
         table = angles.of(run.position + sinks, count)

@@ -42,13 +42,13 @@ class RowStagingLayout:
         self._sinks = [device_table(x, group) for x, group in zip(sinks, groups, strict=True)]
 
     def read(self, run: TokenRun, staged: Tensor) -> None:
-        behind = run.first + self._plan.num_sinks
+        start = run.first + self._plan.num_sinks
         for i, group in enumerate(self._groups):
             if self._plan.num_sinks:
                 gather(group, run.blocks, run.first, self._plan.num_sinks, staged, self._sinks[i])
             if self._num_packed:
                 self._kernels[i].pack(
-                    group, run.blocks, behind, self._num_packed, staged, self._rows[i]
+                    group, run.blocks, start, self._num_packed, staged, self._rows[i]
                 )
 
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
@@ -74,13 +74,13 @@ class RowStagingLayout:
         return self._kept(kept, view)
 
     def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
-        behind = run.first + self._plan.num_sinks
+        start = run.first + self._plan.num_sinks
         for i, group in enumerate(self._groups):
             if self._plan.num_sinks:
                 scatter(group, run.blocks, run.first, self._plan.num_sinks, staged, self._sinks[i])
             if self._num_packed:
                 self._kernels[i].unpack(
-                    group, run.blocks, behind, self._num_packed, staged, self._rows[i]
+                    group, run.blocks, start, self._num_packed, staged, self._rows[i]
                 )
         for rows in kept:
             put_rows(self._groups, rows, run.blocks, run.first)

@@ -113,7 +113,7 @@ function takeParts(said) {
   }
 }
 
-// A move may be told twice: by a snapshot, and by the change that follows.
+// A move may come twice: by a snapshot, and by the change that follows.
 function takeMoves(said) {
   const last = moves.value[0]?.number ?? 0;
   const fresh = said.filter((x) => x.number > last).reverse();
@@ -136,7 +136,7 @@ function recall(hour) {
 function note(figures) {
   const at = serverTime();
   const last = history.at.length - 1;
-  // Only what changes is told: until a moment ago all was as it had been.
+  // Only changes are sent: until a moment ago all was as it had been.
   if (noted && at - history.at[last] > 2) push(at - 1, history.prompt[last], history.answer[last]);
   push(at, figures.prompt_tokens_per_s ?? null, figures.answer_tokens_per_s ?? null);
   noted = true;

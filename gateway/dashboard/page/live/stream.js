@@ -1,7 +1,7 @@
 // Keeps the store up to date: one stream of events, resumed where it broke; else asking every 2 s.
 //
-// EventSource cannot send a key, so the stream is read by fetch. A hidden page lets go of it after a
-// while and comes back where it was: nobody pays for a page that nobody sees.
+// EventSource cannot send a key, so the stream is read by fetch. A hidden page closes it after a
+// while and resumes it where it was: a page that is not seen costs nothing.
 
 import * as store from "./store.js";
 import { ApiError, call, ofModel, send } from "./api.js";
@@ -99,7 +99,7 @@ function take(event) {
   if (fields.id) lastId = fields.id;
   if (!fields.data) return;
   if (fields.event === "snapshot") {
-    lastId = fields.id ?? ""; // one that is told in pages can be resumed from its last
+    lastId = fields.id ?? ""; // of one in several pages the last has it
     store.snapshot(JSON.parse(fields.data));
   } else if (fields.event === "more") store.more(JSON.parse(fields.data));
   else if (fields.event === "change") store.change(JSON.parse(fields.data));

@@ -14,7 +14,7 @@ export function Rows({ columns, items, keyOf, chosen, choose, nameOf, sort, setS
   const [cursor, setCursor] = useState(0);
   const focusing = useRef(false);
   const look = () => {
-    if (!box.current) return; // the window may change once more behind the table's back
+    if (!box.current) return; // the window may change once more after the table
     const { scrollTop, clientHeight } = box.current;
     const first = Math.max(0, Math.floor(scrollTop / ROW) - AROUND);
     const many = Math.ceil(clientHeight / ROW) + 2 * AROUND;

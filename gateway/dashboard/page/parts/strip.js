@@ -21,7 +21,7 @@ export function Strip({ chosen, choose }) {
   </section>`;
 }
 
-// What bars are shares of for a reader who is not told the budgets.
+// What bars are shares of for a reader who does not get the budgets.
 const allBytes = (said) =>
   said
     ? said.hot.bytes + said.tiers.reduce((total, x) => total + x.bytes, 0)
@@ -63,7 +63,7 @@ function returns(name, back) {
   return name === "hot" ? `${plural(back, "turn")} went on at once` : `${plural(back, "return")} from here`;
 }
 
-// A first turn finds nothing stored and misses nothing: it is told, but not counted as a return.
+// A first turn finds nothing stored and misses nothing: it is shown, but not counted as a return.
 function Missed({ outcomes, chosen, choose }) {
   const { first, missed } = split(outcomes?.miss);
   const fresh = sum(first);

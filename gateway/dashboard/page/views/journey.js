@@ -42,8 +42,8 @@ export function Journey({ row, began, steps, turns }) {
   </section>`;
 }
 
-// Places with their times, out of states. A sleep's tier is told with its step; of one that an older
-// server told without, the turn that ended it says it, or the row.
+// Places with their times, out of states. A sleep's tier comes with its step; where an older
+// server left it out, the turn that ended the sleep has it, or the row.
 function staysOf(row, began, steps, turns, until) {
   const stays = [];
   let asleep = "ram";

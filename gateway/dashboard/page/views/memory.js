@@ -11,7 +11,7 @@ const RETURNS = ["hot", "cold-ram", "cold-disk", "cold-redis"];
 
 export function Memory() {
   const it = memory.value;
-  if (!it) return html`<p class="hint card">The server has not told its memory yet.</p>`;
+  if (!it) return html`<p class="hint card">The server has not reported its memory yet.</p>`;
   return html`
     <section class="card" aria-labelledby="tiers">
       <h2 id="tiers">Tiers against their budgets</h2>

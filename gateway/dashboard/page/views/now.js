@@ -42,7 +42,7 @@ export function Now({ open }) {
   `;
 }
 
-const waiting = (it) => (it.waiting ? `${plural(it.waiting, "turn")} waiting` : "nobody waits");
+const waiting = (it) => (it.waiting ? `${plural(it.waiting, "turn")} waiting` : "none waiting");
 
 export function Figure({ name, value, unit, note, good }) {
   return html`<div class="figure-card ${good ? "good" : ""}">

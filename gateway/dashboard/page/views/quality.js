@@ -12,7 +12,7 @@ const FLOORS = new Set(["fp8", "q8"]); // what others do: measured beside ours, 
 
 export function Quality() {
   const it = quality.value;
-  if (!it) return html`<p class="hint card">The engine has not told its codecs yet.</p>`;
+  if (!it) return html`<p class="hint card">The engine has not reported its codecs yet.</p>`;
   return html`
     <section class="card" aria-labelledby="codecs">
       <h2 id="codecs">Codecs in use</h2>
@@ -47,7 +47,7 @@ function Measuring({ it }) {
   return html`<div class="measuring">
     ${it.progress && html`<p role="status"><span class="spin" aria-hidden="true"></span>${it.progress}</p>${progressOf(it.progress)}`}
     ${may && html`<button type="button" disabled=${busy} onClick=${measure}>Measure now</button>
-      <span class="faint">Takes some minutes of idle moments; nobody waits for it.</span>`}
+      <span class="faint">Takes some minutes, while the engine is idle; requests do not wait for it.</span>`}
   </div>`;
 }
 

@@ -12,7 +12,7 @@ import { Journey } from "./journey.js";
 import { forgotten } from "./try_it.js";
 import { Turns } from "./turns.js";
 
-const ASK_AGAIN_MS = 250; // behind a change, so that several of them cost one question
+const ASK_AGAIN_MS = 250; // after a change, so that several of them cost one question
 
 export function Session({ row, close }) {
   const detail = useDetail(row);

@@ -40,7 +40,7 @@ const ask = (question) => async () => {
   await chat(server.value.model, said, question, show);
 };
 
-// Its packed copy is written behind the turn: whoever clicks at once waits for that.
+// Its packed copy is written after the turn: a click before that waits for it.
 async function sleep() {
   for (let tries = 1; ; tries++) {
     try {

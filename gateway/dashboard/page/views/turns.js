@@ -49,7 +49,7 @@ function why(turn) {
   const where = parted(turn);
   if (isFirst(turn.source, turn.reason) && !where) return "";
   if (!words && !where) return "";
-  if (where) return `${capital(where)}: what stood behind it was computed again.`;
+  if (where) return `${capital(where)}: the rest was computed again.`;
   return `${capital(words)}.`;
 }
 

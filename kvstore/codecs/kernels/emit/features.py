@@ -21,5 +21,5 @@ def host_features() -> Set[str]:
         found = {name for name, is_there in llvm.get_host_cpu_features().items() if is_there}
     except RuntimeError:  # not every system reports them
         return set()
-    told = os.environ.get("NUMBA_CPU_FEATURES", "").split(",")
-    return found - {item[1:] for item in told if item.startswith("-")}
+    named = os.environ.get("NUMBA_CPU_FEATURES", "").split(",")
+    return found - {item[1:] for item in named if item.startswith("-")}

@@ -158,7 +158,7 @@ def _unpack_function(sources: int) -> Any:
         scratch = np.empty((TILE_TOKENS, padded), np.int32)
         predicted = predictors[1].shape[1]
         expected = np.empty((predicted, num_tokens), np.int32)
-        told = known_words(num_tokens, len(counts), predicted)
+        stored = known_words(num_tokens, len(counts), predicted)
         sums, num_rare = address_of(scratch), 0
         for unit in range(len(counts)):
             words[:] = 0
@@ -166,11 +166,11 @@ def _unpack_function(sources: int) -> Any:
             num_pairs = np.int64((counts[unit, 0] + 1) // 2)
             num_groups = np.int64((counts[unit, 1] + GROUP - 1) // GROUP)
             known = (first_rows[unit], first_rows[unit + 1], num_rare)
-            expect(told, len(counts), predictors, unit, expected)
+            expect(stored, len(counts), predictors, unit, expected)
             num_rare, beyond = _levels_of_unit(coded, known, counts[unit], expected, words, narrow)
             for component in range(predicted):
                 number = unit * predicted + component
-                put_words(expected[component], number, len(counts) * predicted // 2, told)
+                put_words(expected[component], number, len(counts) * predicted // 2, stored)
             any_beyond = beyond[0][num_tokens] > 0
             for segment in range(addresses.shape[1]):
                 rope, stride = rope_of[unit, segment], strides[unit, segment]
@@ -217,7 +217,7 @@ def _unpack_function(sources: int) -> Any:
                     else:
                         put_rows(SOURCES, 0, out)
         # numba frees an array after its last use; its address does not count as a use
-        words[0], narrow[0], scratch[0, 0], told[0] = 0, 0, 0, 0
+        words[0], narrow[0], scratch[0, 0], stored[0] = 0, 0, 0, 0
 
     return unpack_steps
 

@@ -89,7 +89,7 @@ class Engine:
     [
         pytest.param([b"", OK], 200, b"said", id="it ended before the head"),
         pytest.param([FAILED, OK], 200, b"said", id="its last word was an error"),
-        pytest.param([STREAM, STREAM + EVENT], 200, EVENT, id="it ended behind the head"),
+        pytest.param([STREAM, STREAM + EVENT], 200, EVENT, id="it ended after the head"),
         pytest.param([STREAM + ERROR, STREAM + EVENT], 200, EVENT, id="its last event"),
         pytest.param(
             [STREAM + COMMENT, STREAM + EVENT], 200, COMMENT + b"\n\n" + EVENT, id="in a prefill"

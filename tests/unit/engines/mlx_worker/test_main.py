@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from engines.config import WRONG_SETTINGS, EngineConfig, WorkerConfig
+from engines.host.lifeline import Lifeline
 from engines.mlx_worker import __main__ as worker
 from engines.mlx_worker.cache.layout import CannotServe
 from engines.mlx_worker.model.loading import LoadedModel
@@ -68,7 +69,7 @@ def test_a_loader_that_ran_out_of_files_has_not_judged_the_model(
 def test_the_exit_code_says_whether_to_start_again(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def serve(config: WorkerConfig) -> None:
+    async def serve(config: WorkerConfig, lifeline: Lifeline) -> None:
         raise error
 
     monkeypatch.setattr(worker, "read_settings", lambda: CONFIG)

@@ -155,7 +155,7 @@ def test_chats_that_begin_alike_are_told_apart_once_they_differ() -> None:
 
 
 def test_a_last_question_that_is_written_anew_goes_on_in_its_session() -> None:
-    """As aider does: the question without its reminder, and the files behind what was said."""
+    """As aider does: the question without its reminder, and the files after what was said."""
     chats, quiet = KnownChats(9), True
 
     def ask(*texts: str) -> str:

@@ -56,7 +56,7 @@ ROLES = st.sampled_from(["user", "assistant", "system", "developer", "tool"])
 
 @given(st.lists(ROLES, max_size=12), st.booleans())
 def test_longer_chats_begin_as_shorter_ones_did(roles: list[str], repeated: bool) -> None:
-    """What was written for a prefix is never moved by what comes behind it."""
+    """What was written for a prefix is never moved by what comes after it."""
     rules = TemplateRules(inline_system=False, repeated_users=repeated)
     chat = [m(role, str(i)) for i, role in enumerate(roles)]
     whole = "\0".join(x["content"] for x in fitted(chat, rules))

@@ -231,7 +231,7 @@ def test_the_longest_unused_of_both_make_room(path: Path) -> None:
 async def test_it_is_sealed_beside_requests_from_the_start_on(tmp_path: Path) -> None:
     """The first list of a label waits for its own chats; another tenant's does not."""
     path = tmp_path / "stored.sqlite"
-    write_old_chats(path, "local", 3000)
+    write_old_chats(path, "local", 9000)
     old = OldFile(path)
     old.put("local", "response", FIRST, [ASKED])
     old.close()
@@ -247,8 +247,8 @@ async def test_it_is_sealed_beside_requests_from_the_start_on(tmp_path: Path) ->
     plain = "SELECT count(*) FROM entries WHERE seq NOT IN (SELECT owner FROM heads)"
     ((old_left,),) = rows_of(path, plain)
     assert old_left > 0  # not all was sealed before the first answer
-    listed = await app.get("/v1/chat/completions?metadata[number]=2999")
-    assert [x["metadata"]["number"] for x in listed.json["data"]] == ["2999"]
+    listed = await app.get("/v1/chat/completions?metadata[number]=8999")
+    assert [x["metadata"]["number"] for x in listed.json["data"]] == ["8999"]
     async with asyncio.timeout(60):
         while b"said said" in content_of(tmp_path):
             await asyncio.sleep(0.1)

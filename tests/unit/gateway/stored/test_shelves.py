@@ -346,7 +346,7 @@ def test_another_change_between_is_no_loss(objects: Objects) -> None:
     others = iter([items("other")])
 
     class Slow:
-        """Lets another one in behind the first look."""
+        """Lets another one in after the first look."""
 
         place = objects.shelf.place
 

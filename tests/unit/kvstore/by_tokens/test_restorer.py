@@ -26,7 +26,7 @@ def test_the_thread_that_waits_unpacks_what_no_codec_thread_has_begun() -> None:
 
 
 def test_a_hanging_tier_that_is_asked_in_need_does_not_outlast_the_deadline() -> None:
-    """A blob is damaged in memory, and the tier behind it hangs: prefill does the rest."""
+    """A blob is damaged in memory, and the tier after it hangs: prefill does the rest."""
     fast, slow = ram(), FaultyTier(RenamedRam(1 << 26))
     store = open_store([fast, slow], restore_deadline_s=0.5)
     save(store, ref(), HISTORY)

@@ -112,7 +112,7 @@ def test_the_shared_tier_keeps_what_machines_have_no_room_for():
     assert shared.hit_rate == 1.0
     assert shared.shared is not None
     assert 0 < shared.shared.used < 1
-    # A turn's new tokens are written, and the rows behind the last full chunk once more.
+    # A turn's new tokens are written, and the rows after the last full chunk once more.
     turns_s = shared.turns / shared.seconds
     assert 1.0 < shared.shared.written_bytes_s / (turns_s * 1000 * PACKED["redis"]) < 1.4
     assert shared.shared.full_at_users > 80

@@ -35,7 +35,7 @@ def grown(apart: bool) -> int:
         for _ in range(10):
             large = libc.malloc(2 * {LARGE_BYTES})
             ctypes.memset(large, 1, 2 * {LARGE_BYTES})
-            libc.malloc(64)  # a small one behind it stays
+            libc.malloc(64)  # a small one after it stays
             libc.free(large)
             small = [libc.malloc(1 << 16) for _ in range(40)]  # some of the room is taken again
             for block in small:

@@ -147,7 +147,7 @@ def test_only_the_end_after_the_end(plain: Vocabulary) -> None:
         allowed(processor, tokens[:i])
     (end,) = plain.eos
     assert allowed(processor, tokens) == {end}
-    # The batch may compute a step or two behind the end.
+    # The batch may compute a step or two after the end.
     assert allowed(processor, [*tokens, end]) == {end}
     assert allowed(processor, [*tokens, end, 5]) == {end}
 

@@ -1,4 +1,4 @@
-"""The tokens behind the last full block, from the turn that computed them to the next one."""
+"""The tokens after the last full block, from the turn that computed them to the next one."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def saved(rank: Rank, part: tuple[int, ...] = (100, 101)) -> None:
 
 
 def holds_part(rank: Rank, block: int, part: tuple[int, ...]) -> bool:
-    """These rows, and behind them whatever was there."""
+    """These rows, and after them whatever was there."""
     pairs = zip(rank.blocks.read([block]), rows_behind(CHAIN, part), strict=True)
     return all(
         np.array_equal(a[:, : len(part)], b) and not a[:, len(part) :].any()

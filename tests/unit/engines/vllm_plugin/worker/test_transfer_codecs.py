@@ -173,7 +173,7 @@ def test_of_a_chunk_with_some_restored_blocks_only_the_others_are_packed(rank):
     rank.save(edited, ELSEWHERE, ref())
     assert rank.codecs_in(0).count("segments.1") == rank.codecs_in(1).count("segments.1") == 1
     assert rank.store.counters.as_dict()["chunks_kept"] == 1
-    rank.save(edited[:11], ELSEWHERE, ref("short"))  # three blocks behind chunk 1, two restored
+    rank.save(edited[:11], ELSEWHERE, ref("short"))  # three blocks after chunk 1, two restored
     assert "segments.1" in rank.codecs_in(0, TAIL)
 
 

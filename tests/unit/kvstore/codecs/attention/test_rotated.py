@@ -69,7 +69,7 @@ def test_the_compiled_rotation_is_that_of_rows(dim):
 
 @pytest.mark.slow
 def test_parts_of_longer_arrays_are_read():
-    """Caches have room behind their rows, and several sessions' scores share an array."""
+    """Caches have room after their rows, and several sessions' scores share an array."""
     pytest.importorskip("numba")
     codes, scales, restored = packed(3, 64, 40)
     query = uneven((2, 4, 64), seed=1)

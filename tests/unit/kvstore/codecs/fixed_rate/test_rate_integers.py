@@ -38,7 +38,7 @@ VALUES: list[tuple[str, tuple[int, ...], Any]] = [
     ("bounds", (0, 0, 0), -1),
     ("bounds", (0, 0, 3), 0),  # not ascending
     ("bounds", LAST, 12345),  # of a component without bits
-    ("bounds", (0, 0, 31), 2**31 - 2),  # behind what six bits can tell
+    ("bounds", (0, 0, 31), 2**31 - 2),  # more than six bits can hold
     ("gain_steps", (0, 0), 32767),
     *((name, (0,), x) for name in ("scales", "units", "rates") for x in (np.nan, np.inf, -1.0)),
     ("scales", (0,), 0.0),
@@ -96,7 +96,7 @@ def test_turns_of_other_layers_are_refused(ropes: tuple[Rope, ...]) -> None:
 
 
 def test_turns_of_more_channels_than_a_head_has_are_refused() -> None:
-    """The kernels would turn what lies behind the row."""
+    """The kernels would turn what lies after the row."""
     assert is_refused(dataclasses.replace(PROFILE, ropes=(rope_of(128),) * 2))
 
 
