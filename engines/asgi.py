@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client has closed the connection, or takes nothing of what is sent to it."""
+    """The client has closed the connection, or no longer reads from it."""
 
 
 async def read_body(
     request: Request, max_bytes: int, on_size: Callable[[int], None] = lambda nbytes: None
 ) -> bytes:
-    """Read the whole body. Nothing beyond the limit is ever held in memory.
+    """Read the whole body. No more than the limit is ever held in memory.
 
     Args:
         on_size: called with the bytes that have come so far; what it raises ends the reading.

@@ -38,15 +38,15 @@ class EngineUnavailable(EngineError):
 
 
 class EngineStalled(EngineUnavailable):
-    """The engine is there, but was silent for too long."""
+    """The engine is connected, but sent nothing for too long."""
 
 
 class EngineUnreached(EngineUnavailable):
-    """The engine has nothing of the request: it was not ready, or took no connection."""
+    """The request did not reach the engine, which was not ready or refused the connection."""
 
 
 class EngineRefused(EngineError):
-    """The engine understood and said no."""
+    """The engine understood the request and refused it."""
 
     def __init__(self, message: str, code: str = "") -> None:
         """``code`` is that of ``engines.wire.Refused``."""

@@ -11,10 +11,11 @@ from kvstore.config import StoreConfig
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
-# Exit code of an engine process that cannot serve with its settings, and has logged why in one
-# line: to start it again would change nothing. (EX_CONFIG of sysexits.h.)
+# Exit code of an engine process that cannot serve with its settings. It has logged the reason in
+# one line, and is not started again. (EX_CONFIG of sysexits.h.)
 WRONG_SETTINGS: Final = 78
-# The gateway writes it before it closes the input of an engine process, if it lives on itself.
+# A gateway that ends an engine process writes this before it closes the process's input; a gateway
+# that dies writes nothing.
 LAST_LINE: Final = b"end\n"
 
 
@@ -71,7 +72,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Settings of one engine process of ours, sent to it as one line of JSON on standard input.
 
     The pipe stays open for as long as the gateway lives; at its end the worker saves what it
-    holds and exit. Both sockets, ``http.sock`` and ``control.sock``, lie in ``runtime_dir`` (mode
+    holds and exits. Both sockets, ``http.sock`` and ``control.sock``, lie in ``runtime_dir`` (mode
     0700).
     """
 

@@ -1,8 +1,8 @@
 """The HTTP headers between the gateway and an engine: each is written and read here.
 
-Three request headers name a turn's session to the engine, one how long it may wait, and one how
-large its tenant's share of the engine is; only the gateway may set them. Two response headers
-describe the prompt: where its KV came from, which the client gets as well, and how long it is.
+Request headers, which only the gateway may set: three name the session, one limits how long the
+request may wait, and one is the weight of its tenant's share of the engine. Response headers: where
+the KV of the prompt came from, which is passed on to the client, and the prompt's length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMPT_HEADER: Final = "x-thermocline-prompt"  # tokens of the prompt; for the g
 
 MAX_WEIGHT: Final = 1_000_000
 CacheSource: TypeAlias = Literal["hot", "cold-ram", "cold-disk", "cold-redis", "miss"]
-# The source that each tier is.
+# The source that is reported for each tier.
 COLD_SOURCES: Final[Mapping[TierName, CacheSource]] = {
     "ram": "cold-ram",
     "disk": "cold-disk",

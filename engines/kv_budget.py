@@ -1,10 +1,10 @@
-"""Counts the bytes of KV that a row takes, and that a set of running batches will take.
+"""Counts the bytes of KV that one row takes, and that a set of running batches takes at most.
 
-A batch takes rows x longest row, since mlx_lm pads it. Its arrays grow by ``STEP`` tokens whenever
-they are full, so up to that many unused tokens per row are counted in.
+A batch takes its number of rows times its longest row, since mlx_lm pads rows. Its arrays grow by
+``STEP`` tokens whenever they are full, so up to ``STEP`` unused tokens per row are included.
 
-Pure arithmetic, without mlx: the engine admits by it, ``thermocline plan`` promises by it, and
-``serve`` refuses a budget by it before the weights are read.
+Arithmetic without mlx, used in three places: the engine admits requests by it, ``thermocline plan``
+computes capacity by it, and ``serve`` checks the budget by it before the weights are read.
 """
 
 from __future__ import annotations

@@ -40,11 +40,11 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
     pinned: bool
     busy: bool  # a request of this session is being served
-    cold_tokens: int = 0  # that ``cold_bytes`` are the packed KV of; 0: not said
+    cold_tokens: int = 0  # tokens whose packed KV takes ``cold_bytes``; 0: not reported
 
 
 def absent(session: SessionRef) -> SessionReport:
-    """Make the report of a session that the engine does not hold, or no longer."""
+    """Make the report of a session that the engine does not have."""
     return SessionReport(
         tenant=session.tenant,
         id=session.id,
@@ -75,39 +75,39 @@ class MeasurementEnd(msgspec.Struct, frozen=True):
     """The end of the last measurement of the model in this life of the engine."""
 
     at: float  # seconds since the epoch
-    error: str = ""  # why it found nothing; "" = its figures are the report's
+    error: str = ""  # the reason if it failed; "" = its figures are in the report
 
 
 class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The codecs that sessions are packed with from now on, and why these."""
+    """The codecs that sessions are packed with from now on, and the reason for this choice."""
 
-    name: str  # the preset's; that of the fastest tier where tiers differ
+    name: str  # of the preset; where tiers differ, of the fastest tier's
     id: str = ""  # the codec's id, with the digits of its profile
     tiers: dict[TierName, str] = {}  # the id of each tier's codec
     why: str = ""  # the reason in words, with the figures
-    # The measured cost on this model, a row per context length; none if exact or not measured.
+    # The measured cost on this model, a row per context length; empty if exact or not measured.
     rows: tuple[Quality, ...] = ()
-    others: tuple[Quality, ...] = ()  # the same of codecs that are not in use: refused ones, floors
-    # True if what the settings ask for was never measured; a calibration would do that.
+    others: tuple[Quality, ...] = ()  # the same of codecs not in use: refused ones, floors
+    # True if the codec of the settings was never measured; ``Measure`` does that.
     unmeasured: bool = False
-    fingerprint: str = ""  # the model's; its profile is named by it
-    # How far a measurement is, such as "measuring: 3 of 12 cases", or, after the verdict, "learning
-    # on: 5 of 48 texts to learn from"; "" = none runs.
+    fingerprint: str = ""  # of the model; names its profile
+    # The progress of a measurement, such as "measuring: 3 of 12 cases", or, after the verdict,
+    # "learning on: 5 of 48 texts to learn from"; "" = none runs.
     progress: str = ""
-    ended: MeasurementEnd | None = None  # null: none has, since the engine was started
+    ended: MeasurementEnd | None = None  # the last one; None: none since the engine started
     origin: str = ""  # of the profile: "learned here", "shared by" a machine; "" = there is none
     # The bound that lossy codecs have to keep here (see engines.calibration.gate.bound); None: not
-    # said.
+    # reported.
     max_kl: float | None = None
 
 
 class RequestProgress(msgspec.Struct, frozen=True):
-    """One request inside the engine: how much of its prompt is there, how much of its answer."""
+    """The progress of one request in the engine, in tokens of its prompt and of its answer."""
 
     tenant: str
     session: str
     prompt_tokens: int
-    prefilled_tokens: int  # reused ones included
+    prefilled_tokens: int  # of the prompt, reused ones included
     answered_tokens: int
 
 
@@ -133,9 +133,9 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     save_queue_bytes: int
     tiers: list[TierReport]
     counters: dict[str, int]
-    codec: CodecReport | None = None  # None: it did not say
+    codec: CodecReport | None = None  # None: not reported
     requests: list[RequestProgress] = []  # those inside the engine, as far as it knows
-    repacking: Repacking = Repacking()  # of what was stored before there was a codec for it
+    repacking: Repacking = Repacking()  # of blobs that were stored with an earlier codec
     members: Members | None = None  # the other engines on its Redis; None: none, or not known
 
 
@@ -191,20 +191,20 @@ class GetStats(msgspec.Struct, frozen=True, tag="stats"):
 
 
 class Adopt(msgspec.Struct, frozen=True, tag="adopt"):
-    """Choose the codec again by what was measured on this model, and pack with it from now on.
+    """Choose the codec again by the measurements of this model, and pack with it from now on.
 
     Stored blobs stay readable, in any codec.
     """
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
-    """Begin to measure the model now, also if it was measured; see ``Welcome.can_measure``."""
+    """Measure the model now, even if it was measured before; see ``Welcome.can_measure``."""
 
 
 class SetBudgets(msgspec.Struct, frozen=True, tag="set_budgets"):
-    """Hold to these budgets from now on; answered once no more than they allow is in use.
+    """Keep to these budgets from now on. The answer comes once no more than they allow is in use.
 
-    See ``Welcome.moves_budgets``; budgets are never below those that the engine was started with.
+    See ``Welcome.moves_budgets``. Budgets are never smaller than those at the engine's start.
     """
 
     hot_bytes: int
@@ -220,24 +220,24 @@ Verb: TypeAlias = (Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessio
 
 
 class TemplateRules(msgspec.Struct, frozen=True):
-    """The rules of the model's chat template; found out by trying."""
+    """The forms of conversation that the model's chat template accepts, found by rendering some."""
 
     inline_system: bool = True  # system messages after the first
     repeated_users: bool = True  # two messages of the user in a row
-    # The switch with which it writes the reasoning of earlier turns, too; {}: it has none, or does
-    # so anyway.
+    # The template argument that keeps the reasoning of earlier turns; {}: it has none, or always
+    # keeps it.
     reasoning_switch: dict[str, bool] = {}
 
 
 class FillIn(msgspec.Struct, frozen=True):
-    """The marks around two texts between which the model fills something in."""
+    """The marks of a fill-in-the-middle prompt: the model writes the text between two others."""
 
-    before: str  # the text in front
-    between: str  # both texts
-    after: str  # all; here the model goes on
+    before: str  # stands before the prefix
+    between: str  # between prefix and suffix
+    after: str  # after the suffix; the model goes on from here
 
     def prompt(self, prefix: str, suffix: str) -> str:
-        """Write the prompt that asks for what stands between two texts."""
+        """Write the prompt that asks for the text between ``prefix`` and ``suffix``."""
         return f"{self.before}{prefix}{self.between}{suffix}{self.after}"
 
 
@@ -274,19 +274,19 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     template: TemplateRules = TemplateRules()
     can_measure: bool = False  # it obeys ``Measure``
     moves_budgets: bool = False  # it obeys ``SetBudgets``
-    live_kv: KVSize | None = None  # as this engine keeps it; None: not said
+    live_kv: KVSize | None = None  # as this engine keeps it; None: not reported
     # With two bytes for each value of K and V, in every dtype of the engine, and recurrent states
     # as they are: what packed bytes are compared with.
     bf16_kv: KVSize | None = None
     sees_images: bool = False  # in chats, as ``image_url`` parts
-    fill_in: FillIn | None = None  # None: the model learned none
+    fill_in: FillIn | None = None  # None: the model was not trained for it
     version: int = WIRE_VERSION
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """The answer to a verb about one session.
 
-    ``report`` is None if the session is unknown; ``kept`` says why a demote did nothing.
+    ``report`` is None if the session is unknown; ``kept`` is the reason if a demote did nothing.
     """
 
     report: SessionReport | None
@@ -316,7 +316,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The answer to any verb that failed or is not allowed."""
 
     message: str
-    code: Literal["", "pin_limit"] = ""  # set for refusals that are no failure
+    code: Literal["", "pin_limit"] = ""  # set for refusals that are not failures
 
 
 VerbAnswer: TypeAlias = Welcome | Done | Sessions | Stats | Adopted | Refused

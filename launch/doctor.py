@@ -1,4 +1,4 @@
-"""Checks everything that a server needs, and says how to cure what is wrong.
+"""Checks everything that a server needs, and prints a remedy for each fault.
 
 Nothing is started and nothing is downloaded. ``CHECKS`` at the end is the list.
 """
@@ -72,7 +72,7 @@ Check: TypeAlias = Callable[[EffectiveSettings, Mapping[str, str]], Result]
 
 
 def examine(effective: EffectiveSettings, environ: Mapping[str, str]) -> list[Finding]:
-    """Run all checks; of several engines those that differ for each, with its name."""
+    """Run all checks; those of an engine run once for each engine, under its name."""
     names = [x.entry.name for x in effective.engines]
     engines = [x.effective for x in effective.engines] or [effective]
     findings: list[Finding] = []
@@ -111,7 +111,7 @@ def _names(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 
 def _capacity(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    """Check that the wished sessions fit; other checks look at budgets without the wish."""
+    """Check that the wanted number of sessions fits; the other checks look at budgets alone."""
     return "ok", "; ".join(with_capacity(effective).capacity) or "budgets are given, or by machine"
 
 
@@ -382,5 +382,5 @@ CHECKS: Mapping[str, Check] = {
     "port": _port,
     "open files": _open_files,
 }
-# Looked at once for all engines: they share the machine's budgets.
+# Checks of the machine, which run once for all engines.
 OF_THE_MACHINE = ("memory", "port", "redis")

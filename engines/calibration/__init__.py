@@ -1,8 +1,8 @@
-"""Measures on the model itself what a codec costs, and learns what a calibrated codec needs.
+"""Measures the loss of each codec on the model that is served, and learns profiles for it.
 
-``messages.py`` -> ``program.py`` (the process) -> ``survey.py``, which has ``learn.py`` make a
-profile from ``corpus.py`` and ``measuring/`` judge it; ``instrument.py`` is what an engine has to
-offer for that. ``gate/`` decides afterwards which codec may serve. Runs inside an engine's own
-process, off the serving path: in a program of its own, or on a thread of an engine that serves
-(``self_measurement.py``, which keeps what is ``unfinished.py``).
+``survey.py`` runs a measurement: ``learn.py`` makes a profile from the texts of ``corpus.py``, and
+``measuring/`` measures its loss. An engine takes part by implementing ``instrument.py``. ``gate/``
+then decides which codecs may serve. A measurement runs in a process of its own (``program.py``,
+ordered by ``messages.py``), or in an engine that serves, while it is idle (``self_measurement.py``;
+``unfinished.py`` keeps partial results over restarts).
 """

@@ -1,4 +1,4 @@
-"""The protocol of an engine to be measured: its cache can be taken out and put back."""
+"""The protocol by which an engine is measured: its cache is taken out, packed, and put back."""
 
 from __future__ import annotations
 

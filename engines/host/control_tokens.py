@@ -1,15 +1,15 @@
-"""Keeps what users write from being read as control tokens of the model.
+"""Keeps text of users from being read as control tokens of the model.
 
 A chat template writes control tokens around messages (``<|im_start|>``), and the tokenizer finds
-them by their spelling, whoever wrote them. So in all that a request brings, each spelling of one
-becomes a mark, a word that does not occur in texts, before the template sees it. When the prompt is
-made, a mark is encoded as the same letters in plain text. A text without such a spelling is not
-touched: it has the tokens that it always had, and an answer's tokens stay those of the next prompt.
+them by their spelling, also in the messages. So before the template is rendered, every such
+spelling in a request is replaced by a mark, a word that does not occur in texts. When the prompt is
+encoded, a mark becomes the tokens of the same letters as plain text. A text without such a spelling
+is not changed: its tokens stay the same, and so do those of an answer in the next prompt.
 
-What is only ``added`` to a tokenizer and no control token, as ``<tool_call>`` is to Qwen's, stays
-what it is: it changes no one's role, and models' own words come back with it. Some tokenizers say
-of their roles' tokens, too, that they are only added (DeepSeek's ``<｜User｜>``), so each token
-with bars in the chat template is taken for a control token.
+Tokens that are only ``added`` to a tokenizer, such as Qwen's ``<tool_call>``, are left as they are:
+they change no role, and occur in answers that come back. Some tokenizers mark the tokens of their
+roles as only added, too (DeepSeek's ``<｜User｜>``), so every token with bars in the chat template
+is treated as a control token.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _built_engine(
     stack: ExitStack,
     make_homes: Callable[[Iterable[str]], Homes],
 ) -> BuiltEngine:
-    """Make the engine of a model; of several replicas one that is all of them."""
+    """Make the engine of a model; for replicas, make one that routes to all of them."""
     settings = effective.settings
     if settings.engine.replica_list:
         listed = listed_fleet(settings, secret_of(settings, effective.folders.data), model.name)
@@ -218,7 +218,7 @@ def _built_engine(
 
 
 def _for_replicas(config: SchedulerConfig, num_replicas: int) -> SchedulerConfig:
-    """Count what one engine does at once as often as there are replicas."""
+    """Multiply the limits of one engine by the number of replicas."""
     each = ("max_running", "max_hibernations", "max_prefetches")
     more = {name: getattr(config, name) * num_replicas for name in each}
     return msgspec.structs.replace(config, **more)
@@ -250,7 +250,7 @@ def _replica(
 
 
 def _compiled(effective: EffectiveSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Check the folders of what an engine compiles; return the variables that name them."""
+    """Check the folders into which an engine compiles; return the variables that name them."""
     if effective.engine_kind == "attached":  # it has folders of its own
         return {}
     return compile_environment(effective.folders.cache, environ)
@@ -259,7 +259,7 @@ def _compiled(effective: EffectiveSettings, environ: Mapping[str, str]) -> dict[
 def _on_demand(
     entry: EngineEntry, settings: Settings, engine: Engine, sessions: SessionManager
 ) -> OnDemand:
-    """Make what loads and unloads a model. Raises ``UsageError``: its sessions would be lost."""
+    """Make the loader of an on-demand model. Raises ``UsageError``: it could lose sessions."""
     if settings.engine.url or settings.engine.replica_list:
         raise UsageError(
             f"engines, {entry.name}: an engine that runs elsewhere is not ours to unload; leave out"

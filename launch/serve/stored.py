@@ -1,4 +1,4 @@
-"""Chooses the place for what clients ask to be stored: Redis, a file of SQLite, or none."""
+"""Opens the place for stored responses and chats: Redis, a SQLite file, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses where spans of turns go: to OpenTelemetry's collector, or nowhere."""
+"""Sends spans of turns to an OpenTelemetry collector, if one is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a server's part of the directory of sessions, where a Redis server is shared."""
+"""Connects a server to the directory of sessions on the Redis that it shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Has keys' limits hold over all gateways of the store's Redis, where there is one."""
+"""Makes the limits of keys hold over all gateways that share the store's Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the engine of replicas that an orchestrator starts and ends."""
+"""Makes the engine that routes to replicas which an orchestrator, such as Ray, starts and ends."""
 
 from __future__ import annotations
 
