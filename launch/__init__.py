@@ -1,6 +1,6 @@
 """Turns settings into running processes. Only this package reads the environment.
 
 A start: ``cli/main.py`` -> ``cli/options.py`` -> ``settings/effective_settings.py`` ->
-``serve/run.py`` -> ``serve/build.py``. ``cli`` is on top and imports all others, one folder for each
+``serve/run.py`` -> ``serve/build.py``. ``cli`` is on top and imports all others, a folder for each
 family of commands; ``settings``, ``sample``, ``machine`` and ``errors`` are below all of them.
 """
