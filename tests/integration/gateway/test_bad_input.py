@@ -142,7 +142,7 @@ async def test_the_server_still_serves(stack: FakeStack) -> None:
 
 
 def raw(stack: FakeStack, *pieces: bytes, end: bytes = b"\0") -> bytes:
-    """Everything the server says to these bytes up to ``end``, or until it closes the connection."""
+    """All that the server answers, up to ``end`` or until it closes the connection."""
     with socket.create_connection(("127.0.0.1", stack.port), timeout=FAST_S) as sock:
         said = b""
         try:
