@@ -9,7 +9,7 @@ from docs.generators.tables import page, table
 
 INTRODUCTION = """
 Why things are as they are: one page for each choice, with what was measured and what was left
-aside. They are for whoever changes the code; they are not needed to use it. Numbers have gaps:
+aside. They are for developers of the code; users do not need them. Numbers have gaps:
 rooms were counted apart.
 """
 FOLDER = Path(__file__).parents[1] / "decisions"

@@ -85,7 +85,7 @@ def test_the_tour_shows_what_it_says(served: Stack):
         command = f"{definition.command}\n{step.command}".replace(ADDRESS, address)
         output = run(command)
         deadline = time.monotonic() + 60
-        # A turn is saved just after its answer; whoever types is slower than that.
+        # A turn is saved just after its answer; a person who types is slower than that.
         while "/v1/sessions" in step.command and not shows(step, output):
             assert time.monotonic() < deadline, (step, output)
             time.sleep(0.2)

@@ -219,7 +219,7 @@ def saved(rank: Rank, part: tuple[int, ...] = (100, 101)) -> None:
 
 
 def holds_part(rank: Rank, block: int, part: tuple[int, ...]) -> bool:
-    """These rows, and after them whatever was there."""
+    """These rows, followed by those that were there."""
     pairs = zip(rank.blocks.read([block]), rows_behind(CHAIN, part), strict=True)
     return all(
         np.array_equal(a[:, : len(part)], b) and not a[:, len(part) :].any()
