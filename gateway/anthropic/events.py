@@ -132,13 +132,13 @@ class MessageEvents:
             return Failure(502, chunk.error.message, None, "engine").anthropic_event()
         if chunk.usage is not None:
             self._usage = chunk.usage
-        return self._told(chunk.choices[0]) if chunk.choices else b""
+        return self._choice(chunk.choices[0]) if chunk.choices else b""
 
     def _broken(self) -> bytes:
         self.failed = True
         return _BROKEN.anthropic_event()
 
-    def _told(self, choice: _Delta) -> bytes:
+    def _choice(self, choice: _Delta) -> bytes:
         if choice.finish_reason is not None:
             self._finish, self._stop = choice.finish_reason, choice.stop_reason
         said = choice.delta

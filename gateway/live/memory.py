@@ -47,21 +47,21 @@ def memory_shown(
 
 
 def _repacking(report: EngineReport) -> RepackingShown:
-    told = report.repacking
-    return RepackingShown(told.sessions_left, told.bytes_left, told.sessions_done, told.freed_bytes)
+    now = report.repacking
+    return RepackingShown(now.sessions_left, now.bytes_left, now.sessions_done, now.freed_bytes)
 
 
 def _hot(
     sums: Sums[Key], report: EngineReport | None, water: tuple[float, float], admin: bool
 ) -> HotShown:
-    told = report if admin else None
+    shown = report if admin else None
     return HotShown(
-        bytes=told.hot_bytes if told else sums.hot_bytes,
-        idle_bytes=told.idle_hot_bytes if told else sums.idle_bytes,
+        bytes=shown.hot_bytes if shown else sums.hot_bytes,
+        idle_bytes=shown.idle_hot_bytes if shown else sums.idle_bytes,
         capacity_bytes=report.hot_capacity_bytes if report else None,
         high_water=water[0],
         low_water=water[1],
-        save_queue_bytes=told.save_queue_bytes if told else None,
+        save_queue_bytes=shown.save_queue_bytes if shown else None,
     )
 
 

@@ -121,7 +121,7 @@ class SharedTurn(Generic[First]):
             self._news = asyncio.Event()
         await self._news.wait()
 
-    async def nobody_reads(self) -> None:
+    async def without_readers(self) -> None:
         """Wait until there is no twin."""
         while self.num_twins:
             await self.news()

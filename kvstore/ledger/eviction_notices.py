@@ -50,7 +50,7 @@ class EvictionNotices:
         self._looking = threading.Lock()
         self._num_evictions = 0
         self._missing: set[bytes] = set()  # record keys of sessions that were not found last time
-        self._told: set[bytes] = set()
+        self._reported: set[bytes] = set()
         self._levels: dict[bytes, int] = {}  # by record key, of the last blob when last seen
         self._has_looked = False  # the first look only notes where earlier sessions are
 
@@ -78,7 +78,7 @@ class EvictionNotices:
 
     def _look(self) -> None:
         num_evictions = sum(x.evictions for x in self._stack.stats())
-        unchanged = num_evictions == self._num_evictions and self._missing <= self._told
+        unchanged = num_evictions == self._num_evictions and self._missing <= self._reported
         if unchanged and self._has_looked:
             return
         is_first = not self._has_looked
@@ -86,14 +86,14 @@ class EvictionNotices:
         if gone is None:
             return
         if is_first:  # sessions that an earlier process left unusable were not evicted by this one
-            self._told = set(gone)
+            self._reported = set(gone)
         self._num_evictions = num_evictions
         sure = self._missing.intersection(gone)
         slowest_first = range(len(self._stack) - 1, -1, -1)
-        for key in sure - self._told:
+        for key in sure - self._reported:
             why = self._stack.why_evicted(gone[key].first_blob, slowest_first) or "budget"
             self.report(Departure(gone[key].session, why))
-        self._told = self._told.intersection(gone) | sure
+        self._reported = self._reported.intersection(gone) | sure
         self._missing = set(gone)
 
     def _gone(self) -> dict[bytes, Restorable] | None:

@@ -44,7 +44,7 @@ class RestingWatch:
         self._send = send
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._told: dict[_Name, _State] = {}
+        self._reported: dict[_Name, _State] = {}
         self._noted: dict[_Name, None] = {}
         self._num_evictions = 0
         self._swept_at = float("-inf")
@@ -63,7 +63,7 @@ class RestingWatch:
     def start_over(self) -> None:
         """Report all sessions again: the hub is a new one without any records."""
         with self._lock:
-            self._told.clear()
+            self._reported.clear()
             self._swept_at = self._next_sweep = float("-inf")
 
     def note(self, session: SessionRef) -> None:
@@ -97,7 +97,7 @@ class RestingWatch:
 
     def _sweep(self) -> None:
         names = [(x.tenant, x.id) for x in self._store.records()]
-        for name in dict.fromkeys([*names, *list(self._told)]):
+        for name in dict.fromkeys([*names, *list(self._reported)]):
             self._look_at(name)
 
     def _look_at(self, name: _Name) -> None:
@@ -105,13 +105,13 @@ class RestingWatch:
         with self._lock:  # otherwise an older state could be reported after a newer one
             found = self._store.resting(session)
             if found is None:
-                if self._told.pop(name, None) is not None:
+                if self._reported.pop(name, None) is not None:
                     self._send(RankRests(self._rank, session))
                 return
             record, resting = found
             state = hash(record.hashes), len(record.ids), resting
-            if self._told.get(name) != state:
-                self._told[name] = state
+            if self._reported.get(name) != state:
+                self._reported[name] = state
                 runs = resting.ram, resting.storage
                 self._send(RankRests(self._rank, session, record.hashes, record.ids, *runs))
 
