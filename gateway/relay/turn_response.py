@@ -98,7 +98,7 @@ class TurnResponse(Response):
         self._client, self._title = turn.client, turn.title
         self._key: Key = (turn.session.tenant, turn.session.id, turn.path.encode() + turn.digest)
         self._may_join = turn.shared
-        self._open: SharedTurn[LiveRequest] | None = None  # set while twins may join this turn
+        self._shared: SharedTurn[LiveRequest] | None = None  # set while twins may join this turn
         self._left = False  # its client; the turn may go on for twins
         self._weight = turn.weight
         welcome = model.engine.welcome
@@ -161,11 +161,11 @@ class TurnResponse(Response):
     async def _twins_left(self) -> None:
         """Return when the turn is to be cancelled: its client left, and it has no other reader."""
         self._left = True
-        if self._open is not None:
-            await self._open.without_readers()
-            if self._open.over:  # all that is left is to count it
+        if self._shared is not None:
+            await self._shared.without_readers()
+            if self._shared.over:  # all that is left is to count it
                 await asyncio.Event().wait()
-            self._open.end(EngineUnavailable("all clients left"))  # a cancelled turn is not joined
+            self._shared.end(EngineUnavailable("all clients left"))  # it cannot be joined
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[tuple[Turn | None, Upstream]]:
@@ -181,8 +181,11 @@ class TurnResponse(Response):
                 yield None, twin
                 return
         self._live.shares = None
-        with twins.serving(self._key, self._live, self._deadline.put_off) as self._open:
-            async with self._own_turn() as (turn, upstream), self._open.answered(upstream) as read:
+        with twins.serving(self._key, self._live, self._deadline.put_off) as self._shared:
+            async with (
+                self._own_turn() as (turn, upstream),
+                self._shared.answered(upstream) as read,
+            ):
                 yield turn, read
 
     @asynccontextmanager
@@ -278,7 +281,7 @@ class TurnResponse(Response):
         try:
             failure = await relay(out.send)
         except ClientGone:  # it takes nothing, but another one does or did
-            if self._open is None:
+            if self._shared is None:
                 raise
             for_twins = partial(relay, _nowhere)
             failure = await while_client_stays(_gone, for_twins, self._twins_left)

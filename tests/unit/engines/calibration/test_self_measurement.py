@@ -34,6 +34,8 @@ class Talking(Blind):
     ``stop_after``: so many answers, then the engine ends.
     """
 
+    engine: Engine  # that it measures in
+
     def __init__(self, stop_after: int = 1 << 30) -> None:
         super().__init__()
         self.num_prefills = self.num_answers = 0
@@ -57,15 +59,24 @@ class Engine:
 
     def __init__(self, folder: Path, instrument: Instrument, **how: object) -> None:
         self.adopted = 0
+        self._instrument, self._made = instrument, threading.Event()
         order = first_order(StoreConfig(), 300, str(folder))
         self.measurement = SelfMeasurement(
             order,
-            lambda: instrument,
+            self._open,
             self._adopt,
             engine="none",
             resumes=True,
             **how,  # type: ignore[arg-type]
         )
+        self._made.set()
+
+    def _open(self) -> Instrument:
+        """Give the measuring thread its instrument, once this object is whole."""
+        self._made.wait(WITHIN_S)
+        if isinstance(self._instrument, Talking):
+            self._instrument.engine = self
+        return self._instrument
 
     def _adopt(self) -> None:
         self.adopted += 1
@@ -119,7 +130,7 @@ def test_it_learns_on_after_the_verdict_and_over_a_restart(
         """Ends with the engine when a few cases were judged again."""
 
         def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
-            progress.append(one.report.progress)
+            progress.append(self.engine.report.progress)
             if sum(x.startswith("learning on: ") for x in progress) > 5:
                 raise Interrupted("the engine ends")
             return super().log_probs(run, tokens)
@@ -147,20 +158,13 @@ def test_it_learns_on_after_the_verdict_and_over_a_restart(
 def test_a_verdict_stands_if_no_more_can_be_learned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    adopted = threading.Event()  # the thread may ask before the engine has a name here
-
-    class Adopting(Engine):
-        def _adopt(self) -> None:
-            super()._adopt()
-            adopted.set()
-
     class Unlearned(Talking):
         def encode(self, text: str) -> list[int]:
-            if adopted.is_set():
+            if self.engine.measurement.has_verdict:
                 raise OSError("no text is left")
             return super().encode(text)
 
-    one = Adopting(tmp_path, Unlearned(), wanted=Wanted(learns_on=lambda: True))
+    one = Engine(tmp_path, Unlearned(), wanted=Wanted(learns_on=lambda: True))
     assert one.ended() == "" and one.adopted == 1
     assert "no more is learned of the model: no text is left" in caplog.text
 
