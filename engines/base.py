@@ -202,4 +202,4 @@ class Engine(Protocol):
         """Have it measure its codecs on this model; only if ``Welcome.can_measure``."""
 
     def notices(self) -> AsyncIterator[Notice | None]:
-        """Yield changes as they happen; None = the engine (re)connected, ask ``sessions`` again."""
+        """Yield changes as they happen; None = ask ``sessions`` again, e.g. after a reconnection."""

@@ -341,7 +341,7 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 
     cause: Literal["saved", "dropped", "moved", "packed", "restored", "lost", "turn"]
     session: SessionReport
-    why: str = ""  # of "moved" and "lost": "budget", "share", ...; "" = not said
+    why: str = ""  # of "moved" and "lost": "budget", "share", "found", ...; "" = not said
 
 
 FromEngine: TypeAlias = ControlReply | Notice

@@ -137,7 +137,8 @@ class ControlLink:
     async def notices(self) -> AsyncIterator[Notice | None]:
         """Yield notices, for one reader.
 
-        None = (re)connected, or notices were lost: ask for all sessions.
+        None = (re)connected, notices were lost, or sessions of an earlier life were found: ask for
+        all sessions.
         """
         while True:
             yield await self._notices.get()
@@ -188,7 +189,7 @@ class ControlLink:
 
     def _deliver(self, message: FromEngine) -> None:
         if isinstance(message, Notice):
-            self._publish(message)
+            self._publish(None if message.why == "found" else message)
             return
         self._take_codec(message.answer)
         waiting = self._pending.get(message.number)

@@ -150,7 +150,7 @@ async def _serve_until(
     notifier = Notifier(reports, control.publish, verbs.pin_saved)
     owner.listen(notifier.hear)
     if store := owner.store:
-        store.listen(verbs.left)
+        store.listen(verbs.store_changed)
         # A measurement takes times, which this would spoil.
         store.pack_when(lambda: owner.is_quiet and measuring.has_verdict, verbs.packed)
     http = _HttpServer(_http_config(owner, config))

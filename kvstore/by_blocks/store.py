@@ -30,8 +30,8 @@ from kvstore.by_blocks.reviser import BlockReviser
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable, Unusable
-from kvstore.ledger.eviction_notices import OnGone
 from kvstore.ledger.ledger import Ledger
+from kvstore.ledger.notices import OnNotice
 from kvstore.ledger.reading import OlderRun, packed_rows
 from kvstore.ledger.repacking import OnPacked
 from kvstore.session import MissReason, SessionRef, TierName
@@ -365,12 +365,12 @@ class BlockStore:
         """Pack unpacked blobs from now on when ``is_idle``: see ``Repacker.begin``. Call once."""
         self.ledger.repacker.begin(is_idle, on_packed)
 
-    def listen(self, on_gone: OnGone) -> None:
-        """Call ``on_gone`` on a store thread for each session that expired or was evicted.
+    def listen(self, on_notice: OnNotice) -> None:
+        """Call ``on_notice`` on a store thread when sessions expire, are evicted or are found.
 
-        Eviction from a faster tier alone counts, too. The call comes within a minute.
+        See ``kvstore.ledger.notices``. The call comes within a minute.
         """
-        self.ledger.listen(on_gone)
+        self.ledger.listen(on_notice)
 
     def stats(self, save_queue_bytes: int = 0) -> StoreStats:
         """Return the current statistics. ``save_queue_bytes``: hot bytes waiting at the caller."""

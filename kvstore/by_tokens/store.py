@@ -40,8 +40,8 @@ from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
 from kvstore.errors import StoreClosed
 from kvstore.ledger.claims import Claims
-from kvstore.ledger.eviction_notices import OnGone
 from kvstore.ledger.ledger import Ledger
+from kvstore.ledger.notices import OnNotice
 from kvstore.ledger.repacking import OnPacked
 from kvstore.session import SessionRef, TierName
 from kvstore.shapes import KVRun, StoredModel
@@ -292,12 +292,12 @@ class ColdStore:
         """Pack unpacked blobs from now on when ``is_idle``: see ``Repacker.begin``. Call once."""
         self.ledger.repacker.begin(is_idle, on_packed)
 
-    def listen(self, on_gone: OnGone) -> None:
-        """Call ``on_gone`` on a store thread for each session that expired or was evicted.
+    def listen(self, on_notice: OnNotice) -> None:
+        """Call ``on_notice`` on a store thread when sessions expire, are evicted or are found.
 
-        Eviction from a faster tier alone counts, too. The call comes within a minute.
+        See ``kvstore.ledger.notices``. The call comes within a minute.
         """
-        self.ledger.listen(on_gone)
+        self.ledger.listen(on_notice)
 
     def resize_memory(self, ram_bytes: int) -> None:
         """Set another budget of packed bytes in memory, never below the configured one.

@@ -8,6 +8,6 @@ Both kinds of store use it. When a session's turn ends:
 4. ``write_behind`` brings both to each slower tier, on a thread of its own.
 
 Between turns ``upkeep`` moves, pins (``pins``) and forgets sessions, and reports sessions that
-expired or were evicted (``eviction_notices``). On a return ``reading`` finds a good copy of each
+expired, were evicted or found (``notices``). On a return ``reading`` finds a good copy of each
 blob and promotes it. ``ledger`` holds all of these.
 """

@@ -2,8 +2,9 @@
 
 The index is a belief. It avoids reading a record at every turn, lists the sessions, and knows which
 blobs more than one of them needs. Only the tiers know whether a session can be restored. The index
-is filled from the local tiers at the start and bounded in bytes; beyond that the longest unused
-sessions are dropped first.
+is filled from the local tiers at the start, and from a shared tier as soon as that knows what this
+engine wrote there. It is bounded in bytes; beyond that the longest unused sessions are dropped
+first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 
 from kvstore.blobs.chain import KEY_BYTES, RECORD
 from kvstore.errors import Corrupt, Mismatch, Unusable
-from kvstore.ledger.eviction_notices import Restorable
+from kvstore.ledger.notices import Restorable
 from kvstore.ledger.record import R, RecordKind
 from kvstore.ledger.stack import TierStack
 from kvstore.session import SessionRef
@@ -26,6 +27,7 @@ from kvstore.tiers.base import Blob
 
 ENTRY_BYTES: Final = 512  # Python's memory for each session besides its record
 BLOB_KEY_BYTES: Final = KEY_BYTES + 152  # of a key as an object, and of its place in the counter
+LOAD_BATCH: Final = 256  # records that are read at once
 MAX_LAPSED: Final = 4096  # sessions that are remembered as expired
 
 
@@ -65,6 +67,7 @@ class SessionIndex(Generic[R]):
         self._users: Counter[bytes] = Counter()  # number of sessions by blob
         self._nbytes = 0
         self._num_removals = 0
+        self._removed: set[bytes] | None = None  # since ``load_written`` began, while it runs
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -179,6 +182,36 @@ class SessionIndex(Generic[R]):
         for record in sorted(found.values(), key=lambda x: x.last_used_s):
             self.put(record)
 
+    def load_written(self, level: int, keys: Sequence[bytes]) -> list[R]:
+        """Read records that an earlier life wrote to a tier, as less recent than all known ones.
+
+        Returns those that were not known, the most recently used first, as far as there is room.
+        One thread at a time.
+
+        Raises:
+            TierUnavailable: nothing was changed.
+        """
+        with self._lock:
+            unknown = [x for x in keys if x not in self._entries]
+            removed: set[bytes] = set()
+            self._removed = removed
+        try:
+            read = self._read_many(level, unknown)
+            found: list[R] = []
+            for key, record in sorted(read.items(), key=lambda x: -x[1].last_used_s):
+                blob_keys = self._kind.blob_keys(record)
+                with self._lock:
+                    # Meanwhile a save may have inserted it, or the session may have been removed.
+                    if key in self._entries or key in removed:
+                        continue
+                    self._insert(key, record, blob_keys, oldest=True)
+                    if key in self._entries:
+                        found.append(record)
+            return found
+        finally:
+            with self._lock:
+                self._removed = None
+
     def put(self, record: R, blob_keys: Sequence[bytes] | None = None) -> None:
         """Remember the session as it is now. ``blob_keys``: its own, if they are known."""
         keys = self._kind.blob_keys(record) if blob_keys is None else blob_keys
@@ -198,6 +231,8 @@ class SessionIndex(Generic[R]):
         """Forget the session."""
         with self._lock:
             self._num_removals += 1
+            if self._removed is not None:
+                self._removed.add(key)
             self._take_out(key)
 
     # ---- expired sessions
@@ -229,6 +264,17 @@ class SessionIndex(Generic[R]):
         blob = self._stack.find(level, [key])[0]
         return None if blob is None else self._parsed(level, key, blob)
 
+    def _read_many(self, level: int, keys: Sequence[bytes]) -> dict[bytes, R]:
+        """Read the records of one tier that can be used. Raises ``TierUnavailable``."""
+        found: dict[bytes, R] = {}
+        for start in range(0, len(keys), LOAD_BATCH):
+            batch = keys[start : start + LOAD_BATCH]
+            for key, blob in zip(batch, self._stack.get(level, batch), strict=True):
+                record = None if blob is None else self._parsed(level, key, blob)
+                if record is not None:
+                    found[key] = record
+        return found
+
     def _parsed(self, level: int, key: bytes, blob: Blob) -> R | None:
         try:
             record = self._kind.unpack(key, blob)
@@ -245,12 +291,15 @@ class SessionIndex(Generic[R]):
 
     # ---- with the lock held
 
-    def _insert(self, key: bytes, record: R, blob_keys: Iterable[bytes]) -> None:
+    def _insert(
+        self, key: bytes, record: R, blob_keys: Iterable[bytes], *, oldest: bool = False
+    ) -> None:
         self._take_out(key)
         self._lapsed.pop(key, None)
         keys = tuple(blob_keys)
         nbytes = ENTRY_BYTES + self._kind.nbytes(record) + BLOB_KEY_BYTES * len(keys)
         self._entries[key] = _Entry(record, keys, nbytes)
+        self._entries.move_to_end(key, last=not oldest)
         self._users.update(keys)
         self._nbytes += nbytes
         while self._nbytes > self._max_bytes and len(self._entries) > 1:

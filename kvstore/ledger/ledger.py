@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, Generic
 
+from kvstore.blobs.chain import RECORD
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.codec_tags import CodecTags
 from kvstore.blobs.packer import Packer
 from kvstore.config import StoreConfig
+from kvstore.errors import TierUnavailable
 from kvstore.ledger.claims import Claims
 from kvstore.ledger.committer import Committer
-from kvstore.ledger.eviction_notices import EvictionNotices, OnGone
 from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.notices import Notices, OnNotice
 from kvstore.ledger.pins import Pins
 from kvstore.ledger.reading import Promotion
 from kvstore.ledger.record import R, RecordKind
@@ -84,7 +87,9 @@ class Ledger(Generic[R]):
             ttl_s=config.ttl_s,
         )
         self.index.load()
-        self._say_whose_blobs()
+        self._say_whose_blobs(self.index.all())
+        self._loading = threading.Lock()
+        self._to_load = self.stack.shared  # tiers whose records of earlier lives are not known yet
         self.pins = Pins(self.stack, config.pinned_share, config.tenant_pinned_share)
         self._slower = [
             WriteBehind(
@@ -96,7 +101,7 @@ class Ledger(Generic[R]):
         for record in reversed(self.index.all()):  # if the share is smaller now, the newest stay
             self.committer.follow_pin(record)
         self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
-        self._notices = EvictionNotices(self.stack, self.index.restorable)
+        self._notices = Notices(self.stack, self.index.restorable)
         self._upkeep = Upkeep(
             self.stack,
             self.index,
@@ -126,12 +131,28 @@ class Ledger(Generic[R]):
             tier.start()
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
 
-    def _say_whose_blobs(self) -> None:
+    def _load_earlier(self) -> None:
+        """Take in sessions of earlier lives that only a shared tier has, once it knows them."""
+        with self._loading:
+            for level in list(self._to_load):
+                keys = self.stack.written(level, RECORD)
+                if keys is None:
+                    continue
+                with contextlib.suppress(TierUnavailable):  # the next call tries again
+                    found = self.index.load_written(level, keys)
+                    self._to_load.remove(level)
+                    self._say_whose_blobs(found)
+                    for record in found:
+                        self.committer.follow_pin(record)
+                    if found:
+                        self._notices.report_found(SessionRef(found[0].tenant, found[0].id, b""))
+
+    def _say_whose_blobs(self, records: Sequence[R]) -> None:
         """Assign to tenants the blobs that an earlier run left in the tiers."""
         keys: dict[str, list[bytes]] = {}
         idle_s: dict[str, float] = {}
         now_s = self.clock()  # the clock that dates records; tiers use another clock
-        for record in self.index.all():
+        for record in records:
             owned = (self.index.key(record), *self.index.owned(record))
             keys.setdefault(record.tenant, []).extend(owned)
             age_s = now_s - record.last_used_s
@@ -141,6 +162,7 @@ class Ledger(Generic[R]):
                 self.stack.own_in(level, tenant, its_keys, idle_s[tenant])
 
     def _keep_house(self) -> None:
+        self._load_earlier()
         if next(self._rounds) % HOUSEKEEPING_EVERY:
             self._notices.look()
         else:
@@ -161,7 +183,8 @@ class Ledger(Generic[R]):
         return self.index.find(session.tenant, session.id)
 
     def resting_here(self) -> list[R]:
-        """Sessions that can be restored here and whose record is in a local tier."""
+        """Sessions that can be restored here, as far as their records are known."""
+        self._load_earlier()
         return self._upkeep.resting_here()
 
     def tier_of(self, record: R) -> TierName | None:
@@ -187,12 +210,12 @@ class Ledger(Generic[R]):
         """Do now the work of every quarter of a minute: ttl, notices, pending deletions."""
         self._upkeep.expire()
 
-    def listen(self, on_gone: OnGone) -> None:
-        """Call ``on_gone`` on a thread of the ledger for each session that expired or was evicted.
+    def listen(self, on_notice: OnNotice) -> None:
+        """Call ``on_notice`` on a thread of the ledger; see ``kvstore.ledger.notices``.
 
-        Eviction from a faster tier alone counts, too. The call comes within a minute.
+        The call comes within a minute.
         """
-        self._notices.listen(on_gone)
+        self._notices.listen(on_notice)
 
     def record_key(self, session: SessionRef) -> bytes:
         """The key under which the session's record is stored."""

@@ -276,6 +276,10 @@ class TierStack:
         except TierUnavailable:
             self._count_down(i)
 
+    def written(self, i: int, prefix: bytes) -> list[bytes] | None:
+        """List what counts in a tier's budget; see ``Tier.written``."""
+        return self._tiers[i].written(prefix)
+
     def why_evicted(self, key: bytes, levels: Sequence[int]) -> EvictionCause | None:
         """Return why the first of these tiers that knows evicted a blob; None if none knows."""
         for i in levels:

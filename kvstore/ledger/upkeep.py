@@ -12,8 +12,8 @@ import msgspec
 
 from kvstore.ledger.claims import Claims
 from kvstore.ledger.committer import Committer
-from kvstore.ledger.eviction_notices import Departure, EvictionNotices
 from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.notices import Notices, StoreNotice
 from kvstore.ledger.pins import Pins
 from kvstore.ledger.record import R
 from kvstore.ledger.stack import TierStack
@@ -39,7 +39,7 @@ class Upkeep(Generic[R]):
         pins: Pins,
         claims: Claims,
         workers: Workers,
-        notices: EvictionNotices,
+        notices: Notices,
         is_awaited: Callable[[bytes], bool],
     ) -> None:
         self._stack = stack
@@ -60,11 +60,11 @@ class Upkeep(Generic[R]):
         return self._stack.name(max(levels)) if levels else None
 
     def resting_here(self) -> list[R]:
-        """Sessions that can be restored here and whose record is in a local tier."""
+        """Sessions that can be restored here, without those whose record no tier has any more."""
         usable = self._index.usable()
-        keys = [self._index.key(x) for x in usable]
-        held = [self._stack.holds(level, keys) for level in self._stack.local]
-        return [x for x, *there in zip(usable, *held, strict=True) if any(there)]
+        located = self._stack.locate([self._index.key(x) for x in usable])
+        held = zip(usable, located.levels, strict=True)
+        return [x for x, level in held if level is not None or located.down]
 
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
         """Bring the session to ``tier``, then drop the faster copies; returns its tier then.
@@ -130,7 +130,7 @@ class Upkeep(Generic[R]):
                 return
             self._remove(key)
             self._index.note_lapse(key)
-        self._notices.report(Departure(SessionRef(record.tenant, record.id, b""), "expired"))
+        self._notices.report(StoreNotice(SessionRef(record.tenant, record.id, b""), "expired"))
 
     def _remove(self, key: bytes) -> bool:
         """Remove a claimed session."""

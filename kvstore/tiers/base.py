@@ -135,6 +135,12 @@ class Tier(Protocol):
             TierUnavailable: the rest cannot be listed or read.
         """
 
+    def written(self, prefix: bytes) -> list[bytes] | None:
+        """Return the keys here that start with ``prefix`` and count in this budget.
+
+        None while blobs of earlier lives are still being counted; ask again then.
+        """
+
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         """Return for each key why this process evicted it; None: it did not, or too long ago."""
 

@@ -31,6 +31,10 @@ class IndexedTier:
         with self._lock:
             self._index.unpin(keys)
 
+    def written(self, prefix: bytes) -> list[bytes] | None:
+        with self._lock:
+            return [key for key in self._index if key.startswith(prefix)]
+
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         with self._lock:
             return self._index.why_evicted(keys)

@@ -75,6 +75,12 @@ class SealedTier:
                 )
             return NOT_OURS
 
+    def written(self, prefix: bytes) -> list[bytes] | None:
+        names = self._inner.written(prefix)
+        if names is None:
+            return None
+        return [x[: -len(self._behind)] for x in names if x.endswith(self._behind)]
+
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         return self._inner.contains_many(self._names(keys))
 

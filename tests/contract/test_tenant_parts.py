@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from kvstore.ledger.eviction_notices import Departure
+from kvstore.ledger.notices import StoreNotice
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
@@ -107,7 +107,7 @@ def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path, away_s: float)
 def test_who_held_more_than_its_part_is_told_so(rig: Rig, tmp_path: Path, share: float) -> None:
     capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
     store = rig.open([RamTier(capacity, share), DiskTier(tmp_path / "cold", 64 * MIB)])
-    told: list[Departure] = []
+    told: list[StoreNotice] = []
     store.listen(told.append)
     rig.save(store, QUIET, LONG)
     for number, session in enumerate(GREEDY):
@@ -122,7 +122,7 @@ def test_who_held_more_than_its_part_is_told_so(rig: Rig, tmp_path: Path, share:
 def test_it_is_told_of_those_that_no_tier_has_any_more(rig: Rig, tmp_path: Path) -> None:
     capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
     store = rig.open([RamTier(capacity, SHARE)])
-    told: list[Departure] = []
+    told: list[StoreNotice] = []
     store.listen(told.append)
     rig.save(store, QUIET, LONG)
     for number, session in enumerate(GREEDY):

@@ -19,7 +19,7 @@ from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.hot_sessions import HotSession, SessionKey
 from engines.wire import CodecReport, Done, EngineReport, SessionReport
 from kvstore.errors import PinLimit
-from kvstore.ledger.eviction_notices import Departure
+from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef, TierName
 
 logger = logging.getLogger(__name__)
@@ -172,16 +172,16 @@ class MlxVerbs:
                 logger.warning("a session that was to be pinned is not: %s", error)
                 self._hot.pin((session.tenant, session.id), False)
 
-    def left(self, departure: Departure) -> None:
-        """Note that a session's cold copy is gone, or slower to reach. Any thread."""
-        session = departure.session
-        if not departure.is_gone:
-            self._owner.notify("moved", session, departure.why)
+    def store_changed(self, notice: StoreNotice) -> None:
+        """Report that a session's cold copy is gone, found, or slower to reach. Any thread."""
+        session = notice.session
+        if not notice.is_gone:
+            self._owner.notify("moved", session, notice.why)
             return
         key = (session.tenant, session.id)
         if self._hot.get(key) is None and not self._hot.is_busy(key):
             self._hot.pin(key, False)  # nothing is left that the pin could hold
-        self._owner.notify("lost", session, departure.why)
+        self._owner.notify("lost", session, notice.why)
 
     def packed(self, session: SessionRef) -> None:
         """Note that a session's cold copy takes less room than before. Any thread."""

@@ -59,7 +59,7 @@ from kvstore.by_blocks.names import BlockKeys
 from kvstore.by_blocks.store import BlockStore
 from kvstore.chunk_size import chunk_tokens
 from kvstore.config import StoreConfig
-from kvstore.ledger.eviction_notices import Departure
+from kvstore.ledger.notices import StoreNotice
 from kvstore.members.company import joined
 from kvstore.members.facts import Facts
 from kvstore.session import SessionRef
@@ -98,7 +98,7 @@ class WorkerSide:
         self._monotonic = monotonic
         self._patience_s = 0.0
         self._stepped_at = float("-inf")  # monotonic
-        store.listen(self._left)
+        store.listen(self._store_changed)
         store.pack_when(self._is_quiet, self._packed)
 
     def begin_step(self, step: StepWork) -> None:
@@ -164,10 +164,10 @@ class WorkerSide:
     def _packed(self, session: SessionRef) -> None:
         self._link.send(RankPacked(session))
 
-    def _left(self, departure: Departure) -> None:
+    def _store_changed(self, notice: StoreNotice) -> None:
         if self._resting is not None:
-            self._resting.note(departure.session)
-        self._link.send(RankLost(*departure))
+            self._resting.note(notice.session)
+        self._link.send(RankLost(*notice))
 
     def _saved(self, save: Save, kept: bool) -> None:
         if self._resting is not None:

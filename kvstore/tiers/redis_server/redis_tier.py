@@ -322,6 +322,9 @@ class RedisTier(IndexedTier):
         """True once all blobs of earlier lives are counted."""
         return not self._entering
 
+    def written(self, prefix: bytes) -> list[bytes] | None:
+        return super().written(prefix) if self.knows_earlier_lives else None
+
     # Recency
 
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.by_tokens.store import Match, Restored
 from kvstore.errors import PinLimit
-from kvstore.ledger.eviction_notices import Departure
+from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef
 from tests.integration.mlx_owner.harness import ANY_CODEC, engine, session, surround, text
 
@@ -45,12 +45,12 @@ async def test_a_session_that_the_store_lost_is_told_of_and_loses_its_pin(tmp_pa
         await it.verbs.pin(one, True)
         hot = it.owner.parts.hot_cache.sessions
         gone = SessionRef(one.tenant, one.id, b"")
-        it.verbs.left(Departure(gone, "budget"))
+        it.verbs.store_changed(StoreNotice(gone, "budget"))
         assert hot.is_pinned(("tenant", "one"))  # its hot copy is still there to be kept
         await it.verbs.pin(one, False)
         assert (await it.verbs.demote(one, None)).kept == ""
         hot.pin(("tenant", "one"), True)
-        it.verbs.left(Departure(gone, "budget"))
+        it.verbs.store_changed(StoreNotice(gone, "budget"))
         assert not hot.is_pinned(("tenant", "one"))
         await asyncio.sleep(0)  # what other threads post comes in order
         assert heard.count(("lost", gone)) == 2

@@ -174,6 +174,19 @@ async def test_too_many_notices_become_one_question(folder: Path) -> None:
         assert await anext(notices) == Notice("saved", REPORT)
 
 
+async def test_found_sessions_are_a_question_as_well(folder: Path) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await greet(reader, writer)
+        writer.write(frame(Notice("moved", REPORT, "found")))
+        writer.write(frame(Notice("moved", REPORT, "budget")))
+        await reader.read()
+
+    async with linked(folder, peer) as link:
+        notices = link.notices()
+        assert [await anext(notices) for _ in range(2)] == [None, None]  # connected, found
+        assert await anext(notices) == Notice("moved", REPORT, "budget")
+
+
 async def test_what_was_asked_ends_with_the_link(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await greet(reader, writer)

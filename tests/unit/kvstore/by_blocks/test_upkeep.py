@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvstore.errors import PinLimit
-from kvstore.ledger.eviction_notices import Departure
+from kvstore.ledger.notices import StoreNotice
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import check_rows, hashes, open_store, ram_and_disk, ref, save
@@ -324,7 +324,7 @@ def test_it_is_told_of_sessions_that_nobody_came_back_to():
     store.pin(ref("kept"), True)
     now[0] += 61
     store.expire()
-    assert gone == [Departure(ref("old"), "expired")]
+    assert gone == [StoreNotice(ref("old"), "expired")]
     store.close()
 
 

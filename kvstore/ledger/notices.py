@@ -1,4 +1,4 @@
-"""Reports to a listener that a session left the store, or a tier of it, and why.
+"""Reports to a listener that a session left the store, or a tier of it, or was found there.
 
 A session leaves in two ways. Either it expires, which upkeep reports at once. Or the tiers evicted
 it, completely or from a faster tier only. Tiers do not know sessions, so to find evicted sessions
@@ -18,15 +18,16 @@ from kvstore.session import SessionRef
 from kvstore.tiers.eviction_causes import EvictionCause
 
 
-class Departure(NamedTuple):
-    """A session that left. It has no salt, since the store does not keep salts."""
+class StoreNotice(NamedTuple):
+    """A change of a session's stored copy, which no turn or verb of the session made."""
 
-    session: SessionRef
-    why: EvictionCause | Literal["expired"]  # the tier's cause, or it was not used in time
-    is_gone: bool = True  # False: a slower tier still has it
+    session: SessionRef  # without a salt, since the store does not keep salts
+    # The tier's cause; or it was not used in time; or it is the first of several that were unknown.
+    why: EvictionCause | Literal["expired", "found"]
+    is_gone: bool = True  # False: a slower tier has it
 
 
-OnGone = Callable[[Departure], None]
+OnNotice = Callable[[StoreNotice], None]
 
 _log = logging.getLogger(__name__)
 
@@ -40,13 +41,13 @@ class Restorable(NamedTuple):
     last_blob: bytes  # the first one that a tier evicts
 
 
-class EvictionNotices:
+class Notices:
     """Thread-safe."""
 
     def __init__(self, stack: TierStack, restorable: Callable[[], Iterable[Restorable]]) -> None:
         self._stack = stack
         self._restorable = restorable
-        self._listener: OnGone | None = None
+        self._listener: OnNotice | None = None
         self._looking = threading.Lock()
         self._num_evictions = 0
         self._missing: set[bytes] = set()  # record keys of sessions that were not found last time
@@ -54,18 +55,22 @@ class EvictionNotices:
         self._levels: dict[bytes, int] = {}  # by record key, of the last blob when last seen
         self._has_looked = False  # the first look only notes where earlier sessions are
 
-    def listen(self, on_gone: OnGone) -> None:
-        """Call ``on_gone`` from now on; sessions that are already missing are not reported."""
-        self._listener = on_gone
+    def listen(self, on_notice: OnNotice) -> None:
+        """Call ``on_notice`` from now on; sessions that are already missing are not reported."""
+        self._listener = on_notice
         self.look()
 
-    def report(self, departure: Departure) -> None:
+    def report_found(self, session: SessionRef) -> None:
+        """Report that sessions of an earlier life were found, this one among them."""
+        self.report(StoreNotice(session, "found", is_gone=False))
+
+    def report(self, notice: StoreNotice) -> None:
         if self._listener is None:
             return
         try:
-            self._listener(departure)
+            self._listener(notice)
         except Exception:  # the listener's own defect must not end the thread that looks
-            _log.exception("a listener for sessions that are gone failed")
+            _log.exception("a listener for changes of stored sessions failed")
 
     def look(self) -> None:
         """Report sessions that were evicted since the last look, or the one before it.
@@ -92,7 +97,7 @@ class EvictionNotices:
         slowest_first = range(len(self._stack) - 1, -1, -1)
         for key in sure - self._reported:
             why = self._stack.why_evicted(gone[key].first_blob, slowest_first) or "budget"
-            self.report(Departure(gone[key].session, why))
+            self.report(StoreNotice(gone[key].session, why))
         self._reported = self._reported.intersection(gone) | sure
         self._missing = set(gone)
 
@@ -113,6 +118,6 @@ class EvictionNotices:
             was = self._levels.get(key, 0)
             if self._has_looked and level > was:
                 why = self._stack.why_evicted(session.last_blob, range(level - 1, was - 1, -1))
-                self.report(Departure(session.session, why or "budget", is_gone=False))
+                self.report(StoreNotice(session.session, why or "budget", is_gone=False))
         self._levels = {key: level for key, (_, level) in now.items()}
         self._has_looked = True

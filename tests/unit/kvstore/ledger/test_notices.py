@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.ledger.eviction_notices import Departure
+from kvstore.ledger.notices import StoreNotice
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
     Clock,
@@ -48,7 +48,7 @@ def test_whoever_listens_hears_of_sessions_whose_time_ran_out():
     clock.now += 110
     for _ in range(3):
         store.expire()
-    assert gone == [Departure(ref("old", salt=b""), "expired")]
+    assert gone == [StoreNotice(ref("old", salt=b""), "expired")]
     store.close()
 
 
@@ -146,7 +146,7 @@ def test_whoever_listens_hears_that_a_session_went_down_a_tier(tmp_path):
         save(store, ref(str(i)), tokens(100, i))
         assert store.flush(10)
         store.expire()
-    assert left[0] == Departure(ref("first", salt=b""), "budget", is_gone=False)
+    assert left[0] == StoreNotice(ref("first", salt=b""), "budget", is_gone=False)
     assert not any(x.is_gone for x in left)
     assert [x.session.id for x in left].count("first") == 1
     record = store.record(ref("first"))

@@ -1,0 +1,138 @@
+"""Sessions that only Redis has, when their engine comes back: listed, moved and forgotten again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from kvstore.config import StoreConfig
+from kvstore.ledger.notices import StoreNotice
+from kvstore.session import SessionRef
+from kvstore.tiers.base import Tier
+from kvstore.tiers.ram_tier import RamTier
+from kvstore.tiers.registry import open_tiers
+from kvstore.tiers.seal import Seal
+from kvstore.tiers.sealed_tier import SealedTier
+from tests.contract.store_rig import LONG, MIB, Rig, Store, history, listed, ref
+from tests.redis_server import RedisServer
+
+PATIENCE_S = 60.0
+SEAL = Seal(bytes(32), "shared", encrypt=True)
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+def tiers_of(server: RedisServer, folder: Path) -> list[Tier]:
+    """The tiers of an engine without a disk, whose memory ends with it."""
+    config = StoreConfig(
+        ram_bytes=0, disk_bytes=0, redis_url=server.url, redis_bytes=64 * MIB, redis_deadline_s=2.0
+    )
+    (shared,) = open_tiers(config, folder)
+    return [RamTier(64 * MIB), SealedTier(shared, SEAL)]
+
+
+def come_to_list(store: Store, ids: set[str]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while (now := listed(store)) != ids:
+        assert time.monotonic() < end, f"{now} are listed instead of {ids}"
+        time.sleep(0.02)
+
+
+def lived(rig: Rig, server: RedisServer, folder: Path, *ids: str) -> None:
+    """Have an engine save sessions and end; its memory is lost."""
+    store = rig.open(tiers_of(server, folder))
+    for number, session_id in enumerate(ids):
+        rig.save(store, ref(session_id), history(100, number))
+    store.close()
+
+
+def test_they_are_listed_continued_and_forgotten(rig: Rig, server: RedisServer, tmp_path: Path):
+    lived(rig, server, tmp_path, "a", "b")
+    store = rig.open(tiers_of(server, tmp_path))
+    come_to_list(store, {"a", "b"})
+    assert store.tier_of(store.record(ref("a"))) == "redis"
+    assert rig.back(store, ref("a"), [*LONG, *history(20, 9)]).num_tokens == 100
+    assert store.forget(ref("a")) and store.forget(ref("b"))
+    assert listed(store) == set()
+    with redis.Redis.from_url(server.url) as client:
+        assert client.keys() == []
+    store.close()
+
+
+def test_the_listener_gets_one_notice(rig: Rig, server: RedisServer, tmp_path: Path):
+    lived(rig, server, tmp_path, "a", "b")
+    store = rig.open(tiers_of(server, tmp_path))
+    notices: list[StoreNotice] = []
+    store.listen(notices.append)
+    end = time.monotonic() + PATIENCE_S
+    while not notices:  # without anyone asking for the list
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert notices == [StoreNotice(SessionRef("t", "b", b""), "found", is_gone=False)]
+    store.close()
+
+
+def test_one_that_was_saved_again_stays_as_it_is_now(rig: Rig, server: RedisServer, tmp_path: Path):
+    lived(rig, server, tmp_path, "a", "b")
+    server.stop()
+    store = rig.open(tiers_of(server, tmp_path))
+    rig.save(store, ref("a"), [*LONG, *history(20, 9)])
+    assert listed(store) == {"a"}
+    server.cont()
+    come_to_list(store, {"a", "b"})
+    assert store.record(ref("a")).num_tokens == 120
+    store.close()
+
+
+def test_one_that_is_forgotten_while_records_are_read_stays_forgotten(
+    rig: Rig, server: RedisServer, tmp_path: Path
+):
+    lived(rig, server, tmp_path, "a", "b")
+    tiers = tiers_of(server, tmp_path)
+    store = rig.open(tiers)
+    index, read = store.ledger.index, store.ledger.stack.get
+    keys = [store.ledger.record_key(ref(x)) for x in "ab"]
+
+    def forgotten_meanwhile(level, asked):
+        blobs = read(level, asked)
+        index.remove(keys[0])
+        return blobs
+
+    store.ledger.stack.get = forgotten_meanwhile
+    assert [x.id for x in index.load_written(1, keys)] == ["b"]
+    store.close()
+
+
+def test_the_longest_unused_are_left_out_where_there_is_no_room(
+    rig: Rig, server: RedisServer, tmp_path: Path
+):
+    store = rig.open([RamTier(64 * MIB)])
+    rig.save(store, ref("one"), LONG)
+    nbytes = store.ledger.index._nbytes
+    store.close()
+    lived(rig, server, tmp_path, *"abcdef")
+    store = rig.open(tiers_of(server, tmp_path), index_bytes=3 * nbytes + nbytes // 2)
+    rig.save(store, ref("now"), LONG)
+    come_to_list(store, {"now", "e", "f"})
+    store.close()
+
+
+def test_those_of_another_engine_are_not_listed(rig: Rig, server: RedisServer, tmp_path: Path):
+    lived(rig, server, tmp_path / "one", "a")
+    store = rig.open(shared := tiers_of(server, tmp_path / "other"))
+    rig.save(store, ref("b"), history(100, 7))
+    end = time.monotonic() + PATIENCE_S
+    while shared[1].written(b"r") is None:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert listed(store) == {"b"}
+    assert rig.back(store, ref("a"), [*history(100, 0), *history(20, 9)]).num_tokens == 100
+    store.close()
