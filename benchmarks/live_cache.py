@@ -37,9 +37,9 @@ from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, probe
 from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache, fetch
-from engines.mlx_worker.cache.packed.model import PackedCacheModel, with_packed_caches
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
 from engines.mlx_worker.cache.packed.side import PackedSide
+from engines.mlx_worker.cache.packed_model import PackedCacheModel, with_packed_caches
 from engines.mlx_worker.model.loading import LoadedModel, load_model
 from launch.machine.blas import find_blas
 from launch.machine.folders import folders

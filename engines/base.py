@@ -196,10 +196,10 @@ class Engine(Protocol):
     async def stats(self) -> EngineReport: ...
 
     async def adopt(self) -> CodecReport:
-        """Have it choose its codec again by what was measured; see ``engines.wire.Adopt``."""
+        """Have it choose its codec again from the measurements; see ``engines.wire.Adopt``."""
 
     async def measure(self) -> CodecReport:
         """Have it measure its codecs on this model; only if ``Welcome.can_measure``."""
 
     def notices(self) -> AsyncIterator[Notice | None]:
-        """Yield changes as they happen; None = ask ``sessions`` again, e.g. after a reconnection."""
+        """Yield changes as they happen; None = ask ``sessions`` again, as after a reconnection."""

@@ -71,9 +71,9 @@ def create_app(
     """Build the app around parts that ``launch`` has made.
 
     Its lifespan starts and stops the engines. Without ``stored`` nothing is stored, and
-    without ``loading`` all models are loaded from the start. ``headroom`` is what several models
-    share: at its last mark one engine is ended, the one that holds most. ``shared``: what keeps
-    keys' limits together with other gateways.
+    without ``loading`` all models are loaded from the start. ``headroom`` is the memory that
+    several models share: at its last mark one engine is ended, the one that holds most. ``shared``
+    keeps keys' limits together with other gateways.
     """
     gateway = Gateway(
         config=config,

@@ -62,7 +62,7 @@ class ParsedBody:
         self.nbytes += nbytes
 
     async def recalled(self) -> None:
-        """Wait until what it has recalled may be parsed: no other large body is, meanwhile."""
+        """Wait until the recalled items may be parsed: no other large body is, meanwhile."""
         if self.nbytes > LARGE_BODY_BYTES and not self._is_alone:
             self._is_alone = True
             bodies = gateway_of(self._request).bodies

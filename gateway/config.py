@@ -103,7 +103,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         for network in self.trusted_proxies:
-            ipaddress.ip_network(network)  # ValueError says what is wrong
+            ipaddress.ip_network(network)  # ValueError gives the reason
 
     @property
     def on_loopback(self) -> bool:

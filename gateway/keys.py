@@ -120,7 +120,7 @@ class Tenants:
 
     @property
     def open_to_all(self) -> bool:
-        """True if no key is needed, except for what admins do."""
+        """True if no key is needed, except for the admins' routes."""
         return not self._keys
 
     @property

@@ -73,7 +73,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        # What exists now stays for good: the garbage collector need not visit it again and again.
+        # The objects made so far stay for good: the garbage collector need not visit them again.
         gc.collect()
         gc.freeze()
 

@@ -121,7 +121,7 @@ async def show_session(request: Request) -> Response:
     return _json(
         {
             **shown(model, view),
-            **(msgspec.to_builtins(past.row) if past else {}),  # knows what is being answered
+            **(msgspec.to_builtins(past.row) if past else {}),  # counts the answer in progress
             "prefix": prefix,
             "timeline": past.timeline if past else [],
             "last_turns": past.last_turns if past else [],

@@ -68,7 +68,7 @@ _RETRIES = "x-stainless-retry-count"  # of the official SDKs
 class Translated(NamedTuple):
     """A request of some dialect, as engines know it."""
 
-    raw: Json  # the body for the engine; its ``model`` is what the client asked for
+    raw: Json  # the body for the engine; its ``model`` is the name that the client gave
     answer: AnswerFormat
     keep: Keep | None = None  # None: nothing of the answer is stored
     left_out: Sequence[str] = ()  # a word of few for each thing that engines have no use for
@@ -263,7 +263,7 @@ def _is_shared(named: NamedSession | None, raw: Json, headers: Mapping[str, str]
 
 
 def _encode(engine: Engine, raw: Json, session: SessionRef) -> tuple[bytes, bytes]:
-    """Write the body for the engine, and what distinguishes it from others."""
+    """Write the body for the engine, and the hash that tells it from others."""
     body = msgspec.json.encode(engine.prepare_body(raw, session))
     return body, hashlib.blake2b(body, digest_size=16, person=b"the same request").digest()
 

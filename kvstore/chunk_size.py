@@ -2,7 +2,7 @@
 
 Small chunks cost calls and entries, and density where a codec shares data among the tokens of a
 chunk, such as the lanes of an entropy coder. In return less is packed again when a session grows.
-See docs/decisions/0025-chunk-size.md for what was measured while tails stayed unpacked.
+See docs/decisions/0025-chunk-size.md for the measurements with unpacked tails.
 
 The size is a part of every key, so it depends on the settings, never on the contents of a profile:
 a codec that is adopted later, or after a restart, finds the chunks of the codec before it.

@@ -1,6 +1,6 @@
 """The errors of a command that cannot be carried out.
 
-LaunchError      one sentence that says what to do; the command line prints it, exit code 1
+LaunchError      one sentence with the remedy; the command line prints it, exit code 1
 +-- UsageError   the user asked for something that does not exist; exit code 2
 """
 

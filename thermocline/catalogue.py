@@ -52,7 +52,7 @@ def codec(
 ) -> Method:
     """Makes a method, such as ``codec("kivi", bits=4)``, or ``codec("kivi:bits=4")``, the same.
 
-    ``profile`` is what methods that learn a model have learned of it, under this very name.
+    ``profile`` holds the arrays that methods have learned from a model, under this very name.
     ``backend`` "numpy": the definition instead of compiled kernels, which give the same bytes.
 
     Raises:

@@ -51,7 +51,7 @@ def judge(
     """Measures the loss of methods on a model, as the server's gate does.
 
     The KV of each text's first ``context`` tokens goes through the method, chunk by chunk, and the
-    next ``num_scored`` tokens are predicted from what comes back and from the exact KV.
+    next ``num_scored`` tokens are predicted from the unpacked KV and from the exact KV.
 
     Args:
         model: one of mlx_lm, or an ``engines.calibration.instrument.Instrument``.

@@ -169,7 +169,7 @@ class Method:
     def _restored(self, packed: Packed) -> list[KVPair]:
         self._require_own(packed)
         layout, num_tokens, first = packed.layout, packed.num_tokens, packed.first_token
-        # What is declared is compared with what there is before it gets memory.
+        # The declared size is compared with the payload before memory is taken for it.
         if packed.nbytes < self._padded.least_nbytes(layout, num_tokens, first):
             raise Corrupt(f"{packed.nbytes} bytes are fewer than {num_tokens} tokens take")
         run = layout.empty(num_tokens)

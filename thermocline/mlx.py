@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engines.config import EngineConfig
 from engines.mlx_worker.cache.layout import CannotServe, probe
 from engines.mlx_worker.cache.packed import attention
-from engines.mlx_worker.cache.packed.model import with_packed_caches
+from engines.mlx_worker.cache.packed_model import with_packed_caches
 from engines.packed_budget import HOT_CODECS
 from kvstore.shapes import KVLayout
 

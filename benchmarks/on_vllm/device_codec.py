@@ -32,6 +32,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from engines.vllm_plugin.blocks.block_layout import SplitContent
+from engines.vllm_plugin.blocks.blocks import Filling, Packing
+from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache
 from engines.vllm_plugin.device.accelerator import Cuda
 from engines.vllm_plugin.device.device_blocks import DeviceBlocks
 from engines.vllm_plugin.device.device_check import STAGING_BYTES, kernels_agree
@@ -39,9 +42,6 @@ from engines.vllm_plugin.device.kv_views import view_groups
 from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts
 from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout
 from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
-from engines.vllm_plugin.worker.block_layout import SplitContent
-from engines.vllm_plugin.worker.blocks import Filling, Packing
-from engines.vllm_plugin.worker.paging import PagedCache, paged_cache
 from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlockKeys
 from kvstore.by_blocks.store import BlockStore

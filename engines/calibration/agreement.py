@@ -1,4 +1,4 @@
-"""Makes one verdict of what several ranks have measured, each on its share of the same model."""
+"""Makes one verdict of several ranks' figures, each measured on its share of the same model."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ DENSEST: Final = "max"  # it learns
 MOST_WINDOWS: Final = 48  # of an order that follows
 FURTHER_PROBED: Final = 0.25  # of each window
 MOST_ROW_BYTES: Final = 8 << 30  # of rows to learn from, in a file without a name
-FREE_SHARE: Final = 4  # a quarter of what is free on that disk at most
+FREE_SHARE: Final = 4  # at most a quarter of that disk's free space
 STORED_BYTES: Final = 2  # of a value in that file
 LEAST_CONTEXT: Final = 128  # fewer tokens are never packed
 

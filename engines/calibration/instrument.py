@@ -99,12 +99,12 @@ class StatefulInstrument(Protocol):
 
 
 def states_of(instrument: Instrument) -> StateLayout | None:
-    """Return what there is besides rows in a session of this instrument; None = nothing."""
+    """Return the layout of the states in this instrument's sessions; None = they are rows only."""
     return instrument.states if isinstance(instrument, StatefulInstrument) else None
 
 
 class NotObservable(Exception):
-    """Nothing can be seen of what a layer makes of stored KV. The message is one sentence."""
+    """A layer's use of stored KV cannot be observed. The message is one sentence."""
 
 
 class Notice(NamedTuple):
@@ -113,8 +113,8 @@ class Notice(NamedTuple):
     Attributes:
         of_windows: the layer keeps the newest tokens only; it is numbered among such layers.
         rows: its K and V of a text's first tokens, as the engine holds them.
-        gradients: by the first of them, of random parts of what the layer adds to the residual
-            stream, taken over the size of the stream: fp32 (draws, KV heads, tokens, dim).
+        gradients: by the first of them, of random parts of the layer's addition to the residual
+            stream, divided by the size of the stream: fp32 (draws, KV heads, tokens, dim).
     """
 
     of_windows: bool
@@ -129,8 +129,8 @@ class StateNotice(NamedTuple):
     Attributes:
         number: of the array among those of a session's state that a codec may pack.
         matrices: fp32 (..., rows, width), before some tokens.
-        gradients: by it, of random parts of what the layer adds to the residual stream at these
-            tokens, taken over the size of the stream: fp32 (draws, ..., rows, width).
+        gradients: by the matrices, of random parts of the layer's addition to the residual stream
+            at these tokens, divided by the size of the stream: fp32 (draws, ..., rows, width).
     """
 
     number: int
@@ -145,7 +145,7 @@ SEED_BYTES: Final = 6
 
 
 def draw_seed(tokens: Sequence[int], at: int, number: int) -> int:
-    """Make the seed of what is drawn for a text: the same in every process that reads it.
+    """Make the seed of the random draws for a text: the same in every process that reads it.
 
     Args:
         at: the first token that looks back in the step.

@@ -58,4 +58,4 @@ class CalibrationReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     dtype: str  # of the live cache
     rows: tuple[Quality, ...]
     bounds: tuple[WaterFilling, ...] = ()  # empty if nothing had to be learned
-    profile: str = ""  # the file with the rows and with what was learned; "" = nowhere
+    profile: str = ""  # the file with the rows and the learned arrays; "" = nowhere

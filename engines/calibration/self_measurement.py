@@ -131,7 +131,7 @@ class SelfMeasurement:
         return self._has_verdict
 
     def told_in(self, report: CodecReport) -> CodecReport:
-        """The report with what is to be said of this measurement."""
+        """The report with this measurement's progress, and with its end."""
         return msgspec.structs.replace(report, progress=self._progress, ended=self._ended)
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class SelfMeasurement:
         return_freed_memory()
 
     def _learn_on(self, instrument: Instrument) -> None:
-        """Learn from more texts, and adopt what is better than what the first few taught."""
+        """Learn from more texts, and adopt presets that are better than those of the first few."""
         try:
             if self._take_over(instrument):
                 return

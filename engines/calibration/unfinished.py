@@ -50,7 +50,7 @@ class Unfinished:
             return None
 
     def keep_learned(self, profile: Profile) -> Profile:
-        """Write the profile of what was learned so far, and return it as it lies in the file.
+        """Write the profile as learned so far, and return it as it lies in the file.
 
         It then takes no memory of its own. A full disk only costs the resumption.
         """

@@ -8,7 +8,7 @@ connection that the engine may be closing while a request is being written to it
 
 Most of a chunk's cost is two system calls and two turns of the event loop, at any size. So a
 stream that comes faster than any model's pace is read in bursts: after each chunk the engine's
-socket is left alone for a moment, and what gathers there goes on as one.
+socket is left alone for a moment, and the bytes that gather there go on as one chunk.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from engines.base import EngineUnavailable
 
 # A reader that is too slow makes the engine wait.
 MAX_HELD_BYTES = 256 << 10
-# The longest that a chunk of a fast stream waits in the socket, and what "fast" is. Streams of up
-# to 160 events a second, and every first event, go on at once. Neither can be seen on a screen.
+# The longest that a chunk of a fast stream waits in the socket, and the pause between two chunks
+# below which a stream is fast. Streams of up to 160 events a second, and every first event, go on
+# at once. Neither can be seen on a screen.
 GATHER_S = 0.004
 FAST_S = 1.5 * GATHER_S
 _BROKE = "the connection to it broke"

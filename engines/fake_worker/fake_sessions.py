@@ -1,4 +1,4 @@
-"""The fake engine's sessions: which are hot or cold, and what a prompt reuses of them.
+"""The fake engine's sessions, hot or cold, and the words that a prompt reuses from them.
 
 A token is a word. A session's KV is its list of words, at a made-up number of bytes each.
 """

@@ -338,7 +338,7 @@ class FleetEngine:
             yield await self._notices.get()
 
     async def _follow(self, replica: Replica) -> None:
-        """Pass on what a replica says of the sessions whose home it is."""
+        """Pass on a replica's notices of the sessions whose home it is."""
         while True:
             try:
                 async for notice in replica.engine.notices():

@@ -96,7 +96,7 @@ class SharedHomes:
     ) -> None:
         """
         Args:
-            most: homes that are remembered, of what this gateway saw and of what it heard.
+            most: homes that are remembered: so many that this gateway saw, and as many it heard.
             mark: returns the hash of a session by tenant and id, the same in all gateways.
             replicas: names by their hashes, the same in all gateways.
             said: takes the moves of all models of this gateway.
@@ -139,7 +139,7 @@ class SharedHomes:
 
 
 class FleetHomes(NamedTuple):
-    """The homes of the sessions of each fleet, and what is said of them to other servers."""
+    """The homes of the sessions of each fleet, and the moves that other gateways are told."""
 
     fleets: list[SharedHomes]
     said: SaidMoves

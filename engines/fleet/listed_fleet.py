@@ -99,7 +99,7 @@ class ListedFleet(FleetEngine):
 
     async def _take_on(self, one: ListedReplica) -> None:
         replica = await self.add(one.name, self._make(one))
-        # It may read the disk of one that is gone, and what was to be deleted there.
+        # It may read a gone replica's disk, where some sessions were still to be deleted.
         replica.owed.update(self._owed_by_gone)
 
     async def _let_go(self, name: str) -> None:

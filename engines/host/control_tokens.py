@@ -22,7 +22,8 @@ from typing import Any, Final, TypeAlias
 Encode: TypeAlias = Callable[[str], list[int]]
 _DIGITS: Final = 6
 _BARS: Final = frozenset("|｜")
-# Between the letters of what cannot be encoded as plain text in another way. It is not seen.
+# Stands between the letters of a control token that cannot be encoded as plain text in another way.
+# It is not seen.
 _JOINER: Final = "\u2060"
 
 

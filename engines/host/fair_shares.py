@@ -1,10 +1,10 @@
-"""Shares an engine's places between tenants, by what each was served.
+"""Shares an engine's places between tenants, by the tokens that each was served.
 
 Every tenant has a count of the tokens that it was served, divided by its weight. A place that
 request waits for is taken from a tenant that holds more than its share of them; where places cannot
 be divided, tenants take turns: a tenant that is behind another by a quantum goes first. A tenant
-that comes back after a pause begins at the smallest count of those that are there: what it did not
-use meanwhile is no credit, and what it used before is no debt to newcomers.
+that comes back after a pause begins at the smallest count of those that are there: its pause is no
+credit, and its earlier use is no debt to newcomers.
 
 Pure arithmetic, without an engine: both of ours choose by it. Not thread-safe.
 """

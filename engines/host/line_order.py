@@ -21,7 +21,8 @@ T = TypeVar("T")
 OLDEST_EVERY: Final = 4
 # Of so many of a tenant that come in while its rows take turns, one is a prompt that has not begun.
 FRESH_EVERY: Final = 4
-# An answer of so many tokens is a long one: it makes way for what has not begun of its own tenant.
+# An answer of so many tokens is a long one: it makes way for requests of its own tenant that have
+# not begun.
 LONG_ANSWER: Final = int(4 * QUANTUM)
 # Prompts below it are all equally short; from here on each doubling is another length.
 SHORT_TOKENS: Final = 512

@@ -1,4 +1,4 @@
-"""The line of what is done one piece at a time, such as texts to be embedded: tenants take turns.
+"""The line of work that is done piece by piece, such as texts to be embedded: tenants take turns.
 
 The next piece is of the tenant that was served least by its weight, as with answers; within a
 tenant its requests take turns, piece by piece. One tenant's requests leave places to others.
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 async def to_its_end(step: asyncio.Future[T]) -> T:
-    """Await what runs on a thread. If cancelled, return when it has ended: it cannot be stopped."""
+    """Await a step on a thread. If cancelled, return when it has ended: it cannot be stopped."""
     try:
         return await asyncio.shield(step)
     finally:

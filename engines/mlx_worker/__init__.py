@@ -4,7 +4,7 @@ No other room imports it. One owner thread touches mlx; an asyncio side speaks H
 protocol; codec threads see numpy only. A chat's walk:
 
 1. ``http.py`` checks the request; the gateway has named its session.
-2. ``prompt/request_plan.py`` plans it, off the event loop: token ids, sampling, grammar, readers.
+2. ``prompt/request_planner.py`` plans it, off the event loop: token ids, sampling, grammar.
 3. ``owner.py`` takes the plan's generations over to the owner thread.
 4. ``batch/admission.py`` lets the prompt in once ``batch/memory_budget.py`` has room for it.
 5. ``batch/prefix_reuse.py`` finds KV to start from: a hot session's, or from the cold store.

@@ -23,12 +23,12 @@ from engines.host.fill_in import fill_in_of
 from engines.host.lifeline import Lifeline, read_settings, runtime_folder
 from engines.host.template_rules import rules_of
 from engines.mlx_worker.cache.layout import CannotServe
+from engines.mlx_worker.control.measurement import Measuring
 from engines.mlx_worker.control.notices import Notifier
 from engines.mlx_worker.control.reports import SessionReports
 from engines.mlx_worker.control.verbs import MlxVerbs
 from engines.mlx_worker.embeddings.embedder import Embedder
 from engines.mlx_worker.http import create_app
-from engines.mlx_worker.measuring.measuring import Measuring
 from engines.mlx_worker.model.loading import LoadedModel, describe_device, load_model
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.store_opening import store_opener
@@ -92,7 +92,7 @@ def load(config: WorkerConfig) -> LoadedModel:
     """Load the model.
 
     Raises:
-        CannotServe: it cannot be loaded; says what can be done about it.
+        CannotServe: it cannot be loaded; the message suggests a remedy.
         OSError: something is missing that may come back.
     """
     path = config.model_path

@@ -15,7 +15,7 @@ from typing import Final
 
 # The threshold that glibc starts with.
 LARGE_BLOCK_BYTES: Final = 128 << 10
-# Half of what Linux allows a process by default. Beyond it large blocks go to the heaps again.
+# Half of Linux's default limit for a process. Beyond it large blocks go to the heaps again.
 MAX_MAPPINGS: Final = 32_768
 
 # malloc.h

@@ -51,6 +51,7 @@ from engines.mlx_worker.answer.reply_format import (
     chunks,
     collected,
 )
+from engines.mlx_worker.answer.request_plan import RequestPlan
 from engines.mlx_worker.answer.sse import KEEPALIVE_S, SseResponse
 from engines.mlx_worker.embeddings.embedder import Embedder
 from engines.mlx_worker.embeddings.vectors import shown
@@ -58,7 +59,7 @@ from engines.mlx_worker.generation import ContextTooLong, Generator
 from engines.mlx_worker.grammar.compiler import GrammarCompiler
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.planning import Planning
-from engines.mlx_worker.prompt.request_plan import RequestPlan, RequestPlanner
+from engines.mlx_worker.prompt.request_planner import RequestPlanner
 from engines.mlx_worker.prompt.tokenizing import PromptTokens
 from engines.mlx_worker.prompt.tools import grammar_wanted
 from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings

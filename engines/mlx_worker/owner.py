@@ -28,7 +28,7 @@ from engines.mlx_worker.assembly import EngineParts, ThreadContext, assemble
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.cache.packed.attention import attending
-from engines.mlx_worker.cache.packed.model import with_packed_caches
+from engines.mlx_worker.cache.packed_model import with_packed_caches
 from engines.mlx_worker.event_queue import EventBuffer, EventQueue
 from engines.mlx_worker.generation import ContextTooLong, Generation, ModelFacts
 from engines.mlx_worker.measuring.held_prefix import HeldPrefix
@@ -60,7 +60,7 @@ MLX_POOL_BYTES = 64 << 20
 
 
 def _look() -> None:
-    """Do nothing: a command that only has the owner thread look at what there is to do."""
+    """Do nothing: as a command it only makes the owner thread look for work."""
 
 
 def _no_store(model: LoadedModel, plan: CachePlan) -> str:
@@ -78,7 +78,7 @@ class Owner:
         open_store: OpenStore = _no_store,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``load`` runs on the owner thread; ``name`` is what clients call the model."""
+        """``load`` runs on the owner thread; ``name`` is the model's name for clients."""
         self._load = load
         self._config = config
         self._name = name

@@ -1,8 +1,8 @@
 """The HTTP server of a replica: vLLM's own application, for gateways with the token alone.
 
-It stands beside Serve's proxies, which would pass on what any client sets. When it is asked to end,
-it takes no more connections and finishes the answers that it has begun: a gateway that finds no
-connection asks another replica.
+It stands beside Serve's proxies, which would pass on ``cache_salt`` and other fields as any client
+sets them. When it is asked to end, it takes no more connections and finishes the answers that it
+has begun: a gateway that finds no connection asks another replica.
 """
 
 from __future__ import annotations

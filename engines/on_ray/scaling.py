@@ -1,4 +1,4 @@
-"""How many replicas there should be: by what waits, and by how much of the live KV is in use.
+"""Chooses the number of replicas by the waiting requests and by the share of live KV in use.
 
 Serve counts requests of its own proxies, and the gateway's come by another way. So each replica
 reports its figures (``record_autoscaling_stats``), and Serve's bounds and delays stay as they are

@@ -24,6 +24,6 @@ A return of a cold session on vLLM, from the request to the save of its turn:
      7. ``worker/transfer.py``            unpacks the blobs into the blocks
      8. ``process/middleware.py``         reports the restored tokens in the answer's header
      9. ``scheduler/turn_saves.py``       the turn ends: plans the save and holds its blocks
-    10. ``worker/host_blocks.py``         packs new blocks into blobs; on a GPU
+    10. ``blocks/host_blocks.py``         packs new blocks into blobs; on a GPU
                                           ``device/device_save.py`` does
 """

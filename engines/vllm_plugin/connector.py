@@ -28,6 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from engines.vllm_plugin.blocks.block_layout import UnknownLayout
+from engines.vllm_plugin.blocks.blocks import Blocks
+from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.config import BadSettings, settings_from
 from engines.vllm_plugin.device.device_check import blocks_for
 from engines.vllm_plugin.events.vllm_events import KVEvents
@@ -37,9 +40,6 @@ from engines.vllm_plugin.process.refusal import record_refusal, runtime_folder
 from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
 from engines.vllm_plugin.stats import ColdMetrics, ColdStats, StatsFeed, source_of
 from engines.vllm_plugin.support import Unsupported, check, check_version
-from engines.vllm_plugin.worker.block_layout import UnknownLayout
-from engines.vllm_plugin.worker.blocks import Blocks
-from engines.vllm_plugin.worker.paging import PagedCache
 from engines.vllm_plugin.worker.worker_side import WorkerSide, open_worker_side
 from kvstore.by_blocks.store import BlockStore
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec

@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import (
 
 from engines.about_vllm.environment import is_supported, supported_releases
 from engines.cache_classes import INDEX_ON_VLLM, LATENT_ON_CPU, NOTHING_GROWS_ON_VLLM
+from engines.vllm_plugin.blocks.paging import DTYPES
 from engines.vllm_plugin.groups import Groups, StateGroup
-from engines.vllm_plugin.worker.paging import DTYPES
 
 _ALL_KEEP_ALL: Final = (
     "start vLLM with --disable-hybrid-kv-cache-manager, and layers with windows keep all tokens too"

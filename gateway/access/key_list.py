@@ -20,11 +20,11 @@ from gateway.keys import KeyFacts, Tenants, facts_of, read_key_lines
 
 
 class KeyListFixed(Exception):
-    """The list cannot be changed so; the message says why, and what to do."""
+    """The list cannot be changed so; the message gives the reason and the remedy."""
 
 
 class KeyLines(NamedTuple):
-    """All lines, by what they allow."""
+    """All lines, by the rights that they give."""
 
     usual: list[str]
     admin: list[str]

@@ -40,7 +40,7 @@ class LogRing(logging.Handler):
         """Keep a record; ``handle`` holds the lock."""
         try:
             self._keep(record)
-        except Exception:  # as every handler: who logs is never failed by what it logs
+        except Exception:  # as in every handler: no record fails its logger's caller
             self.handleError(record)
 
     def _keep(self, record: logging.LogRecord) -> None:

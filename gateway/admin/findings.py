@@ -23,7 +23,7 @@ COMFORTABLE_CONNECTIONS = 512
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing, how bad it is, and what to do about it."""
+    """One finding: its subject, how bad it is, and the remedy."""
 
     about: str
     verdict: Literal["ok", "warning", "failure"]

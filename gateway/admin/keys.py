@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The body of a new key: whose it is, and what it may take (0 = any number)."""
+    """The body of a new key: whose it is, and its limits (0 = any number)."""
 
     tenant: str
     requests_per_minute: int | None = None

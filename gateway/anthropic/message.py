@@ -158,7 +158,7 @@ def _blocks(asked: Asked, said: Said) -> list[Json]:
 
 
 def tool_input(arguments: str) -> Json:
-    """Parse a call's arguments; {} for what is no object, such as a call that was cut short."""
+    """Parse a call's arguments; {} if they are no object, as when a call was cut short."""
     try:
         given = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError):

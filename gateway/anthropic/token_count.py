@@ -25,7 +25,7 @@ router = APIRouter()
 
 
 def chat_of(asked: Json, strip_attribution: bool, sight: Sight = BLIND) -> Json:
-    """Translate a body into what an engine is asked for the tokens of.
+    """Translate a body into the chat whose tokens an engine is asked for.
 
     Raises:
         InvalidRequest: it is no request for a message.

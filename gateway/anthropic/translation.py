@@ -82,7 +82,7 @@ def translated(
 def prompt_fields(
     request: CountRequest, strip_attribution: bool, sight: Sight
 ) -> tuple[Json, list[str]]:
-    """Return all fields of a chat that make its prompt, and words for what was left out."""
+    """Return all fields of a chat that make its prompt, and words for the parts left out."""
     chat = chat_messages(request, strip_attribution, sight)
     tools, num_left_out = chat_tools(request)
     fields: Json = {"messages": chat.messages, **_thinking(request)}

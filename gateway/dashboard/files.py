@@ -65,7 +65,7 @@ def page_files(folder: Path = FOLDER) -> PageFiles:
 
 
 def _needed_first(name: str) -> tuple[bool, str]:
-    """Sort what asks for the data before what shows it."""
+    """Sort the scripts that ask for the data before those that show it."""
     return not name.startswith(("live/", "vendor/signals", "vendor/preact")), name
 
 

@@ -32,7 +32,7 @@ PAGE_HEADERS: Final = {
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",  # for what does not know ``frame-ancestors``
+    "x-frame-options": "DENY",  # for browsers that do not know ``frame-ancestors``
 }
 _FOR_EVER: Final = "public, max-age=31536000, immutable"
 

@@ -1,4 +1,4 @@
-"""Keeps this server's part of the directory, and takes over what the others say.
+"""Keeps this server's part of the directory, and takes over the others' entries.
 
 A round writes what has changed here and reads what is new, twice in a second, on a thread of its
 own; no request waits for it but those that are about other servers' sessions. While the Redis
@@ -134,7 +134,7 @@ class Directory:
             await asyncio.sleep(LEAST_PAUSE_S)
 
     async def round(self) -> None:
-        """Write what has changed, and take over what is new. Raises ``TierUnavailable``."""
+        """Write the changes, and take over the news. Raises ``TierUnavailable``."""
         waiting, self._waiting = self._waiting, []
         now = self._clock()
         self._gather()

@@ -1,9 +1,9 @@
-"""Bounds what the bodies of all requests take together: their bytes, and what is made of them.
+"""Bounds the memory of all requests' bodies together: their bytes, and the values parsed from them.
 
 A body counts by the bytes that have come, not by those that it declares, until its turn is called:
 through the waiting line, but not while the engine computes. Questions that are no turn have no
-line here, and count until they are answered. What a request recalls of what is stored counts as
-its body does. One tenant's leave room for others.
+line here, and count until they are answered. Stored objects that a request recalls count as its
+body does. One tenant's leave room for others.
 Parsed, a body of tiny values takes many times its bytes, so large ones are parsed one after the
 other, and how much they may become is known before that.
 """
@@ -23,7 +23,7 @@ from gateway.errors import Failure, Refused
 
 BODY_SHARE = "body_share"  # where a request's share is in the scope's state
 LARGE_BODY_BYTES = 256 << 10  # some milliseconds of work
-# What a parsed body may weigh, about 64 bytes for each: a number or a text is 1.
+# The most that a parsed body may weigh, in units of about 64 bytes: a number or a text is 1.
 MAX_WEIGHT = 1 << 20
 _WEIGHTS = {b",": 1, b"[": 4, b"{": 8}
 _TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)

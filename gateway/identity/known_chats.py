@@ -8,7 +8,7 @@ fork, and gets an id of its own. A wrong guess costs nothing but a prefill, sinc
 compares tokens.
 
 One kind of fork goes on in the session that it left: aider writes the last question anew when the
-next one comes, and puts the files after what was said. Such a request is longer than the one
+next one comes, and puts the files after the earlier messages. Such a request is longer than the one
 before it by an answer and a question, and shares all of it but the last few messages. It takes the
 session over where that is quiet, or every turn would leave an unused session.
 

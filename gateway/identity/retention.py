@@ -1,7 +1,7 @@
 """How long a request asks its session to be kept, by whichever field its dialect has for it.
 
-A time is what its client asks for at least; it is never more than a place in the order in which
-sessions are given up, and budgets go first.
+A time is the least that its client asks for. It only gives the session a place in the order in
+which sessions are given up, and budgets go first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds_of(ttl: object) -> float:
-    """Read a time like ``"30m"``, in seconds; 0.0 for what is none. At most ``MAX_RETAIN_S``."""
+    """Read a time like ``"30m"``, in seconds; 0.0 for anything else. At most ``MAX_RETAIN_S``."""
     found = _TTL.fullmatch(ttl) if isinstance(ttl, str) else None
     if found is None:
         return 0.0

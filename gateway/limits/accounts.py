@@ -1,4 +1,4 @@
-"""The account of every route and verb: what it takes of its key's limits, and what bounds its work.
+"""The account of every route and verb: its share of its key's limits, and the bound on its work.
 
 A request is charged once, when its caller is known (``context.caller_of``) and before its body is
 read. A route without an account cannot be served, and ``tests/architecture`` finds it before that.
@@ -35,7 +35,7 @@ class Work(Enum):
 
 
 class Account(NamedTuple):
-    """The part that one request of a route takes of its caller's key, and what bounds the rest."""
+    """One request's share of its key's limits, and the bound on the rest of its work."""
 
     work: Work
     requests: float = 0.0  # of the key's ``requests_per_minute``; 0: not counted
@@ -113,7 +113,7 @@ ACCOUNTS: Final[dict[str, Account]] = {
     "measure": _ADMIN_CHANGE,
 }
 
-# What the gateway asks of an engine (``engines.wire``), by the verb's tag; each has a deadline.
+# Questions of the gateway to an engine (``engines.wire``), by the verb's tag; each has a deadline.
 VERBS: Final[dict[str, str]] = {
     "hello": "once for each connection, by its holder of the token",
     "demote": "a user's request or a sweep, one at a time for each session",

@@ -1,7 +1,7 @@
-"""Lets a key's requests in, within what that key may take; says so in each answer's head.
+"""Lets a key's requests in, within that key's limits; says so in each answer's head.
 
-The counts are of this process. Where several gateways share a Redis, a key also takes what it uses
-from what they have together (``shared_limits``). Tokens are counted when an answer has ended, since
+The counts are of this process. Where several gateways share a Redis, a key's use also counts
+against their common limits (``shared_limits``). Tokens are counted when an answer has ended, since
 they are not known before, so a key may go over once and waits for it afterwards. A session has no
 row before its turn has a slot, so the ids on their way there are counted here.
 """
@@ -24,7 +24,7 @@ from gateway.limits.shared_limits import SharedLimits
 from gateway.limits.stock import Stock
 
 KEY_SHARE = "key_share"  # where a request's share is in the scope's state
-RESERVED = "reserved"  # and what it has waited for
+RESERVED = "reserved"  # and the part of the limits that it has waited for
 AGAIN_S = 1.0  # after a refusal for too many at once
 Headers = tuple[tuple[str, str], ...]
 
@@ -106,12 +106,12 @@ class KeyLimits:
 
 
 class _Counts:
-    """The counts of what one key has used lately."""
+    """The counts of one key's recent requests and tokens."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.running = 0
         self._clock = clock
-        self._stock: Stock | None = None  # what is at hand of what all gateways have together
+        self._stock: Stock | None = None  # this gateway's part of the common limits
         self._is_shared = False  # when a request was let in last
         self.limit_to(limits)
 

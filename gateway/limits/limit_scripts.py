@@ -17,8 +17,8 @@ _NOW: Final = """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 """
-# A bucket: takes out what is owed, then as much as is there of what is wanted; less than nothing is
-# put back. ARGV: what it holds, owed, wanted.
+# A bucket: takes out the number owed, then the number wanted, or as much of it as is there. If the
+# number wanted is below 0, it is put back. ARGV: the bucket's capacity, owed, wanted.
 _TAKE: Final = f"""{_NOW}
 local most, owed, wanted = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local seen = redis.call('HMGET', KEYS[1], 'level', 'at')
@@ -80,7 +80,7 @@ _SPACE: Final = "thermocline:limits:"
 
 
 class Taken(NamedTuple):
-    """The answer of a bucket: what it gave, and what it holds now."""
+    """The answer of a bucket: the number it gave, and its level now."""
 
     given: float
     level: float

@@ -1,7 +1,7 @@
 """One key's limits over all gateways that share a Redis.
 
-Each gateway takes slices of what a key may use from the server, ahead, and lets requests in by what
-it has at hand: so the sum over all gateways is the key's limit, and the server is asked by one task
+Each gateway takes slices of a key's limits from the server, ahead, and lets requests in by the
+slices at hand: so the sum over all gateways is the key's limit, and the server is asked by one task
 beside. A request waits for it only where nothing is at hand, and never longer than ``WAIT_S``.
 
 Where the server does not answer, each gateway counts for itself, as it does without a Redis

@@ -1,4 +1,4 @@
-"""The part of one key's limits that this gateway has at hand, taken from what all have together."""
+"""The part of one key's limits that this gateway has at hand, taken from the common limits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Slice:
         return min(60.0, max(1.0, missing * 60.0 / self.most))
 
     def wanted(self, num_waiting: int) -> tuple[float, float]:
-        """Return what is owed, and what is wanted more than is there: less than 0 to give back."""
+        """Return the number owed, and the number wanted beyond the level: below 0 to give back."""
         idle = self._clock() - self._used_at > IDLE_S and not num_waiting
         aim = 0.0 if idle else num_waiting + self.most / SLICE
         return max(0.0, -self.level), aim - max(0.0, self.level)
@@ -95,14 +95,14 @@ class Stock:
         self.slices = {what: Slice(most, self._clock) for what, most in both if most}
 
     def reset(self) -> None:
-        """Forget what was at hand: it is not known any more what is left of it."""
+        """Forget the slices and places at hand: how much of them is left is not known any more."""
         self._held, self._renewed_at = 0, float("-inf")
         for each in self.slices.values():
             each.level = min(each.level, 0.0)
 
     @property
     def is_enough(self) -> bool:
-        """True if one more request can be let in by what is at hand."""
+        """True if the slices and places at hand suffice for one more request."""
         more = self.reserved + 1
         if not all(x.holds(more) for x in self.slices.values()):
             return False
@@ -125,7 +125,7 @@ class Stock:
     def questions(
         self, gateway: str, now: float
     ) -> Iterator[tuple[Command, Callable[[Reply], None]]]:
-        """Yield what is to be asked now, each with what takes the answer (or ``ValueError``)."""
+        """Yield each command to send now, with the function for its answer (or ``ValueError``)."""
         for what, part in self.slices.items():
             if part.is_due(self.num_waiting + self.reserved):
                 owed, wanted = part.wanted(self.num_waiting + self.reserved)

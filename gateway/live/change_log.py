@@ -13,7 +13,7 @@ MAX_ENTRIES = 200_000
 class ChangeLog(Generic[K]):
     """Names, each with the number of the moment in which it last changed.
 
-    A reader that was last served at moment n asks for what changed after n, so one that is slow or
+    A reader that was last served at moment n asks for the changes after n, so one that is slow or
     comes back gets each session once, as it is now: nothing is queued for any reader.
     """
 

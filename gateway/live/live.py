@@ -1,7 +1,7 @@
 """Hears of everything that happens to requests and sessions, and lets readers see their part.
 
 Without readers, all that this costs is a few sums and a bounded memory of each session's past.
-With readers, it looks once a second at what changed.
+With readers, it looks for changes once a second.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class Live:
                     self.engine_told(await self._engine.stats())
 
     def look(self) -> None:
-        """Look once at what changed, for every scope that has readers; drop those without."""
+        """Look once for changes, for every scope that has readers; drop those without."""
         for tenant, since in list(self._unread_since.items()):
             if self._clock() - since > LINGER_S:
                 del self._scopes[tenant], self._unread_since[tenant]

@@ -44,7 +44,7 @@ class Verdicts:
 def quality_shown(
     codec: CodecReport | None, can_measure: bool, history: list[VerdictShown]
 ) -> QualityShown | None:
-    """Show the codecs and what they were measured to cost; None while no engine reports it."""
+    """Show the codecs and their measured cost; None while no engine reports it."""
     if codec is None:
         return None
     in_use = {codec.id, *codec.tiers.values()}

@@ -1,4 +1,4 @@
-"""The part of everything that one caller may see, and what of it changed since when.
+"""The part of everything that one caller may see, and its changes since a given moment.
 
 A scope is one tenant's, or the admins'. Every look gives a *moment* its number; a reader that was
 last served at a moment gets what changed after it. Nothing is queued: a reader that was slow for a
@@ -96,7 +96,7 @@ class Scope:
         self._moves.append((self.moment + 1, move))
 
     def look(self) -> None:
-        """Look at what changed; if anything did, a new moment begins and readers are woken."""
+        """Look for changes; if there are any, a new moment begins and readers are woken."""
         upcoming = self.moment + 1
         changed = bool(self._pending)
         for key in self._pending:

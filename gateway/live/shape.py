@@ -1,4 +1,4 @@
-"""The shape of what is shown: the data of ``GET /v1/events`` and of one session's detail.
+"""The shape of the data shown: that of ``GET /v1/events`` and of one session's detail.
 
 ``docs/events.md`` says the same in words, with examples. Times are Unix times in seconds, sizes are
 bytes, durations seconds; what is not known is null. No field ever holds the text of a chat, but a
@@ -87,7 +87,7 @@ class SessionShown(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int | None  # hot bytes while hot (about, while it is served), packed bytes while cold
     cold_bytes: int
     bf16_bytes: int | None  # that the KV of its tokens would take in bf16
-    ratio: float | None  # of what is packed: what it would take in bf16 over its packed bytes
+    ratio: float | None  # of the packed KV: its bytes in bf16 over its packed bytes
     idle_since: float | None  # null while it is served
     pinned: bool
     last_source: str | None  # hot, cold-ram, cold-disk, cold-redis or miss
@@ -193,7 +193,7 @@ class VerdictShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
-    """The gate: the codecs in use, and what they were measured to cost."""
+    """The gate: the codecs in use, and their measured cost."""
 
     name: str
     tiers: dict[TierName, str]

@@ -31,7 +31,7 @@ class Part:
     guaranteed: Budget
     share: int
     is_loaded: bool  # or about to be, or about to be no more
-    lent: Budget = NOTHING  # the most that its engine may use beside what it is guaranteed
+    lent: Budget = NOTHING  # the most that its engine may use beside its guaranteed part
     confirmed: Budget | None = NOTHING  # as its engine said last; None: that is not known
     life: Welcome | None = None  # of its engine, when that said so
 
@@ -44,7 +44,7 @@ class Part:
 
 
 class Lending:
-    """Keeps account of what each model's engine may use. Belongs to the event loop."""
+    """Keeps account of the memory that each engine may use. Belongs to the event loop."""
 
     def __init__(self, all_of_it: Budget, parts: Mapping[str, Part]) -> None:
         """``parts``: by the names of the models."""
@@ -113,7 +113,7 @@ class Lending:
             part.lent = lent
 
     async def _confirm(self, part: Part, lent: Budget) -> bool:
-        """Have an engine hold to what it is guaranteed and lent; False: it may not have heard."""
+        """Have an engine hold to its guaranteed and lent memory; False: it may not have heard."""
         assert isinstance(part.engine, HasBudgets)
         wanted, life = part.guaranteed.plus(lent), part.engine.welcome
         part.confirmed = None

@@ -1,4 +1,4 @@
-"""One model that is served: its engine, its sessions, and what is known of their prompts."""
+"""One model that is served: its engine, its sessions, and the outlines of their prompts."""
 
 from __future__ import annotations
 

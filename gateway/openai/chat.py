@@ -80,7 +80,7 @@ async def _recall_text(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Tr
 
 
 def _filled_in(marks: FillIn | None, asked: Json) -> Translated:
-    """Write prompt and suffix as the model learned to fill in what is between them.
+    """Write prompt and suffix as the model learned to fill in the text between them.
 
     Where it learned no such thing, the suffix stays, and is refused with all else that is wrong.
     """

@@ -86,7 +86,7 @@ class ChatEvents:
         if data == KEEPALIVE:
             return data
         if data == DONE:
-            self.complete = True  # sent with the ending: clients look for what is stored then
+            self.complete = True  # sent with the ending: clients look for the stored object then
             return b""
         chunk = _parsed(data)
         if "error" in chunk:
@@ -136,7 +136,7 @@ def _parsed(data: bytes) -> Json:
 
 
 def _show_calls(choice: Json, message: Json, wanted: ChatCalls) -> None:
-    """Write the calls of a message, or of what a chunk adds to one, as the client knows them."""
+    """Write the calls of a message, or of a chunk of one, as the client knows them."""
     calls = message.get("tool_calls")
     if wanted.legacy:
         if calls:

@@ -1,4 +1,4 @@
-"""OpenAI's chat request made into what engines know, where it is more than that.
+"""OpenAI's chat request, made into fields that engines know.
 
 Deprecated ``functions`` become tools, custom tools functions, ``allowed_tools`` a shorter list.
 What only OpenAI's own servers run (``web_search_options``) is left out and counted. All else goes
@@ -75,7 +75,7 @@ def _needs_offer(raw: Json) -> bool:
     """Say whether tools are more than functions, or chosen in another way than by name."""
     tools, choice = raw.get("tools"), raw.get("tool_choice")
     if not isinstance(tools, list) or not all(isinstance(x, dict) for x in tools):
-        return False  # the check of the chat says what is wrong
+        return False  # the check of the chat reports the mistake
     by_kind = isinstance(choice, dict) and choice.get("type") in ("allowed_tools", "custom")
     return by_kind or any(x.get("type") == "custom" for x in tools)
 

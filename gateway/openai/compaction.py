@@ -142,7 +142,7 @@ def _is_kept(item: Json) -> bool:
 
 
 def _excerpt(rest: Sequence[Json], known: Known, max_chars: int) -> str:
-    """Return the end of what is not kept, word for word, for a model that sums nothing up."""
+    """Return the end of the items not kept, word for word, for a model that sums nothing up."""
     writer = MessageWriter(known.open_sealed, known.sight)
     writer.add_all(rest, "input")
     lines = []

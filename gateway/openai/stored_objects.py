@@ -39,7 +39,7 @@ class MetadataChange(msgspec.Struct, frozen=True):
 
 
 class StoredKind(NamedTuple):
-    """One kind of stored object, and what can be done with it."""
+    """One kind of stored object, and the ways to ask for it, change it and delete it."""
 
     kind: Kind
     words: str  # as errors begin

@@ -48,7 +48,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def _ask(request: Request, path: str, validate: Callable[[Json, Sight], Any]) -> Response:
-    # What was parsed is gone while the engine works.
+    # The parsed body is gone while the engine works.
     model, question = await _question(request, validate)
     answer = await answer_to(request, model.engine, path, question)
     return Response(answer, media_type="application/json")

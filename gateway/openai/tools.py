@@ -1,4 +1,4 @@
-"""Tools as OpenAI's two dialects write them, made into what engines know: functions.
+"""Tools as OpenAI's two dialects write them, made into functions, which engines know.
 
 - A *custom* tool takes free text: a function with one string argument, ``input``. Its grammar, if
   it has one, is shown to the model and not enforced.

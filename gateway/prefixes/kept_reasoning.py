@@ -7,7 +7,7 @@ from engines.wire import TemplateRules
 
 
 def keep_reasoning(raw: Json, rules: TemplateRules) -> None:
-    """Switch it on in a chat's body, unless the client says what the template is to do."""
+    """Switch this on in a chat's body, unless the client sets the template's switch itself."""
     if rules.reasoning_switch:
         said = raw.get("chat_template_kwargs") or {}
         raw["chat_template_kwargs"] = {**rules.reasoning_switch, **said}

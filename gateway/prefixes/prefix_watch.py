@@ -1,7 +1,7 @@
 """Compares each request with the one before it in its session, by hashes and numbers only.
 
-It is what an operator needs to find the client that changes its own prompt: which part changed, at
-which message, and how many tokens were reused. Bounded in bytes; the longest unused go first.
+It helps an operator find the client that changes its own prompt: which part changed, at which
+message, and how many tokens were reused. Bounded in bytes; the longest unused go first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ENTRY_BYTES = 400  # of the objects around an outline's digests, about
 
 
 class Compared:
-    """One request: its outline, where it left the one before, and what it reused of it."""
+    """One request: its outline, where it left the one before, and how many tokens it reused."""
 
     __slots__ = ("cached_tokens", "change", "outline", "prompt_tokens")
 

@@ -95,7 +95,7 @@ class AsItIs:
 
 
 class EventsAround:
-    """An ``EventStream`` around another: a subclass says what becomes of what is fed."""
+    """An ``EventStream`` around another: a subclass changes the chunks that are fed."""
 
     def __init__(self, events: EventStream) -> None:
         self._events = events

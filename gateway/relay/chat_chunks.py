@@ -1,6 +1,6 @@
 """Reads the engine's answers to a chat, streamed or whole, for dialects that translate them.
 
-Only the fields that a translation needs are read. Both names of what a model thought are known:
+Only the fields that a translation needs are read. Both names of a model's reasoning are known:
 ``reasoning_content``, and ``reasoning`` as newer vLLM writes it.
 """
 

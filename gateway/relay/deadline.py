@@ -22,7 +22,7 @@ class Deadline:
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Raise ``TimeoutError`` from what is inside the context at that time.
+        """Raise ``TimeoutError`` inside the context at that time.
 
         A context within such a one takes its place, and ends by itself.
         """

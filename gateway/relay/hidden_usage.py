@@ -15,7 +15,7 @@ from engines.openai.messages import Json
 from gateway.errors import Failure
 from gateway.relay.answer_format import AnswerFormat, EventsAround
 
-# What the event has and no other; a text inside JSON cannot hold it, its quotes are escaped there.
+# Marks of this event alone; no text inside JSON can hold them, as their quotes are escaped there.
 _COMPACT, _SPACED = b'"choices":[]', b'"choices": []'
 
 

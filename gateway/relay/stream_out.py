@@ -30,7 +30,7 @@ class ShowsLife(Protocol):
 
 
 class StreamOut:
-    """Sends one streamed answer, and knows what has gone out. Belongs to the event loop."""
+    """Sends one streamed answer, and notes its progress. Belongs to the event loop."""
 
     def __init__(
         self,

@@ -3,5 +3,5 @@
 ``stored`` gives the event loop its ``objects``, in steps, on threads that tenants take in turns.
 These are sealed (``entry_seal``) before they lie on a ``shelf``: ``sqlite_shelf`` or
 ``redis_shelf``, which see no content. Every lookup is one tenant's. ``forms`` says how an object is
-taken apart, ``older`` seals what was written before. ``seal`` is for what clients keep for us, too.
+taken apart, ``older`` seals older entries. ``seal`` is for texts that clients keep for us, too.
 """

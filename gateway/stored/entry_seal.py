@@ -68,7 +68,7 @@ class Seals:
 
 
 class EntrySeal:
-    """The seal of one object, and of what is inside of it."""
+    """The seal of one object, and of the parts inside it."""
 
     def __init__(self, key: bytes, sums: bytes, place: tuple[str, ...]) -> None:
         self._sums = sums

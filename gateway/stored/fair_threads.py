@@ -54,7 +54,7 @@ class FairThreads:
         return done
 
     async def close(self) -> None:
-        """Wait for what runs; nothing else is begun."""
+        """Wait for the work that runs; nothing else is begun."""
         self._lines.clear()
         if self._ending:
             await asyncio.wait(self._ending)

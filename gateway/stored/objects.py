@@ -288,7 +288,7 @@ class Objects:
     def relabel(
         self, tenant: str, kind: Kind, id: str, anew: Callable[[bytes], Form]
     ) -> Steps[bytes | None]:
-        """Replace an object's body and labels by what ``anew`` makes of the body.
+        """Replace an object's body and labels by those that ``anew`` makes of the body.
 
         Returns the new body; None if there is no such object.
         """

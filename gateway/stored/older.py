@@ -1,4 +1,4 @@
-"""Seals what an older release wrote in plain text, where it lies.
+"""Seals entries that an older release wrote in plain text, where they lie.
 
 An entry that has no head yet is such a one. It is sealed when it is asked for, and all of them are,
 one after the other, while the server runs.

@@ -353,7 +353,7 @@ class RedisShelf:
         return int(self._limits.max_age_s * 1000)
 
     def _hide(self, server: Any, keys: Keys, name: str) -> None:
-        """Remove an entry but for what ``_cleared`` removes; a full server takes this, too."""
+        """Remove an entry but for the parts left to ``_cleared``; a full server takes this, too."""
         session, tags = server.hget(keys.entry(name), "session"), server.hget(keys.tags, name)
         with server.pipeline(transaction=True) as change:
             change.unlink(keys.entry(name), keys.items(name))
@@ -365,7 +365,7 @@ class RedisShelf:
             server.zadd(keys.used, {name: 0}, xx=True)
 
     def _cleared(self, server: Any, keys: Keys, name: str) -> bool:
-        """Remove a piece of what is left of a hidden entry; returns True when all is gone."""
+        """Remove a piece of a hidden entry's remains; returns True when all is gone."""
         ids = [text(x) for x in server.zrange(keys.order(name), 0, SLICE_ITEMS - 1)]
         tags, nbytes = server.hget(keys.tags, name), server.hget(keys.sizes, name)
         with server.pipeline(transaction=True) as change:

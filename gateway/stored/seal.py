@@ -1,10 +1,10 @@
-"""The seal on what leaves this process for one tenant: AES-256-GCM, bound to the place of it.
+"""The seal on data that leaves this process for one tenant: AES-256-GCM, bound to its place.
 
 A text that a client keeps for us is sealed for no place, and goes out in base64.
 
     1 byte of version | 12 bytes of nonce | the content, encrypted | 16 bytes of tag
 
-The key is the tenant's own, made of the server's secret, so what one tenant was given opens for
+The key is the tenant's own, made of the server's secret, so data sealed for one tenant opens for
 no other tenant, and after a change of the secret not at all.
 """
 

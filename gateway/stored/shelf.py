@@ -160,7 +160,7 @@ class Shelf(Protocol):
         """Remove an entry from all eyes; ``tidy`` removes what it took. False: it is not there."""
 
     def tidy(self, tenant: str) -> bool:
-        """Remove a piece of what was deleted, is too old or beyond the budget of a tenant.
+        """Remove a piece of the entries that were deleted, are too old or exceed a tenant's budget.
 
         Returns True if there may be more.
         """

@@ -148,7 +148,7 @@ class SqliteFile:
         db = sqlite3.connect(
             self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
-        # What is no text becomes one that nothing has, instead of an error of the whole file.
+        # Bytes that are no text become a text that nothing has, not an error of the whole file.
         db.text_factory = partial(str, encoding="utf-8", errors="replace")
         try:
             for pragma in ("synchronous = NORMAL", "secure_delete = ON", "foreign_keys = OFF"):

@@ -23,7 +23,7 @@ THREADS_PER_TENANT: Final = 2
 MAX_WAITING: Final = 256  # questions of one tenant
 SLICE_S: Final = 0.01  # steps that hold nothing go on for so long without another's between them
 CHORES_EVERY_S: Final = 600.0
-_NO_TENANT: Final = ""  # the tenant of what is done for none
+_NO_TENANT: Final = ""  # the tenant of work that is done for none
 
 
 class _Step(NamedTuple):
@@ -57,7 +57,7 @@ class Stored:
         return self._open is not None
 
     def start(self) -> None:
-        """Begin with what has to be done now and then, in the background."""
+        """Begin the chores, which are done now and then in the background."""
         if self.enabled:
             self._chores = asyncio.create_task(self._do_chores(), name="stored-chores")
 
@@ -70,11 +70,11 @@ class Stored:
     ) -> T:
         """Do ``work``, step by step; ``absent`` is the answer where nothing is stored.
 
-        So it is where something else lies in the place of what is asked for. When this is
+        It is the answer, too, where an entry is found that this code has not written. When this is
         cancelled, the step that runs is the last one.
 
         Args:
-            hold: hears how many bytes the next step will hold; what it raises ends the work.
+            hold: hears how many bytes the next step will hold; an error it raises ends the work.
 
         Raises:
             StoreFailed: the shelf cannot be read or written now.

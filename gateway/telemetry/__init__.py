@@ -1,1 +1,1 @@
-"""Turns what happens into what tools of operators read: gauges of a moment, spans of turns."""
+"""Turns events into the data that operators' tools read: gauges of a moment, spans of turns."""

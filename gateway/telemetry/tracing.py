@@ -29,7 +29,7 @@ class Tracing(Protocol):
     """Begins the traces of turns."""
 
     def begin(self, name: str, context: Mapping[str, str]) -> TurnTrace:
-        """Begin a turn's; ``context`` is what ``context_of`` made of its request."""
+        """Begin a turn's trace; ``context`` is the result of ``context_of`` for its request."""
 
     def close(self) -> None:
         """Send what is still to be sent; may take a few seconds."""

@@ -2,8 +2,8 @@
 
 The index is a belief. It avoids reading a record at every turn, lists the sessions, and knows which
 blobs more than one of them needs. Only the tiers know whether a session can be restored. The index
-is filled from the local tiers at the start, and from a shared tier as soon as that knows what this
-engine wrote there. It is bounded in bytes; beyond that the longest unused sessions are dropped
+is filled from the local tiers at the start, and from a shared tier as soon as that can list this
+engine's records. It is bounded in bytes; beyond that the longest unused sessions are dropped
 first.
 """
 

@@ -1,4 +1,4 @@
-"""Keeps an engine's entry on Redis, and reports what keeps it apart from the others there.
+"""Keeps an engine's entry on Redis, and reports the differences that keep it apart from others.
 
 No request waits for it: a separate thread asks the server every ``BEAT_S`` seconds. If the server
 does not answer, the last result is forgotten after a lease. The result is only a belief, so losing

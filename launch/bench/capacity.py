@@ -2,7 +2,7 @@
 
 Each round opens sessions until there are twice as many, then returns to all of them, the newest
 first: so a session that was lost pushes out only those that were looked at already, or older ones,
-and what still comes back is what the server kept.
+and the sessions that still come back are those that the server kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from launch.remote.turn import Message, Turn, take_turn
 
 KEPT_SHARE: Final = 0.5  # of its beginning that a returning session has to reuse
 QUICK_SHARE: Final = (
-    0.5  # of the first turn's time to first token; where no server says what is reused
+    0.5  # of the first turn's time to first token; for servers that do not report their reuse
 )
 LOST_IN_A_ROW: Final = 4  # then all older ones count as lost, too
 BY_TIME: Final = "time"
@@ -134,7 +134,7 @@ class Search:
     def _is_kept(self, session: _Session, back: Turn) -> bool:
         if self.found.judged_by == BY_TIME:
             return (back.ttft_s or 0.0) < QUICK_SHARE * (session.first.ttft_s or 0.0)
-        # A server may say nothing of what it reused when that is nothing.
+        # A server that reused nothing may leave the number out.
         return (back.cached_tokens or 0) >= KEPT_SHARE * session.first.prompt_tokens
 
     async def _open(self, http: aiohttp.ClientSession, session: _Session) -> None:

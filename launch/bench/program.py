@@ -1,4 +1,4 @@
-"""Runs a benchmark with a progress bar; Ctrl-C ends it with what is known so far."""
+"""Runs a benchmark with a progress bar; Ctrl-C ends it with the results so far."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Bar:
 
 
 def run_workload(target: Target, workload: Workload, temperature: float = 0.0) -> Report:
-    """Play ``workload``; a report of what there is, also after Ctrl-C.
+    """Play ``workload``; report the results, also after Ctrl-C.
 
     Raises:
         UsageError, LaunchError: the server cannot be used; says why.

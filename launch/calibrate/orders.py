@@ -46,7 +46,7 @@ def order_of(effective: EffectiveSettings, options: CalibrateOptions) -> Calibra
     """The order that these options ask for.
 
     Raises:
-        UsageError, LaunchError: it cannot be measured; says what to do.
+        UsageError, LaunchError: it cannot be measured; the message gives the remedy.
     """
     model = find_model(effective.settings.engine.model, effective.folders.cache)
     model.require_weights()
@@ -108,7 +108,7 @@ def _window_tokens(longest: int | None) -> int:
 
 
 def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:
-    """Context lengths to measure; ``longest`` is what the model can take, None if unknown."""
+    """Context lengths to measure; ``longest`` is the model's limit, None if unknown."""
     text = USUAL_CONTEXTS if wished is None else wished
     try:
         contexts = tuple(dict.fromkeys(int(x) for x in text.split(",")))

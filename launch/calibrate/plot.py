@@ -103,7 +103,7 @@ def _draw_errors(axes: Axes, rows: Sequence[Quality]) -> None:
 
 
 def _draw_residuals(axes: Axes, rows: Sequence[Quality], bounds: Sequence[WaterFilling]) -> None:
-    """Squared error of what remains of rows without RoPE, mean and size, beside water-filling."""
+    """Squared error of rows without their RoPE, mean and size, beside water-filling."""
     points = [(row.bits_per_element, _db(row.residual_error or 0)) for row in rows]
     _draw_points(axes, rows, points)
     _draw_gaussian(axes, rows)

@@ -37,7 +37,7 @@ def calibrate(
     """Measure the model in a process of its own, and wait for the report. Takes minutes.
 
     Raises:
-        UsageError, LaunchError: it cannot be done; says what to do.
+        UsageError, LaunchError: it cannot be done; the message gives the remedy.
     """
     command, env = program(effective, environ)
     order = order_of(effective, options)

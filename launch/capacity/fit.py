@@ -1,4 +1,4 @@
-"""Chooses budgets for a number of sessions, or says why there are none and what would fit."""
+"""Chooses budgets for a number of sessions, or says why there are none and how many would fit."""
 
 from __future__ import annotations
 

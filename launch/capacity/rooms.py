@@ -28,7 +28,7 @@ class Rooms:
 
 
 def rooms_of(effective: EffectiveSettings) -> Rooms:
-    """Find out what this machine has. Half of what the weights leave free stays free, as always."""
+    """Find this machine's room. Half of the memory left by the weights stays free, as always."""
     engine, store = effective.settings.engine, effective.settings.store
     hot, ram = engine.hot_bytes, store.ram_bytes
     given_hot = _given(effective, "engine.hot_bytes", hot)

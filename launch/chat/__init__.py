@@ -1,5 +1,5 @@
-"""Chats with a server from a terminal, and shows what its sessions do meanwhile.
+"""Chats with a server from a terminal, and shows the state of its sessions meanwhile.
 
-``talk.py`` is one conversation, ``commands.py`` what begins with a slash, ``screen.py`` what is
-seen, ``program.py`` the loop.
+``talk.py`` is one conversation, ``commands.py`` the commands with a slash, ``screen.py`` the
+output, ``program.py`` the loop.
 """

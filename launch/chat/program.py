@@ -1,4 +1,4 @@
-"""The loop of a chat: reads a line, sends it or carries it out, shows what comes.
+"""The loop of a chat: reads a line, sends it or carries it out, shows the answer.
 
 Standard input may be a pipe; each of its lines is a message then.
 """

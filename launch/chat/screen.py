@@ -71,7 +71,7 @@ def _turn_words(turn: Turn) -> list[str]:
 
 
 def _session_words(session: dict[str, Any] | None) -> list[str]:
-    """Words for what the server says of a session; it may be of another version than we are."""
+    """Words for the server's report of a session; the server may be of another version."""
     if not session:
         return []
     words = [f"session {session.get('id')} is {session.get('state')}"]

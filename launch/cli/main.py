@@ -1,8 +1,8 @@
 """The command ``thermocline``.
 
 Options that choose settings are declared as parameters and read by ``options.chosen``, all at once.
-Mistakes of the user end in one sentence on standard error: exit code 2 for what was asked, 1 for
-what could not be done.
+Mistakes of the user end in one sentence on standard error: exit code 2 for a wrong request, 1 for
+one that could not be carried out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from launch.errors import LaunchError, UsageError
 from launch.settings.schema import flat, masked
 from launch.settings.units import shown
 
-# What ``config`` shows of each of several engines.
+# Settings that ``config`` shows of each of several engines.
 OF_EACH_ENGINE = (
     *("engine.model", "engine.hot_bytes", "store.ram_bytes", "store.disk_bytes", "store.disk_path"),
 )

@@ -112,7 +112,7 @@ def fitted(
         as_profiled: see ``chosen``.
 
     Raises:
-        UsageError: a setting is wrong, or this machine has no room for the wish; says what it has.
+        UsageError: a setting is wrong, or this machine has no room for the wish; gives its room.
     """
     from launch.capacity.wish import with_capacity  # pulls in the codecs
 
@@ -120,7 +120,7 @@ def fitted(
 
 
 def _parameter(flag: str) -> str:
-    if flag == "--context":  # ``context`` is what typer calls its own object
+    if flag == "--context":  # typer calls its own object ``context``
         return "session_context"
     return flag.removeprefix("--").replace("-", "_")
 

@@ -30,7 +30,7 @@ class Remote:
             url: as ``server_url`` takes it, or ``unix:/path``.
             model: one of several that are served there, whose sessions and codecs are meant.
 
-        Raises ``UsageError`` for what is no address, and for a key that no header can hold.
+        Raises ``UsageError`` for a malformed address, and for a key that no header can hold.
         """
         self._socket = url.removeprefix("unix:") if url.startswith("unix:") else ""
         self._url = "http://localhost" if self._socket else server_url(url)
@@ -69,7 +69,7 @@ class Remote:
         return found
 
     def codec(self) -> CodecReport | None:
-        """The codecs that the engine packs with, and what they cost; None while it is away."""
+        """The codecs that the engine packs with, and their cost; None while it is away."""
         found = self._ask("GET", f"/v1/sessions?limit=1&{self._model}").get("codec")
         try:
             return None if found is None else msgspec.convert(found, CodecReport)

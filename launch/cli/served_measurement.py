@@ -1,4 +1,4 @@
-"""Has a running server measure its model, and waits for what it finds."""
+"""Has a running server measure its model, and waits for the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measure_served(
     """Have the server begin, and return its figures when it has ended. Takes minutes.
 
     The measurement goes on if this is interrupted. The report has no bounds and no single texts,
-    and beside what was measured now the figures that older runs have left of other presets.
+    and beside the new figures those that older runs have left of other presets.
 
     Args:
         on_progress: called with the progress, whenever that changes.

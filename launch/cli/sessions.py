@@ -1,4 +1,4 @@
-"""``thermocline sessions``: what sleeps and what is awake on a running server."""
+"""``thermocline sessions``: the sleeping and awake sessions of a running server."""
 
 from __future__ import annotations
 

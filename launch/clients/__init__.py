@@ -1,4 +1,4 @@
 """Configures coding agents for a running server, in their own settings.
 
-``table`` says what each client needs, ``merging`` puts it into a file without losing what is there.
+``table`` lists each client's settings, ``merging`` puts them into a file and keeps all others.
 """

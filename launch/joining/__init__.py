@@ -1,5 +1,5 @@
 """Has a server share a Redis, and its sessions, with others.
 
-``invitation`` is what one server hands to another in a file, ``acceptance`` what the other makes of
-it, ``roll_call`` says who is there and whether they agree.
+``invitation`` is the file that one server hands to another, ``acceptance`` makes settings of it,
+``roll_call`` says who is there and whether they agree.
 """

@@ -53,7 +53,7 @@ def roll_call(effective: EffectiveSettings, environ: Mapping[str, str]) -> RollC
         raise LaunchError(f"{masked('', store.redis_url)} does not answer: {error}") from error
     finally:
         link.close()
-    # What a server is to serve is known to its engine alone: there is no model of this name.
+    # Only an engine knows which model it will serve: there is no model of this name.
     here = Facts(model="", fingerprint="", encrypt=store.encrypt)
     members = compared(here, entries)
     theirs = {x.facts.hash_seed for x in entries if x.facts is not None and x.facts.part}

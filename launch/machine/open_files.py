@@ -49,7 +49,7 @@ def least_for(engine_kind: str) -> int:
 
 
 def too_low(limit: int, engine_kind: str) -> str:
-    """Say what is wrong with a limit, and what cures it."""
+    """Say why a limit is too low, and how to raise it."""
     wanted = least_for(engine_kind)
     why = " (mlx_lm asks for that when it is imported)" if engine_kind == "mlx" else ""
     return (

@@ -19,9 +19,9 @@ from typing import Final
 from engines.runtime_folder import remove_abandoned, runtime_folder
 from launch.errors import LaunchError
 
-# What compilers keep from one start to the next, below "compiled" in the cache folder. A variable
-# that the operator has set stays; its folder is checked like ours. A server's TMPDIR, in which mlx
-# compiles, is below "run", and new at each start.
+# Folders that compilers keep from one start to the next, below "compiled" in the cache folder. A
+# variable that the operator has set stays; its folder is checked like ours. A server's TMPDIR, in
+# which mlx compiles, is below "run", and new at each start.
 COMPILED: Final[Mapping[str, str]] = {
     "NUMBA_CACHE_DIR": "numba",
     "TRITON_HOME": "triton",
@@ -78,7 +78,7 @@ def private_folder(path: Path) -> Path:
 
 
 def compile_environment(cache: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that give an engine private folders for what it compiles and keeps.
+    """Variables that give an engine private folders for its compiled code.
 
     Raises:
         LaunchError: a folder cannot be had, or another user can write one that ``environ`` names.

@@ -143,14 +143,14 @@ def _weights_note(content: Mapping[str, Any]) -> str:
 
 
 def _choices(effective: EffectiveSettings) -> tuple[Mapping[TierName, Choice], list[str]]:
-    """The codec that ``serve`` will use for each tier, and what to say of it."""
+    """The codec that ``serve`` will use for each tier, and the notes on it."""
     store = effective.settings.store
     try:
         choices = expected_choices(effective)
     except (CodecRefused, UnknownCodec) as error:
         return {}, [f"serve will refuse codec {store.codec}: {error}"]
     own = {"disk": store.disk_codec, "redis": store.redis_codec}
-    notes: dict[str, dict[tuple[str, str], list[str]]] = {}  # tiers, by setting and what it led to
+    notes: dict[str, dict[tuple[str, str], list[str]]] = {}  # tiers, by setting and its result
     for tier, choice in choices.items():
         found = notes.setdefault(own.get(tier) or store.codec, {})
         found.setdefault((choice.name, choice.why), []).append(tier)

@@ -1,10 +1,10 @@
-"""Computes what fits into the budget for live KV, counted as the engine counts it.
+"""Computes the contexts that fit into the budget for live KV, counted as the engine counts it.
 
 mlx_lm takes its working memory out of the same budget: a running row has room to grow, and exists
 twice for a moment when it joins or leaves a batch. The other engines' pools hold only KV.
 
-Both engines cut the model's context down to what fits. But vLLM does not start when the settings
-name a context that does not fit, so ``refusal`` reports it before vLLM is started.
+Both engines cut the model's context down to the longest that fits. But vLLM does not start when
+the settings name a context that does not fit, so ``refusal`` reports it before vLLM is started.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from launch.settings.effective_settings import EffectiveSettings
 
 @dataclass(frozen=True)
 class HotBudget:
-    """The budget for live KV (``engine.hot_bytes``) together with what it has to hold."""
+    """The budget for live KV (``engine.hot_bytes``) together with the KV that it has to hold."""
 
     shape: CacheShape
     itemsize: int  # bytes of one element of the live cache

@@ -17,7 +17,7 @@ BY_HAND = "run: thermocline calibrate"
 
 
 class Outlook(NamedTuple):
-    """The answer: will the first start measure the model, and what, or why not."""
+    """The answer: whether the first start will measure the model, with details or the reason."""
 
     will_be: bool
     text: str

@@ -1,7 +1,7 @@
 """Estimates what a model's weights take, from its config.json: they need not be on this machine.
 
 Counted are embeddings, attention and feed-forward layers, of which there is the bulk. Norms, biases
-and what sees images are left out, some per cent at most.
+and the vision tower are left out, some per cent at most.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The address of an OpenAI server, the key for it, and what it says when it cannot be used."""
+"""The address of an OpenAI server, the key for it, and the errors when it cannot be used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server_url(given: str) -> str:
     base = url.rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         parts = urlsplit(base)
-        parts.port  # noqa: B018  # raises for what is no port
+        parts.port  # noqa: B018  # raises for a malformed port
     except ValueError:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname or given.startswith("unix:"):
@@ -52,7 +52,7 @@ class Address:
     """One server, on behalf of one caller; see ``server_url``."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        """Raises ``UsageError`` for what is no address, and for a key that no header can hold."""
+        """Raises ``UsageError`` for a malformed address, and for a key that no header can hold."""
         self.base = server_url(url)
         self.headers = key_headers(api_key)
 

@@ -95,7 +95,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     """Wire everything together; the folders of the sockets exist inside the block only.
 
     Raises:
-        UsageError, LaunchError: a setting cannot be followed; says what to do.
+        UsageError, LaunchError: a setting cannot be followed; the message gives the remedy.
     """
     settings = effective.settings
     tenants = _tenants(settings, effective.folders.data)

@@ -1,4 +1,4 @@
-"""Finds what each model is guaranteed of the machine's memory, and what may be lent."""
+"""Finds each model's guaranteed part of the machine's memory, and the part that may be lent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.settings.several_engines import at_once
 def lending_of(
     entries: Sequence[EngineSettings], engines: Sequence[Engine], places: int
 ) -> Lending:
-    """Make what lends memory between models.
+    """Make the object that lends memory between models.
 
     Args:
         engines: one for each entry.

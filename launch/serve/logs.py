@@ -16,7 +16,7 @@ from gateway.access.log_ring import LogRing
 # would forge lines or steer a terminal.
 _ESCAPED = {code: f"\\x{code:02x}" for code in [*range(32), *range(0x7F, 0xA0)]}
 _ESCAPED |= {ord("\n"): " | ", ord("\t"): " ", 0x2028: " | ", 0x2029: " | "}
-# Bidirectional overrides make text read differently from what it is.
+# Bidirectional overrides make a text look different from its characters.
 _ESCAPED |= {code: f"\\u{code:04x}" for code in [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]}
 
 _QUIET = ("uvicorn", "uvicorn.error", "asyncio", "aiohttp")

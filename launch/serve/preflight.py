@@ -68,7 +68,7 @@ def sole_server(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / SERVER_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError:  # ``check_tiers`` says what is wrong with the folder
+    except OSError:  # ``check_tiers`` reports the trouble with the folder
         yield
         return
     with os.fdopen(lock, "r+") as file:

@@ -1,4 +1,4 @@
-"""Takes over what can change while the server runs, at SIGHUP: validated first, all or nothing."""
+"""Takes over changed settings while the server runs, at SIGHUP: validated first, all or nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Reload:
                     log.warning("engines, %s: %s changed; that needs a new start", name, field)
 
     def _say(self, now: dict[str, Any], origin: Callable[[str], str]) -> None:
-        # Budgets that were derived from what is free change with every look.
+        # Budgets that were derived from the free space change with every look.
         derived = {x for x in now if origin(x).startswith(DERIVED)} | {"engines"}
         changed = [x for x in now if x not in derived and now[x] != self._before.get(x)]
         for name in changed:

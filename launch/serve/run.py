@@ -50,7 +50,7 @@ def serve(
         reread: the settings as their sources say now, for SIGHUP; None = as they are.
 
     Raises:
-        UsageError, LaunchError: it cannot be started; says what to do.
+        UsageError, LaunchError: it cannot be started; the message gives the remedy.
     """
     configure_logging(effective.settings.log_level, effective.settings.log_format)
     require_own_packages()

@@ -25,7 +25,7 @@ GPU_HOT_SHARE = 0.8  # the rest is for activations, graphs and the driver
 GPU_RAM_SHARE = 0.35
 SMALLEST = 128 << 20
 DISK_MOST = StoreConfig().disk_bytes
-DERIVED = "derived"  # begins the origin of a budget that follows from what is free
+DERIVED = "derived"  # begins the origin of a budget that follows from the free space
 
 
 def weights_bytes(folder: Path, widened: bool) -> int | None:

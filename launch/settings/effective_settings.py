@@ -43,14 +43,14 @@ class EngineSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class EffectiveSettings:
-    """Settings without an open value, and what follows from them on this machine."""
+    """Settings without an open value, and their consequences on this machine."""
 
     resolved: Resolved
     folders: Folders
     engine_kind: str  # a name in engines.registry, or module:Attr; never "auto"
     hot_on_gpu: bool = False  # live KV takes nothing of this machine's own memory
     widens: bool = False  # dtype "auto" means float32, which CPUs multiply fastest
-    capacity: tuple[str, ...] = ()  # what was chosen for capacity.sessions, in words
+    capacity: tuple[str, ...] = ()  # the choices for capacity.sessions, in words
     assumes_gpu: bool = False  # counted as on a GPU, though there is none here
     # The settings of each engine, if there are several; () = these here are of the only one.
     engines: tuple[EngineSettings, ...] = ()

@@ -64,7 +64,7 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     """Lay the sources over each other, the last one on top.
 
     Raises:
-        UsageError: names the setting, its source and what is wrong with it.
+        UsageError: names the setting, its source and the mistake.
     """
     merged: Layer = {}
     for layer in layers:

@@ -1,4 +1,4 @@
-"""One engine of a simulated fleet: its live KV, and the ledger of what it has packed."""
+"""One engine of a simulated fleet: its live KV, and the ledger of the sessions it has packed."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class SizedTier(IndexedTier):
     """Implements ``kvstore.tiers.base.Tier`` with the eviction of real tiers; records are kept.
 
     Args:
-        capacity_bytes: of all blobs with what a real tier needs for each.
+        capacity_bytes: of all blobs, with the overhead of a real tier for each.
         monotonic: the clock of the simulation.
     """
 

@@ -1,5 +1,5 @@
-"""Shows in a terminal what a server does now, from the events that it streams.
+"""Shows a server's present work in a terminal, from the events that it streams.
 
-``view.py`` is what is known, ``frame.py`` how it looks, ``reader.py`` reads the stream, ``keys.py``
+``view.py`` is the known state, ``frame.py`` its look, ``reader.py`` reads the stream, ``keys.py``
 the keyboard, and ``program.py`` puts them together.
 """

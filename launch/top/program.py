@@ -41,7 +41,7 @@ def watch(address: Address, console: Console, order: str, kept: str) -> None:
 
 
 class _Screen:
-    """The live view, and what the keys have chosen."""
+    """The live view, and the choices made by keys."""
 
     def __init__(self, address: Address, console: Console, order: str, kept: str) -> None:
         self._address = address

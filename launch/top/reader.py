@@ -20,7 +20,7 @@ _ERROR_BYTES = 64 << 10
 
 
 class EventReader:
-    """Reads events into ``view``. ``trouble`` is what is wrong just now, in words."""
+    """Reads events into ``view``. ``trouble`` is the present trouble, in words."""
 
     def __init__(
         self, address: Address, view: View, on_change: Callable[[], None], model: str = ""

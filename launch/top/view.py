@@ -70,7 +70,7 @@ def _key(row: Row) -> tuple[str, str]:
 
 
 def number(value: object) -> float:
-    """A field as a number; 0 for null and for what is none."""
+    """A field as a number; 0 for null and for anything else that is none."""
     return float(value) if isinstance(value, int | float) else 0.0
 
 

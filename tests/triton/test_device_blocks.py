@@ -15,6 +15,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from engines.vllm_plugin.blocks.block_layout import SplitContent  # noqa: E402
+from engines.vllm_plugin.blocks.blocks import Filling, Packing  # noqa: E402
+from engines.vllm_plugin.blocks.host_blocks import HostBlocks  # noqa: E402
+from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache  # noqa: E402
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
 from engines.vllm_plugin.device.device_blocks import DeviceBlocks  # noqa: E402
 from engines.vllm_plugin.device.device_check import blocks_for, kernels_agree  # noqa: E402
@@ -23,10 +27,6 @@ from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout  # noqa: E402
 from engines.vllm_plugin.plan import Load, Save  # noqa: E402
-from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
-from engines.vllm_plugin.worker.blocks import Filling, Packing  # noqa: E402
-from engines.vllm_plugin.worker.host_blocks import HostBlocks  # noqa: E402
-from engines.vllm_plugin.worker.paging import PagedCache, paged_cache  # noqa: E402
 from engines.vllm_plugin.worker.rank import StagingArea  # noqa: E402
 from engines.vllm_plugin.worker.transfer import Transfer  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402

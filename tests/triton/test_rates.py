@@ -17,6 +17,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from engines.vllm_plugin.blocks.block_layout import SplitContent  # noqa: E402
+from engines.vllm_plugin.blocks.blocks import Blocks, Filling  # noqa: E402
+from engines.vllm_plugin.blocks.host_blocks import HostBlocks  # noqa: E402
+from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache  # noqa: E402
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
 from engines.vllm_plugin.device.device_blocks import DeviceBlocks  # noqa: E402
 from engines.vllm_plugin.device.device_check import kernels_agree, proven_blocks  # noqa: E402
@@ -29,10 +33,6 @@ from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
 from engines.vllm_plugin.device.layouts.rate_layout import RateStagingLayout  # noqa: E402
 from engines.vllm_plugin.device.scratch_cache import scratch_for  # noqa: E402
-from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
-from engines.vllm_plugin.worker.blocks import Blocks, Filling  # noqa: E402
-from engines.vllm_plugin.worker.host_blocks import HostBlocks  # noqa: E402
-from engines.vllm_plugin.worker.paging import PagedCache, paged_cache  # noqa: E402
 from engines.vllm_plugin.worker.transfer import Packing  # noqa: E402
 from kvstore.blobs.codec_set import CodecSet  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402

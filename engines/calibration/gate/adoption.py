@@ -1,6 +1,6 @@
-"""Decides which presets that were learned again replace what is in use.
+"""Decides which presets that were learned again replace those in use.
 
-Sessions that rest were packed by what was learned before, and are not packed again.
+Sessions that rest were packed by the earlier presets, and are not packed again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def was_learned_on(profile: Profile) -> bool:
 
 
 def worth_adopting(found: Profile, before: Profile | None) -> Profile:
-    """Leave out of ``found`` each preset that is hardly closer than what it had learned before."""
+    """Leave out of ``found`` each preset that is hardly closer than its earlier form."""
     if before is None:
         return found
     old = {(x.preset, x.context): x for x in before.rows}

@@ -45,9 +45,9 @@ def refusal(rows: Sequence[Quality], preset: str, bound: Bound) -> str:
 
 
 def _chains_refusal(row: Quality, bound: Bound) -> str:
-    """The rest of a sentence on what it does to reasoning chains; "" if they keep the bound.
+    """The rest of a sentence on the loss in reasoning chains; "" if they keep the bound.
 
-    A row of an earlier release has no chains, and is judged by what it has.
+    A row of an earlier release has no chains, and is judged by its other figures.
     """
     if row.chain_tokens == 0 or row.chain_kl is None or row.chain_top1 is None:
         return ""

@@ -1,4 +1,4 @@
-"""Chooses the codec that may serve a model, by what was measured of it.
+"""Chooses the codec that may serve a model, by the model's measurements.
 
 Every engine chooses at its start, and again whenever something was measured.
 """
@@ -163,8 +163,8 @@ def choose(
     ``auto`` is the choice for the fastest tier.
 
     Args:
-        config: the bound, and what the operator accepts.
-        profile: what was learned of the model and measured on it; None = nothing.
+        config: the bound, and whether the operator accepts the loss.
+        profile: the model's learned arrays and measurements; None = there are none.
         unmeasurable: why a calibration could not measure this model; "" if it could.
         states: what the model keeps besides rows of every token, if whole sessions were measured.
 

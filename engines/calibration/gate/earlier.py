@@ -21,7 +21,7 @@ from kvstore.shapes import KVLayout, StateLayout
 
 logger = logging.getLogger(__name__)
 
-MOST: Final = 4  # codecs; each takes memory for what it has learned
+MOST: Final = 4  # codecs; each takes memory for its learned arrays
 
 
 class PackedBy:

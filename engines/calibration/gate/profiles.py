@@ -86,7 +86,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def locked(data: Path, fingerprint: str, wait: Callable[[], None]) -> Iterator[None]:
     """Lock the measurement of one model; ``wait`` is called while another process has the lock.
 
-    Raises ``OSError`` if nothing can be written into the folder, and what ``wait`` raises.
+    Raises ``OSError`` if nothing can be written into the folder, and any error of ``wait``.
     """
     make_folder(data)
     with (data / "profiles" / f"{fingerprint}{MEASURING}").open("w") as lock:

@@ -90,7 +90,7 @@ def _questions(
     begin = len(encode(""))
     answers: dict[str, tuple[int, ...]] = {}
     for kind, before, after in spans:
-        # A tokenizer may join an answer with what stands beside it.
+        # A tokenizer may join an answer with the text beside it.
         first = common_length(encode(before), tokens)
         last = max(common_length(encode(after), tokens), first + 1)
         answers[kind] = (*answers.get(kind, ()), *range(first - begin, last - begin))

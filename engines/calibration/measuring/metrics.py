@@ -56,7 +56,7 @@ def _drift(
 
 
 def _kl(exact: np.ndarray, packed: np.ndarray) -> float:
-    """KL of one position, nats; of all at once the temporaries would be larger than what counts."""
+    """KL of one position, nats; for all positions at once the temporaries would be too large."""
     return float(np.einsum("v,v->", np.exp(exact), exact - packed, dtype=np.float64))
 
 

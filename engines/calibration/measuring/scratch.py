@@ -62,7 +62,7 @@ class Scratch:
 
     def keep_stored(self, run: KVRun, dtype: DType) -> list[KVPair]:
         """Keep ``run`` in the 16 bits that lossy codecs see of it: fp16, else bf16 as uint16."""
-        # fp16 is what codecs see of fp16; it keeps its dtype, as bf16 keeps its bits.
+        # Codecs see fp16 unchanged, so it keeps its dtype, as bf16 keeps its bits.
         kept = to_stored if dtype != "float16" else _as_it_is
         return [(self.keep(kept(k, dtype)), self.keep(kept(v, dtype))) for k, v in run]
 

@@ -37,12 +37,12 @@ from kvstore.session import TierName
 logger = logging.getLogger(__name__)
 
 KEEP_EVERY_S: Final = 900.0
-ROOM: Final = MAX_BYTES - (8 << 20)  # for arrays; the rest is the header, and what lies between
+ROOM: Final = MAX_BYTES - (8 << 20)  # for arrays; the rest is for the header and the padding
 STAGES: Final[tuple[Stage, ...]] = ("further", "first")  # the better one first
 
 
 class _Seen(NamedTuple):
-    """Holds what was published when it was compared with our profile: that need not be done again.
+    """Holds a publication that was compared with our profile: that need not be done again.
 
     Attributes:
         stamp: of our file.
@@ -83,7 +83,7 @@ class FleetProfiles:
         self._lock = threading.Lock()
         # What may be written over: the digest that was said of it; b"" = it was not to be read.
         self._damaged: dict[Stage, bytes] = {}
-        self._refused: set[bytes] = set()  # digests of what did not pass
+        self._refused: set[bytes] = set()  # digests of publications that did not pass
         self._seen: _Seen | None = None
         self._keeper = Periodic(self._keep, keep_every_s, "thermocline-profiles", at_once=True)
 
@@ -205,7 +205,7 @@ class FleetProfiles:
         return found.st_ino, found.st_mtime_ns
 
     def _is_damaged(self, stage: Stage, there: Publication | None) -> bool:
-        """Say whether this is what was found damaged, and was not replaced since."""
+        """Say whether this publication was found damaged, and was not replaced since."""
         return self._damaged.get(stage) == (there.digest if there is not None else b"")
 
     def _there(self, stage: Stage) -> Publication | None:

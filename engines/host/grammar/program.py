@@ -97,7 +97,7 @@ def serve(asked: BinaryIO, said: BinaryIO, begin: Callable[[bytes], Judge]) -> N
     """Judge grammars until there are no more, or so much memory stayed that another is to go on.
 
     Args:
-        begin: makes the judge from the first of what is read.
+        begin: makes the judge from the first frame that is read.
     """
     os.nice(NICENESS)
     judge = begin(_frame(asked))

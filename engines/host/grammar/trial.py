@@ -38,7 +38,7 @@ class GrammarTrials:
         """Make one whose process has not begun.
 
         Args:
-            vocabulary: called on a thread, whenever a process begins, for what it reads first.
+            vocabulary: returns the first message to a process; called on a thread as each begins.
             program: its module.
         """
         self._vocabulary = vocabulary

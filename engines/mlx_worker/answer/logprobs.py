@@ -9,13 +9,13 @@ from typing import Any
 from engines.mlx_worker.generation import Token
 from engines.mlx_worker.model.vocabulary import Vocabulary
 
-# JSON has no -inf; OpenAI writes this for what cannot happen.
+# JSON has no -inf; OpenAI writes this for a token that cannot occur.
 _NEVER = -9999.0
 
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """One token of an answer and what else might have stood there."""
+    """One token of an answer, with the likeliest tokens at its place."""
 
     token: Token
     offset: int  # characters of the answer before it

@@ -187,7 +187,7 @@ class OutputProcessor:
         return self._stops.found
 
     def take(self, token: Token) -> Delta:
-        """Take one more token; returns what to show. Tokens that come after a stop are ignored."""
+        """Take one more token; return the text to show. Tokens after a stop are ignored."""
         if self.stopped:
             return Delta()
         self.num_tokens += 1

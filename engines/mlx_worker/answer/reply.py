@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from engines.headers import CacheOutcome
 from engines.host.tenant_line import QueueFull
 from engines.mlx_worker.answer.output_processor import Delta, ShownReason
+from engines.mlx_worker.answer.request_plan import RequestPlan
 from engines.mlx_worker.generation import (
     ContextTooLong,
     Event,
@@ -22,7 +23,6 @@ from engines.mlx_worker.generation import (
     PromptAdmitted,
     Token,
 )
-from engines.mlx_worker.prompt.request_plan import RequestPlan
 from engines.openai.requests import InvalidRequest
 
 

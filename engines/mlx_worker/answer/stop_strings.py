@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Lets text through up to the first stop string.
 
-    What might turn out to be the beginning of a stop string is held back until the next text
-    settles it. Positions count characters from the start of the answer.
+    Text that may be the beginning of a stop string is held back until the next text settles it.
+    Positions count characters from the start of the answer.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -25,7 +25,7 @@ class StopStrings:
         return self.found is not None
 
     def feed(self, text: str) -> str:
-        """Take more text; returns what is now safe to show. After a hit that is nothing, ever."""
+        """Take more text; return the text that is now safe to show: none after a hit."""
         if self.hit:
             return ""
         text = self._held + text

@@ -178,5 +178,5 @@ class Admission:
         return self._prefetches.begin(session, go_on)
 
     def forget(self, key: SessionKey) -> None:
-        """Keep nothing of what a prefetch of this session brings."""
+        """Discard the KV that a prefetch of this session restores."""
         self._prefetches.forget(key)

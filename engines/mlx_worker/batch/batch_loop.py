@@ -205,7 +205,7 @@ class BatchLoop:
             self.stop(request, None)
 
     def forget(self, key: SessionKey) -> None:
-        """Keep nothing of what this session has here, or is computing right now."""
+        """Keep no KV of this session, neither idle nor of requests that run now."""
         self._requests.forget(key)
         self._admission.forget(key)
         self._hot_cache.forget(key)

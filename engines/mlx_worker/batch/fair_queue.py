@@ -169,7 +169,7 @@ class FairQueue(Generic[T]):
 
 
 class Line(NamedTuple, Generic[T]):
-    """The queue, and the bound of what may wait in it."""
+    """The queue, and the limit on the requests that wait in it."""
 
     queue: FairQueue[T]
     limit: QueueLimit

@@ -1,10 +1,11 @@
 """Says whether there is memory for one more: the rule of admission.
 
 Everything that was admitted is charged as if it decoded already, in the bucket it will be in:
-sequences x longest. On top comes what a sequence that joins or leaves a batch takes for a moment,
-what idle sessions hold, and what waits with its KV. If that is over the budget, idle sessions go;
-if that is not enough, the newcomer waits; if running sequences outgrow the budget, one is sent
-back: it goes into the queue, and its KV becomes an idle session like any other.
+sequences x longest. To this are added the bytes that a sequence takes for a moment when it joins or
+leaves a batch, the KV of idle sessions, and the KV of parked sequences. If the sum is over the
+budget, idle sessions go; if that is not enough, the newcomer waits; if running sequences outgrow
+the budget, one is sent back: it goes into the queue, and its KV becomes an idle session like any
+other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def guest_places(max_sequences: int) -> int:
 
 
 class MemoryBudget:
-    """Compares what is in use with what is allowed; drops nothing itself."""
+    """Compares the memory in use with the budget; drops nothing itself."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class MemoryBudget:
     def missing_for(self, task: PrefillTask, own: SessionKey | None) -> int:
         """Bytes that must be freed before the task may enter.
 
-        The hot KV of its own session, ``own``, and what it was parked with are no obstacles: the
+        The hot KV of its own session, ``own``, and the KV that it was parked with do not count: the
         task starts from them.
         """
         shapes = self._shapes([*self._prefiller.admitted, task])
@@ -95,7 +96,7 @@ class MemoryBudget:
         return self._used(shapes) - reused - self.hot_bytes
 
     def missing(self) -> int:
-        """Bytes by which what runs and what idles exceed the budget; negative = to spare."""
+        """Bytes by which running and idle KV exceeds the budget; negative = to spare."""
         return self._used(self._shapes(self._prefiller.admitted)) - self.hot_bytes
 
     def _used(self, shapes: list[tuple[int, int]]) -> int:

@@ -74,7 +74,7 @@ class Prefetches:
                 prefetch.joined.remove(task)
 
     def forget(self, key: SessionKey) -> None:
-        """Keep nothing of what a prefetch of this session brings."""
+        """Discard the KV that a prefetch of this session restores."""
         if (prefetch := self._running.get(key)) is not None:
             prefetch.forgotten = True
 

@@ -161,8 +161,8 @@ def snapshot_positions(task: PrefillTask, step: int = 1) -> list[int]:
     last boundary, or after a prompt that has none. Each is a copy in memory until the turn ends,
     where the newest state is taken. ``step``: the store keeps rows after its last full chunk
     beside each state, unpacked, and they are more than computing them again is worth. Where there
-    is no multiple after the first boundary and after what was reused, the state is taken right
-    before the answer: what was reused may be another session's.
+    is no multiple after the first boundary and after the reused tokens, the state is taken
+    right before the answer: the reused tokens may be another session's.
     """
     generation = task.request.generation
     last = min(len(generation.prompt) - 1, task.target)

@@ -39,7 +39,7 @@ class PrefixReuse:
         self._asked: dict[PrefillTask, tuple[HotPrefix | None, Then]] = {}
 
     def find(self, task: PrefillTask, then: Then) -> None:
-        """Let the task start from what there is, then call ``then``: at once, or after a restore.
+        """Give the task the KV that it can reuse, then call ``then``: at once, or after a restore.
 
         Without a prefix of any use ``task.caches`` stay empty.
         """

@@ -34,7 +34,7 @@ class Request:
     num_fed: int = 0  # tokens of its prompt that are in a cache; any thread may read it
     forgotten: bool = False  # the session was deleted meanwhile: keep nothing of it
     # The first so many tokens of its KV may come from a lossy copy. Only grows: sequences that left
-    # their batch begin again from what there is by then.
+    # their batch begin again from the KV that is there by then.
     lossy_tokens: int = 0
     lossy_state: int = 0  # the same of its state: the position of a lossy copy
     # State at positions that a later turn may come back to; for the save at the end.

@@ -1,7 +1,7 @@
-"""Requests from their arrival to their last event, and what is kept of them at the end.
+"""Follows requests from their arrival to their last event, and keeps their KV at the end.
 
 At its end a turn's KV stays as an idle hot session and is saved, whether the turn ran to its end
-or was cancelled half-way: what was computed is computed.
+or was cancelled half-way: KV that was computed is not wasted.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RunningRequests:
         """
         sequence.request.sequences.remove(sequence)
         self.send(sequence.request, Finished(sequence.index, reason))
-        self._events.flush()  # the client need not wait for what follows
+        self._events.flush()  # the client need not wait while KV is kept
         self.keep(sequence, caches, num_cached, unchanged)
         if not sequence.request.sequences:
             self._end(sequence.request)
@@ -105,7 +105,7 @@ class RunningRequests:
         self._end(request)
 
     def forget(self, key: SessionKey) -> None:
-        """Keep nothing of what runs for this session."""
+        """Keep nothing of the requests that run for this session."""
         for request in self._requests:
             request.forgotten = request.forgotten or request.key == key
 

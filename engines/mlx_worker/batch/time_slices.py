@@ -5,7 +5,7 @@ served a quantum, which most answers do not need, and no row makes way before th
 so once, and only where its tenant is not ahead of those that have places.
 
 A row that makes way is *parked*: it waits with its KV, and goes on later with the same tokens. When
-memory is what is missing, those that are parked are *sent back* instead, and then rows that run:
+memory is short, parked rows are *sent back* instead, and after them running rows:
 their KV becomes an idle session like any other, which sleeps, and is restored or computed again.
 """
 

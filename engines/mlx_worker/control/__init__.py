@@ -1,1 +1,1 @@
-"""The engine's end of the control connection: verbs, reports and notices."""
+"""The engine's end of the control connection: verbs, reports, notices; begins measurements."""

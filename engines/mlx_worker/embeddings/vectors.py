@@ -1,4 +1,4 @@
-"""The vectors of an answer: cut to what was asked for, and written in OpenAI's schema."""
+"""The vectors of an answer: cut to the requested dimensions, and written in OpenAI's schema."""
 
 from __future__ import annotations
 

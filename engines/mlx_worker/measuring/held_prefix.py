@@ -1,7 +1,7 @@
 """The one prefix whose KV a measurement has live, outside of all batches.
 
-It belongs to no session: it counts for no budget, and goes at once when users' requests need what
-it takes. Everything here belongs to the owner thread, except where a docstring says any thread.
+It belongs to no session: it counts for no budget, and goes at once when users' requests need its
+memory. Everything here belongs to the owner thread, except where a docstring says any thread.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class HeldPrefix:
         return self._nbytes
 
     def begin(self, run: KVRun = ()) -> None:
-        """Hold a copy of ``run`` in place of what was held; an empty prefix without it."""
+        """Hold a copy of ``run``, or an empty prefix, in place of the earlier prefix."""
         self.begin_whole(HeldSession(run, run[0][0].shape[1] if run else 0))
 
     def begin_whole(self, session: HeldSession) -> None:
-        """Hold a copy of a whole session in place of what was held."""
+        """Hold a copy of a whole session in place of the earlier prefix."""
         self.drop()
         self._caches = caches_of(self._model, self._layout, session)
         self._count()
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Prefill ``tokens`` after what is held. Raises ``Dropped``."""
+        """Prefill ``tokens`` after the held prefix. Raises ``Dropped``."""
         caches = self._held()
         self._model(mx.array(list(tokens))[None], cache=caches)
-        # Only the caches: what the head would say of these positions is never computed.
+        # Only the caches: the logits of these positions are never computed.
         mx.eval([cache.state for cache in caches])
         mx.clear_cache()
         self._count()

@@ -201,7 +201,7 @@ class _NotedOnce:
         self._number = 0
 
     def note(self, look: Callable[[], Notice | StateNotice | None]) -> None:
-        """Pass on what a look finds, unless that was done before."""
+        """Pass on the notice that ``look`` returns, unless that was done before."""
         self._number += 1
         if self._number > self._num_noted:
             notice = look()

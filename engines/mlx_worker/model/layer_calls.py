@@ -34,7 +34,7 @@ class LayerCall:
 
     @property
     def given_shape(self) -> tuple[int, ...]:
-        """Shape of what the module is given, and so of its output."""
+        """Shape of the module's input, and so of its output."""
         first = next(x for x in [*self.given, *self.named.values()] if isinstance(x, mx.array))
         return tuple(first.shape)
 

@@ -23,7 +23,7 @@ _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model and what else is known of it. ``model`` belongs to the thread that loaded it."""
+    """A model, its tokenizer and its config. ``model`` belongs to the thread that loaded it."""
 
     model: Any
     tokenizer: Any
@@ -40,11 +40,6 @@ class LoadedModel:
         """Width of the logits."""
         text = self.config.get("text_config") or self.config
         return int(text["vocab_size"])
-
-
-def on_cpu() -> bool:
-    """True if mlx computes on the host's processor."""
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def load_model(model_path: str, dtype: str = "auto") -> LoadedModel:
@@ -72,7 +67,8 @@ def chosen_dtype(setting: str) -> str | None:
     """The dtype to cast to; ``None`` = the model's own."""
     if setting != "auto":
         return setting
-    return "float32" if on_cpu() else None
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    return "float32" if on_cpu else None
 
 
 def describe_device(engine: EngineConfig) -> str:

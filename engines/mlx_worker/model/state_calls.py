@@ -31,7 +31,7 @@ from engines.mlx_worker.model.layer_calls import LayerCall, NotedLayer, calls_by
 
 logger = logging.getLogger(__name__)
 
-PIECE_TOKENS: Final = 16  # each keeps a state and what it is made of
+PIECE_TOKENS: Final = 16  # each keeps its state, and the state's inputs
 
 
 class NotedState:

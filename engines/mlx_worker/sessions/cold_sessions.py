@@ -114,9 +114,9 @@ class ColdSessions:
         hot.saved = saved
 
     def rebuild(self, restored: Restored) -> Caches:
-        """Make caches of what the store gave.
+        """Make caches of the KV that the store has restored.
 
-        Raises ``Mismatch`` for KV of another model, or what mlx raises.
+        Raises ``Mismatch`` for KV of another model, or an error of mlx.
         """
         return kv_arrays.rebuild(
             self._model, self._plan.layout, restored.run, restored.state, restored.num_tokens

@@ -38,7 +38,7 @@ def resolved(value: bool) -> Future[bool]:
 
 
 class HotCache:
-    """The hot sessions together with what becomes of them. Belongs to the owner thread."""
+    """Keeps, saves and drops the hot sessions. Belongs to the owner thread."""
 
     def __init__(
         self,

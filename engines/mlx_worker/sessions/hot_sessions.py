@@ -107,7 +107,7 @@ class HotSessions:
         return max(0.0, self._clock() - hot.last_used_s)
 
     def put(self, hot: HotSession) -> None:
-        """Add a session as the most recently used, in place of what was here under its key."""
+        """Add a session as the most recently used; it replaces an earlier one of its key."""
         hot.last_used_s = self._clock()
         with self._lock:
             self._sessions[hot.key] = hot

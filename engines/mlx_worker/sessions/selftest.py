@@ -1,10 +1,10 @@
 """Proves at start that this model's KV survives hibernation.
 
 A few tokens are fed, their caches are taken to numpy, through the store's own snapshot format, and
-back, and both copies go on side by side. What was rebuilt must hold the same bits, merge into a
+back, and both copies go on side by side. The rebuilt copy must hold the same bits, merge into a
 batch and come out of it unharmed, and say the same next token. A model with rotating windows is
 tried a second time with windows so small that they have gone round. mlx_lm's cache classes change
-between versions; this is what notices.
+between versions; this test notices it.
 """
 
 from __future__ import annotations

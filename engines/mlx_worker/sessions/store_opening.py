@@ -34,7 +34,7 @@ class OpenedStore:
     """A cold store, and the codecs it was opened with."""
 
     store: ColdStore
-    codecs: ServedCodecs  # those of the store, and what may become of them
+    codecs: ServedCodecs  # those of the store; it may adopt others
 
 
 def tiers_of_settings(config: StoreConfig) -> list[Tier]:

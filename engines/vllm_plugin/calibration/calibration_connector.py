@@ -27,10 +27,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from engines.vllm_plugin.blocks.paging import PagedCache
+from engines.vllm_plugin.blocks.state_layers import StateBlocks
 from engines.vllm_plugin.groups import CachedBlocks
 from engines.vllm_plugin.support import check, check_version
-from engines.vllm_plugin.worker.paging import PagedCache
-from engines.vllm_plugin.worker.state_layers import StateBlocks
 from engines.vllm_plugin.worker.worker_side import attention_cache, state_blocks
 from kvstore.blobs.snapshot import StateTree
 from kvstore.shapes import KVPair

@@ -19,8 +19,8 @@ from engines.vllm_plugin.calibration.calibration_connector import (
     RESTORED,
     CalibrationConnector,
 )
-from engines.vllm_plugin.calibration.ropes import ropes_of
 from engines.vllm_plugin.measuring.layer_views import LayerViews
+from engines.vllm_plugin.measuring.ropes import ropes_of
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.rope import Rope

@@ -11,7 +11,7 @@ from vllm import LLMEngine
 from engines.calibration.instrument import HeldSession
 from engines.vllm_plugin.calibration.calibration_connector import STATE
 from engines.vllm_plugin.calibration.instrument import VllmInstrument, connector_here
-from engines.vllm_plugin.calibration.ropes import ropes_if_found
+from engines.vllm_plugin.measuring.ropes import ropes_if_found
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVRun, StateLayout
 

@@ -16,8 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
+from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing, Rows
 from engines.vllm_plugin.process.affinity import unbind_thread
-from engines.vllm_plugin.worker.blocks import Blocks, Filling, Packing, Rows
 from kvstore.blobs.format import codec_in
 from kvstore.blobs.segments import FRESH
 from kvstore.by_blocks.store import BlockStore

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from engines.vllm_plugin.blocks.blocks import Filling, Packing
+from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.device.accelerator import Accelerator
 from engines.vllm_plugin.device.copy_stream import CopyStream
 from engines.vllm_plugin.device.device_load import DeviceLoad
 from engines.vllm_plugin.device.device_save import DeviceSave
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import StagingRing
-from engines.vllm_plugin.worker.blocks import Filling, Packing
-from engines.vllm_plugin.worker.paging import PagedCache
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import BlockStore
 

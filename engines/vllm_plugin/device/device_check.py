@@ -15,13 +15,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from engines.vllm_plugin.blocks.block_layout import StridedView
+from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing
+from engines.vllm_plugin.blocks.host_blocks import SPARE_BYTES, HostBlocks
+from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.device.accelerator import Accelerator, NoStream, accelerator_of
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks, DeviceTransfer
 from engines.vllm_plugin.device.scratch_cache import scratch_for
-from engines.vllm_plugin.worker.block_layout import StridedView
-from engines.vllm_plugin.worker.blocks import Blocks, Filling, Packing
-from engines.vllm_plugin.worker.host_blocks import SPARE_BYTES, HostBlocks
-from engines.vllm_plugin.worker.paging import PagedCache
 from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlockKeys
 from kvstore.by_blocks.store import BlockStore

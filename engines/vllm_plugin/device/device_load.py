@@ -11,11 +11,11 @@ from typing import Final
 
 from torch import Tensor
 
+from engines.vllm_plugin.blocks.blocks import Filling
 from engines.vllm_plugin.device.copy_stream import CopyStream, InFlight
 from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import Region
-from engines.vllm_plugin.worker.blocks import Filling
 from kvstore.blobs.packer import AnyBlob
 from kvstore.errors import Unusable
 

@@ -9,10 +9,10 @@ from functools import partial
 
 from torch import Tensor
 
+from engines.vllm_plugin.blocks.blocks import Packing
 from engines.vllm_plugin.device.copy_stream import CopyStream, InFlight
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import Region
-from engines.vllm_plugin.worker.blocks import Packing
 
 
 class DeviceSave:

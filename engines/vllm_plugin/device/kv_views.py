@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engines.vllm_plugin.worker.block_layout import StridedView
-from engines.vllm_plugin.worker.paging import PagedCache
+from engines.vllm_plugin.blocks.block_layout import StridedView
+from engines.vllm_plugin.blocks.paging import PagedCache
 
 BITS: Final = {2: torch.int16, 4: torch.int32}  # element size -> the dtype that kernels see
 ALIGNED: Final = 8  # elements, as in ``kernels.row_kernels``

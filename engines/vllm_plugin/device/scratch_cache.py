@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engines.vllm_plugin.worker.block_layout import KVView, StridedView
-from engines.vllm_plugin.worker.paging import PagedCache
+from engines.vllm_plugin.blocks.block_layout import KVView, StridedView
+from engines.vllm_plugin.blocks.paging import PagedCache
 from kvstore.codecs.base import Codec
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout

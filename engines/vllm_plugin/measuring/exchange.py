@@ -20,9 +20,9 @@ from kvstore.shapes import KVPair, KVRun
 if TYPE_CHECKING:
     from torch import nn
 
+    from engines.vllm_plugin.blocks.paging import PagedCache
+    from engines.vllm_plugin.blocks.state_layers import StateBlocks
     from engines.vllm_plugin.measuring.layer_views import LayerViews
-    from engines.vllm_plugin.worker.paging import PagedCache
-    from engines.vllm_plugin.worker.state_layers import StateBlocks
 
 
 logger = logging.getLogger("thermocline.vllm")

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from engines.vllm_plugin.groups import Groups
-from engines.vllm_plugin.process.command import LOGITS_PROCESSOR, WORKER_EXTENSION
+
+# What vLLM is started with for it, as import strings.
+LOGITS_PROCESSOR: Final = "engines.vllm_plugin.measuring.forced_tokens:ForcedTokens"
+WORKER_EXTENSION: Final = "engines.vllm_plugin.measuring.worker_extension.ModelView"
 
 NO_SEAM: Final = (
     "vLLM was started without our logits processor and worker extension; add"

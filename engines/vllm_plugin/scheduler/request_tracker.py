@@ -23,9 +23,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from engines.vllm_plugin.identity import answer_id_of, session_of
-from engines.vllm_plugin.measuring.measured_requests import MeasuredRequests
 from engines.vllm_plugin.messages import RequestAdmitted
 from engines.vllm_plugin.plan import StepWork
+from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import PATIENCE_S, Restores
 from engines.vllm_plugin.scheduler.tracked_request import TrackedRequest

@@ -19,7 +19,6 @@ from engines.vllm_plugin.plan import Load
 from engines.vllm_plugin.scheduler.hub.rank_client import RankClient
 from engines.vllm_plugin.scheduler.probes import Probes
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
-from engines.vllm_plugin.scheduler.staging_budget import StagingBudget
 from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
 from engines.vllm_plugin.scheduler.tracked_request import Restore, TrackedRequest
 from kvstore.by_blocks.store import RestoredPart
@@ -205,3 +204,38 @@ class Restores:
     def is_settled(self) -> bool:
         """True if no load is planned or under way; for tests."""
         return not (self._planned or self._loading)
+
+
+class StagingBudget:
+    """Bounds the bytes of blobs that were read, verified and are held until vLLM loads them.
+
+    vLLM calls ``match`` for every waiting request in each step, so without a bound all sessions of
+    a long queue would be in memory together, in every worker. One bound is kept here for all ranks:
+    if each rank chose for itself, ranks could wait for each other.
+
+    The order is first come, first served: if short sessions could overtake, a long one might never
+    find room. A session larger than the whole budget is admitted when no other is staged. vLLM asks
+    again for a waiting request in its next step. A request that will not ask again must call
+    ``release``; otherwise the others would wait for it. On vLLM's thread.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._waiting: dict[str, None] = {}  # in the order of arrival
+        self._reserved: dict[str, int] = {}  # bytes by request
+
+    def reserve(self, request_id: str, nbytes: int) -> bool:
+        """Reserve the bytes, or return False and keep the request's place in the queue."""
+        self._waiting.setdefault(request_id)
+        taken = sum(self._reserved.values())
+        fits = not self._reserved or taken + nbytes <= self._max_bytes
+        if next(iter(self._waiting)) != request_id or not fits:
+            return False
+        del self._waiting[request_id]
+        self._reserved[request_id] = nbytes
+        return True
+
+    def release(self, request_id: str) -> None:
+        """Release the request's bytes or its place in the queue, if it has any."""
+        self._waiting.pop(request_id, None)
+        self._reserved.pop(request_id, None)

@@ -16,7 +16,6 @@ from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.events.inventory import Inventory, wants_events
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forwards import Forwards
-from engines.vllm_plugin.measuring.measured_requests import MeasuredRequests
 from engines.vllm_plugin.measuring.possible import unmeasurable
 from engines.vllm_plugin.messages import (
     Forward,
@@ -32,6 +31,7 @@ from engines.vllm_plugin.messages import (
 from engines.vllm_plugin.scheduler.eviction_watch import EvictionWatch
 from engines.vllm_plugin.scheduler.hub.hub import Hub
 from engines.vllm_plugin.scheduler.hub.save_acks import SaveAcks
+from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
 from engines.vllm_plugin.scheduler.resident_sessions import (
     BlockPool,

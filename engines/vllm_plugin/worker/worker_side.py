@@ -21,6 +21,23 @@ from engines.calibration.measuring.trials import least_context
 from engines.calibration.self_measurement import Wanted
 from engines.calibration.sharing.sharing import NO_SHARING, open_sharing
 from engines.config import vllm_rank_folder
+from engines.vllm_plugin.blocks.block_layout import (
+    BlockLayout,
+    UnknownLayout,
+    WriteBlock,
+    probe,
+    probe_latents,
+)
+from engines.vllm_plugin.blocks.blocks import Blocks
+from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache
+from engines.vllm_plugin.blocks.state_layers import (
+    RecurrentLayers,
+    StateBlocks,
+    StateLayers,
+    StatePart,
+    WindowLayers,
+)
+from engines.vllm_plugin.blocks.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device.accelerator import stream_of
 from engines.vllm_plugin.events.inventory import wants_events
@@ -33,25 +50,8 @@ from engines.vllm_plugin.messages import RankHello, RankLost, RankPacked, RankSa
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.affinity import unbound_threads
 from engines.vllm_plugin.support import layer_specs
-from engines.vllm_plugin.worker.block_layout import (
-    BlockLayout,
-    UnknownLayout,
-    WriteBlock,
-    probe,
-    probe_latents,
-)
-from engines.vllm_plugin.worker.blocks import Blocks
 from engines.vllm_plugin.worker.fingerprint import fingerprint
-from engines.vllm_plugin.worker.paging import PagedCache, paged_cache
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
-from engines.vllm_plugin.worker.state_layers import (
-    RecurrentLayers,
-    StateBlocks,
-    StateLayers,
-    StatePart,
-    WindowLayers,
-)
-from engines.vllm_plugin.worker.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.worker.transfer import Transfer
 from engines.wire import BF16_BYTES, KVSize
 from kvstore.blobs.packer import Packer

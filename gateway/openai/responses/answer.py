@@ -14,7 +14,7 @@ from gateway.openai.responses.output import Output
 from gateway.openai.responses.response import Draft, cut_short
 from gateway.relay.chat_chunks import Choice, read_chunk
 
-# Fields of the chat that a response is made of, and what the client called them.
+# Fields of the chat that a response is made of, and the client's names for them.
 _RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",

@@ -28,6 +28,6 @@ class EventWriter:
         return b"".join(lines)
 
     def write_again(self, events: Collection[Json]) -> bytes:
-        """Write the last events anew, in place of what was written of them."""
+        """Write the last events anew, with the numbers that they had."""
         self._number -= len(events)
         return self.write(events)

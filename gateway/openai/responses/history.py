@@ -45,7 +45,7 @@ _PREFIXES = {
 }
 
 
-# Ids are kept several times, beside what is counted and sealed; one that is longer is replaced.
+# Ids are kept several times, beside the counted and sealed bytes; one that is longer is replaced.
 _MAX_ID_CHARS = 256
 
 
@@ -72,7 +72,7 @@ class _Recalled(NamedTuple):
 
 
 class _Room:
-    """The room that is left for what a request recalls."""
+    """The room that is left for the items that a request recalls."""
 
     def __init__(self, max_bytes: int, field: str) -> None:
         """``field``: the one that names what is recalled."""
@@ -81,7 +81,7 @@ class _Room:
         self._field = field
 
     def take(self, nbytes: int, num_items: int) -> None:
-        """Take room for what is about to be read. Raises ``InvalidRequest``."""
+        """Take room for items that are about to be read. Raises ``InvalidRequest``."""
         self._bytes -= nbytes
         self._items -= num_items
         if self._bytes < 0:
@@ -128,12 +128,12 @@ async def recalled(
 async def context_of(
     stored: Stored, tenant: Tenant, fields: ResponseFields, body: ParsedBody
 ) -> Context:
-    """Find what a request goes on from, and what its references refer to.
+    """Find the past that a request continues, and the items that its references name.
 
     Raises:
         ClientGone: the client left meanwhile.
         InvalidRequest: something that it names is not there, or too large.
-        Refused: 503, the bodies of all requests, with what they recall, take too much.
+        Refused: 503, the bodies of all requests, with the items they recall, take too much.
         StoreFailed: the store does not answer.
     """
     if fields.conversation is not None and not fields.conversation_id:

@@ -2,7 +2,7 @@
 
 What an assistant did in one go, thinking, speaking and calling, is several items and one message.
 So the same conversation gives the same messages, and the same tokens, as in a chat. A compaction
-is opened, and becomes a message of the user that says what it stands for.
+is opened, and becomes a message of the user that introduces the summary.
 """
 
 from __future__ import annotations

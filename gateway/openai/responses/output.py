@@ -1,4 +1,4 @@
-"""The output items of a response, grown from what the engine says, and their events.
+"""The output items of a response, grown from the engine's answer, and their events.
 
 Reasoning and text are each one item with one part; a tool call is an item. Reasoning and text are
 done when something else begins, calls when the answer is. A custom tool's input stands inside the

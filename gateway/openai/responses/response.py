@@ -1,4 +1,4 @@
-"""The response object: what was asked, echoed, and what became of it."""
+"""The response object: the request's fields, echoed, and the outcome."""
 
 from __future__ import annotations
 

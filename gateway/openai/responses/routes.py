@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what can be done with a response that was stored."""
+"""POST /v1/responses, and the routes of a response that was stored."""
 
 from __future__ import annotations
 

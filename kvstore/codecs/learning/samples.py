@@ -27,8 +27,8 @@ class Samples:
     Texts of an fp32 engine may be in uint16 instead: the bf16 to which every codec rounds them.
 
     ``metrics``: fp32 (dim, dim), one for each head of K and of V (layer by layer, K then V): the
-    mean outer product of the gradients, by relative errors in a stored vector, of what *later*
-    tokens compute from it (see ``sensitivity``); keys without RoPE. None: all errors matter alike.
+    mean outer product of the gradients of *later* tokens' attention by relative errors in a stored
+    vector (see ``sensitivity``); keys without RoPE. None: all errors matter alike.
     """
 
     layout: KVLayout

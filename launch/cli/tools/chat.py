@@ -1,4 +1,4 @@
-"""``thermocline chat``: a chat in the terminal that shows what the session does."""
+"""``thermocline chat``: a chat in the terminal that shows the state of its session."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from launch.plan.cache_shape import CacheShape, NotUnderstood
 
-# What a nested text model may leave out, and what it means then.
+# Fields that a nested text model may leave out, and their values then.
 _NESTED_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma3": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gemma4": {"num_attention_heads": 8, "num_key_value_heads": 1},

@@ -63,7 +63,7 @@ def _not_on_vllm(shape: CacheShape) -> str:
 
 
 def model_kind(config: Config) -> str:
-    """The type that decides: the outer one where it says what the nested model is, else that."""
+    """The type that decides: the outer one where it implies the nested model's, else that."""
     outer = config.outer_type
     if outer in NESTED or outer in REFUSED:
         return NESTED.get(outer, outer)
@@ -187,7 +187,7 @@ NESTED: Mapping[str, str] = {
     "qwen3_vl_moe": "qwen3_moe",
 }
 
-# What mlx_lm has and this engine cannot serve.
+# Types that mlx_lm has and this engine cannot serve.
 REFUSED: Mapping[str, str] = {
     "deepseek_v41": cannot_batch("LayerCache"),
     "deepseek_v41_text": cannot_batch("LayerCache"),

@@ -14,7 +14,7 @@ from engines.config import EngineConfig
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, CannotServe, probe
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
-from engines.mlx_worker.cache.packed.model import with_packed_caches
+from engines.mlx_worker.cache.packed_model import with_packed_caches
 from kvstore.codecs import floats
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rows.packed_array import PackedArray

@@ -7,8 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="comes with vLLM")
 
-from engines.vllm_plugin.worker.block_layout import SplitBlock, SplitContent  # noqa: E402
-from engines.vllm_plugin.worker.paging import PagedCache, paged_cache  # noqa: E402
+from engines.vllm_plugin.blocks.block_layout import SplitBlock, SplitContent  # noqa: E402
+from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache  # noqa: E402
 
 BLOCKS, HEADS, TOKENS, DIM = 16, 3, 32, 8
 ORDER = torch.randperm(TOKENS * DIM, generator=torch.Generator().manual_seed(1))

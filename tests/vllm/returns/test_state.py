@@ -12,19 +12,19 @@ pytest.importorskip("torch", reason="torch lives in vLLM's environment")
 
 import torch
 
-from engines.vllm_plugin.groups import IN_USE, StateGroup
-from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.worker.block_layout import SplitContent
-from engines.vllm_plugin.worker.host_blocks import HostBlocks
-from engines.vllm_plugin.worker.paging import paged_cache
-from engines.vllm_plugin.worker.rank import StagingArea
-from engines.vllm_plugin.worker.state_layers import (
+from engines.vllm_plugin.blocks.block_layout import SplitContent
+from engines.vllm_plugin.blocks.host_blocks import HostBlocks
+from engines.vllm_plugin.blocks.paging import paged_cache
+from engines.vllm_plugin.blocks.state_layers import (
     RecurrentLayers,
     StateBlocks,
     StatePart,
     WindowLayers,
 )
-from engines.vllm_plugin.worker.stateful_blocks import StatefulBlocks
+from engines.vllm_plugin.blocks.stateful_blocks import StatefulBlocks
+from engines.vllm_plugin.groups import IN_USE, StateGroup
+from engines.vllm_plugin.plan import Load, Save
+from engines.vllm_plugin.worker.rank import StagingArea
 from engines.vllm_plugin.worker.transfer import Transfer
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.presets import codec_by_name

@@ -18,13 +18,13 @@ from typing import Final
 import torch
 
 import tests.vllm.rig.device_attention  # noqa: F401  vLLM is given it by that
+from engines.vllm_plugin.blocks.blocks import Blocks
+from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.connector import BlockAcks, ThermoclineConnector
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks
 from engines.vllm_plugin.device.device_check import blocks_on
 from engines.vllm_plugin.measuring.worker_extension import ModelView
 from engines.vllm_plugin.support import Unsupported
-from engines.vllm_plugin.worker.blocks import Blocks
-from engines.vllm_plugin.worker.paging import PagedCache
 from kvstore.by_blocks.store import BlockStore
 from tests.lazy_device import LazyDevice
 

@@ -23,9 +23,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from engines.vllm_plugin.blocks.block_layout import UnknownLayout
 from engines.vllm_plugin.groups import Groups, StateGroup
 from engines.vllm_plugin.support import Unsupported, check
-from engines.vllm_plugin.worker.block_layout import UnknownLayout
 from engines.vllm_plugin.worker.worker_side import attention_cache
 
 pytestmark = pytest.mark.vllm

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.cache.packed.attention import attending
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 
@@ -20,7 +19,7 @@ NUM_ROUNDS: Final = 3
 TOLERANCE: Final = 0.02  # of the logits' spread; both ways read the same rows
 
 
-def attends_better(model: Any, caches: Caches, num_kv_heads: list[int]) -> bool:
+def attends_better(model: Any, caches: list[Any], num_kv_heads: list[int]) -> bool:
     """Say whether a model should attend to packed rows; the log says by how much it is faster.
 
     ``caches``: empty packed ones, one for each layer, of so many heads. They are filled with noise
@@ -55,7 +54,7 @@ def attends_better(model: Any, caches: Caches, num_kv_heads: list[int]) -> bool:
     return packed_s < plain_s
 
 
-def _step(model: Any, caches: Caches) -> tuple[mx.array, float]:
+def _step(model: Any, caches: list[Any]) -> tuple[mx.array, float]:
     """Return the logits of one more token, and the seconds; the caches stay as they are."""
     begin = time.perf_counter()
     logits = model(mx.array([[1]]), cache=[copy(cache) for cache in caches])[0, -1]

@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 import numpy as np
 
-from engines.mlx_worker.cache.layout import CannotServe
 from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
 from engines.mlx_worker.cache.packed.metal_packer import MetalRowPacker, has_metal_kernel
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
 from engines.mlx_worker.cache.packed.row_packer import RowKind, RowPacker
-from engines.mlx_worker.model.loading import on_cpu
 from kvstore.codecs import floats
 
 logger = logging.getLogger(__name__)
@@ -26,11 +24,15 @@ logger = logging.getLogger(__name__)
 _NUM_ROWS = 320
 
 
+class NoPacker(Exception):
+    """Nothing on this device packs such rows as the cold store does."""
+
+
 def choose_packer(kind: RowKind) -> RowPacker:
     """Choose the packer of one kind of rows. Call it on the owner thread.
 
     Raises:
-        CannotServe: nothing on this device gives the right bytes.
+        NoPacker: nothing on this device gives the right bytes.
     """
     for name, make in _candidates(kind):
         try:
@@ -42,15 +44,12 @@ def choose_packer(kind: RowKind) -> RowPacker:
         except Exception as error:  # of a compiler, a driver: any kind
             reason = f"{type(error).__name__}: {error}"
         logger.warning("%s cannot pack live KV rows of %d values: %s", name, kind.dim, reason)
-    raise CannotServe(
-        f"engine.hot_codec: nothing on this device packs rows of {kind.dim} values as the cold"
-        " store does; leave it empty"
-    )
+    raise NoPacker(f"nothing on this device packs rows of {kind.dim} values as the cold store does")
 
 
 def _candidates(kind: RowKind) -> Iterator[tuple[str, Callable[[], RowPacker]]]:
     """Yield the packers that this device may have, fastest first."""
-    if on_cpu():
+    if mx.default_device().type == mx.DeviceType.cpu:
         yield "the host's kernels", lambda: HostRowPacker(kind)
     elif mx.metal.is_available() and has_metal_kernel(kind):
         yield "Metal kernels", lambda: MetalRowPacker(kind)

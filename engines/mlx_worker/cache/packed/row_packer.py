@@ -1,7 +1,7 @@
 """The seam between a packed live cache and the code that packs its rows.
 
-The arithmetic is ``kvstore.codecs.rows.rotated_rows``, byte for byte, so what is packed here may
-go into the cold store as it is, and what comes from there may be used as it is.
+The arithmetic is ``kvstore.codecs.rows.rotated_rows``, byte for byte, so rows packed here may
+go into the cold store unchanged, and rows from the store may be used unchanged.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.vllm_plugin.groups import DENSE, Groups
-from engines.vllm_plugin.measuring.measured_requests import MeasuredRequests
 from engines.vllm_plugin.messages import Forward, Probe, Release, Stage, Staged
+from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import Restores

@@ -12,6 +12,7 @@ import pytest
 
 from engines.calibration.gate.profiles import save as write_profile
 from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.vllm_plugin.blocks.host_blocks import HostBlocks
 from engines.vllm_plugin.messages import (
     Probe,
     RankHello,
@@ -24,7 +25,6 @@ from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler.hub.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
-from engines.vllm_plugin.worker.host_blocks import HostBlocks
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
 from engines.vllm_plugin.worker.transfer import Transfer
 from engines.wire import MAX_FRAME_BYTES

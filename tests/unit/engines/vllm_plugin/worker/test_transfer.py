@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from engines.vllm_plugin.blocks.host_blocks import SPARE_BYTES, HostBlocks, RunPool
 from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.worker.host_blocks import SPARE_BYTES, HostBlocks, RunPool
 from engines.vllm_plugin.worker.rank import StagingArea
 from engines.vllm_plugin.worker.transfer import Transfer
 from kvstore.by_blocks.names import BlobSpan

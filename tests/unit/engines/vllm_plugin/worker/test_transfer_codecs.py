@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engines.vllm_plugin.blocks.blocks import Filling, Packing
+from engines.vllm_plugin.blocks.host_blocks import HostBlocks
+from engines.vllm_plugin.blocks.restored_blocks import RestoredBlocks
 from engines.vllm_plugin.device.checked_blocks import MOST_TRIES, CheckedBlocks
 from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.worker.blocks import Filling, Packing
-from engines.vllm_plugin.worker.host_blocks import HostBlocks
 from engines.vllm_plugin.worker.rank import StagingArea
-from engines.vllm_plugin.worker.restored_blocks import RestoredBlocks
 from engines.vllm_plugin.worker.transfer import Transfer
 from kvstore.blobs.chain import CHUNK, PART, TAIL
 from kvstore.blobs.codec_set import CodecSet

@@ -22,12 +22,16 @@ from engines.mlx_worker.cache.packed.attention import (
     modules_of,
 )
 from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
-from engines.mlx_worker.cache.packed.model import PackedCacheModel, with_packed_caches
-from engines.mlx_worker.model.loading import on_cpu
+from engines.mlx_worker.cache.packed_model import PackedCacheModel, with_packed_caches
 from tests.integration.mlx_owner.harness import text
 from tests.integration.tiny_models import tiny_model
 
-pytestmark = [pytest.mark.mlx, pytest.mark.skipif(not on_cpu(), reason="the host's kernels")]
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(
+        not mx.default_device().type == mx.DeviceType.cpu, reason="the host's kernels"
+    ),
+]
 
 # Families of the pinned mlx_lm whose own module does not have the function.
 WITHOUT = {

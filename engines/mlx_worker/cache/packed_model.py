@@ -14,8 +14,8 @@ from engines.mlx_worker.cache.layout import CachePlan, Caches, CannotServe
 from engines.mlx_worker.cache.packed.attention import AttentionSeam
 from engines.mlx_worker.cache.packed.attention_choice import attends_better
 from engines.mlx_worker.cache.packed.kv_cache import KVPackers, PackedKVCache, Seam
-from engines.mlx_worker.cache.packed.packer_choice import choose_packer
-from engines.mlx_worker.cache.packed.row_packer import RowKind, RowPacker
+from engines.mlx_worker.cache.packed.packer_choice import NoPacker, choose_packer
+from engines.mlx_worker.cache.packed.row_packer import RowKind
 from engines.packed_budget import HOT_CODECS, packed_cost
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.codecs.rows.rotated_rows import RotatedRows
@@ -63,7 +63,10 @@ def with_packed_caches(
     layout, num_bits = _packable(model, plan, config.hot_codec), HOT_CODECS[config.hot_codec]
     stored: DType = "float16" if layout.dtype == "float16" else "bfloat16"
     dims = {dim for x in layout.layers for dim in (x.head_dim, x.value_dim)}
-    packers: dict[int, RowPacker] = {d: choose_packer(RowKind(num_bits, d, stored)) for d in dims}
+    try:
+        packers = {d: choose_packer(RowKind(num_bits, d, stored)) for d in dims}
+    except NoPacker as error:
+        raise CannotServe(f"engine.hot_codec: {error}; leave it empty") from error
     layers = [(packers[x.head_dim], packers[x.value_dim]) for x in layout.layers]
     live = PackedCacheModel(model, layers, layout.dtype, AttentionSeam(model))
     if not _goes_on_alike(model, live):

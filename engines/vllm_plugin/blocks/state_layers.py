@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engines.vllm_plugin.blocks.paging import DTYPES, PagedCache
 from engines.vllm_plugin.groups import IN_USE, StateGroup
-from engines.vllm_plugin.worker.paging import DTYPES, PagedCache
 from engines.wire import KVSize
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.errors import Corrupt

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing, Rows
+from engines.vllm_plugin.blocks.host_blocks import DeviceStream
+from engines.vllm_plugin.blocks.restored_blocks import NONE_BEFORE, RestoredBlocks
+from engines.vllm_plugin.blocks.state_layers import StateBlocks
 from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK
-from engines.vllm_plugin.worker.blocks import Blocks, Filling, Packing, Rows
-from engines.vllm_plugin.worker.host_blocks import DeviceStream
-from engines.vllm_plugin.worker.restored_blocks import NONE_BEFORE, RestoredBlocks
-from engines.vllm_plugin.worker.state_layers import StateBlocks
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.blobs.snapshot import StateTree

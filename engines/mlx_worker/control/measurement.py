@@ -34,7 +34,7 @@ class Measuring:
         self._sharing: Sharing = NO_SHARING
 
     def told_in(self, report: CodecReport) -> CodecReport:
-        """The report with what is to be said of the measurement. Any thread."""
+        """The report with the measurement's progress, and with its end. Any thread."""
         return self._running.told_in(report) if self._running is not None else report
 
     @property

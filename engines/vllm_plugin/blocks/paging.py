@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.vllm_plugin.worker.block_copies import BlockCopies
-from engines.vllm_plugin.worker.block_layout import BlockLayout, KVView, UnknownLayout
+from engines.vllm_plugin.blocks.block_copies import BlockCopies
+from engines.vllm_plugin.blocks.block_layout import BlockLayout, KVView, UnknownLayout
 from kvstore.shapes import DType, KVLayer, KVLayout, KVPair
 
 DTYPES: Mapping[torch.dtype, DType] = {

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
-from engines.vllm_plugin.worker.blocks import Filling, Packing, Rows
+from engines.vllm_plugin.blocks.blocks import Filling, Packing, Rows
 from kvstore.by_blocks.store import BlockStore
 from kvstore.codecs.base import Codec
 from kvstore.errors import Unusable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 from engines.mlx_worker.answer.output_processor import (
     AnswerText,
@@ -11,6 +10,7 @@ from engines.mlx_worker.answer.output_processor import (
     chat_sections,
     plain_sections,
 )
+from engines.mlx_worker.answer.request_plan import RequestPlan
 from engines.mlx_worker.generation import Generation, ModelFacts, SequenceSampling
 from engines.mlx_worker.grammar.grammar import Grammar, GrammarProcessor
 from engines.mlx_worker.model.vocabulary import Vocabulary
@@ -23,27 +23,6 @@ from kvstore.session import SessionRef
 
 # OpenAI's default length of a text completion.
 _TEXT_TOKENS = 16
-
-
-@dataclass
-class RequestPlan:
-    """One HTTP request: a generation for each prompt, and an output processor for each choice.
-
-    Choice ``i`` is answer ``i % num_choices`` of generation ``i // num_choices``.
-    """
-
-    num_choices: int  # of each prompt
-    generations: list[Generation] = field(default_factory=list)
-    outputs: list[OutputProcessor] = field(default_factory=list)
-    grammars: list[GrammarProcessor] = field(default_factory=list)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(generation.prompt) for generation in self.generations)
-
-    def serve_to(self, tenant: str, weight: int) -> None:
-        """Note whose share of the engine it takes, and the weight of that share."""
-        self.generations = [replace(x, tenant=tenant, weight=weight) for x in self.generations]
 
 
 class RequestPlanner:
@@ -90,7 +69,7 @@ class RequestPlanner:
     def text(self, request: CompletionRequest, session: SessionRef | None) -> RequestPlan:
         """Plan a text completion; a session is kept for a single prompt only.
 
-        Raises ``InvalidRequest`` for what this model cannot do.
+        Raises ``InvalidRequest`` for a request that this model cannot serve.
         """
         self._check_bias(request)
         _check_text(request)

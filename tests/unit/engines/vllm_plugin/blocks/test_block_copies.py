@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.vllm_plugin.worker.block_copies import BATCH, BlockCopies
+from engines.vllm_plugin.blocks.block_copies import BATCH, BlockCopies
 
 NUM_BLOCKS = 9
 
