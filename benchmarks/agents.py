@@ -2,7 +2,7 @@
 
 A main conversation with tools and two helpers in between, under one session id. As the real client
 does it, every request has a line with a nonce at the head of its system text, a system message
-behind each tool result, tokens counted now and then, titles asked for under the conversation's id,
+after each tool result, tokens counted now and then, titles asked for under the conversation's id,
 and one request is sent twice. All sessions are put to sleep several times. The conversations are
 made up here after the documented shapes.
 
@@ -29,7 +29,7 @@ import anthropic
 from benchmarks.stacks.fake_stack import FakeStack
 from benchmarks.stacks.product_stack import MIB, UNMEASURED, Stack, prose
 
-TARGET_SHARE = 0.99  # of what an earlier prompt and its answer hold; the rest nobody has seen
+TARGET_SHARE = 0.99  # of the tokens of an earlier prompt and its answer; all others are new
 FEW_TOKENS = 16  # of a tool call, which a template may write in other words than the model
 SESSION = "11d4b1d2-agents"
 TOOL: Any = {
@@ -83,7 +83,7 @@ class Agent:
 
 
 class Wire:
-    """The client's side of the wire, and the sum of what it was told of its prompts."""
+    """The client's side of the wire, and the sum of the usage reported for its prompts."""
 
     def __init__(self, url: str, model: str, with_names: bool) -> None:
         self._url = url

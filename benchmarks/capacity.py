@@ -1,4 +1,4 @@
-"""Many sessions on hot memory for a few: does everybody come back, and is memory really bounded?
+"""Many sessions on hot memory for a few: do all come back, and is memory really bounded?
 
     python benchmarks/capacity.py [--sessions 24] [--tokens 1000] [--hot-for 3] [--json OUT]
 

@@ -3,7 +3,7 @@
     python benchmarks/codec_speed.py [--codec tq3] [--dims 64 128 256] [--seconds 3] [--json OUT]
     python benchmarks/codec_speed.py --profile FILE --kv FILE.npy [--codec dense3 balanced max safe]
 
-*kernel* is two long arrays; *chunk* is what the store asks for: 128 tokens of all layers of a small
+*kernel* is two long arrays; *chunk* is one call of the store: 128 tokens of all layers of a small
 model with that head dimension, payload and all. *seed* is the obvious numpy (normalise, search the
 nearest of eight levels, pack bits). Calibrated presets know a model: they take its profile and KV
 of it, uint16 (layers, 2, heads, tokens, head_dim), which is repeated. The candidates take turns on

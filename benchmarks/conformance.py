@@ -56,7 +56,7 @@ REASONS = {
     ),
     "test_responses.compact": "counted on vLLM before conversations could be compacted",
     "test_responses.create_with_all_params": (
-        "asks for a background response, from a stored prompt, in a conversation and behind a"
+        "asks for a background response, from a stored prompt, in a conversation and after a"
         " previous response at once: refused, the first of them by name"
     ),
     "test_responses.cancel": "only background responses could be cancelled; refused by name",
@@ -186,7 +186,7 @@ def _wait(url: str, timeout_s: float = 120.0) -> None:
 
 
 def reason_of(key: str, test: str) -> str:
-    """Explain the failure of a test by the table; "" if nobody has."""
+    """Explain the failure of a test by the table; "" if it has no entry."""
     plain = test.removeprefix("test_")
     for start in ("method_", "raw_response_", "streaming_response_", "path_params_"):
         plain = plain.removeprefix(start)

@@ -27,7 +27,7 @@ class Client:
     package: str
     words: str  # as the page calls it
     files: tuple[str, ...]  # of tests/api_resources
-    base_path: str = ""  # behind the server's URL
+    base_path: str = ""  # appended to the server's URL
 
     @property
     def version(self) -> str:

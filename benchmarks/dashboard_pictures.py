@@ -86,7 +86,7 @@ class Team:
 
     def sleep(self, who: Speaker, tier: str = "") -> None:
         body = {"tier": tier} if tier else {}
-        for attempt in itertools.count(1):  # its cold copy is written behind the turn
+        for attempt in itertools.count(1):  # its cold copy is written after the turn
             try:
                 self._post(f"/v1/sessions/{quote(who.id, safe='')}/demote", body)
                 return
@@ -171,7 +171,7 @@ def wait_for(page: Any, deed: Any) -> None:
     def done() -> None:
         try:
             deed()
-        except BaseException as error:  # told to the main thread
+        except BaseException as error:  # raised again in the main thread
             failed.append(error)
 
     thread = threading.Thread(target=done)

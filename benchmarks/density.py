@@ -1,9 +1,9 @@
 """How many sessions fit where one fitted: bytes of whole cold sessions over bf16.
 
 Every byte counts: blob headers, exact first tokens, escaped rows, the tail, the session record,
-the keys, and what the tier itself needs per blob. *Own* is the preset's own ratio: what it makes
-of these rows after the first four tokens, without headers. A session of few tokens cannot reach
-it; the share that it is to reach is in the last column.
+the keys, and the tier's own overhead per blob. *Own* is the preset's own ratio: for these rows
+after the first four tokens, without headers. A session of few tokens cannot reach it; the share
+that it is to reach is in the last column.
 
     python -m benchmarks.density [--codec tq3 dense3] [--json OUT]
     python -m benchmarks.density --profile FILE [--model FOLDER] [--codec dense3 balanced max]

@@ -104,19 +104,19 @@ async def cost(num_sessions: int, num_readers: int, seconds: int) -> dict[str, A
     alone = _cpu(lambda: _seconds(busy, None, seconds))
     with busy.live.reading(None) as scope:
         first = _cpu(lambda: sum(len(x) for x in scope.snapshot()))
-        told = [scope.moment] * num_readers
+        seen = [scope.moment] * num_readers
         longest, nbytes = [0.0], [0]
 
-        def tell() -> None:
+        def notify() -> None:
             began = time.process_time()
             busy.live.look()
-            for i, moment in enumerate(told):
+            for i, moment in enumerate(seen):
                 if scope.moment > moment:
                     nbytes[0] += len(scope.change_since(moment))
-                    told[i] = scope.moment
+                    seen[i] = scope.moment
             longest[0] = max(longest[0], time.process_time() - began)
 
-        watched = _cpu(lambda: _seconds(busy, tell, seconds))
+        watched = _cpu(lambda: _seconds(busy, notify, seconds))
         quiet = _cpu(lambda: _looks(busy, scope, seconds))
     await busy.live.close()
     return {

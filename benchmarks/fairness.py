@@ -8,8 +8,8 @@ tenant must be the same text (raw, greedy, float32), as far as both got. The rat
 together is that of the answers' tokens; and once more with the chats' prompts, of which a token
 counts a quarter, as it does in the shares.
 
-*Shares*: three tenants ask at 100 : 10 : 1, the last one for somewhat more than a third of what the
-engine can do, so that all of them wait. Jain's index of the tokens that each was served.
+*Shares*: three tenants ask at 100 : 10 : 1, the last one for somewhat more than a third of the
+engine's speed, so that all of them wait. Jain's index of the tokens that each was served.
 
 Ratios of one run on one machine; the sample model.
 """
@@ -38,7 +38,7 @@ PLACES = 8
 EVERY_S = 5.0
 CHAT_TOKENS = 8
 OFFERED = {"large": 100, "middle": 10, "small": 1}
-SMALL_PER_S = 0.4  # requests of the smallest tenant; their length follows from what it is to take
+SMALL_PER_S = 0.4  # requests of the smallest tenant; their length follows from its share
 LONGEST = 400  # tokens of one
 WARM_UP_SHARE = 1 / 3  # of the time of the shares: lines fill
 TARGETS = {"ttft_ratio": 5.0, "total_ratio": 0.9, "jain": 0.95}
@@ -120,7 +120,7 @@ async def endless(tenant: Tenant, name: str) -> AsyncIterator[list[Stream]]:
 
 
 async def chats(tenant: Tenant, seconds: float, name: str) -> tuple[list[float], list[Stream]]:
-    """A short chat every so often. Returns the times to first token, and what came."""
+    """A short chat every so often. Returns the times to first token, and the streams."""
     ttfts, streams = [], []
     until = time.perf_counter() + seconds
     number = 0

@@ -28,7 +28,7 @@ TURNS: Final = 4  # of a conversation
 WORDS: Final = 60  # of a message
 ANSWER: Final = 16
 TOKEN_BYTES: Final = 3072  # of the model in float32
-BLOB_BYTES: Final = 160  # of a chunk's or tail's header, and what its tier needs beside it
+BLOB_BYTES: Final = 160  # of a chunk's or tail's header, with its tier's overhead
 CHUNK: Final = 128
 
 

@@ -4,7 +4,7 @@
 
 Blobs (as they are, and with checksums made right again, so that headers and payloads are reached),
 states, session records, profiles, and the control messages of both sides. Each reader may give an
-answer or raise what it says that it raises; anything else is printed with what was read, and the
+answer or raise an exception that it documents; anything else is printed with the input, and the
 exit status is 1.
 """
 
@@ -62,7 +62,7 @@ EXTREMES = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 <
 
 @dataclass(frozen=True)
 class Target:
-    """A reader, good inputs, and what it may raise."""
+    """A reader, good inputs, and the exceptions that it may raise."""
 
     name: str
     seeds: tuple[bytes, ...]
@@ -248,7 +248,7 @@ def outcome(target: Target, data: bytes, defects: list[str]) -> str:
         return "read"
     except target.allowed:
         return "refused"
-    except BaseException as error:  # whatever it is, that is what is looked for
+    except BaseException as error:  # any other exception is a defect
         if isinstance(error, KeyboardInterrupt):
             raise
         if len(defects) < SHOWN:

@@ -3,7 +3,7 @@
     python benchmarks/idle_connections.py [--idle 10000] [--seconds 15] [--json OUT]
 
 The real gateway with the fake engine. Active requests are short streams, sixteen at a time: their
-whole time, median and p99, and what the gateway computes for each, with nobody else there, then
+whole time, median and p99, and the gateway's CPU time for each, with no other client, then
 beside connections that send nothing (a tenth of them sent half a head), then alone again. Where the
 limit of open files, of this process or of the gateway, allows fewer connections, as many as it
 allows are opened, and the result says how many.

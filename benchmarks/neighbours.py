@@ -1,4 +1,4 @@
-"""What one tenant's costly request does to another tenant's short chat, and what goes on after it.
+"""How one tenant's costly request delays another tenant's short chat, and how much work it leaves.
 
     python benchmarks/neighbours.py [--only schema,tools] [--engine vllm] [--seconds 60]
 
@@ -54,7 +54,7 @@ class Attack:
 
     name: str
     what: str
-    request: Callable[[str, str], Sent]  # of the served model, and of what ``prepare`` returned
+    request: Callable[[str, str], Sent]  # of the served model, and of the result of ``prepare``
     at_once: int = 1
     prepare: Callable[[Tenant], Awaitable[str]] | None = None
     needs_chats: bool = False

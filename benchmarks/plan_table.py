@@ -18,7 +18,7 @@ from typing import Any
 
 from kvstore.codecs.names import for_session
 from kvstore.codecs.presets import open_codec
-from kvstore.codecs.states.session_codec import open_session_codec
+from kvstore.codecs.session_codec import open_session_codec
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from launch.plan.cache_shape import CacheShape, ModelRefused

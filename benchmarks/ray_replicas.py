@@ -42,7 +42,7 @@ KILL_AFTER = 1 / 3  # of the round's turns
 
 @dataclass
 class Conversations:
-    """Sessions, their histories, and what was answered."""
+    """Sessions, their histories, and the answers."""
 
     num_sessions: int
     num_tokens: int
@@ -91,7 +91,7 @@ def _source(reply: Reply) -> str:
     return reply.cache.partition(";")[0] or "no header"
 
 
-def on_ray(told: Conversations) -> dict[str, Any]:
+def on_ray(talks: Conversations) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(prefix="thermocline-ray-bench-") as folder,
         RedisServer("--maxmemory", "2gb", tcp=True) as redis,
@@ -99,13 +99,13 @@ def on_ray(told: Conversations) -> dict[str, Any]:
         Stack(ray.settings, start_timeout_s=120) as stack,
     ):
         try:
-            return asyncio.run(_rounds(told, ray, stack))
+            return asyncio.run(_rounds(talks, ray, stack))
         except BaseException:
             print(stack.tail(), ray.tail(), sep="\n", flush=True)
             raise
 
 
-async def _rounds(told: Conversations, ray: RayReplicas, stack: Stack) -> dict[str, Any]:
+async def _rounds(talks: Conversations, ray: RayReplicas, stack: Stack) -> dict[str, Any]:
     seconds = {}
     async with client_of(stack) as client:
 
@@ -115,10 +115,10 @@ async def _rounds(told: Conversations, ray: RayReplicas, stack: Stack) -> dict[s
                     await asyncio.sleep(0.5)
 
         await ready(2)
-        await told.round("first", client)
-        await told.round("second", client)
-        killing = asyncio.create_task(_kill_one(told, ray))
-        await told.round("killed", client)
+        await talks.round("first", client)
+        await talks.round("second", client)
+        killing = asyncio.create_task(_kill_one(talks, ray))
+        await talks.round("killed", client)
         await killing
         await ready(2)  # Ray has started another
         for name, change in (
@@ -132,7 +132,7 @@ async def _rounds(told: Conversations, ray: RayReplicas, stack: Stack) -> dict[s
             await ready(ray.num_replicas)
             now = {x["name"] for x in await _replicas(client)}
             assert now < names if name == "taken away" else not now & names, (names, now)
-            await told.round(name, client)
+            await talks.round(name, client)
     return {"seconds_to_change": seconds}
 
 
@@ -141,15 +141,15 @@ async def _replicas(client: Client) -> list[dict[str, Any]]:
     return list(models[0].get("replicas", []))
 
 
-async def _kill_one(told: Conversations, ray: RayReplicas) -> None:
+async def _kill_one(talks: Conversations, ray: RayReplicas) -> None:
     """kill -9 a replica's process once some turns of the round are answered."""
     victim = ray.replicas()[0]
-    while told.num_answered < told.num_sessions * KILL_AFTER:
+    while talks.num_answered < talks.num_sessions * KILL_AFTER:
         await asyncio.sleep(0.02)
     victim.kill()
 
 
-def undisturbed(told: Conversations, python: str) -> None:
+def undisturbed(talks: Conversations, python: str) -> None:
     """The same turns on one vLLM with room for all."""
     settings = {
         "engine": {"kind": "vllm", "hot_bytes": 1024 * MIB, "max_context": 2048},
@@ -160,7 +160,7 @@ def undisturbed(told: Conversations, python: str) -> None:
     async def rounds(stack: Stack) -> None:
         async with client_of(stack) as client:
             for name in ROUNDS:
-                await told.round(name, client)
+                await talks.round(name, client)
 
     with Stack(settings, start_timeout_s=900) as stack:
         asyncio.run(rounds(stack))
@@ -171,16 +171,16 @@ def measure(num_sessions: int, num_tokens: int) -> dict[str, Any]:
         raise SystemExit(MISSING)
     from benchmarks.stacks.ray_stack import PYTHON
 
-    told = Conversations(num_sessions, num_tokens)
-    result = on_ray(told)
+    talks = Conversations(num_sessions, num_tokens)
+    result = on_ray(talks)
     alone = Conversations(num_sessions, num_tokens)
     undisturbed(alone, PYTHON)
-    other = [x for x, texts in told.texts.items() if texts != alone.texts[x]]
+    other = [x for x, texts in talks.texts.items() if texts != alone.texts[x]]
     return {
         "sessions": num_sessions,
-        "rounds": {name: dict(found) for name, found in told.sources.items()},
-        "failures": told.failures,
-        "streams_cut": told.num_cut,
+        "rounds": {name: dict(found) for name, found in talks.sources.items()},
+        "failures": talks.failures,
+        "streams_cut": talks.num_cut,
         "sessions_with_other_texts": len(other),
         **result,
     }

@@ -94,7 +94,7 @@ class Sessions:
 
 
 def _timed(call: Callable[[T], int], items: Iterable[T]) -> tuple[float, int]:
-    """Make all calls at once; returns seconds, and the sum of what they return."""
+    """Make all calls at once; returns the seconds, and the sum of the results."""
     waiting = list(items)
     with ThreadPoolExecutor(len(waiting)) as pool:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Stop everything, start again: what comes back from disk, and what after ``kill -9``?
+"""Stop everything, start again: which sessions come back from disk, and which after ``kill -9``?
 
 python benchmarks/restart.py [--sessions 4] [--tokens 600] [--json OUT]
 """

@@ -5,7 +5,7 @@
 First an idle server measures its model to the end: seconds to the verdict, and the most memory
 that all processes held (anonymous memory: what the system could not drop), against a server that
 does not measure and answers the same few chats: one that keeps them exactly, and one that packs
-them by what was measured. Then two servers take turns, one of which is
+them with the measured codec. Then two servers take turns, one of which is
 measuring, and four users with pauses chat with each; the one whose turn it is not is stopped. What
 they wait longer is given in steps: prompts of as many tokens as a measurement prefills at a time.
 The figures are ratios of one run.
@@ -174,7 +174,7 @@ def idle(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def verdict(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Peak]:
-    """Let an idle server measure its model to the end, and serve a few chats with what it chose."""
+    """Let an idle server measure its model to the end, and serve a few chats with its choice."""
     with Stack(settings(args, measures=True), folder) as stack, Peak(stack) as peak:
         began, pid = time.monotonic(), stack.engine.pid
         used = cpu_s(stack)

@@ -3,7 +3,7 @@
     python benchmarks/soak.py [--users 32] [--minutes 5] [--tenants 4 --kill-every 60] [--json OUT]
 
 Users chat, pause and come back; conversations that grow long are replaced by new sessions. Memory
-is what the engine and the gateway hold of their own: the second quarter of the run against the
+is the engine's and the gateway's own: the second quarter of the run against the
 last, the slope of a line through the last half, and the series itself. Of the engine also what is
 neither tensors nor the RAM tier, which come and go with the conversations: a leak would be there.
 Fairness is Jain's index of the turns that each user got.
@@ -11,7 +11,7 @@ Fairness is Jain's index of the turns that each user got.
 With ``--kill-every`` the engine and a Redis of its own are killed in turns, kill -9, and come back;
 the codec is then ``raw``, and some of the answers are asked for again, by a tenant that has no
 cache: other text would be wrong tokens. Some clients leave in mid-answer then. Open files, the disk
-tier's file and what Redis holds are watched like memory: their budgets are small, so they fill up
+tier's file and Redis's memory are watched like memory: their budgets are small, so they fill up
 early, and must stay where they are. Where nothing was restored there must be a reason.
 """
 
@@ -71,7 +71,7 @@ class Habits:
     most_turns: int = 4
     fields: Mapping[str, Any] = field(default_factory=dict)  # of each request
     leaves: float = 0.0  # the share of requests whose client goes away before the end
-    said: list[Said] | None = None  # all that was asked and answered, if anybody wants it
+    said: list[Said] | None = None  # all questions and answers, if they are wanted
 
     def message(self, rng: random.Random, seed: str, *, is_first: bool) -> dict[str, str]:
         words = self.first_words if is_first and self.first_words else self.words
@@ -278,7 +278,7 @@ def sample_of(
     redis: RedisServer | None,
     memory: Callable[[Stack], dict[str, float]] = memory_mib,
 ) -> dict[str, float]:
-    """Take ``memory``, and what else may grow; nothing of what is down just now."""
+    """Take ``memory``, and all else that may grow, except of a process that is down just now."""
     found: dict[str, float] = {"gateway_files": stack.gateway.num_fds()}
     data = stack.root / "data"
     found["disk_mib"] = sum(x.stat().st_size for x in data.rglob("data.mdb")) / MIB

@@ -1,10 +1,10 @@
-"""What it costs that the newest tokens are packed, too: KL of what follows, by what stays exact.
+"""The cost of packing the newest tokens, too: KL of the next tokens, by how many stay exact.
 
     python -m benchmarks.tail_losses --profile FILE [--model FOLDER] [--tokens 300 1000]
 
 A prefix of a held-out text is packed but for its last tokens: those after the last full chunk, or
 fewer of them (``--exact``), or none. KL of the 64 tokens that follow: of the first eight, and of
-those behind, where an answer begins at the earliest; means of all texts. Learned presets take the
+the later ones, where an answer begins at the earliest; means of all texts. Learned presets take the
 model's profile, as ``thermocline calibrate`` writes it.
 """
 
@@ -43,7 +43,7 @@ class Loss:
     exact_tokens: int  # at the end of the prefix
     kl: float
     first_kl: float  # of the first ``FIRST`` positions
-    later_kl: float  # of those behind
+    later_kl: float  # of the later ones
     top1: float
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     codecs = {name: open_codec(name, profile) for name in arguments.presets}
     texts = [instrument.encode(x.content) for x in held_out_texts()]
     print(f"{'preset':10} {'tokens':>6} {'exact':>6} {'KL':>8}", end=" ")
-    print(f"{'first 8':>8} {'behind':>8} {'top 1':>6}")
+    print(f"{'first 8':>8} {'later':>8} {'top 1':>6}")
     rows: list[Loss] = []
     for num_tokens in arguments.tokens:
         long = [ids for ids in texts if len(ids) >= num_tokens + SCORED]

@@ -71,7 +71,7 @@ ROUNDS: Final = (
 
 @dataclass
 class Users:
-    """Sessions with their histories and answers, and counts of what happened to their turns."""
+    """Sessions with their histories and answers, and counts of their turns by outcome."""
 
     num_sessions: int
     num_tokens: int

@@ -1,4 +1,4 @@
-"""What a blob is called in a tier, for tests that reach behind the store's back."""
+"""The names of blobs in a tier, for tests that bypass the store."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def all_named(keys: Sequence[bytes], codec_id: str = RAW) -> list[bytes]:
 
 
 def key_in(name: bytes) -> bytes:
-    """The inverse: whatever its codec."""
+    """The inverse, for any codec."""
     return name[:KEY_BYTES]

@@ -1,4 +1,4 @@
-"""Chains of blocks for tests: made-up hashes, and KV that can be told apart."""
+"""Chains of blocks for tests: made-up hashes, and KV that differs from row to row."""
 
 from __future__ import annotations
 

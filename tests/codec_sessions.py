@@ -1,4 +1,4 @@
-"""Sessions whose rows tell how often, and by which codecs, they were packed."""
+"""Sessions whose rows show how often, and by which codecs, they were packed."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class ReadyEngine(RowsEngine):
 
 
 class OneServer:
-    """One of several servers; ``engine.held`` is what its engine has."""
+    """One of several servers; ``engine.held``: the sessions of its engine."""
 
     def __init__(self, url: str, name: str, secret: bytes = SECRET) -> None:
         self.clock = Clock()

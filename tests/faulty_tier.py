@@ -45,7 +45,7 @@ class FaultyTier:
             number = len(self.calls)
             self.calls.append(method)
         if self.fails(number, method):
-            raise TierUnavailable(f"{method}, call {number}, was told to fail")
+            raise TierUnavailable(f"{method}, call {number}, was set to fail")
         if method == self.hanging and not self.go_on.is_set():
             self.entered.set()
             self.go_on.wait(20)

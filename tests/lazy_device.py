@@ -1,8 +1,8 @@
 """A device on host memory that is as late as one can be: it does nothing before it is waited for.
 
-What is asked of a stream is put off until somebody waits for its completion, and then done up to
-there, in order. So whoever reads rows, or gives memory back, without having waited finds what was
-there before; on a GPU that would happen once in a while.
+The work of a stream is put off until a caller waits for its completion, and then done up to there,
+in order. So a caller that reads rows, or gives memory back, without having waited finds the old
+contents; on a GPU that would happen once in a while.
 """
 
 from __future__ import annotations

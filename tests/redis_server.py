@@ -119,7 +119,7 @@ class RedisServer:
         self.start()
 
     def stop(self) -> None:
-        """SIGSTOP: connections stay open, nobody answers."""
+        """SIGSTOP: connections stay open, without answers."""
         self._signal(signal.SIGSTOP)
 
     def cont(self) -> None:

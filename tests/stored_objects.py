@@ -99,7 +99,7 @@ def content_of(folder: Path) -> bytes:
 
 
 def rows_of(path: Path, sql: str, *args: object) -> list[tuple[Any, ...]]:
-    """Ask a file of SQLite, or change it, beside whoever has it open."""
+    """Query a file of SQLite, or change it, while another process may have it open."""
     with closing(sqlite3.connect(path, timeout=10)) as db, db:
         return db.execute(sql, args).fetchall()
 

@@ -1,4 +1,4 @@
-"""A ``Generator`` without a model: it says what a test tells it to, by way of real logits.
+"""A ``Generator`` without a model: it generates a test's script, by way of real logits.
 
 The scripted token gets nearly all of the probability, so that logits processors and samplers of a
 request do their work on it as they would on a model's.

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvstore.codecs.catalogue.entries import Parameter as Parameter
-    from kvstore.codecs.catalogue.registration import register as register
     from kvstore.codecs.learning.samples import Samples as Samples
     from kvstore.codecs.profile import Profile as Profile
     from kvstore.codecs.quality import Quality as Quality
+    from kvstore.codecs.registration import register as register
     from kvstore.errors import Corrupt as Corrupt
     from kvstore.errors import Mismatch as Mismatch
     from kvstore.errors import UnknownCodec as UnknownCodec
@@ -59,7 +59,7 @@ NAMES: Final = {
     "layout_of": "thermocline.layouts",
     "learn": "thermocline.measuring",
     "per_layer": "thermocline.by_layer",
-    "register": "kvstore.codecs.catalogue.registration",
+    "register": "kvstore.codecs.registration",
 }
 __all__ = sorted(NAMES)
 

@@ -11,7 +11,6 @@ from kvstore.codecs.attention.rotated import ReferenceAttention, row_attention
 from kvstore.codecs.attention.stacks import AttendedStack, attended_stack, can_attend
 from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.floats import widen
-from kvstore.codecs.padded import padded_layout
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.rows.backend import reference_kernel
 from kvstore.codecs.rows.payload import KEPT_DTYPE
@@ -21,6 +20,7 @@ from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.shapes import KVLayout
 from thermocline.packed import Packed
+from thermocline.padded import padded_layout
 from thermocline.row_arrays import row_arrays
 
 

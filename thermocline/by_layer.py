@@ -13,12 +13,12 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.padded import PaddedCodec
 from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout, KVPair, KVRun
 from thermocline import catalogue
 from thermocline.method import Method
+from thermocline.padded import PaddedCodec
 
 DEFAULT: Final = "default"
 ID_DIGITS: Final = 10

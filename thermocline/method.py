@@ -8,12 +8,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.padded import PaddedCodec
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayer, KVLayout, KVPair, KVRun, tokens_in
 from thermocline.attended import AttendedRows, attended_rows
 from thermocline.packed import Packed
+from thermocline.padded import PaddedCodec
 from thermocline.row_arrays import row_arrays
 
 Side: TypeAlias = Literal["key", "value"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.padded import padded_layout
 from kvstore.codecs.rows.payload import plan_payload
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import Corrupt
 from thermocline.packed import Packed
+from thermocline.padded import padded_layout
 
 
 def row_arrays(codec: RowCodec, packed: Packed) -> dict[str, np.ndarray]:

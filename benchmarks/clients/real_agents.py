@@ -117,7 +117,7 @@ AGENTS = (
 
 @dataclass
 class Prompt:
-    """The longest prompt of a turn, and what was reused of it."""
+    """The longest prompt of a turn, and the number of its tokens that were reused."""
 
     tokens: int = 0
     cached: int = 0
@@ -283,7 +283,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=["mlx", "fake"], default="mlx")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/thermocline/agents"))
     parser.add_argument("--only", default="", help="names of agents, with commas")
-    parser.add_argument("--bodies", type=Path, help="keep what passed, and what agents printed")
+    parser.add_argument("--bodies", type=Path, help="keep requests and the agents' output")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     cache = args.cache.expanduser().resolve()

@@ -20,7 +20,7 @@ _OPENER = build_opener(ProxyHandler({}))  # straight to the server
 
 @dataclass
 class Exchange:
-    """One request and what came back."""
+    """One request and its response."""
 
     method: str
     path: str

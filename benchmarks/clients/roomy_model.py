@@ -53,7 +53,7 @@ def roomy_model(folder: Path) -> Path:
 
 
 def _answer(folder: Path) -> list[int]:
-    """The tokens of the answer, behind the one that an answer begins after, and its end."""
+    """The token that comes before an answer, the tokens of the answer, and its end."""
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -28,7 +28,7 @@ def check(name: str, package: str, work: Callable[[], Reuse]) -> None:
     try:
         reuse = work()
         result = "ok"
-    except Exception as error:  # whatever a client raises is the finding
+    except Exception as error:  # any exception of a client is the finding
         result = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     print(name, version(package), result, *reuse, sep="\t", flush=True)
 

@@ -59,7 +59,7 @@ def run(command: list[str], folder: Path) -> list[Checked]:
 
 
 def langchain(python: Path, url: str, model: str) -> tuple[str, list[str]]:
-    """Run LangChain's standard tests; returns their count, and what failed and why."""
+    """Run LangChain's standard tests; returns their count, and the failures with reasons."""
     env = {**os.environ, "SDK_BASE_URL": f"{url}/v1", "SDK_MODEL": model}
     env |= {"OPENAI_API_KEY": "none"}
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]

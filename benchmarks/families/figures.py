@@ -62,7 +62,7 @@ class Sleeper:
     plan: CachePlan
     report: CalibrationReport
     data: Path
-    texts: Sequence[tuple[list[int], list[int]]]  # what is slept over, and what follows
+    texts: Sequence[tuple[list[int], list[int]]]  # the tokens asleep, and the tokens after them
 
 
 def measured(name: str, folder: Path, data: Path, order: dict[str, Any]) -> Sleeper:

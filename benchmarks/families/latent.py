@@ -52,7 +52,7 @@ def write_latent(source: Path, folder: Path) -> Path:
 
 
 class _Shape:
-    """The numbers of a Llama, and what they become."""
+    """The dimensions of a Llama, and those of the model with latents made of it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config

@@ -3,7 +3,7 @@
     =a3 binds a to 3; ?a3 asks for a, and 3 is the answer
 
 Every symbol is one token. Between a binding and its question lie as many others as it comes to, so
-whoever answers has kept all bindings; nothing else of the text can be foretold.
+a model that answers has kept all bindings; nothing else of the text can be predicted.
 """
 
 from __future__ import annotations

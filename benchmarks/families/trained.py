@@ -178,7 +178,7 @@ def _loss(model: nn.Module, ids: mx.array) -> mx.array:
 
 
 def _is_answer(ids: mx.array) -> mx.array:
-    """Tell answers from other symbols, bool (batch, tokens)."""
+    """Mark the answers among the symbols, bool (batch, tokens)."""
     asked = ids == tasks.ALPHABET.index(tasks.ASK)
     nothing = mx.zeros((ids.shape[0], tasks.ITEM - 1), mx.bool_)
     return mx.concatenate([nothing, asked[:, : 1 - tasks.ITEM]], axis=1)

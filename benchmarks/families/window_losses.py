@@ -2,7 +2,7 @@
 
     python -m benchmarks.families.window_losses --source SAMPLE_MODEL
 
-The sample model with windows (``windowed``) goes on behind a session of which only some rows of
+The sample model with windows (``windowed``) goes on after a session of which only some rows of
 windows, or only the rows of every token, went through a preset that learns nothing. KL at the
 tokens that follow; the figures of one text each.
 """
@@ -78,7 +78,7 @@ def there_and_back(codec: Codec, run: KVRun, layout: KVLayout, first: int) -> KV
 def losses(
     instrument: MlxInstrument, ids: Sequence[int], context: int, name: str
 ) -> dict[str, Any]:
-    """KL by what of a session was packed."""
+    """KL by the part of a session that was packed."""
     assert instrument.states is not None and instrument.states.windows is not None
     layout, codec = instrument.states.windows, codec_by_name(name)
     session = instrument.prefill_whole(ids[:context])

@@ -4,8 +4,8 @@
 
 Its weights are the sample model's own, linked; only config.json differs. Both engines know Llama
 layers with windows by ``layer_types`` and ``sliding_window``, so their arithmetic is the sample
-model's but for what lies outside of a window. First layers look near: windows of 512 tokens on ten
-of them, as in small Gemmas, leave it a language model behind 1,500 tokens (perplexity of a chat
+model's but for tokens outside of a window. First layers look near: windows of 512 tokens on ten
+of them, as in small Gemmas, leave it a language model after 1,500 tokens (perplexity of a chat
 28.7 for 27.0, of German prose 36.0 for 32.6); with windows of 128 (``NARROW``), as in gpt-oss, it
 has lost its German (30.3 and 61.6): a model that was not trained so, and a hard test.
 
@@ -34,8 +34,8 @@ def write_windowed(
         if path.name != "config.json" and path.is_file() and not link.exists():
             link.symlink_to(path.resolve())
     config = json.loads((source / "config.json").read_text())
-    behind = config["num_hidden_layers"] - num
-    config["layer_types"] = ["sliding_attention"] * num + ["full_attention"] * behind
+    num_full = config["num_hidden_layers"] - num
+    config["layer_types"] = ["sliding_attention"] * num + ["full_attention"] * num_full
     config["sliding_window"] = window
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder

@@ -4,7 +4,7 @@
         [--json OUT]
 
 Every session has a first turn; then each comes back once, in the same order, which is the worst one
-for a least-recently-used cache. Nobody is put to sleep: vLLM evicts, because its pool is full.
+for a least-recently-used cache. No session is put to sleep: vLLM evicts, because its pool is full.
 Reported is the share of the reusable tokens (all that were computed when the first turn ended) that
 were not computed again, once for Thermocline and once for plain vLLM with the same pool.
 """

@@ -9,8 +9,8 @@ measurement, which goes on where it was; *windows*: the sample model with window
 half of its layers (``benchmarks.families.windowed``), with the bytes of sessions asleep.
 
 Each begins with ``raw`` and waits for the verdict. Then sessions sleep and come back: the last
-question is asked behind the live session, and once more behind the packed one. The prompt is the
-same, and so should be what follows.
+question is asked after the live session, and once more after the packed one. The prompt is the
+same, and so should be the answer.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def verdict(client: Client, looks: Callable[[dict[str, Any]], None]) -> di
 
 
 async def slept(client: Client, number: int) -> dict[str, Any]:
-    """Ask behind a live session and behind the same one from the cold store."""
+    """Ask after a live session and after the same one from the cold store."""
     name = f"sleeper-{number}"
     messages = [{"role": "user", "content": f"{name}: {prose(name, WORDS)}. What is this about?"}]
     first = await client.chat(messages, name, max_tokens=ANSWER, ignore_eos=True)

@@ -13,13 +13,13 @@ are measured as if it were bfloat16, as on a GPU, they get *twice* the RAM that 
 
 Of each system:
 
-1. ``--sessions`` conversations have a first turn each, more than anybody can keep.
+1. ``--sessions`` conversations have a first turn each, more than any system can keep.
 2. They come back with a short new message, newest first: that shows how many are kept. A session
    is restorable if at least 95 % of its reusable tokens (those of its first turn in whole blocks
    of vLLM's) were not computed again, by the usage in vLLM's answer. After three in a row that
    are not, all older ones count as lost.
 3. ``--in-turn`` of the newest come back oldest first, as so many users who take turns would, two
-   laps; the second counts. Whoever keeps fewer than those has always just dropped the next one.
+   laps; the second counts. A system that keeps fewer has always just dropped the next one.
 4. Quality: other conversations are pushed out of the pool by two more and come back. Plain vLLM
    has continued them greedily before, with nothing cached. Each of those tokens is asked for once,
    with all before it given (teacher forcing; vLLM gives log-probabilities of a prompt only without

@@ -10,7 +10,7 @@ A codec that has to know the model finds its profile in a folder in which it was
 
 Through gateway and HTTP, with vLLM's CPU engine; cold sessions are in RAM. One process, one
 conversation per length. It goes on for ``--rounds`` turns of each kind, in turns: one short new
-message behind all that was said, while the session is hot, and after it was put to sleep. At last
+message after all earlier ones, while the session is hot, and after it was put to sleep. At last
 the session is deleted and its newest prompt sent once more: the same work with nothing to reuse.
 
 What a hot return takes is the floor of a restored one: HTTP, the chat template, and one step of the

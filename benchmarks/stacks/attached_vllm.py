@@ -1,4 +1,4 @@
-"""A vLLM that somebody else started by the lines of docs/hardware.md, to attach a gateway to."""
+"""A vLLM without a gateway, started by the lines of docs/hardware.md, to attach one to."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Elsewhere:
 
 
 def documented() -> tuple[dict[str, object], dict[str, str], list[str]]:
-    """The plug-in's settings, vLLM's environment, and the options behind ``vllm serve MODEL``."""
+    """The plug-in's settings, vLLM's environment, and the options after ``vllm serve MODEL``."""
     text = DOC.read_text().partition(HEADING)[2]
     settings, commands = re.findall(r"```(?:json)?\n(.*?)```", text, re.DOTALL)[:2]
     words = shlex.split(commands.split("\n\n")[0].replace("\\\n", ""))
@@ -105,7 +105,7 @@ def documented() -> tuple[dict[str, object], dict[str, str], list[str]]:
 
 
 def started(python: str, folder: Path, store: dict[str, Any], options: Sequence[str]) -> Elsewhere:
-    """Start it on the sample model; ``options``: of vLLM, behind those of the document."""
+    """Start it on the sample model; ``options``: of vLLM, after those of the document."""
     settings, variables, words = documented()
     port, control_port = free_port(), free_port()
     run = folder / "run"

@@ -1,7 +1,7 @@
 """The real gateway with the fake engine, as processes: for tests and benchmarks without a model.
 
 ``python benchmarks/stacks/fake_stack.py FILE`` is the gateway's process; ``FakeStack`` runs it.
-Unlike ``product_stack.Stack`` it also tells how to reach the engine behind the gateway's back.
+Unlike ``product_stack.Stack`` it also gives access to the engine without the gateway.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class FakeStack:
         return self._process.wait(timeout_s)
 
     def status(self, path: str) -> int:
-        """Status of a GET; 0 where nobody answers."""
+        """Status of a GET; 0 if no server answers."""
         try:
             with urllib.request.urlopen(self.url + path, timeout=10) as answer:
                 return int(answer.status)

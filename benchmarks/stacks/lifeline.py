@@ -55,7 +55,7 @@ class Lifeline:
 def _end(pid: int, started: float, group: bool, patience_s: float) -> None:
     try:
         server = psutil.Process(pid)
-        if server.create_time() == started:  # or the number is somebody else's by now
+        if server.create_time() == started:  # else another process has the number
             server.terminate()
             server.wait(patience_s)
     except psutil.NoSuchProcess:

@@ -1,7 +1,7 @@
 """A model with the sample model's KV, tokenizer and layers, and hardly any weights.
 
-What its sessions take, live and packed, is what the sample model's take, byte for byte; what it
-says is noise. For counting sessions where computing them would take an hour.
+Its sessions take the same bytes, live and packed, as those of the sample model; its answers are
+noise. For counting sessions where computing them would take an hour.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class LmcacheVllm:
     """LMCache's server with ``ram_bytes``, and vLLM with LMCache's connector.
 
     The chunk is one block of vLLM's, which wastes least. LMCache evicts once a second, when its
-    memory is fuller than a watermark, and what does not fit in between is not stored at all. So
-    that it can keep all of ``ram_bytes``, it gets ``headroom_bytes`` on top for the newest, and
+    memory is fuller than a watermark, and chunks that do not fit in between are not stored at all.
+    So that it can keep all of ``ram_bytes``, it gets ``headroom_bytes`` on top for the newest, and
     ``settle`` waits until that is free again.
     """
 

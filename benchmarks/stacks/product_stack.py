@@ -282,7 +282,7 @@ class Client:
         for choice in event.get("choices", []):
             reply.token_ids += choice.get("token_ids") or []
             text = choice["delta"].get("content") or ""
-            # An answer may be empty: then its end is what came first.
+            # An answer may be empty: then its end comes first.
             if (text or choice["finish_reason"]) and reply.ttft_s != reply.ttft_s:
                 reply.ttft_s = time.perf_counter() - start
             reply.text += text

@@ -28,7 +28,7 @@ READY = "replicas are there; Ray's address is "
 
 
 def is_installed() -> bool:
-    """Tell whether there is an environment with Ray and vLLM."""
+    """Return whether there is an environment with Ray and vLLM."""
     return Path(PYTHON).is_file()
 
 

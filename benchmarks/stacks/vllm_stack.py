@@ -54,9 +54,9 @@ def with_plugin(
     idle_after_s: float = 3600.0,
     folder: Path | None = None,
 ) -> Stack:
-    """Gateway and vLLM. Nobody hibernates by itself, if not told to: the benchmark says when.
+    """Gateway and vLLM. Sessions hibernate when the benchmark asks, or after ``idle_after_s``.
 
-    ``folder``: its ``data`` may hold what was measured of the model.
+    ``folder``: its ``data`` may hold measurements of the model.
     """
     settings: dict[str, dict[str, Any]] = {
         "engine": {
@@ -80,7 +80,7 @@ def with_plugin(
 class PlainVllm:
     """vLLM as the gateway starts it, less what is ours: same flags, same environment, no plug-in.
 
-    ``python`` and ``arguments`` are for somebody else's connector.
+    ``python`` and ``arguments`` are for another connector.
     """
 
     pool_bytes: int

@@ -17,7 +17,7 @@ from engines.calibration.messages import CalibrationOrder, CalibrationReport
 from engines.calibration.survey import CannotCalibrate
 from engines.config import WRONG_SETTINGS
 from engines.log_lines import configure_logging
-from kvstore.codecs.catalogue.registration import import_registering
+from kvstore.codecs.registration import import_registering
 from kvstore.errors import UnknownCodec
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,8 @@ from kvstore.codecs.learning.state_sensitivity import StateSensitivities
 from kvstore.codecs.names import first_part, is_learned, parts_of, session_presets
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, Profile
+from kvstore.codecs.session_codec import open_session_codec
 from kvstore.codecs.states.dealt import DEALT
-from kvstore.codecs.states.session_codec import open_session_codec
 
 logger = logging.getLogger(__name__)
 

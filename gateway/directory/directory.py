@@ -134,7 +134,7 @@ class Directory:
             await asyncio.sleep(LEAST_PAUSE_S)
 
     async def round(self) -> None:
-        """Write the changes, and take over the news. Raises ``TierUnavailable``."""
+        """Write the changes, and take over those of others. Raises ``TierUnavailable``."""
         waiting, self._waiting = self._waiting, []
         now = self._clock()
         self._gather()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.codecs.session_codec import SessionCodec
 from kvstore.session import TierName
 
 

@@ -11,7 +11,7 @@ from kvstore.blobs.segments import Segment
 from kvstore.blobs.state_packer import StatePacker
 from kvstore.blobs.whole_rows import ThinRows, WholeRows
 from kvstore.codecs.base import Codec
-from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.codecs.session_codec import SessionCodec
 from kvstore.errors import ForeignCodec
 from kvstore.shapes import KVLayout, KVRun
 

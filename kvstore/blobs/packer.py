@@ -28,7 +28,7 @@ from kvstore.blobs.snapshot import StateTree, decode_state, encode_state
 from kvstore.blobs.state_packer import StatePacker
 from kvstore.blobs.whole_rows import ThinRows, WholeRows
 from kvstore.codecs.base import Codec
-from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.codecs.session_codec import SessionCodec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout, KVRun, tokens_in
 from kvstore.tiers.base import Blob

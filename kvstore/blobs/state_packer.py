@@ -31,7 +31,7 @@ from kvstore.blobs.segments import (
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.blobs.whole_rows import WholeRows
 from kvstore.codecs.base import Codec
-from kvstore.codecs.states.session_codec import AnyMatrixCodec, SessionCodec, matrix_codec_of
+from kvstore.codecs.session_codec import AnyMatrixCodec, SessionCodec, matrix_codec_of
 from kvstore.errors import Corrupt, ForeignCodec, UnknownCodec
 from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
 

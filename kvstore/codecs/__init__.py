@@ -10,6 +10,7 @@ kind. ``presets`` opens a codec by its name; ``calibrated`` opens a learned one 
     one_step       learned and entropy-coded (``entropy``): ``balanced``, ``max``, ``safe``
     literature     methods of papers, for comparison
     stages, stacks the stages of learned codecs, and the order in which they run
+    loops          their inner loops, compiled
     learning       the statistics from which a profile is learned
     kernels        the same bytes, from compiled code
 """

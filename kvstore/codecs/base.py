@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from kvstore.shapes import KVLayout, KVRun
@@ -67,3 +68,28 @@ class Codec(Protocol):
             Corrupt: the payload does not have the length or structure that ``out`` requires.
                 ``out`` may then hold any values and must not be used.
         """
+
+
+def check_run(run: KVRun, layout: KVLayout) -> int:
+    """Returns the number of tokens in ``run``.
+
+    Raises:
+        ValueError: shapes or dtype differ from the layout's: a defect in the caller.
+    """
+    num_tokens: int = run[0][0].shape[1] if run else 0
+    # Compare whole lists at once: a chunk that takes a millisecond may have a hundred arrays.
+    shapes, expected = [(k.shape, v.shape) for k, v in run], _shapes(layout, num_tokens)
+    if shapes != expected:
+        raise ValueError(f"K and V of {shapes} where the layout has {expected}")
+    dtypes = {array.dtype for pair in run for array in pair}
+    if dtypes - {layout.numpy_dtype}:
+        raise ValueError(f"dtypes {dtypes} where the layout has {layout.numpy_dtype}")
+    return num_tokens
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(layout: KVLayout, num_tokens: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [
+        ((x.num_kv_heads, num_tokens, x.head_dim), (x.num_kv_heads, num_tokens, x.value_dim))
+        for x in layout.layers
+    ]

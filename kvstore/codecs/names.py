@@ -2,7 +2,7 @@
 
 ``presets`` makes a codec from a name, ``calibrated`` from a name and a profile; both find the code
 by the import strings of the ``catalogue``. ``OWN`` holds the product's codecs, ``LITERATURE`` the
-methods of papers, and ``catalogue.registration`` adds a user's own.
+methods of papers, and ``registration`` adds a user's own.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def first_part(name: str) -> str:
 # Codecs that are common elsewhere and considered harmless: measured with ours, to compare losses.
 FLOOR: Final = ("fp8", "q8")
 
-# ``catalogue.registration`` adds entries.
+# ``registration`` adds entries.
 CODECS: Final[dict[str, CodecEntry]] = {**OWN, **LITERATURE}
 # The product's codecs that need no profile.
 READY: Final = tuple(name for name, entry in OWN.items() if entry.make)

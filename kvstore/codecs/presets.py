@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.catalogue.entries import MakeCodec
-from kvstore.codecs.catalogue.imports import imported
+from kvstore.codecs.catalogue.imports import imported, is_import_string
 from kvstore.codecs.names import (
     CODECS,
     canonical,
@@ -21,6 +21,7 @@ from kvstore.codecs.names import (
     is_learned,
     parameters_of,
     parts_of,
+    unknown,
 )
 from kvstore.codecs.states.ways import STATES, WINDOWS
 from kvstore.errors import UnknownCodec
@@ -68,6 +69,8 @@ def codec_by_name(name: str) -> Codec:
     name = canonical_name(name)
     family = family_of(name)
     if family not in CODECS:
+        if not is_import_string(name):
+            raise UnknownCodec(unknown(name))
         return _imported(name, name, {})
     if not CODECS[family].make:
         preset = f" --presets {name}" if family != name else ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs.arrays import check_run
+from kvstore.codecs.base import check_run
 from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout, KVRun
 

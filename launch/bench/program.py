@@ -60,7 +60,7 @@ class Bar:
 
 
 def run_workload(target: Target, workload: Workload, temperature: float = 0.0) -> Report:
-    """Play ``workload``; report the results, also after Ctrl-C.
+    """Play ``workload`` and report the results, also after Ctrl-C.
 
     Raises:
         UsageError, LaunchError: the server cannot be used; says why.

@@ -25,7 +25,7 @@ def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
     Budgets that the operator set stay as they are.
 
     Raises:
-        UsageError: this machine has no room for them; says how many would fit.
+        UsageError: this machine has no room for the wish; says how many sessions would fit.
         LaunchError: the model is not here, or its cache is not understood.
     """
     wish = effective.settings.capacity

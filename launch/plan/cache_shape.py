@@ -9,7 +9,7 @@ from engines.kv_budget import KVCost
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayer, KVLayout, StateLayout
 
 if TYPE_CHECKING:
-    from kvstore.codecs.states.session_codec import SessionCodec
+    from kvstore.codecs.session_codec import SessionCodec
 
 FLOAT32_BYTES = 4
 

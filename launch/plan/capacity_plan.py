@@ -15,7 +15,7 @@ from kvstore.codecs.base import Codec
 from kvstore.codecs.names import CODECS, READY, family_of, first_part, for_session
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.states.session_codec import SessionCodec, open_session_codec
+from kvstore.codecs.session_codec import SessionCodec, open_session_codec
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.session import TierName

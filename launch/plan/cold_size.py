@@ -10,7 +10,7 @@ from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.packer import Packer
 from kvstore.chunk_size import chunk_tokens
 from kvstore.codecs.base import Codec
-from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.codecs.session_codec import SessionCodec
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayout

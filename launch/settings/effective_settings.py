@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engines.config import EngineConfig
-from kvstore.codecs.catalogue.registration import import_registering
 from kvstore.codecs.names import CODECS, canonical, parts_of, unknown
+from kvstore.codecs.registration import import_registering
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import UnknownCodec
 from launch.errors import LaunchError, UsageError

@@ -68,7 +68,7 @@ def test_a_room_says_what_it_is(room):
 
 
 def test_the_sources_name_no_index_and_no_machine():
-    """A lock file or an index of somebody's own must not travel with the project."""
+    """A developer's own lock file or index must not travel with the project."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "index" not in project["tool"]["uv"]
     assert "uv.lock" in (ROOT / ".gitignore").read_text()

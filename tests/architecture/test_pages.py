@@ -1,4 +1,4 @@
-"""Documents read well on the site: links lead somewhere, lists are lists, nobody else is asked."""
+"""Documents read well on the site: links lead somewhere, lists are lists, no other host is asked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FENCE = re.compile(r"^```.*?^```|`[^`\n]*`|<!--.*?-->", re.DOTALL | re.MULTILINE
 OUR_FILE = re.compile(
     r"`((?:gateway|scheduler|engines|kvstore|launch|tests|benchmarks|docs)/[\w./-]+\.(?:py|sh|md|toml))`"
 )
-# What a browser fetches by itself, and not because somebody clicks.
+# References that a browser fetches by itself, without a click.
 FETCHED = re.compile(
     r"<(?:script|img|iframe)[^>]*\ssrc=\"?(https?:)?//|"
     r"<link(?![^>]*rel=\"?canonical)[^>]*\shref=\"?(https?:)?//|@import|url\(\s*['\"]?(https?:)?//"

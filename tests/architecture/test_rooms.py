@@ -53,7 +53,7 @@ def test_no_exception_outlives_its_need():
 def test_a_package_says_in_a_sentence_what_it_is_for(package):
     tree = ast.parse((package / "__init__.py").read_text())
     text = ast.get_docstring(tree)
-    assert text, "a package begins with what it is for"
+    assert text, "a package begins with its purpose"
     assert len(tree.body) == 1, "no code in __init__"
     sentence = " ".join(text.partition("\n\n")[0].split()).partition(". ")[0]
     assert len(sentence) <= MAX_SENTENCE, sentence

@@ -33,7 +33,7 @@ def test_a_file_fits_its_budget_and_says_what_it_is(path):
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_LINES
     if path.name != "__main__.py" and text.strip():
-        assert ast.get_docstring(ast.parse(text)), "a module begins with what it is for"
+        assert ast.get_docstring(ast.parse(text)), "a module begins with its purpose"
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -1,4 +1,4 @@
-"""One suite for every codec: what the store relies on, whichever is chosen."""
+"""One suite for every codec: the promises that the store relies on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever can write to the disk or to Redis cannot make a store believe it."""
+"""A writer to the disk or to Redis cannot make a store accept a forged blob."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def zeros(stored: Blob) -> bytes:
 
 
 def test_forged_rows_are_a_miss_and_counted(rig: Rig, bare: Tier) -> None:
-    """Their checksums are right, so only the seal tells; ``back`` compares every row."""
+    """Their checksums are right, so only the seal is wrong; ``back`` compares every row."""
     store = rig.open([sealed(bare)])
     rig.save(store, ref(), LONG)
     for name, stored in list(bare.scan(b"c")):
@@ -127,10 +127,10 @@ def by_another(bare: Tier, inner: list[bytes], keys: list[bytes]) -> list[tuple[
 def test_ten_thousand_of_each_kind_are_refused(bare: Tier, forge: Forger) -> None:
     """The keys come in batches, each written by us, tampered with, and read by us."""
     tier = sealed(bare)
-    behind = Seal(SECRET, bare.name, encrypt=False).key_name
+    suffix = Seal(SECRET, bare.name, encrypt=False).key_name
     for first in range(0, NUM, BATCH):
         keys = names(first + BATCH)[first:]
-        inner = [key + behind for key in keys]
+        inner = [key + suffix for key in keys]
         assert tier.put_many([(key, key * 9) for key in keys]) == BATCH
         tampered = forge(bare, inner, keys)
         bare.delete_many(inner)
@@ -156,7 +156,7 @@ def test_another_secret_finds_nothing_and_takes_nothing_away(bare: Tier, encrypt
 
 
 def test_what_is_encrypted_cannot_be_read(bare: Tier) -> None:
-    text = b"a prompt that nobody else may read " * 20
+    text = b"a prompt that no other tenant may read " * 20
     for encrypt in (True, False):
         assert sealed(bare, encrypt=encrypt).put_many([(b"c%d" % encrypt, text)]) == 1
     (hidden,) = (bytes(x) for name, x in bare.scan(b"c1"))

@@ -108,16 +108,16 @@ def test_a_session_of_before_gets_the_codec_of_each_tier(
     until(lambda: is_through(store) and bool(smaller))
     assert store.flush(20)
     assert [(x.tenant, x.id) for x in smaller] == [("t", "s")]
-    after, record = [x.stats() for x in tiers], store.record(smaller[0])  # as it is told
+    after, record = [x.stats() for x in tiers], store.record(smaller[0])  # as it is reported
     assert record is not None and record.packed_bytes == counted(store, ref()) < pinned / 2
     assert record.tail_bytes and record.codecs[:2] == ("tq3.2", "tq4.2")
     for one, other in zip(before, after, strict=True):
         assert other.num_blobs == one.num_blobs and other.nbytes <= one.nbytes  # disks have pages
         assert other.evictions == one.evictions == 0
     assert after[0].nbytes < before[0].nbytes
-    told = store.stats().repacking
-    assert (told.sessions_left, told.bytes_left, told.sessions_done) == (0, 0, 1)
-    assert told.freed_bytes > pinned / 2
+    report = store.stats().repacking
+    assert (report.sessions_left, report.bytes_left, report.sessions_done) == (0, 0, 1)
+    assert report.freed_bytes > pinned / 2
     assert store.stats().counters["repacked_blobs"] == 2 * 7
     assert num_back(rig, store, LONG) == 100
     assert store.demote(ref(), "disk") == "disk" and num_back(rig, store, LONG) == 100
@@ -155,7 +155,7 @@ def test_what_an_earlier_life_left_is_found_at_the_start(rig: Rig, tmp_path: Pat
     store.close()
 
 
-def test_it_stops_before_the_next_blob_while_somebody_works(
+def test_it_stops_before_the_next_blob_while_a_request_runs(
     rig: Rig, store: Store, tiers: list[Tier]
 ) -> None:
     rig.save(store, ref(), LONG)
@@ -171,10 +171,10 @@ def test_it_stops_before_the_next_blob_while_somebody_works(
     until(lambda: asked[0] > 7)
     done = store.stats().counters["repacked_blobs"]
     assert 0 < done <= 2 * 5
-    told = store.stats().repacking
-    assert told.sessions_left == 1 and told.bytes_left > 0
+    report = store.stats().repacking
+    assert report.sessions_left == 1 and report.bytes_left > 0
     assert num_back(rig, store, LONG) == 100  # half of it is packed
-    rig.save(store, ref(), [*LONG, *history(20, 1)])  # nobody waits for it
+    rig.save(store, ref(), [*LONG, *history(20, 1)])  # the save is not held up
     assert store.stats().counters["repacked_blobs"] == done
     may.set()
     until(lambda: all(codecs_in(x) <= {"tq3.2", "tq4.2"} for x in tiers))

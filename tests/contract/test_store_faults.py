@@ -45,7 +45,7 @@ def test_a_session_that_outgrows_a_tier_loses_its_end_first(rig: Rig) -> None:
     store.close()
 
 
-def test_it_is_told_once_of_sessions_that_were_evicted(rig: Rig) -> None:
+def test_each_evicted_session_is_reported_once(rig: Rig) -> None:
     gone: list[str] = []
     store = rig.open([RamTier(session_bytes(rig) * 22 // 10)])
     store.listen(lambda left: gone.append(left.session.id))
@@ -63,7 +63,7 @@ def test_it_is_told_once_of_sessions_that_were_evicted(rig: Rig) -> None:
 # ---- damage and outages
 
 
-def test_a_damaged_blob_costs_what_is_behind_it_and_is_removed(
+def test_a_damaged_blob_costs_the_tokens_after_it_and_is_removed(
     rig: Rig, store: Store, tiers: list[Tier]
 ) -> None:
     rig.save(store, ref(), LONG)
@@ -215,7 +215,7 @@ def test_a_deletion_that_is_owed_spares_a_session_that_came_back(rig: Rig) -> No
 
 def put_aside(folder: Path) -> Path:
     aside = folder / "data.damaged"
-    aside.write_bytes(b"whose this is nobody can say")
+    aside.write_bytes(b"the session of this is unknown")
     return aside
 
 

@@ -1,4 +1,4 @@
-"""The promises that both cold stores keep, whatever an engine's sessions are made of."""
+"""The promises that both cold stores keep, for the sessions of either engine."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_session_that_was_never_saved_cannot_be_pinned(rig: Rig, store: Store)
 # ---- the time that sessions are kept
 
 
-def test_nobody_came_back_in_time(rig: Rig, tiers: list[Tier]) -> None:
+def test_a_session_that_is_not_used_in_time_expires(rig: Rig, tiers: list[Tier]) -> None:
     clock, gone = Clock(), []
     store = rig.open(tiers, ttl_s=60.0, clock=clock)
     store.listen(gone.append)
@@ -176,7 +176,7 @@ def test_a_session_that_is_used_does_not_lapse(rig: Rig, tiers: list[Tier]) -> N
 
 
 def expiring(store: Store) -> threading.Thread:
-    """A look for sessions to forget, which waits for whoever has claimed the session ``s``."""
+    """A running ``expire``, which waits for the claim on the session ``s``."""
     thread = threading.Thread(target=store.expire)
     thread.start()
     thread.join(0.2)
@@ -184,7 +184,7 @@ def expiring(store: Store) -> threading.Thread:
     return thread
 
 
-def test_somebody_who_comes_back_while_it_lapses_keeps_the_session(
+def test_a_session_that_is_used_while_it_lapses_is_kept(
     rig: Rig, tiers: list[Tier]
 ) -> None:
     clock = Clock()
@@ -279,7 +279,7 @@ def test_forgotten_means_that_no_tier_holds_anything(
     rig: Rig, store: Store, tiers: list[Tier]
 ) -> None:
     rig.save(store, ref(), LONG)
-    rig.save(store, ref(), FORK)  # leaves a branch behind
+    rig.save(store, ref(), FORK)  # leaves a branch
     assert store.forget(ref())
     assert blobs_of(tiers[0]) == blobs_of(tiers[1]) == {}
     assert rig.back(store, ref(), LONG).num_tokens == 0
@@ -308,7 +308,7 @@ def test_a_session_that_is_no_longer_listed_is_still_found_and_forgotten(rig: Ri
     store.close()
 
 
-def test_a_tier_that_is_down_is_told_of_a_deletion_when_it_is_back(
+def test_a_tier_that_was_down_gets_the_deletion_when_it_is_back(
     rig: Rig, tmp_path: Path
 ) -> None:
     disk = FaultyTier(DiskTier(tmp_path / "cold", 64 * MIB))

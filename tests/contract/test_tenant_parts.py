@@ -61,7 +61,7 @@ def flooded(rig: Rig, tiers: Sequence[Tier]) -> int:
         rig.save(store, session, history(100, 50 + number))
     back = rig.back(store, QUIET, LONG).num_tokens
     newest = rig.back(store, GREEDY[-1], history(100, 50 + len(GREEDY) - 1)).num_tokens
-    assert newest == 100  # nobody pays with what was just written
+    assert newest == 100  # the newest session is not evicted
     store.close()
     return back
 
@@ -104,32 +104,32 @@ def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path, away_s: float)
 
 
 @pytest.mark.parametrize("share", [0.0, SHARE])
-def test_who_held_more_than_its_part_is_told_so(rig: Rig, tmp_path: Path, share: float) -> None:
+def test_sessions_of_a_tenant_above_its_part_are_reported(rig: Rig, tmp_path: Path, share: float) -> None:
     capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
     store = rig.open([RamTier(capacity, share), DiskTier(tmp_path / "cold", 64 * MIB)])
-    told: list[StoreNotice] = []
-    store.listen(told.append)
+    notices: list[StoreNotice] = []
+    store.listen(notices.append)
     rig.save(store, QUIET, LONG)
     for number, session in enumerate(GREEDY):
         rig.save(store, session, history(100, 50 + number))
         store.expire()
-    causes = {x.session.tenant: x.why for x in told}
+    causes = {x.session.tenant: x.why for x in notices}
     assert causes == ({"greedy": "share"} if share else {"greedy": "budget", "quiet": "budget"})
-    assert not any(x.is_gone for x in told)
+    assert not any(x.is_gone for x in notices)
     store.close()
 
 
-def test_it_is_told_of_those_that_no_tier_has_any_more(rig: Rig, tmp_path: Path) -> None:
+def test_sessions_that_no_tier_has_any_more_are_reported(rig: Rig, tmp_path: Path) -> None:
     capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
     store = rig.open([RamTier(capacity, SHARE)])
-    told: list[StoreNotice] = []
-    store.listen(told.append)
+    notices: list[StoreNotice] = []
+    store.listen(notices.append)
     rig.save(store, QUIET, LONG)
     for number, session in enumerate(GREEDY):
         rig.save(store, session, history(100, 50 + number))
     for _ in range(2):  # what is gone is looked for twice
         store.expire()
-    assert told and {(x.session.tenant, x.why, x.is_gone) for x in told} == {
+    assert notices and {(x.session.tenant, x.why, x.is_gone) for x in notices} == {
         ("greedy", "share", True)
     }
     store.close()

@@ -198,7 +198,7 @@ def test_who_was_away_for_longer_than_a_day_has_no_part_of_what_an_earlier_run_l
     assert tier.contains_many(keys(0, 1)) == [False, False]
 
 
-def test_the_budget_holds_whatever_the_sizes(tiers: TierRig) -> None:
+def test_the_budget_holds_for_all_sizes(tiers: TierRig) -> None:
     tier = tiers.open(4 * tiers.cost(LARGE))
     for i in range(40):
         tier.put_many([(key(i), blob_of(i, (i * 7919) % LARGE))])
@@ -308,4 +308,4 @@ def test_many_threads_at_once(tiers: TierRig) -> None:
         thread.join()
     assert wrong == []
     assert tier.stats().nbytes <= tier.stats().capacity_bytes
-    assert tier.put_many(chain(50, 55)) == 5  # no pin was left behind
+    assert tier.put_many(chain(50, 55)) == 5  # no pin is left

@@ -1,4 +1,4 @@
-"""Anthropic's client against real engines: the same conversation, whatever the dialect."""
+"""Anthropic's client against real engines: the same conversation in each dialect."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ async def test_raw_wakes_to_the_very_same_tokens_also_when_four_wake_at_once(raw
     assert list(slept) == awake
 
 
-async def test_a_session_tells_where_it_is(stack):
+async def test_a_session_reports_where_it_is(stack):
     async with client_of(stack) as client:
         history = [user(prose("where", 365))]
         first = await client.chat(history, session="where")

@@ -51,7 +51,7 @@ def pattern(line: str) -> re.Pattern[str]:
 
 
 def shows(step: Step, output: str) -> bool:
-    """Tell whether the shown lines are in the output in their order; others may lie between."""
+    """Return whether the shown lines are in the output in their order; others may lie between."""
     lines = iter(output.replace("\r", "").splitlines())
     return all(any(pattern(shown).search(line) for line in lines) for shown in step.shown)
 

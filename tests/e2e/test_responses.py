@@ -63,8 +63,8 @@ def test_a_chat_and_a_response_say_the_same(client: openai.OpenAI, model: str) -
 def test_a_stream_is_the_same_as_a_whole_answer(client: openai.OpenAI, model: str) -> None:
     whole = client.responses.create(model=model, input=STORY, **GREEDY)
     with client.responses.stream(model=model, input=STORY, **GREEDY) as stream:
-        told = list(stream)
-    final = told[-1].response  # type: ignore[union-attr]
+        events = list(stream)
+    final = events[-1].response  # type: ignore[union-attr]
     assert final.output_text == whole.output_text
     assert (final.status, whole.status) == ("incomplete", "incomplete")
 
@@ -136,9 +136,9 @@ def test_the_same_on_vllm(vllm_stack: Stack) -> None:
             model=model, input="And at night?", previous_response_id=first.id, **GREEDY
         )
         with sdk.responses.stream(model=model, input=STORY, **GREEDY) as stream:
-            told = list(stream)
+            events = list(stream)
         counted = sdk.responses.input_tokens.count(model=model, input=STORY)
     assert cached(second)[0] > 0
-    assert told[-1].response.output_text == first.output_text  # type: ignore[union-attr]
+    assert events[-1].response.output_text == first.output_text  # type: ignore[union-attr]
     assert first.usage is not None
     assert counted.input_tokens == first.usage.input_tokens

@@ -75,7 +75,7 @@ def test_a_stream_wakes_a_session_with_the_very_same_text(sdk):
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= 288
 
 
-def test_a_bad_request_is_told_in_openais_shape(sdk):
+def test_a_bad_request_is_answered_in_openais_shape(sdk):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(sdk, [{"role": "user", "content": "Hello"}], "bad", logit_bias={"x": 1})
     assert caught.value.body["message"]

@@ -1,4 +1,4 @@
-"""A vLLM that somebody else started by the lines of docs/hardware.md, a gateway attached to it.
+"""A vLLM started by the lines of docs/hardware.md, and a gateway attached to it.
 
 One start of vLLM serves all tests of this file.
 """
@@ -83,7 +83,7 @@ def wait_for(
 
 
 def put_to_sleep(sdk: openai.OpenAI, elsewhere: Elsewhere, session: str) -> None:
-    """A session that vLLM drops behind the gateway's back."""
+    """A session whose blocks vLLM drops without the gateway."""
     ask(sdk, session)
     wait_for(sdk, session, "idle", "ram")
     elsewhere.drop_blocks()
@@ -122,7 +122,7 @@ def test_blocks_that_vllm_reuses_turn_a_session_cold(sdk):
     wait_for(sdk, "newer", "idle")
 
 
-def test_both_metrics_tell_the_same(sdk, stack, elsewhere):
+def test_both_metrics_agree(sdk, stack, elsewhere):
     put_to_sleep(sdk, elsewhere, "counted")
     ask(sdk, "counted")
     ours = figures(stack.url)
@@ -130,13 +130,13 @@ def test_both_metrics_tell_the_same(sdk, stack, elsewhere):
     assert ours["thermocline_tier_bytes", "ram"] > 0
     assert ours["thermocline_engine_events_total", "prompts"] >= 2
     end = time.monotonic() + 60
-    while True:  # vLLM tells with its steps
+    while True:  # vLLM reports with its steps
         ask(sdk, "steps", 5)
         theirs = figures(f"http://127.0.0.1:{elsewhere.port}")
         restored = figures(stack.url)["thermocline_engine_events_total", "restored_tokens.ram"]
-        told = theirs.get(("vllm:thermocline_events_total", "restored_tokens.ram"))
+        reported = theirs.get(("vllm:thermocline_events_total", "restored_tokens.ram"))
         by_source = theirs.get(("vllm:prompt_tokens_cached_by_source_total", "host"))
-        if told == by_source == restored:
+        if reported == by_source == restored:
             break
         assert time.monotonic() < end, (theirs, restored)
         time.sleep(0.5)

@@ -32,7 +32,7 @@ CLICK_S = 60  # for its answer; the engine gives a tier 30
 
 @pytest.fixture(scope="module")
 def stepping() -> Iterator[Stack]:
-    """Gateway and vLLM; nobody has measured the model, and nobody does by himself."""
+    """Gateway and vLLM; the model is not measured, and not by the engine itself either."""
     python = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
     if not python or inspect_environment(python).problem:
         pytest.skip("no vLLM here; run: bash launch/install.sh vllm")
@@ -104,15 +104,15 @@ def ask(url: str, num_words: int, session: str) -> int:
 def test_how_far_a_prompt_is_read(stepping: Stack, browser: Browser, events: Events) -> None:
     page = browser.open()
     page.get_by_role("tab", name=re.compile("^Now")).wait_for()
-    told: list[int] = []
-    asking = threading.Thread(target=lambda: told.append(ask(stepping.url, 6000, "long")))
+    lengths: list[int] = []
+    asking = threading.Thread(target=lambda: lengths.append(ask(stepping.url, 6000, "long")))
     asking.start()
     page.get_by_role("img", name=re.compile(r"^[1-9]\d? % of the prompt$")).first.wait_for()
     while asking.is_alive():
         page.wait_for_timeout(100)
-    (num_tokens,) = told
+    (num_tokens,) = lengths
     between = [x for x in events.prefilled if 0 < x < num_tokens]
-    assert between, "nothing was told of a prompt that took seconds"
+    assert between, "nothing was reported of a prompt that took seconds"
     assert between == sorted(between), "it only grows"
     assert any(x % STEP_TOKENS == 0 for x in between)
     page.context.close()
@@ -126,7 +126,7 @@ def move_to_disk(page: Any) -> str:
     """
     said = page.locator(".said:not(.empty)")
     until = time.monotonic() + WAIT_S
-    told = ""
+    message = ""
     while time.monotonic() < until:
         said.wait_for(state="detached")  # of the click before
         page.get_by_role("button", name="Move to disk").click()
@@ -134,10 +134,10 @@ def move_to_disk(page: Any) -> str:
         while not words and time.monotonic() < clicked + CLICK_S:
             page.wait_for_timeout(200)
             words = said.all_inner_texts()
-        told = words[0] if words else "nothing"
-        if not re.search("nothing|has not taken it|did not take all of it", told):
+        message = words[0] if words else "nothing"
+        if not re.search("nothing|has not taken it|did not take all of it", message):
             break
-    return told
+    return message
 
 
 def test_what_sleeps_is_made_ready_for_its_next_turn(stepping: Stack, browser: Browser) -> None:

@@ -112,7 +112,7 @@ async def sleep_on_disk(client: Client, name: str) -> str:
 
 
 def check_errors(users: list[User]) -> None:
-    """Check what users were told, if any was: a turn that had said nothing is asked once more."""
+    """Check the errors that users got, if any: a turn without any output is sent once more."""
     for error in [x for user in users for x in user.errors]:
         assert error.message and error.type, repr(error)
         if isinstance(error, openai.APIStatusError):
@@ -142,7 +142,7 @@ async def test_kill_9_under_load(vllm_stack: Stack, victim: str) -> None:
 
 
 async def test_nothing_outlives_gateway_and_starter(vllm_stack: Stack) -> None:
-    """The last test: whoever asks for the stack after it gets a dead one."""
+    """The last test: the stack is dead after it."""
     family = vllm_stack.gateway.children(recursive=True)
     await asyncio.to_thread(vllm_stack.kill, engine_too=True)
     await until(lambda: all(map(is_gone, family)))

@@ -36,7 +36,7 @@ LLAMA = {
     "max_position_embeddings": 512,
     "torch_dtype": "float32",
 }
-# vLLM makes them up; nobody reads an answer of this model.
+# vLLM makes them up; no test reads an answer of this model.
 NO_WEIGHTS = ("--load-format", "dummy", "--skip-tokenizer-init")
 
 

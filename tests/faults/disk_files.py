@@ -22,7 +22,7 @@ def fill(folder: Path, count: int = 12, length: int = 150_000) -> dict[bytes, by
 
 
 def nothing_left(folder: Path) -> bool:
-    """Of damaged files one is put aside at most, and is nobody else's to read."""
+    """At most one damaged file is put aside, and only its owner may read it."""
     aside = folder / "data.damaged"
     assert not aside.exists() or aside.stat().st_mode & 0o777 == 0o600
     usual = {"data.mdb", "lock.mdb", "owner.lock", "closed", "data.damaged"}

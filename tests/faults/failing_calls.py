@@ -24,7 +24,7 @@ GONE = FIRST[0][0]  # deleted before the end
 OLD, NEW = b"old" * 2000, b"new" * 2500
 NO_TIER = 3  # exit status: the folder could not be used
 
-# Whatever finds a file, or changes one.
+# All calls that find a file, or change one.
 CALLS = (
     *("openat", "mkdir", "flock", "fcntl", "ftruncate", "mmap", "write", "pwrite64", "writev"),
     *("pwritev", "fsync", "fdatasync", "rename", "unlink", "unlinkat"),

@@ -66,7 +66,7 @@ def until(what: str, condition: Callable[[], bool]) -> None:
 
 
 def entries_for_ever(client: redis.Redis) -> list[bytes]:
-    """What stays on the server unless somebody removes it."""
+    """The entries that stay on the server until a client removes them."""
     return [name for name in names(client) if client.ttl(name) == -1]
 
 

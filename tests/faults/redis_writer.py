@@ -38,9 +38,9 @@ def main(url: str, folder: Path, seed: int) -> None:
         time.sleep(0.01)
     while True:
         chain = [(choose.randbytes(33), choose.randbytes(choose.choice(LENGTHS))) for _ in range(3)]
-        tier.put_many(chain, "somebody")
+        tier.put_many(chain, "alice")
         name = choose.choice(names)
-        tier.replace(name, choose.randbytes(choose.choice(LENGTHS)), "somebody")
+        tier.replace(name, choose.randbytes(choose.choice(LENGTHS)), "alice")
         tier.touch([name, *(key for key, _ in chain)])
         print(chain[0][0].hex(), flush=True)
 

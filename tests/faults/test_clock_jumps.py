@@ -54,7 +54,7 @@ class ShiftedClock:
 
 
 async def talk(client: Client, clock: ShiftedClock, jumps: Sequence[int]) -> list[tuple[str, str]]:
-    """A question to each session after each jump; returns the answers, and what was reused."""
+    """A question to each session after each jump; returns the answers and their cache sources."""
     histories = {name: [{"role": "system", "content": prose(name, 60)}] for name in SESSIONS}
     came: list[tuple[str, str]] = []
     for turn, jump in enumerate(jumps):

@@ -1,6 +1,6 @@
-"""Whatever happens to tiers, blobs or the process: a recompute at most, never a wrong bit.
+"""Any fault of tiers, blobs or the process costs a recompute at most, never a wrong bit.
 
-``come_back`` compares every restored bit with what the prompt itself would have computed, so each
+``come_back`` compares every restored bit with the KV of the prompt's own prefill, so each
 use of it here is the promise under test.
 """
 
@@ -52,7 +52,7 @@ def faulty_pair() -> tuple[FaultyTier, FaultyTier]:
 
 
 def one_life(store: ColdStore) -> None:
-    """Everything that can be asked of a store, regardless of what comes of it."""
+    """All calls of a store, regardless of their results."""
     for session, n in ((ref("a"), 100), (ref("b"), 60), (ref("a"), 150)):
         store.save(session, HISTORY[:n], kv_of(HISTORY[:n]))
         store.flush(10)

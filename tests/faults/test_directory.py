@@ -333,7 +333,7 @@ async def test_a_replayed_order_is_not_carried_out_again(
         client.set(key, value)
     await a.round()
     assert not a.engine.held["alice", "one"].pinned
-    next_life = make("a")  # knows nothing of what was done, but is not meant by the order
+    next_life = make("a")  # knows no earlier orders, but the order is not meant for it
     next_life.engine.held = {("alice", "one"): Held()}
     await next_life.sessions.follower.ask()
     for key, value in older.items():

@@ -98,7 +98,7 @@ def test_flipped_bits_never_end_the_process(folder: Path, tmp_path: Path) -> Non
     run_in_background(FLIPS, str(folder), str(tmp_path / "flipped"))
 
 
-# Bits that rot leave the time unchanged: the file looks as it was closed, and nobody verifies it.
+# Bits that rot leave the time unchanged: the file looks as it was closed, and is not verified.
 ROT = """
 import contextlib, pathlib, random, shutil, sys
 from kvstore.errors import TierUnavailable

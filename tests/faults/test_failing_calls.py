@@ -92,7 +92,7 @@ def test_each_call_of_the_system_fails_once(tmp_path: Path, error: str) -> None:
 
 
 def test_each_call_of_the_system_is_the_last(tmp_path: Path) -> None:
-    """SIGKILL: what was said to be kept is there, but for what was deleted or replaced since."""
+    """SIGKILL: blobs that were reported kept are there, but for those deleted or replaced since."""
     for where, folder, life in lives(tmp_path, "signal=KILL"):
         assert life.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), (where, life)
         there = next_life(folder)

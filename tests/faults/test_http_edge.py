@@ -100,17 +100,17 @@ def test_chunk_extensions_are_bounded(stack: FakeStack) -> None:
 
 BODY_TO_COME = b"content-length: 1000000\r\n\r\n"
 DRIPPING = {
-    "behind 200": b"GET /livez HTTP/1.1\r\n" + HOST + BODY_TO_COME,
+    "after 200": b"GET /livez HTTP/1.1\r\n" + HOST + BODY_TO_COME,
     "trailers": b"GET /livez HTTP/1.1\r\n" + HOST + CHUNKED + b"\r\n0\r\n",
     "body": b"POST " + CHAT + b" HTTP/1.1\r\n" + JSON + BODY_TO_COME,
-    "behind 404": b"POST /nowhere HTTP/1.1\r\n" + JSON + BODY_TO_COME,
-    "behind 400": b"GET /livez HTTP/1.1\r\n" + HOST + HOST + BODY_TO_COME,
+    "after 404": b"POST /nowhere HTTP/1.1\r\n" + JSON + BODY_TO_COME,
+    "after 400": b"GET /livez HTTP/1.1\r\n" + HOST + HOST + BODY_TO_COME,
 }
 
 
 @pytest.mark.slow
 def test_clients_that_drip_are_cut(stack: FakeStack) -> None:
-    """Each sends a byte now and then, behind an answer or before it."""
+    """Each sends a byte now and then, after an answer or before it."""
     with ExitStack() as held:
         left = {name: held.enter_context(closing(connect(stack))) for name in DRIPPING}
         for name, sock in left.items():
@@ -167,7 +167,7 @@ def test_idle_connections_make_room_for_active_ones(stack: FakeStack) -> None:
 def test_idle_connections_within_the_limit_stay_and_cost_the_others_nothing(
     tmp_path: Path,
 ) -> None:
-    """Compared is what the gateway computes for a chat, which other programs do not change."""
+    """Compared is the gateway's CPU time for a chat, which other programs do not change."""
     number = 600
     with (
         FakeStack(tmp_path, gateway={"max_connections": number + 50}) as stack,
@@ -253,7 +253,7 @@ def test_two_meanings(stack: FakeStack, request_bytes: bytes, wanted: int) -> No
     assert status(ask(stack, request_bytes)) == wanted
 
 
-def test_more_header_lines_than_anybody_needs(stack: FakeStack) -> None:
+def test_more_header_lines_than_any_client_needs(stack: FakeStack) -> None:
     assert status(ask(stack, GET + HOST + b"a:b\r\n" * 300 + b"\r\n")) == 431
 
 
@@ -261,14 +261,14 @@ def test_more_header_lines_than_anybody_needs(stack: FakeStack) -> None:
 
 
 def test_nothing_is_written_into_an_answer_that_goes_on(stack: FakeStack) -> None:
-    """Garbage, and a head that is late, behind a request whose stream is running."""
+    """Garbage, and a head that is late, after a request whose stream is running."""
     body = chat(stream=True, metadata={"fake": "chunks=100 delay_s=0.02"})
     request = b"POST " + CHAT + b" HTTP/1.1\r\n" + JSON + b"content-length: %d\r\n\r\n" % len(body)
-    for behind in (b"nonsense\r\n\r\n", b"GET /livez HT"):
+    for extra in (b"nonsense\r\n\r\n", b"GET /livez HT"):
         with connect(stack) as sock:
             sock.sendall(request + body)
             answer = sock.recv(65536)
-            sock.sendall(behind)
+            sock.sendall(extra)
             answer += said(sock)
         assert answer.count(b"HTTP/1.1 ") == 1 and status(answer) == 200
 

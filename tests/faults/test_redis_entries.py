@@ -169,7 +169,7 @@ def test_of_two_writers_the_last_wins_with_a_whole_blob(server: RedisServer) -> 
 def test_what_was_written_after_nobody_waited_any_more_is_removed(
     server: RedisServer, length: int
 ) -> None:
-    """A hanging server carries out what it was sent as soon as it goes on: nobody counts it."""
+    """A hanging server carries out its commands as soon as it goes on: no client counts them."""
     (key, blob), (other, another) = blobs(2, length).items()
     with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
         assert tier.replace(key, bytes(length + 1))

@@ -129,20 +129,20 @@ class TlsLine:
         with (
             suppress(OSError),
             plain,
-            socket.create_connection(("127.0.0.1", self._target)) as behind,
+            socket.create_connection(("127.0.0.1", self._target)) as backend,
             self._tls.wrap_socket(plain, server_side=True) as near,
         ):
             near.settimeout(0.01)
-            behind.settimeout(0.01)
+            backend.settimeout(0.01)
             while True:
                 with suppress(TimeoutError):
                     if not (asked := near.recv(65536)):
                         return
-                    behind.settimeout(5)
-                    behind.sendall(asked)
-                    behind.settimeout(0.01)
+                    backend.settimeout(5)
+                    backend.sendall(asked)
+                    backend.settimeout(0.01)
                 with suppress(TimeoutError):
-                    while answer := behind.recv(65536):
+                    while answer := backend.recv(65536):
                         near.settimeout(5)
                         near.sendall(answer)
                         near.settimeout(0.01)

@@ -28,7 +28,7 @@ pytestmark = [
 
 MIB = 1 << 20
 LIVES = 4
-LEAK_BYTES = 6 * MIB  # of what the server needs beside blobs: buffers of links, its own tables
+LEAK_BYTES = 6 * MIB  # the server's needs beside blobs: buffers of links, its own tables
 FEW = blobs(8, 300_000)
 BOOK = b"thermocline.book:"
 
@@ -53,7 +53,7 @@ def live_and_be_killed(server: RedisServer, folder: Path, seed: int, num_lines: 
 def test_memory_is_flat_over_kills_in_the_middle_of_writing(
     server: RedisServer, tmp_path: Path
 ) -> None:
-    """Each life writes 4 budgets or so. Without the book each one left another budget behind."""
+    """Each life writes 4 budgets or so. Without the book each one left another budget in use."""
     with redis.Redis.from_url(server.url) as client:
         empty = used_bytes(client)
         after: list[int] = []

@@ -79,7 +79,7 @@ def test_a_killed_server_opens_the_breaker_and_a_new_one_closes_it(server: Redis
         assert not tier.stats().available
         errors = tier.stats().errors
         assert took(lambda: tier.get_many(list(stored))) < 0.05
-        assert tier.stats().errors == errors  # nobody was asked
+        assert tier.stats().errors == errors  # the server was not asked
         server.start()
         clock.skipped_s += FIRST_WAIT_S
         assert tier.get_many(list(stored)) == [None] * 4  # it came back empty

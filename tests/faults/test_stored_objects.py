@@ -117,11 +117,11 @@ async def test_an_answer_says_that_it_was_not_stored(app: App, disk: Path) -> No
         refused = await app.post(path, items)
         assert (refused.status, refused.error["code"]) == (507, "store_full")
     app.engine.answer = stream()
-    told = (await respond(app, MIB, stream=True)).body.decode()
-    events = [json.loads(x.partition("data: ")[2]) for x in told.split("\n\n")[:-1]]
+    text = (await respond(app, MIB, stream=True)).body.decode()
+    events = [json.loads(x.partition("data: ")[2]) for x in text.split("\n\n")[:-1]]
     assert [x["sequence_number"] for x in events] == list(range(len(events)))
     assert [x["response"]["store"] for x in events if "response" in x] == [True, True, False]
-    assert told.count("event: response.completed") == 1
+    assert text.count("event: response.completed") == 1
 
 
 async def test_what_is_there_is_read_on_a_full_disk_after_a_restart(app: App, disk: Path) -> None:
@@ -159,17 +159,17 @@ while True:
 @pytest.mark.parametrize("life_s", [0.3, 0.5, 0.8])
 def test_a_kill_leaves_whole_objects_only(tmp_path: Path, life_s: float) -> None:
     path = tmp_path / "stored.sqlite"
-    told = tmp_path / "told"
-    with told.open("wb") as out:
+    reported = tmp_path / "reported"
+    with reported.open("wb") as out:
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=out, env=env)
         until = time.monotonic() + 60
-        while not told.stat().st_size and time.monotonic() < until:
+        while not reported.stat().st_size and time.monotonic() < until:
             time.sleep(0.01)
         time.sleep(life_s)
         child.send_signal(signal.SIGKILL)
         child.wait()
-    stored = [int(x) for x in told.read_text().split()]
+    stored = [int(x) for x in reported.read_text().split()]
     assert stored
     objects = Objects(shelf_in(path, Limits(1 << 28, 1e6)), KEY_OF)
     for number in stored[:-1]:  # the last one may be deleted, or not

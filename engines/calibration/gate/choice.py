@@ -26,7 +26,7 @@ from kvstore.session import TIER_NAMES, TierName
 from kvstore.shapes import KVLayout, StateLayout
 
 if TYPE_CHECKING:
-    from kvstore.codecs.states.session_codec import SessionCodec
+    from kvstore.codecs.session_codec import SessionCodec
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +337,7 @@ def _opened(name: str, model: _Model, *, serves: bool = True) -> Choice | None:
     session = None
     try:
         if model.states is not None:
-            from kvstore.codecs.states.session_codec import open_session_codec
+            from kvstore.codecs.session_codec import open_session_codec
 
             session = open_session_codec(name, own, model.states)
             session.check(model.layout, model.states)

@@ -18,12 +18,12 @@ from engines.calibration.gate.earlier import PackedBy, earlier_codecs
 from engines.calibration.gate.profiles import origin, profile_path
 from engines.wire import CodecReport
 from kvstore.blobs.codec_set import CodecSet
-from kvstore.codecs.catalogue.registration import import_registering
 from kvstore.codecs.names import first_part
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import BEFORE, Profile, load_profile
 from kvstore.codecs.quality import Quality
-from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.codecs.registration import import_registering
+from kvstore.codecs.session_codec import SessionCodec
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, Corrupt, Mismatch, UnknownCodec
 from kvstore.session import TIER_NAMES, TierName

@@ -29,7 +29,7 @@ from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.snapshot import decode_state, encode_state, state_elements
 from kvstore.blobs.state_packer import StatePacker
 from kvstore.codecs.base import Codec
-from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.codecs.session_codec import SessionCodec
 from kvstore.shapes import StateLayout
 
 SLEEPS: Final = 4

@@ -144,7 +144,7 @@ class Prefiller:
         size = self._chunks.chunk(busy, self.step_s)
         chunk = task.tokens[task.num_cached : min(task.num_cached + size, task.next_stop)]
         self._model(mx.array(chunk)[None], cache=task.caches)
-        # Only the caches: what the head would say of these positions is never computed.
+        # Only the caches: the logits of these positions are never computed.
         mx.eval([cache.state for cache in task.caches])
         kv_arrays.pack_old(task.caches)
         mx.clear_cache()

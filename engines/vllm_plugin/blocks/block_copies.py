@@ -147,7 +147,7 @@ def _function(function: Any, dtype: np.dtype) -> Any:
     """
     from numba import types
 
-    from kvstore.codecs.kernels.numba_functions import array_of, compiled, tuple_of
+    from kvstore.codecs.loops.numba_functions import array_of, compiled, tuple_of
 
     element = {2: types.int16, 4: types.int32}[dtype.itemsize]
     flats, runs = ([array_of(element, ndim)] * BATCH for ndim in (1, 3))

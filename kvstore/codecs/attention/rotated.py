@@ -13,10 +13,11 @@ depend on the order of addition; up to those bits, values equal those of restore
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from kvstore.codecs.rows.rotated_rows import RotatedRows
 
 logger = logging.getLogger(__name__)
 
+KERNELS: Final = "kvstore.codecs.kernels.rows.numba_attention"
 TOLERANCE = 1e-4  # times the largest value: the allowed difference of compiled code from numpy
 
 
@@ -102,11 +104,10 @@ def row_attention(rows: RotatedRows, dim: int) -> RowAttention:
 @functools.cache
 def _compiled_module() -> ModuleType | None:
     try:
-        from kvstore.codecs.kernels.rows import numba_attention as compiled
+        return importlib.import_module(KERNELS)
     except ImportError as error:
         logger.info("scores of packed rows run in numpy, slower: %s", error)
         return None
-    return compiled
 
 
 def _agree(kernel: RowAttention, reference: RowAttention, rows: RotatedRows, dim: int) -> bool:

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.codecs.attention.sources import (
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.sources import (
     AttendedQuantiser,
     AttendedTransform,
     Components,
     Scaled,
     Source,
 )
-from kvstore.codecs.reader import Reader
-from kvstore.codecs.stacks.pipeline import Pipeline
 
 
 class KeptRow(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 
 from kvstore.codecs.entropy.tables import PRECISION, TOTAL
-from kvstore.codecs.kernels.numba_functions import array_of, compiled
+from kvstore.codecs.loops.numba_functions import array_of, compiled
 
 LANES = 8
 LOWEST = 1 << 16

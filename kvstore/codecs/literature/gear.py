@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.codecs.attention.sources import Added, Components, Mapped, Source
 from kvstore.codecs.base import Codec
 from kvstore.codecs.floats import FP16_LARGEST
 from kvstore.codecs.literature.stages.half_range import HalfRange
@@ -25,6 +24,7 @@ from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, equal
 from kvstore.codecs.literature.stages.min_max import GROUP, Axis, MinMaxGroups, Rounded
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.sources import Added, Components, Mapped, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.errors import Corrupt

@@ -13,7 +13,6 @@ import functools
 
 import numpy as np
 
-from kvstore.codecs.attention.sources import Mapped, Source
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, planes_of
 from kvstore.codecs.literature.stages.min_max import grouped
@@ -21,6 +20,7 @@ from kvstore.codecs.literature.stages.sign import Sign
 from kvstore.codecs.literature.stages.sketch import directions, sign_size
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.sources import Mapped, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stages.gain import HalfGain

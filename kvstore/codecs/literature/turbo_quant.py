@@ -16,7 +16,6 @@ import functools
 
 import numpy as np
 
-from kvstore.codecs.attention.sources import Added, Components, Mapped, Scaled, Source
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages import half_columns
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
@@ -26,6 +25,7 @@ from kvstore.codecs.rows.backend import best_kernel, reference_kernel
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.sources import Added, Components, Mapped, Scaled, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stacks.stage_protocols import Quantiser

@@ -17,13 +17,13 @@ import functools
 
 import numpy as np
 
-from kvstore.codecs.attention.sources import Mapped, Source
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
 from kvstore.codecs.literature.stages.rotated import rotated
 from kvstore.codecs.literature.stages.vectors import NUM_VECTORS, ProductVectors, normal_vectors
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.sources import Mapped, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.errors import Corrupt

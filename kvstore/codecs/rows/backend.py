@@ -6,11 +6,12 @@ Both give the same bytes. numba is optional; without it everything works, but sl
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from kvstore.shapes import DType, KVLayer, KVLayout
 
 logger = logging.getLogger(__name__)
 
+KERNELS: Final = "kvstore.codecs.kernels.rows.numba_kernel"
 BLOCK_ROWS = 512  # rows at a time, so that the fp32 intermediates stay in the cache
 
 
@@ -108,11 +110,10 @@ def best_kernel(rows: RowFormat, dim: int, dtype: DType) -> ArrayKernel:
 def _compiled_module() -> ModuleType | None:
     """Imports numba, which takes most of a second: only a process that packs should pay for it."""
     try:
-        from kvstore.codecs.kernels.rows import numba_kernel as compiled
+        return importlib.import_module(KERNELS)
     except ImportError as error:
         logger.info("codecs run in numpy, slower: %s (install thermocline[fast])", error)
         return None
-    return compiled
 
 
 def agree(

@@ -14,8 +14,7 @@ from typing import cast
 import numpy as np
 
 from kvstore.codecs import floats
-from kvstore.codecs.arrays import check_run
-from kvstore.codecs.base import Codec, Payload
+from kvstore.codecs.base import Codec, Payload, check_run
 from kvstore.codecs.rows.packed_array import PackedArray
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.codecs.rows.payload import KEPT_DTYPE, ArraySlot, PayloadPlan, plan_payload

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.codecs import floats
-from kvstore.codecs.arrays import check_run
-from kvstore.codecs.base import Codec, Payload
+from kvstore.codecs.base import Codec, Payload, check_run
 from kvstore.codecs.rows.backend import Backend, best_kernel
 from kvstore.codecs.rows.payload import KEPT_DTYPE, PayloadPlan, SlotGroup, plan_payload
 from kvstore.codecs.rows.plain_rows import PlainRows

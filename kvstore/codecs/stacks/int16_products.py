@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from types import ModuleType
 
@@ -103,6 +104,4 @@ def _kernels() -> ModuleType | None:
 
 
 def _load_kernels() -> ModuleType:
-    from kvstore.codecs.kernels.units import word_products
-
-    return word_products
+    return importlib.import_module("kvstore.codecs.kernels.units.word_products")

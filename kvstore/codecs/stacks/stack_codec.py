@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvstore.codecs import floats
-from kvstore.codecs.arrays import check_run
-from kvstore.codecs.base import NUM_SINKS
+from kvstore.codecs.base import NUM_SINKS, check_run
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import StackPacker
 from kvstore.shapes import KVLayout, KVRun

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from kvstore.codecs import floats
-from kvstore.codecs.stages.compiled import compiled_stages
+from kvstore.codecs.loops.compiled import compiled_stages
 from kvstore.shapes import DType, KVLayout, KVRun
 
 ScopeName: TypeAlias = Literal["head", "side", "layer", "group"]

@@ -2,5 +2,5 @@
 
 Before the transform: ``un_rope``, ``mean``, ``gain``, ``octave_gain``, ``metric``. Transforms with
 their quantisers: ``integer_klt``, ``integer_rows``, ``prediction``, ``uniform``. Coders:
-``planes``. ``compiled`` provides the inner loops of ``compiled_loops`` if numba is installed.
+``planes``. ``codecs/loops`` has their inner loops, compiled.
 """

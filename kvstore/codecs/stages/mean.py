@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.attention.sources import Shifted, Source
 from kvstore.codecs.floats import FP16_LARGEST
 from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks.sources import Shifted, Source
 from kvstore.codecs.stacks.stack_shape import StackShape
 
 

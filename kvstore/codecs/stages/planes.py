@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.codecs.loops.compiled import compiled_stages
 from kvstore.codecs.reader import Reader
-from kvstore.codecs.stages.compiled import compiled_stages
 
 # The bits of every byte as eight bytes, lowest first, in one word.
 _SPREAD = np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little").view("<u8")

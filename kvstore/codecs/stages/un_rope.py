@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.codecs.loops.compiled import compiled_stages
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.rope import Rope, angle_tables
 from kvstore.codecs.stacks.stack_shape import KEY, StackShape
-from kvstore.codecs.stages.compiled import compiled_stages
 
 
 @dataclass(frozen=True)

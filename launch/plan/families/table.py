@@ -63,7 +63,7 @@ def _not_on_vllm(shape: CacheShape) -> str:
 
 
 def model_kind(config: Config) -> str:
-    """The type that decides: the outer one where it implies the nested model's, else that."""
+    """The type that decides: the outer one where it implies the nested one, else that."""
     outer = config.outer_type
     if outer in NESTED or outer in REFUSED:
         return NESTED.get(outer, outer)

@@ -23,7 +23,7 @@ from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
-from kvstore.codecs.states.session_codec import open_session_codec
+from kvstore.codecs.session_codec import open_session_codec
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
 from tests.integration.tiny_models import tiny_model
 

@@ -13,7 +13,7 @@ from engines.calibration.measuring.measure import measure
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from kvstore.codecs.presets import codec_by_name
-from kvstore.codecs.states.session_codec import open_session_codec
+from kvstore.codecs.session_codec import open_session_codec
 from tests.integration.tiny_models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.mlx

@@ -12,10 +12,10 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from kvstore.codecs.kernels.emit.emitter import Emitter
-from kvstore.codecs.kernels.numba_functions import array_of, compiled, tuple_items
 from kvstore.codecs.kernels.rows import attend_rows
 from kvstore.codecs.kernels.rows.row_shape import RowShape, has_kernel
 from kvstore.codecs.kernels.sources import SOURCES
+from kvstore.codecs.loops.numba_functions import array_of, compiled, tuple_items
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.rotation import base_matrix, order_of, sign_masks
 

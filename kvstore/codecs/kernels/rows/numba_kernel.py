@@ -15,11 +15,11 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from kvstore.codecs.kernels.emit.emitter import Emitter
-from kvstore.codecs.kernels.numba_functions import LINE, compiled, tuple_items
 from kvstore.codecs.kernels.rows import pack_rows, unpack_rows
 from kvstore.codecs.kernels.rows.row_shape import RowShape
 from kvstore.codecs.kernels.rows.row_shape import has_kernel as has_kernel
 from kvstore.codecs.kernels.sources import SOURCES
+from kvstore.codecs.loops.numba_functions import LINE, compiled, tuple_items
 from kvstore.codecs.rows.payload import SlotGroup
 from kvstore.shapes import NUMPY_DTYPES, DType
 

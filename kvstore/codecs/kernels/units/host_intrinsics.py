@@ -10,8 +10,8 @@ from numba.extending import intrinsic
 
 from kvstore.codecs.kernels.emit import dots
 from kvstore.codecs.kernels.emit.emitter import Emitter
-from kvstore.codecs.kernels.numba_functions import tuple_items
 from kvstore.codecs.kernels.units import codes, rows_in, rows_out
+from kvstore.codecs.loops.numba_functions import tuple_items
 
 HOST = dots.host_vectors()
 GROUP, LANES, TILE_VECTORS, OFFSET = HOST.group, HOST.lanes, HOST.tile_vectors, HOST.offset

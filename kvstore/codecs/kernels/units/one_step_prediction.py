@@ -8,9 +8,9 @@ import numpy as np
 from numba import njit, types
 
 from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
-from kvstore.codecs.kernels.numba_functions import NBYTES, address_of, array_of, tuple_of
 from kvstore.codecs.kernels.sources import SOURCES
 from kvstore.codecs.kernels.units.host_intrinsics import HOST, tile_of_rows
+from kvstore.codecs.loops.numba_functions import NBYTES, address_of, array_of, tuple_of
 from kvstore.codecs.stages.uniform import LARGEST_EXPECTED, LARGEST_LEVEL
 
 COLUMNS = HOST.tile_columns

@@ -8,15 +8,6 @@ import numpy as np
 from numba import njit, types
 
 from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
-from kvstore.codecs.kernels.numba_functions import (
-    LINE,
-    NBYTES,
-    address_of,
-    array_of,
-    compiled,
-    first_line_of,
-    tuple_of,
-)
 from kvstore.codecs.kernels.sources import SOURCES
 from kvstore.codecs.kernels.units.gains import codes_of, fit, measure, put_pairs, steps_of
 from kvstore.codecs.kernels.units.host_intrinsics import (
@@ -30,6 +21,15 @@ from kvstore.codecs.kernels.units.host_intrinsics import (
     tile_of_rows,
 )
 from kvstore.codecs.kernels.units.unit_arguments import BLOCK, ROPE_TABLES, SEGMENTS, count_of
+from kvstore.codecs.loops.numba_functions import (
+    LINE,
+    NBYTES,
+    address_of,
+    array_of,
+    compiled,
+    first_line_of,
+    tuple_of,
+)
 from kvstore.codecs.stages.integer_klt import MAX_BITS
 
 TILE_COLUMNS = HOST.tile_columns

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from kvstore.codecs.kernels.numba_functions import address_of, array_of, compiled, tuple_of
+from kvstore.codecs.loops.numba_functions import address_of, array_of, compiled, tuple_of
 from kvstore.codecs.stages.integer_klt import MAX_BITS
 
 BLOCK = 64  # tokens that a kernel processes together

@@ -13,14 +13,6 @@ import numpy as np
 from numba import njit, types
 
 from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
-from kvstore.codecs.kernels.numba_functions import (
-    LINE,
-    NBYTES,
-    address_of,
-    array_of,
-    compiled,
-    tuple_of,
-)
 from kvstore.codecs.kernels.sources import SOURCES
 from kvstore.codecs.kernels.units.host_intrinsics import GROUP, HOST, OFFSET, put_rows, split_tile
 from kvstore.codecs.kernels.units.one_step_levels import (
@@ -38,6 +30,14 @@ from kvstore.codecs.kernels.units.one_step_prediction import (
     known_words,
 )
 from kvstore.codecs.kernels.units.unit_arguments import ROPE_TABLES, SEGMENTS
+from kvstore.codecs.loops.numba_functions import (
+    LINE,
+    NBYTES,
+    address_of,
+    array_of,
+    compiled,
+    tuple_of,
+)
 
 TILE_COLUMNS = HOST.tile_columns
 

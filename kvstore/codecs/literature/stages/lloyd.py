@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.codecs.loops.compiled import compiled_stages
 from kvstore.codecs.rows.lloyd_max import MAX_LEVELS, gauss_table
-from kvstore.codecs.stages.compiled import compiled_stages
 
 
 class LloydMax:

@@ -12,12 +12,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from kvstore.codecs.attention.groups import TokenGroups, WidthGroups
-from kvstore.codecs.attention.sources import Source
 from kvstore.codecs.floats import FP16_LARGEST
 from kvstore.codecs.literature.stages.half_range import HalfRange
 from kvstore.codecs.literature.stages.head_pipelines import equal_bits, planes_of
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.sources import Source
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.errors import Corrupt
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.attention.sources import Mapped, Source
 from kvstore.codecs.literature.stages.head_pipelines import equal_bits, planes_of
 from kvstore.codecs.literature.stages.lloyd import LloydMax
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.rows import rotation
 from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.sources import Mapped, Source
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stacks.stage_protocols import Quantiser
 from kvstore.codecs.stages.gain import HalfGain

@@ -9,7 +9,7 @@ from kvstore.blobs.snapshot import MatrixArray, Snapshot, StateArray, WindowArra
 from kvstore.by_tokens.store import ColdStore
 from kvstore.codecs.names import READY
 from kvstore.codecs.presets import codec_by_name
-from kvstore.codecs.states.session_codec import open_session_codec
+from kvstore.codecs.session_codec import open_session_codec
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout, StoredModel

@@ -10,8 +10,8 @@ from engines.calibration.instrument import HeldSession
 from engines.calibration.measuring.trials import SLEEPS, TURN_TOKENS, least_context, trials
 from kvstore.blobs.snapshot import MatrixArray, StateArray
 from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states.matrices import matrix_codec
-from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.shapes import KVLayout, StateLayout
 
 RAW = codec_by_name("raw")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.codecs.session_codec import matrix_codec_of
 from kvstore.codecs.states.dealt import (
     FEWEST,
     MOST,
@@ -18,7 +19,6 @@ from kvstore.codecs.states.dealt import (
     relative_peaks,
 )
 from kvstore.codecs.states.matrices import matrix_codec
-from kvstore.codecs.states.session_codec import matrix_codec_of
 from kvstore.errors import Corrupt, UnknownCodec
 from tests.unit.kvstore.codecs.states.test_matrices import DTYPES, plain, state, stored
 

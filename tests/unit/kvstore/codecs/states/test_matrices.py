@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from kvstore.codecs.floats import round_to_bf16, widen
+from kvstore.codecs.session_codec import matrix_codec_of
 from kvstore.codecs.states.matrices import MatrixCodec, matrix_codec
-from kvstore.codecs.states.session_codec import matrix_codec_of
 from kvstore.codecs.states.ways import STATES
 from kvstore.errors import Corrupt, UnknownCodec
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.codecs.names import PresetParts, for_session, parts_of, session_presets
 from kvstore.codecs.presets import check_name, is_exact
-from kvstore.codecs.states.session_codec import open_session_codec
+from kvstore.codecs.session_codec import open_session_codec
 from kvstore.codecs.states.ways import STATES
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import StateLayout

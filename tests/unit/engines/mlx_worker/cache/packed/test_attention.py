@@ -26,12 +26,8 @@ from engines.mlx_worker.cache.packed_model import PackedCacheModel, with_packed_
 from tests.integration.mlx_owner.harness import text
 from tests.integration.tiny_models import tiny_model
 
-pytestmark = [
-    pytest.mark.mlx,
-    pytest.mark.skipif(
-        not mx.default_device().type == mx.DeviceType.cpu, reason="the host's kernels"
-    ),
-]
+ON_CPU = mx.default_device().type == mx.DeviceType.cpu
+pytestmark = [pytest.mark.mlx, pytest.mark.skipif(not ON_CPU, reason="the host's kernels")]
 
 # Families of the pinned mlx_lm whose own module does not have the function.
 WITHOUT = {

@@ -16,7 +16,7 @@ def compiled_stages() -> ModuleType | None:
     Importing numba takes most of a second: only a process that packs should pay for it.
     """
     try:
-        from kvstore.codecs.stages import compiled_loops as compiled
+        from kvstore.codecs.loops import compiled_loops as compiled
     except ImportError as error:
         logger.info("stages of codecs run in numpy, slower: %s", error)
         return None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kvstore.codecs.kernels.numba_functions import array_of, compiled
+from kvstore.codecs.loops.numba_functions import array_of, compiled
 
 
 def _quantise_levels(x: Any, scales: Any, kinds: Any, bounds: Any, counts: Any, codes: Any) -> None:

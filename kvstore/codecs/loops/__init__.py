@@ -1,0 +1,1 @@
+"""Inner loops of stages and stacks, compiled by numba where it is installed."""
