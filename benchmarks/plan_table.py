@@ -21,9 +21,9 @@ from kvstore.codecs.presets import open_codec
 from kvstore.codecs.session_codec import open_session_codec
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
-from launch.plan.cache_shape import CacheShape, ModelRefused
+from launch.families.cache_shape import CacheShape, ModelRefused
+from launch.families.table import cache_shape
 from launch.plan.cold_size import cold_size
-from launch.plan.families.table import cache_shape
 from tests.unit.launch.plan.published import PUBLISHED
 
 LENGTHS = (8192, 32768)

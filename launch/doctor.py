@@ -31,6 +31,7 @@ from launch.calibrate.profile_notes import profile_origin
 from launch.calibrate.program import MEASURABLE
 from launch.capacity.wish import with_capacity
 from launch.errors import LaunchError
+from launch.families.cache_shape import NotUnderstood
 from launch.joining.roll_call import roll_call
 from launch.machine.blas import find_blas
 from launch.machine.installation import DISTRIBUTION, HOME, installed, require_own_packages
@@ -39,7 +40,6 @@ from launch.machine.memory import available_memory, free_disk
 from launch.machine.open_files import COMFORTABLE, least_for, too_low
 from launch.machine.private_folders import compile_environment, server_folder
 from launch.model import find_model
-from launch.plan.cache_shape import NotUnderstood
 from launch.plan.expected_codec import expected_choices
 from launch.plan.measurement_outlook import first_measurement, in_words
 from launch.plan.serve_checks import check_served

@@ -1,6 +1,7 @@
 """Sessions with KV that can be checked: every row is a function of all tokens up to it.
 
-So a restored run either equals the prompt's own prefill, bit for bit, or it is wrong, and ``check`` says so. Shared by the tests of the cold store.
+So a restored run either equals the prompt's own prefill, bit for bit, or it is wrong, and
+``check`` says so. Shared by the tests of the cold store.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def layout_of(model: Any) -> KVLayout:
 
 
 def _of_config(content: Mapping[str, Any]) -> KVLayout:
-    from launch.plan.cache_shape import NotUnderstood
-    from launch.plan.families.table import cache_shape
+    from launch.families.cache_shape import NotUnderstood
+    from launch.families.table import cache_shape
 
     try:
         layers = cache_shape(content).growing

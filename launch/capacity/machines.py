@@ -25,12 +25,12 @@ from launch.capacity.fit import Budgets, choose_budgets
 from launch.capacity.needs import Asleep, Needs, just_below
 from launch.capacity.rooms import Rooms
 from launch.errors import LaunchError, UsageError
+from launch.families.cache_shape import CacheShape, NotUnderstood
+from launch.families.table import cache_shape
+from launch.families.weights import estimated_weights
 from launch.model import Model, find_model
-from launch.plan.cache_shape import CacheShape, NotUnderstood
 from launch.plan.cold_size import cold_size
-from launch.plan.families.table import cache_shape
 from launch.plan.hot_budget import HotBudget
-from launch.plan.weights import estimated_weights
 from launch.settings.default_budgets import default_budgets, weights_bytes
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import show_bytes

@@ -14,8 +14,8 @@ from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk.budget import file_bytes_limit
 from launch.errors import LaunchError, UsageError
+from launch.families.cache_shape import NotUnderstood
 from launch.model import find_model
-from launch.plan.cache_shape import NotUnderstood
 from launch.plan.capacity_plan import ColdPlan, plan_of
 from launch.plan.expected_codec import expected_choices
 from launch.plan.hot_budget import hot_budget_of

@@ -15,7 +15,7 @@ from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayout
 from kvstore.tiers.ram_tier import ENTRY_BYTES
-from launch.plan.cache_shape import CacheShape
+from launch.families.cache_shape import CacheShape
 
 TOKEN_ID_BYTES = 4
 RECORD_BYTES = 256  # of a session record besides its token ids: names, digests, numbers

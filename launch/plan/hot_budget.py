@@ -24,7 +24,7 @@ from engines.kv_budget import (
 )
 from engines.packed_budget import HOT_CODECS, packed_cost
 from kvstore.shapes import NUMPY_DTYPES
-from launch.plan.cache_shape import CacheShape
+from launch.families.cache_shape import CacheShape
 from launch.plan.served_cache import served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 

@@ -8,8 +8,8 @@ from engines.calibration.first_order import TooShort, first_order, tokens_to_com
 from engines.calibration.gate.choice import Choice
 from engines.kv_budget import UNSTATED_CONTEXT, stated_context
 from kvstore.shapes import StateLayout
+from launch.families.cache_shape import NotUnderstood
 from launch.model import find_model
-from launch.plan.cache_shape import NotUnderstood
 from launch.plan.served_cache import served_cache, served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 

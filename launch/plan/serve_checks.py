@@ -13,8 +13,8 @@ from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import AUTO
 from kvstore.errors import UnknownCodec
 from launch.errors import UsageError
+from launch.families.cache_shape import CacheShape, ModelRefused, NotUnderstood
 from launch.model import Model
-from launch.plan.cache_shape import CacheShape, ModelRefused, NotUnderstood
 from launch.plan.hot_budget import hot_budget_of
 from launch.plan.served_cache import served_cache
 from launch.settings.effective_settings import EffectiveSettings

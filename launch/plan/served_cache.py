@@ -8,9 +8,9 @@ from typing import Any, get_args
 from engines.cache_classes import LATENT_ON_CPU
 from engines.config import EngineConfig
 from kvstore.shapes import DType
+from launch.families.cache_shape import CacheShape, ModelRefused
+from launch.families.table import cache_shape
 from launch.machine.processor import has_matrix_tiles
-from launch.plan.cache_shape import CacheShape, ModelRefused
-from launch.plan.families.table import cache_shape
 from launch.settings.effective_settings import EffectiveSettings
 
 

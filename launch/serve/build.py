@@ -29,12 +29,12 @@ from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import is_exact
 from kvstore.config import AUTO, StoreConfig
 from launch.errors import LaunchError, UsageError
+from launch.families.cache_shape import NotUnderstood
 from launch.machine.blas import Blas, find_blas
 from launch.machine.interpreters import CHILD_ENV
 from launch.machine.memory import machine_memory
 from launch.machine.private_folders import compile_environment, server_folder
 from launch.model import Model, find_model
-from launch.plan.cache_shape import NotUnderstood
 from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
 from launch.plan.served_cache import served_cache
 from launch.serve.keys import key_lines

@@ -212,7 +212,7 @@ def _weights(engine: EngineConfig, kind: str, widens: bool) -> int | None:
 
 def _estimated(config: Path, widened: bool) -> int | None:
     """Bytes of weights that are not here, for a plan."""
-    from launch.plan.weights import estimated_weights  # pulls in numpy
+    from launch.families.weights import estimated_weights  # pulls in numpy
 
     try:
         content = json.loads(config.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Documents read well on the site: links lead somewhere, lists are lists, no other host is asked."""
+"""Pages read well on the site: links lead somewhere, lists are lists, no other host is asked."""
 
 from __future__ import annotations
 

@@ -184,9 +184,7 @@ def expiring(store: Store) -> threading.Thread:
     return thread
 
 
-def test_a_session_that_is_used_while_it_lapses_is_kept(
-    rig: Rig, tiers: list[Tier]
-) -> None:
+def test_a_session_that_is_used_while_it_lapses_is_kept(rig: Rig, tiers: list[Tier]) -> None:
     clock = Clock()
     store = rig.open(tiers, ttl_s=60.0, clock=clock)
     rig.save(store, ref(), LONG)
@@ -308,9 +306,7 @@ def test_a_session_that_is_no_longer_listed_is_still_found_and_forgotten(rig: Ri
     store.close()
 
 
-def test_a_tier_that_was_down_gets_the_deletion_when_it_is_back(
-    rig: Rig, tmp_path: Path
-) -> None:
+def test_a_tier_that_was_down_gets_the_deletion_when_it_is_back(rig: Rig, tmp_path: Path) -> None:
     disk = FaultyTier(DiskTier(tmp_path / "cold", 64 * MIB))
     store = rig.open([RamTier(64 * MIB), disk])
     rig.save(store, ref(), LONG)

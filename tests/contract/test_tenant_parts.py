@@ -104,7 +104,9 @@ def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path, away_s: float)
 
 
 @pytest.mark.parametrize("share", [0.0, SHARE])
-def test_sessions_of_a_tenant_above_its_part_are_reported(rig: Rig, tmp_path: Path, share: float) -> None:
+def test_sessions_of_a_tenant_above_its_part_are_reported(
+    rig: Rig, tmp_path: Path, share: float
+) -> None:
     capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
     store = rig.open([RamTier(capacity, share), DiskTier(tmp_path / "cold", 64 * MIB)])
     notices: list[StoreNotice] = []

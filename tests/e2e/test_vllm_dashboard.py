@@ -32,7 +32,7 @@ CLICK_S = 60  # for its answer; the engine gives a tier 30
 
 @pytest.fixture(scope="module")
 def stepping() -> Iterator[Stack]:
-    """Gateway and vLLM; the model is not measured, and not by the engine itself either."""
+    """Gateway and vLLM; the model is not measured, and the engine does not measure it."""
     python = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
     if not python or inspect_environment(python).problem:
         pytest.skip("no vLLM here; run: bash launch/install.sh vllm")

@@ -1,8 +1,9 @@
 """An engine is stopped in the middle of its writing, another goes on with its sessions, and the
 first one wakes up and writes on, with its outdated state.
 
-No engine holds a lease that could be stale: a blob's name depends on its tokens, and the record of
-a session names blobs. So the last record wins, and each prompt gets rows of its own tokens or none.
+No engine holds a lease that could be stale: a blob's name identifies its content, and the record
+of a session names blobs. So the last record wins, and each prompt gets rows of its own tokens or
+none.
 """
 
 from __future__ import annotations

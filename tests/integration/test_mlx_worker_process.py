@@ -296,7 +296,7 @@ async def test_too_little_hot_memory_ends_the_process_with_a_sentence(
 
 
 async def refusal_of(config: WorkerConfig) -> bytes:
-    """Standard error of a process that cannot serve what it was told to."""
+    """Standard error of a process that cannot serve its configuration."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -22,7 +22,7 @@ from gateway.keys import generate_key
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
 ADMIN = generate_key("root")
-SOON = 3  # events of the answer that are read before somebody acts
+SOON = 3  # events of the answer that are read before the test acts
 WAIT_S = 60
 BODY = {
     "model": "tiny",
@@ -94,7 +94,7 @@ class Server:
                     acted = True
                     assert act is not None
                     act()
-                    assert self.still_answers(), "it was over before anybody could disturb it"
+                    assert self.still_answers(), "the answer ended before the test acted"
                 if line.startswith(b"data: [DONE]"):
                     return events
         raise AssertionError("the answer has no end")
@@ -108,7 +108,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     write_model("llama", folder)
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.touch(0o600)
-    keys.write_text(generate_key("somebody")[1] + "\n")
+    keys.write_text(generate_key("bob")[1] + "\n")
     settings = {
         "engine": {"kind": "mlx", "model": str(folder), "served_model_name": "tiny"},
         "gateway": {"api_keys_file": str(keys), "admin_keys": [ADMIN[1]]},
@@ -154,8 +154,8 @@ def test_a_running_answer_is_not_disturbed(
     server.answer(key, session, max_tokens=8)
 
     def act() -> None:
-        told, said = server.ask(method, f"/v1/sessions/{session}{verb}", key, body)
-        assert told == status, said
+        answered, said = server.ask(method, f"/v1/sessions/{session}{verb}", key, body)
+        assert answered == status, said
 
     assert text_of(server.answer(key, session, act)) == text_of(undisturbed)
 
@@ -173,8 +173,8 @@ def test_a_session_that_was_forgotten_while_it_answered_is_gone_with_what_it_sav
     end = time.monotonic() + WAIT_S
     while True:  # a sweep removes what its end has saved
         with server.open("GET", "/v1/events", ADMIN[0]) as events:
-            told = next(json.loads(x[6:]) for x in events if x.startswith(b"data: "))
-        if "gone" not in [x["id"] for x in told["sessions"]]:
+            snapshot = next(json.loads(x[6:]) for x in events if x.startswith(b"data: "))
+        if "gone" not in [x["id"] for x in snapshot["sessions"]]:
             break
         assert time.monotonic() < end
         time.sleep(0.2)

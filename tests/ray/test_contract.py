@@ -1,4 +1,4 @@
-"""What we use of Ray is there, and what we make of a user's configuration is what Ray takes."""
+"""Ray has the interface that we use, and takes the configuration that we make of a user's."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from tests.lazy_device import device_here  # noqa: E402
 pytestmark = pytest.mark.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS, PER_CHUNK = 12, 2
-EMPTY = 7.0  # of a block that nobody has written
+EMPTY = 7.0  # of a block that was never written
 
 
 @dataclass(frozen=True)

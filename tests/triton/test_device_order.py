@@ -84,7 +84,7 @@ def test_a_save_that_fails_leaves_nothing_that_would_read_blocks_later(rig):
 
 
 def test_what_the_host_does_beside_the_kernels_is_in_the_same_order(rig):
-    """Parts of blocks, and what came from a lossy copy, are no kernels' business."""
+    """Parts of blocks, and rows from a lossy copy, do not go through the kernels."""
     (cache,) = rig.caches.values()
     blocks = blocks_on(model_of(rig), rig.cache, rig.store)
     spans = rig.spans()

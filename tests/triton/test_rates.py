@@ -274,7 +274,7 @@ def test_dimensions_without_kernels_are_packed_by_the_host(dim, rope):
 
 
 def test_an_adopted_codec_leaves_the_layouts_of_the_checked_one():
-    """Old blobs are filled by the kernels that they were checked with, whatever packs now."""
+    """The kernels of the checked codec fill old blobs, also after another codec is adopted."""
     rig = Rig(Shape())
     span, blob = rig.spans(2)[0], rig.blobs(rig.host, [7, 2])[0]
     right = rig.filled(rig.host, [blob], [3, 9])

@@ -1,4 +1,4 @@
-"""Two engines of one model learn the same, to the bit, whatever else they do meanwhile."""
+"""Two engines of one model learn the same, to the bit, and serve requests meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings of every class that mlx_lm has, read off by what they do."""
+"""Rotary embeddings of every class that mlx_lm has, recognised by their output."""
 
 from __future__ import annotations
 

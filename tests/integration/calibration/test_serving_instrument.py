@@ -1,4 +1,4 @@
-"""Measuring on an engine that serves: the same figures, and nobody waits for more than a step."""
+"""Measuring on an engine that serves: the same figures, and requests wait for one step at most."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_a_request_waits_for_one_step_at_most(tmp_path: Path) -> None:
                     await asyncio.sleep(0.001)
                 before = len(beside)
                 stream = it.submit(text(10 + number, 200), max_tokens=20)
-                known = await it.owner.call(lambda: len(beside))  # behind the request, in its line
+                known = await it.owner.call(lambda: len(beside))  # after the request, in its queue
                 assert known - before <= 1
                 assert (await read(stream)).finished == {0: "length"}
         finally:
@@ -141,7 +141,7 @@ async def test_its_memory_goes_to_requests_that_need_it(tmp_path: Path) -> None:
         run = await asyncio.to_thread(beside.prefill, tokens)
         await owner.call(lambda: held.begin(run))
         assert 0 < held.nbytes <= nbytes
-        assert it.reports.engine().hot_bytes < held.nbytes, "it is nobody's session"
+        assert it.reports.engine().hot_bytes < held.nbytes, "it belongs to no session"
         first = [it.submit(text(20 + i, 700), session(str(i)), max_tokens=8) for i in range(4)]
         for stream in first:
             async for _ in stream.events():

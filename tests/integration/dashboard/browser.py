@@ -44,7 +44,7 @@ class Browser:
         return page
 
     def check(self) -> None:
-        """Fail if a page asked anybody else, or broke."""
+        """Fail if a page asked another host, or broke."""
         foreign, broken, self.foreign, self.broken = self.foreign, self.broken, [], []
         assert foreign == []
         assert broken == []

@@ -19,7 +19,7 @@ KEYS = {
 
 
 class Server:
-    """The stack, and chats with it behind the page's back."""
+    """The stack, and chats with it that bypass the page."""
 
     def __init__(self, stack: FakeStack) -> None:
         self.stack = stack
@@ -58,6 +58,6 @@ def browser(server: Server) -> Iterator[Browser]:
 
 
 @pytest.fixture(autouse=True)
-def nobody_else_was_asked(browser: Browser) -> Iterator[None]:
+def no_other_host_was_asked(browser: Browser) -> Iterator[None]:
     yield
     browser.check()

@@ -1,4 +1,4 @@
-"""Addresses that somebody typed, cut or made up: the page shows what it can and stays in use."""
+"""Addresses that a user typed, cut or made up: the page shows what it can and stays in use."""
 
 from __future__ import annotations
 

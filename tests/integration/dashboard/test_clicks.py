@@ -1,4 +1,4 @@
-"""A conversation's life by clicks: opened, asleep, back, pinned, forgotten; and nobody else's."""
+"""A conversation's life by clicks: opened, asleep, back, pinned, forgotten; others' are hidden."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_chat_is_opened_sleeps_comes_back_is_pinned_and_forgotten(server, brow
     page.context.close()
 
 
-def test_steps_tell_a_wake_ahead_from_a_turn(server, browser):
+def test_steps_distinguish_a_wake_ahead_from_a_turn(server, browser):
     server.chat("alice", "woken-ahead", "one two three")
     server.post("alice", "/v1/sessions/woken-ahead/demote")
     page = browser.open("sessions//woken-ahead", key=KEYS["alice"][0])
@@ -61,10 +61,10 @@ def test_steps_tell_a_wake_ahead_from_a_turn(server, browser):
     side.get_by_role("button", name="Let it sleep").wait_for()
     steps = side.get_by_role("region", name="Steps").get_by_role("listitem")
     steps.filter(has_text="is woken ahead of its next turn").wait_for()
-    told = [" ".join(x.split()[1:]) for x in steps.all_inner_texts()]
-    assert told[:2] == ["is back idle", "is woken ahead of its next turn waking"]
-    assert told[2].startswith("fell asleep, in Packed RAM")
-    assert sum("the turn ended" in x for x in told) == 1
+    shown = [" ".join(x.split()[1:]) for x in steps.all_inner_texts()]
+    assert shown[:2] == ["is back idle", "is woken ahead of its next turn waking"]
+    assert shown[2].startswith("fell asleep, in Packed RAM")
+    assert sum("the turn ended" in x for x in shown) == 1
     page.context.close()
 
 
@@ -141,7 +141,7 @@ def test_an_admin_sees_all_tenants_and_acts_on_their_sessions(server, browser):
 
 
 def test_a_wrong_key_is_asked_for_again_and_a_right_one_stays_in_its_tab(server, browser):
-    page = browser.open(key="tc-nobodys")
+    page = browser.open(key="tc-unknown")
     page.get_by_text("The API key is not valid here.").wait_for()
     page.get_by_label("API key").fill(KEYS["bob"][0])
     page.get_by_role("button", name="Open").click()

@@ -21,7 +21,7 @@ WAIT_S = 60
 
 
 class Stream:
-    """An answer that comes slowly enough for somebody to click meanwhile."""
+    """An answer that comes slowly enough for a user to click meanwhile."""
 
     def __init__(self, url: str, session: str) -> None:
         body = {
@@ -83,7 +83,7 @@ def test_what_answers_stays_hot_and_the_page_says_why(server, browser):
         sleep = side.get_by_role("button", name="Let it sleep")
         assert sleep.is_disabled()
         assert sleep.get_attribute("aria-describedby") == why.get_attribute("id")
-        # Whoever does not ask the page but the server gets the same answer.
+        # A client that asks the server itself gets the same answer.
         status, code = page.evaluate(
             """async key => {
                 const headers = { authorization: `Bearer ${key}` };
@@ -95,7 +95,7 @@ def test_what_answers_stays_hot_and_the_page_says_why(server, browser):
             KEYS["alice"][0],
         )
         assert (status, code) == (409, "session_busy")
-        assert stream.is_running, "it was over before anybody could disturb it"
+        assert stream.is_running, "the answer ended before the click"
     why.wait_for(state="detached")
     sleep.click()
     side.get_by_role("button", name="Wake").wait_for()
@@ -108,7 +108,7 @@ def test_it_is_pinned_while_it_answers(server, browser):
         side = page.get_by_role("complementary")
         side.get_by_role("button", name="Pin", exact=True).click()
         side.get_by_role("button", name="Unpin").wait_for()
-        assert stream.is_running, "it was over before anybody could disturb it"
+        assert stream.is_running, "the answer ended before the click"
     side.get_by_text("It is pinned, so it does not sleep.").wait_for()
     assert side.get_by_role("button", name="Let it sleep").is_disabled()
     side.get_by_role("button", name="Unpin").click()
@@ -125,7 +125,7 @@ def test_it_is_forgotten_while_it_answers_and_the_answer_ends_whole(server, brow
         side.get_by_role("button", name="Forget").click()
         side.get_by_role("button", name="Forget it").click()
         page.get_by_text("the answer on its way still comes to its end").wait_for()
-        assert stream.is_running, "it was over before anybody could disturb it"
+        assert stream.is_running, "the answer ended before the click"
     page.goto(f"{server.url}/ui#sessions//forgotten-in-use")
     page.get_by_text("This session is gone").wait_for()
     page.context.close()
@@ -140,9 +140,9 @@ def test_a_new_session_is_shown_with_what_there_is_of_its_first_answer(server, b
         }
         cells["tokens"].get_by_text(re.compile(r"^[1-9]\d+$")).wait_for()
         seen = int(cells["tokens"].inner_text())
-        told = {name: cell.inner_text() for name, cell in cells.items()}
-        assert re.fullmatch(r"[1-9][\d.]* KiB", told["bytes"])
-        assert (told["client"], told["turns"]) == ("python", "1")
+        shown = {name: cell.inner_text() for name, cell in cells.items()}
+        assert re.fullmatch(r"[1-9][\d.]* KiB", shown["bytes"])
+        assert (shown["client"], shown["turns"]) == ("python", "1")
         page.wait_for_function(
             "([at, seen]) => Number(document.querySelector(at).innerText) > seen",
             arg=["tr:has([data-at='0']) .is-tokens", seen],
@@ -190,19 +190,19 @@ def test_no_label_of_the_chart_is_there_twice(server, browser, wait_ms):
 
 
 def test_speed_and_moves_are_there_when_a_page_is_loaded(server, browser):
-    with streamed(server.url, "seen-by-nobody"):
+    with streamed(server.url, "unseen"):
         pass
-    server.post("alice", "/v1/sessions/seen-by-nobody/demote")
+    server.post("alice", "/v1/sessions/unseen/demote")
     page = browser.open(key=KEYS["alice"][0])
     moves = page.get_by_role("region", name="Moves").get_by_role("listitem")
-    told = moves.filter(has_text="seen-by-nobody")
-    told.first.wait_for()
-    words = [re.sub(r"\s+", " ", x) for x in told.all_inner_texts()]
+    shown = moves.filter(has_text="unseen")
+    shown.first.wait_for()
+    words = [re.sub(r"\s+", " ", x) for x in shown.all_inner_texts()]
     assert len(words) == 2
     assert re.search(r"Hot ?→ to Packed RAM .* KiB, in bf16 .* KiB", words[0]), words
     assert re.search(r"new ?→ to Hot began with 1\d\d tokens", words[1]), words
     page.evaluate("location.reload()")
-    told.nth(1).wait_for()
+    shown.nth(1).wait_for()
     drawn = page.evaluate(
         """async () => {
             const modules = [...document.querySelectorAll("link[rel=modulepreload]")];

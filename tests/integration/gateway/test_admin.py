@@ -78,10 +78,10 @@ class Events:
                     return name, json.loads(line[6:])
 
     async def until(self, session: str, **fields: Any) -> Any:
-        """The row of a session, once it is told with these fields."""
+        """The row of a session, once an event has it with these fields."""
         while True:
-            _, told = await self.next()
-            for row in told.get("sessions", ()):
+            _, event = await self.next()
+            for row in event.get("sessions", ()):
                 if row["id"] == session and fields.items() <= row.items():
                     return row
 
@@ -111,9 +111,9 @@ async def test_a_session_is_seen_from_its_first_turn_to_its_end(server: Server):
         steps = [(x["before"], x["after"]) for x in one["timeline"]]
         assert ("hibernating", "cold") in steps and ("cold", "waking") in steps
         await server.ask(ALICE[0], "DELETE", "/v1/sessions/seen")
-        while not (told := (await events.next())[1]).get("gone"):
+        while not (event := (await events.next())[1]).get("gone"):
             pass
-        assert told["gone"] == [{"id": "seen"}]
+        assert event["gone"] == [{"id": "seen"}]
         assert b"one two three" not in events.seen
 
 
@@ -126,7 +126,7 @@ async def test_a_hostile_reader_sees_nothing_of_others(server: Server):
         await spy.until("bobs-own", turns=1)
     for id in (spy.last_id, events.last_id, events.last_id.split(".")[0] + ".0", "0.0"):
         async with server.events(BOB[0], last=id) as again:
-            name, told = await again.next()
+            name, _ = await again.next()
             assert name == "snapshot" or id == spy.last_id
             assert b"alice" not in again.seen
     assert b"alice" not in spy.seen
@@ -164,8 +164,8 @@ async def test_an_admin_sees_all_and_acts_for_a_tenant_that_it_names(server: Ser
 async def test_a_reader_resumes_with_what_it_missed(server: Server):
     async with server.events(ALICE[0]) as events:
         await events.next()
-        await server.chat(ALICE[0], "told")
-        await events.until("told", turns=1)
+        await server.chat(ALICE[0], "received")
+        await events.until("received", turns=1)
     await server.chat(ALICE[0], "missed")
     async with server.events(ALICE[0], last=events.last_id) as again:
         name, _ = await again.next()
@@ -186,8 +186,8 @@ async def test_a_key_is_made_used_and_revoked_while_the_server_runs(server: Serv
     await server.chat(made["key"], "hers")
     _, listed = await server.ask(ROOT[0], "GET", "/admin/keys")
     assert {x["tenant"] for x in listed["data"]} >= {"alice", "bob", "carol", "root"}
-    told = json.dumps(listed)
-    assert made["key"] not in told and ALICE[1].partition(":")[2] not in told
+    text = json.dumps(listed)
+    assert made["key"] not in text and ALICE[1].partition(":")[2] not in text
     async with server.events(made["key"]) as events:
         await events.next()
         status, _ = await server.ask(ROOT[0], "DELETE", f"/admin/keys/{made['id']}")

@@ -1,4 +1,4 @@
-"""SIGTERM: running answers finish, new ones are refused, and nothing is left behind."""
+"""SIGTERM: running answers finish, new ones are refused, and nothing is left."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_a_second_signal_does_not_wait(tmp_path: Path, http: aiohttp.Clien
 
 
 def gone(process: psutil.Process) -> bool:
-    """Whoever inherits an orphan need not have looked after it yet."""
+    """The process that inherits an orphan need not have reaped it yet."""
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 

@@ -15,7 +15,7 @@ from benchmarks.stacks.fake_stack import MODEL, FakeStack
 SEEING = "fake-vision"
 DATA = "iVBORw0KGgo="
 PNG = f"data:image/png;base64,{DATA}"
-# The fake engine says what it was shown, in order.
+# The fake engine repeats its input, in order.
 SAID = "You said: look <image> well?"
 CHAT: list[Any] = [
     {

@@ -35,17 +35,17 @@ def test_a_response(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("fault", ["", "fault=bytes"])
 def test_a_stream(client: openai.OpenAI, fault: str) -> None:
-    told: list[Any] = []
+    events: list[Any] = []
     with client.responses.stream(
         model=MODEL, input="hello big world", metadata={"fake": fault}
     ) as stream:
-        told += stream
+        events += stream
         final = stream.get_final_response()
     assert final.output_text == "You said: hello big world"
     assert final.usage is not None and final.usage.output_tokens == 5
-    deltas = [x.delta for x in told if x.type == "response.output_text.delta"]
+    deltas = [x.delta for x in events if x.type == "response.output_text.delta"]
     assert "".join(deltas) == final.output_text and len(deltas) == 5
-    assert told[-1].type == "response.completed"
+    assert events[-1].type == "response.completed"
 
 
 def test_an_answer_of_one_token_is_incomplete(client: openai.OpenAI) -> None:
@@ -153,9 +153,9 @@ def test_a_conversation_is_compacted_and_gone_on_with(client: openai.OpenAI) -> 
     assert short.object == "response.compaction" and short.usage.output_tokens > 0
     assert [x.type for x in short.output] == ["message", "compaction"]
     window: list[Any] = [x.to_dict(warnings=False) for x in short.output]
-    # The fake engine says what it heard last: here what the sealed item was opened to.
-    told = client.responses.create(model=MODEL, input=window, previous_response_id=None)
-    assert "This is a summary" in told.output_text
+    # The fake engine repeats its last input: here the text of the opened sealed item.
+    answer = client.responses.create(model=MODEL, input=window, previous_response_id=None)
+    assert "This is a summary" in answer.output_text
     window[-1]["encrypted_content"] = window[-1]["encrypted_content"][::-1]
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model=MODEL, input=window)

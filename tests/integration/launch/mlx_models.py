@@ -1,7 +1,7 @@
 """Tiny models of every type that mlx_lm has: their config.json, and their caches.
 
-Nothing is computed: mlx is lazy, so a forward pass that is never evaluated says what every cache
-holds, for models of any size.
+Nothing is computed: mlx is lazy, so a forward pass that is never evaluated shows the contents of
+every cache, for models of any size.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def all_types() -> Iterator[str]:
 
 
 def tiny_model(kind: str, config: dict[str, Any]) -> Any:
-    """A model of this config.json, with random weights that nobody evaluated."""
+    """A model of this config.json, with random weights that are never evaluated."""
     from mlx_lm.utils import MODEL_REMAPPING
 
     module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")

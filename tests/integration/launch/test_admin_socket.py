@@ -1,4 +1,4 @@
-"""The admins' unix socket of a server that needs keys: whoever may open it is an admin."""
+"""The admins' unix socket of a server that needs keys: a client that may open it is an admin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 async def first_event(path: Path) -> bytes:
-    """The first event that is told on the socket, to somebody with a key that nobody knows."""
+    """The first event on the socket, for a client with an unknown key."""
     headers = {"authorization": "Bearer nonsense"}
     async with (
         aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http,
@@ -29,16 +29,16 @@ async def first_event(path: Path) -> bytes:
     ):
         assert answer.status == 200
         async with asyncio.timeout(30):
-            told = await answer.content.readuntil(b"data: ")
-            told += await answer.content.readline()
+            event = await answer.content.readuntil(b"data: ")
+            event += await answer.content.readline()
             body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
             async with http.post("http://localhost/v1/chat/completions", json=body) as said:
                 assert said.status == 200
-            await answer.content.readuntil(b"event: change")  # it goes on to be told
-            return told
+            await answer.content.readuntil(b"event: change")  # events go on
+            return event
 
 
-def test_who_opens_the_socket_is_an_admin_and_nobody_else(
+def test_only_clients_of_the_socket_are_admins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, keys, (key, line) = tmp_path / "admin.sock", tmp_path / "keys", generate_key("alice")

@@ -65,7 +65,7 @@ def test_agents_share_their_beginning_and_pause(stack):
     assert "agents against" in ran.output
 
 
-def test_capacity_is_told_by_the_header(stack, tmp_path):
+def test_capacity_is_judged_by_the_header(stack, tmp_path):
     file = tmp_path / "c.json"
     arguments = ("--find-capacity", "--words", "20", "--max-sessions", "6", "--json", str(file))
     ran = bench(stack, *arguments, "--plot", str(tmp_path / "c.svg"))
@@ -88,13 +88,13 @@ def test_capacity_is_told_by_the_header(stack, tmp_path):
         (["--find-capacity", "--words", "1"], "--words"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_measured(stack, arguments, words):
+def test_mistakes_are_reported_before_anything_is_measured(stack, arguments, words):
     ran = bench(stack, *arguments)
     assert isinstance(ran.exception, LaunchError), ran.output
     assert words in str(ran.exception)
 
 
-def test_nobody_there():
+def test_no_server_there():
     ran = CliRunner().invoke(app, ["bench", "http://127.0.0.1:1"])
     assert "does not answer" in str(ran.exception)
     assert isinstance(CliRunner().invoke(app, ["bench", "ftp://x"]).exception, UsageError)
@@ -209,7 +209,7 @@ async def test_a_server_that_says_nothing_is_judged_by_time():
         (b"data: " + b"x" * (9 << 20), "an event of more than 8 MiB"),
     ],
 )
-async def test_what_is_no_answer_is_told_and_never_raised(garbage, words):
+async def test_a_broken_answer_is_reported_and_never_raised(garbage, words):
     plain = Plain(keeps=1, garbage=garbage or b" ")
     async with served(plain) as (address, http):
         if not garbage:

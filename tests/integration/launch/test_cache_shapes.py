@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engines.kv_budget import KVCost
-from launch.plan.cache_shape import CacheShape, ModelRefused
-from launch.plan.families.table import FAMILIES, NESTED, REFUSED, cache_shape
+from launch.families.cache_shape import CacheShape, ModelRefused
+from launch.families.table import FAMILIES, NESTED, REFUSED, cache_shape
 from tests.integration.launch.common_fields import COMMON
 from tests.integration.launch.mlx_models import all_types, config_of, tiny_model
 from tests.unit.launch.plan.published import PUBLISHED

@@ -125,7 +125,7 @@ def test_nothing_is_judged_by_what_it_was_learned_from(folder: Path) -> None:
     assert done.returncode == 2 and "cannot be learned from and be judged by" in done.stderr
 
 
-def test_a_killed_command_leaves_no_program_behind(folder: Path) -> None:
+def test_a_killed_command_leaves_no_program_running(folder: Path) -> None:
     with subprocess.Popen(
         command(folder), env=environment(folder), stderr=subprocess.DEVNULL
     ) as started:

@@ -47,12 +47,12 @@ def test_a_pipe_gets_the_answers_and_the_notes_go_elsewhere(stack):
 
 
 @pytest.mark.slow
-def test_what_fails_is_told_and_ends_in_an_exit_code(stack):
+def test_a_failure_is_reported_and_ends_in_an_exit_code(stack):
     assert "there is no /nap" in piped("/nap\n", "--url", stack.url).stderr
     unknown = piped("/pin\n", "--url", stack.url)
     assert (unknown.returncode, "error: 404" in unknown.stderr) == (1, True)
-    nobody = piped("Hi\n", "--url", "http://127.0.0.1:1")
-    assert (nobody.returncode, "does not answer" in nobody.stderr) == (1, True)
+    absent = piped("Hi\n", "--url", "http://127.0.0.1:1")
+    assert (absent.returncode, "does not answer" in absent.stderr) == (1, True)
     quiet = piped("Hi\n", "--url", stack.url, "--quiet")
     assert (quiet.stdout, quiet.stderr) == ("You said: Hi\n", "")
 
@@ -109,7 +109,7 @@ def test_control_characters_of_an_answer_do_nothing(capsys):
     assert "\x1b[2J" not in err
 
 
-def test_a_size_that_nobody_knows_yet_is_not_told(capsys):
+def test_a_size_that_is_not_known_yet_is_not_shown(capsys):
     session = {"id": "a", "state": "idle", "tokens": 45, "bytes": 0}
     Screen().session(session, "a")
     Screen().session({**session, "bytes": 2 << 20}, "a")

@@ -1,4 +1,4 @@
-"""``thermocline connect`` asks a running server for what it shows."""
+"""``thermocline connect`` asks a running server for the values that it shows."""
 
 from __future__ import annotations
 

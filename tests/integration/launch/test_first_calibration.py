@@ -132,18 +132,18 @@ def test_an_engine_that_is_killed_goes_on_where_it_was(fresh: Path) -> None:
         assert server.stop() == 0
 
 
-def told(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+def calibrated(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``thermocline calibrate`` against a running server."""
     words = [*PROGRAM, "calibrate", "--url", server.url, *arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=800)
 
 
-def test_a_running_server_is_told_to_measure(folder: Path, tmp_path: Path) -> None:
+def test_a_running_server_measures_when_asked(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tiny").symlink_to(folder / "tiny")
     server = start(tmp_path, "--set", "store.calibrate=false")
     try:
         assert codec_of(server)["unmeasured"] and not codec_of(server)["progress"]
-        done = told(server, "--json", str(tmp_path / "rows.json"))
+        done = calibrated(server, "--json", str(tmp_path / "rows.json"))
         assert done.returncode == 0, done.stderr
         assert "measuring: " in done.stderr and "perplexity" in done.stdout
         rows = {x["preset"]: x for x in json.loads((tmp_path / "rows.json").read_text())["rows"]}
@@ -152,7 +152,7 @@ def test_a_running_server_is_told_to_measure(folder: Path, tmp_path: Path) -> No
         assert not codec["unmeasured"] and codec["name"] in rows
     finally:
         assert server.stop() == 0
-    gone = told(server)
+    gone = calibrated(server)
     assert gone.returncode == 1 and "does not answer" in gone.stderr
 
 
@@ -214,13 +214,13 @@ def test_the_next_start_knows_it(folder: Path) -> None:
     server = start(folder)
     try:
         assert codec_of(server)["name"] in FIRST_PRESETS
-        time.sleep(3)  # longer than it takes to look for what is unmeasured
+        time.sleep(3)  # longer than the look for unmeasured codecs
         assert "measuring" not in "".join(server.log) and codec_of(server)["progress"] == ""
     finally:
         server.stop()
 
 
-def test_doctor_and_plan_tell_what_was_measured(folder: Path) -> None:
+def test_doctor_and_plan_show_the_measured_values(folder: Path) -> None:
     found = {x["about"]: x for x in json.loads(run(folder, "doctor", "--json").stdout)}
     assert found["codec"]["verdict"] == "ok"
     assert re.match(r"(\w+) \(.*\1: KL 0\.00", found["codec"]["text"]), found["codec"]

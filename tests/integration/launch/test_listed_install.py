@@ -73,7 +73,7 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_what_is_listed_is_installed(checkout: Checkout) -> None:
     done = checkout.install("vllm")
     assert done.returncode == 0, done.stderr
-    assert len(checkout.installed("vllm")) == 2  # the module, and what is known of it
+    assert len(checkout.installed("vllm")) == 2  # the module and its metadata
 
 
 @pytest.mark.parametrize("purpose", ENVIRONMENTS)

@@ -90,14 +90,14 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path, folder):
     code, why, log = refused(tmp_path, "--model", folder, cache=cache)
     assert code == 1 and f"{cache}/compiled cannot be made: Not a directory; choose" in why
     assert "engine started" not in log
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "launch", "doctor", "--set", "engine.kind=fake"],
         capture_output=True,
         text=True,
         env={**os.environ, "THERMOCLINE_CACHE_DIR": str(cache)},
     )
-    assert told.returncode == 1
-    assert any("folders" in x and "cannot be made" in x for x in told.stdout.splitlines())
+    assert done.returncode == 1
+    assert any("folders" in x and "cannot be made" in x for x in done.stdout.splitlines())
 
 
 def test_a_cache_folder_that_others_can_write(tmp_path, folder):
@@ -155,7 +155,7 @@ def test_too_little_hot_memory_is_refused_before_the_weights_are_read(tmp_path):
     assert "engine started" not in log
 
 
-def test_nobody_hangs_while_the_disk_folder_is_waited_for(tmp_path, folder):
+def test_no_client_hangs_while_the_disk_folder_is_waited_for(tmp_path, folder):
     disk = DiskFolder(tmp_path / "data" / "cold")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -173,7 +173,7 @@ def test_nobody_hangs_while_the_disk_folder_is_waited_for(tmp_path, folder):
     disk.release(clean=False)
 
 
-def test_a_second_server_on_a_data_folder_is_told_at_once(tmp_path, folder):
+def test_a_second_server_on_a_data_folder_is_refused_at_once(tmp_path, folder):
     """A server that runs holds both: its engine the tier, itself the folder."""
     disk = DiskFolder(tmp_path / "data" / "cold")
     with sole_server(tmp_path / "data"):

@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_loaded_is_503_and_the_others_go_on(fakes):
     [
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
         ("/v1/completions", {"prompt": 7}),
-        ("/v1/messages", {"messages": [{"role": "nobody", "content": "x"}], "max_tokens": 1}),
+        ("/v1/messages", {"messages": [{"role": "other", "content": "x"}], "max_tokens": 1}),
         ("/v1/messages/count_tokens", {"messages": 5}),
         ("/v1/responses", {"input": "x", "max_output_tokens": "many"}),
         ("/v1/embeddings", {"input": {}}),

@@ -88,5 +88,5 @@ def test_the_second_server_takes_over_what_the_first_has_measured(
         assert one.stop() == 0
     words = ["doctor", "--config", str(folder / "two" / "t.toml")]
     data = ["--set", f"data_dir={folder / 'two' / 'data'}"]
-    told = subprocess.run([*PROGRAM, *words, *data], capture_output=True, text=True, timeout=120)
-    assert "shared by " in told.stdout
+    done = subprocess.run([*PROGRAM, *words, *data], capture_output=True, text=True, timeout=120)
+    assert "shared by " in done.stdout

@@ -67,11 +67,11 @@ def test_the_snapshot_as_json(stack):
     assert shown["server"]["model"] == MODEL
 
 
-def test_what_cannot_be_watched_is_told(stack):
+def test_a_server_that_cannot_be_watched_is_reported(stack):
     wrong = CliRunner().invoke(app, ["top", "--url", stack.url, "--api-key", "wrong", "--once"])
     assert "another API key" in str(wrong.exception)
-    nobody = CliRunner().invoke(app, ["top", "--url", "http://127.0.0.1:1", "--once"])
-    assert "does not answer" in str(nobody.exception)
+    absent = CliRunner().invoke(app, ["top", "--url", "http://127.0.0.1:1", "--once"])
+    assert "does not answer" in str(absent.exception)
     assert isinstance(top(stack, "--sort", "luck").exception, LaunchError)
 
 
@@ -114,12 +114,12 @@ def drain(screen: int, process: subprocess.Popen[bytes], timeout_s: float = 60.0
         if select.select([screen], [], [], 0.1)[0]:
             try:
                 os.read(screen, 65536)
-            except OSError:  # nobody has the other end any more
+            except OSError:  # the other end is closed
                 return
 
 
 @pytest.mark.slow
-async def test_changes_arrive_and_a_lost_server_is_told(tmp_path):
+async def test_changes_arrive_and_a_lost_server_is_reported(tmp_path):
     view, changed = View(), asyncio.Event()
     with FakeStack(tmp_path) as stack:
         reader = EventReader(Address(stack.url), view, changed.set)

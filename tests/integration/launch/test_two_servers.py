@@ -131,7 +131,7 @@ def test_verbs_work_on_sessions_of_the_other_one(two):
     assert (status, shown["state"], shown["tier"]) == (200, "cold", "disk")
     assert ask(b, "/v1/sessions/verbs/prefetch", {})[2]["state"] == "idle"
     assert listed(a)["verbs"]["state"] == "idle"
-    assert ask(b, "/v1/sessions/nobody/pin", {})[0] == 404
+    assert ask(b, "/v1/sessions/unknown/pin", {})[0] == 404
 
 
 def test_without_redis_all_goes_on_and_deletions_are_made_up_for(two, redis):
@@ -141,7 +141,7 @@ def test_without_redis_all_goes_on_and_deletions_are_made_up_for(two, redis):
     chat(a, "fake", "stays", "hello")
     redis.kill()
     status, _, answer = until(
-        lambda: ask(a, "/v1/sessions/nobody", method="DELETE"), lambda x: x[0] == 503
+        lambda: ask(a, "/v1/sessions/unknown", method="DELETE"), lambda x: x[0] == 503
     )
     assert answer["error"]["code"] == "directory_away"
     status, _, answer = ask(a, "/v1/sessions/split", method="DELETE")

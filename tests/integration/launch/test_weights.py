@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch.plan.weights import estimated_weights
+from launch.families.weights import estimated_weights
 from tests.integration.launch.mlx_models import tiny_model
 
 pytest.importorskip("mlx.core")

@@ -32,7 +32,7 @@ def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of commands of an environment that has the wheel and what it depends on."""
+    """The folder of commands of an environment that has the wheel and its dependencies."""
     if not Path(UV).exists():
         pytest.skip("no uv here")
     folder = tmp_path_factory.mktemp("wheel")
@@ -110,7 +110,7 @@ def test_a_distribution_that_wrote_over_ours_is_named(commands, tmp_path):
         assert refused.returncode == 1
         said = refused.stderr + refused.stdout
         assert "the distribution scheduler 9.9 has a package 'scheduler', as we have" in said
-    done = run(UV, "pip", "uninstall", "--python", python, "scheduler")  # with what was ours
+    done = run(UV, "pip", "uninstall", "--python", python, "scheduler")  # with our files
     assert done.returncode == 0, done.stderr
     refused = run(*serve, **data)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr

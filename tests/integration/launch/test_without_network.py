@@ -1,4 +1,4 @@
-"""A server with the real engine asks nobody: it runs where there is no network, and does not try.
+"""A server with the real engine asks no other host: it runs without a network, and does not try.
 
 The kernel counts each packet, and each look-up of a name, that has no way out of a namespace.
 """

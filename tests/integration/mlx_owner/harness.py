@@ -145,7 +145,7 @@ async def engine(
 
     Args:
         folder: of the disk tier; None = no cold store at all.
-        gate: the store's settings of what a codec must keep, and any others.
+        gate: the store's settings of a codec's least quality, and any others.
     """
     gc.collect()  # what earlier engines left: MLX counts memory by process
     settings = EngineConfig(**{"prefill_step": 64, **config})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Live KV stays inside its budget, whatever comes."""
+"""Live KV stays inside its budget under any load."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def test_the_context_is_no_longer_than_the_budget(tmp_path: Path) -> None:
     assert peak.nbytes <= BUDGET
 
 
-async def test_many_turns_leave_no_memory_behind(tmp_path: Path) -> None:
+async def test_many_turns_leave_no_memory_in_use(tmp_path: Path) -> None:
     async with engine("llama", tmp_path, hot_bytes=BUDGET) as it:
         used = []
         for lap in range(3):

@@ -254,7 +254,7 @@ async def test_prefetch_makes_a_session_hot_before_its_turn(tmp_path: Path) -> N
         longer = text(1, 300) + first.tokens + NEW + second.tokens + NEW
         third = await it.turn(longer, one)
         await waking
-        assert (await it.verbs.prefetch(session("nobody"))).report is None
+        assert (await it.verbs.prefetch(session("unknown"))).report is None
     assert cache(second).header() == "hot; tokens=308"
     assert cache(third).cached_tokens == len(longer) - len(NEW)
 
@@ -329,7 +329,7 @@ async def test_a_store_that_cannot_be_read_costs_a_prefill_and_nothing_else(
 
 
 async def test_a_view_that_waits_for_the_codec_never_sees_the_next_turn(tmp_path: Path) -> None:
-    """The next turn writes behind, and after an edit over, the very tokens that are being saved."""
+    """The next turn writes after the tokens that are being saved, and after an edit over them."""
     one = session("one")
     async with engine("llama", tmp_path) as it:
         for i in range(6):

@@ -38,7 +38,7 @@ async def test_a_tenant_with_every_place_makes_way_and_ends_with_the_same_tokens
     assert [x.tokens for x in answers] == [x.tokens for x in alone]
 
 
-async def test_a_short_answer_to_another_tenant_takes_no_place_from_anybody() -> None:
+async def test_a_short_answer_to_another_tenant_takes_no_place_from_another() -> None:
     prompts = [text(i, 30) for i in range(4)]
     async with engine("llama", max_batch=4) as it:
         alone = [await it.turn(x, max_tokens=LONG) for x in prompts]
@@ -57,7 +57,7 @@ async def test_a_short_answer_to_another_tenant_takes_no_place_from_anybody() ->
 
 
 async def test_a_second_visitor_waits_for_a_place_like_everybody() -> None:
-    """Four places have one guest beside them: the next tenant takes somebody's place."""
+    """Four places have one guest beside them: the next tenant takes the place of a row."""
     async with engine("llama", max_batch=4) as it:
         greedy = [
             await begun(it.submit(text(i, 30), session(f"s{i}", "greedy"), max_tokens=LONG))
@@ -75,7 +75,7 @@ async def test_a_second_visitor_waits_for_a_place_like_everybody() -> None:
 
 
 async def test_rows_that_wait_take_turns_with_those_of_their_own_tenant() -> None:
-    """While another keeps a place, nobody of the greedy tenant waits until somebody ends."""
+    """While another keeps a place, no row of the greedy tenant waits until a row ends."""
     async with engine("llama", max_batch=2) as it:
         greedy = [
             await begun(it.submit(text(i, 30), session(f"s{i}", "greedy"), max_tokens=LONG))
@@ -89,7 +89,7 @@ async def test_rows_that_wait_take_turns_with_those_of_their_own_tenant() -> Non
 
 async def test_they_do_so_while_another_tenant_is_always_first_in_the_line() -> None:
     """Both get as many tokens with each step: who was ahead by a few stays so, and is no head."""
-    told: dict[str, Counter[str]] = {"a": Counter(), "b": Counter()}
+    counts: dict[str, Counter[str]] = {"a": Counter(), "b": Counter()}
     at_the_first_end: dict[str, int] = {}
     lengths = {"a": 30, "b": 100}  # so that one is ahead by less than a quantum
 
@@ -97,13 +97,13 @@ async def test_they_do_so_while_another_tenant_is_always_first_in_the_line() -> 
         name = f"{tenant}{number}"
         stream = it.submit(text(number, lengths[tenant]), session(name, tenant), max_tokens=LONG)
         async for event in stream.events():
-            told[tenant][name] += isinstance(event, Token)
-            if told[tenant][name]:
+            counts[tenant][name] += isinstance(event, Token)
+            if counts[tenant][name]:
                 begins.set()
-        at_the_first_end.setdefault(tenant, min(told[tenant].values()))
+        at_the_first_end.setdefault(tenant, min(counts[tenant].values()))
 
     async with engine("llama", max_batch=6) as it:
-        begins = {f"{tenant}{i}": asyncio.Event() for tenant in told for i in range(3)}
+        begins = {f"{tenant}{i}": asyncio.Event() for tenant in counts for i in range(3)}
         rows = [asyncio.create_task(follow(x[0], int(x[1]), begins[x])) for x in begins]
         await asyncio.gather(*(x.wait() for x in begins.values()))
         third = [
@@ -114,7 +114,7 @@ async def test_they_do_so_while_another_tenant_is_always_first_in_the_line() -> 
         for stream in third:
             stream.cancel()
         await asyncio.gather(*reading)
-    # Of the three rows of each two run at a time, and none was far behind.
+    # Of the three rows of each two run at a time, and none was far from the others.
     assert min(at_the_first_end.values()) >= LONG - 4 * 64
 
 
@@ -239,7 +239,7 @@ async def test_short_of_memory_parked_rows_sleep_and_end_with_the_same_tokens(
     assert [x.tokens for x in answers] == [x.tokens for x in expected]
 
 
-async def test_tenants_that_all_wait_get_equal_tokens_whatever_they_ask_for() -> None:
+async def test_tenants_that_all_wait_get_equal_tokens_for_any_demand() -> None:
     """Forty, twelve and eight requests at once: Jain's index while the last of the eight waits."""
     asked = {"large": 40, "middle": 12, "small": 8}
     served: Counter[str] = Counter()
@@ -304,7 +304,7 @@ async def test_who_is_ahead_does_not_visit() -> None:
 
 
 async def test_guests_never_become_more_rows_than_there_are_places() -> None:
-    """A guest that is ahead and a newcomer visit together; nobody's row makes way for nothing."""
+    """A guest that is ahead and a newcomer visit together; no row makes way in vain."""
     async with engine("llama", max_batch=8, prefill_step=32) as it:
         budget = it.owner.parts.budget
         streams = [it.submit(text(i, 30), session("s", f"t{i}"), max_tokens=LONG) for i in range(8)]

@@ -53,7 +53,7 @@ async def test_a_prefetch_pairs_kv_with_its_own_tokens_though_a_save_comes_in_be
     assert third.tokens == expected.tokens
 
 
-async def test_a_save_that_fails_fails_nobody(
+async def test_a_save_that_fails_fails_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with engine("llama", tmp_path) as it:
@@ -83,7 +83,7 @@ async def test_a_save_that_fails_fails_nobody(
     assert "could not be saved" in caplog.text
 
 
-async def test_kv_that_cannot_be_kept_fails_nobody(
+async def test_kv_that_cannot_be_kept_fails_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compact, calls = kv_arrays.compact, []
@@ -106,7 +106,7 @@ async def test_kv_that_cannot_be_kept_fails_nobody(
     assert "could not be kept" in caplog.text
 
 
-async def test_a_sequence_lost_between_its_prompt_and_its_batch_is_told(
+async def test_a_sequence_lost_between_its_prompt_and_its_batch_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def nowhere(sequence: Sequence, caches: Caches) -> None:

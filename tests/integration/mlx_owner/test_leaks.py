@@ -28,7 +28,7 @@ OF_A_TURN = (EventQueue, HotSession, PrefillTask, Request, Sequence)
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Switches the collector off: what is alive is then held by somebody, or in a ring."""
+    """Switches the collector off: a live object is then referenced, or in a cycle."""
     gc.collect()
     gc.disable()
     yield
@@ -36,7 +36,7 @@ def no_collector() -> Iterator[None]:
 
 
 def alive() -> Counter[str]:
-    # By ``type``: others leave dead weak proxies behind, which ``isinstance`` would look through.
+    # By ``type``: other tests leave dead weak proxies, which ``isinstance`` would look through.
     return Counter(type(x).__name__ for x in gc.get_objects() if issubclass(type(x), OF_A_TURN))
 
 

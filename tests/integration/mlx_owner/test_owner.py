@@ -186,7 +186,7 @@ async def test_a_prefill_that_is_abandoned_ends_with_its_step_and_is_gone_on_wit
         again = await it.turn(prompt, one)
         layers[0] = watched._layer
     assert (answer.finished, answer.tokens) == ({0: "cancelled"}, [])
-    assert steps == at, "a step was computed that nobody waited for"
+    assert steps == at, "a step was computed that no request waited for"
     assert again.cache is not None and again.finished == {0: "length"}
     assert again.cache.source == ("cold-ram" if with_store else "hot")
     assert again.cache.cached_tokens == at * 64
@@ -235,7 +235,7 @@ async def test_a_processor_that_raises_kills_its_own_request_only(after: int) ->
     assert len(answers[1].tokens) < 20
 
 
-async def test_what_a_processor_raises_behind_the_last_token_spoils_nothing() -> None:
+async def test_an_error_of_a_processor_after_the_last_token_spoils_nothing() -> None:
     async with engine("llama") as it:
         answer = await it.turn(
             text(1, 50), sampling=(SequenceSampling(None, (_bad_processor(8),)),)

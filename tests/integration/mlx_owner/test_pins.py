@@ -36,7 +36,7 @@ async def test_a_session_that_may_not_be_pinned_sleeps_as_before(tmp_path: Path)
         assert report is not None and report.hot and not report.pinned
 
 
-async def test_a_session_that_the_store_lost_is_told_of_and_loses_its_pin(tmp_path: Path) -> None:
+async def test_a_session_that_the_store_lost_is_reported_and_loses_its_pin(tmp_path: Path) -> None:
     one, heard = session("one"), list[tuple[str, SessionRef]]()
     async with engine("llama", tmp_path) as it:
         it.owner.listen(lambda cause, ref, why: heard.append((cause, ref)))

@@ -16,7 +16,7 @@ TOKEN_BYTES = 3072  # of the tiny llama, as in test_budget
 
 
 async def test_a_short_prompt_takes_a_place_from_its_own_tenants_long_answers() -> None:
-    """Eight streams without end, say, and their tenant's next question: nobody else is there."""
+    """Endless streams hold all places when their tenant asks again; there is no other tenant."""
     prompts = [text(i, 30) for i in range(4)]
     async with engine("llama", max_batch=4) as it:
         alone = [await it.turn(x, max_tokens=ENDLESS) for x in prompts]

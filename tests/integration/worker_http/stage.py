@@ -34,7 +34,7 @@ CALL = '{"name": "look", "arguments": {"city": "Paris"}}'
 
 
 class Stage:
-    """A toy owner behind a served app, and clients for it."""
+    """A served app with a toy owner, and clients for it."""
 
     def __init__(self, url: str, owner: Any, tokenizer: Any) -> None:
         self.url = url

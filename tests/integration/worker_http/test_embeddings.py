@@ -1,4 +1,4 @@
-"""Embeddings of a real (random) model: its own hidden states, whatever else is being computed."""
+"""Embeddings of a real (random) model: its own hidden states, beside any other work."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ async def test_a_vector_is_the_mean_of_the_models_states(
 
 def test_models_that_were_made_for_it_give_their_last_state(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling").mkdir()
-    told = tmp_path / "1_Pooling" / "config.json"
+    file = tmp_path / "1_Pooling" / "config.json"
     modes = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
-    told.write_text(json.dumps(modes))
+    file.write_text(json.dumps(modes))
     assert pooling_of(tmp_path) == "last" == pooling_of(Path("mlx/Qwen3-Embedding-0.6B-4bit"))
-    told.write_text("[]")
+    file.write_text("[]")
     assert pooling_of(tmp_path) == "mean" == pooling_of(None)
 
 
@@ -260,7 +260,7 @@ async def test_one_tenants_requests_leave_places_and_turns_to_others(tmp_path: P
 async def test_what_is_embedded_counts_in_a_tenants_share_of_the_engine(tmp_path: Path) -> None:
     async with embedding(tmp_path, step=16) as stage:
         shares = stage.owner.parts.shares
-        await stage.owner.call(lambda: shares.come("somebody"))  # nothing is forgotten meanwhile
+        await stage.owner.call(lambda: shares.come("other"))  # nothing is forgotten meanwhile
         await asyncio.gather(*asking(stage, "alice", 1, [LONG] * 2))
         await asyncio.gather(*asking(stage, "bob", 1, [LONG] * 2, weight=4))
         served = await stage.owner.call(lambda: [shares.count(x) for x in ("alice", "bob")])

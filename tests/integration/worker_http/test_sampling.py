@@ -1,4 +1,4 @@
-"""What shapes the choice of a token: seeds, biases, penalties; and what is told of it."""
+"""The choice of a token by seeds, biases and penalties, and the log-probabilities of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_logprobs(toy: Open) -> None:
     assert [x.token for x in streamed] == [x.token for x in content]
 
 
-async def test_a_seed_repeats_whatever_else_runs(toy: Open) -> None:
+async def test_a_seed_repeats_beside_other_requests(toy: Open) -> None:
     """No script: the toy's noise is sampled, so two answers agree only by their seed."""
     async with toy() as stage:
         options = {"max_tokens": 12, "temperature": 2.0, "logprobs": True}

@@ -37,7 +37,7 @@ async def test_large_bodies_are_parsed_beside_the_loop(
     assert [x != threading.get_ident() for x in threads] == [elsewhere]
 
 
-async def test_an_error_in_a_large_body_is_told_as_in_a_small_one(toy: Open) -> None:
+async def test_an_error_in_a_large_body_is_reported_as_in_a_small_one(toy: Open) -> None:
     body = {"model": "toy", "messages": [{"role": 5, "content": "x" * http.LARGE_BODY_BYTES}]}
     async with toy() as stage, post(stage, body) as response:
         assert response.status == 400

@@ -52,7 +52,7 @@ async def test_calls_by_a_model_that_was_never_taught(toy: Open) -> None:
 
 @pytest.mark.parametrize("template", [PLAIN, TOOLS])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-async def test_forced_calls_whatever_the_model_wants(toy: Open, template: str, choice: Any) -> None:
+async def test_calls_are_forced_against_the_model(toy: Open, template: str, choice: Any) -> None:
     """The toy wants to say something else; every token is held to the grammar."""
     other = {"type": "function", "function": {"name": "other"}}
     async with toy(template) as stage:
@@ -81,7 +81,7 @@ async def test_json_schema(toy: Open) -> None:
     assert message.tool_calls or list(json.loads(message.content)) == ["city"]
 
 
-async def test_grammar_begins_behind_the_reasoning(toy: Open) -> None:
+async def test_grammar_begins_after_the_reasoning(toy: Open) -> None:
     async with toy(THINKING) as stage:
         stage.script("hm</think>{")
         reply = await stage.chat(response_format={"type": "json_object"}, seed=1, max_tokens=300)

@@ -135,7 +135,7 @@ def test_a_model_with_states_is_measured_whole(family):
     assert done.returncode == 0, done.stderr.decode()
     report = msgspec.json.decode(done.stdout, type=CalibrationReport)
     rows = {x.preset: x for x in report.rows}
-    assert rows["raw"].kl == 0, "what is given back is what was computed"
+    assert rows["raw"].kl == 0, "the rows that come back are the computed ones"
     assert rows["tq4"].kl > 1e-6 and rows["dense3"].kl > 1e-6, "and a codec's loss is seen"
     assert load_profile(Path(report.profile)).fingerprint == report.fingerprint
 

@@ -29,7 +29,7 @@ def engine(
     folder.mkdir()
     write_tokenizer(write_tiny_model(model))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be one core for both
-    # raw is measured too, since it is named: its rows tell how exact the way itself is.
+    # raw is measured too, since it is named: its rows show how exact the measurement is.
     store = StoreConfig(codec="auto", disk_codec="raw", ram_bytes=1 << 28, disk_bytes=1 << 28)
     engine = RealEngine(
         str(model),

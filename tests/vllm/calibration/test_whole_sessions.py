@@ -38,7 +38,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealEngin
     folder.mkdir()
     write, options = MODELS[request.param]
     write_tokenizer(write(model))
-    # raw is measured too, since it is named: its rows tell how exact the way itself is.
+    # raw is measured too, since it is named: its rows show how exact the measurement is.
     store = StoreConfig(
         codec="auto",
         disk_codec="raw",

@@ -57,8 +57,8 @@ def test_a_router_finds_what_sleeps_and_nothing_that_was_deleted(tmp_path, reade
         first_gone = next(i for i, x in enumerate(reader.events) if x["type"] == "BlockRemoved")
         stored = [x for x in reader.events[:first_gone] if x["type"] == "BlockStored"]
         for medium in ("GPU", "CPU", "STORAGE"):
-            told = {h for x in stored if x["medium"] == medium for h in x["block_hashes"]}
-            assert told == blocks, medium
+            reported = {h for x in stored if x["medium"] == medium for h in x["block_hashes"]}
+            assert reported == blocks, medium
 
         ask(served, session("other", "u"))
         reader.until(lambda: len(reader.held("STORAGE")) > len(blocks))
@@ -75,7 +75,7 @@ def test_a_router_finds_what_sleeps_and_nothing_that_was_deleted(tmp_path, reade
     finally:
         served.close()
 
-    reader.forget()  # after a restart the inventory comes by itself: nobody asks for anything
+    reader.forget()  # after a restart the inventory comes by itself, without a request
     served = serve(tmp_path, reader)
     try:
         reader.until(lambda: reader.held("STORAGE") == blocks)

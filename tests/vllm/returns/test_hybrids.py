@@ -101,7 +101,7 @@ def test_the_next_turn(hybrid, sessions):
     assert same(back, own)
 
 
-def test_the_next_turn_behind_a_long_answer(hybrid, sessions):
+def test_the_next_turn_after_a_long_answer(hybrid, sessions):
     """vLLM's own hit stops once more on its way, at a boundary with blocks and no recurrent state.
     Wherever a prompt is cut other last digits come out, so what follows is not compared here."""
     first = ask(hybrid, sessions[1], "long")
@@ -147,17 +147,17 @@ def test_after_a_real_eviction(hybrid, sessions):
     assert sum(x.restored > 0 for x in back) >= 2
 
 
-def test_who_is_told_hot_needs_no_restore(hybrid, sessions):
+def test_a_session_reported_hot_needs_no_restore(hybrid, sessions):
     prompts = [x[50:] + x[:50] for x in sessions[:4]]
     for i, x in enumerate(prompts):
-        ask(hybrid, x, f"told{i}")
-        hybrid.wait_saved(f"told{i}")
-    told, restored = [], []
+        ask(hybrid, x, f"reported{i}")
+        hybrid.wait_saved(f"reported{i}")
+    reported, restored = [], []
     for i in reversed(range(len(prompts))):
-        told.append(hybrid.sessions()[f"told{i}"].hot)
-        restored.append(ask(hybrid, prompts[i], f"told{i}").restored)
-    assert told == [not x for x in restored]
-    assert {True, False} == set(told)
+        reported.append(hybrid.sessions()[f"reported{i}"].hot)
+        restored.append(ask(hybrid, prompts[i], f"reported{i}").restored)
+    assert reported == [not x for x in restored]
+    assert {True, False} == set(reported)
 
 
 @pytest.mark.parametrize("chunk", [0, 256])

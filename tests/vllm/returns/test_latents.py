@@ -1,6 +1,6 @@
 """Latent attention (MLA) on a real engine: latents and rotary keys sleep and come back.
 
-On most CPUs vLLM turns its prefix cache off for such models, since it cannot prefill behind a
+On most CPUs vLLM turns its prefix cache off for such models, since it cannot prefill after a
 cached prefix there. One token after it is a decode step, which it can do: so these prompts end
 right after a block, and the prefix cache is turned on again for them.
 """

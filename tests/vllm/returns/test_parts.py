@@ -1,7 +1,7 @@
 """What lies after the last full block comes back too: exactly, or not at all.
 
 A row that was computed alone, as those of an answer are, may differ in its last bit from one that
-was computed with others, whoever keeps it. So answers are compared with those of a request that
+was computed with others, in any cache. So answers are compared with those of a request that
 goes on without a break, or have one token, which has no row.
 """
 

@@ -1,6 +1,6 @@
 """The device's part in a real vLLM without a GPU: sessions sleep, return and survive a kill.
 
-See ``tests.vllm.rig.rehearsal`` for what stands in for the GPU.
+See ``tests.vllm.rig.rehearsal`` for the replacement of the GPU.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def test_a_state_without_a_block_to_go_to_fails(rank):
     assert rank.load(0, 24, [61, 0, 63, 60])[0] == {"r"}
 
 
-def test_a_failure_is_told_with_its_load_only(rank):
+def test_a_failure_is_reported_with_its_load_only(rank):
     rank.save({24: [11, 12, 13, 14]})
     rank.transfer.load(Load(9, "other", 0, [1], []))  # nothing is staged for it
     loaded = ended_loads(rank.transfer)
@@ -204,21 +204,21 @@ class PackedRank(Rank):
 
 CONV = StatePart(torch.bfloat16, (3, 5))
 MATRIX = StatePart(torch.float32, (2, 8, 16))
-PAGE = CONV.nbytes + MATRIX.nbytes + 40  # with some room behind
+PAGE = CONV.nbytes + MATRIX.nbytes + 40  # with some room at the end
 
 
 def test_a_packed_state_is_near_and_its_convolution_exact():
     rank = PackedRank()
     rank.save({24: [11, 12, 13, 14]})
     conv, matrix, window = rank.conv(11), rank.matrix(11), rank.window_rows([12, 13, 14])
-    behind = rank.tensors[0][61, CONV.nbytes + MATRIX.nbytes :].clone()
+    padding = rank.tensors[0][61, CONV.nbytes + MATRIX.nbytes :].clone()
     assert rank.load(0, 24, [61, 62, 63, 60]) == (set(), set())
     assert rank.conv(61) == conv
     errors = np.abs(rank.matrix(61) - matrix)
     assert 0 < errors.max() <= np.abs(matrix).max() / 127
     for a, b in zip(rank.window_rows([62, 63, 60]), window, strict=True):
         assert 0 < np.abs(a - b).mean() < 0.15
-    assert torch.equal(rank.tensors[0][61, CONV.nbytes + MATRIX.nbytes :], behind)
+    assert torch.equal(rank.tensors[0][61, CONV.nbytes + MATRIX.nbytes :], padding)
     rank.close()
 
 

@@ -97,7 +97,7 @@ def test_what_one_rank_cannot_load_is_computed_again_on_all(engine, faults, sess
     assert (healed.tokens, healed.restored) == (right, WHOLE)
 
 
-def test_the_next_turn_goes_on_from_what_lies_behind_the_last_block_on_every_rank(engine, sessions):
+def test_the_next_turn_goes_on_from_the_rows_after_the_last_block_on_every_rank(engine, sessions):
     """A part is rows of its rank's heads; the reference is a request that was never cold."""
     first = engine.ask(sessions[3], "next", tokens=5)
     engine.wait_saved("next")

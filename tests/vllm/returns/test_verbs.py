@@ -53,7 +53,7 @@ def test_a_forgotten_session_is_gone_everywhere(engine, sessions):
     assert done(engine, Forget(ref("forgotten"))).report is not None
     assert "forgotten" not in engine.sessions()
     assert engine.ask(prompt, "forgotten2", tokens=2).cached == 0
-    assert done(engine, Forget(ref("nobody"))).report is None
+    assert done(engine, Forget(ref("unknown"))).report is None
 
 
 def test_a_session_that_is_forgotten_while_it_is_saved_leaves_nothing(engine, sessions):
@@ -61,7 +61,7 @@ def test_a_session_that_is_forgotten_while_it_is_saved_leaves_nothing(engine, se
     engine.ask(prompt, "hasty", tokens=2)
     done(engine, Forget(ref("hasty")))
     assert engine.ask(prompt, "hasty2", tokens=2).cached == 0
-    engine.wait_saved("hasty2")  # saved one after the other: whatever began before is through
+    engine.wait_saved("hasty2")  # saved one after the other: all earlier saves have ended
     assert "hasty" not in engine.sessions()
 
 
@@ -72,8 +72,8 @@ def test_a_session_is_pinned_as_soon_as_its_turn_is_over(engine, sessions):
 
 
 def test_verbs_of_an_unknown_session(engine):
-    assert done(engine, Demote(ref("nobody"))).report is None
-    assert done(engine, Prefetch(ref("nobody"))).report is None
+    assert done(engine, Demote(ref("unknown"))).report is None
+    assert done(engine, Prefetch(ref("unknown"))).report is None
 
 
 def test_the_token_is_asked_for(engine, monkeypatch):

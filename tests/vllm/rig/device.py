@@ -6,7 +6,7 @@ import pytest
 
 
 def runs_models() -> bool:
-    """Tell whether there is a device for vLLM's CUDA build; the one for CPUs needs none."""
+    """Return whether there is a device for vLLM's CUDA build; the one for CPUs needs none."""
     import torch
 
     return torch.version.cuda is None or torch.cuda.is_available()

@@ -159,7 +159,7 @@ class RealEngine:
         return [_result(last.get(x), first_s.get(x, took), took) for x in names]
 
     def forget_local(self, within_s: float = 60.0) -> bool:
-        """Empty vLLM's own prefix cache; it refuses while a block is held by anybody."""
+        """Empty vLLM's own prefix cache; it refuses while any block is held."""
         end = time.monotonic() + within_s
         while not (done := self.engine.reset_prefix_cache()) and time.monotonic() < end:
             time.sleep(0.05)
@@ -217,7 +217,7 @@ def ref(session: str) -> SessionRef:
 def _result(output: Any, first_s: float, seconds: float) -> Result:
     if output is None:
         return Result([], [], [], 0, 0, None, None, None, first_s, seconds)
-    answer, told = output.outputs[0], output.kv_transfer_params or {}
+    answer, params = output.outputs[0], output.kv_transfer_params or {}
     steps = [
         (x.pop(t).logprob, max(y.logprob for y in x.values()))
         for x, t in zip(answer.logprobs, answer.token_ids, strict=True)
@@ -227,9 +227,9 @@ def _result(output: Any, first_s: float, seconds: float) -> Result:
         [chosen for chosen, _ in steps],
         [chosen - second for chosen, second in steps],
         output.num_cached_tokens or 0,
-        told.get("restored_tokens", 0),
-        told.get("tier"),
-        told.get("reason"),
+        params.get("restored_tokens", 0),
+        params.get("tier"),
+        params.get("reason"),
         answer.finish_reason,
         first_s,
         seconds,

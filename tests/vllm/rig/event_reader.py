@@ -25,7 +25,7 @@ class EventReader:
         self.counts: dict[str, Counter[bytes]] = {}
         self.events: list[dict[str, Any]] = []
         self._batches: Queue[tuple[bytes, bytes]] = Queue()
-        # ZMQ subscribes at an engine that connects only while somebody reads.
+        # ZMQ subscribes at an engine that connects only while a thread reads.
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI server as the gateway starts it, and an event loop for what is asked of it."""
+"""vLLM's own OpenAI server as the gateway starts it, and an event loop for the requests to it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Served:
                 await asyncio.sleep(0.01)
 
     def wait_whole(self) -> None:
-        """Wait until no request is served and no block is held by anybody."""
+        """Wait until no request is served and no block is held."""
 
         def is_whole(report: EngineReport) -> bool:
             held = report.hot_bytes - report.idle_hot_bytes

@@ -59,7 +59,7 @@ def write_gpt_oss(folder: Path) -> Path:
 
 
 def write_gemma2(folder: Path) -> Path:
-    """Scores are capped; norms stand before and behind what a layer adds."""
+    """Scores are capped; norms stand before and after each part of a layer."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(

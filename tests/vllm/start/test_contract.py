@@ -1,6 +1,6 @@
 """What the plug-in takes for granted of vLLM: signatures, and how its scheduler behaves.
 
-vLLM calls the interface experimental. When a newer release fails here, this is the list of what
+vLLM calls the interface experimental. When a newer release fails here, this is the list of points
 to look at; the real scheduler runs, with made-up model outputs instead of a model.
 """
 
@@ -260,7 +260,7 @@ def test_single_steps_can_run_without_compiled_code_and_graphs():
         text = (root / "v1" / "worker" / name).read_text()
         at = 0
         for step in steps:
-            assert step in text[at:], f"{name}: {step} comes no more behind what it came behind"
+            assert step in text[at:], f"{name}: {step} no longer comes after the steps before it"
             at = text.index(step, at)
 
 

@@ -146,7 +146,7 @@ def ask(served: Served, fields: dict[str, Any]) -> tuple[int, Any]:
 
 
 def test_a_server_holds_answers_and_calls_to_schemas_at_once(served: Served) -> None:
-    """vLLM by itself compiles all with what the first needed; ``multipleOf`` it would ignore."""
+    """vLLM by itself compiles all with the first one's backend, which ignores ``multipleOf``."""
     limits = {"type": "integer", "minimum": 10, "maximum": 99, "multipleOf": 7}
     first = {**SMALL, "properties": {**SMALL["properties"], "age": limits}}
     status, answer = ask(served, answer_in(first))

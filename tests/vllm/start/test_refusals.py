@@ -43,7 +43,7 @@ RECURRENT = MambaSpec(
     block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
 )
 
-FORM = "((4, 4),) (torch.float32,)"  # by which states are told apart
+FORM = "((4, 4),) (torch.float32,)"  # which distinguishes states
 
 
 def cache_config(*specs: Any, **fields: Any) -> KVCacheConfig:

@@ -147,7 +147,7 @@ def test_clients_that_leave_during_loads_and_saves_leave_nothing_behind(served, 
 
 
 def test_an_abandoned_prefill_ends_with_its_step_and_is_gone_on_with(served):
-    """Not all of the prompt is computed for nobody, and what was computed is there again."""
+    """The prompt is not computed to its end without a client, and the computed part is reused."""
     long = [{"role": "user", "content": "This is abandoned. " + HISTORY * 6}]
     served.leave(["abandoned"], lambda: True, messages=long)
     served.wait_whole()

@@ -1,4 +1,4 @@
-"""Whether a model sees images is told by vLLM itself, of its class and of its settings."""
+"""vLLM itself reports whether a model sees images, by its class and by its settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_model_of_text_sees_nothing() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None, reason="models that see need torchvision"
 )
-def test_a_model_that_sees_does_so_unless_it_is_told_not_to(tmp_path: Path) -> None:
+def test_a_model_sees_images_unless_its_limit_is_zero(tmp_path: Path) -> None:
     Qwen2_5_VLConfig().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]

@@ -69,7 +69,7 @@ def test_a_disk_that_another_engine_uses_is_a_mistake(tmp_path: Path):
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_bad_settings_are_told_to_who_started_vllm(tmp_path, monkeypatch, given):
+def test_bad_settings_are_reported_to_the_starter_of_vllm(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     if given:
         monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
@@ -83,7 +83,7 @@ def test_bad_settings_are_told_to_who_started_vllm(tmp_path, monkeypatch, given)
 
 
 @pytest.mark.parametrize("kind", [ImportError, ValueError, TierInUse])
-def test_what_will_happen_again_is_told(worker_side, tmp_path, monkeypatch, kind):
+def test_an_error_that_will_happen_again_is_reported(worker_side, tmp_path, monkeypatch, kind):
     def refuse(*_: Any) -> None:
         raise kind("no such thing")
 

@@ -64,11 +64,12 @@ def test_latents_are_served(config):
 
 
 @pytest.mark.parametrize(
-    "told", [{"is_index_group_leader": True}, {"model_version": "deepseek_v4"}, {"alignment": 576}]
+    "fields",
+    [{"is_index_group_leader": True}, {"model_version": "deepseek_v4"}, {"alignment": 576}],
 )
-def test_latents_with_an_index_are_refused_in_one_sentence(told):
+def test_latents_with_an_index_are_refused_in_one_sentence(fields):
     with pytest.raises(Unsupported, match="the keys of an index") as refused:
-        check(engine(), cache(replace(LATENT, **told)))
+        check(engine(), cache(replace(LATENT, **fields)))
     assert "\n" not in str(refused.value)
 
 

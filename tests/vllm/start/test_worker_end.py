@@ -21,7 +21,7 @@ def worker_of(rank: Rank) -> WorkerSide:
     return WorkerSide(rank.transfer, rank.link, rank.store)
 
 
-def test_a_save_under_way_is_told_of_and_reaches_the_disk(tmp_path: Path) -> None:
+def test_a_save_under_way_is_reported_and_reaches_the_disk(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     rank.blocks.compute(CHAIN, IDS)
     worker = worker_of(rank)

@@ -8,9 +8,9 @@ from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.shapes import NUMPY_DTYPES, KVLayer
 from launch.cli.plans.plan_table import print_plan
-from launch.plan.cache_shape import CacheShape
+from launch.families.cache_shape import CacheShape
+from launch.families.table import cache_shape
 from launch.plan.capacity_plan import Plan, make_plan
-from launch.plan.families.table import cache_shape
 from launch.plan.hot_budget import HotBudget
 from tests.unit.launch.plan.published import DEEPSEEK_V3, LLAMA_8B, QWEN35_35B
 from tests.unit.launch.plan.test_families import GEMMA3_4B

@@ -14,9 +14,9 @@ from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout, StoredModel
 from kvstore.tiers.ram_tier import RamTier
-from launch.plan.cache_shape import CacheShape, Window
+from launch.families.cache_shape import CacheShape, Window
+from launch.families.table import cache_shape
 from launch.plan.cold_size import cold_size
-from launch.plan.families.table import cache_shape
 from tests.kv_sessions import kv_of, np, ref, tokens
 from tests.unit.launch.plan.published import DEEPSEEK_V3
 

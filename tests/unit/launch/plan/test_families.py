@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engines.kv_budget import stated_context
-from launch.plan.cache_shape import ModelRefused, NotUnderstood
-from launch.plan.families.table import FAMILIES, NESTED, ON_VLLM, REFUSED, cache_shape
+from launch.families.cache_shape import ModelRefused, NotUnderstood
+from launch.families.table import FAMILIES, NESTED, ON_VLLM, REFUSED, cache_shape
 from tests.unit.launch.plan.published import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,

@@ -10,8 +10,8 @@ from engines.config import EngineConfig
 from engines.kv_budget import alone_bytes, longest_context
 from engines.packed_budget import packed_cost
 from kvstore.shapes import KVLayer
-from launch.plan.cache_shape import CacheShape, Window
-from launch.plan.families.table import cache_shape
+from launch.families.cache_shape import CacheShape, Window
+from launch.families.table import cache_shape
 from launch.plan.hot_budget import HotBudget, hot_budget_of
 from launch.plan.served_cache import live_dtype
 from launch.settings.effective_settings import EffectiveSettings, effective_settings

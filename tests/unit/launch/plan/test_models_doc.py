@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.plan_table import markdown, rows
-from launch.plan.families.table import FAMILIES, NESTED, REFUSED
+from launch.families.table import FAMILIES, NESTED, REFUSED
 
 DOC = Path(__file__).parents[4] / "docs" / "models.md"
 

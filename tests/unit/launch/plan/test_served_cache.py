@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from launch.families.cache_shape import ModelRefused
 from launch.machine.processor import has_matrix_tiles
-from launch.plan.cache_shape import ModelRefused
 from launch.plan.served_cache import served_cache
 from tests.unit.launch.plan.published import DEEPSEEK_V3
 from tests.unit.launch.plan.test_serve_checks import served_settings

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.plan.weights import estimated_weights
+from launch.families.weights import estimated_weights
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from launch.plan.cache_shape import CacheShape, NotUnderstood
+from launch.families.cache_shape import CacheShape, NotUnderstood
 
 # Fields that a nested text model may leave out, and their values then.
 _NESTED_DEFAULTS: Mapping[str, Mapping[str, int]] = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.shapes import KVLayer
-from launch.plan.cache_shape import CacheShape, NotUnderstood, Window
-from launch.plan.families.attention import (
+from launch.families.attention import (
     BAICHUAN_WINDOWS,
     SHARED_WIDTH,
     STEP,
@@ -14,7 +13,8 @@ from launch.plan.families.attention import (
     Names,
     kv_layer,
 )
-from launch.plan.families.config import Config, Family
+from launch.families.cache_shape import CacheShape, NotUnderstood, Window
+from launch.families.config import Config, Family
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvstore.shapes import KVLayer
-from launch.plan.cache_shape import CacheShape
-from launch.plan.families.attention import kv_layer
-from launch.plan.families.config import Config, Family
+from launch.families.attention import kv_layer
+from launch.families.cache_shape import CacheShape
+from launch.families.config import Config, Family
 
 INDEX_REASON = (
     "a sparse index is kept beside keys and values; what a lossy codec does to it has not been"

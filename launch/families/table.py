@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from engines.cache_classes import INDEX_ON_VLLM, NOTHING_GROWS_ON_VLLM, cannot_batch
-from launch.plan.cache_shape import CacheShape, ModelRefused, NotUnderstood
-from launch.plan.families import attention, latents, recurrent, windows
-from launch.plan.families.attention import (
+from launch.families import attention, latents, recurrent, windows
+from launch.families.attention import (
     EXAONE,
     GPT,
     LILLE,
@@ -25,8 +24,9 @@ from launch.plan.families.attention import (
     dense,
     keeps_windows_whole,
 )
-from launch.plan.families.config import Config, Family
-from launch.plan.families.windows import FULL, SLIDING, by_layer_types, every_nth_full
+from launch.families.cache_shape import CacheShape, ModelRefused, NotUnderstood
+from launch.families.config import Config, Family
+from launch.families.windows import FULL, SLIDING, by_layer_types, every_nth_full
 
 EngineName: TypeAlias = Literal["mlx", "vllm"]
 

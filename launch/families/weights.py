@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from launch.plan.cache_shape import CacheShape, NotUnderstood
-from launch.plan.families.config import Config
-from launch.plan.families.table import cache_shape
+from launch.families.cache_shape import CacheShape, NotUnderstood
+from launch.families.config import Config
+from launch.families.table import cache_shape
 
 # Feed-forward layers of two matrices instead of three.
 _UNGATED: Final = ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "nemotron", "phi", "starcoder2")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.shapes import KVLayer
-from launch.plan.cache_shape import CacheShape
-from launch.plan.families.config import Config, Family
+from launch.families.cache_shape import CacheShape
+from launch.families.config import Config, Family
 
 
 @dataclass(frozen=True)
