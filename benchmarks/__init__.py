@@ -1,5 +1,5 @@
 """Measures the product from outside: one script a question, each printing ratios of one run.
 
-Run as ``python benchmarks/NAME.py`` with the Python of ``.venv``. ``stacks`` starts what is
-measured, ``on_vllm`` asks the same questions of vLLM.
+Run as ``python benchmarks/NAME.py`` with the Python of ``.venv``. ``stacks`` starts the
+measured servers, ``on_vllm`` asks the same questions of vLLM.
 """

@@ -96,7 +96,7 @@ class Wire:
         self.num_requests = 0
         # By agent: the tokens of its latest prompt and answer, which its next prompt begins with.
         self._held: dict[str, int] = {}
-        self.known_tokens = 0  # the sum of these: what could be reused at most
+        self.known_tokens = 0  # the sum of these: the most that could be reused
         self.losses: list[str] = []  # requests that reused much less
 
     def ask(self, agent: str, system: str, messages: list[Any]) -> Any:
@@ -154,7 +154,7 @@ class Wire:
                 data=b"{}",
                 headers={"content-type": "application/json"},
             )
-            for _ in range(40):  # 409: what the last turn added is still being saved
+            for _ in range(40):  # 409: the last turn is still being saved
                 with suppress(urllib.error.HTTPError):
                     urllib.request.urlopen(asked, timeout=120).close()
                     break

@@ -3,9 +3,9 @@
     python benchmarks/announced.py [--sessions 24] [--context 1024] [--engine mlx] [--json OUT]
 
 Live KV gets room for a few sessions only (``--hot-for``), so that the others have to sleep; all
-other budgets are what the product chose. Every session grows to nearly C tokens, falls asleep, and
+other budgets are the product's choice. Every session grows to nearly C tokens, falls asleep, and
 comes back, the one that was quiet for longest first. Memory is the engine's own (RssAnon of all its
-processes), less what it had before the first session.
+processes), less that before the first session.
 """
 
 from __future__ import annotations

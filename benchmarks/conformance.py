@@ -8,7 +8,7 @@ servers that run already are asked the same with ``--peer NAME=URL``.
     python benchmarks/conformance.py --servers mlx,vllm,mlx_lm.server,vllm-serve \\
         --write docs/conformance.md
 
-``--results FILE`` keeps what was counted, so that servers can be asked one after the other, and
+``--results FILE`` keeps the counts, so that servers can be asked one after the other, and
 ``--servers "" --write PAGE`` writes the page of it again.
 """
 
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="the document to write")
     parser.add_argument("--servers", default="mlx", help=f"of {', '.join(NAMES)}; may be empty")
     parser.add_argument("--files", default="", help="only those with this in their names")
-    parser.add_argument("--results", type=Path, help="keeps what was counted")
+    parser.add_argument("--results", type=Path, help="keeps the counts")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="conformance-") as own:

@@ -1,7 +1,7 @@
 """A pytest plug-in for ``conformance``: puts the objects that a client's tests name into our store.
 
-It runs in the environment of those tests, which has what sealing needs besides. The tests delete
-what they find; each of them gets all of it again.
+It runs in the environment of those tests, which has the packages for sealing besides. The tests
+delete the objects; each of them gets all of it again.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 NEEDS = ("pytest", "pytest-asyncio", "dirty-equals", "time-machine", "rich", "httpx2", "respx")
 MORE_NEEDS = ("Pillow", "nest-asyncio", "trustme", "http-snapshot[httpx]", "inline-snapshot")
-OURS = ("msgspec", "cryptography")  # what puts objects into our store needs
+OURS = ("msgspec", "cryptography")  # needed to put objects into our store
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Suite:
         self._tests = folder / f"{client.package}-{client.version}"
 
     def prepare(self) -> None:
-        """Download and install what is not there yet."""
+        """Download and install missing packages."""
         package, pinned = self.client.package, f"{self.client.package}=={self.client.version}"
         if not self._tests.exists():
             args = ["download", "--quiet", "--no-deps", "--no-binary", package, pinned]

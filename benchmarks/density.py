@@ -107,7 +107,7 @@ class Weighed:
 
 
 def weigh(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> Weighed:
-    """One session alone in a fresh store; what each tier says it takes."""
+    """One session alone in a fresh store; the bytes that each tier reports."""
     with tempfile.TemporaryDirectory() as folder:
         tiers: list[Tier] = [RamTier(4 * GIB), DiskTier(Path(folder), 4 * GIB)]
         config = StoreConfig(chunk_tokens=CHUNK_TOKENS)

@@ -3,7 +3,7 @@
     python benchmarks/events.py [--seconds 20] [--json OUT]
 
 A table of made-up sessions changes as busy ones do: each second one in ten takes a turn. Looks are
-made as the server makes them, once a second of the sessions' life; what they cost is measured
+made as the server makes them, once a second of the sessions' life; their cost is measured
 against the same work without a reader, so the figure is the readers' alone. The bytes go nowhere,
 as a socket's cost is the system's.
 """

@@ -96,7 +96,7 @@ def mutated(chance: random.Random, seed: bytes, other: bytes) -> bytes:
     return bytes(data)
 
 
-# ---- what is read
+# ---- the inputs
 
 
 def rows() -> list[tuple[np.ndarray, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Ten thousand idle connections beside active requests: what those wait longer, and the memory.
+"""Ten thousand idle connections beside active requests: their extra waiting, and the memory.
 
     python benchmarks/idle_connections.py [--idle 10000] [--seconds 15] [--json OUT]
 

@@ -208,7 +208,7 @@ def _rounds(work: Callable[[], object]) -> Iterator[float]:
 
 
 def replace_table(page: Path, text: str) -> None:
-    """Replace what is between the two marks of a page.
+    """Replace the text between the two marks of a page.
 
     Raises:
         ValueError: the page lacks one of them.

@@ -4,13 +4,13 @@
 
 A server is started for each attack: mlx or vLLM, the sample model, keys of two tenants, stored
 objects on. The neighbour asks for two tokens again and again, by chat completions and by Responses
-(which stores what it answers), first alone and then beside the attack, until the attack was
+(which stores its answers), first alone and then beside the attack, until the attack was
 answered, or for ``--seconds``. Then the attack is begun once more, and its client leaves after a
 second: counted are the CPU seconds that gateway and engine, with all processes below them, take
-from then on until both rest. Memory is the most that was seen beside the attack, above what was
-there before it.
+from then on until both rest. Memory is the most that was seen beside the attack, above that
+before it.
 
-``--chats 60000`` stored chats are what the lists are asked of. A fake engine answers them, so that
+The lists are asked of ``--chats 60000`` stored chats. A fake engine answers them, so that
 they are there in minutes. The whole takes 15 minutes, and half an hour longer where attacks hold.
 """
 
@@ -235,7 +235,7 @@ ATTACKS: Final = (
 )
 
 
-# ---- what the processes take
+# ---- CPU time and memory of the processes
 
 
 class Processes:
@@ -306,7 +306,7 @@ async def measure(attack: Attack, stack: Stack, keys: dict[str, str], seconds: f
     async with two_tenants(stack, keys) as (attacker, other):
         _, answer = await other.ask("GET", "/v1/models")
         model = json.loads(answer)["data"][0]["id"]
-        await neighbour(other, model, lambda rounds: rounds >= 2)  # what is compiled once
+        await neighbour(other, model, lambda rounds: rounds >= 2)  # compiles once
         made = await attack.prepare(attacker) if attack.prepare else ""
         request = attack.request(model, made)
         alone = await neighbour(other, model, lambda rounds: rounds >= ALONE)
@@ -371,7 +371,7 @@ async def attacked(
 async def left(
     attack: Attack, attacker: Tenant, request: Sent, processes: Processes
 ) -> tuple[dict[str, float], float]:
-    """Begin the attack, and leave it; returns what went on from then on."""
+    """Begin the attack, and leave it; returns the work that went on."""
     sent = [asyncio.create_task(attacker.ask(*request)) for _ in range(attack.at_once)]
     await asyncio.sleep(LEAVES_AFTER_S)
     await end(sent)

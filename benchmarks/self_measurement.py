@@ -3,7 +3,7 @@
     python benchmarks/self_measurement.py [--engine mlx] [--rounds 4] [--json OUT]
 
 First an idle server measures its model to the end: seconds to the verdict, and the most memory
-that all processes held (anonymous memory: what the system could not drop), against a server that
+that all processes held (anonymous memory, which the system cannot drop), against a server that
 does not measure and answers the same few chats: one that keeps them exactly, and one that packs
 them with the measured codec. Then two servers take turns, one of which is
 measuring, and four users with pauses chat with each; the one whose turn it is not is stopped. What

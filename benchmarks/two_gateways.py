@@ -103,7 +103,7 @@ class Users:
                 before = self.asked_again.total()
                 reply = await self._answer(clients, i + turned, session, i % 3 == 0)
             self.num_answered += 1
-            # A turn that was asked again may find what its own first try has stored.
+            # A turn that was asked again may find the blobs of its own first try.
             self._note(name, session, reply, again=self.asked_again.total() > before)
 
         await asyncio.gather(*(turn(i, x) for i, x in enumerate(self.histories)))

@@ -116,7 +116,7 @@ def pack(
 
 
 def check_rows(store: BlockStore, chain: Sequence[bytes], fetched: Fetched) -> None:
-    """Every fetched blob holds exactly what belongs to the prompt's own hashes, as far as used."""
+    """Every fetched blob holds exactly the rows of the prompt's own hashes, as far as used."""
     for span, blob in fetched.spans:
         run = LAYOUT.empty(span.num_blocks * BLOCK)
         decode = store.packer.unpack_run if span.is_tail else store.packer.unpack_run

@@ -22,7 +22,7 @@ else:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Write what a test printed so that xdist can send it: no lone surrogates."""
+    """Write a test's output so that xdist can send it: no lone surrogates."""
     report = yield
     report.sections[:] = [(title, _sendable(text)) for title, text in report.sections]
     return report

@@ -13,7 +13,7 @@ from kvstore.tiers.eviction_causes import EvictionCause
 class FaultyTier:
     """Passes everything on to ``inner``.
 
-    ``fails(number, method)`` decides, call by call from 0 on, what raises ``TierUnavailable``.
+    ``fails(number, method)`` decides, call by call from 0 on, which ones raise ``TierUnavailable``.
     While ``go_on`` is clear, calls of ``hanging`` wait; ``entered`` says that one does.
     """
 

@@ -52,7 +52,7 @@ class LazyStream:
 
     @contextmanager
     def after(self, mark: Callable[[], None] | None) -> Iterator[None]:
-        """Copies of the host are done here and now, so what is before them is done first."""
+        """Copies of the host are done here and now, so the work before them is done first."""
         with self.enqueue_after(mark):
             self.drain()
             yield

@@ -73,7 +73,7 @@ _EXPONENT, _USUAL = np.uint16(0x7F80), np.uint16(0x3F00)
 
 
 def wear_of(found: KVRun, computed: KVRun) -> list[set[int]]:
-    """By token: what its numbers have gone through; {0} are exact ones."""
+    """By token: the changes of its numbers' bits; {0} is an exact token."""
     worn = [
         (a.view(np.uint16) - b.view(np.uint16))
         for one, other in zip(found, computed, strict=True)

@@ -42,7 +42,7 @@ TASK = (
 
 @dataclass(frozen=True)
 class Agent:
-    """A client: what installs it, and its command lines for a first and a later turn."""
+    """A client: its installer, and its command lines for a first and a later turn."""
 
     name: str  # that ``thermocline connect`` knows
     package: str  # of npm, or a key of ``packages.PYPI``

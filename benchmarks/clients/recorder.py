@@ -1,4 +1,4 @@
-"""A proxy between a client and the server that notes what passes: status, session, token counts."""
+"""A proxy between a client and the server that notes status, session and tokens of exchanges."""
 
 from __future__ import annotations
 

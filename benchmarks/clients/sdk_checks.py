@@ -1,6 +1,6 @@
 """Two turns of a conversation through each Python client; prints a line for each, tabs between.
 
-The name, the version, "ok" or what went wrong, the tokens of the second prompt, and how many of
+The name, the version, "ok" or the error, the tokens of the second prompt, and how many of
 them were reused, as the client itself reports it. Started by ``sdks.py`` with the interpreter of
 the environment where the clients are.
 """

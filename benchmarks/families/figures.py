@@ -221,7 +221,7 @@ def _state_bytes(tree: StateTree) -> int:
 
 
 def figures(of: Sleeper) -> dict[str, Any]:
-    """All figures of one model: what the gate found, what it chose, what a sleep costs."""
+    """All figures of one model: the gate's findings, its choice, and the cost of a sleep."""
     rows = [
         {"preset": x.preset, "context": x.context, "bits": x.bits_per_element, "kl": x.kl}
         | {"top1": x.top1, "chain_kl": x.chain_kl}

@@ -62,7 +62,7 @@ class _Shape:
         self.dim = int(config.get("head_dim") or self.hidden // self.heads)
         self.wide = self.kv_heads * self.dim  # of all keys, or values, of a token
         self.rank = -(-(self.wide + 1) // ROW_STEP) * ROW_STEP
-        self.plain = 4 * self.dim - self.wide  # what is not turned; its weights are zero
+        self.plain = 4 * self.dim - self.wide  # not turned by RoPE; its weights are zero
         assert self.plain > 0, "queries must not be wider than four heads' keys"
 
     @property

@@ -28,7 +28,7 @@ from benchmarks.stacks.product_stack import (
 )
 from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, PlainVllm, with_plugin
 
-TURN_TOKENS = 128  # what a session may need beside its first message
+TURN_TOKENS = 128  # for a session beside its first message
 
 
 async def first_turn(client: Client, i: int, words: int) -> tuple[list[dict[str, str]], Reply]:

@@ -1,4 +1,4 @@
-"""vLLM: what our plug-in and gateway cost when nothing is ever reused, against plain vLLM.
+"""vLLM: the cost of our plug-in and gateway when nothing is ever reused, against plain vLLM.
 
     python benchmarks/on_vllm/overhead.py [--rounds 4] [--users 4] [--json OUT]
 

@@ -148,7 +148,7 @@ class Reader:
 async def reader_of(url: str, settle: Callable[[], None]) -> AsyncIterator[Reader]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
         reader = Reader(url, http, settle)
-        await reader.ask(list(range(100, 164)))  # what is made at the first request
+        await reader.ask(list(range(100, 164)))  # one-time work of the first request
         yield reader
 
 
@@ -265,7 +265,7 @@ async def measure(
 class Peer:
     name: str
     start: AbstractContextManager[Any]
-    cold_bytes: Callable[[Any], float]  # what its cold tier holds
+    cold_bytes: Callable[[Any], float]  # held by its cold tier
     settle: Callable[[Any], None] = lambda _: None  # wait until it has tidied up
 
 

@@ -33,7 +33,7 @@ from benchmarks.stacks.product_stack import MIB, Reply, Stack, rss_mib, write_js
 from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, MODEL_NAME, PlainVllm, with_plugin
 from tests.redis_server import RedisServer
 
-TIE = 1e-3  # of a logprob: a hundred times what the order of sums makes
+TIE = 1e-3  # of a logprob: a hundred times the effect of the order of sums
 MAX_CONTEXT = 2048
 AT_ONCE = 4  # requests to the reference
 HABITS = Habits(
@@ -118,7 +118,7 @@ def _gap(place: dict[str, Any], token: int) -> float:
 
 
 def with_a_wrong_token(said: Transcript) -> Transcript:
-    """The answer that comes first, begun with another token: what the check must find."""
+    """The answer that comes first, begun with another token, which the check must find."""
     place = min(x.start for x in said.answers)
     ids = [*said.ids[:place], said.ids[place] ^ 1]
     return Transcript(ids, [range(place, place + 1)])
@@ -184,7 +184,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def control(args: argparse.Namespace, pool_bytes: int) -> dict[str, Any]:
-    """The same users and pool without us: what vLLM reuses, and how its memory grows, by itself."""
+    """The same users and pool without us: vLLM's own reuse and growth of memory."""
     with PlainVllm(pool_bytes, max_context=MAX_CONTEXT) as server:
         _, result = asyncio.run(
             soak(server, args.users, args.minutes, HABITS, lambda: by_role(server.process))

@@ -29,7 +29,7 @@ TOKEN = "a-token-of-the-test"
 
 @dataclass
 class Elsewhere:
-    """vLLM by hand. ``log`` has what it said."""
+    """vLLM by hand. ``log`` has its output."""
 
     folder: Path
     port: int
@@ -68,7 +68,7 @@ class Elsewhere:
                 "control": f"tcp://127.0.0.1:{self.control_port}",
                 "token": TOKEN,
             },
-            # The gateway lets all of them be hot, so what turns cold is vLLM's doing.
+            # The gateway lets all of them be hot, so only vLLM turns one cold.
             "scheduler": {"idle_after_s": 3600.0, "high_water": 1.0},
         }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 LET_GO = b"ended\n"
-PATIENCE_S = 60.0  # a server lets running answers end, and writes what it owes
+PATIENCE_S = 60.0  # a server lets running answers end, and ends its writes
 
 
 class Lifeline:
@@ -40,7 +40,7 @@ class Lifeline:
         self._watch = subprocess.Popen(
             [sys.executable, str(Path(__file__)), *words],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # what ends the benchmark's group must not end this
+            start_new_session=True,  # a signal to the benchmark's group must not end this
         )
 
     def let_go(self) -> None:

@@ -78,7 +78,7 @@ def with_plugin(
 
 @dataclass
 class PlainVllm:
-    """vLLM as the gateway starts it, less what is ours: same flags, same environment, no plug-in.
+    """vLLM as the gateway starts it, without our part: same flags, same environment, no plug-in.
 
     ``python`` and ``arguments`` are for another connector.
     """

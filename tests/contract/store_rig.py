@@ -50,7 +50,7 @@ class TokenRig:
         return kv_sessions.open_store(tiers, **more)
 
     def save(self, store: ColdStore, session: SessionRef, tokens: Sequence[int]) -> None:
-        """Returns once every tier has what it will take."""
+        """Returns once every tier has all that it will take."""
         assert store.save(session, tokens, kv_sessions.kv_of(tokens, store.layout))
         store.flush(20)
 

@@ -43,7 +43,7 @@ COSINES = {
 }
 
 
-# Of methods of the literature; what they are made of has tests of its own.
+# Of methods of the literature; their parts have tests of their own.
 FEW_LAYOUTS = ("float16", "K and V differ")
 
 

@@ -197,7 +197,7 @@ def test_an_older_blob_put_back_costs_at_most_a_longer_prefill(rig: Rig, bare: T
     for name, blob in older.items():
         bare.delete_many([name])
         assert bare.replace(name, blob)
-    again = rig.open([sealed(bare)])  # as after a restart: it knows what it finds there
+    again = rig.open([sealed(bare)])  # as after a restart: it reads the tier
     back = rig.back(again, ref(), LONGER)  # compares every row
     assert 0 < back.num_tokens <= len(LONGER)
     fork = rig.back(again, ref(), FORK)

@@ -107,7 +107,7 @@ def test_a_tier_that_is_down_costs_nothing_that_another_one_has(rig: Rig) -> Non
     assert store.demote(ref(), "disk") == "ram"
     assert rig.back(store, ref(), LONG).num_tokens == 100
     below.fails = lambda number, method: False
-    assert store.flush(20)  # what it missed is made good
+    assert store.flush(20)  # the missed blobs are written again
     assert store.demote(ref(), "disk") == "disk"
     assert rig.back(store, ref(), LONG).num_tokens == 100
     store.close()
@@ -210,7 +210,7 @@ def test_a_deletion_that_is_owed_spares_a_session_that_came_back(rig: Rig) -> No
     store.close()
 
 
-# ---- what was put aside as damaged
+# ---- files put aside as damaged
 
 
 def put_aside(folder: Path) -> Path:

@@ -129,7 +129,7 @@ def test_sessions_that_no_tier_has_any_more_are_reported(rig: Rig, tmp_path: Pat
     rig.save(store, QUIET, LONG)
     for number, session in enumerate(GREEDY):
         rig.save(store, session, history(100, 50 + number))
-    for _ in range(2):  # what is gone is looked for twice
+    for _ in range(2):  # a missing session is looked for twice
         store.expire()
     assert notices and {(x.session.tenant, x.why, x.is_gone) for x in notices} == {
         ("greedy", "share", True)

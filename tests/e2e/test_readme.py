@@ -46,7 +46,7 @@ def is_open(command: str) -> bool:
 
 
 def pattern(line: str) -> re.Pattern[str]:
-    """Turn a shown line into what it stands for: ``...`` is anything."""
+    """Turn a shown line into a pattern: ``...`` is anything."""
     return re.compile(".*".join(re.escape(part.strip()) for part in line.split("...")))
 
 

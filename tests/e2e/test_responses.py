@@ -1,4 +1,4 @@
-"""Responses on the real engine, through OpenAI's own client: what they reuse, call and hold to."""
+"""Responses on the real engine, through OpenAI's own client: their reuse, calls and schemas."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ PYTHON = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
 if not PYTHON or inspect_environment(PYTHON).problem:
     pytest.skip("no vLLM here; run: bash launch/install.sh vllm", allow_module_level=True)
 
-# For a small CPU, beside what the documentation says; a pool for three of the tests' chats.
+# For a small CPU, beside the documented options; a pool for three of the tests' chats.
 SMALL = (
     "--kv-cache-memory-bytes 268435456 --dtype float32 --enforce-eager --block-size 32"
     " --max-model-len 1024 --max-num-seqs 2"

@@ -60,7 +60,7 @@ def browser(stepping: Stack) -> Iterator[Browser]:
 
 
 class Events(threading.Thread):
-    """Reads a server's events until it ends; knows what was said of prompts and measurements."""
+    """Reads a server's events until it ends; keeps the progress of prompts and measurements."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)

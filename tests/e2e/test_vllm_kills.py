@@ -17,7 +17,7 @@ from benchmarks.stacks.product_stack import Client, Stack, client_of, prose
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 USERS = 4
-AWAY_S = 600.0  # what a busy machine may take to start vLLM
+AWAY_S = 600.0  # the time a busy machine may take to start vLLM
 VICTIMS = {
     "worker": "VLLM::Worker",
     "engine core": "VLLM::EngineCore",

@@ -54,7 +54,7 @@ def flip_in_file(folder: Path, name: bytes, offset: int) -> None:
 
 
 def run_in_background(code: str, *arguments: str) -> None:
-    """Run a program to its end, in a process of its own: what it tries may end that."""
+    """Run a program to its end, in a process of its own, which it may end early."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""A process that packs again what rests raw until it is killed.
+"""A process that packs stored raw blobs again until it is killed.
 
     python -m tests.faults.packing_process FOLDER
 

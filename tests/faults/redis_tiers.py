@@ -20,8 +20,8 @@ from tests.redis_server import RedisServer
 AMPLE = 1 << 30
 DEADLINE_S = 0.5
 PATIENCE_S = 60.0
-RESET_AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: what close() sends is a reset
-LONGEST_S = 1.5 * DEADLINE_S + 4.0  # what a call may take at most, and a busy machine
+RESET_AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: close() sends a reset
+LONGEST_S = 1.5 * DEADLINE_S + 4.0  # the most that a call may take, on a busy machine
 
 
 class Clock:

@@ -269,7 +269,7 @@ def test_a_late_answer_does_not_touch_what_was_handed_out():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_while_saving(tmp_path, seed):
-    """What was said to be safe is there, and nothing else than what was computed."""
+    """Sessions that were reported safe are there, and hold only computed rows."""
     safe = run_until_killed(tmp_path, seed)
     store = open_store([ram(), disk(tmp_path)])
     assert safe
@@ -284,7 +284,7 @@ def test_killed_while_saving(tmp_path, seed):
 
 
 def run_until_killed(folder: Path, seed: int, *more: str) -> dict[str, int]:
-    """What the process said is safe, by session, before it was killed."""
+    """The tokens that the process reported safe, by session, before it was killed."""
     command = [sys.executable, "-m", "tests.faults.saving_process", str(folder), str(seed), *more]
     safe: dict[str, int] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:

@@ -364,6 +364,6 @@ async def test_two_gateways_before_the_same_engines_agree_on_homes(make: Make) -
     a.homes.served(one, "http://e1")
     await rounds(a, b)
     b.homes.served(one, "http://e2")
-    await b.round()  # what it has heard before is not taken over again
+    await b.round()  # it does not take the same news over again
     await a.round()
     assert (a.homes.get(one), b.homes.get(one)) == ("http://e2", "http://e2")

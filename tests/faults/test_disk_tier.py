@@ -208,7 +208,7 @@ def test_a_full_inode_table(tmp_path: Path) -> None:
         assert tier.put_many(blobs) == 20
         assert tier.replace(RECORD, b"new")
         assert tier.delete_many([blobs[0][0]]) == 1
-        tier.close()  # what says that it was closed is a file, too
+        tier.close()  # the mark that it was closed is a file, too
         with pytest.raises(TierUnavailable):
             DiskTier(place / "other", 64 * MB)
         for file in used_up:

@@ -71,7 +71,7 @@ def lives(tmp_path: Path, fault: str) -> Iterator[tuple[str, Path, Life]]:
 
 
 def next_life(folder: Path) -> dict[bytes, bytes]:
-    """Open the folder without faults, see that it takes more; returns what is there."""
+    """Open the folder without faults, see that it takes more; returns its blobs."""
     tier = DiskTier(folder, BUDGET)
     there = check(tier)
     assert tier.put_many([(b"more", b"blob")]) == 1

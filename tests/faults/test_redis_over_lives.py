@@ -1,4 +1,4 @@
-"""One budget over all lives of an engine: what a killed one left in Redis counts in the next."""
+"""One budget over all lives of an engine: a killed one's blobs in Redis count in the next."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_memory_is_flat_over_kills_in_the_middle_of_writing(
         print([round(x / MIB, 1) for x in after])
         assert max(after) < BUDGET + LEAK_BYTES
         tier = next_life(server, tmp_path)
-        assert tier.contains_many([last]) == [True]  # what is newest is still there
+        assert tier.contains_many([last]) == [True]  # the newest blob is still there
         assert used_bytes(client) - empty < BUDGET + LEAK_BYTES
         tier.close()
         # And all that is there is in the book: with a budget for nothing, nothing is left.
@@ -259,7 +259,7 @@ def test_what_the_server_evicted_meanwhile_does_not_count(
             assert tier.get_many(list(FEW)) == [None] * len(FEW)
             assert tier.contains_many(list(FEW)) == [False] * len(FEW)
         assert tier.stats().num_blobs == 0
-        tier.put_many([next(iter(FEW.items()))])  # strikes along what is owed
+        tier.put_many([next(iter(FEW.items()))])  # strikes the owed entries, too
         tier.delete_many(FEW)
         if lost != "book":
             assert entries_for_ever(client) == []

@@ -1,4 +1,4 @@
-"""Engines that write the same keys: each counts and removes what it wrote itself, and no more."""
+"""Engines that write the same keys: each counts and removes its own entries only."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_fragments_go_whose_manifest_the_server_evicted(
         left = [x for x in entries_for_ever(client) if not x.startswith(b"thermocline.book:")]
         assert len(left) == 2 * (1 + 3)
         assert tier.delete_many([kept, again]) == 2
-        tier.put_many([(kept, b"")])  # strikes what is owed
+        tier.put_many([(kept, b"")])  # strikes the owed entries
         tier.delete_many([kept])
         tier.close()
         next_life(server, tmp_path, 1).close()
@@ -94,7 +94,7 @@ def test_a_book_does_not_grow_while_two_engines_replace_in_turns(
     assert one.replace(key, blob)
     with redis.Redis.from_url(server.url) as client:
         books = [x for x in names(client) if x.startswith(b"thermocline.book:")]
-        assert [client.hlen(x) for x in books] == [2, 2]  # what is owed goes with the next batch
+        assert [client.hlen(x) for x in books] == [2, 2]  # owed entries go with the next batch
     assert two.get_many([key]) == [blob]
     one.close()
     two.close()

@@ -171,7 +171,7 @@ def test_a_session_that_was_forgotten_while_it_answered_is_gone_with_what_it_sav
 
     assert text_of(server.answer(key, "gone", act)) == text_of(undisturbed)
     end = time.monotonic() + WAIT_S
-    while True:  # a sweep removes what its end has saved
+    while True:  # a sweep removes the blobs saved at its end
         with server.open("GET", "/v1/events", ADMIN[0]) as events:
             snapshot = next(json.loads(x[6:]) for x in events if x.startswith(b"data: "))
         if "gone" not in [x["id"] for x in snapshot["sessions"]]:

@@ -119,7 +119,7 @@ def tiny_model(kind: str, seed: int = 0) -> LoadedModel:
 
 
 def write_model(kind: str, folder: Path, seed: int = 0) -> None:
-    """The same model as files, with a tokenizer: what the worker process is given."""
+    """The same model as files, with a tokenizer, for the worker process."""
     folder.mkdir(parents=True, exist_ok=True)
     loaded = tiny_model(kind, seed)
     tiny_tokenizer(folder)

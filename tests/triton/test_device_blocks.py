@@ -1,4 +1,4 @@
-"""Blocks and blobs on a device: byte for byte what the host's codec makes, slot for slot.
+"""Blocks and blobs on a device: byte for byte as the host's codec makes them, slot for slot.
 
 In Triton's interpreter on the host's memory, or on a GPU where there is one.
 """

@@ -1,4 +1,4 @@
-"""The Triton kernels of the calibrated fixed rate: byte for byte what the host's codec makes.
+"""The Triton kernels of the calibrated fixed rate: the same bytes as the host's codec.
 
 In Triton's interpreter on the host's memory, or on a GPU where there is one. Through the whole
 path, from blocks to blobs and back, against the host's pipeline and its golden digests.

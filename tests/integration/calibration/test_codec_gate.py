@@ -49,8 +49,8 @@ def calibrate_whole(data: Path, kind: str) -> tuple[Quality, ...]:
 def calibrate(data: Path, *presets: str, shares: Mapping[str, float] | None = None) -> None:
     """A real profile of the tiny model, learned and measured.
 
-    ``shares``: what a restore takes of a prefill, by preset, on a machine of the test's choice; all
-    presets then keep the bound.
+    ``shares``: the time of a restore over that of a prefill, by preset, on a machine of the test's
+    choice; all presets then keep the bound.
     """
     loaded = tiny_model("llama")
     instrument = MlxInstrument(loaded, probe(loaded.model))

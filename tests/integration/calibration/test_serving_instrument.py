@@ -75,7 +75,7 @@ async def test_it_finds_whole_sessions_of_models_with_states(kind: str, tmp_path
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
 async def test_it_sees_what_a_model_of_its_own_sees(kind: str, tmp_path: Path) -> None:
-    """Cut into other steps, so by other draws: what is noticed is alike, not the same."""
+    """Cut into other steps, so by other draws: the notices are alike, not the same."""
     loaded = tiny_model(kind)
     alone = MlxInstrument(loaded, probe(loaded.model))
     tokens = text(1, 200)
@@ -147,7 +147,7 @@ async def test_its_memory_goes_to_requests_that_need_it(tmp_path: Path) -> None:
             async for _ in stream.events():
                 pass
         assert held.nbytes == 0
-        # And what measured it begins again: the result is the same.
+        # And the measurement begins again: the result is the same.
         scores = await asyncio.to_thread(beside.log_probs, run, rest)
         assert scores.shape[0] == len(rest) and np.isfinite(scores).all()
 

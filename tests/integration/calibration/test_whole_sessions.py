@@ -65,7 +65,7 @@ def test_every_way_of_states_is_measured_with_the_usual_rows(tmp_path: Path) -> 
     report = calibrated("qwen3_next", tmp_path)
     rows = {x.preset: x for x in report.rows}
     plain, dealt = ("state16", "state8", "state6"), ("dealt6", "dealt5", "dealt4")
-    ways = (*plain, *dealt)  # mlx sees what errors cost
+    ways = (*plain, *dealt)  # mlx sees the cost of errors
     assert set(rows) == {f"dense3+{x}" for x in ways}
     for names in (plain, dealt):
         by_bits = [rows[f"dense3+{x}"].bits_per_element for x in names]
@@ -74,7 +74,7 @@ def test_every_way_of_states_is_measured_with_the_usual_rows(tmp_path: Path) -> 
     assert set(profile.learned) == {"dense3", OF_STATES}
     assert profile.ids[OF_STATES] in rows["dense3+dealt5"].codec_id
     codecs = served("qwen3_next", report, tmp_path, max_kl=1e9)
-    assert codecs.report.id == rows["dense3+state8"].codec_id  # what "dense3" alone stands for
+    assert codecs.report.id == rows["dense3+state8"].codec_id  # the meaning of "dense3" alone
 
 
 def test_bits_are_dealt_to_a_state_that_is_all_there_is(tmp_path: Path) -> None:

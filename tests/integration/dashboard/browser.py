@@ -15,7 +15,7 @@ WAIT_MS = 30_000  # of one step; a busy machine needs more with a real model
 
 
 class Browser:
-    """Opens pages of one server, each in a context of its own, and collects what they did wrong."""
+    """Opens pages of one server, each in a context of its own, and collects their errors."""
 
     def __init__(self, chromium: Any, url: str, wait_ms: int = WAIT_MS) -> None:
         self._chromium = chromium

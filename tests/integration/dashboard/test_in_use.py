@@ -1,4 +1,4 @@
-"""Clicks on a session while its answer is streamed: what is in use stays, and the page says why."""
+"""Clicks on a session while its answer is streamed: it stays, and the page says why."""
 
 from __future__ import annotations
 
@@ -210,5 +210,5 @@ def test_speed_and_moves_are_there_when_a_page_is_loaded(server, browser):
             return (await import(store.href)).history.answer;
         }"""
     )
-    assert any(drawn[:-1]), "what was answered before the page was there"
+    assert any(drawn[:-1]), "the answers before the page was there"
     page.context.close()

@@ -7,7 +7,7 @@ from typing import Any
 WINDOW = 16
 SLIDING, FULL = "sliding_attention", "full_attention"
 
-# Enough for most types; each takes what it knows.
+# Enough for most types; each takes the fields that it knows.
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,

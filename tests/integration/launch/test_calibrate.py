@@ -17,7 +17,7 @@ import pytest
 from kvstore.codecs.profile import load_profile
 from tests.integration.tiny_models import write_model
 
-# Learning reads dozens of texts, so a busy machine takes minutes; this only ends what hangs.
+# Learning reads dozens of texts, so a busy machine takes minutes; this only ends a hanging command.
 HANGS_AFTER_S = 800
 pytestmark = [pytest.mark.mlx, pytest.mark.timeout(HANGS_AFTER_S + 60)]
 

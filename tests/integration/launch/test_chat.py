@@ -76,7 +76,7 @@ class Terminal:
                 self._seen += os.read(self._screen, 65536).decode(errors="replace")
 
     def type(self, text: str) -> None:
-        """Type at the prompt: what is typed before it is there may be lost."""
+        """Type at the prompt: keys pressed before it is there may be lost."""
         self.until(PROMPT)
         self._seen = ""
         os.write(self._screen, text.encode())

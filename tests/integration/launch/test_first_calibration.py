@@ -297,7 +297,7 @@ def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path) -> None:
 def test_models_with_states_are_measured_whole(
     kind: str, presets: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Nothing is packed before, and afterwards what was measured has a row for each preset."""
+    """Nothing is packed before, and afterwards the measurement has a row for each preset."""
     folder = tmp_path_factory.mktemp(kind)
     write_tiny(folder, SHORT, kind)
     server = start(folder, "--set", "store.max_kl=1e6")

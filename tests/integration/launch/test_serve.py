@@ -75,7 +75,7 @@ class Server:
             assert answer.status == 200
 
     def try_it(self) -> str:
-        """Do what the log says one can try; the answer's text."""
+        """Send the request that the log suggests; the answer's text."""
         command = shlex.split(self.wait_for(r"try: (curl .*)")[1])
         head = command.index("-H")
         name, _, value = command[head + 1].partition(": ")

@@ -1,4 +1,4 @@
-"""Two servers on one Redis: one measures the model, and each finds what the other has stored."""
+"""Two servers on one Redis: one measures the model, and each finds the other's sessions."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def until(screen: int, words: str, timeout_s: float = 60.0) -> None:
 
 
 def drain(screen: int, process: subprocess.Popen[bytes], timeout_s: float = 60.0) -> None:
-    """Read what is written until the program has ended: a full terminal would hold it up."""
+    """Read the output until the program has ended: a full terminal would hold it up."""
     end = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < end:
         if select.select([screen], [], [], 0.1)[0]:

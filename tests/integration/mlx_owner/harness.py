@@ -33,7 +33,7 @@ from kvstore.tiers.base import Tier
 from tests.integration.tiny_models import tiny_model
 
 GREEDY = (SequenceSampling(),)
-# For tests that are not about what a codec costs.
+# For tests that are not about a codec's loss.
 ANY_CODEC: Mapping[str, Any] = {"accept_loss": True}
 
 
@@ -147,7 +147,7 @@ async def engine(
         folder: of the disk tier; None = no cold store at all.
         gate: the store's settings of a codec's least quality, and any others.
     """
-    gc.collect()  # what earlier engines left: MLX counts memory by process
+    gc.collect()  # leftovers of earlier engines: MLX counts memory by process
     settings = EngineConfig(**{"prefill_step": 64, **config})  # type: ignore[arg-type]
     name, tiers = f"tiny-{kind}", list[Tier]()
     if folder is None:

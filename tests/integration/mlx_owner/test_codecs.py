@@ -1,4 +1,4 @@
-"""Lossy codecs under the real owner: what came from a copy is never packed again."""
+"""Lossy codecs under the real owner: rows from a packed copy are never packed again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cached(answer: Answer) -> str:
 
 
 async def asleep(it: Engine, ref: SessionRef, prompt: list[int]) -> list[int]:
-    """A first turn, then sleep; what the next prompt may begin with."""
+    """A first turn, then sleep; returns the start of the next prompt."""
     answer = await it.turn(prompt, ref)
     await it.settled()
     await it.demote_all()

@@ -19,7 +19,7 @@ from tests.integration.tiny_models import KINDS, UNTRIMMABLE
 
 pytestmark = pytest.mark.mlx
 
-NEW = [5, 6, 7, 8]  # what the user adds in the next turn
+NEW = [5, 6, 7, 8]  # the user's new tokens in the next turn
 
 
 def same(one: Answer, other: Answer) -> None:
@@ -181,7 +181,7 @@ async def test_turns_of_one_session_at_the_same_time_are_all_right(tmp_path: Pat
 async def test_demoting_gives_the_memory_back(tmp_path: Path) -> None:
     one = session("one")
     async with engine("llama", tmp_path) as it:
-        gc.collect()  # what earlier engines left
+        gc.collect()  # leftovers of earlier engines
         empty = it.reports.engine()
         await it.turn(text(1, 2000), one)
         await it.settled()
@@ -279,7 +279,7 @@ async def test_a_forgotten_session_is_nowhere(tmp_path: Path) -> None:
 
 
 async def test_a_damaged_chunk_costs_a_prefill_and_nothing_else(tmp_path: Path) -> None:
-    """The second of three chunks is damaged: what comes before it is still good."""
+    """The second of three chunks is damaged: the tokens before it are still good."""
     one = session("one")
     async with engine("llama", tmp_path) as it:
         first = await it.turn(text(1, 400), one)

@@ -48,7 +48,7 @@ async def test_a_budget_grows_and_shrinks_while_a_turn_runs(tmp_path: Path) -> N
         answer = await long
         assert (answer.failed, len(answer.tokens)) == ("", 100)
 
-        last = await all_turns()  # nothing is lost: what memory has no room for is on disk
+        last = await all_turns()  # nothing is lost: the disk has the rest
         assert all(x.cache is not None and x.cache.source.startswith("cold") for x in last)
         fresh = await it.turn(text(99, SESSION), max_tokens=100)
         assert answer.tokens == fresh.tokens

@@ -81,7 +81,7 @@ async def test_a_hundred_sleeps_leave_the_bytes_of_the_first(
 
 
 async def test_rows_of_a_window_are_packed_once(tmp_path: Path) -> None:
-    """A turn of a few tokens after a sleep: what was packed keeps its bytes in the next state."""
+    """A turn of a few tokens after a sleep: packed rows keep their bytes in the next state."""
     prompt = text(1, 200)
     async with engine("gemma3_text", tmp_path, codec="tq4") as it:
         first = await it.turn(prompt, session("one"), max_tokens=4)

@@ -52,7 +52,7 @@ async def test_a_session_that_the_store_lost_is_reported_and_loses_its_pin(tmp_p
         hot.pin(("tenant", "one"), True)
         it.verbs.store_changed(StoreNotice(gone, "budget"))
         assert not hot.is_pinned(("tenant", "one"))
-        await asyncio.sleep(0)  # what other threads post comes in order
+        await asyncio.sleep(0)  # posts of other threads come in order
         assert heard.count(("lost", gone)) == 2
 
 

@@ -83,7 +83,7 @@ async def test_work_that_fails_says_so() -> None:
         await while_client_stays(Connection().receive, work)
 
 
-async def test_whoever_waits_may_be_cancelled_too() -> None:
+async def test_the_waiting_task_may_be_cancelled_too() -> None:
     ended = asyncio.Event()
 
     async def work() -> None:

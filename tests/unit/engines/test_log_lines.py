@@ -14,7 +14,7 @@ def record(name: str, message: str, exc_info: object = None) -> logging.LogRecor
     return logging.LogRecord(name, logging.WARNING, "", 0, message, (), exc_info)  # type: ignore
 
 
-def test_what_is_written_is_read() -> None:
+def test_a_written_line_is_read() -> None:
     line = LevelAndWords().format(record("engines.mlx_worker.owner", "too\nlate"))
     assert read_line(line) == (logging.WARNING, "too | late")
 

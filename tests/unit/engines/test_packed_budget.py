@@ -37,8 +37,8 @@ def test_a_layer_is_unpacked_for_a_moment_and_a_part_of_a_prompt_stays_exact():
     assert batch_bytes(cost, shapes) == 2 * row
 
 
-def test_what_is_packed_ends_with_a_chunk_of_the_cold_store_or_before():
-    """Else a session's tail would rest unpacked what was packed already, and pack it again."""
+def test_packed_rows_end_with_a_chunk_of_the_cold_store_or_before():
+    """Else packed rows would rest unpacked in a session's tail, and be packed again."""
     assert set(HOT_CODECS) == {"tq3", "tq4"}
     for chunk_tokens in (32, 64, 128):
         for num_tokens in range(4 * chunk_tokens + 2 * BLOCK):

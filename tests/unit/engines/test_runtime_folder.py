@@ -116,7 +116,7 @@ def test_an_engine_leaves_the_folder_to_a_gateway_that_lives(tmp_path):
         assert (folder / LOCK).exists()
 
 
-def test_a_folder_of_somebody_elses_making_is_left(tmp_path):
+def test_a_folder_that_existed_before_is_left(tmp_path):
     with held(tmp_path, lambda: False):
         pass
     assert tmp_path.exists()
@@ -175,7 +175,7 @@ def aged(folder: Path) -> None:
 
 
 def test_what_a_killed_server_of_an_earlier_release_left_is_removed(base: Path) -> None:
-    """It had no lock; what counts is that nobody listens on its sockets."""
+    """It had no lock: the folder is abandoned if no process listens on its sockets."""
     with process(OLDER, base) as living, process(OLDER, base) as dying:
         kept, left = Path(line_of(living)), Path(line_of(dying))
         dying.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Control messages: what is written is what is read, and nothing else is."""
+"""Control messages: a written message is read unchanged, and no other bytes are read."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_list_goes_on_where_it_was_though_sessions_come_and_go() -> None:
     assert page_of([], None) == Sessions([])
 
 
-def test_sizes_of_kv_count_what_grows_what_is_cut_and_what_stays():
+def test_sizes_of_kv_count_growing_windowed_and_fixed_parts():
     part = KVSize(100, ((10, 32),), 7)
     assert [part.of(n) for n in (0, 1, 32, 100)] == [0, 117, 3527, 10_327]
     both = part + KVSize(1, ((5, 64),), 3)

@@ -39,7 +39,7 @@ def test_a_chunk_that_cannot_be_decoded_is_computed_again(engine, faults, sessio
 def test_a_first_block_that_fails_would_be_loaded_for_ever_without_the_cure(
     engine, faults, sessions
 ):
-    """The chunk stays in the store, so nothing but what the tracker remembers ends the retries."""
+    """The chunk stays in the store, so only the tracker's memory ends the retries."""
     right = saved(engine, sessions[5], "looping")
     faults.break_decoding(0)
     faults.deafen()

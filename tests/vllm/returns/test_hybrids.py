@@ -103,7 +103,7 @@ def test_the_next_turn(hybrid, sessions):
 
 def test_the_next_turn_after_a_long_answer(hybrid, sessions):
     """vLLM's own hit stops once more on its way, at a boundary with blocks and no recurrent state.
-    Wherever a prompt is cut other last digits come out, so what follows is not compared here."""
+    Wherever a prompt is cut other last digits come out, so answers are not compared here."""
     first = ask(hybrid, sessions[1], "long")
     hybrid.wait_saved("long")
     prompt = [*sessions[1], *first.tokens, *range(100, 160)]
@@ -114,7 +114,7 @@ def test_the_next_turn_after_a_long_answer(hybrid, sessions):
 
 
 def test_a_changed_answer_comes_back_up_to_the_prompt(hybrid, sessions):
-    """Some chat templates leave out what a model thought."""
+    """Some chat templates leave out a model's reasoning."""
     ask(hybrid, sessions[2], "edited")
     hybrid.wait_saved("edited")
     prompt = [*sessions[2], *range(100, 160)]

@@ -46,7 +46,7 @@ def test_an_answer_goes_on_as_if_it_had_not_been_broken_off(engine, sessions):
 
 
 def test_the_next_turn_is_as_if_nothing_had_been_away(engine, sessions):
-    """The reference computes what is after the last full block of vLLM's own hit again."""
+    """The reference computes the tokens after the last full block of vLLM's own hit again."""
     prompt = turn_of(engine, sessions[1], "next") + sessions[0][:50]
     back = engine.ask(prompt, "next")
     assert (back.cached, back.restored, back.reason) == (HISTORY, HISTORY, None)

@@ -1,7 +1,7 @@
 """Our connector with a defect, for as long as a test wants it.
 
 Deaf, it is without the cure of the recompute livelock: the scheduler side never hears
-which blocks could not be loaded, as in a connector that does not drop what failed. Or a part of a
+which blocks could not be loaded, as in a connector that does not drop failed blocks. Or a part of a
 block cannot be restored: no codec is asked for it, so that none could fail.
 """
 

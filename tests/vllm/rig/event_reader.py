@@ -45,7 +45,7 @@ class EventReader:
         return set(self.counts.get(medium, ()))
 
     def read(self, within_s: float) -> bool:
-        """Read what has come; False if nothing came."""
+        """Read the events that have come; False if nothing came."""
         try:
             topic, payload = self._batches.get(timeout=within_s)
         except Empty:

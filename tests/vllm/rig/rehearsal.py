@@ -5,7 +5,7 @@
     --worker-extension-cls tests.vllm.rig.rehearsal.RehearsedWorker      TRITON_INTERPRET=1
 
 The product has no switch for it, and no wheel has these files. The blocks lie as on a GPU
-(``device_attention``); what packs and fills them is the device's own code, with kernels in Triton's
+(``device_attention``); the device's own code packs and fills them, with kernels in Triton's
 interpreter and streams that do nothing before they are waited for.
 """
 

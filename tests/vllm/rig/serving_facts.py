@@ -21,7 +21,7 @@ from tests.vllm.rig.measuring_front import MeasuringFront
 
 
 class Notes(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps the log."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

@@ -99,7 +99,7 @@ def write_int8(folder: Path) -> Path:
 
 
 def write_latents(folder: Path) -> Path:
-    """One latent of 512 and one rotary key of 64 per token: what vLLM's CPU kernel takes."""
+    """One latent of 512 and one rotary key of 64 per token: sizes that vLLM's CPU kernel takes."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     config = DeepseekV2Config(

@@ -160,7 +160,7 @@ def test_an_abandoned_prefill_ends_with_its_step_and_is_gone_on_with(served):
 
 def test_a_stop_lets_saves_end(served, faults):
     """The last test: the engine is gone afterwards, and its disk tier can be looked into."""
-    served.wait_all_saved()  # what earlier tests have left would be slowed down as well
+    served.wait_all_saved()  # saves of earlier tests would be slowed down as well
     faults.delay_encoding(0.3)
     served.chat("last words", max_tokens=1)
     served.run(until(faults.is_encoding))

@@ -43,7 +43,7 @@ def engine(extra: dict[str, Any]) -> SimpleNamespace:
 
 @pytest.fixture
 def worker_side(tmp_path, monkeypatch) -> ThermoclineConnector:
-    """Its settings are good; what it gets to serve is looked at elsewhere."""
+    """Its settings are good; the served model is looked at elsewhere."""
     monkeypatch.setattr(connector, "check", lambda *_: DENSE)
     settings = PluginSettings(
         store=STORE, runtime_dir=str(tmp_path), disk_path=str(tmp_path / "disk"), token="x"

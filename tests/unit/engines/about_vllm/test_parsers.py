@@ -39,7 +39,7 @@ def test_a_family_is_known_by_type_and_template(model_type, template, expected):
     assert parsers_for(ModelFiles(model_type, template), VllmConfig()) == expected
 
 
-def test_what_the_user_chooses_stays():
+def test_parsers_that_the_user_chooses_are_kept():
     own = VllmConfig(tool_parser="pythonic", reasoning_parser="")
     assert parsers_for(ModelFiles("qwen3", QWEN), own) == ("pythonic", "")
 

@@ -1,4 +1,4 @@
-"""One verdict of what several ranks have measured."""
+"""One verdict from the measurements of several ranks."""
 
 from __future__ import annotations
 

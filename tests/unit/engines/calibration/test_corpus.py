@@ -11,7 +11,7 @@ def passages(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + PASSAGE]) for i in range(len(words) - PASSAGE + 1)}
 
 
-def test_nothing_is_learned_from_what_is_judged_by() -> None:
+def test_nothing_is_learned_from_texts_that_judge() -> None:
     learned, judged = fit_texts(), held_out_texts()
     assert learned and judged
     assert not {x.name for x in learned} & {x.name for x in judged}
@@ -26,7 +26,7 @@ def test_no_passage_is_on_both_sides() -> None:
 
 
 def test_no_held_out_text_says_the_same_twice() -> None:
-    """Filler would be predicted from the copy, whatever became of the rest of the past."""
+    """Filler would be predicted from the copy, even if the rest of the past were lost."""
     written = [x for x in held_out_texts() if " " not in x.name and "-" in x.name]
     assert len(written) == 3
     for text in written:

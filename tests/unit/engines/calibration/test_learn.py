@@ -76,7 +76,7 @@ def learned(instrument: Blind) -> Profile:
     return learn(samples_of(instrument, TEXTS, Windows(3, 200)), instrument.fingerprint, ["dense3"])
 
 
-def test_what_matters_is_asked_at_the_end_of_every_window() -> None:
+def test_sensitivities_are_asked_for_at_the_end_of_every_window() -> None:
     instrument = Seeing()
     profile = learned(instrument)
     assert instrument.asked == [(150, 50)] * 3

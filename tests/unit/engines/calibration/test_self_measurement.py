@@ -55,7 +55,7 @@ class Talking(Blind):
 
 
 class Engine:
-    """An engine around an instrument, and what became of its measurement."""
+    """An engine around an instrument, and the outcome of its measurement."""
 
     def __init__(self, folder: Path, instrument: Instrument, **how: object) -> None:
         self.adopted = 0
@@ -102,7 +102,7 @@ def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
     one = Engine(tmp_path, first)
     assert one.ended() is None
     assert one.adopted == 0 and first.num_answers == 7
-    assert not profile_path(tmp_path, first.fingerprint).exists(), "nobody is served by a part"
+    assert not profile_path(tmp_path, first.fingerprint).exists(), "a part of a profile is not served"
     second = Talking()
     two = Engine(tmp_path, second)
     assert two.ended() == "" and two.adopted == 1
@@ -121,7 +121,7 @@ def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_it_learns_on_after_the_verdict_and_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The densest is there at the end, and what was learned first stands where it is as close."""
+    """The densest is there at the end; arrays learned first stay where they are as close."""
     monkeypatch.setattr(orders, "MOST_WINDOWS", 10)
     progress: list[str] = []
     path = profile_path(tmp_path, Talking.fingerprint)
@@ -188,7 +188,7 @@ def test_one_process_measures_a_model_at_a_time(tmp_path: Path) -> None:
     assert instrument.num_prefills == 0 and one.adopted == 1
 
 
-def test_what_fails_ends_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_ends_the_measurement_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     instrument = Talking()
     instrument.ropes = ()
     error = Engine(tmp_path, instrument).ended()
@@ -211,7 +211,7 @@ class Sensitive(Talking):
         return logits - np.log(np.exp(logits).sum(1, keepdims=True))
 
 
-def test_what_more_texts_taught_outlives_a_measurement_by_hand(
+def test_arrays_learned_from_more_texts_outlive_a_measurement_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orders, "MOST_WINDOWS", 10)

@@ -1,4 +1,4 @@
-"""A measurement that was interrupted, and what it left for the next."""
+"""A measurement that was interrupted, and the results that it left for the next."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_line_that_was_cut_off_costs_that_case_only(order: CalibrationOrder) -
     assert one.results() == [RESULTS[0], *RESULTS[2:]]
 
 
-def test_what_was_learned_comes_back_from_the_file(order: CalibrationOrder) -> None:
+def test_learned_arrays_come_back_from_the_file(order: CalibrationOrder) -> None:
     profile = model_profile()
     kept = Unfinished.of(order, FINGERPRINT).keep_learned(profile)
     again = Unfinished.of(order, FINGERPRINT).learned()

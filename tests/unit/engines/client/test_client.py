@@ -121,7 +121,7 @@ async def test_a_body_of_megabytes(client: EngineClient) -> None:
 
 
 @pytest.mark.parametrize("fault", ["cut", "no-done"])
-async def test_a_cut_connection_is_told_from_an_end(client: EngineClient, fault: str) -> None:
+async def test_a_cut_connection_is_not_taken_for_an_end(client: EngineClient, fault: str) -> None:
     if fault == "no-done":
         assert (await answer(client, scripted("fault=no-done after=2")))[2].count(b"\n\n") == 2
         return
@@ -231,7 +231,7 @@ def test_attaching_needs_both_addresses(folder: Path) -> None:
         AttachedEngine(worker_config(folder))
 
 
-async def test_an_engine_without_our_plug_in_is_told_of(folder: Path) -> None:
+async def test_an_engine_without_our_plug_in_is_reported(folder: Path) -> None:
     """It serves HTTP, and nothing listens at the control address: nothing is relayed."""
     worker = worker_config(folder)
     addresses = {"url": "http://127.0.0.1:1", "control": "tcp://127.0.0.1:1"}

@@ -187,7 +187,7 @@ async def test_found_sessions_are_a_question_as_well(folder: Path) -> None:
         assert await anext(notices) == Notice("moved", REPORT, "budget")
 
 
-async def test_what_was_asked_ends_with_the_link(folder: Path) -> None:
+async def test_open_requests_end_with_the_link(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await greet(reader, writer)
         await read_request(reader)

@@ -90,7 +90,7 @@ async def test_an_early_end_is_an_error_wherever_it_comes(stream: bytes, cut: in
         await body_of(response)
 
 
-async def test_what_came_before_the_break_is_still_delivered() -> None:
+async def test_bytes_before_the_break_are_still_delivered() -> None:
     response, _ = connected()
     response.data_received(CHUNKED[:-5])
     response.connection_lost(ConnectionResetError())
@@ -100,7 +100,7 @@ async def test_what_came_before_the_break_is_still_delivered() -> None:
 
 
 @pytest.mark.parametrize("bytes_", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 abc\r\n\r\n", b"\x00" * 99])
-async def test_what_is_not_http_is_an_error(bytes_: bytes) -> None:
+async def test_bytes_that_are_not_http_are_an_error(bytes_: bytes) -> None:
     response, wire = connected()
     response.data_received(bytes_)
     with pytest.raises(EngineUnavailable, match="not HTTP"):

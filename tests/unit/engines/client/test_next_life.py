@@ -1,4 +1,4 @@
-"""Whether an engine ended, the wait for the next one, and what it is asked again."""
+"""Whether an engine ended, the wait for the next one, and the requests that it gets again."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_the_next_engine_may_not_fall_silent_either(folder: Path) -> None:
     [
         pytest.param([b"", b"", OK], id="the next one ends as well"),
         pytest.param([STREAM, OK], id="another kind of answer than was promised"),
-        pytest.param([STREAM, FAILED], id="an error, behind a head that went out"),
+        pytest.param([STREAM, FAILED], id="an error, after a head that went out"),
     ],
 )
 async def test_an_answer_that_cannot_be_had(folder: Path, answers: list[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Which replica gets a request, what is asked once more, and what all replicas say together."""
+"""Which replica gets a request, which are sent again, and the joint report of all replicas."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def gateway(clock: Clock, *replicas: str, most: int = 10) -> tuple[SharedHomes, 
     return SharedHomes(most, mark, {x.encode(): x for x in replicas}, said), said
 
 
-def test_what_one_gateway_moves_the_other_finds_there() -> None:
+def test_a_session_that_one_gateway_moves_is_found_there_by_the_other() -> None:
     clock = Clock()
     (a, a_said), (b, b_said) = gateway(clock, "e1", "e2"), gateway(clock, "e1", "e2")
     b.put(ONE, "e1")

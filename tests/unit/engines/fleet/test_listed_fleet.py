@@ -91,7 +91,7 @@ async def test_an_empty_list_and_a_list_that_was_never_read_are_said():
         rig.fleet.session_headers(ref(1))
 
 
-async def test_what_a_gone_replica_was_to_delete_is_deleted_by_the_next():
+async def test_deletions_of_a_gone_replica_pass_to_the_next():
     rig = Rig()
     await rig.see(listed("1"), listed("2"))
     rig.engines["1"].die()

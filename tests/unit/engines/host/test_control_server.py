@@ -137,7 +137,7 @@ async def test_only_who_knows_the_token_is_obeyed(served: Served, first: Verb) -
         assert await caller.ask(Hello("secret")) == WELCOME
 
 
-async def test_what_is_asked_right_behind_the_hello_waits_for_the_welcome(folder: Path) -> None:
+async def test_a_request_right_after_the_hello_waits_for_the_welcome(folder: Path) -> None:
     async def slowly() -> Welcome:
         await asyncio.sleep(0.05)  # an engine asks its ranks first
         return WELCOME
@@ -244,7 +244,7 @@ async def test_a_pin_too_many_is_an_answer_and_no_failure(
 @pytest.mark.parametrize(
     "words", ["x" * MAX_FRAME_BYTES, "no such file: \udcff"], ids=["endless", "surrogate"]
 )
-async def test_whatever_an_error_says_the_link_goes_on(
+async def test_the_link_goes_on_after_an_error_with_any_words(
     served: Served, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     served.verbs.words = words
@@ -258,7 +258,7 @@ async def test_whatever_an_error_says_the_link_goes_on(
     [b"\x00\x00\x00\x03abc", b"\xff\xff\xff\xff", (MAX_FRAME_BYTES + 1).to_bytes(4, "big")],
     ids=["garbage", "endless", "too long"],
 )
-async def test_what_is_no_control_message_ends_its_connection_only(
+async def test_bytes_that_are_no_control_message_end_their_connection_only(
     served: Served, message: bytes
 ) -> None:
     async with served.call() as other, served.call() as caller:
@@ -319,7 +319,7 @@ async def test_close_ends_every_connection(served: Served) -> None:
 # ---- where it may run
 
 
-def test_it_needs_little_of_what_the_gateway_needs() -> None:
+def test_it_needs_few_of_the_gateways_packages() -> None:
     """vLLM's environment has msgspec, and none of our web framework."""
     code = "import sys, engines.host.control_server; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Shares by what was served: who is next, and who is to give up a place."""
+"""Shares by the tokens served: which tenant is next, and which is to give up a place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_tenant_has_one_weight_the_largest_of_its_requests() -> None:
     assert shares.first("ab") == "a"
     before = shares.tokens("a")
     shares.come("a", 8)
-    assert shares.tokens("a") == before, "what it was served is what it was"
+    assert shares.tokens("a") == before, "its served tokens are as before"
     for _ in range(3):
         shares.leave("a")
     shares.come("a", 1)
@@ -52,7 +52,7 @@ def test_without_places_tokens_follow_weights() -> None:
     assert served == {"heavy": 200, "light": 100}
 
 
-def test_who_is_behind_by_a_quantum_is_first_whatever_it_holds() -> None:
+def test_a_tenant_that_is_a_quantum_short_is_first_even_if_it_holds_places() -> None:
     shares = of(a=1, b=3)
     assert shares.first("ab", {"b": 1}) == "b"  # 2 / 3 of a place by weight
     shares.serve("b", 3 * QUANTUM)
@@ -90,7 +90,7 @@ def test_who_holds_fewest_places_by_weight_is_first() -> None:
     assert shares.first("abc", {"a": 0, "b": 0, "c": 5}) == "c"
 
 
-def test_a_place_is_taken_from_whoever_keeps_as_many() -> None:
+def test_a_place_is_taken_from_a_tenant_that_keeps_as_many() -> None:
     shares = of(a=1, b=1)
     assert shares.holder_to_yield("b", 1, 1, {"a": 8}) == "a"
     assert shares.holder_to_yield("b", 1, 1, {"a": 5, "b": 3}) == "a"

@@ -30,7 +30,7 @@ HOISTING = (
     "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
 )
 BROKEN = "{{ raise_exception('no') }}"
-# Leaves out reasoning before the last question, and may be told not to.
+# Leaves out reasoning before the last question, unless it is asked to keep it.
 FORGETFUL = (
     "{% for m in messages %}{% if m.reasoning_content and (loop.last or KEPT) %}"
     "({{ m.reasoning_content }}){% endif %}{{ m.content }}{% endfor %}"

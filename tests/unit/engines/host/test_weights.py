@@ -52,7 +52,7 @@ def test_length_counts(tmp_path: Path) -> None:
     assert len(set(weight_digests(files, None))) == 4
 
 
-def test_what_is_known_is_not_read_again(file: Path, tmp_path: Path) -> None:
+def test_a_file_with_a_known_digest_is_not_read_again(file: Path, tmp_path: Path) -> None:
     (digest,) = weight_digests([file], tmp_path, later)
     remembered = tmp_path / CACHE_NAME
     planted = remembered.read_text().replace(digest.hex(), "ab" * 32)

@@ -35,13 +35,13 @@ def raising(error: Exception) -> Callable[[], LoadedModel]:
 
 
 @pytest.mark.parametrize("error", [ValueError("hot_bytes"), PermissionError(errno.EACCES, "no")])
-async def test_what_only_the_operator_can_change_is_said_so(error: Exception) -> None:
+async def test_an_error_that_only_the_operator_can_fix_is_final(error: Exception) -> None:
     with pytest.raises(CannotServe, match=str(error).replace("[", r"\[").replace("]", r"\]")):
         await worker.start(Owner(raising(error), EngineConfig(), "toy"))
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC, errno.ENOMEM])
-async def test_what_passes_by_itself_is_not_the_operators(number: int) -> None:
+async def test_an_error_that_passes_by_itself_is_not_final(number: int) -> None:
     with pytest.raises(OSError) as caught:
         await worker.start(Owner(raising(OSError(number, "no more")), EngineConfig(), "toy"))
     assert caught.value.errno == number

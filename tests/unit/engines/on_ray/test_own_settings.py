@@ -21,7 +21,7 @@ SECRET = b"s" * 32
 
 @pytest.fixture
 def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    monkeypatch.setenv(FOLDER_VARIABLE, "")  # it is set by what is tested
+    monkeypatch.setenv(FOLDER_VARIABLE, "")  # the tested code sets it
     (tmp_path / "secret").write_bytes(SECRET)
     store = StoreConfig(secret_file=str(tmp_path / "secret"), disk_path="/cold")
     return {SETTINGS: msgspec.to_builtins(ReplicaSettings(store=store))}

@@ -1,4 +1,4 @@
-"""The number of replicas, by what waits and by how full the live KV is."""
+"""The number of replicas, by the waiting requests and by how full the live KV is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines.on_ray.scaling import HOT_SHARE, RUNNING, WAITING, by_waiting_and_h
         (2, 0, 3, 1.0, 2),  # half full
         (2, 3, 8, 1.0, 3),  # some wait
         (4, 40, 16, 2.0, 6),  # more wait than run: half as many again, no more
-        (2, 0, 8, 1.8, 3),  # nobody waits yet, but the live KV is nearly full
+        (2, 0, 8, 1.8, 3),  # no request waits yet, but the live KV is nearly full
         (2, 0, 1, 0.3, 1),  # one would do
         (2, 0, 0, 0.0, 1),
         (0, 0, 0, 0.0, 1),
@@ -27,7 +27,7 @@ def test_figures_decide(now, waiting, running, hot_shares, wanted):
     assert found == wanted
 
 
-def test_what_it_shrinks_to_does_not_make_it_grow_again():
+def test_the_number_it_shrinks_to_does_not_make_it_grow_again():
     for now in range(2, 20):
         for tenths in range(10 * now + 1):
             fewer = replicas_for(now, waiting=0, running=1, hot_shares=tenths / 10)

@@ -81,7 +81,7 @@ def test_refuses_and_names_the_field(fields: dict[str, Any], param: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_refuses_what_is_not_text(kind: str) -> None:
+def test_refuses_parts_that_are_not_text(kind: str) -> None:
     content = [{"type": "text", "text": "see"}, {"type": kind, kind: {"url": "http://x"}}]
     with pytest.raises(InvalidRequest, match="text only") as refusal:
         validate_chat(chat(messages=[{"role": "user", "content": content}]))

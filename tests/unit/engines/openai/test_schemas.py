@@ -1,4 +1,4 @@
-"""What compilers would have to do is counted before they are given anything."""
+"""The work of a grammar's compiler is counted before it gets the schema."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def asking(schema: Any = None, tools: list[Any] | None = None, **fields: Any) ->
     ],
     ids=lambda schema: str(schema)[:40],
 )
-def test_what_would_be_too_much_work_is_refused(schema: Any) -> None:
+def test_a_schema_of_too_much_work_is_refused(schema: Any) -> None:
     for raw, param in (({"schema": schema}, "response_format"), ({"tools": [{}, schema]}, "")):
         with pytest.raises(InvalidRequest) as refusal:
             asking(**raw)
@@ -78,7 +78,7 @@ def test_all_functions_count_together() -> None:
         asking(tools=[an_object(51, required=True)] * 128)
 
 
-def test_what_agents_send_is_taken() -> None:
+def test_schemas_that_agents_send_are_taken() -> None:
     """Some dozens of functions with nested objects, lists of choices, patterns and bounds."""
     parameters = an_object(12) | {"required": ["property_0"]}
     parameters["properties"] |= {

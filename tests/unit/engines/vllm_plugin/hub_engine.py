@@ -68,7 +68,7 @@ class Unmeasured:
         return report
 
     def hear(self, news: object) -> None:
-        """Nobody waits for it."""
+        """The news is dropped."""
 
 
 class Engine:
@@ -123,7 +123,7 @@ class Engine:
         )
 
     def _wait_saved(self, session: SessionRef, within_s: float) -> bool:
-        """A save of this session ends, as it were, while somebody waits for it."""
+        """Plays a save of this session that ends while a verb waits for it."""
         self.waited.append(session.id)
         if self.endless == session.id:
             return False

@@ -64,7 +64,7 @@ def bench() -> Bench:
 
 
 @pytest.mark.parametrize(("boundary", "blocks"), [(10, [7, 8, 9]), (2, [0, 1]), (0, [])])
-def test_what_a_boundary_reaches_back_to(boundary, blocks):
+def test_the_blocks_that_a_boundary_reaches_back_to(boundary, blocks):
     assert list(WINDOW.reach(boundary)) == blocks
 
 
@@ -73,7 +73,7 @@ def test_a_load_fills_the_state_too(bench):
     assert (load.block_ids, load.state_ids) == (TABLES[1], [59, 77, 78, 79])
 
 
-def test_what_others_may_be_reading_is_left_alone(bench):
+def test_blocks_that_others_may_be_reading_are_left_alone(bench):
     load = planned_load(bench, Request(PROMPT), 8, 10, TABLES)
     assert (load.first_block, load.block_ids) == (8, TABLES[1][8:])
     assert load.state_ids == [59, IN_USE, 78, 79]

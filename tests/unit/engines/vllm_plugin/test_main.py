@@ -27,11 +27,11 @@ VLLM = """
 import os, signal, subprocess, sys, time
 from multiprocessing import get_context, shared_memory
 
-def core(told):
+def core(parent):
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     theirs = shared_memory.SharedMemory(create=True, size=1 << 16)
-    told.send(theirs.name)
+    parent.send(theirs.name)
     time.sleep(600)
 
 if __name__ == "__main__":
@@ -40,9 +40,9 @@ if __name__ == "__main__":
     child = get_context("spawn").Process(target=core, args=(there,))
     child.start()
     words = [str(os.getpid()), str(child.pid), ours.name, here.recv()]
-    with open(os.environ["TOLD"] + ".new", "w") as told:
-        told.write(" ".join(words))
-    os.rename(os.environ["TOLD"] + ".new", os.environ["TOLD"])
+    with open(os.environ["REPORT"] + ".new", "w") as report:
+        report.write(" ".join(words))
+    os.rename(os.environ["REPORT"] + ".new", os.environ["REPORT"])
     time.sleep(600)
 """
 
@@ -60,7 +60,7 @@ class Started:
             runtime_dir=str(folder),
             token="secret",
         )
-        told = folder / "told"
+        report = folder / "report"
         self.stale = folder / "6f1c2d"
         with socket.socket(socket.AF_UNIX) as earlier:
             earlier.bind(str(self.stale))
@@ -68,13 +68,13 @@ class Started:
         self.main = subprocess.Popen(
             [sys.executable, "-m", "engines.vllm_plugin"],
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, "TOLD": str(told)},
+            env={**os.environ, "PYTHONPATH": path, "REPORT": str(report)},
         )
         assert self.main.stdin is not None
         self.main.stdin.write(msgspec.json.encode(worker) + b"\n")
         self.main.stdin.flush()
-        until(told.exists)
-        server, core, *self.shared = told.read_text().split()
+        until(report.exists)
+        server, core, *self.shared = report.read_text().split()
         self.server, self.core = psutil.Process(int(server)), psutil.Process(int(core))
         self.family = psutil.Process(self.main.pid).children(recursive=True)
         assert {self.server, self.core} <= set(self.family)

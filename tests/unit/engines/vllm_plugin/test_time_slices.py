@@ -44,7 +44,7 @@ def test_tenant_and_weight_are_read_from_the_request() -> None:
     request = asked("alice", 3, weight=12)
     assert (tenant_of(request), weight_of(request.request_id)) == ("alice", 12)
     assert answer_id_of(request.request_id) is not None
-    assert weight_of("chatcmpl-somebody's") == 1
+    assert weight_of("chatcmpl-another's") == 1
     assert tenant_of(Asked("x", None)) == ""
 
 
@@ -160,7 +160,7 @@ def test_of_four_that_come_in_one_has_not_begun() -> None:
     assert slices.ordered(order[3:], order[:3]) == order[3:]
 
 
-def test_what_measures_is_never_interrupted_and_interrupts_nobody() -> None:
+def test_a_measuring_request_is_never_interrupted_and_interrupts_no_other() -> None:
     measuring = Asked("m", {PARAMS_FIELD: {TICKET_FIELD: "t"}})
     users = [asked("a", i) for i in range(2)]
     slices = slices_of(measuring, *users)
@@ -168,7 +168,7 @@ def test_what_measures_is_never_interrupted_and_interrupts_nobody() -> None:
     assert slices.to_yield(measuring, users) is None
 
 
-def test_what_is_gone_is_forgotten() -> None:
+def test_requests_that_are_gone_are_forgotten() -> None:
     request = asked("a", 0)
     slices = slices_of(request)
     slices.count({request.request_id: 1})

@@ -1,4 +1,4 @@
-"""What of a second measurement is worth another form."""
+"""Which results of a second measurement are worth another form of a codec."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def found(**kls: float) -> Profile:
     return measured(*(row(name, kl=kl) for name, kl in kls.items()))
 
 
-def test_only_what_is_a_tenth_closer_gets_another_form() -> None:
+def test_only_a_preset_that_is_a_tenth_closer_gets_another_form() -> None:
     before = found(dense3=0.005, balanced=0.004, safe=0.001)
     after = worth_adopting(found(dense3=0.0049, balanced=0.003, safe=0.002, max=0.006), before)
     assert {x.preset for x in after.rows} == {"balanced", "max"}

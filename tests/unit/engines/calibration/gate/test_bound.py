@@ -68,7 +68,7 @@ def test_pass_keys_are_not_enough(change: dict[str, object], said: str) -> None:
     assert said in found and found.startswith("codec tq3 at 6144 tokens loses the thread")
 
 
-def test_what_finds_every_pass_key_and_loses_the_thread_is_refused() -> None:
+def test_a_codec_that_finds_every_pass_key_and_loses_the_thread_is_refused() -> None:
     """The figures of ``tq3`` on SmolLM2-135M at 1,024 tokens, under a bound that its texts keep."""
     measured = {"kl": 0.023, "top1": 0.916, "needle_found": 3, "needle_total": 3}
     loose = Bound(kl=0.03)
@@ -83,9 +83,9 @@ def test_the_bound_of_chains_follows_the_operators() -> None:
     assert "above the bound of 0.01" in refusal(rows, "tq3", Bound(kl=0.001))
 
 
-def test_a_row_without_chains_is_judged_by_what_it_has() -> None:
+def test_a_row_without_chains_is_judged_by_its_other_figures() -> None:
     assert GOOD.chain_tokens == 0 and refusal([GOOD], "tq3", BOUND) == ""
 
 
-def test_what_was_not_measured_is_refused() -> None:
+def test_a_codec_that_was_not_measured_is_refused() -> None:
     assert "thermocline calibrate" in refusal([GOOD], "tq4", BOUND)

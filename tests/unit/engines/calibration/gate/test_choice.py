@@ -1,4 +1,4 @@
-"""Which codec serves a model, by what was measured of it."""
+"""Which codec serves a model, by the model's measurements."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_row_without_chains_says_that_they_are_missing() -> None:
     assert "never judged" not in new.why
 
 
-def test_what_loses_the_thread_of_reasoning_is_refused() -> None:
+def test_a_codec_that_loses_the_thread_of_reasoning_is_refused() -> None:
     bad = {"chain_tokens": 80, "chain_kl": 0.4, "chain_top1": 0.7}
     profile = measured(row("dense3", **bad), row("tq4"))
     choice = chosen(profile)
@@ -86,7 +86,7 @@ TIMED = (timed("dense3", 0.04), timed("balanced", 0.09), timed("max", 0.2), time
         ({"max_kl": 0.001}, ("raw", "raw", "raw")),
     ],
 )
-def test_each_tier_gets_what_suits_it(settings: dict[str, Any], wanted: tuple[str, ...]) -> None:
+def test_each_tier_gets_the_codec_that_suits_it(settings: dict[str, Any], wanted: tuple[str, ...]) -> None:
     found = choose_tiers(StoreConfig(**settings), LAYOUT, measured(*TIMED))
     assert tuple(x.name for x in found.values()) == wanted
     assert not any(x.unmeasured for x in found.values())
@@ -128,7 +128,7 @@ def test_a_tier_that_is_to_lose_nothing_has_others_lose_nothing_beside_it(
     assert [x.is_exact for x in found.values()] == [True, True, False]
 
 
-def test_a_tier_says_what_is_denser_and_out_of_bounds() -> None:
+def test_a_tier_names_denser_codecs_that_are_out_of_bounds() -> None:
     rows = (timed("dense3", 0.04, kl=0.02), timed("max", 0.2, kl=0.03), timed("balanced", 0.3))
     profile = measured(*rows, timed("safe", 0.04))
     ram, disk, _ = choose_tiers(StoreConfig(), LAYOUT, profile).values()
@@ -208,7 +208,7 @@ def test_nothing_is_lost_before_it_was_measured(rows: Rows) -> None:
     assert "not measured" in choice.why
 
 
-def test_what_was_learned_by_another_release_is_measured_again() -> None:
+def test_a_codec_that_another_release_learned_is_measured_again() -> None:
     known = model_profile().learned
     learned = {**known, "dense3": {"other": known["max"]["step"]}}
     profile = dataclasses.replace(measured(row("dense3"), row("tq4")), learned=learned)

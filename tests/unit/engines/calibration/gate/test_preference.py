@@ -70,7 +70,7 @@ def test_one_that_is_denser_and_closer_but_slow_is_named_with_its_figures() -> N
     assert quickest.name == "tq4" and "1.60 bits" in quickest.reason
 
 
-def test_without_times_three_bits_give_way_to_what_is_denser_and_closer() -> None:
+def test_without_times_three_bits_give_way_to_a_denser_and_closer_preset() -> None:
     dense3 = msgspec.structs.replace(timed(3.25, None), kl=0.005)
     for kl, wanted in ((0.004, "balanced"), (0.006, "dense3")):
         balanced = msgspec.structs.replace(timed(1.6, None), kl=kl)
@@ -94,7 +94,7 @@ def test_the_context_nearest_to_two_thousand_tokens_counts() -> None:
     assert preferred(rows, 0.1, fastest=True).name == "max"
 
 
-def test_what_was_not_timed_is_for_slower_tiers_only() -> None:
+def test_a_preset_that_was_not_timed_is_for_slower_tiers_only() -> None:
     rows = {"max": [timed(0.8, None)], "dense3": [timed(3.25, 0.04)]}
     assert preferred(rows, 0.1, fastest=True).name == "dense3"
     assert preferred(rows, 0.1, fastest=False).name == "max"
@@ -135,7 +135,7 @@ ALIKE = {
 
 @given(PRESETS, st.sampled_from([0.01, 0.1, 1.0]), st.booleans())
 @example(ALIKE, 0.01, False)
-def test_what_another_beats_is_chosen_only_for_its_restore_time(
+def test_a_preset_that_another_beats_is_chosen_only_for_its_restore_time(
     rows: dict[str, Quality], share: float, fastest: bool
 ) -> None:
     """And then the reason names the other one, with the figures of both."""
@@ -150,6 +150,6 @@ def test_what_another_beats_is_chosen_only_for_its_restore_time(
         assert fastest, f"{other} beats {name}, and nothing waits for that tier"
         took, own = row.restore_share, chosen.restore_share
         assert took is None or (took > share and (own is None or took > own))
-        told = "was not timed" if took is None else f"would take {took:.1%}"
-        assert f"; {other} {told}, though it has {row.bits_per_element:.2f} bits and a KL" in reason
+        timing = "was not timed" if took is None else f"would take {took:.1%}"
+        assert f"; {other} {timing}, though it has {row.bits_per_element:.2f} bits and a KL" in reason
         assert f"and this {chosen.bits_per_element:.2f} and {chosen.kl:.4f}" in reason

@@ -33,7 +33,7 @@ def test_rows_are_kept_of_presets_that_learned_nothing(tmp_path: Path) -> None:
     assert load_profile(path).rows == (row("tq3"),)
 
 
-def test_what_was_packed_before_is_found_after_another_measurement(tmp_path: Path) -> None:
+def test_earlier_rows_are_found_after_another_measurement(tmp_path: Path) -> None:
     save(dataclasses.replace(model_profile(), rows=(row("max"), row("tq3"))), tmp_path)
     path = save(measured(row("tq3", kl=0.006), row("tq4")), tmp_path)
     found = load_profile(path)
@@ -41,7 +41,7 @@ def test_what_was_packed_before_is_found_after_another_measurement(tmp_path: Pat
     assert found.rows == (row("max"), row("tq3", kl=0.006), row("tq4"))
 
 
-def test_rows_of_what_was_learned_anew_are_dropped(tmp_path: Path) -> None:
+def test_rows_of_a_preset_that_was_learned_anew_are_dropped(tmp_path: Path) -> None:
     save(dataclasses.replace(model_profile(), rows=(row("max"), row("max", 6144))), tmp_path)
     learned = {name: dict(arrays) for name, arrays in model_profile().learned.items()}
     learned["max"]["step"] = np.array(learned["max"]["step"]) * 2
@@ -55,8 +55,8 @@ def test_rows_of_what_was_learned_anew_are_dropped(tmp_path: Path) -> None:
     assert found.ids["dense3"] == model_profile().ids["dense3"]
 
 
-def test_what_was_learned_before_is_kept_once(tmp_path: Path) -> None:
-    """Sessions may rest in it; what was learned before that goes."""
+def test_one_earlier_generation_of_learned_arrays_is_kept(tmp_path: Path) -> None:
+    """Sessions may rest in it; arrays that were learned before it are dropped."""
     ids = []
     for factor in (1, 2, 4):
         learned = {name: dict(x) for name, x in model_profile().learned.items()}
@@ -74,7 +74,7 @@ def test_what_was_learned_before_is_kept_once(tmp_path: Path) -> None:
     assert again.before().ids["max"] == ids[1] and len(again.before().rows) == 1
 
 
-def test_what_windows_taught_is_kept_beside_another_measurement(tmp_path: Path) -> None:
+def test_arrays_learned_from_windows_are_kept_beside_another_measurement(tmp_path: Path) -> None:
     known = model_profile()
     windows = dataclasses.replace(known, learned={"dense3": known.learned["dense3"]})
     before = dataclasses.replace(known, rows=(row("dense3"),)).with_windows(windows)
@@ -87,7 +87,7 @@ def test_what_windows_taught_is_kept_beside_another_measurement(tmp_path: Path) 
     assert found.rows == (row("dense3"), row("tq4"))
 
 
-def test_rows_of_whole_sessions_go_with_what_their_rows_had_learned(tmp_path: Path) -> None:
+def test_rows_of_whole_sessions_go_with_the_arrays_that_they_used(tmp_path: Path) -> None:
     known = model_profile()
     old = (row("max+state8"), row("max+state4"))
     save(dataclasses.replace(known, rows=old), tmp_path)
@@ -116,7 +116,7 @@ def test_calibrations_that_end_together_lose_nothing(tmp_path: Path) -> None:
     assert sorted(x.preset for x in found.rows) == sorted(presets)
 
 
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+def test_the_draft_of_a_killed_writer_is_removed(tmp_path: Path) -> None:
     path = save(measured(row("tq3")), tmp_path)
     left = path.with_name(f"{path.name}.4711.new")
     left.write_bytes(b"half a profile")

@@ -22,7 +22,7 @@ from tests.unit.kvstore.codecs.learning.calibration import FINGERPRINT
 
 
 class Store:
-    """What an engine's store was told to adopt."""
+    """Records the codecs that an engine's store is asked to adopt."""
 
     def __init__(self) -> None:
         self.adopted: list[tuple[CodecSet, bool]] = []
@@ -122,7 +122,7 @@ def test_auto_gives_each_tier_its_own_and_says_why(tmp_path: Path) -> None:
     assert not any(x.texts or x.chains for x in report.rows)
 
 
-def test_what_two_tiers_have_for_different_reasons_is_told_once(tmp_path: Path) -> None:
+def test_a_codec_that_two_tiers_have_for_different_reasons_is_reported_once(tmp_path: Path) -> None:
     write(measured(timed("dense3", 0.04), timed("balanced", 0.09)), tmp_path)
     report = served(tmp_path).report
     assert {x.split(".")[0] for x in report.tiers.values()} == {"balanced"}
@@ -159,7 +159,7 @@ def test_a_profile_that_is_no_use_is_as_none(
     assert served(None).report.unmeasured
 
 
-def test_integers_that_nobody_learns_are_as_if_nothing_was_learned(tmp_path: Path) -> None:
+def test_integers_that_no_learning_gives_count_as_nothing_learned(tmp_path: Path) -> None:
     """Whole by its digest, but written by something else: kernels would read beyond its arrays."""
     profile = measured(row("dense3"))
     learned = dict(profile.learned["dense3"])
@@ -181,7 +181,7 @@ def learned_anew(factor: float, **changes: object) -> Profile:
     return dataclasses.replace(profile, rows=(row("dense3", codec_id=codec_id, **changes),))
 
 
-def test_what_packed_before_is_read_in_the_next_life(tmp_path: Path) -> None:
+def test_a_codec_that_packed_before_is_read_in_the_next_life(tmp_path: Path) -> None:
     (tmp_path / "profiles").mkdir()
     save(measured(row("dense3")), tmp_path)
     first = served(tmp_path).codecs.ram.id
@@ -197,7 +197,7 @@ def test_what_packed_before_is_read_in_the_next_life(tmp_path: Path) -> None:
     assert not served(tmp_path, codec="raw").codecs.readable, "nothing with loss is wanted"
 
 
-def test_what_packed_before_is_not_read_out_of_the_bound(tmp_path: Path) -> None:
+def test_a_codec_that_packed_before_is_not_read_out_of_the_bound(tmp_path: Path) -> None:
     (tmp_path / "profiles").mkdir()
     save(measured(row("dense3", kl=0.009)), tmp_path)
     served(tmp_path)

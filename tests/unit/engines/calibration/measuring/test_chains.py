@@ -27,7 +27,7 @@ def with_begin(text: str) -> list[int]:
 
 
 def pairs(text: str) -> list[int]:
-    """A tokenizer that joins answers with what stands beside them."""
+    """A tokenizer that joins answers with the characters beside them."""
     return [hash(text[i : i + 2]) for i in range(0, len(text), 2)]
 
 
@@ -43,7 +43,7 @@ def chosen(case: Case, seed: int) -> list[Problem]:
 
 
 @pytest.mark.parametrize("context", [512, 2048])
-def test_all_facts_are_in_the_prefix_and_all_answers_behind_it(context: int) -> None:
+def test_all_facts_are_in_the_prefix_and_all_answers_after_it(context: int) -> None:
     cases = list(chain_cases(TEXTS, encode, context, 4, 1000))
     assert len(cases) == 4 and all(x.is_chains and not x.is_text for x in cases)
     for seed, case in enumerate(cases):

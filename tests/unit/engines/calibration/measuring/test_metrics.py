@@ -60,7 +60,7 @@ def test_chains_have_figures_of_their_own() -> None:
     assert found.restore_share == pytest.approx(0.1)
 
 
-def test_what_was_not_measured_is_none() -> None:
+def test_figures_that_were_not_measured_are_none() -> None:
     found = Tally("tq3", "tq3.2", 64).quality()
     assert (found.delta_p, found.chain_kl, found.chain_top1, found.chain_tokens) == (
         *(None, None, None),

@@ -1,4 +1,4 @@
-"""What is not computed again, by an instrument that counts."""
+"""Which prefixes are not computed again, by an instrument that counts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_prompt_is_timed_where_all_of_it_was_computed_for_it() -> None:
     assert prefixes.prefill_s == 8
 
 
-def test_the_length_of_what_is_common() -> None:
+def test_the_length_of_the_common_prefix() -> None:
     assert common_length([1, 2, 3], [1, 2, 4]) == 2
     assert common_length([1, 2], [1, 2, 4]) == 2
     assert common_length([], [1]) == 0

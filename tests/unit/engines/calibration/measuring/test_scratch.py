@@ -20,7 +20,7 @@ SHAPES = arrays.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=40)
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(arrays.arrays(st.sampled_from([np.uint16, np.float32]), SHAPES), max_size=5))
-def test_what_is_kept_comes_back(several: list[np.ndarray]) -> None:
+def test_kept_arrays_come_back(several: list[np.ndarray]) -> None:
     with Scratch(None) as scratch:
         kept = [scratch.keep(x) for x in several]
     for array, other in zip(several, kept, strict=True):
@@ -36,7 +36,7 @@ def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_what_is_learned_of_kept_rows_is_the_same(dtype: str) -> None:
+def test_kept_rows_teach_the_same(dtype: str) -> None:
     layout = model_layout(dtype)  # type: ignore[arg-type]
     texts = [model_run(layout, 300, seed=seed) for seed in range(2)]
     with Scratch(None) as scratch:

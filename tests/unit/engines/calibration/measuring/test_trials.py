@@ -48,15 +48,15 @@ class Adding:
             assert isinstance(past.state, StateArray)
             first = past.state.array
         end = len(tokens) // self.state_step * self.state_step
-        behind = tokens[past.num_tokens if past else 0 : end]
-        state = MatrixArray("float32", first + np.float32(sum(behind)))
+        added = tokens[past.num_tokens if past else 0 : end]
+        state = MatrixArray("float32", first + np.float32(sum(added)))
         return HeldSession((), end, state)
 
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         raise NotImplementedError
 
 
-def test_errors_of_all_sleeps_are_in_what_is_judged() -> None:
+def test_errors_of_all_sleeps_are_in_the_judged_session() -> None:
     instrument, tokens = Adding(), [1] * 200
     how = trials(instrument, 128, 1, None)
     session = how.session(tokens)
@@ -79,7 +79,7 @@ def test_errors_of_all_sleeps_are_in_what_is_judged() -> None:
     assert trip.rows.nbytes < 400 and trip.rows.num_elements == 16
 
 
-def test_states_that_are_only_behind_blocks_sleep_as_often_as_there_is_room() -> None:
+def test_states_that_exist_only_after_blocks_sleep_as_often_as_there_is_room() -> None:
     for num_tokens, sleeps in [(300, [160, 192, 224]), (70, [32])]:
         instrument = Adding(state_step=32)
         how = trials(instrument, 128, 1, None)

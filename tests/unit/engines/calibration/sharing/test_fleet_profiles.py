@@ -128,7 +128,7 @@ def one(
     one.sharing.close()
 
 
-def test_another_engine_takes_over_what_the_first_has_published(
+def test_another_engine_takes_over_the_profile_that_the_first_has_published(
     one: Engine, tmp_path: Path, server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -138,7 +138,7 @@ def test_another_engine_takes_over_what_the_first_has_published(
         assert two.codecs.report.tiers == one.codecs.report.tiers
         assert two.instrument.num_prefills <= 4, "two texts, and no more"
         assert 0 < two.instrument.num_answers <= 2 * (1 + len(set(two.codecs.report.tiers)))
-        assert two.sharing.publish(), "what it has is what is published"
+        assert two.sharing.publish(), "its profile is the published one"
         assert not [x for x in (tmp_path / "two" / "profiles").iterdir() if ".public" in x.name]
     assert "packs by the profile that one has published" in caplog.text
     again = ServedCodecs(two.config, two.codecs.layout, two.codecs.fingerprint, two.data)

@@ -1,4 +1,4 @@
-"""What two texts cost here is compared with what the same two cost there."""
+"""The cost of two texts here is compared with the cost of the same two there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ THERE = row(("a", 0.004, 0.89), ("b", 0.004, 0.87), ("c", 0.001, 0.99), kl=0.004
         (0.004, float("nan"), "dense3 at 1024 tokens keeps nan% of the most likely tokens here"),
     ],
 )
-def test_two_texts_may_cost_here_what_they_cost_there(kl: float, top1: float, said: str) -> None:
+def test_two_texts_may_cost_as_much_here_as_there(kl: float, top1: float, said: str) -> None:
     here = row(("a", kl, top1), ("b", kl, top1), kl=kl, top1=top1)
     found = difference(here, [THERE], BOUND)
     assert found.startswith(said) and bool(found) == bool(said)

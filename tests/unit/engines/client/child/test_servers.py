@@ -49,7 +49,7 @@ def option(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
-def test_the_command_says_what_must_not_be_left_to_defaults(tmp_path):
+def test_the_command_sets_options_that_must_not_be_left_to_defaults(tmp_path):
     argv = command(worker(tmp_path), tmp_path / "plugin.json", cpu=True)
     transfer = json.loads(option(argv, "--kv-transfer-config"))
     assert transfer["kv_load_failure_policy"] == "recompute"
@@ -117,7 +117,7 @@ def test_a_template_that_knows_no_tools_is_wrapped(tmp_path):
     assert Path(option(argv, "--chat-template")).read_text().endswith("{{ messages }}")
 
 
-def test_what_the_user_says_of_parsers_is_left_alone(tmp_path):
+def test_parsers_that_the_user_names_are_left_alone(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages }} enable_thinking")
     said = ("--tool-call-parser=pythonic", "--reasoning-parser", "glm45")
     argv = command(worker(tmp_path, vllm=VllmConfig(args=said)), tmp_path / "p", cpu=True)
@@ -221,7 +221,7 @@ def test_it_is_in_the_registry():
     assert engine_factory("vllm") is VllmServer
 
 
-def test_an_environment_without_vllm_is_told_apart(tmp_path):
+def test_an_environment_without_vllm_has_an_error_of_its_own(tmp_path):
     assert "has no vLLM" in inspect_environment(sys.executable).problem
     assert "cannot be run" in inspect_environment(str(tmp_path / "python")).problem
 
@@ -256,7 +256,7 @@ def test_an_environment_that_has_all_of_it(tmp_path, release):
         ({"plugin": False}, "our plug-in is missing"),
     ],
 )
-def test_what_an_environment_lacks_is_said(tmp_path, found, words):
+def test_missing_parts_of_an_environment_are_named(tmp_path, found, words):
     assert words in inspect_environment(interpreter(tmp_path, **found)).problem
 
 

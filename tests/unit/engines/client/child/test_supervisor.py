@@ -127,7 +127,7 @@ async def test_a_child_that_cannot_serve_is_not_started_again() -> None:
         assert f"code {WRONG_SETTINGS}" in supervisor.trouble
 
 
-async def test_what_was_right_once_is_tried_again_for_ever() -> None:
+async def test_settings_that_worked_once_are_tried_again_for_ever() -> None:
     async with running(f"raise SystemExit({WRONG_SETTINGS})", served=True) as supervisor:
         await until(lambda: supervisor.num_starts > 2 * QUICK.loop_after)
         assert not supervisor.gave_up

@@ -47,7 +47,7 @@ def test_nothing_after_a_hit() -> None:
 )
 def test_same_as_searching_the_whole_text(stops: list[str], pieces: list[str]) -> None:
     whole = "".join(pieces)
-    # The end of a stop string is what the reader sees first.
+    # The reader sees the end of a stop string first.
     ends = [(whole.find(x) + len(x), whole.find(x)) for x in stops if x in whole]
     text, hit = read(stops, list(whole))
     assert hit == bool(ends)

@@ -62,7 +62,7 @@ def test_marked_calls() -> None:
     "text",
     ["{", "[]", "3", '{"name": "fly", "arguments": {}}', '{"name": "go", "arguments": 3}', "null"],
 )
-def test_what_is_no_call_is_shown_as_it_is(text: str) -> None:
+def test_text_that_is_no_call_is_shown_as_it_is(text: str) -> None:
     content, calls = read(marked(), [("tool", text), ("normal", " ok")])
     assert (content, calls) == (f"<tool_call>{text}</tool_call> ok", [])
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.mlx
 async def test_a_task_whose_request_has_failed_is_not_let_in() -> None:
     limit = QueueLimit(10)
     events = EventBuffer(asyncio.get_running_loop())
-    thread = ThreadContext(events, limit, lambda work: None, lambda *told: None, lambda: 0.0)
+    thread = ThreadContext(events, limit, lambda work: None, lambda *notice: None, lambda: 0.0)
     plan = CachePlan(("KVCache",), KVCost(8), None)
     parts = assemble(lambda tokens, cache: None, plan, None, EngineConfig(), thread)
     generation = Generation([1, 2, 3], [SequenceSampling()] * 2, 5, [])

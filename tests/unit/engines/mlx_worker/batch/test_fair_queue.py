@@ -36,7 +36,7 @@ def test_who_has_left_cannot_be_taken() -> None:
     assert queue.take("a2") and not queue.take("a2")
 
 
-def test_the_head_stays_the_head_whoever_comes() -> None:
+def test_the_head_stays_the_head_when_others_come() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.push("a1", "a", "one")
     assert queue.head() == "a1"

@@ -67,7 +67,7 @@ def test_a_chunk_may_take_as_long_as_a_slow_step_does() -> None:
     assert chunks.chunk(busy=True, step_s=9.0) == 64  # within a second at most
 
 
-def test_a_snapshot_is_due_behind_the_system_prompt_and_before_the_answer() -> None:
+def test_a_snapshot_is_due_after_the_system_prompt_and_before_the_answer() -> None:
     assert snapshot_positions(task(100, 0, (30, 95))) == [30, 95]
     assert snapshot_positions(task(100, 30, (30, 95))) == [95]
     assert snapshot_positions(task(100, 95, (30, 95))) == []

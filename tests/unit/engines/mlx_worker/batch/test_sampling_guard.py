@@ -52,7 +52,7 @@ def test_the_first_fault_is_kept_and_says_from_which_token_on(sampling: Sequence
     assert guard.spoils(1) and not guard.spoils(0)
 
 
-def test_a_fault_behind_the_last_token_spoils_nothing() -> None:
+def test_a_fault_after_the_last_token_spoils_nothing() -> None:
     calls: list[int] = []
 
     def late(tokens: mx.array, logits: mx.array) -> mx.array:

@@ -82,7 +82,7 @@ def test_rebuilt_caches_go_on_as_the_originals(kinds: str, dtype: mx.Dtype) -> N
         assert restore_fault(model, probe(model), 500) == ""
 
 
-def test_a_view_keeps_what_it_saw_when_the_cache_is_written_over() -> None:
+def test_a_view_keeps_its_values_when_the_cache_is_written_over() -> None:
     model = Model("K")
     caches = fed(model, 40)
     ((keys, _),) = kv_arrays.growing_run(caches, 40)
@@ -93,7 +93,7 @@ def test_a_view_keeps_what_it_saw_when_the_cache_is_written_over() -> None:
     assert np.array_equal(keys, before)
 
 
-def test_settling_gives_back_what_is_not_used() -> None:
+def test_settling_gives_back_unused_memory() -> None:
     model = Model("K")
     caches = model.make_cache()
     model(mx.array([[1] * 10]), caches)
@@ -102,7 +102,7 @@ def test_settling_gives_back_what_is_not_used() -> None:
     assert kv_arrays.nbytes_of(caches) == 10 * 2 * 6 * 4
 
 
-def test_the_plan_names_what_grows_and_what_it_costs() -> None:
+def test_the_plan_names_the_growing_layers_and_their_cost() -> None:
     plan = probe(Model("KRAL", mx.bfloat16))
     assert plan.class_names == (
         "KVCache",
@@ -120,7 +120,7 @@ def test_the_plan_names_what_grows_and_what_it_costs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
-def test_in_bf16_a_value_takes_two_bytes_whatever_the_engines_dtype(dtype: mx.Dtype) -> None:
+def test_in_bf16_a_value_takes_two_bytes_for_any_dtype_of_the_engine(dtype: mx.Dtype) -> None:
     live, in_bf16 = probe(Model("KRAL", dtype)).kv_sizes()
     assert in_bf16 == KVSize(2 * 2 * 6 * 2, ((2 * 6 * 2, WINDOW),), 3 * 3 * 4)
     wide = dtype.size // 2
@@ -128,7 +128,7 @@ def test_in_bf16_a_value_takes_two_bytes_whatever_the_engines_dtype(dtype: mx.Dt
 
 
 class Strange(KVCache):
-    """A class nobody here has heard of."""
+    """A class that the engine does not know."""
 
 
 def test_an_unknown_cache_class_is_served_but_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

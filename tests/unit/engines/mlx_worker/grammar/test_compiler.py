@@ -21,7 +21,7 @@ pytestmark = pytest.mark.mlx
 
 ANY, OTHER = Payer("any"), Payer("other")
 SMALL = {"type": "object", "properties": {"a": {"type": "integer"}}}
-# An automaton of a hundred million states: minutes and gigabytes, whatever limits llguidance has.
+# An automaton of a hundred million states: minutes and gigabytes, despite llguidance's limits.
 ENDLESS = {"type": "integer", "multipleOf": 99_999_989}
 
 
@@ -62,7 +62,7 @@ async def test_a_grammar_is_compiled_once_for_a_tenant(plain: Vocabulary) -> Non
         assert compiler.trials.num_begun == 1
 
 
-async def test_what_takes_too_much_is_refused_and_others_go_on(plain: Vocabulary) -> None:
+async def test_a_grammar_that_takes_too_much_is_refused_and_others_go_on(plain: Vocabulary) -> None:
     async with compiling(plain) as compiler:
         await compiler.of(ANY, wish(SMALL))
         with pytest.raises(InvalidRequest) as refusal:
@@ -127,7 +127,7 @@ async def test_one_tenants_many_do_not_keep_anothers_one(plain: Vocabulary) -> N
     assert order.index("other") < 6
 
 
-async def test_what_is_remembered_is_bounded(plain: Vocabulary) -> None:
+async def test_the_number_of_known_grammars_is_bounded(plain: Vocabulary) -> None:
     async with compiling(plain) as compiler:
         kept = await compiler.of(OTHER, wish(SMALL))
         for i in range(80):

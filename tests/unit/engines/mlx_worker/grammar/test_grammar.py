@@ -93,7 +93,7 @@ def test_schema_is_enforced(plain: Vocabulary) -> None:
     assert not accepts(plain, grammar, '{"city": "Rome"')
 
 
-def test_whatever_is_drawn_obeys(plain: Vocabulary) -> None:
+def test_every_drawn_text_obeys(plain: Vocabulary) -> None:
     grammar = compiled(plain, [], False, CITY)
     for seed in range(5):
         text = random_text(plain, grammar, seed)

@@ -12,7 +12,7 @@ from engines.mlx_worker.measuring.idle_steps import IdleSteps
 
 
 class Owner:
-    """A thread's place: does a step when told to, and is woken by each that comes in."""
+    """Stands in for a thread: does a step on request, and is woken by each that comes in."""
 
     def __init__(self) -> None:
         self.woken = threading.Event()
@@ -34,7 +34,7 @@ def test_a_step_runs_where_it_is_done_and_its_result_comes_back() -> None:
         assert not owner.steps.is_waiting and owner.steps.num_done == 1
 
 
-def test_what_a_step_raises_is_raised_where_it_was_wanted() -> None:
+def test_an_error_of_a_step_is_raised_in_the_thread_that_asked() -> None:
     owner = Owner()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(owner.steps.run, lambda: 1 // 0)
@@ -58,7 +58,7 @@ def test_the_end_interrupts_who_waits_and_who_comes_later() -> None:
     assert owner.steps.num_done == 0
 
 
-def test_it_knows_how_long_nobody_else_has_used_the_model() -> None:
+def test_it_knows_how_long_no_request_has_used_the_model() -> None:
     now = 5.0
     steps = IdleSteps(lambda: None, lambda: now)
     assert steps.alone_s > 1e9

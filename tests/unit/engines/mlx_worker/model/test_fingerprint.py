@@ -45,7 +45,7 @@ def test_the_same_files_elsewhere_have_the_same_fingerprint(folder: Path, tmp_pa
     assert fingerprint(loaded(folder), PLAN) == fingerprint(loaded(there), PLAN)
 
 
-def test_whatever_may_change_kv_changes_the_fingerprint(folder: Path) -> None:
+def test_each_change_that_may_change_kv_changes_the_fingerprint(folder: Path) -> None:
     prints = {fingerprint(loaded(folder), PLAN), fingerprint(loaded(folder, mx.float16), PLAN)}
     other = CachePlan(("KVCache", "ArraysCache"), PLAN.cost, PLAN.layout)
     prints.add(fingerprint(loaded(folder), other))
@@ -63,7 +63,7 @@ def test_whatever_may_change_kv_changes_the_fingerprint(folder: Path) -> None:
     assert len(prints) == 7
 
 
-def test_a_model_built_in_code_is_told_by_its_weights() -> None:
+def test_a_model_built_in_code_is_identified_by_its_weights() -> None:
     one, other = loaded(None), loaded(None)
     assert fingerprint(one, PLAN) == fingerprint(other, PLAN)
     other.model.update({"bias": mx.ones(2)})
@@ -76,7 +76,7 @@ def test_the_dtype_of_this_machine() -> None:
     assert chosen_dtype("auto") == ("float32" if on_cpu else None)
 
 
-def test_the_context_is_what_the_config_says() -> None:
+def test_the_context_is_taken_from_the_config() -> None:
     def context(config: dict[str, object]) -> int:
         return LoadedModel(None, None, {"vocab_size": 5, **config}).max_context
 

@@ -102,7 +102,7 @@ def test_arguments_that_are_no_json_are_left_alone(with_tools: Vocabulary) -> No
     assert '"arguments": "{at"' in text_of(with_tools, write(with_tools, messages))
 
 
-def test_templates_without_tools_are_told_in_words(plain: Vocabulary) -> None:
+def test_templates_without_tools_get_them_in_words(plain: Vocabulary) -> None:
     messages = [
         SYSTEM,
         USER,
@@ -146,7 +146,7 @@ def test_template_that_refuses(with_tools: Vocabulary) -> None:
         write(with_tools, [USER, USER])
 
 
-def test_a_template_that_repeats_what_it_refuses(plain: Vocabulary, tmp_path: Path) -> None:
+def test_a_template_that_repeats_the_text_it_refuses(plain: Vocabulary, tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(tmp_path)
     tokenizer._tokenizer.chat_template = "{{ raise_exception('not ' + messages[0].content) }}"
     with pytest.raises(InvalidRequest, match=r"not a<\|im_start\|>b$"):

@@ -70,7 +70,7 @@ def test_a_seed_repeats_and_rows_differ() -> None:
     assert draws(-(2**63), 0) == draws(-(2**63), 0)
 
 
-def test_a_seed_ignores_what_else_is_drawn() -> None:
+def test_a_seed_ignores_other_draws() -> None:
     mx.random.seed(0)
     alone = draws(7, 0)
     other = SeededSampler(SamplingParams(), 1, 0)

@@ -1,4 +1,4 @@
-"""What is remembered of sessions that are dropped for good: nothing."""
+"""Nothing is remembered of sessions that are dropped for good."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def kept(hot_cache: HotCache, name: str) -> HotSession:
 
 
 def test_sessions_that_could_not_be_saved_leave_nothing_behind() -> None:
-    store, told = Full(), list[str]()
+    store, causes = Full(), list[str]()
     hot_cache = HotCache(
         HotSessions(lambda: 0.0),
         cast(ColdSessions, store),
-        lambda cause, session: told.append(cause),
+        lambda cause, session: causes.append(cause),
         lambda: None,
     )
     for number in range(5):
@@ -59,7 +59,7 @@ def test_sessions_that_could_not_be_saved_leave_nothing_behind() -> None:
         else:
             hot_cache.forget(hot.key)
     assert store.num_asked == 2 * 5
-    assert told == ["lost"] * 4
+    assert causes == ["lost"] * 4
     assert not hot_cache.remembered
 
 

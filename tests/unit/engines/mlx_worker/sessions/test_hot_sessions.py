@@ -49,7 +49,7 @@ class Clock:
 
 
 @given(TOKENS, TOKENS)
-def test_the_common_prefix_is_what_python_says(one: list[int], other: list[int]) -> None:
+def test_the_common_prefix_is_the_same_as_in_python(one: list[int], other: list[int]) -> None:
     expected = next(
         (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
@@ -89,7 +89,7 @@ def test_one_token_at_least_is_left_to_feed() -> None:
     assert best.take_caches()[0].offset == 59
 
 
-def test_what_cannot_be_cut_is_offered_whole_or_not_at_all() -> None:
+def test_a_cache_that_cannot_be_cut_is_offered_whole_or_not_at_all() -> None:
     sessions = HotSessions(Clock())
     sessions.put(hot("one", list(range(60)), caches=filled(60, window=16)))
     ref = SessionRef("t", "one", b"t")

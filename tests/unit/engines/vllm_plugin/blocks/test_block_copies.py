@@ -26,12 +26,12 @@ def side(heads: int, tokens: int, dim: int, transposed: bool, dtype: Any) -> np.
 def cases(draw: st.DrawFn) -> tuple[list[np.ndarray], list[np.ndarray], list[int], int]:
     tokens, dtype = draw(st.integers(1, 9)), draw(st.sampled_from([np.int16, np.int32]))
     ids = draw(st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, max_size=4))
-    first, behind = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    first, after = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     sides, arrays = [], []
     for _ in range(draw(st.integers(1, BATCH + 3))):
         heads, dim = draw(st.integers(1, 3)), draw(st.integers(1, 7))
         sides.append(side(heads, tokens, dim, draw(st.booleans()), dtype))
-        shape = (heads, (first + len(ids) + behind) * tokens, dim)
+        shape = (heads, (first + len(ids) + after) * tokens, dim)
         number = np.arange(1, 1 + np.prod(shape)) * 7919 % 30_011
         arrays.append(number.reshape(shape).astype(dtype))
     return sides, arrays, ids, first
@@ -45,7 +45,7 @@ def blocks_of(array: np.ndarray, tokens: int, first: int, count: int) -> np.ndar
 @pytest.mark.slow
 @settings(deadline=None)  # the first ones compile
 @given(cases())
-def test_what_numpy_would_copy(
+def test_copies_are_the_same_as_numpys(
     case: tuple[list[np.ndarray], list[np.ndarray], list[int], int],
 ) -> None:
     sides, arrays, ids, first = case

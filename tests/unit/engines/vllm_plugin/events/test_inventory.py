@@ -1,4 +1,4 @@
-"""What readers of KV events hear, from what ranks report."""
+"""The KV events that readers get, from the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_saved_session_is_stored_once_with_its_tokens_and_parents():
     assert inventory.is_told(("t", "s"))
     assert not inventory.has_news
     assert inventory.take() == []
-    # The next turn: only what is new, behind what was there. The record of its ids ends earlier.
+    # The next turn: only the new blocks, after the known ones. The record of its ids ends earlier.
     inventory.update(rests(CHAIN, ((0, 10),), ((0, 6),), ids=IDS[: 8 * BLOCK * 4]))
     known, unknown, disk = reader.read(inventory.take())
     assert (known.hashes, known.parent) == (CHAIN[6:8], CHAIN[5])
@@ -110,7 +110,7 @@ def test_a_session_that_moves_is_reported_where_it_is_before_where_it_is_not():
     assert (reader.blocks(CPU), reader.blocks(STORAGE)) == (set(), {*CHAIN})
 
 
-def test_changes_that_nobody_read_leave_no_trace():
+def test_unread_changes_leave_no_trace():
     inventory = Inventory(1, BLOCK)
     for _ in range(1000):
         inventory.update(rests(CHAIN, ((0, 10),)))
@@ -157,7 +157,7 @@ def test_the_inventory_is_bounded_and_the_newest_sessions_stay(caplog):
     assert caplog.text.count("the newest sessions") == 1
 
 
-def test_what_is_left_out_is_kept_of_no_rank_and_comes_back_when_all_report_it():
+def test_a_left_out_session_is_kept_of_no_rank_and_comes_back_when_all_report_it():
     inventory, reader = Inventory(2, BLOCK, max_blocks=30), Reader()
     chains = [hashes([i * 1000 + j for j in range(40)]) for i in range(8)]
     for i, chain in enumerate(chains):
@@ -174,7 +174,7 @@ def test_what_is_left_out_is_kept_of_no_rank_and_comes_back_when_all_report_it()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_whatever_ranks_report_readers_hold_what_they_have(num_ranks):
+def test_readers_hold_the_blocks_of_all_ranks_after_any_reports(num_ranks):
     """Against a plain model: sessions with common beginnings that grow, move and go."""
     random_ = random.Random(num_ranks)
     inventory, reader = Inventory(num_ranks, BLOCK), Reader()

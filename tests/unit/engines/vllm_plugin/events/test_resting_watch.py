@@ -64,13 +64,13 @@ def test_a_save_is_reported_at_once_and_the_disk_when_it_has_it(rank):
     assert rank.look() == []
 
 
-def test_what_a_slower_tier_takes_later_is_seen_without_another_word(tmp_path):
+def test_blocks_that_a_slower_tier_takes_later_are_seen_without_another_call(tmp_path):
     rank = Rank(tmp_path)
     save(rank.store, ref(), CHAIN)
     rank.watch.look_at(ref())
     assert rank.store.flush(10)
-    told = rank.take() + rank.look()
-    assert where(told)[-1] == ("s", ALL, ALL)
+    reports = rank.take() + rank.look()
+    assert where(reports)[-1] == ("s", ALL, ALL)
     rank.store.close()
 
 
@@ -94,12 +94,12 @@ def test_evictions_are_found_by_looking_through_all_sessions(tmp_path):
         save(rank.store, ref(f"s{i}"), hashes([i * 1000 + x for x in TOKENS]))
         assert rank.store.flush(10)
         rank.watch.look_at(ref(f"s{i}"))
-    told: dict[str, RankRests] = {x.session.id: x for x in rank.take() + rank.look()}
-    for name, news in told.items():
+    reports: dict[str, RankRests] = {x.session.id: x for x in rank.take() + rank.look()}
+    for name, news in reports.items():
         _, resting = rank.store.resting(ref(name))
         assert (news.ram, news.storage) == (resting.ram, resting.storage)
         assert news.storage == ALL
-    assert told["s0"].ram != ALL
+    assert reports["s0"].ram != ALL
     rank.store.close()
 
 

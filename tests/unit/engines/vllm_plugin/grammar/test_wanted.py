@@ -1,4 +1,4 @@
-"""Which grammars vLLM would compile for a request, and what is tried of them."""
+"""Which grammars vLLM would compile for a request, and which of them are tried."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def asked(**fields: Any) -> list[tuple[str, str]]:
     return [(x.kind, x.param) for x in wanted_by(body)]
 
 
-def test_what_compiles_nothing_wants_nothing() -> None:
+def test_a_request_that_compiles_nothing_wants_nothing() -> None:
     assert asked() == []
     assert asked(tools=[tool()]) == asked(tools=[tool()], tool_choice="auto") == []
     assert asked(tools=[tool(strict=True)], tool_choice="none") == []

@@ -1,4 +1,4 @@
-"""What the measuring thread and vLLM's own leave for each other."""
+"""The data that the measuring thread and vLLM's own thread leave for each other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Cache:
 RUN: KVRun = [(np.array([[[8.0], [9.0]]], np.float32),) * 2]
 
 
-def test_blocks_get_what_is_given():
+def test_blocks_get_the_given_rows():
     exchange, cache = Exchange(), Cache()
     exchange.open(1, RUN)
     exchange.fill(StepWork(given=[Given("r", 1, [4, 3])]), cache, None)
@@ -39,7 +39,7 @@ def test_blocks_get_what_is_given():
     assert exchange.scores().shape == (1, 5)
 
 
-def test_scores_behind_other_kv_are_none():
+def test_scores_after_other_kv_are_none():
     exchange, cache = Exchange(), Cache()
     exchange.open(2, RUN)
     # Of an order that was given up.
@@ -93,7 +93,7 @@ def test_it_is_known_whether_an_order_had_its_step_alone():
     assert not exchange.was_alone
 
 
-def test_what_is_wanted_is_read_and_every_job_is_acknowledged():
+def test_wanted_blocks_are_read_and_every_job_is_acknowledged():
     exchange, cache = Exchange(), Cache()
     exchange.open(2)
     step = StepWork(wanted=[Wanted(10, 1, [3]), Wanted(11, 2, [4])])

@@ -132,7 +132,7 @@ def test_it_waits_while_others_are_served(rig):
     assert [x.result(60) for x in orders] == [None, None]
 
 
-def test_what_went_wrong_is_told_to_every_rank(rig):
+def test_every_rank_gets_the_error(rig):
     orders = [rig.order(i, [1]) for i in range(2)]
     rig.answer(rig.taken(), "out of luck")
     for order in orders:

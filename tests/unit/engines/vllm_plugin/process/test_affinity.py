@@ -1,4 +1,4 @@
-"""Threads of ours run where the parent process may, whatever the model's thread is bound to."""
+"""Our threads may use the parent process' CPUs, even if the model's thread is bound to one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from engines.vllm_plugin.process.affinity import unbind_thread, unbound_threads
 
 if sys.platform != "linux" or len(os.sched_getaffinity(os.getppid())) < 2:
-    pytest.skip("needs two CPUs to tell apart", allow_module_level=True)
+    pytest.skip("needs two different CPUs", allow_module_level=True)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def body(data: bytes, more: bool = False) -> dict[str, Any]:
 
 
 async def never_read() -> dict[str, Any]:
-    raise AssertionError("nobody reads the request here")
+    raise AssertionError("the request must not be read here")
 
 
 async def through(front: CacheHeaderMiddleware, scope: dict[str, Any]) -> list[Any]:
@@ -129,7 +129,7 @@ async def test_a_streams_head_goes_out_with_the_report_not_with_the_first_token(
         async def app(scope: Any, receive: Any, send: Any) -> None:
             answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
             await send(head(kind=b"text/event-stream; charset=utf-8"))
-            assert not seen  # held back: nobody knows yet
+            assert not seen  # held back: the outcome is not known yet
             await hub.report(answer_id, "miss; tokens=0")
             while not seen:
                 await asyncio.sleep(0.005)
@@ -210,7 +210,7 @@ async def test_other_paths_pass_through_untouched(tmp_path):
 
 
 async def test_the_hub_hears_of_the_server_before_any_request(tmp_path):
-    """The gateway may then be told that the engine is ready."""
+    """The hub may then report to the gateway that the engine is ready."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "lifespan.startup.complete"})
@@ -232,7 +232,7 @@ async def test_the_hub_hears_of_the_server_before_any_request(tmp_path):
 
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_who_waits_too_long_in_the_line_is_told_to_come_back(tmp_path, streamed):
-    """vLLM hears that the client is gone, so that the request does not run for nobody."""
+    """vLLM hears that the client is gone, so that the request does not run without a client."""
     gone = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -42,7 +42,7 @@ def ended(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "program", ["raise ValueError('no such model')", "raise SystemExit(2)"], ids=["config", "flag"]
 )
-def test_what_vllm_refuses_ends_as_wrong_settings(tmp_path, program):
+def test_a_refusal_of_vllm_ends_as_wrong_settings(tmp_path, program):
     done = ended(tmp_path, program)
     assert done.returncode == WRONG_SETTINGS
     assert "Traceback" not in done.stderr
@@ -53,7 +53,7 @@ def test_the_reason_is_one_line(tmp_path):
     assert done.stderr == "ERROR vLLM cannot serve with these settings: no such model\n"
 
 
-def test_what_the_plug_in_refuses_in_another_process_is_told(tmp_path):
+def test_a_refusal_of_the_plug_in_in_another_process_is_reported(tmp_path):
     done = ended(tmp_path, REFUSED.format(folder=str(tmp_path)))
     assert done.returncode == WRONG_SETTINGS
     assert done.stderr.endswith("with these settings: this model is not for us\n")
@@ -76,7 +76,7 @@ def test_the_arguments_are_vllms(tmp_path):
     assert ended(tmp_path, program).returncode == 0
 
 
-def test_only_what_is_meant_is_written_down(tmp_path):
+def test_only_the_expected_error_is_written_down(tmp_path):
     with pytest.raises(KeyError), record_refusal(tmp_path, ValueError):
         raise KeyError
     assert read_refusal(tmp_path) == ""

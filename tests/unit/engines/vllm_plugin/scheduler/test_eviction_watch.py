@@ -1,4 +1,4 @@
-"""What becomes of a session's blocks in vLLM's pool is told, once, and to nobody's harm."""
+"""Evictions of a session's blocks from vLLM's pool are reported once, and harm no session."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_session_is_hot_only_while_all_of_it_is_there():
     assert hot.num_resident(NAME) == 0
 
 
-def test_a_beginning_that_others_share_makes_nobody_hot():
+def test_a_beginning_that_others_share_makes_no_session_hot():
     hot, pool = quiet_session("a")
     turn(hot, pool, "b", [*CHAIN[:5], *hashes(list(range(500, 520)))])
     pool.cached = {h: x for h, x in pool.cached.items() if h not in CHAIN[5:]}
@@ -46,7 +46,7 @@ def test_a_beginning_that_others_share_makes_nobody_hot():
     assert hot.num_resident(("t", "b")) == 10
 
 
-def test_what_cooled_is_told_once():
+def test_a_cooled_session_is_reported_once():
     hot, pool = quiet_session()
     assert hot.take_cooled() == []
     pool.cached.clear()
@@ -113,7 +113,7 @@ async def test_the_gateway_hears_of_it():
     assert (notice.cause, notice.session) == ("dropped", cold(ref()))
 
 
-async def test_a_session_that_nobody_saved_is_lost():
+async def test_a_session_that_was_never_saved_is_lost():
     hot, pool = quiet_session()
     gateway = Gateway()
 

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler is told of requests that measure."""
+"""The answers that vLLM's scheduler gets for requests that measure."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_wanted_blocks_are_held_until_every_rank_has_read_them(bench, first, blo
 def test_a_step_is_seen_if_it_computes_nothing_else(bench):
     measuring(bench, wanted_from=0)
     assert bench.tracker.take_step([], ["r1"]).alone == 7
-    assert bench.tracker.take_step([], ["r1", "somebody's"]).alone == 0
-    assert bench.tracker.take_step([], ["somebody's"]).alone == 0
+    assert bench.tracker.take_step([], ["r1", "another's"]).alone == 0
+    assert bench.tracker.take_step([], ["another's"]).alone == 0
     assert bench.tracker.take_step([]).alone == 0
 
 
-def test_it_is_nobodys_turn(bench):
+def test_it_is_no_sessions_turn(bench):
     request = measuring(bench, given=BLOCK)
     bench.tracker.take_step([("r1", BLOCK)])
     assert (bench.tracker.num_running, bench.tracker.num_waiting) == (0, 0)
@@ -76,7 +76,7 @@ def test_it_is_nobodys_turn(bench):
     assert not bench.tracker.has_work
 
 
-def test_a_ticket_that_nobody_gave_out_is_worth_nothing(bench):
+def test_an_invented_ticket_is_worth_nothing(bench):
     request = measuring(bench, "a guess", given=8 * BLOCK)
     bench.tracker.match(request, 0)
     assert bench.tracker.num_requests == 1

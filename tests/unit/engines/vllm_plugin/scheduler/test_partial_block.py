@@ -21,9 +21,9 @@ from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import (
 from tests.unit.engines.vllm_plugin.worker.test_transfer import CHAIN, IDS, Rank, ended_loads
 
 TURN = list(range(43))  # ten blocks and three tokens, of which the last has no KV yet
-BEHIND = (40, 41)
+PART = (40, 41)
 NEXT = [*TURN, 900, 901]
-FOREIGN = 7.0  # what somebody else left in a block
+FOREIGN = 7.0  # left in a block by another session
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def image(offset: int, length: int) -> Any:
 
 def test_ids_that_say_all_of_their_kv():
     request = Request(TURN)
-    assert ids_between(request, 40, 42) == BEHIND
+    assert ids_between(request, 40, 42) == PART
     request.prompt_embeds = object()
     assert ids_between(request, 40, 42) == ()
 
@@ -59,8 +59,8 @@ def test_ids_that_say_all_of_their_kv():
 )
 def test_an_image_is_more_than_the_ids_in_its_place(offset, length, kept):
     request = Request(TURN, mm_features=[image(offset, length)])
-    assert ids_between(request, 40, 42) == (BEHIND if kept else ())
-    assert num_common(BEHIND, request, 40, 42) == (2 if kept else 0)
+    assert ids_between(request, 40, 42) == (PART if kept else ())
+    assert num_common(PART, request, 40, 42) == (2 if kept else 0)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_an_image_is_more_than_the_ids_in_its_place(offset, length, kept):
     ],
 )
 def test_a_prompt_may_go_on_with_some_of_them(prompt, last, common):
-    assert num_common(BEHIND, Request(prompt), 40, last) == common
+    assert num_common(PART, Request(prompt), 40, last) == common
 
 
 # ---- beside the scheduler
@@ -92,9 +92,9 @@ def ended(bench: Bench, tokens: list[int] = TURN, **fields: Any) -> Save | None:
     return saves[0] if saves else None
 
 
-def test_a_turn_is_saved_with_what_is_behind_its_last_block(bench):
+def test_a_turn_is_saved_with_the_tokens_after_its_last_block(bench):
     save = ended(bench)
-    assert (save.part, len(save.hashes), save.block_ids[-1]) == (BEHIND, 10, 60)
+    assert (save.part, len(save.hashes), save.block_ids[-1]) == (PART, 10, 60)
     assert bench.pool.freed[0] == 60  # the tail is reused first
     assert bench.pool.blocks[60].ref_cnt == 0
 
@@ -116,7 +116,7 @@ def test_engines_that_gain_nothing_by_it_keep_none():
     request = Request(NEXT)
     bench.tracker.add(request)
     bench.tracker.match(request, 0)
-    bench.ranks.answer(10, part=BEHIND)
+    bench.ranks.answer(10, part=PART)
     assert bench.tracker.match(request, 0) == (40, True)
 
 
@@ -125,7 +125,7 @@ def test_it_is_offered_as_far_as_the_prompt_follows_it(bench, last, rows):
     request = Request([*TURN[:41], *last], name="r-tcm" + "0" * 24)
     bench.tracker.add(request)
     bench.tracker.match(request, 0)
-    bench.ranks.answer(10, part=BEHIND)
+    bench.ranks.answer(10, part=PART)
     assert bench.tracker.match(request, 0) == (40 + rows, True)
     ids = list(range(20, 31))
     bench.tracker.allocated(request, [ids], 40 + rows)
@@ -142,7 +142,7 @@ def test_one_token_is_left_to_compute_of_it_too(bench):
     request = Request(TURN[:42])
     bench.tracker.add(request)
     bench.tracker.match(request, 0)
-    bench.ranks.answer(10, part=BEHIND)
+    bench.ranks.answer(10, part=PART)
     assert bench.tracker.match(request, 0) == (41, True)
 
 
@@ -150,7 +150,7 @@ def test_one_that_cannot_be_restored_is_computed_and_not_asked_for_again(bench):
     request = Request(NEXT, name="r-tcm" + "0" * 24)
     bench.tracker.add(request)
     bench.tracker.match(request, 0)
-    bench.ranks.answer(10, part=BEHIND)
+    bench.ranks.answer(10, part=PART)
     bench.tracker.allocated(request, [list(range(20, 31))], bench.tracker.match(request, 0)[0])
     bench.tracker.take_step([])
     bench.tracker.absorb({30}, [request.request_id], {})
@@ -170,7 +170,7 @@ def test_a_hot_session_gets_it_too_and_stays_hot(bench):
     request = hot(bench)
     assert bench.tracker.match(request, 40) == (None, False)
     assert bench.ranks.sent[-1].first_block == 10
-    bench.ranks.answer(10, part=BEHIND)
+    bench.ranks.answer(10, part=PART)
     assert bench.tracker.match(request, 40) == (2, True)
     bench.tracker.allocated(request, [list(range(20, 31))], 2)
     (load,) = bench.tracker.take_step([]).loads
@@ -187,8 +187,8 @@ def test_a_hot_session_that_goes_on_otherwise_asks_for_nothing(bench, prompt):
     assert not any(isinstance(x, Stage) for x in bench.ranks.sent)
 
 
-def test_a_hot_session_does_not_wait_for_it_behind_others(bench):
-    """Each step of a model that runs for somebody takes longer than computing it."""
+def test_a_hot_session_does_not_wait_for_it_while_others_run(bench):
+    """Each step of a model that runs for another request takes longer than computing it."""
     request = hot(bench)
     other = Request(PROMPT, name="running")
     bench.tracker.add(other)
@@ -196,7 +196,7 @@ def test_a_hot_session_does_not_wait_for_it_behind_others(bench):
     assert bench.tracker.match(request, 40) == (0, False)
 
 
-def test_what_was_dropped_is_not_hot(bench):
+def test_a_dropped_session_is_not_hot(bench):
     request = hot(bench)
     bench.tracker.finished(request, [[]])
     bench.hot.ask_to_drop(("t", "s"))
@@ -234,7 +234,7 @@ def loaded(rank: Rank, load: Load) -> tuple[set[str], set[int]]:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_its_rows_come_back_and_none_of_anybody_elses(rank, rows):
+def test_its_rows_come_back_and_none_of_another_session(rank, rows):
     saved(rank)
     blob = rank.store.fetch(ref(), CHAIN, 25).spans[0][1]
     assert np.float32(FOREIGN).tobytes() not in bytes(blob.payload)

@@ -1,4 +1,4 @@
-"""Saves that were skipped because too much waited, and what becomes of them."""
+"""Saves that were skipped because too much waited, and their later attempts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_two_long_turns_are_both_saved_though_the_queue_takes_one(bench):
     assert not any(x.ref_cnt for x in bench.pool.blocks)
 
 
-def test_what_vllm_has_reused_meanwhile_is_not_saved(bench):
+def test_blocks_that_vllm_has_reused_meanwhile_are_not_saved(bench):
     first, second = turn(bench, "a", PROMPT), turn(bench, "b", OTHER)
     skipped(bench, second)
     del bench.pool.cached[second.hashes[6]]

@@ -1,4 +1,4 @@
-"""What is offered to vLLM's scheduler, and when."""
+"""Which tokens are offered to vLLM's scheduler, and when."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_while_nothing_runs_the_answer_may_be_waited_for(bench):
     assert bench.ranks.patience[3:] == [PATIENCE_S]
 
 
-def test_a_running_request_waits_for_nobody(bench):
+def test_a_running_request_waits_for_no_restore(bench):
     running, other = Request(PROMPT, name="r1"), Request(PROMPT, name="r2")
     bench.tracker.add(running)
     assert bench.tracker.take_step([("r1", 0)]).patience_s == 0
@@ -55,7 +55,7 @@ def test_one_token_is_always_left_to_compute(bench):
     assert len(bench.ranks.sent[0].hashes) == 9 * 32
 
 
-def test_what_is_local_is_not_asked_for(bench):
+def test_local_blocks_are_not_asked_for(bench):
     request = Request(PROMPT)
     bench.tracker.add(request)
     assert bench.tracker.match(request, 10 * BLOCK) == (0, False)

@@ -1,4 +1,4 @@
-"""Loads that work, that fail, and that nobody wants any more."""
+"""Loads that work, that fail, and that are no longer wanted."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_a_failed_load_is_not_offered_again(bench):
         assert bench.tracker.match(request, 0) == (0, False)
     assert sum(isinstance(x, Stage) for x in bench.ranks.sent) == 1
     request.num_computed_tokens = 42
-    told = bench.tracker.finished(request, [ids])
-    assert told == {"restored_tokens": 0, "tier": "ram", "reason": "corrupt"}
+    outcome = bench.tracker.finished(request, [ids])
+    assert outcome == {"restored_tokens": 0, "tier": "ram", "reason": "corrupt"}
 
 
-def test_the_failure_may_be_told_a_step_earlier(bench):
+def test_the_failure_may_be_reported_a_step_earlier(bench):
     request = Request(PROMPT)
     ids = restored(bench, request)
     bench.tracker.absorb({ids[3]}, [], {})
@@ -60,7 +60,7 @@ def test_other_requests_failures_are_none_of_ours(bench):
     assert "loads_failed" not in bench.counters.as_dict()
 
 
-def test_a_miss_is_counted_as_its_client_was_told(bench):
+def test_a_miss_is_counted_as_reported_to_its_client(bench):
     request = Request(PROMPT)
     bench.tracker.add(request)
     bench.tracker.match(request, 0)
@@ -68,7 +68,7 @@ def test_a_miss_is_counted_as_its_client_was_told(bench):
     assert bench.tracker.match(request, 0) == (0, False)
     assert (bench.tracker.num_running, bench.tracker.num_waiting) == (0, 1)
     bench.tracker.take_step([(request.request_id, 0)])
-    bench.tracker.take_step([(request.request_id, 0)])  # told twice: after a preemption
+    bench.tracker.take_step([(request.request_id, 0)])  # reported twice: after a preemption
     assert (bench.tracker.num_running, bench.tracker.num_waiting) == (1, 0)
     bench.tracker.finished(request, [[]])
     assert (bench.tracker.num_running, bench.tracker.num_waiting) == (0, 0)
@@ -90,7 +90,7 @@ def test_after_a_preemption_a_request_may_be_restored_again(bench):
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_an_abort_before_the_load_releases_what_is_staged(bench, answered):
+def test_an_abort_before_the_load_releases_the_staged_blobs(bench, answered):
     request = Request(PROMPT)
     bench.tracker.add(request)
     bench.tracker.match(request, 0)

@@ -115,7 +115,7 @@ def test_the_gateway_hears_of_a_session_that_was_evicted(bench: Bench) -> None:
     assert (heard.session.hot, heard.session.tier) == (False, None)
 
 
-def test_what_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> None:
+def test_a_session_that_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> None:
     save(bench.store, ref("back"), hashes(list(range(100))))
     bench.link.send(RankLost(ref("back")))
     bench.link.send(RankLost(ref("gone")))
@@ -123,7 +123,7 @@ def test_what_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> None:
     assert isinstance(heard, Notice) and heard.session.id == "gone"
 
 
-def test_the_gateway_hears_of_what_was_saved_and_not_of_what_was_skipped(bench: Bench) -> None:
+def test_the_gateway_hears_of_saved_sessions_and_not_of_skipped_ones(bench: Bench) -> None:
     for session in ("skipped", "kept"):
         save(bench.store, ref(session), hashes(list(range(100))))
     bench.link.send(RankSaved(1, ref("skipped"), False))
@@ -133,7 +133,7 @@ def test_the_gateway_hears_of_what_was_saved_and_not_of_what_was_skipped(bench: 
     assert (heard.cause, heard.session.id, heard.session.tier) == ("saved", "kept", "ram")
 
 
-def test_the_welcome_says_what_kv_takes_in_bf16_too(bench: Bench) -> None:
+def test_the_welcome_has_the_size_of_kv_in_bf16_too(bench: Bench) -> None:
     assert (bench.welcome.live_kv, bench.welcome.bf16_kv) == (KVSize(1000), KVSize(500))
 
 

@@ -42,7 +42,7 @@ def staged_for(bench: Bench) -> list[str]:
 def test_no_more_is_staged_than_there_is_room_for(bench):
     requests = waiting(bench, "a", "b", "c", "d")
     assert staged_for(bench) == ["a", "b"]
-    bench.ranks.answer(10)  # of b; nobody has read it yet, so it is in memory
+    bench.ranks.answer(10)  # of b; no load has read it yet, so it is in memory
     assert bench.tracker.match(requests[1], 0) == (40, True)
     ask_all(bench, requests[2:])
     bench.tracker.allocated(requests[1], [list(range(20, 31))], 40)
@@ -68,21 +68,21 @@ def test_a_miss_or_an_abort_makes_room(bench, answered):
 def test_a_session_larger_than_all_room_is_staged_alone(bench):
     small = Request(PROMPT, name="small", session="small")
     large = Request(list(range(200)), name="large", session="large")
-    behind = Request(PROMPT, name="behind", session="behind")
-    for request in (small, large, behind):
+    last = Request(PROMPT, name="last", session="last")
+    for request in (small, large, last):
         bench.tracker.add(request)
-    ask_all(bench, [small, large, behind])
+    ask_all(bench, [small, large, last])
     assert staged_for(bench) == ["small"]  # who came later does not overtake
     bench.tracker.finished(small, [[]])
-    ask_all(bench, [behind, large])
+    ask_all(bench, [last, large])
     assert staged_for(bench) == ["small", "large"]
-    ask_all(bench, [behind])
+    ask_all(bench, [last])
     bench.tracker.finished(large, [[]])
-    ask_all(bench, [behind])
-    assert staged_for(bench) == ["small", "large", "behind"]
+    ask_all(bench, [last])
+    assert staged_for(bench) == ["small", "large", "last"]
 
 
-def test_who_gives_up_waiting_keeps_nobody_back(bench):
+def test_a_request_that_gives_up_waiting_keeps_no_other_back(bench):
     requests = waiting(bench, "a", "b", "c", "d", "e")
     bench.tracker.finished(requests[2], [[]])
     assert bench.tracker.match(requests[3], 40) == (0, False)  # vLLM has it all by now

@@ -1,4 +1,4 @@
-"""The end of a turn: what is saved, and what stays in vLLM's blocks."""
+"""The end of a turn: which blocks are saved, and which stay in vLLM's pool."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_idle_time_and_business_of_sessions(bench):
     bench.now[0] = 110.0
     assert not bench.hot.is_busy(("t", "s"))
     assert bench.hot.idle_s(("t", "s")) == 3.0
-    assert bench.hot.idle_s(("t", "nobody")) is None
+    assert bench.hot.idle_s(("t", "other")) is None
 
 
-def test_what_requests_and_saves_hold_is_not_idle(bench):
-    """It is counted as used, and twice would be pressure that is none."""
+def test_blocks_that_requests_and_saves_hold_are_not_idle(bench):
+    """They are counted as used; counted twice, they would look like pressure."""
     request = Request(PROMPT, num_computed_tokens=len(PROMPT))
     bench.tracker.add(request)
     ids = bench.pool.fill(request.block_hashes)

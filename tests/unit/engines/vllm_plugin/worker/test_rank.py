@@ -191,7 +191,7 @@ def test_a_tier_that_hangs_keeps_no_rank_from_its_last_flush(rank: Rank) -> None
     assert rank.ram.entered.wait(10)
     rank.transfer.close()
     rank.link.close()
-    assert rank.staging.take(1) is None  # nobody has waited for it
+    assert rank.staging.take(1) is None  # no load has waited for it
     closing = threading.Thread(target=rank.store.close)
     closing.start()
     rank.disk.go_on.set()
@@ -213,7 +213,7 @@ def test_a_verb_that_waits_holds_up_no_end(rank: Rank) -> None:
     assert rank.transfer.queued_bytes  # the save that it waits for is still under way
 
 
-def test_what_was_saved_when_a_rank_ends_is_there_when_it_comes_back(tmp_path: Path) -> None:
+def test_a_session_saved_when_a_rank_ends_is_there_when_it_comes_back(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     rank.blocks.compute(CHAIN, IDS)
     rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda *_: None)
@@ -246,7 +246,7 @@ def test_a_question_is_answered_while_all_readers_are_busy(rank: Rank) -> None:
 # ---- a hub that comes anew
 
 
-def test_what_an_earlier_hub_had_staged_is_dropped(rank: Rank) -> None:
+def test_blobs_staged_for_an_earlier_hub_are_dropped(rank: Rank) -> None:
     save(rank.store, ref(), CHAIN)
     assert rank.staged(1, CHAIN).end_block == len(CHAIN)
     assert len(rank.staging) == 1
@@ -256,7 +256,7 @@ def test_what_an_earlier_hub_had_staged_is_dropped(rank: Rank) -> None:
     assert rank.staged(1, CHAIN).end_block == len(CHAIN)
 
 
-def test_what_an_earlier_hub_asked_for_is_no_answer_to_a_later_one(rank: Rank) -> None:
+def test_a_request_of_an_earlier_hub_does_not_answer_a_later_one(rank: Rank) -> None:
     """It counts its tickets from 1 again: these blobs would be another prompt's."""
     save(rank.store, ref(), CHAIN)
     rank.ram.go_on.clear()

@@ -24,7 +24,7 @@ BLOCK_BYTES = BLOCK * LAYOUT.bytes_per_token
 
 
 class Rank:
-    """A worker side with its store, and what it reported."""
+    """A worker side with its store, and its reports."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
 bounded = pytest.mark.parametrize("rank", [1], indirect=True, ids=["one save at a time"])
 
 
-def test_what_was_saved_comes_back_into_other_blocks(rank):
+def test_a_saved_session_comes_back_into_other_blocks(rank):
     rank.save(CHAIN)
     assert rank.transfer.take_acks() == {1: 1}
     assert rank.ended == [(1, True)]
@@ -119,7 +119,7 @@ def test_memory_is_decoded_into_again_and_again(rank):
             page[target] = 0
 
 
-def test_whoever_fills_blocks_decodes_what_the_codecs_threads_have_not_begun(rank):
+def test_the_thread_that_fills_blocks_decodes_blobs_that_no_codec_thread_has_begun(rank):
     """They are all busy here, with saves of others perhaps."""
     rank.save(CHAIN)
     rank.stage()
@@ -175,7 +175,7 @@ def test_loads_go_on_where_there_is_no_room_for_spare_runs():
     rank.store.close()
 
 
-def test_a_second_turn_encodes_only_what_is_new(rank):
+def test_a_second_turn_encodes_only_new_blocks(rank):
     rank.save(CHAIN[:24])
     rank.save(CHAIN, job=2)
     assert rank.store.counters.as_dict()["chunks_encoded"] == 7
@@ -228,7 +228,7 @@ def test_long_turns_of_stored_sessions_that_end_together_are_all_saved(rank):
 
 
 @bounded
-def test_what_is_stored_already_is_never_one_save_too_many(rank):
+def test_a_save_of_stored_blocks_is_never_one_too_many(rank):
     rank.save(CHAIN)
     gate = threading.Event()
     read = rank.blocks.read
@@ -243,7 +243,7 @@ def test_what_is_stored_already_is_never_one_save_too_many(rank):
     assert rank.store.counters.as_dict().get("saves_skipped", 0) == 0
 
 
-def test_what_was_evicted_is_charged_once_that_is_known(rank):
+def test_evicted_blocks_are_charged_once_the_eviction_is_known(rank):
     rank.save(CHAIN)
     for span in rank.store.keys.whole(CHAIN):
         rank.store.discard(span.key)
@@ -264,7 +264,7 @@ def test_what_was_evicted_is_charged_once_that_is_known(rank):
     assert rank.store.fetch(ref(), CHAIN, 0).end_block == 25
 
 
-def test_a_save_that_no_tier_takes_is_told_as_failed():
+def test_a_save_that_no_tier_takes_is_reported_as_failed():
     rank = Rank(tiers=[RamTier(10)])
     rank.save(CHAIN)
     assert rank.ended == [(1, False)]
@@ -336,7 +336,7 @@ def test_blobs_that_cannot_be_decoded_are_reported_and_never_offered_again(rank,
     assert [x.key for x in rank.store.missing(CHAIN)] == [x.key for x in bad]
 
 
-def test_a_load_of_what_is_not_staged_fails_as_a_whole(rank):
+def test_a_load_of_unstaged_blocks_fails_as_a_whole(rank):
     assert rank.load(0, [1, 2, 3]) == ({"r"}, {1, 2, 3})
 
 
@@ -351,7 +351,7 @@ def test_a_load_whose_copy_fails_is_still_reported(rank, caplog):
     assert rank.load(0, [1, 2, 3]) == ({"r"}, {1, 2, 3})
 
 
-def test_everything_is_told_once(rank):
+def test_every_outcome_is_reported_once(rank):
     rank.save(CHAIN)
     rank.stage()
     rank.load(0, [1])
@@ -360,7 +360,7 @@ def test_everything_is_told_once(rank):
     assert rank.transfer.take_acks() == {}
 
 
-def test_what_nobody_wants_any_more_is_not_kept():
+def test_blobs_that_are_no_longer_wanted_are_not_kept():
     staging = StagingArea()
     staging.expect(1)
     assert staging.is_wanted(1)

@@ -117,7 +117,7 @@ def save_while_another_waits(rank: Rank, one: Save, other: Save) -> None:
 
 
 def test_under_pressure_slower_tiers_get_copies(tmp_path):
-    """There is pressure while more than half of what may wait is other sessions'."""
+    """There is pressure while other sessions take more than half of the room for waiting saves."""
     rank = Rank(tmp_path, max_queued_bytes=48 * BLOCK * LAYOUT.bytes_per_token)
     short, long = hashes(list(range(500, 516))), hashes(list(range(600, 700)))
     for chain, ids in ((CHAIN, IDS), (long, ELSEWHERE), (short, [60, 61, 62, 63])):
@@ -158,7 +158,7 @@ def test_blocks_that_were_computed_since_are_packed(rank):
     rank.save(CHAIN, IDS, ref())  # the engine still has the blocks that it computed
     assert rank.codecs_in(0) == ["tq3.2"] * 6
     other = hashes(list(range(500, 600)))
-    rank.pages.compute(other, ELSEWHERE)  # the same blocks, somebody else's now
+    rank.pages.compute(other, ELSEWHERE)  # the same blocks, another session's now
     rank.save(other, ELSEWHERE, ref("other"))
     assert rank.codecs_in(0) == ["tq3.2"] * 12
 
@@ -218,9 +218,9 @@ def restore_with_part(rank: Rank, chain, ids, part_tokens: int) -> None:
     assert ended_loads(rank.transfer) == {"r"} and not rank.transfer.take_bad_blocks()
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_part_goes_on_as_it_was_packed(rank, told):
-    """``told``: the scheduler side says which part it was; without that its rows are kept."""
+@pytest.mark.parametrize("known", [True, False])
+def test_a_part_goes_on_as_it_was_packed(rank, known):
+    """``known``: the scheduler side says which part it was; without that its rows are kept."""
     part, ids = (501, 502, 503), [*IDS, 60]
     rank.pages.write([60], rows_behind(CHAIN, (*part, 0)), 0)
     save_with_part(rank, CHAIN, ids, part)
@@ -228,20 +228,20 @@ def test_a_part_goes_on_as_it_was_packed(rank, told):
     assert rank.codecs_in(0, PART) == ["tq3.2"] and rank.codecs_in(1, PART) == ["tq4.2"]
     before = rows_in(rank, 0, span)[:, :2]
     there = [*ELSEWHERE, 26]
-    restore_with_part(rank, CHAIN, there, 2)  # the prompt goes on otherwise behind two of them
+    restore_with_part(rank, CHAIN, there, 2)  # the prompt goes on otherwise after two of them
     longer = hashes([*TOKENS, 501, 502, 7, 8])
-    restored = RestoredPart(25, part, 2) if told else None
+    restored = RestoredPart(25, part, 2) if known else None
     save_with_part(rank, longer, there, (), restored)
     tail = rank.store.keys.whole(longer)[-1]
     assert rank.codecs_in(0, TAIL) == rank.codecs_in(1, TAIL) == ["segments.1"]
     after = rows_in(rank, 0, tail)[:, BLOCK : BLOCK + 2]
-    assert np.array_equal(after, before) if told else np.allclose(after, before, rtol=2**-8)
+    assert np.array_equal(after, before) if known else np.allclose(after, before, rtol=2**-8)
     rank.evict()
     save_with_part(rank, longer, there, ())
     assert rank.codecs_in(0, TAIL) == ["segments.1"]  # its rows are known as restored still
 
 
-def test_what_is_known_of_a_block_goes_with_its_hash():
+def test_the_record_of_a_block_goes_with_its_hash():
     blocks = RestoredBlocks()
     blocks.note([1, 2], [b"a", b"b"], lossy=True)
     assert blocks.num_lossy([2], [b"b"], b"", 4) == 4
@@ -269,7 +269,7 @@ def test_a_codec_adopted_meanwhile_is_used_and_the_old_one_read(rank):
     assert rank.restore(CHAIN, ELSEWHERE) == 25
 
 
-# ---- the device's kernels, and the host for what they were not checked with
+# ---- the device's kernels, and the host for codecs that they were not checked with
 
 
 class Device:
@@ -295,7 +295,7 @@ class Device:
         """Nothing is held."""
 
 
-def test_the_device_does_what_its_kernels_were_checked_for(tmp_path):
+def test_the_device_packs_with_the_codec_its_kernels_were_checked_for(tmp_path):
     store = open_store(ram_and_disk(tmp_path), codec="tq3")
     pages = NumpyBlocks()
     host = HostBlocks(pages, store, NoStream())
@@ -334,7 +334,7 @@ def test_the_device_does_what_its_kernels_were_checked_for(tmp_path):
 
 
 class Proof:
-    """Gives a device's half when it is told to."""
+    """Returns a device's half once the test lets it end."""
 
     def __init__(self, found: Device | None) -> None:
         self.found = found

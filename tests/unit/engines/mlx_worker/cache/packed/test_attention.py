@@ -1,4 +1,4 @@
-"""Attention that reads packed rows as they are says what it says of restored ones."""
+"""Attention over packed rows gives the result of attention over the restored ones."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_steps_pack_and_attend_as_steps_that_restore():
     assert spread(step(live, [5], whole), step(live, [5], caches)) < 0.05
 
 
-def test_what_is_replaced_is_put_back_and_only_there():
+def test_the_function_is_replaced_in_this_module_only_and_put_back():
     live = live_model()
     (module,) = modules_of(live.model)
     seam, plain = AttentionSeam(live.model), getattr(base, NAME)

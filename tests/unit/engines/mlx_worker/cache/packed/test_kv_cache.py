@@ -42,7 +42,7 @@ def live(request: pytest.FixtureRequest) -> PackedCacheModel:
 
 @dataclass
 class Session:
-    """A prompt on its way through a generator, with what it continues."""
+    """A prompt on its way through a generator, with the caches and tokens that it continues."""
 
     prompt: list[int]
     caches: list[Any] | None = None
@@ -98,7 +98,7 @@ def same_kv(one: Sequence[Any], other: Sequence[Any]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[300], [20, 300], [300, 20, 150], [150, 77, 300, 3]])
 @pytest.mark.parametrize("fed_alone", [True, False])
-def test_a_batch_says_and_holds_what_its_rows_do_alone(live, lengths, fed_alone):
+def test_a_batch_answers_and_holds_the_same_as_its_rows_alone(live, lengths, fed_alone):
     together, alone = sessions_of(lengths), sessions_of(lengths)
     run(live, together, fed_alone)
     for session in alone:
@@ -262,16 +262,16 @@ def test_padding_on_the_left_is_skipped(live):
 
 @settings(deadline=None, max_examples=25)
 @given(st.data())
-def test_whatever_happens_to_a_batch_each_row_reads_what_it_would_alone(data):
+def test_each_row_of_a_batch_reads_as_if_alone_after_any_steps(data):
     """Random steps, prompts padded on the right, trims, and rows that come and go."""
     rows = HostRowPacker(KIND)
     singles = [PackedKVCache((rows, rows), "float32") for _ in range(data.draw(st.integers(1, 3)))]
     batch = singles[0].merge(singles)
     for number in range(data.draw(st.integers(1, 8))):
-        what = data.draw(st.sampled_from(["step", "step", "padded", "trim", "filter", "extend"]))
-        if what in ("step", "padded"):
+        action = data.draw(st.sampled_from(["step", "step", "padded", "trim", "filter", "extend"]))
+        if action in ("step", "padded"):
             length = data.draw(st.sampled_from([1, 1, 40, 150]))
-            least = 1 if what == "padded" else length
+            least = 1 if action == "padded" else length
             lengths = [data.draw(st.integers(least, length)) for _ in singles]
             keys = mx.random.normal((len(singles), 2, length, 64), key=mx.random.key(number))
             padding = [length - x for x in lengths]
@@ -285,12 +285,12 @@ def test_whatever_happens_to_a_batch_each_row_reads_what_it_would_alone(data):
                     mine = found[i, :, left[i] : left[i] + cache.offset]
                     assert mx.array_equal(mine, expected[0])
             batch.finalize()
-        elif what == "trim":
+        elif action == "trim":
             surplus = data.draw(st.integers(0, min(cache.offset for cache in singles)))
             batch.trim(surplus)
             for cache in singles:
                 cache.trim(surplus)
-        elif what == "filter":
+        elif action == "filter":
             order = st.lists(st.sampled_from(range(len(singles))), min_size=1, unique=True)
             kept = data.draw(order)
             batch.filter(kept)

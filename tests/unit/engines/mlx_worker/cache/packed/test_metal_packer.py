@@ -30,7 +30,7 @@ pytestmark = pytest.mark.mlx
 
 KINDS = [RowKind(3, 64, "bfloat16"), RowKind(4, 128, "float16"), RowKind(3, 256, "bfloat16")]
 SHIM = Path(__file__).with_name("metal_shim.hpp")
-# Contraction is what Metal might do with a product and a sum; it must not change a byte.
+# Metal may contract a product and a sum into one operation; that must not change a byte.
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=fast", "-pthread")
 
 

@@ -37,7 +37,7 @@ def test_all_ranks_stage_and_the_answer_is_theirs(engine):
     engine.save()
     staged = engine.stage()
     assert (staged.end_block, staged.tier, staged.reason) == (25, "ram", None)
-    assert engine.hub.staged(1) is None  # told once
+    assert engine.hub.staged(1) is None  # returned once
     assert [len(x.take(1).spans) for x in engine.staging] == [7, 7]
 
 
@@ -70,7 +70,7 @@ def test_the_slowest_tier_counts(engine):
     assert engine.stage().tier == "disk"
 
 
-def test_what_is_released_is_dropped_everywhere(engine):
+def test_a_released_ticket_is_dropped_everywhere(engine):
     engine.save()
     engine.stage()
     engine.hub.send(Release(1))

@@ -1,4 +1,4 @@
-"""What the gateway asks of an engine of two ranks."""
+"""The gateway's requests to an engine of two ranks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_session_is_pinned_only_where_every_rank_has_it_pinned(engine):
     assert [x.record(ref()).pinned for x in engine.stores] == [True, True]
 
 
-def test_forget_tells_what_it_was(engine):
+def test_forget_reports_the_session_that_it_removes(engine):
     engine.save()
     assert engine.done(Forget(ref())).report.tokens == 100
     assert engine.done(Forget(ref())).report is None
@@ -148,7 +148,7 @@ def test_forget_waits_until_the_blocks_are_handed_over(engine):
     assert engine.waited == ["s", "s"]
 
 
-def test_what_cannot_be_forgotten_now_is_said(engine):
+def test_a_session_that_cannot_be_forgotten_now_is_refused(engine):
     engine.save()
     engine.endless = "s"
     refused = engine.ask(Forget(ref()))
@@ -174,12 +174,12 @@ def test_a_list_of_any_length_reaches_the_gateway(engine):
     assert engine.hub.ready
 
 
-def test_a_session_that_a_rank_lost_is_told_of(engine):
+def test_a_session_that_a_rank_lost_is_reported(engine):
     engine.links[0].send(RankLost(ref()))
     wait(lambda: engine.saved == [RankLost(ref())])
 
 
-def test_nobody_is_unknown(engine):
+def test_verbs_for_an_unknown_session_do_nothing(engine):
     for verb in (Demote(ref("x")), Prefetch(ref("x")), Pin(ref("x")), Forget(ref("x"))):
         assert engine.done(verb) == Done(None)
 
