@@ -215,7 +215,7 @@ class Metrics:
     def row_changed(self, ref: SessionRef) -> None:
         pass
 
-    def engine_told(self, report: EngineReport) -> None:
+    def engine_reported(self, report: EngineReport) -> None:
         pass
 
     def turn_waited(self, seconds: float) -> None:

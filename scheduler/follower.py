@@ -103,12 +103,12 @@ class Follower:
             await self._to_ask.wait()
             self._to_ask.clear()
             try:
-                await self._ask_until_told()
+                await self._ask_until_answered()
             except BaseException:
                 self._to_ask.set()  # the next run must ask
                 raise
 
-    async def _ask_until_told(self) -> None:
+    async def _ask_until_answered(self) -> None:
         """Ask, with pauses, until the engine has answered or is gone."""
         pause_s = self._ask_again_first_s
         while self._engine.welcome is not None:

@@ -27,7 +27,7 @@ class Observer(Protocol):
     def row_changed(self, ref: SessionRef) -> None:
         """A row of the table is new, gone or changed; also called when nothing differs."""
 
-    def engine_told(self, report: EngineReport) -> None:
+    def engine_reported(self, report: EngineReport) -> None:
         """The engine reported its figures, as it does at every look of the sweeps."""
 
     def turn_waited(self, seconds: float) -> None:
@@ -49,7 +49,7 @@ class NullObserver:
     def row_changed(self, ref: SessionRef) -> None:
         pass
 
-    def engine_told(self, report: EngineReport) -> None:
+    def engine_reported(self, report: EngineReport) -> None:
         pass
 
     def turn_waited(self, seconds: float) -> None:
@@ -79,9 +79,9 @@ class Observers:
         for each in self._all:
             each.row_changed(ref)
 
-    def engine_told(self, report: EngineReport) -> None:
+    def engine_reported(self, report: EngineReport) -> None:
         for each in self._all:
-            each.engine_told(report)
+            each.engine_reported(report)
 
     def turn_waited(self, seconds: float) -> None:
         for each in self._all:

@@ -88,7 +88,7 @@ class Sweeps:
         self._relieve_machine(jobs)
         with suppress(EngineError):  # it is restarting; when it is back it reports its sessions
             report = await self._engine.stats()
-            self._observer.engine_told(report)
+            self._observer.engine_reported(report)
             self._relieve_engine(jobs, report)
             self._let_sleep(jobs)
 

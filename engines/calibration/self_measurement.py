@@ -42,7 +42,7 @@ from kvstore.errors import Corrupt, Mismatch, UnknownCodec
 logger = logging.getLogger(__name__)
 
 CLOSE_S: Final = 2.0
-TELL_EVERY_S: Final = 60.0  # in the log; ``progress`` always says the latest
+LOG_EVERY_S: Final = 60.0  # in the log; ``progress`` always says the latest
 LOOK_EVERY_S: Final = 2.0
 
 
@@ -116,7 +116,7 @@ class SelfMeasurement:
         self._partners = partners
         self._progress = ""
         self._ended: MeasurementEnd | None = None
-        self._told_s = float("-inf")
+        self._logged_s = float("-inf")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thermocline-measure", daemon=True)
         self._thread.start()
@@ -130,7 +130,7 @@ class SelfMeasurement:
         """True once the model is measured, though more may still be learned."""
         return self._has_verdict
 
-    def told_in(self, report: CodecReport) -> CodecReport:
+    def with_progress(self, report: CodecReport) -> CodecReport:
         """The report with this measurement's progress, and with its end."""
         return msgspec.structs.replace(report, progress=self._progress, ended=self._ended)
 
@@ -266,8 +266,8 @@ class SelfMeasurement:
         self._check()
         self._progress = f"{'learning on' if self._has_verdict else 'measuring'}: {progress}"
         return_freed_memory()  # the arrays of the step before are as large as a prompt's KV
-        if time.monotonic() - self._told_s >= TELL_EVERY_S:
-            self._told_s = time.monotonic()
+        if time.monotonic() - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = time.monotonic()
             logger.info("%s", self._progress)
 
     def _check(self) -> None:

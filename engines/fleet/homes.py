@@ -139,7 +139,7 @@ class SharedHomes:
 
 
 class FleetHomes(NamedTuple):
-    """The homes of the sessions of each fleet, and the moves that other gateways are told."""
+    """The homes of the sessions of each fleet, and the moves to report to other gateways."""
 
     fleets: list[SharedHomes]
     said: SaidMoves

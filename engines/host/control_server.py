@@ -148,7 +148,7 @@ class ControlServer:
         try:
             # An answer that is too long for a frame is this verb's failure, not the connection's.
             answer = await self._answer(request.verb, writer)
-            self._tell_others(request.verb, answer, writer)
+            self._notify_others(request.verb, answer, writer)
             body = frame(ControlReply(request.number, answer))
         except PinLimit as error:
             body = frame(ControlReply(request.number, Refused(str(error), "pin_limit")))
@@ -157,7 +157,7 @@ class ControlServer:
             body = frame(ControlReply(request.number, Refused(_words(error))))
         send_bounded(writer, body)
 
-    def _tell_others(self, verb: Verb, answer: VerbAnswer, writer: asyncio.StreamWriter) -> None:
+    def _notify_others(self, verb: Verb, answer: VerbAnswer, writer: asyncio.StreamWriter) -> None:
         """Send what a verb has changed to the other gateways that use this engine."""
         if not isinstance(answer, Done) or len(self._greeted) < 2:
             return

@@ -63,7 +63,7 @@ def in_turns(line: Sequence[T], length: Callable[[T], int], num_begun: int) -> l
     return [line[i] for i in order]
 
 
-def behind_who_ran(back: Sequence[T], fresh: Sequence[T], num_back: int) -> list[T]:
+def after_those_who_ran(back: Sequence[T], fresh: Sequence[T], num_back: int) -> list[T]:
     """Return a tenant's whole line: those that ran already first, all but one in four.
 
     Args:

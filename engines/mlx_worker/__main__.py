@@ -142,7 +142,7 @@ async def _serve_until(
     stop: asyncio.Event, owner: Owner, config: WorkerConfig, folder: Path
 ) -> None:
     measuring = Measuring(owner, config)
-    reports = SessionReports(owner, measuring=lambda report: measuring.told_in(report))
+    reports = SessionReports(owner, measuring=lambda report: measuring.with_progress(report))
     verbs = MlxVerbs(owner, reports, measuring.begin_again)
     rules = _template_rules(owner)
     welcome = partial(_welcome, owner, reports, config, rules, measuring.possible)

@@ -85,7 +85,7 @@ class SharedLimits:
         self._clock = clock
         self._gateway = secrets.token_hex(8)
         self.is_shared = False
-        self._is_told = False
+        self._is_reported = False
         self._said_at = float("-inf")
         self._stocks: dict[str, Stock] = {}
         self._claimed: dict[str, _Claimed] = {}
@@ -219,9 +219,9 @@ class SharedLimits:
         return f"{self._name_of(tenant)}:sessions"
 
     def _change(self, is_shared: bool, why: str = "") -> None:
-        if is_shared == self.is_shared and self._is_told:
+        if is_shared == self.is_shared and self._is_reported:
             return
-        self.is_shared, self._is_told = is_shared, True
+        self.is_shared, self._is_reported = is_shared, True
         if not is_shared:
             for stock in self._stocks.values():
                 stock.reset()

@@ -96,7 +96,7 @@ class Live:
         self._tallies: defaultdict[str | None, Tally] = defaultdict(partial(Tally, wall))
         self.report: EngineReport | None = None  # the latest
         self._verdicts = Verdicts(wall)
-        self._told_at = float("-inf")
+        self._reported_at = float("-inf")
         self._scopes: dict[str | None, Scope] = {}
         self._unread_since: dict[str | None, float] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -194,10 +194,10 @@ class Live:
             if scope.sees(ref.tenant):
                 scope.mark((ref.tenant, ref.id))
 
-    def engine_told(self, report: EngineReport) -> None:
+    def engine_reported(self, report: EngineReport) -> None:
         self.report = report
         self._verdicts.hear(self._engine.codec)
-        self._told_at = self._clock()
+        self._reported_at = self._clock()
         reported = {(x.tenant, x.session): x for x in report.requests}
         for request in self._requests:
             key = (request.ref.tenant, request.ref.id)
@@ -265,10 +265,10 @@ class Live:
         """Ask the engine for its figures where the sweeps do not: it serves without sleep."""
         if not self._engine.ready:
             self.report = None
-        elif self._clock() - self._told_at > STALE_S:
+        elif self._clock() - self._reported_at > STALE_S:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY_S / 2):
-                    self.engine_told(await self._engine.stats())
+                    self.engine_reported(await self._engine.stats())
 
     def look(self) -> None:
         """Look once for changes, for every scope that has readers; drop those without."""

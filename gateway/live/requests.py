@@ -73,7 +73,7 @@ class LiveRequest:
         self.error = ""
         self.shares: LiveRequest | None = None  # the request whose answer this one gets
         self.progress: RequestProgress | None = None  # the engine's latest report
-        self.told_prompt_tokens: int | None = None  # by the head of the engine's answer
+        self.reported_prompt_tokens: int | None = None  # by the head of the engine's answer
         self.num_events = 0  # of a stream, each about a token
         self._clock = clock
         self._began = clock()
@@ -170,7 +170,7 @@ class LiveRequest:
     def prompt_tokens(self) -> int | None:
         if self.usage is not None:
             return self.usage.prompt_tokens
-        return self.progress.prompt_tokens if self.progress else self.told_prompt_tokens
+        return self.progress.prompt_tokens if self.progress else self.reported_prompt_tokens
 
     @property
     def prefilled_tokens(self) -> int | None:
@@ -184,7 +184,7 @@ class LiveRequest:
 
         Of a prefill that was broken off only what was computed counts.
         """
-        prompt = self.told_prompt_tokens or self.prompt_tokens or 0
+        prompt = self.reported_prompt_tokens or self.prompt_tokens or 0
         if self.phase_now != "decode":
             prompt = self.prefilled_tokens or min(prompt, self.reused_tokens)
         cached = PromptDetails(cached_tokens=min(prompt, self.reused_tokens))

@@ -72,7 +72,7 @@ class SharedTurn(Generic[First]):
         """Take the engine's answer for all, inside the context; yields it for the first client."""
         self.status, self.headers = upstream.status, upstream.headers
         self._source = upstream.chunks()
-        self._tell_all()
+        self._notify_all()
         self._run_ahead()
         try:
             yield FirstReader(self)
@@ -98,7 +98,7 @@ class SharedTurn(Generic[First]):
             self.end(failure)
         finally:
             self._taking = False
-            self._tell_all()
+            self._notify_all()
 
     def _run_ahead(self) -> None:
         """Have a task take from the engine while twins read, if the first client lets it wait."""
@@ -113,7 +113,7 @@ class SharedTurn(Generic[First]):
         """Note that no more comes; ``failure``: and that it is not whole."""
         if not self.over:
             self.over, self.failure = True, failure
-            self._tell_all()
+            self._notify_all()
 
     async def news(self) -> None:
         """Wait for anything of the above."""
@@ -136,9 +136,9 @@ class SharedTurn(Generic[First]):
             yield Twin(self)
         finally:
             self.num_twins -= 1
-            self._tell_all()
+            self._notify_all()
 
-    def _tell_all(self) -> None:
+    def _notify_all(self) -> None:
         news, self._news = self._news, None
         if news is not None:
             news.set()

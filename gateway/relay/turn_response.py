@@ -236,7 +236,7 @@ class TurnResponse(Response):
         prompt_tokens = upstream.headers.get(PROMPT_HEADER, "")
         if not prompt_tokens.isdecimal():
             return
-        self._live.told_prompt_tokens = int(prompt_tokens)
+        self._live.reported_prompt_tokens = int(prompt_tokens)
         if isinstance(self._answer, HearsOfPrompt):
             self._answer.prompt_taken(int(prompt_tokens), self._cache.cached_tokens)
 
@@ -294,7 +294,7 @@ class TurnResponse(Response):
         ending = events.ending(failure)
         if (lost := await self._kept()) and lost.body is not None:
             ending = lost.body
-        return _to_nobody if self._left else partial(send_end, body=ending)
+        return _to_no_client if self._left else partial(send_end, body=ending)
 
     def _heard(self, chunk: bytes) -> None:
         if self._live.took(chunk):  # the first tokens
@@ -356,7 +356,7 @@ async def _nowhere(message: Message) -> None:
     """Take the place of a client's ``send``."""
 
 
-async def _to_nobody(send: Send) -> None:
+async def _to_no_client(send: Send) -> None:
     """End an answer whose client is gone."""
     raise ClientGone
 

@@ -37,7 +37,7 @@ LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the s
 HOUSEKEEPING_EVERY: Final = 5  # looks
 
 
-def _nobody_waits(record_key: bytes) -> bool:
+def _none_waits(record_key: bytes) -> bool:
     return False
 
 
@@ -63,7 +63,7 @@ class Ledger(Generic[R]):
         tiers: Sequence[Tier],
         *,
         claims: Claims | None = None,
-        is_awaited: Callable[[bytes], bool] = _nobody_waits,
+        is_awaited: Callable[[bytes], bool] = _none_waits,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:

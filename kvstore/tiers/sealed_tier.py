@@ -28,7 +28,7 @@ class SealedTier:
     def __init__(self, inner: Tier, seal: Seal) -> None:
         self._inner = inner
         self._seal = seal
-        self._behind = seal.key_name
+        self._ending = seal.key_name
         self._counting = threading.Lock()
         self._num_refused = 0
 
@@ -45,7 +45,7 @@ class SealedTier:
 
     @property
     def overhead_bytes(self) -> int:
-        return self._inner.overhead_bytes + SEAL_BYTES + len(self._behind)
+        return self._inner.overhead_bytes + SEAL_BYTES + len(self._ending)
 
     # Reading
 
@@ -58,8 +58,8 @@ class SealedTier:
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         for name, blob in self._inner.scan(prefix):
-            if name.endswith(self._behind):
-                key = name[: -len(self._behind)]
+            if name.endswith(self._ending):
+                key = name[: -len(self._ending)]
                 yield key, self._opened(key, blob)
 
     def _opened(self, key: bytes, blob: Blob) -> Blob:
@@ -79,7 +79,7 @@ class SealedTier:
         names = self._inner.written(prefix)
         if names is None:
             return None
-        return [x[: -len(self._behind)] for x in names if x.endswith(self._behind)]
+        return [x[: -len(self._ending)] for x in names if x.endswith(self._ending)]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         return self._inner.contains_many(self._names(keys))
@@ -92,12 +92,12 @@ class SealedTier:
 
     def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
         return self._inner.put_many(
-            [(key + self._behind, self._seal.close(key, blob)) for key, blob in items], owner
+            [(key + self._ending, self._seal.close(key, blob)) for key, blob in items], owner
         )
 
     def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
-        before = instead_of + self._behind if instead_of else b""
-        return self._inner.replace(key + self._behind, self._seal.close(key, blob), owner, before)
+        before = instead_of + self._ending if instead_of else b""
+        return self._inner.replace(key + self._ending, self._seal.close(key, blob), owner, before)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         return self._inner.delete_many(self._names(keys))
@@ -120,7 +120,7 @@ class SealedTier:
         self._inner.unpin(self._names(keys))
 
     def _names(self, keys: Iterable[bytes]) -> list[bytes]:
-        return [key + self._behind for key in keys]
+        return [key + self._ending for key in keys]
 
     # Life
 

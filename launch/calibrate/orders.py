@@ -22,7 +22,7 @@ from launch.settings.effective_settings import EffectiveSettings
 
 USUAL_CONTEXTS = "2048,6144"
 USUAL_WINDOW: Final = 1024  # tokens of a text to learn from
-BEHIND_CONTEXT: Final = 512  # tokens after the context: the scored ones, a needle's question
+AFTER_CONTEXT: Final = 512  # tokens after the context: the scored ones, a needle's question
 MOST_CONTEXT: Final = 1 << 20  # tokens that an order may ask for
 SNIFFED_BYTES: Final = 1 << 16  # of a file, to see whether it is text
 # Names that stand for several presets.
@@ -102,9 +102,7 @@ def presets_of(names: str | None) -> tuple[str, ...]:
 
 def _window_tokens(longest: int | None) -> int:
     """Return the tokens of each text to learn from: fewer than usual for a short model."""
-    return (
-        USUAL_WINDOW if longest is None else max(128, min(USUAL_WINDOW, longest - BEHIND_CONTEXT))
-    )
+    return USUAL_WINDOW if longest is None else max(128, min(USUAL_WINDOW, longest - AFTER_CONTEXT))
 
 
 def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:
@@ -118,16 +116,16 @@ def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:
         raise UsageError(f"--contexts {text}: {MOST_CONTEXT} tokens are the most")
     if min(contexts) < 128:
         raise UsageError(f"--contexts {text}: fewer than 128 tokens are never packed")
-    most = max(contexts) if longest is None else longest - BEHIND_CONTEXT
+    most = max(contexts) if longest is None else longest - AFTER_CONTEXT
     if most < 128:
         raise UsageError(
-            f"this model takes {longest} tokens; to measure it takes {128 + BEHIND_CONTEXT}"
+            f"this model takes {longest} tokens; to measure it takes {128 + AFTER_CONTEXT}"
         )
     if wished is None:
         return tuple(x for x in contexts if x <= most) or (most // 128 * 128,)
     if max(contexts) > most:
         raise UsageError(
-            f"--contexts {text}: this model takes {longest} tokens, of which {BEHIND_CONTEXT} are"
+            f"--contexts {text}: this model takes {longest} tokens, of which {AFTER_CONTEXT} are"
             f" needed after the context; ask for {most} at most"
         )
     return contexts

@@ -53,10 +53,10 @@ def _untimed(rows: Mapping[str, Quality], by_bits: Sequence[str]) -> Preferred:
 
     One that is denser and closer than three bits goes before them.
     """
-    untold = "its restore was not timed, so all tiers have it; to choose for each, run:"
+    untimed = "its restore was not timed, so all tiers have it; to choose for each, run:"
     if UNTIMED in by_bits and not any(_beats(rows[x], rows[UNTIMED]) for x in by_bits):
-        return Preferred(UNTIMED, f"{untold} thermocline calibrate")
-    return Preferred(by_bits[0], f"the densest of these; {untold} thermocline calibrate")
+        return Preferred(UNTIMED, f"{untimed} thermocline calibrate")
+    return Preferred(by_bits[0], f"the densest of these; {untimed} thermocline calibrate")
 
 
 def _passed_over(rows: Mapping[str, Quality], by_bits: Sequence[str], name: str) -> str:

@@ -33,9 +33,9 @@ class Measuring:
         self._running: SelfMeasurement | None = None
         self._sharing: Sharing = NO_SHARING
 
-    def told_in(self, report: CodecReport) -> CodecReport:
+    def with_progress(self, report: CodecReport) -> CodecReport:
         """The report with the measurement's progress, and with its end. Any thread."""
-        return self._running.told_in(report) if self._running is not None else report
+        return self._running.with_progress(report) if self._running is not None else report
 
     @property
     def is_running(self) -> bool:

@@ -168,7 +168,7 @@ class Inventory:
         """True if there are changes to report."""
         return bool(self._to_store or any(self._to_remove.values()))
 
-    def is_told(self, name: SessionName) -> bool:
+    def is_reported(self, name: SessionName) -> bool:
         """Say whether all stored blocks of the session have been reported."""
         return name not in self._to_store
 
@@ -195,7 +195,7 @@ class Inventory:
                 changes += [x for medium in MEDIA for x in self._removed(medium, most)]
         return changes
 
-    def tell_again(self) -> None:
+    def report_again(self) -> None:
         """Report all blocks again: readers have dropped all that they knew of this engine."""
         with self._lock:
             for medium in MEDIA:

@@ -51,7 +51,7 @@ class KVEvents:
         vLLM reports that when it sleeps or gets other weights, and readers apply it to all media.
         """
         if any(isinstance(x, AllBlocksCleared) for x in pool.kv_event_queue):
-            self._inventory.tell_again()
+            self._inventory.report_again()
 
     def take(self) -> list[KVCacheEvent]:
         """The next events; [] if there is no news."""

@@ -34,7 +34,7 @@ class ForwardHub(Protocol):
     def ask_front(self, order: RunForward) -> None:
         """Order one of the HTTP servers to submit a request to vLLM."""
 
-    def tell_ranks(self, news: ForwardDone | JointFindings) -> None:
+    def send_to_ranks(self, news: ForwardDone | JointFindings) -> None:
         """Send news of the measurement to every rank."""
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -81,9 +81,9 @@ class Forwards:
         self._findings[findings.rank] = findings
         found = [self._findings[x] for x in sorted(self._findings)]
         if error := next((x.error for x in found if x.error), ""):
-            self._hub.tell_ranks(JointFindings((), error))
+            self._hub.send_to_ranks(JointFindings((), error))
         elif len(found) == self._num_ranks:
-            self._hub.tell_ranks(JointFindings(worst_of([x.rows for x in found])))
+            self._hub.send_to_ranks(JointFindings(worst_of([x.rows for x in found])))
 
     async def _carry_out(self, order: Forward) -> None:
         while not (self._is_idle() and self._hub.num_fronts):
@@ -99,4 +99,4 @@ class Forwards:
             error = f"no answer came within {MOST_S:.0f} s"
         finally:
             del self._open[ticket], self._done[order.number]
-        self._hub.tell_ranks(ForwardDone(order.number, error))
+        self._hub.send_to_ranks(ForwardDone(order.number, error))

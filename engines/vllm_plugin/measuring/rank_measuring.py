@@ -125,9 +125,9 @@ class RankMeasuring:
         """Pass the hub's news on to the thread that waits for it. On the link's thread."""
         self._client.hear(news)
 
-    def told_in(self, report: CodecReport) -> CodecReport:
+    def with_progress(self, report: CodecReport) -> CodecReport:
         """Return the report with the progress and the end of the measurement filled in."""
-        return self._measurement.told_in(report) if self._measurement is not None else report
+        return self._measurement.with_progress(report) if self._measurement is not None else report
 
     def read(self, step: StepWork) -> list[int]:
         """Read the wanted blocks of the step; return the jobs that are done."""

@@ -167,12 +167,12 @@ class ServingInstrument:
             rows: KVRun = self._found(tokens, first).rows
         else:
             for _ in range(MOST_TRIES):
-                rows = self._found_behind(slice_tokens(run, 0, first - skipped), tokens, first)
+                rows = self._found_after(slice_tokens(run, 0, first - skipped), tokens, first)
                 if self._exchange.was_alone:
                     break
         return slice_tokens(rows, skipped, skipped + len(tokens) - first)
 
-    def _found_behind(self, given: KVRun, tokens: Sequence[int], first: int) -> KVRun:
+    def _found_after(self, given: KVRun, tokens: Sequence[int], first: int) -> KVRun:
         """The KV of ``tokens`` from the block of token ``first`` on, after given whole blocks."""
         number, num_given = self._client.next_number(), given[0][0].shape[1]
         self._exchange.open(number, _as_copied(given) if num_given else ())

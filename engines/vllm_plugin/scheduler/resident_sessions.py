@@ -189,7 +189,7 @@ class ResidentSessions:
             entry = self._sessions.get(name_of(session))
             return [] if entry is None or entry.dropping else list(entry.hashes)
 
-    def part_behind(
+    def part_after(
         self, session: SessionRef, num_blocks: int, block_hash: bytes
     ) -> tuple[int, ...]:
         """The ids of the session's tokens after this block, if it is its last full one; else ().

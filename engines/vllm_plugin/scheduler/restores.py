@@ -91,7 +91,7 @@ class Restores:
         if not self._blocks.keeps_parts or tracked.session is None or not first:
             return False
         last_hash = bytes(tracked.request.block_hashes[first - 1])
-        part = self._resident.part_behind(tracked.session, first, last_hash)
+        part = self._resident.part_after(tracked.session, first, last_hash)
         return self._blocks.num_matching(tracked.request, first, part) > 0
 
     def _stage(

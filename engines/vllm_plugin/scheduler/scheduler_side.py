@@ -98,7 +98,7 @@ class SchedulerSide:
             counters=counters,
             num_requests=lambda: (self.tracker.num_running, self.tracker.num_waiting),
             requests=lambda: self.tracker.progress(),
-            is_told=self._is_told,
+            is_reported=self._is_reported,
         )
         self._welcome = Welcome(
             engine="vllm",
@@ -116,7 +116,7 @@ class SchedulerSide:
         control = self._control.serve(settings.control_address)
         if settings.wait_for_front:
             self._hub.start()
-            self._hub.start_behind_front(control)
+            self._hub.start_after_front(control)
         else:
             self._hub.start(control)
         self._hub.spawn(EvictionWatch(self._resident, self._verbs.look, self._control.publish).run)
@@ -140,11 +140,11 @@ class SchedulerSide:
             return False
         return self.inventory.has_news or self._resident.has_drops
 
-    def _is_told(self, name: SessionName) -> bool:
+    def _is_reported(self, name: SessionName) -> bool:
         """True if the session was reported, or no HTTP server can wake the engine to report it."""
         if self.inventory is None or not self._hub.num_fronts:
             return True
-        return self.inventory.is_told(name)
+        return self.inventory.is_reported(name)
 
     async def _wake_idle_engine(self) -> None:
         """Wake the engine to publish events; an idle engine would keep them until a request."""
@@ -191,7 +191,7 @@ class SchedulerSide:
         """Process messages of peers that are no answers. On the hub's event loop."""
         match news:
             case RankLost():
-                self._hub.spawn(partial(self._tell_lost, news))
+                self._hub.spawn(partial(self._report_lost, news))
             case RankPacked():
                 self._hub.spawn(partial(self._notify, "packed", news.session))
             case RankSaved() if self._saves.completes(news):
@@ -210,7 +210,7 @@ class SchedulerSide:
         if report is not None:
             self._control.publish(Notice(cause, report))
 
-    async def _tell_lost(self, news: RankLost) -> None:
+    async def _report_lost(self, news: RankLost) -> None:
         """Report to the gateway that a session is lost, if that is still true, or its new tier.
 
         The loss of one rank's share loses the session; a turn may have saved it again meanwhile.

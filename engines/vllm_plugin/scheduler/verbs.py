@@ -47,7 +47,7 @@ SETTLE_S: Final = 5.0  # for a save that should end before the verb is carried o
 HAND_OVER_S: Final = 20.0  # for one that must; vLLM passes it to the workers in its next step
 # For the report to readers of KV events that the session is stored, which should precede the report
 # that its blocks are removed.
-TOLD_S: Final = 1.0
+REPORTED_S: Final = 1.0
 POLL_S: Final = 0.01
 _ORDER: Final[list[TierName | None]] = [*TIER_NAMES, None]
 _ONE_FOR_ALL_RANKS: Final = frozenset({"saves", "saves_skipped", "saves_failed"})
@@ -69,13 +69,13 @@ class VllmVerbs:
         num_requests: Callable[[], tuple[int, int]],
         requests: Callable[[], list[RequestProgress]] = list,
         clock: Callable[[], float] = time.time,
-        is_told: Callable[[SessionName], bool] = lambda name: True,
+        is_reported: Callable[[SessionName], bool] = lambda name: True,
     ) -> None:
         """
         Args:
             num_requests: the numbers of running and of waiting requests.
             requests: the progress of the running requests.
-            is_told: says whether the session's tiers were reported to the readers of KV events;
+            is_reported: says whether the session's tiers were reported to the readers of KV events;
                 True if there are no readers.
         """
         self._hub = hub
@@ -85,7 +85,7 @@ class VllmVerbs:
         self._num_requests = num_requests
         self._requests = requests
         self._clock = clock
-        self._is_told = is_told
+        self._is_reported = is_reported
 
     async def adopt(self) -> CodecReport:
         """Make every rank adopt the codec that the profile of its share of the model allows."""
@@ -112,7 +112,7 @@ class VllmVerbs:
         kept = self._why_kept(name, found)
         if kept or found is None:
             return Done(self._report(name, found), kept)
-        await self._until(lambda: self._is_told(name), TOLD_S)
+        await self._until(lambda: self._is_reported(name), REPORTED_S)
         self._resident.ask_to_drop(name)
         if tier is not None and tier != found.tier:
             found = await self._find(Demote(session, tier), MOVE_S, name)

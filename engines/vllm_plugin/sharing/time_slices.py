@@ -13,7 +13,7 @@ from engines.about_vllm.fields import PARAMS_FIELD
 from engines.host.fair_shares import PROMPT_TOKEN, QUANTUM, FairShares
 from engines.host.line_order import (
     LONG_ANSWER,
-    behind_who_ran,
+    after_those_who_ran,
     in_fair_order,
     in_turns,
     length_class,
@@ -103,7 +103,7 @@ class TimeSlices:
             ran.sort(key=lambda x: self._made_way.get(x.request_id, NEVER))
         fresh.sort(key=lambda x: self._came.get(x.request_id, NEVER))
         in_order = in_turns(fresh, _length, self._num_begun[tenant])
-        return behind_who_ran(ran, in_order, self._num_back[tenant])
+        return after_those_who_ran(ran, in_order, self._num_back[tenant])
 
     def turn_within(self, order: Iterable[Any], running: Sequence[Any]) -> tuple[Any, Any] | None:
         """Find two requests of one tenant that change places, for any tenant in the queue.

@@ -116,7 +116,7 @@ class StagingArea:
 class Measurement(Protocol):
     """The rank's part in measuring the model (``RankMeasuring``)."""
 
-    def told_in(self, report: CodecReport) -> CodecReport:
+    def with_progress(self, report: CodecReport) -> CodecReport:
         """Return the report with the progress and the end of the measurement filled in."""
 
     def begin(self) -> None:
@@ -302,7 +302,7 @@ class RankLink:
             self._send_on(connection, page)
 
     def _report(self) -> CodecReport:
-        return self._measurement.told_in(self._codecs.report)
+        return self._measurement.with_progress(self._codecs.report)
 
     def adopt(self) -> None:
         """Make the store adopt the codecs that the model's profile allows now."""

@@ -51,7 +51,7 @@ class RowCodec:
                 slot.sinks(payload)[:] = floats.to_stored(sinks, layout.dtype)
         for group in plan.groups:
             kernel = self.backend(self.rows, group.dim, layout.dtype)
-            kernel.pack(_behind_sinks(arrays, plan, group), payload, group)
+            kernel.pack(_after_sinks(arrays, plan, group), payload, group)
         kept = list(_keep_rows(arrays, plan, payload, layout.dtype))
         return b"".join([payload.data, *kept]) if kept else payload.data
 
@@ -66,7 +66,7 @@ class RowCodec:
                 array[:, : slot.num_sinks] = floats.from_stored(sinks, layout.dtype)
         for group in plan.groups:
             kernel = self.backend(self.rows, group.dim, layout.dtype)
-            kernel.unpack(view, group, _behind_sinks(arrays, plan, group))
+            kernel.unpack(view, group, _after_sinks(arrays, plan, group))
         _restore_rows(unpacked, view, plan, arrays, layout.dtype)
 
     def check_payload(self, payload: np.ndarray, plan: PayloadPlan) -> np.ndarray:
@@ -118,9 +118,7 @@ def _arrays(run: KVRun) -> list[np.ndarray]:
     return [array for pair in run for array in pair]
 
 
-def _behind_sinks(
-    arrays: list[np.ndarray], plan: PayloadPlan, group: SlotGroup
-) -> list[np.ndarray]:
+def _after_sinks(arrays: list[np.ndarray], plan: PayloadPlan, group: SlotGroup) -> list[np.ndarray]:
     if not plan.num_sinks:
         return [arrays[number] for number in group.numbers]
     return [arrays[number][:, plan.num_sinks :] for number in group.numbers]

@@ -122,7 +122,7 @@ class DiskFolder:
                 self._set_aside(str(error))
                 env = self._open(map_bytes)
             except lmdb.Error as error:
-                self._quarantine(self._damage_behind(error))
+                self._quarantine(self._damage_of(error))
                 env = self._open(map_bytes)
             self.data_fd = os.open(self.data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (lmdb.Error, OSError) as error:
@@ -159,7 +159,7 @@ class DiskFolder:
             return ""
         return self._verify()
 
-    def _damage_behind(self, error: lmdb.Error) -> str:
+    def _damage_of(self, error: lmdb.Error) -> str:
         """Return the damage that caused an error, regardless of the file's time.
 
         Raises:
@@ -226,7 +226,7 @@ class DiskFolder:
             lmdb.Error: ``error``; the file is whole.
         """
         env.close()
-        return self.start_over_damaged(env, map_bytes, why=self._damage_behind(error))
+        return self.start_over_damaged(env, map_bytes, why=self._damage_of(error))
 
     def start_over(self, env: lmdb.Environment, map_bytes: int, why: str) -> lmdb.Environment:
         """Close ``env``, delete its file, and open an empty one."""

@@ -1,4 +1,4 @@
-"""The app without sockets: an engine that records what it is asked, and direct ASGI calls."""
+"""The app without sockets: an engine that records its requests, and direct ASGI calls."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Answered:
 
 @dataclass
 class RecordingEngine:
-    """Knows no sessions. ``answer`` is what every request gets."""
+    """Knows no sessions. Every request gets ``answer``."""
 
     answer: Upstream = field(
         default_factory=lambda: Answered(200, {"content-type": "application/json"}, b"{}")
@@ -152,7 +152,7 @@ class App:
     ) -> None:
         self.engine = engine or RecordingEngine()
         self.address: tuple[str, int | None] = ("127.0.0.1", 8080)  # where requests come in
-        self.memory: int | None = None  # what the machine has left
+        self.memory: int | None = None  # free bytes of the machine
         config = GatewayConfig(**settings)
         tenants = Tenants(b"a secret of the tests", *lines_of(config))
         metrics = Metrics()

@@ -1,7 +1,7 @@
-"""A caller learns nothing from how long a refusal takes: what is computed is the same.
+"""A caller learns nothing from how long a refusal takes: the computation is the same.
 
-No clock is looked at. What is compared is each line of ours that runs and each function that it
-calls, those of C included. What the event loop does with its timers is left out.
+No clock is looked at. The tests compare each line of ours that runs and each function that it
+calls, those of C included. The event loop's work on its timers is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Work = list[tuple[str, str, object]]
 
 @contextmanager
 def noted() -> Iterator[Work]:
-    """Note each line of the product in this thread, and what it calls."""
+    """Note each line of the product in this thread, and the functions that it calls."""
     work: Work = []
 
     def line(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
@@ -40,9 +40,9 @@ def noted() -> Iterator[Work]:
         work.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
         return line
 
-    def call(frame: FrameType, event: str, what: object) -> None:
+    def call(frame: FrameType, event: str, called: object) -> None:
         if event == "c_call" and frame.f_code.co_filename.startswith(OURS):
-            work.append((frame.f_code.co_filename, frame.f_code.co_name, _name(what)))
+            work.append((frame.f_code.co_filename, frame.f_code.co_name, _name(called)))
 
     before = sys.gettrace()  # a debugger's, or that of a measurement of coverage
     sys.settrace(line)
@@ -54,8 +54,8 @@ def noted() -> Iterator[Work]:
         sys.settrace(before)
 
 
-def _name(what: object) -> object:
-    return what if what is hmac.compare_digest else getattr(what, "__qualname__", "")
+def _name(called: object) -> object:
+    return called if called is hmac.compare_digest else getattr(called, "__qualname__", "")
 
 
 # ---- keys
@@ -97,7 +97,7 @@ def test_whose_key_is_right_is_compared_with_all_of_them_as_well() -> None:
         assert [x for _, _, x in work].count(hmac.compare_digest) == 5
 
 
-# ---- what is another tenant's
+# ---- objects of another tenant
 
 
 class Two:
@@ -134,9 +134,9 @@ async def test_a_foreign_session_takes_the_same_steps_as_none_at_all(
         assert reply.status == 404
         return work
 
-    await steps("nobodys-one")  # what is imported, and made, at a first use
-    nobodys, foreign = await steps("nobodys-one"), await steps("secret-plan")
-    assert foreign == nobodys and len(foreign) > 100
+    await steps("absent-plan")  # imports, and objects that are made at a first use
+    absent, foreign = await steps("absent-plan"), await steps("secret-plan")
+    assert foreign == absent and len(foreign) > 100
     assert (await two.app.get("/v1/sessions/secret-plan", **two.alice)).status == 200
 
 
@@ -157,7 +157,7 @@ def test_a_foreign_stored_object_takes_the_same_steps_as_none_at_all(
         assert found == (None, None, False)
         return work
 
-    steps("nobody-one", "nobody-item")
-    assert steps("secret-one", "secret-item") == steps("nobody-one", "nobody-item")
+    steps("absent-one", "absent-item")
+    assert steps("secret-one", "secret-item") == steps("absent-one", "absent-item")
     assert done(objects.show("alice", kind, "secret-one")) is not None
     objects.shelf.close()

@@ -76,7 +76,7 @@ def test_an_engines_own_error_is_kept() -> None:
     assert failure == Failure(400, "too long", "messages", "context_length_exceeded")
 
 
-def test_what_an_engine_says_of_itself_is_for_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engines_error_message_is_for_the_log_only(caplog: pytest.LogCaptureFixture) -> None:
     body = b'{"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}'
     failure = engine_failure(500, body)
     assert (failure.status, failure.code) == (502, "engine")

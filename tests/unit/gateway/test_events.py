@@ -53,7 +53,7 @@ async def test_a_reader_that_takes_nothing_is_cut_and_its_place_is_free(takes: i
             await LiveEvents(app.gateway, app.model, CALLER, None, "")(
                 {}, reader.receive, reader.send
             )
-        assert len(reader.body) < 500_000, "what it did not take was not even made"
+        assert len(reader.body) < 500_000, "events that it did not take were not even made"
     await app.model.live.close()
 
 
@@ -86,7 +86,7 @@ def has_snapshot(reader: Reader) -> bool:
 
 
 async def followed(app: App, caller: Tenant, tenant: str | None, keys: Any) -> bytes:
-    """What a reader is told from its snapshot on, if the keys change before a session does."""
+    """The bytes that a reader gets from its snapshot on, if keys change before a session does."""
     reader = Reader(-1)
     events = LiveEvents(app.gateway, app.model, caller, tenant, "")
     reading = asyncio.create_task(events({}, reader.receive, reader.send))
@@ -102,7 +102,7 @@ async def followed(app: App, caller: Tenant, tenant: str | None, keys: Any) -> b
     return reader.body[had:]
 
 
-async def test_a_revoked_key_is_told_nothing_more():
+async def test_a_revoked_key_gets_nothing_more():
     app = App(api_keys=(ALICE[1], BOB[1]))
     caller = app.gateway.tenants.authenticate(f"Bearer {ALICE[0]}")
     assert await followed(app, caller, "alice", ([BOB[1]],)) == GOODBYE
@@ -141,7 +141,7 @@ async def test_the_one_user_of_an_open_loopback_server_is_its_admin():
     assert is_admin(App(host="0.0.0.0", admin_keys=(ROOT[1],)), **BY_KEY)
 
 
-async def test_with_a_port_of_their_own_nobody_is_an_admin_elsewhere():
+async def test_with_a_port_of_their_own_admins_have_no_rights_elsewhere():
     app = App(admin_keys=(ROOT[1],), admin_port=9000)
     assert is_admin(app, 9000, **BY_KEY)
     assert not is_admin(app, 8080, **BY_KEY)
@@ -187,11 +187,16 @@ async def test_a_title_is_in_no_log_and_no_metric(caplog: pytest.LogCaptureFixtu
     assert his.status == 404
 
 
-async def test_one_session_is_told_by_its_tokens_until_the_engine_says_its_bytes():
+async def test_one_session_is_shown_by_its_tokens_until_the_engine_reports_its_bytes():
     usage = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 1}}'
     answer = Answered(200, {"content-type": "application/json"}, usage)
     sizes = {"live_kv": KVSize(100), "bf16_kv": KVSize(50)}
     app = App(RecordingEngine(answer, msgspec.structs.replace(WELCOME, **sizes)))
     await app.chat("hello", session_id="s")
-    told = (await app.get("/v1/sessions/s")).json
-    assert (told["tokens"], told["bytes"], told["bf16_bytes"], told["turns"]) == (4, 400, 200, 1)
+    shown = (await app.get("/v1/sessions/s")).json
+    assert (shown["tokens"], shown["bytes"], shown["bf16_bytes"], shown["turns"]) == (
+        4,
+        400,
+        200,
+        1,
+    )

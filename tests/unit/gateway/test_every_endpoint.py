@@ -1,4 +1,4 @@
-"""What holds on every path that there is, in the shape of its dialect.
+"""Rules that hold on every path, in the shape of its dialect.
 
 The paths are those of ``/openapi.json``, so a new one is in these tests by itself.
 """
@@ -26,7 +26,7 @@ ANSWER = {
 }
 NO_JSON = [b"{", b"[]", b"null", b'"x"', b"\xff", b"[" * 100_000, b'{"a":' * 3000, b'{"a": NaN}']
 USERS = {name: generate_key(name) for name in ("alice", "bob")}
-# The ids in paths, and what other bodies may name in the same way.
+# The ids in paths, and the other names that bodies may have for them.
 IDS = ("response_id", "conversation_id", "item_id", "completion_id", "session_id")
 
 
@@ -59,7 +59,7 @@ def has_its_shape(path: str, reply: Reply) -> None:
     assert "Traceback" not in reply.body.decode() and len(reply.body) < 2000
 
 
-async def test_what_is_no_json_object_is_refused(app: App) -> None:
+async def test_bodies_that_are_no_json_object_are_refused(app: App) -> None:
     posts = [path for method, path in await paths(app) if method == "POST"]
     assert len(posts) >= 18
     for path in posts:
@@ -82,7 +82,7 @@ async def test_a_body_beyond_the_bound_is_refused(app: App) -> None:
             has_its_shape(path, reply)
 
 
-async def test_without_a_key_nothing_is_told(app: App) -> None:
+async def test_without_a_key_nothing_private_is_sent(app: App) -> None:
     of_all = {"/", "/docs", "/ui", "/ui/{version}/{name}", "/livez", "/readyz", "/health", "/ping"}
     of_all |= {"/version", "/openapi.json", "/metrics"}
     for method, path in await paths(app):
@@ -166,7 +166,7 @@ async def test_nor_can_they_be_gone_on_from(app: App, path: str) -> None:
     assert len(app.engine.asked) == num_asked
 
 
-# ---- what no engine here sees
+# ---- images, which no engine here sees
 
 URL = "data:image/png;base64,AA=="
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "AA=="}

@@ -115,7 +115,7 @@ async def test_without_keys_a_foreign_name_is_refused_everywhere(host: str, stat
     assert (await App(host="0.0.0.0").get("/livez", host=host)).status == status
 
 
-async def test_a_browser_that_asks_for_a_foreign_page_is_told_why_not() -> None:
+async def test_a_browser_that_asks_for_a_foreign_page_gets_the_reason() -> None:
     ask = {"origin": "https://ui.example", "access_control_request_method": "POST"}
     for app in (App(), App(allowed_origins=("https://other.example",))):
         reply = await app.call("OPTIONS", CHAT, b"", ask)
@@ -236,7 +236,7 @@ async def test_who_may_read_metrics(settings: dict[str, str], status: int) -> No
     assert (await app.get("/metrics")).status == status
 
 
-async def test_metrics_tell_of_answers_by_route_and_not_by_path() -> None:
+async def test_metrics_count_answers_by_route_and_not_by_path() -> None:
     app = App()
     await app.chat(session_id="a secret name")
     await app.get("/v1/sessions/a-secret-name")

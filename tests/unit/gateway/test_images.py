@@ -115,7 +115,7 @@ async def test_a_source_that_is_none(bad: Any) -> None:
     assert to.engine.asked == []
 
 
-async def test_images_of_tools_come_behind_all_results() -> None:
+async def test_images_of_tools_come_after_all_results() -> None:
     to = app()
     image = {"type": "image", "source": source(PNG)}
     uses = [{"type": "tool_use", "id": id, "name": "read", "input": {}} for id in ("c1", "c2")]
@@ -222,7 +222,7 @@ SEES["/tokenize"] = SEES["/v1/chat/completions"]
 
 @pytest.mark.parametrize("path", SEES)
 async def test_an_engine_hears_of_no_field_of_a_part_that_was_not_checked(path: str) -> None:
-    """vLLM fetches what any part names, and its ``uuid`` is the image's hash for everybody."""
+    """vLLM fetches the URL in a part, and its ``uuid`` is the image's hash for everybody."""
     to = app()
     parts = [{**part, **MEANT_FOR_VLLM} for part in SEES[path]]
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 5}

@@ -129,7 +129,7 @@ def test_other_keys_are_taken_all_at_once_or_not_at_all() -> None:
     assert tenants.authenticate(f"Bearer {new}").name == "alice"
     with pytest.raises(InvalidRequest):
         tenants.authenticate(f"Bearer {old}")
-    with pytest.raises(BadKeyLine):  # nobody is let in who would not have been at the start
+    with pytest.raises(BadKeyLine):  # a key is refused now if it would have been at the start
         Tenants(SECRET).replace([line_new])
 
 

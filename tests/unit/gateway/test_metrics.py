@@ -68,7 +68,7 @@ def test_cache_outcomes_by_source_and_reason() -> None:
         assert found[f"thermocline_cache_outcomes_total{{{labels}}}"] == 1
 
 
-def test_the_codec_in_use_and_what_it_was_measured_to_cost() -> None:
+def test_the_codec_in_use_and_its_measured_cost() -> None:
     row = msgspec.structs.replace(GOOD, codec_id="tq3.2", kl=0.004, chain_kl=0.02)
     codec = CodecReport(name="tq3", id="tq3.2", tiers={"ram": "tq3.2"}, rows=(row,))
     found = samples(Metrics(), msgspec.structs.replace(REPORT, codec=codec))
@@ -99,7 +99,7 @@ def test_engine_and_tiers_of_the_moment() -> None:
     assert found["thermocline_turns_waiting{}"] == 4
 
 
-def test_what_an_engine_does_not_know_is_left_out() -> None:
+def test_figures_that_an_engine_does_not_know_are_left_out() -> None:
     report = msgspec.structs.replace(REPORT, active_bytes=0)
     assert "thermocline_engine_active_bytes{}" in samples(Metrics(), REPORT)
     assert "thermocline_engine_active_bytes{}" not in samples(Metrics(), report)

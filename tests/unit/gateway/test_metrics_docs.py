@@ -1,4 +1,4 @@
-"""What is written about metrics names those that exist: the table, the dashboard, the alerts."""
+"""The documents about metrics name those that exist: the table, the dashboard, the alerts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def expressions() -> list[str]:
     return [re.sub(r"label_values\((\w+)", r"\1 ", x) for x in (*queries, *asked, *alerts)]
 
 
-def test_the_table_is_what_the_code_says():
+def test_the_table_is_the_one_that_the_code_gives():
     made = (DOCS / "metrics.md").read_text()
     assert made == table(), "run: python -m gateway.description.metrics_table"
 
@@ -65,7 +65,7 @@ def test_panels_lie_beside_each_other_and_within_24_columns():
         assert apart_x or apart_y, (a, b)
 
 
-def test_it_shows_what_no_other_dashboard_does():
+def test_it_shows_figures_that_no_other_dashboard_has():
     asked = " ".join(expressions())
     for name in ("thermocline_sessions", "thermocline_saved_prefill", "thermocline_cache_outcomes"):
         assert name in asked

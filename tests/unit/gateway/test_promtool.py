@@ -1,4 +1,4 @@
-"""Prometheus' own tool on what is written for it: queries, rules, and what /metrics says."""
+"""Prometheus' own tool on our queries, our rules and the text of /metrics."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_every_rule_is_tried():
     assert set(SERIES) == set(re.findall(r"alert: (\w+)", RULES.read_text()))
 
 
-def test_what_the_server_exposes_can_be_read():
+def test_the_text_that_the_server_exposes_can_be_read():
     metrics = Metrics()
     slept = Step("idle", "evicted", "cold", "ram", left="hot", why="idle")
     metrics.transition(SessionRef("t", "s", b""), slept)

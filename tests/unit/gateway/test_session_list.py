@@ -44,7 +44,7 @@ async def test_a_list_has_so_many_rows_and_says_where_it_goes_on():
     assert len((await app.get("/v1/sessions")).json["data"]) == MAX_ROWS
 
 
-async def test_what_is_used_or_forgotten_between_two_pages_ends_no_walk():
+async def test_sessions_used_or_forgotten_between_two_pages_end_no_walk():
     app = App()
     used(app, app.sessions, "a", "b/c", "d", "e")
     first = (await app.get("/v1/sessions?limit=2")).json

@@ -52,7 +52,7 @@ async def test_the_session_goes_out_and_comes_back() -> None:
     assert reply.headers["x-thermocline-session"] == "caf%C3%A9 1"
 
 
-async def test_what_the_engine_says_of_its_cache_is_passed_on() -> None:
+async def test_the_engines_report_of_its_cache_is_passed_on() -> None:
     headers = {"content-type": "application/json", CACHE_HEADER: "hot; tokens=3", "server": "x"}
     reply = await App(RecordingEngine(Answered(200, headers, b'{"usage": null}'))).chat()
     assert reply.headers[CACHE_HEADER] == "hot; tokens=3"
@@ -87,7 +87,7 @@ async def test_the_model_must_be_the_one_that_is_served() -> None:
     assert app.engine.asked[0].body["model"] == MODEL
 
 
-async def test_what_engines_answer_differently_to_is_evened_out() -> None:
+async def test_fields_that_engines_answer_differently_are_evened_out() -> None:
     app = App()
     fields = {"max_tokens": 100, "max_completion_tokens": 99, "stream_options": {}}
     assert (await app.chat(**fields)).status == 200  # the context has 100 tokens
@@ -126,9 +126,9 @@ async def test_reasoning_of_earlier_turns_is_kept_where_the_template_can() -> No
 
 async def test_an_alias_may_be_any_name() -> None:
     app = App(model_aliases=("*",))
-    assert (await app.chat(model="whatever")).status == 200
+    assert (await app.chat(model="any-name")).status == 200
     assert app.engine.asked[0].body["model"] == MODEL
-    assert (await app.get("/v1/models/whatever")).json["id"] == "whatever"
+    assert (await app.get("/v1/models/any-name")).json["id"] == "any-name"
     assert [x["id"] for x in (await app.get("/v1/models")).json["data"]] == [MODEL]
 
 
@@ -197,7 +197,7 @@ async def test_a_defect_of_ours_is_a_500_without_details() -> None:
     assert reply.headers["x-request-id"]
 
 
-async def test_with_keys_nobody_comes_in_without_one() -> None:
+async def test_with_keys_no_client_comes_in_without_one() -> None:
     key, line = generate_key("alice")
     app = App(api_keys=(line,))
     for path in ("/v1/models", "/v1/models/x", "/v1/sessions", "/v1/sessions/x"):

@@ -22,13 +22,13 @@ from kvstore.config import StoreConfig
     ],
 )
 @pytest.mark.parametrize("codec", ["auto", "raw", "tq3", "tq4", "dense3"])
-def test_a_chunk_is_what_was_asked_for_in_whole_blocks(codec, set_to, block, tokens):
+def test_a_chunk_has_the_tokens_asked_for_in_whole_blocks(codec, set_to, block, tokens):
     config = StoreConfig(codec=codec, chunk_tokens=set_to)
     assert chunk_tokens(config, block) == tokens
 
 
-@pytest.mark.parametrize("codec", ["balanced", "max", "somebody.codecs:Own"])
-def test_what_tokens_of_a_chunk_share_is_spread_over_more_of_them(codec):
+@pytest.mark.parametrize("codec", ["balanced", "max", "other.codecs:Own"])
+def test_bytes_that_tokens_of_a_chunk_share_are_spread_over_more_of_them(codec):
     assert chunk_tokens(StoreConfig(codec=codec), 32) == 128
     assert chunk_tokens(StoreConfig(codec="tq3", disk_codec=codec), 32) == 128
     assert chunk_tokens(StoreConfig(codec="tq3", redis_codec=codec), 32) == 128

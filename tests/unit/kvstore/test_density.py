@@ -24,7 +24,7 @@ def test_a_short_session_reaches_its_share_in_ram_and_on_disk(num_tokens: int) -
 
 
 @pytest.mark.parametrize("preset", ["tq3", "dense3", "balanced", "max", "safe"])
-def test_a_tail_of_any_length_takes_what_its_tokens_do_in_a_chunk(preset: str) -> None:
+def test_a_tail_of_any_length_takes_as_much_as_its_tokens_in_a_chunk(preset: str) -> None:
     """All but ``dense3``, whose planes end with whole bytes: eight tokens, that is."""
     layout, codec = model_layout(), open_codec(preset, model_profile())
     run = model_run(layout, 128, seed=5)
@@ -39,7 +39,7 @@ def test_a_tail_of_any_length_takes_what_its_tokens_do_in_a_chunk(preset: str) -
         assert nbytes(count) <= begin + 1.25 * nbytes(128) * whole / 128
 
 
-def test_the_record_says_what_the_session_takes() -> None:
+def test_the_record_has_the_bytes_of_the_session() -> None:
     layout = KVLayout("bfloat16", SMOLLM2.layers[:4])
     tier = ram()
     store = open_store([tier], codec="tq3", layout=layout)

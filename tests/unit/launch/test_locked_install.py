@@ -1,4 +1,4 @@
-"""``launch/install.sh`` with a list of hashes, and a uv that only says what it was asked."""
+"""``launch/install.sh`` with a list of hashes, and a uv that only records its arguments."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_builds_our_own_package_is_in_the_list(checkout: Checkout) -> None:
     checkout.install("lock")
     needs = Path(f"{checkout.asked}.build").read_text().splitlines()
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    assert needs == [*wanted, "editables"]  # hatchling's own, for what is installed in place
+    assert needs == [*wanted, "editables"]  # hatchling's own, for an installation in place
 
 
 def test_vllms_environment_has_a_list_of_its_own(checkout: Checkout) -> None:

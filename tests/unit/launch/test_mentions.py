@@ -16,18 +16,18 @@ from typer.main import get_command
 
 from launch.cli.main import app
 
-# What the command line raises; typer brings a click of its own, so the name is not click's.
+# The command line's error; typer brings a click of its own, so the name is not click's.
 UsageError = BadParameter.__mro__[1]
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("launch", "gateway", "scheduler", "engines", "docs", "benchmarks")
 SUFFIXES = (".py", ".md", ".sh", ".toml")
-# Where a command begins: in back quotes, behind a colon or a prompt, at the start of a line.
+# Where a command begins: in back quotes, after a colon or a prompt, at the start of a line.
 MENTION = re.compile(r"(?:`|: |\$ |^ *)thermocline (?P<words>[a-z][^`\"\n]*)", re.MULTILINE)
 
 
 def mentions(text: str) -> Iterator[list[str]]:
-    """The words behind ``thermocline``; ``a | b`` stands for two commands."""
+    """The words after ``thermocline``; ``a | b`` stands for two commands."""
     for found in MENTION.finditer(text):
         command = found["words"].partition("  #")[0]
         for alternative in command.split(" | "):
@@ -35,7 +35,7 @@ def mentions(text: str) -> Iterator[list[str]]:
 
 
 def check(words: list[str]) -> None:
-    """Raises ``UsageError`` for what the command line would refuse."""
+    """Raises ``UsageError`` for words that the command line would refuse."""
     command = get_command(app)
     while words and isinstance(command, TyperGroup):
         name, *words = words
@@ -65,7 +65,7 @@ def test_every_mentioned_command_parses():
 
 
 def test_the_readmes_commands_run_as_pasted(tmp_path):
-    """The first block says how to get the command; what the README mentions follows it."""
+    """The first block says how to get the command; the README's other commands follow it."""
     readme = (ROOT / "README.md").read_text("utf-8")
     first = readme.partition("```\n")[2].partition("```")[0]
     ready = [x.partition("#")[0] for x in first.splitlines() if x.startswith(". ")]

@@ -54,7 +54,7 @@ def test_a_hub_id_is_passed_on(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["nope", "./not/here", "/not/here", "a/b/c", "../x", "a b/c"])
-def test_what_is_neither_is_refused(tmp_path, given, monkeypatch):
+def test_a_name_that_is_neither_is_refused(tmp_path, given, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="is no model"):
         find_model(given, tmp_path)

@@ -1,7 +1,7 @@
 """The scripts for each kind of machine, on a machine that is made of stubs.
 
-Only the commands in one folder can be found; what the installer and ``thermocline`` are called with
-is written to standard output instead of being run.
+Only the commands in one folder can be found. The arguments of the installer and of ``thermocline``
+are written to standard output; neither is run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ echo "alloc=${PYTORCH_CUDA_ALLOC_CONF-unset},${PYTORCH_ALLOC_CONF-unset}"
 
 
 class Machine:
-    """A checkout without anything installed, and what its commands say."""
+    """A checkout without anything installed, and the output of its commands."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "checkout"
@@ -86,13 +86,13 @@ def test_bash_understands_it(name):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("arguments", [[], [""], ["--port", "8080"]])
-def test_without_a_model_the_usage_is_told(fitting, name, arguments):
+def test_without_a_model_the_usage_is_printed(fitting, name, arguments):
     done = fitting.run(name, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"usage: bash launch/{name} MODEL [PORT] [more arguments of" in done.stderr
 
 
-def test_whoever_asks_for_help_made_no_mistake(fitting):
+def test_asking_for_help_is_no_mistake(fitting):
     assert fitting.run("cuda.sh", "--help").returncode == 0
 
 
@@ -123,7 +123,7 @@ def test_a_model_that_is_none_costs_no_installation(fitting, model):
         (["org/m", "--hot", "1GiB"], "--model org/m --hot 1GiB"),
     ],
 )
-def test_what_is_served(fitting, given, expected):
+def test_the_served_command(fitting, given, expected):
     done = fitting.run("cpu.sh", *given)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == [
@@ -249,14 +249,14 @@ def test_apple_needs_apple_silicon(machine, system, processor, words):
     assert words in done.stderr
 
 
-def test_apple_serves_and_tells_of_the_wired_limit(machine):
+def test_apple_serves_and_names_the_wired_limit(machine):
     _program(machine.commands / "uname", UNAME % ("Darwin", "arm64"))
     done = machine.run("apple.sh", "org/m")
     assert "serve --profile apple --model org/m" in done.stdout
     assert "sudo sysctl iogpu.wired_limit_mb=" in done.stderr
 
 
-# ---- whatever machine it is
+# ---- any machine
 
 
 @pytest.mark.parametrize(
@@ -284,14 +284,14 @@ def test_serve_on_macs(machine):
 # ---- advice
 
 
-@pytest.mark.parametrize(("gib", "told"), [(7, False), (8, True), (90, True)])
-def test_a_large_page_cache_is_worth_a_word(machine, tmp_path, gib, told):
+@pytest.mark.parametrize(("gib", "advised"), [(7, False), (8, True), (90, True)])
+def test_a_large_page_cache_is_worth_a_word(machine, tmp_path, gib, advised):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: 127000000 kB\nCached: {gib << 20} kB\nSwapCached: 0 kB\n")
     done = machine.bash("-c", f". launch/gb10.sh; advise_on_page_cache {meminfo}")
     assert done.returncode == 0
-    assert ("drop_caches" in done.stderr) is told
-    assert (f"holds {gib} GiB" in done.stderr) is told
+    assert ("drop_caches" in done.stderr) is advised
+    assert (f"holds {gib} GiB" in done.stderr) is advised
 
 
 def test_without_meminfo_there_is_no_advice(machine, tmp_path):

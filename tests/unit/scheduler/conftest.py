@@ -1,4 +1,4 @@
-"""An engine without a model: sessions are rows with sizes, and the test says what goes wrong."""
+"""An engine without a model: sessions are rows with sizes, and the test chooses the failures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Log:
     def row_changed(self, ref: SessionRef) -> None:
         pass
 
-    def engine_told(self, report: EngineReport) -> None:
+    def engine_reported(self, report: EngineReport) -> None:
         pass
 
     def turn_waited(self, seconds: float) -> None:

@@ -130,7 +130,7 @@ async def test_a_tenant_whose_turns_never_end_keeps_nobody_out():
 
 
 class Turns:
-    """Turns that stay in their slots until they are told to end."""
+    """Turns that stay in their slots until the test ends them."""
 
     def __init__(self, line: AdmissionQueue) -> None:
         self._line = line
@@ -186,7 +186,7 @@ async def test_who_waits_is_called_when_the_shares_grow():
     await turns.end_all()
 
 
-async def test_a_free_slot_goes_to_whoever_holds_fewest_by_weight():
+async def test_a_free_slot_goes_to_the_tenant_that_holds_fewest_by_weight():
     line, order = AdmissionQueue(4, 100, 60.0), []
     ends = [asyncio.Event() for _ in range(4)]
 

@@ -131,14 +131,14 @@ async def test_a_session_younger_than_the_question_is_not_taken_for_lost(
 
 
 async def test_a_session_that_the_engine_woke_is_hot(manager, ref, talk):
-    """A notice of a turn that nobody waited for: its client left while the KV was restored."""
+    """A notice of a turn without a client, which left while the KV was restored."""
     await talk(manager, ref("a"))
     await manager.demote(ref("a"))
     manager.follower.hear(Notice(cause="restored", session=Held().report("alice", "a")))
     assert manager.get(ref("a")).state == "idle"
 
 
-async def test_news_of_a_save_that_a_demote_has_overtaken_wake_nobody(manager, ref, talk):
+async def test_news_of_a_save_that_a_demote_has_overtaken_wake_no_session(manager, ref, talk):
     await talk(manager, ref("a"))
     saved = Notice(cause="saved", session=Held().report("alice", "a"))  # still hot then
     await manager.demote(ref("a"))
@@ -175,7 +175,7 @@ async def test_a_late_report_does_not_bring_a_forgotten_session_back(
     manager.follower.hear(late)
     assert manager.get(ref("a")) is None
     clock.now += 60
-    manager.follower.hear(late)  # by now somebody else has brought it
+    manager.follower.hear(late)  # by now another client has brought it
     assert manager.get(ref("a")) is not None
 
 

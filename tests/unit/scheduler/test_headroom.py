@@ -66,7 +66,7 @@ def test_a_burst_of_turns_shares_one_look(headroom, machine, clock):
     assert machine.num_looks == 2
 
 
-def test_where_nobody_knows_nothing_is_scarce(headroom, machine, clock, log):
+def test_where_memory_is_unknown_nothing_is_scarce(headroom, machine, clock, log):
     machine.available = None
     headroom.admit()
     assert (headroom.available_bytes, headroom.missing_bytes(), log.levels) == (None, 0, [])
@@ -211,7 +211,7 @@ async def test_the_engine_is_ended_before_the_machine_hangs(machine, clock, log)
     assert naps.naps.count(RETRY_S) == 2
 
 
-async def test_models_that_share_the_machine_free_what_is_missing_once(machine, clock, log, ref):
+async def test_models_that_share_the_machine_free_the_missing_bytes_once(machine, clock, log, ref):
     headroom = Headroom(machine, SchedulerConfig(**MARKS), clock=clock, observer=log)
     set_memory(machine, clock, 900)
     assert headroom.missing_bytes() == 100

@@ -103,7 +103,7 @@ def test_children_go_first_and_who_is_to_be_kept_goes_late():
     assert everything[-2:] == ["kept", "parent"]
 
 
-def test_what_is_to_be_kept_never_outlasts_a_budget():
+def test_a_session_to_be_kept_never_outlasts_a_budget():
     rows = [idle("kept", retain_until=500.0), idle("parent", num_children=2)]
     assert names(victims(rows, 200, 100.0, 60.0)) == ["kept", "parent"]
 

@@ -80,14 +80,14 @@ def test_an_old_job_cannot_end_a_newer_hibernation():
     assert session.state is State.COLD
 
 
-def test_each_transition_is_told_once():
-    told = []
+def test_each_transition_is_reported_once():
+    reported = []
     ref = SessionRef(tenant="t", id="s", salt=b"")
     session = Session(
-        ref=ref, state=State.ACTIVE, last_used=0.0, listener=lambda *x: told.append(x)
+        ref=ref, state=State.ACTIVE, last_used=0.0, listener=lambda *x: reported.append(x)
     )
     session.apply(Event.QUIET)
-    assert told == [(session, Step("active", "quiet", "idle"))]
+    assert reported == [(session, Step("active", "quiet", "idle"))]
 
 
 @given(st.lists(st.sampled_from(Event)))

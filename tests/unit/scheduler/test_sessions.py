@@ -86,13 +86,15 @@ async def test_a_tier_that_does_not_take_the_session_is_no_success(manager, engi
     assert manager.get(ref("a")).tier == "ram"
 
 
-async def test_a_session_has_tokens_before_the_engine_tells_of_them(manager, ref):
+async def test_a_session_has_tokens_before_the_engine_reports_them(manager, ref):
     async with manager.turn(ref("a")) as turn:
         turn.engine_answered(CacheOutcome("miss", 0))
         turn.used(30)
     assert manager.get(ref("a")).tokens == 30
     async with manager.turn(ref("a")) as turn:
-        turn.used(20)  # an answer to a shorter prompt: what the engine still has is not known
+        turn.used(
+            20
+        )  # an answer to a shorter prompt: the tokens that the engine still has are not known
     assert manager.get(ref("a")).tokens == 30
 
 
@@ -148,7 +150,9 @@ async def test_prefetch_wakes_without_a_turn(manager, engine, ref, talk, log):
     ]
 
 
-async def test_what_an_engine_does_not_wake_ahead_is_as_it_was(manager, engine, ref, talk, log):
+async def test_a_session_that_an_engine_does_not_wake_ahead_is_as_it_was(
+    manager, engine, ref, talk, log
+):
     """vLLM fills its blocks for a running request only."""
     await talk(manager, ref("a"))
     cold = await manager.demote(ref("a"))
@@ -195,7 +199,7 @@ async def test_forget_removes_now_and_again_after_the_running_turn(manager, engi
 async def test_the_turn_of_a_forgotten_session_waits_for_no_engine(
     manager, engine, clock, ref, talk
 ):
-    """It has been answered: what has still to be removed is nobody's wait and nobody's error."""
+    """It has been answered: a removal that is still to come delays no client, and fails none."""
     await talk(manager, ref("a"))
     async with manager.turn(ref("a")):
         assert await manager.forget(ref("a"))
@@ -288,7 +292,7 @@ async def _live_through(steps) -> None:
             engine.held.pop(("alice", ref.id), None)
     await asyncio.gather(*running)
     clock.now += KEPT_RETRY_S
-    await manager.sweeps.sweep()  # removes what was forgotten in mid-turn
+    await manager.sweeps.sweep()  # removes the session that was forgotten in mid-turn
     await manager.follower.ask()
     for session in manager.table:
         assert session.num_turns == 0
@@ -297,7 +301,7 @@ async def _live_through(steps) -> None:
     assert {x.id for x in manager.list("alice")} == {id for _, id in engine.held}
 
 
-async def test_it_is_told_which_place_a_session_left_and_why(
+async def test_the_observer_hears_which_place_a_session_left_and_why(
     manager, engine, clock, ref, talk, log
 ):
     """Quiet for long, by hand, by the engine, by a tier's budget, and for good."""

@@ -1,4 +1,4 @@
-"""Who is put to sleep when, and that nothing which presses waits for what does not."""
+"""Who is put to sleep when, and that no urgent work waits for other work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_pressure_takes_the_least_valuable_down_to_low_water(
     assert states == ["cold"] * 3 + ["idle"] * 6
 
 
-async def test_below_high_water_nobody_is_disturbed(manager, engine, ref, talk):
+async def test_below_high_water_no_session_is_disturbed(manager, engine, ref, talk):
     for i in range(8):
         await talk(manager, ref(f"s{i}"))
     await manager.sweeps.sweep()
@@ -79,7 +79,7 @@ async def test_the_loop_survives_an_engine_that_is_away(manager_with, engine, cl
         await loop
 
 
-async def test_without_hibernation_nobody_sleeps(manager, engine, clock, ref, talk):
+async def test_without_hibernation_no_session_sleeps(manager, engine, clock, ref, talk):
     await talk(manager, ref("a"))
     engine.welcome = None
     clock.now += 1e6
@@ -160,7 +160,9 @@ async def test_a_session_that_cannot_be_demoted_does_not_stand_before_the_others
     assert "s4" in engine.demoted
 
 
-async def test_what_is_leaving_already_counts_as_gone(manager, engine, clock, ref, talk, log):
+async def test_sessions_that_are_leaving_already_count_as_gone(
+    manager, engine, clock, ref, talk, log
+):
     for i in range(9):
         await talk(manager, ref(f"s{i}"))
         clock.now += 1

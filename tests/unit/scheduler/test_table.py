@@ -111,7 +111,7 @@ def test_room_is_made_by_those_who_lose_least():
     assert left == ["diskFalse", "ramFalse", "NoneFalse", "diskTrue"]
 
 
-def test_a_row_that_made_room_is_in_no_queue_whatever_becomes_of_it():
+def test_a_row_that_made_room_is_in_no_queue_after_any_event():
     table, _ = make_table(max_rows=1)
     dropped = table.add(named("old"), State.IDLE, 0.0)
     table.add(named("new"), State.IDLE, 1.0)
@@ -183,7 +183,7 @@ def test_a_parent_knows_how_many_of_its_children_are_served() -> None:
     assert one.parent == "p"
 
 
-def test_a_parent_whose_row_comes_later_is_told_as_well() -> None:
+def test_a_parent_whose_row_comes_later_counts_its_children_as_well() -> None:
     table, _ = make_table()
     child = table.begin(SessionRef("t", "c", b""), TurnHints(parent="p"))
     parent = table.begin(SessionRef("t", "p", b""))

@@ -1,4 +1,4 @@
-"""A method for each layer: what each packs, and what is refused."""
+"""A method for each layer: the rows that each packs, and the tables that are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_other_methods_are_another_method():
     assert thermocline.per_layer({0: "raw", "default": "raw"}).exact
 
 
-def test_what_is_no_layer_is_refused():
+def test_a_key_that_is_no_layer_is_refused():
     with pytest.raises(ValueError, match="for 'default'"):
         thermocline.per_layer({0: "tq3"})
     with pytest.raises(ValueError, match="neither a number nor"):

@@ -1,4 +1,4 @@
-"""What ``thermocline`` offers, and what importing it costs."""
+"""The names that ``thermocline`` offers, and the cost of importing it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_other_names_are_missing():
 
 
 def test_type_checkers_are_given_the_same_table():
-    """mypy reads the imports that never run; they must name what the table names."""
+    """mypy reads the imports that never run; they must have the names of the table."""
     tree = ast.parse(Path(thermocline.__file__ or "").read_text())
     imports = [
         node

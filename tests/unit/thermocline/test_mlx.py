@@ -36,7 +36,7 @@ def test_a_model_is_captured_learned_and_judged():
     assert tq2.context == 128 and 2 < tq2.bits_per_element < tq8.bits_per_element
 
 
-def test_what_cannot_be_measured_is_refused():
+def test_texts_that_cannot_be_measured_are_refused():
     model = tiny_model("llama").model
     with pytest.raises(ValueError, match="texts of 160 tokens or more"):
         thermocline.judge(model, ["tq3"], texts(1, 159), context=128, num_scored=32)

@@ -80,7 +80,7 @@ def test_a_method_can_be_an_import_string_and_be_replaced():
         ("mine", lambda: RawCodec("x" * 25), UnknownCodec, "more than 24 characters"),
     ],
 )
-def test_what_cannot_be_registered_leaves_the_table_as_it_was(name, make, error, why):
+def test_a_method_that_cannot_be_registered_leaves_the_table_as_it_was(name, make, error, why):
     before = dict(CODECS)
     with pytest.raises(error, match=why):
         thermocline.register(name, make)

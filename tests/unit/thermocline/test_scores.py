@@ -80,7 +80,7 @@ def test_scores_of_wrong_shapes_and_of_other_methods_are_refused():
 
 
 def test_products_with_tqprod_are_unbiased_and_those_with_levels_are_not():
-    """Over 10,000 pairs: the slope of what comes out over what is true, and its standard error."""
+    """Over 10,000 pairs: the slope of results over true products, and its standard error."""
     rng = np.random.default_rng(11)
     keys = rng.standard_normal((1, PAIRS, DIM)).astype(np.float32)
     queries = keys[0] / 2 + rng.standard_normal((PAIRS, DIM)).astype(np.float32)
@@ -103,7 +103,7 @@ def test_products_with_tqprod_are_unbiased_and_those_with_levels_are_not():
         mean, error = slope(found)
         assert abs(mean - 1) < 4 * error, bits
     (shape,) = stack_shapes(Scope("head"), KVLayout("float32", (KVLayer(1, DIM, 0),)))
-    levels = normal_levels(shape, 2)  # what one bit of levels alone makes of such rows
+    levels = normal_levels(shape, 2)  # such rows by one bit of levels alone
     coarse = levels.restore(levels.quantise(keys))[0]
     mean, error = slope(np.einsum("td,td->t", queries, coarse))
     assert mean < 1 - 20 * error

@@ -83,7 +83,7 @@ class Hub:
         self._servers.append(self._wait(asyncio.start_unix_server(self._serve_peer, sock=bound)))
         self._servers += [self._wait(service) for service in services]
 
-    def start_behind_front(self, service: Coroutine[Any, Any, asyncio.Server]) -> None:
+    def start_after_front(self, service: Coroutine[Any, Any, asyncio.Server]) -> None:
         """Run ``service`` once the HTTP server has connected: the engine then accepts requests."""
 
         async def opened() -> None:
@@ -163,15 +163,15 @@ class Hub:
 
     def admitted(self, news: RequestAdmitted) -> None:
         """Inform the HTTP servers that a request has begun to run."""
-        self.call_soon(self._tell_fronts, news)
+        self.call_soon(self._send_to_fronts, news)
 
-    def tell_ranks(self, news: ForwardDone | JointFindings) -> None:
+    def send_to_ranks(self, news: ForwardDone | JointFindings) -> None:
         """Send news of a measurement to every rank."""
         self.call_soon(self._broadcast, news)
 
     def ask_front(self, order: RunForward | Wake) -> None:
         """Order one of the HTTP servers to submit a request to vLLM, or to wake its engine."""
-        self.call_soon(self._tell_one_front, order)
+        self.call_soon(self._send_to_one_front, order)
 
     def call_soon(self, call: Callable[..., object], *args: object) -> None:
         """Run ``call`` on the event loop."""
@@ -232,12 +232,12 @@ class Hub:
         for writer in self._ranks.values():
             send_bounded(writer, body)
 
-    def _tell_fronts(self, message: RequestAdmitted) -> None:
+    def _send_to_fronts(self, message: RequestAdmitted) -> None:
         body = frame(message)
         for writer in self._fronts:
             send_bounded(writer, body)
 
-    def _tell_one_front(self, message: RunForward | Wake) -> None:
+    def _send_to_one_front(self, message: RunForward | Wake) -> None:
         if (writer := next(iter(self._fronts), None)) is not None:
             send_bounded(writer, frame(message))
 

@@ -29,7 +29,7 @@ WITHIN_S = 240.0
 
 
 class Talking(Blind):
-    """Says what its past is worth: the more it was changed, the further its answers are off.
+    """Shows the quality of its past: the more that was changed, the further its answers are off.
 
     ``stop_after``: so many answers, then the engine ends.
     """
@@ -83,7 +83,7 @@ class Engine:
 
     @property
     def report(self) -> CodecReport:
-        return self.measurement.told_in(CodecReport(name="raw"))
+        return self.measurement.with_progress(CodecReport(name="raw"))
 
     def ended(self) -> str | None:
         """Wait for it; returns why it found nothing, "" if it did, None if it was interrupted."""
@@ -93,7 +93,7 @@ class Engine:
 
 
 def untimed(profile: Profile) -> list[Quality]:
-    """The rows without what no two runs have in common."""
+    """The rows without times, which differ between any two runs."""
     return [msgspec.structs.replace(x, prefill_s=None, restore_s=None) for x in profile.rows]
 
 
@@ -102,7 +102,9 @@ def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
     one = Engine(tmp_path, first)
     assert one.ended() is None
     assert one.adopted == 0 and first.num_answers == 7
-    assert not profile_path(tmp_path, first.fingerprint).exists(), "a part of a profile is not served"
+    assert not profile_path(tmp_path, first.fingerprint).exists(), (
+        "a part of a profile is not served"
+    )
     second = Talking()
     two = Engine(tmp_path, second)
     assert two.ended() == "" and two.adopted == 1
@@ -178,7 +180,7 @@ def test_it_ends_when_it_is_closed(tmp_path: Path) -> None:
 
 
 def test_one_process_measures_a_model_at_a_time(tmp_path: Path) -> None:
-    """The other waits; what it finds afterwards needs no second measurement."""
+    """The other waits; the profile that it finds afterwards needs no second measurement."""
     needed = threading.Event()
     instrument = Talking()
     with locked(tmp_path, instrument.fingerprint, lambda: None):
@@ -188,7 +190,9 @@ def test_one_process_measures_a_model_at_a_time(tmp_path: Path) -> None:
     assert instrument.num_prefills == 0 and one.adopted == 1
 
 
-def test_a_failure_ends_the_measurement_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_ends_the_measurement_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     instrument = Talking()
     instrument.ropes = ()
     error = Engine(tmp_path, instrument).ended()

@@ -1,4 +1,4 @@
-"""The fake engine's manners: what it answers, reuses and breaks."""
+"""The fake engine's manners: its answers, its reuse and its faults."""
 
 from __future__ import annotations
 

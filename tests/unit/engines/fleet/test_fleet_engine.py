@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Engine(RecordingEngine):
-    """A replica that can be ended, and keeps what it is asked for."""
+    """A replica that can be ended, and records its requests."""
 
     def __init__(self) -> None:
         super().__init__(welcome=None)

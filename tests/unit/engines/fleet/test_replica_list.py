@@ -51,7 +51,9 @@ async def test_a_list_is_read_with_its_token(path: str):
         (200, b" " * (MAX_LISTING_BYTES + 1), "too long"),
     ],
 )
-async def test_an_answer_that_is_no_list_fails_with_the_reason(status: int, body: bytes, words: str):
+async def test_an_answer_that_is_no_list_fails_with_the_reason(
+    status: int, body: bytes, words: str
+):
     async with served(status, body) as url:
         with pytest.raises(EngineUnavailable, match=words):
             await ReplicaList(url, "token").read()

@@ -180,7 +180,7 @@ async def test_it_listens_on_tcp_too(served: Served) -> None:
     server.close()
 
 
-# ---- what is said
+# ---- messages
 
 
 async def test_every_verb_is_obeyed(served: Served) -> None:

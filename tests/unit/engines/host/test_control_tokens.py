@@ -1,4 +1,4 @@
-"""What users spell as control tokens is plain text to the model, in every family of templates."""
+"""Control tokens that users spell are plain text to the model, in every family of templates."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ALTERNATING = (
     "{% for m in loop_messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
 )
-# Drops what it does not expect without a word.
+# Silently drops messages that it does not expect.
 SILENT = "{% for m in messages if m.role != 'system' or loop.first %}{{ m.content }}{% endfor %}"
 # Collects system messages at the top.
 HOISTING = (

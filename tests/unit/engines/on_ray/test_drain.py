@@ -1,4 +1,4 @@
-"""What a replica does with its sessions before it ends."""
+"""A replica puts its sessions away before it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.engines.fleet.test_fleet_engine import Engine, report
 
 
 class Busy(Engine):
-    """An engine that packs for some looks, and moves what is packed."""
+    """An engine that packs for some looks, and moves the packed sessions."""
 
     def __init__(self, num_looks: int) -> None:
         super().__init__()

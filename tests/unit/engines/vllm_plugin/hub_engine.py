@@ -64,7 +64,7 @@ class Unmeasured:
     def begin(self) -> None:
         self.num_begun += 1
 
-    def told_in(self, report: CodecReport) -> CodecReport:
+    def with_progress(self, report: CodecReport) -> CodecReport:
         return report
 
     def hear(self, news: object) -> None:

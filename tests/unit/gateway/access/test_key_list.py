@@ -29,7 +29,7 @@ def opened(config: GatewayConfig) -> tuple[KeyList, Tenants]:
 def works(tenants: Tenants, key: str) -> bool:
     try:
         return tenants.authenticate(f"Bearer {key}").name != "local"
-    except Exception:  # a refusal of whatever kind
+    except Exception:  # a refusal of any kind
         return False
 
 
@@ -55,7 +55,7 @@ def test_lines_that_were_added_by_hand_meanwhile_stay(file: Path):
     assert works(tenants, by_hand[0])
 
 
-def test_what_cannot_be_changed_is_refused_and_changes_nothing(file: Path):
+def test_a_forbidden_change_is_refused_and_changes_nothing(file: Path):
     alone, _ = opened(GatewayConfig(api_keys=(FIRST[1],)))
     with pytest.raises(KeyListFixed, match="api_keys_file"):
         alone.add(SECOND[1])

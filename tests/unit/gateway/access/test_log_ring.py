@@ -14,7 +14,7 @@ def record(text: str, level: int = logging.INFO) -> logging.LogRecord:
     return logging.LogRecord("thermocline.engines", level, "f", 1, text, (), None)
 
 
-def test_it_keeps_the_last_lines_and_tells_what_is_new():
+def test_it_keeps_the_last_lines_and_returns_the_new_ones():
     ring = LogRing(max_lines=3)
     for i in range(5):
         ring.handle(record(f"line {i}"))
@@ -24,7 +24,7 @@ def test_it_keeps_the_last_lines_and_tells_what_is_new():
     assert ring.lines(5, 10) == []
 
 
-def test_a_record_that_cannot_be_read_fails_nobody(capsys: pytest.CaptureFixture[str]):
+def test_a_record_that_cannot_be_read_raises_nothing(capsys: pytest.CaptureFixture[str]):
     ring = LogRing()
     broken = logging.LogRecord("thermocline.engines", logging.INFO, "f", 1, "%d", ("x",), None)
     ring.handle(broken)

@@ -119,7 +119,7 @@ def test_attribution_lines_elsewhere_are_the_clients_own_words() -> None:
     assert said(HI, system=text)[0]["content"] == text
 
 
-def test_what_means_nothing_to_a_model_is_left_out_and_counted() -> None:
+def test_parts_that_mean_nothing_to_a_model_are_left_out_and_counted() -> None:
     blocks = [
         {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}},
         {"type": "invented_yesterday"},

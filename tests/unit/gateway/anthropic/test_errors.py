@@ -1,4 +1,4 @@
-"""Failures under /v1/messages have Anthropic's shape, whoever finds them."""
+"""Failures under /v1/messages have Anthropic's shape, wherever they are found."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def test_a_quick_engine_needs_no_ping() -> None:
 
 
 @pytest.mark.parametrize("failing", ["raises", "refuses"])
-async def test_a_failure_behind_the_head_is_an_event(failing: str) -> None:
+async def test_a_failure_after_the_head_is_an_event(failing: str) -> None:
     body = b'{"error":{"message":"no","code":"x"}}'
     engine = SlowEngine(Answered(400, {}, body))
     if failing == "raises":

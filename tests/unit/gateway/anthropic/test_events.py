@@ -173,7 +173,9 @@ def test_a_prefetch_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(("ttl", "created"), [("5m", (3, 0)), ("1h", (0, 3)), (None, (0, 0))])
-def test_what_was_asked_to_be_kept_counts_as_created(ttl: Any, created: tuple[int, int]) -> None:
+def test_tokens_that_were_asked_to_be_kept_count_as_created(
+    ttl: Any, created: tuple[int, int]
+) -> None:
     said = {"message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
     body = json.dumps({"choices": [said], "usage": USAGE}).encode()
     message = Message.model_validate_json(whole_message(ASKED._replace(ttl=ttl), body, None))
@@ -189,7 +191,7 @@ def test_what_was_asked_to_be_kept_counts_as_created(ttl: Any, created: tuple[in
 @pytest.mark.parametrize(
     "body", [b"data: {half\n\n", b"data: \xff\xfe\n\n", b'data: {"error":{"message":"oh"}}\n\n']
 )
-def test_what_an_engine_says_of_its_failure_ends_the_stream(body: bytes) -> None:
+def test_an_engines_error_message_ends_the_stream(body: bytes) -> None:
     events = MessageEvents(ASKED)
     out = events.feed(stream(*TEXT)[:-40] + b"\n\n" + body)
     assert events.failed

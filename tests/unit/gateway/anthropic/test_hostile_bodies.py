@@ -1,4 +1,4 @@
-"""Whatever a body holds, it is translated or refused; nothing else comes out."""
+"""Every body is translated or refused; nothing else comes out."""
 
 from __future__ import annotations
 

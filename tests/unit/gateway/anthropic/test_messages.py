@@ -1,4 +1,4 @@
-"""The route of messages: what is counted beside its answer."""
+"""The route of messages: the counts beside its answer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from tests.unit.gateway.anthropic.test_errors import BODY, answered
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine
 
 
-def test_unknown_betas_are_told_from_known_ones() -> None:
+def test_only_unknown_betas_are_counted() -> None:
     assert num_unknown("") == 0
     assert num_unknown("cache-diagnosis-2026-04-07, effort-2025-11-24") == 0
     assert num_unknown("made-up-2026-01-01,,context-management-2025-06-27 ") == 2
 
 
-async def test_what_is_left_out_shows_in_the_metrics() -> None:
+async def test_left_out_parts_show_in_the_metrics() -> None:
     app = App(RecordingEngine(answered("x")))
     blocks = [{"type": "compaction", "content": "x"}, {"type": "text", "text": "hi"}]
     nonce = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}

@@ -1,4 +1,4 @@
-"""The dashboard's page: what is served, under which policy, and which libraries."""
+"""The dashboard's page: its files, its policy and its libraries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_nothing_but_this_server_may_be_asked(path):
     assert "frame-ancestors 'none'" in policy and headers["x-frame-options"] == "DENY"
 
 
-async def test_what_a_browser_has_is_not_sent_again():
+async def test_a_page_that_the_browser_has_is_not_sent_again():
     app = App()
     first = await app.get("/ui")
     again = await app.get("/ui", if_none_match=first.headers["etag"])
@@ -108,10 +108,10 @@ def test_every_import_leads_to_a_file(path):
 
 
 @pytest.mark.parametrize("path", OURS, ids=names)
-def test_our_own_files_are_short_and_ask_nobody_else(path):
+def test_our_own_files_are_short_and_ask_no_other_host(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 300
     assert not re.search(r"(?:src|href|url|fetch|import)\W{1,3}https?:", text)
     assert "innerHTML" not in text and "dangerously" not in text and "eval(" not in text
     if path.suffix == ".js":
-        assert text.startswith("// "), "a module begins with what it is for"
+        assert text.startswith("// "), "a module begins with its purpose"

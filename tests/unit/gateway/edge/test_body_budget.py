@@ -57,14 +57,14 @@ JSON = st.recursive(
 
 @given(JSON)
 def test_marks_inside_texts_weigh_nothing(value: object) -> None:
-    """A body is refused for what it holds, not for what its texts look like."""
+    """A body is refused for its values, not for the characters of its texts."""
     text = json.dumps(value) * 3
     body = msgspec.json.encode({"a": [text * (LARGE_BODY_BYTES // max(1, len(text)) * 5), value]})
     check_weight(body)
 
 
 @pytest.mark.parametrize("item", [b"{}", b"[]", b'{"":0}', b'"ab"', b"1"])
-def test_what_would_take_too_much_is_refused(item: bytes) -> None:
+def test_a_body_that_would_take_too_much_is_refused(item: bytes) -> None:
     body = b'{"x": [' + b",".join([item] * 1_200_000) + b"]}"
     with pytest.raises(InvalidRequest, match="too many values"):
         check_weight(body)

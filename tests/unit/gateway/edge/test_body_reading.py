@@ -1,4 +1,4 @@
-"""What counts of bodies while they come, while their turns wait, and while the engine computes."""
+"""The bytes of bodies that count while they come, while turns wait and while engines compute."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Computing(RecordingEngine):
             yield upstream
 
 
-async def test_bytes_that_never_come_keep_nobody_out() -> None:
+async def test_bytes_that_never_come_keep_no_client_out() -> None:
     app = App(max_bodies_bytes=100_000)
     started = [asyncio.Event() for _ in range(8)]
     idle = [asyncio.create_task(begun(app, event)) for event in started]

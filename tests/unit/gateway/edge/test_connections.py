@@ -51,7 +51,7 @@ def test_the_longest_idle_makes_room_and_the_busy_stay() -> None:
     assert counts.open == room.num_open == 3 and counts.ended == ["idle", "total", "idle"]
 
 
-def test_admins_get_a_few_places_of_a_full_server_and_nobody_elses() -> None:
+def test_admins_get_a_few_places_of_a_full_server_and_take_no_others() -> None:
     counts = Counts()
     room = places(2, 9, counts)
     for x in (Held(), Held()):
@@ -99,7 +99,7 @@ def test_one_address_has_its_share(first: str, second: str, refused: bool) -> No
     assert room.admit(Held(), first) == "" or not refused
 
 
-def test_the_log_tells_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_reports_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     room = places(1, 1, Counts(), now)
     with caplog.at_level(logging.WARNING):

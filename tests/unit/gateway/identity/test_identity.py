@@ -21,7 +21,7 @@ ALICE = Tenant("alice", b"a" * 32)
 BOB = Tenant("bob", b"b" * 32)
 
 
-def nobody(session_id: str) -> bool:
+def none_known(session_id: str) -> bool:
     return False
 
 
@@ -122,45 +122,48 @@ def test_header_with_broken_utf8_is_refused() -> None:
 
 def test_a_chat_keeps_its_id_from_turn_to_turn() -> None:
     chats = KnownChats(100)
-    first = identify(chats, ALICE, said("hi"), nobody)
-    second = identify(chats, ALICE, said("hi", "hello", "more"), nobody)
-    third = identify(chats, ALICE, said("hi", "hello", "more", "sure", "thanks"), nobody)
+    first = identify(chats, ALICE, said("hi"), none_known)
+    second = identify(chats, ALICE, said("hi", "hello", "more"), none_known)
+    third = identify(chats, ALICE, said("hi", "hello", "more", "sure", "thanks"), none_known)
     assert first == second == third
 
 
 def test_a_retry_finds_the_same_session() -> None:
     chats = KnownChats(100)
-    identify(chats, ALICE, said("hi"), nobody)
+    identify(chats, ALICE, said("hi"), none_known)
     turn = said("hi", "hello", "more")
-    assert identify(chats, ALICE, turn, nobody) == identify(chats, ALICE, turn, nobody)
+    assert identify(chats, ALICE, turn, none_known) == identify(chats, ALICE, turn, none_known)
 
 
 def test_an_edited_old_turn_is_a_fork_and_leaves_the_chat_alone() -> None:
     chats = KnownChats(100)
-    chat = identify(chats, ALICE, said("hi"), nobody)
-    assert identify(chats, ALICE, said("hi", "hello", "more"), nobody) == chat
-    fork = identify(chats, ALICE, said("hi", "hello", "something else"), nobody)
+    chat = identify(chats, ALICE, said("hi"), none_known)
+    assert identify(chats, ALICE, said("hi", "hello", "more"), none_known) == chat
+    fork = identify(chats, ALICE, said("hi", "hello", "something else"), none_known)
     assert fork != chat
-    assert identify(chats, ALICE, said("hi", "hello", "more", "yes", "go on"), nobody) == chat
-    assert identify(chats, ALICE, said("hi", "hello", "something else", "ok", "so"), nobody) == fork
+    assert identify(chats, ALICE, said("hi", "hello", "more", "yes", "go on"), none_known) == chat
+    assert (
+        identify(chats, ALICE, said("hi", "hello", "something else", "ok", "so"), none_known)
+        == fork
+    )
 
 
-def test_chats_that_begin_alike_are_told_apart_once_they_differ() -> None:
+def test_chats_that_begin_alike_are_separated_once_they_differ() -> None:
     chats = KnownChats(100)
-    one = identify(chats, ALICE, said("hi"), nobody)
-    assert identify(chats, ALICE, said("hi", "hello", "about cats"), nobody) == one
-    two = identify(chats, ALICE, said("hi"), nobody)
+    one = identify(chats, ALICE, said("hi"), none_known)
+    assert identify(chats, ALICE, said("hi", "hello", "about cats"), none_known) == one
+    two = identify(chats, ALICE, said("hi"), none_known)
     assert two != one
-    assert identify(chats, ALICE, said("hi", "hey", "about dogs"), nobody) == two
+    assert identify(chats, ALICE, said("hi", "hey", "about dogs"), none_known) == two
 
 
 def test_a_last_question_that_is_written_anew_goes_on_in_its_session() -> None:
-    """As aider does: the question without its reminder, and the files after what was said."""
+    """As aider does: the question without its reminder, and the files after the conversation."""
     chats, quiet = KnownChats(9), True
 
     def ask(*texts: str) -> str:
         chain = message_chain(ALICE.salt, said(*texts))
-        return chats.identify(ALICE, chain, nobody, lambda session_id: quiet)
+        return chats.identify(ALICE, chain, none_known, lambda session_id: quiet)
 
     begin, files = ("rules", "yes", "example", "ok"), ("files", "seen")
     first = ask(*begin, *files, "one? obey")
@@ -177,7 +180,7 @@ def test_a_shared_first_message_is_no_sign_of_a_question_written_anew() -> None:
     chats = KnownChats(9)
     one, other = (said("rules", *texts) for texts in (["hi"], ["you", "me", "ho"]))
     found = [
-        chats.identify(ALICE, message_chain(ALICE.salt, x), nobody, lambda session_id: True)
+        chats.identify(ALICE, message_chain(ALICE.salt, x), none_known, lambda session_id: True)
         for x in (one, other)
     ]
     assert found[0] != found[1]
@@ -186,15 +189,15 @@ def test_a_shared_first_message_is_no_sign_of_a_question_written_anew() -> None:
 def test_a_shared_system_prompt_does_not_join_chats() -> None:
     chats = KnownChats(100)
     system = [{"role": "system", "content": "be brief"}]
-    one = identify(chats, ALICE, system + said("cats"), nobody)
-    assert identify(chats, ALICE, system + said("dogs"), nobody) != one
+    one = identify(chats, ALICE, system + said("cats"), none_known)
+    assert identify(chats, ALICE, system + said("dogs"), none_known) != one
 
 
 def test_a_key_that_chats_share_is_no_identity_but_keeps_them_together() -> None:
     chats = KnownChats(100)
 
     def of(*texts: str, group: str | None) -> str:
-        return chats.identify(ALICE, message_chain(ALICE.salt, said(*texts), group), nobody)
+        return chats.identify(ALICE, message_chain(ALICE.salt, said(*texts), group), none_known)
 
     one = of("cats", group="k")
     two = of("dogs", group="k")
@@ -208,7 +211,9 @@ def test_a_key_that_chats_share_is_no_identity_but_keeps_them_together() -> None
 
 def test_tenants_never_share_a_session() -> None:
     chats = KnownChats(100)
-    assert identify(chats, ALICE, said("hi"), nobody) != identify(chats, BOB, said("hi"), nobody)
+    assert identify(chats, ALICE, said("hi"), none_known) != identify(
+        chats, BOB, said("hi"), none_known
+    )
 
 
 def test_empty_fields_and_key_order_do_not_matter() -> None:
@@ -219,37 +224,37 @@ def test_empty_fields_and_key_order_do_not_matter() -> None:
         {"content": "yo", "role": "assistant", "refusal": None},
     ]
     more = [{"role": "user", "content": "more"}]
-    chat = identify(chats, ALICE, sent, nobody)
-    assert identify(chats, ALICE, echoed + more, nobody) == chat
+    chat = identify(chats, ALICE, sent, none_known)
+    assert identify(chats, ALICE, echoed + more, none_known) == chat
 
 
 def test_after_a_restart_a_chat_is_found_by_its_derived_id() -> None:
     before = KnownChats(100)
-    chat = identify(before, ALICE, said("hi"), nobody)
-    identify(before, ALICE, said("hi", "hello", "more"), nobody)
+    chat = identify(before, ALICE, said("hi"), none_known)
+    identify(before, ALICE, said("hi", "hello", "more"), none_known)
     after = KnownChats(100)
     turn = said("hi", "hello", "more", "sure", "thanks")
     assert identify(after, ALICE, turn, lambda x: x == chat) == chat
-    # Somebody else who begins alike does not get a session that is in use by now.
+    # Another chat that begins alike does not get a session that is in use by now.
     assert identify(after, ALICE, said("hi"), lambda x: x == chat) != chat
 
 
 def test_the_longest_unused_chat_is_forgotten_first() -> None:
     chats = KnownChats(2)
-    first = identify(chats, ALICE, said("a"), nobody)
-    second = identify(chats, ALICE, said("b"), nobody)
-    assert identify(chats, ALICE, said("a", "x", "y"), nobody) == first
-    identify(chats, ALICE, said("c"), nobody)
-    assert identify(chats, ALICE, said("a", "x", "y", "z", "w"), nobody) == first
-    assert identify(chats, ALICE, said("b", "x", "y"), nobody) != second
+    first = identify(chats, ALICE, said("a"), none_known)
+    second = identify(chats, ALICE, said("b"), none_known)
+    assert identify(chats, ALICE, said("a", "x", "y"), none_known) == first
+    identify(chats, ALICE, said("c"), none_known)
+    assert identify(chats, ALICE, said("a", "x", "y", "z", "w"), none_known) == first
+    assert identify(chats, ALICE, said("b", "x", "y"), none_known) != second
 
 
 @given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=6), max_size=40))
-def test_a_request_and_its_retry_are_one_session_whatever_came_before(
+def test_a_request_and_its_retry_are_one_session_after_any_requests(
     requests: list[list[str]],
 ) -> None:
     chats = KnownChats(5)
     for texts in requests:
-        session_id = identify(chats, ALICE, said(*texts), nobody)
+        session_id = identify(chats, ALICE, said(*texts), none_known)
         assert checked_id(session_id, "derived") == session_id
-        assert identify(chats, ALICE, said(*texts), nobody) == session_id
+        assert identify(chats, ALICE, said(*texts), none_known) == session_id

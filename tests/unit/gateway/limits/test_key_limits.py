@@ -1,4 +1,4 @@
-"""What one key may take, by a clock that the tests move."""
+"""The limits of one key, by a clock that the tests move."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_requests_per_minute() -> None:
     refusal(limits)
 
 
-def test_tokens_are_counted_behind_the_answer() -> None:
+def test_tokens_are_counted_after_the_answer() -> None:
     clock = Clock()
     limits = KeyLimits(Limits(tokens_per_minute=600), clock)
     share = enter(limits)
-    enter(limits).used_tokens(900)  # nobody knew
+    enter(limits).used_tokens(900)  # not known before
     share.used_tokens(0)
     wait_s = refusal(limits).failure.retry_after_s
     assert wait_s == pytest.approx(30.1)
@@ -108,7 +108,7 @@ def test_a_key_that_owes_tokens_may_read_but_not_compute() -> None:
     refusal(limits)
 
 
-def test_what_is_open_to_all_is_charged_to_no_key() -> None:
+def test_a_path_that_is_open_to_all_is_charged_to_no_key() -> None:
     scope: dict[str, Any] = {"state": {}}
     KeyLimits(Limits(requests_per_minute=1), Clock()).enter(ALICE, scope, ACCOUNTS["livez"])
     assert key_share_of(scope) is None
@@ -193,7 +193,7 @@ def test_a_line_with_other_words_is_refused(words: str) -> None:
         ("DELETE", "/v1/sessions/x"),
     ],
 )
-async def test_what_is_no_turn_counts_too(method: str, path: str) -> None:
+async def test_requests_that_are_no_turn_count_too(method: str, path: str) -> None:
     app = App(RecordingEngine(), requests_per_minute=1)
     body = b"{}" if method == "POST" else b""
     headers = {"content-type": "application/json"}
@@ -209,7 +209,7 @@ async def test_asking_for_the_caller_twice_charges_once() -> None:
     assert (await app.post("/v1/conversations", {})).status != 429
 
 
-async def test_answers_say_what_is_left_and_refusals_when_to_come_back() -> None:
+async def test_answers_say_how_much_is_left_and_refusals_when_to_come_back() -> None:
     usage = b'{"usage": {"prompt_tokens": 90, "completion_tokens": 20}}'
     engine = RecordingEngine(Answered(200, {"content-type": "application/json"}, usage))
     app = App(engine, requests_per_minute=2, tokens_per_minute=100)

@@ -1,4 +1,4 @@
-"""What is asked beside turns (tokens, counts) is within the key's limits, and of bounded weight."""
+"""Requests beside turns (tokens, counts) are within the key's limits, and of bounded weight."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_a_burst_at_two_gateways_is_let_in_once(
     async def work(one: OneGateway, two: OneGateway) -> None:
         began = time.monotonic()
         shares = await burst(2 * most, one, two)
-        for _ in range(20):  # what one had at hand too much of is given back in a moment
+        for _ in range(20):  # places that one had too many of are given back in a moment
             if len(shares) >= most:
                 break
             await asyncio.sleep(0.2)
@@ -221,7 +221,7 @@ def test_while_redis_is_away_each_counts_for_itself_and_nobody_waits(
             own.cont()
         await one.until(lambda: one.changes[-1] is True)
         await two.until(lambda: two.changes[-1] is True)
-        await asyncio.sleep(1.2)  # two rounds: both have said what runs
+        await asyncio.sleep(1.2)  # two rounds: both have reported their running requests
         for share in shares[:4]:
             share.leave()
         assert await burst(4, one, two) == []  # the other four still run

@@ -1,4 +1,4 @@
-"""What changed since when, with one entry for each name."""
+"""Which names changed, and when, with one entry for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ marks = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 3)), max_si
 
 
 @given(marks, st.integers(0, 40))
-def test_it_tells_each_name_that_changed_since_once(marks, since):
+def test_it_lists_each_name_that_changed_since_once(marks, since):
     log: ChangeLog[str] = ChangeLog()
     moment, latest = 0, {}
     for name, later in marks:

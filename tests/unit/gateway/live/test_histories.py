@@ -49,7 +49,7 @@ def test_a_turn_says_where_its_prompt_came_from_and_how_long_it_took():
     assert (shown.waited_s, shown.first_token_s, shown.total_s) == (1.0, 1.25, 1.75)
 
 
-def test_what_is_spared_is_a_prefill_at_the_measured_speed_less_the_time_to_restore():
+def test_the_saved_time_is_a_prefill_at_the_measured_speed_less_the_time_to_restore():
     clock, speed = Clock(), PrefillSpeed()
     back = request(clock, "cold-ram", 900, 1000, 0.5)
     assert speed.saved_s(back) is None, "no speed is known yet"
@@ -59,7 +59,7 @@ def test_what_is_spared_is_a_prefill_at_the_measured_speed_less_the_time_to_rest
     assert speed.saved_s(back) == 1.8 - 0.3
 
 
-def test_an_engines_comments_tell_how_far_a_prefill_is_and_its_speed():
+def test_an_engines_comments_say_how_far_a_prefill_is_and_its_speed():
     clock, speed = Clock(), PrefillSpeed()
     made = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
     made.admitted()
@@ -117,7 +117,7 @@ def rates(tally: Tally, clock: Clock) -> tuple[float, float]:
     return tally.prompts.rate(clock.now), tally.answers.rate(clock.now)
 
 
-def test_the_first_rate_of_an_answer_is_its_own_speed_however_long_nobody_looked():
+def test_the_first_rate_of_an_answer_is_its_own_speed_after_any_time_without_readers():
     clock, pace = Clock(), Tally(Clock())
     paced(request(clock, "miss", 0, 100, 0.5), pace)  # an earlier turn, seen by a reader
     clock.now += 160.0
@@ -125,7 +125,7 @@ def test_the_first_rate_of_an_answer_is_its_own_speed_however_long_nobody_looked
     made = LiveRequest(REF, "req_2", "chat", "curl", 5.0, clock)
     made.admitted()
     made.cache = CacheOutcome("miss", 0)
-    made.told_prompt_tokens = 90
+    made.reported_prompt_tokens = 90
     clock.now += 9.0
     assert made.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
     paced(made, pace)
@@ -155,17 +155,17 @@ def test_an_answer_that_comes_whole_counts_over_the_time_that_it_took():
     assert rates(pace, clock) == (0.0, 0.0)
 
 
-def test_what_waits_or_gets_anothers_answer_is_not_counted():
+def test_a_request_that_waits_or_gets_anothers_answer_is_not_counted():
     clock = Clock()
     waiting = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
-    waiting.told_prompt_tokens = 10
+    waiting.reported_prompt_tokens = 10
     joined = request(clock, "miss", 0, 100, 0.5)
     joined.shares = waiting
     for made in (waiting, joined):
         assert (made.uncounted(), made.tokens_so_far, made.is_own_turn) == ([], 0, False)
 
 
-def test_the_last_hour_is_told_in_steps_whatever_was_looked_at():
+def test_the_last_hour_is_given_in_steps_without_any_readers():
     tally, start = Tally(Clock()), 995.0
     tally.count(Stretch(1000.0, 1020.0, computed=200))
     tally.count(Stretch(1015.0, 1025.0, answered=20))
@@ -209,7 +209,7 @@ def test_a_pace_is_bounded_and_a_long_answer_spreads_over_an_hour():
         ),
     ],
 )
-def test_steps_tell_from_where_to_where_a_session_went(steps, moves):
+def test_steps_say_from_where_to_where_a_session_went(steps, moves):
     pasts = Histories(Clock())
     places = [pasts.stepped(KEY, Step(*step)) for step in steps]
     assert [x for x in places if x[0] != x[1]] == moves

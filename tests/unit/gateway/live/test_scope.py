@@ -1,4 +1,4 @@
-"""What readers are told: only their own, each session once however slow they are, and resuming."""
+"""Events of readers: only their own sessions, each once however slow they are, and resuming."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Watched:
         table.take(row, report(tenant, id, tokens))
 
     def knows_sizes(self) -> None:
-        """Have the engine say what its KV takes: 100 bytes a token, 50 of them in bf16."""
+        """Have the engine report the size of its KV: 100 bytes a token, 50 of them in bf16."""
         sizes = {"live_kv": KVSize(100), "bf16_kv": KVSize(50)}
         self.engine.welcome = msgspec.structs.replace(WELCOME, **sizes)
 
@@ -95,7 +95,7 @@ def change(scope: Scope, since: int) -> dict[str, Any]:
     return dict(json.loads(scope.change_since(since)))
 
 
-async def test_a_tenant_is_told_of_its_own_sessions_only(watched: Watched):
+async def test_a_tenant_gets_its_own_sessions_only(watched: Watched):
     watched.turn("mine")
     watched.turn("secret", "bob")
     with watched.reader("alice") as scope:
@@ -103,16 +103,16 @@ async def test_a_tenant_is_told_of_its_own_sessions_only(watched: Watched):
         assert [x["id"] for x in first["sessions"]] == ["mine"]
         assert first["num_sessions"] == 1 and first["memory"]["hot"]["bytes"] == 1000
         assert not first["server"]["admin"]
-        told = scope.moment
+        moment = scope.moment
         watched.turn("secret", "bob", tokens=99)
         watched.turn("another secret", "bob")
         watched.forget("secret", "bob")
         watched.live.look()
-        assert scope.moment == told, "nothing of it is the tenant's, so no event even begins"
+        assert scope.moment == moment, "nothing of it is the tenant's, so no event even begins"
         assert b"secret" not in b"".join(scope.snapshot()) and b"bob" not in scope.change_since(0)
 
 
-async def test_an_admin_is_told_of_all_with_their_tenants(watched: Watched):
+async def test_an_admin_gets_all_sessions_with_their_tenants(watched: Watched):
     watched.turn("s", "alice")
     watched.turn("s", "bob")
     with watched.reader(None) as scope:
@@ -125,30 +125,30 @@ async def test_an_admin_is_told_of_all_with_their_tenants(watched: Watched):
         assert change(scope, 0)["gone"] == [{"id": "s", "tenant": "bob"}]
 
 
-async def test_a_change_holds_only_what_changed(watched: Watched):
+async def test_a_change_holds_only_changed_rows(watched: Watched):
     for i in range(5):
         watched.turn(f"s{i}")
     with watched.reader("alice") as scope:
         watched.live.look()
-        told = scope.moment
+        moment = scope.moment
         watched.turn("s3", tokens=77)
         watched.live.look()
-        told_now = change(scope, told)
-        assert [(x["id"], x["tokens"]) for x in told_now["sessions"]] == [("s3", 77)]
-        assert "server" not in told_now and "quality" not in told_now and "gone" not in told_now
+        changed = change(scope, moment)
+        assert [(x["id"], x["tokens"]) for x in changed["sessions"]] == [("s3", 77)]
+        assert "server" not in changed and "quality" not in changed and "gone" not in changed
         before = scope.moment
         watched.live.look()
-        assert scope.moment == before, "nothing happened, so there is nothing to tell"
+        assert scope.moment == before, "nothing happened, so there is nothing to send"
 
 
 async def test_a_slow_reader_gets_each_session_once_as_it_is_in_the_end(watched: Watched):
     with watched.reader("alice") as scope:
-        told = scope.moment
+        moment = scope.moment
         for i in range(50):
             watched.turn("s", tokens=10 + i)
             watched.turn(f"other{i % 3}")
             watched.live.look()
-        shown = {x["id"]: x["tokens"] for x in change(scope, told)["sessions"]}
+        shown = {x["id"]: x["tokens"] for x in change(scope, moment)["sessions"]}
         assert shown == {"s": 59, "other0": 10, "other1": 10, "other2": 10}
 
 
@@ -161,9 +161,9 @@ async def test_a_reader_resumes_where_it_was_and_else_begins_anew(watched: Watch
     watched.clock.now += LINGER_S / 2
     watched.live.look()
     with watched.reader("alice") as scope:
-        told = scope.resumes(last)
-        assert told is not None
-        assert [x["id"] for x in change(scope, told)["sessions"]] == ["meanwhile"]
+        moment = scope.resumes(last)
+        assert moment is not None
+        assert [x["id"] for x in change(scope, moment)["sessions"]] == ["meanwhile"]
         for foreign in ("", "x", "1.2.3", "7.1", last + "9999", last.replace(".", ".-")):
             assert scope.resumes(foreign) is None
     with watched.reader("bob") as scope:
@@ -218,13 +218,13 @@ async def test_an_engine_that_serves_without_sleep_is_asked_for_its_figures(watc
         async with asyncio.timeout(30):
             while snapshot(scope)["memory"]["hot"]["bytes"] != 7:
                 await scope.beyond(scope.moment)
-    assert asked == [1000.0], "what is fresh is not asked for again"
+    assert asked == [1000.0], "fresh figures are not asked for again"
 
 
-async def test_a_ratio_compares_what_is_packed_with_itself(watched: Watched):
-    """A session grows before what it grew by is packed: that saves nothing yet.
+async def test_a_ratio_compares_packed_tokens_with_themselves(watched: Watched):
+    """A session grows before its new tokens are packed: those save nothing yet.
 
-    The engine keeps live KV in float32, 100 bytes a token; what is packed is compared with bf16.
+    The engine keeps live KV in float32, 100 bytes a token; packed tokens are compared with bf16.
     """
     watched.knows_sizes()
     watched.turn("s", tokens=100)  # 5,000 bytes in bf16, 2,000 packed
@@ -235,14 +235,14 @@ async def test_a_ratio_compares_what_is_packed_with_itself(watched: Watched):
     )
     watched.sessions.table.learn(row, grown)
     with watched.reader(None) as scope:
-        told = snapshot(scope)
-        (shown,) = told["sessions"]
+        sent = snapshot(scope)
+        (shown,) = sent["sessions"]
         assert (shown["tokens"], shown["bf16_bytes"], shown["ratio"]) == (330, 16_500, 2.5)
-        memory = told["memory"]
+        memory = sent["memory"]
         assert (memory["cold_bytes"], memory["bf16_bytes"]) == (2000, 5_000)
 
 
-async def test_a_snapshot_in_pages_tells_of_each_session_once(watched: Watched):
+async def test_a_snapshot_in_pages_lists_each_session_once(watched: Watched):
     for i in range(130):
         watched.clock.now += 1
         watched.turn(f"s{i}")
@@ -251,12 +251,12 @@ async def test_a_snapshot_in_pages_tells_of_each_session_once(watched: Watched):
         assert [name for name, _ in events] == ["snapshot", "more", "more"]
         assert [x.get("left") for _, x in events] == [None, 80 - 50, 0]
         assert events[0][1]["num_sessions"] == 130
-        told = [row["id"] for _, data in events for row in data["sessions"]]
-        assert told == [f"s{i}" for i in reversed(range(130))]
+        listed = [row["id"] for _, data in events for row in data["sessions"]]
+        assert listed == [f"s{i}" for i in reversed(range(130))]
         assert [name for name, _ in scope.paged(500)] == ["snapshot"]
 
 
-async def test_a_session_is_told_with_its_first_answer_while_that_comes(watched: Watched):
+async def test_a_session_is_listed_with_its_first_answer_while_that_comes(watched: Watched):
     watched.knows_sizes()
     ref = SessionRef("alice", "new", b"")
     with watched.reader("alice") as scope, watched.live.request(ref, "r", "chat", "codex") as it:
@@ -264,7 +264,7 @@ async def test_a_session_is_told_with_its_first_answer_while_that_comes(watched:
         assert "sessions" not in change(scope, 0), "it waits, and has no row yet"
         row = watched.sessions.table.begin(ref)
         it.admitted()
-        it.cache, it.told_prompt_tokens = CacheOutcome("miss", 0, "never-stored"), 90
+        it.cache, it.reported_prompt_tokens = CacheOutcome("miss", 0, "never-stored"), 90
         for _ in range(2):
             watched.clock.now += 1.0
             it.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n' * 5)
@@ -282,24 +282,24 @@ async def test_a_session_is_told_with_its_first_answer_while_that_comes(watched:
     assert watched.live.detail(ref, admin=False).row.turns == 1  # type: ignore[union-attr]
 
 
-async def test_a_snapshot_has_the_last_hour_and_a_change_what_moved_since(watched: Watched):
+async def test_a_snapshot_has_the_last_hour_and_a_change_the_moves_since(watched: Watched):
     watched.knows_sizes()
     ref = SessionRef("alice", "s", b"")
     with watched.live.request(ref, "r", "chat", "curl") as it:
         row = watched.sessions.table.begin(ref)
         it.admitted()
-        it.cache, it.told_prompt_tokens = CacheOutcome("miss", 0, "never-stored"), 400
+        it.cache, it.reported_prompt_tokens = CacheOutcome("miss", 0, "never-stored"), 400
         watched.clock.now += 20.0
         it.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
         row.known, row.tokens = True, 401
         watched.sessions.table.end(row)
-    watched.clock.now += 15.0  # nobody has read so far
+    watched.clock.now += 15.0  # no reader has come so far
     watched.turn("secret", "bob")
     with watched.reader("alice") as scope:
-        told = snapshot(scope)
-        assert told["hour"]["since"] == 1000.0 and told["hour"]["step_s"] == 10
-        assert told["hour"]["prompt_tokens_per_s"] == [20.0, 20.0, 0.0]
-        (began,) = told["moves"]
+        sent = snapshot(scope)
+        assert sent["hour"]["since"] == 1000.0 and sent["hour"]["step_s"] == 10
+        assert sent["hour"]["prompt_tokens_per_s"] == [20.0, 20.0, 0.0]
+        (began,) = sent["moves"]
         assert (began["id"], began["before"], began["after"]) == ("s", "", "hot")
         assert (began["tokens"], began["bytes"]) == (401, 40_100) and "tenant" not in began
         row.learn(report("alice", "s", 401))
@@ -316,11 +316,11 @@ async def test_a_snapshot_has_the_last_hour_and_a_change_what_moved_since(watche
         assert tenants == ["alice", "bob", "alice"]
     watched.clock.now += 3600.0
     with watched.reader("alice") as scope:
-        told = snapshot(scope)
-        assert told["moves"] == [] and not any(told["hour"]["prompt_tokens_per_s"])
+        sent = snapshot(scope)
+        assert sent["moves"] == [] and not any(sent["hour"]["prompt_tokens_per_s"])
 
 
-async def test_what_the_engine_refused_has_moved_nowhere(watched: Watched):
+async def test_a_session_that_the_engine_refused_has_moved_nowhere(watched: Watched):
     row = watched.sessions.table.begin(SessionRef("alice", "refused", b""))
     watched.sessions.table.end(row)
     with watched.reader("alice") as scope:

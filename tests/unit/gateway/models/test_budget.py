@@ -1,4 +1,4 @@
-"""What is lent never adds up to more than there is."""
+"""Loans never add up to more than there is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_loans_and_guarantees_fit_together(machine, guaranteed, shares):
     assert lent.ram <= max(0, machine.ram - taken.ram)
 
 
-def test_what_is_free_goes_by_share():
+def test_free_memory_is_lent_by_share():
     found = loans(Budget(100, 50), [Budget(30, 20), Budget(10, 0)], {"a": 1, "b": 2})
     assert found == {"a": Budget(20, 10), "b": Budget(40, 20)}
     assert loans(Budget(10, 10), [Budget(10, 20)], {"a": 1}) == {"a": NOTHING}

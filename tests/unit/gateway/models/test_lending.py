@@ -18,7 +18,7 @@ MACHINE, OWN = Budget(100, 40), Budget(50, 20)
 
 
 class Elastic(RecordingEngine):
-    """Uses all that it was last told, from when it hears of more until it says that it has less."""
+    """Uses all of its last budget, from when it hears of more until it says that it has less."""
 
     def __init__(self) -> None:
         super().__init__(welcome=None)
@@ -50,7 +50,7 @@ def two_models() -> tuple[Lending, Elastic, Elastic, dict[str, Part]]:
     return Lending(MACHINE, parts), always, sometimes, parts
 
 
-async def test_what_a_model_does_not_need_is_lent_and_taken_back():
+async def test_memory_that_a_model_does_not_need_is_lent_and_taken_back():
     lending, always, sometimes, _ = two_models()
     await lending.look()
     assert always.uses == MACHINE
@@ -74,7 +74,7 @@ async def test_a_model_waits_until_its_memory_is_given_back():
     assert always.fails == []
 
 
-async def test_an_engine_that_died_is_told_again_and_counts_meanwhile():
+async def test_an_engine_that_died_is_asked_again_and_counts_meanwhile():
     lending, always, _, parts = two_models()
     always.fails = ["after"]  # it has more, and the answer was lost
     await lending.look()
@@ -82,7 +82,7 @@ async def test_an_engine_that_died_is_told_again_and_counts_meanwhile():
     always.die()
     waiting = asyncio.create_task(lending.take_back("b"))
     await asyncio.sleep(0.5)
-    assert not waiting.done()  # nobody knows whether it still runs
+    assert not waiting.done()  # it may still run
     always.begin()
     await waiting
     assert (parts["a"].lent, always.uses) == (NOTHING, OWN)
@@ -121,10 +121,10 @@ async def test_no_order_of_events_uses_more_than_there_is(seed):
         assert Budget(hot, ram).fits(MACHINE)
 
     for _ in range(60):
-        what = chance.choice(["look", "load", "unload", "die", "fail"])
-        if what == "look":
+        action = chance.choice(["look", "load", "unload", "die", "fail"])
+        if action == "look":
             await lending.look()
-        elif what == "load" and not loaded:
+        elif action == "load" and not loaded:
             name = chance.choice("bc")
             taking = asyncio.create_task(lending.take_back(name))
             while not taking.done():
@@ -134,16 +134,16 @@ async def test_no_order_of_events_uses_more_than_there_is(seed):
                 await asyncio.sleep(0.01)
             engines[name].begin()
             loaded.append(name)
-        elif what == "unload" and loaded:
+        elif action == "unload" and loaded:
             name = loaded.pop()
             engines[name].die()
             lending.left(name)
-        elif what == "die":
+        elif action == "die":
             engine = engines[chance.choice(["a", *loaded])]
             engine.die()
             await lending.look()
             check()
             engine.begin()
-        elif what == "fail":
+        elif action == "fail":
             engines["a"].fails += chance.choices(["before", "after", ""], k=2)
         check()

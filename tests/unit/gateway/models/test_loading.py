@@ -1,4 +1,4 @@
-"""Models on demand: which one is loaded, who waits, and what becomes of their sessions."""
+"""Models on demand: which one is loaded, which requests wait, and where their sessions go."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Engine(RecordingEngine):
 
 
 class Rig:
-    """Some models on demand, a clock that stands still, and what loads them."""
+    """Some models on demand, a clock that stands still, and the loader."""
 
     def __init__(self, num_models: int = 2, places: int = 1) -> None:
         self.now = 1000.0
@@ -149,7 +149,7 @@ async def test_a_request_waits_for_a_place_only_so_long():
         rig.now += 111
         with pytest.raises(Overloaded, match="no place for the model m1"):
             await waiting
-        await closed_out  # nobody else wants the place any more
+        await closed_out  # no other request wants the place any more
 
 
 async def test_one_tenant_does_not_fill_the_line():
@@ -209,7 +209,7 @@ async def test_a_model_that_cannot_be_loaded_is_refused_with_its_reason_and_trie
         assert rig.models[0].state is State.LOADED
 
 
-async def test_what_cannot_be_loaded_takes_others_places_ever_less_often():
+async def test_a_model_that_cannot_be_loaded_takes_others_places_ever_less_often():
     async with Rig(num_models=1) as rig:
         rig.models[0].engine.fails = True
         for failures in range(3):

@@ -61,9 +61,9 @@ class TwoModels(App):
                 await asyncio.sleep(0.01)
 
 
-async def test_what_waits_for_its_model_holds_bytes_and_no_values():
+async def test_a_request_that_waits_for_its_model_holds_bytes_and_no_values():
     app = TwoModels()
-    first = app.ask(0)  # what is made once is there after it
+    first = app.ask(0)  # after it, objects that are made once are there
     await app.until_waiting(1)
     tracemalloc.start()
     others = [app.ask(i) for i in range(1, NUM_WAITING)]
@@ -125,7 +125,7 @@ async def test_who_is_cancelled_in_the_moment_of_loading_holds_no_model(num_step
     entering = asyncio.create_task(app.gateway.enter(slow, Request(scope, receive)))
     await app.until_waiting(1)
     app.loading._grant(app.on_demand)
-    for _ in range(num_steps):  # through each step of what wakes up now
+    for _ in range(num_steps):  # through each step of the tasks that wake up now
         await asyncio.sleep(0)
     entering.cancel()
     await asyncio.gather(entering, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Chat completions beyond what engines know: functions, custom tools, and storing."""
+"""Chat completions that engines do not know: functions, custom tools, and storing."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def test_custom_tools_in_a_stream_however_it_is_cut(cuts: list[int]) -> None:
     edges = sorted({0, len(CUSTOM_STREAM), *cuts})
     events = ChatEvents(ChatCalls(customs=frozenset({"write"})))
     pieces = [CUSTOM_STREAM[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-    told = b"".join(map(events.feed, pieces)) + events.ending(None)
-    parts = [json.loads(x[6:]) for x in told.split(b"\n\n")[:-2]]
+    stream = b"".join(map(events.feed, pieces)) + events.ending(None)
+    parts = [json.loads(x[6:]) for x in stream.split(b"\n\n")[:-2]]
     calls = [y for x in parts for y in x["choices"][0]["delta"].get("tool_calls") or ()]
     custom = {"name": "write", "input": "a b"}
     assert [x["index"] for x in calls] == [0, 1]
@@ -197,7 +197,7 @@ async def test_fields_that_change_nothing_are_taken() -> None:
         ({"store": True, "messages": 5}, "messages"),
     ],
 )
-async def test_what_cannot_be_served_is_named(app: App, fields: Any, param: str) -> None:
+async def test_a_field_that_cannot_be_served_is_named(app: App, fields: Any, param: str) -> None:
     reply = await app.chat(**fields)
     assert (reply.status, reply.error["param"]) == (400, param)
 
@@ -246,7 +246,7 @@ async def complete(app: App, **fields: Any) -> Reply:
     return await app.post("/v1/completions", {"model": MODEL, "prompt": "def f(", **fields})
 
 
-async def test_a_suffix_is_put_behind_the_prompt_where_the_model_learned_that() -> None:
+async def test_a_suffix_is_put_after_the_prompt_where_the_model_learned_that() -> None:
     marks = FillIn("<a>", "<b>", "<c>")
     app = App(RecordingEngine(welcome=msgspec.structs.replace(WELCOME, fill_in=marks)))
     assert (await complete(app, suffix="return x", max_tokens=5)).status == 200

@@ -1,4 +1,4 @@
-"""Compaction: what stays, what is summed up, and that the summary is the tenant's own."""
+"""Compaction: which items stay, which are summed up, and that the summary is the tenant's own."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_messages_stay_and_all_else_becomes_one_item(app: App) -> None:
     assert answer.usage.total_tokens == 35
 
 
-async def test_the_summary_is_asked_for_behind_the_conversation_as_it_stands(app: App) -> None:
+async def test_the_summary_is_asked_for_after_the_conversation_as_it_stands(app: App) -> None:
     await ask(app, RESPONSES, input=TALK, tools=[TOOL], instructions="rules")
     before = app.engine.asked[-1].body
     await ask(app, COMPACT, input=TALK, tools=[TOOL], instructions="rules", stream=True)
@@ -101,7 +101,7 @@ async def test_the_summary_is_bounded(app: App) -> None:
     assert app.engine.asked[-1].body["max_completion_tokens"] == 9
 
 
-async def test_a_window_that_is_sent_back_is_told_to_the_model(app: App) -> None:
+async def test_a_window_that_is_sent_back_is_shown_to_the_model(app: App) -> None:
     window = (await ask(app, COMPACT, input=TALK)).json["output"]
     reply = await ask(app, RESPONSES, input=[*window, {"role": "user", "content": "go on"}])
     assert reply.status == 200
@@ -130,14 +130,14 @@ async def test_templates_that_want_roles_to_alternate_get_that(app: App) -> None
     assert "a tree." in prompt(app)[1][1]
 
 
-async def test_it_goes_on_from_what_is_stored(app: App) -> None:
+async def test_it_goes_on_from_a_stored_response(app: App) -> None:
     first = (await ask(app, RESPONSES, input="one")).json
     reply = await ask(app, COMPACT, previous_response_id=first["id"])
     assert prompt(app)[:-1] == [("user", "one"), ("assistant", "They looked: a tree.")]
     assert [x["type"] for x in reply.json["output"]] == ["message", "compaction"]
     began = app.engine.asked[0].headers["x-session"]
     assert app.engine.asked[-1].headers["x-session"] == began
-    # What was compacted can be stored, and be gone on from, as any item can.
+    # A compacted item can be stored, and be gone on from, as any other can.
     second = (await ask(app, RESPONSES, input=reply.json["output"])).json
     await ask(app, RESPONSES, input="two", previous_response_id=second["id"])
     assert prompt(app)[1][1].endswith("a tree.") and prompt(app)[-1] == ("user", "two")
@@ -170,7 +170,7 @@ async def test_another_tenant_learns_nothing(app: App) -> None:
 
 
 @pytest.mark.parametrize("sealed", [None, 5, "", "x", "AQ==", "ä", "A" * 100_000, ["a"], {}])
-async def test_what_is_no_seal_is_refused(app: App, sealed: Any) -> None:
+async def test_content_that_is_no_seal_is_refused(app: App, sealed: Any) -> None:
     item = {"type": "compaction", "encrypted_content": sealed}
     reply = await ask(app, RESPONSES, input=[{"role": "user", "content": "x"}, item])
     assert (reply.status, reply.error["param"]) == (400, "input[1].encrypted_content")
@@ -232,7 +232,7 @@ async def test_nothing_is_compacted_to_nothing(app: App) -> None:
     assert prompt(app) == [("user", "hi")]
 
 
-async def test_what_cannot_be_compacted(app: App) -> None:
+async def test_requests_that_cannot_be_compacted(app: App) -> None:
     gone = await ask(app, COMPACT, previous_response_id="resp_none")
     assert (gone.status, gone.error["code"]) == (400, "previous_response_not_found")
     named = await ask(app, COMPACT, input=[{"role": "king", "content": "x"}])

@@ -1,4 +1,4 @@
-"""Embeddings at the gateway: what reaches an engine, and what comes back of one that has none."""
+"""Embeddings at the gateway: the request to an engine, and the answer of one that has none."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_an_engine_that_makes_none() -> None:
         assert PATH in reply.error["message"]
 
 
-async def test_what_is_no_request_for_embeddings() -> None:
+async def test_bodies_that_are_no_request_for_embeddings() -> None:
     app = app_of(answered())
     for body, param in (
         ({"model": MODEL}, "input"),

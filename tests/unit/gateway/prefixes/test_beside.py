@@ -1,4 +1,4 @@
-"""What an agent asks beside its conversation does not take the conversation's row."""
+"""A request of an agent beside its conversation does not take the conversation's row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""System messages in the middle stay in their place, whatever the template takes."""
+"""System messages in the middle stay in their place, for every template."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_where_roles_alternate_it_joins_the_message_before() -> None:
     ]
 
 
-def test_behind_an_answer_it_joins_the_message_after() -> None:
+def test_after_an_answer_it_joins_the_next_message() -> None:
     chat = [m("user"), m("assistant"), m("system", "n"), m("user", "q")]
     assert fitted(chat, STRICT)[2:] == [m("user", f"{NOTE}\n\nq")]
 
@@ -56,7 +56,7 @@ ROLES = st.sampled_from(["user", "assistant", "system", "developer", "tool"])
 
 @given(st.lists(ROLES, max_size=12), st.booleans())
 def test_longer_chats_begin_as_shorter_ones_did(roles: list[str], repeated: bool) -> None:
-    """What was written for a prefix is never moved by what comes after it."""
+    """Messages that were written for a prefix are never moved by later ones."""
     rules = TemplateRules(inline_system=False, repeated_users=repeated)
     chat = [m(role, str(i)) for i, role in enumerate(roles)]
     whole = "\0".join(x["content"] for x in fitted(chat, rules))

@@ -1,4 +1,4 @@
-"""Where a session's prompt leaves the one before, told by hashes."""
+"""Where a session's prompt leaves the one before, found by hashes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_session_is_compared_with_its_own_latest_request() -> None:
     assert watch.report("alice", "a") is None
 
 
-def test_what_is_held_is_bounded() -> None:
+def test_the_held_outlines_are_bounded() -> None:
     watch = PrefixWatch(capacity_bytes=20_000)
     outline = outline_of(chat(*"abcdefgh"), SALT)
     for i in range(1000):

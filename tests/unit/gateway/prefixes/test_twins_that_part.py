@@ -211,7 +211,7 @@ async def test_a_twin_of_a_request_that_ended_without_an_answer_is_on_its_own() 
     assert twins.find(KEY) is None
 
 
-async def test_what_is_held_for_twins_to_come_is_bounded() -> None:
+async def test_pieces_held_for_twins_to_come_are_bounded() -> None:
     upstream = Slow()
     upstream.say(*[b"x" * 1000] * (MAX_HELD_BYTES // 1000 + 2), b"")
     twins: Twins[str] = Twins()
@@ -221,7 +221,7 @@ async def test_what_is_held_for_twins_to_come_is_bounded() -> None:
         assert len(shared.pieces) <= 1 and twins.find(KEY) is None
 
 
-async def test_what_is_held_for_twins_that_read_is_bounded() -> None:
+async def test_pieces_held_for_twins_that_read_are_bounded() -> None:
     upstream, piece = Slow(), b"x" * (1 << 20)
     upstream.say(*[piece] * 40, b"")
     with Twins[str]().serving(KEY, "first", never) as shared, shared.joined(0.0) as twin:

@@ -1,4 +1,4 @@
-"""Requests that come twice, and an engine that answers when it is told to."""
+"""Requests that come twice, and an engine that answers when the test lets it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class Slow:
-    """An ``Upstream`` that gives each chunk when it is told to."""
+    """An ``Upstream`` that gives each chunk once the test says it."""
 
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=lambda: EVENTS)

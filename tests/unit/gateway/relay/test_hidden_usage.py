@@ -63,17 +63,17 @@ async def test_who_asks_sees_the_counts() -> None:
 
 
 class Endless(Answered):
-    """Says three things and waits; ``told`` is set then."""
+    """Sends three chunks and waits; ``sent`` is set then."""
 
     def __init__(self) -> None:
         super().__init__(200, EVENTS, b"")
-        self.told = asyncio.Event()
+        self.sent = asyncio.Event()
 
     async def chunks(self) -> Any:
         yield b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
         for _ in range(3):
             yield SAID
-        self.told.set()
+        self.sent.set()
         await asyncio.Event().wait()
 
 
@@ -83,7 +83,7 @@ async def test_an_answer_whose_client_leaves_is_counted_as_far_as_it_came() -> N
     body = {"model": "org/model-1", "messages": [{"role": "user", "content": "x"}], "stream": True}
     asked = json.dumps(body).encode()
     given_headers = {"content-type": "application/json"}
-    await app.call("POST", "/v1/chat/completions", asked, given_headers, going_on.told)
+    await app.call("POST", "/v1/chat/completions", asked, given_headers, going_on.sent)
     metrics = await figures(app)
     assert counted(metrics, "answered") == 3.0
     assert (counted(metrics, "cached"), counted(metrics, "prefilled")) == (30.0, 40.0)

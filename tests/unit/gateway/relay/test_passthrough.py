@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ScriptedUpstream:
-    """Yields what it is given; an exception in the list is raised, a number slept."""
+    """Yields the given chunks; an exception in the list is raised, a number slept."""
 
     def __init__(self, script: Iterable[bytes | float | Exception], **headers: str) -> None:
         self._script = list(script)
@@ -46,7 +46,7 @@ class ScriptedUpstream:
 
 
 class Client:
-    """Collects what is sent; ``takes`` = how many messages before it stops reading."""
+    """Collects the messages sent; ``takes`` = how many messages before it stops reading."""
 
     def __init__(self, takes: int = 1_000_000) -> None:
         self.body = b""
@@ -60,7 +60,7 @@ class Client:
 
 
 async def relayed(upstream: ScriptedUpstream, client: Client, **limits: Any) -> int | None:
-    """Status of the failure, if any; whatever came from the engine was seen on the way."""
+    """Status of the failure, if any; every byte from the engine was seen on the way."""
     seen: list[bytes] = []
     loop = asyncio.get_running_loop()
     failure = await relay_events(

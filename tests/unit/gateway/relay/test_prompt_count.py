@@ -1,4 +1,4 @@
-"""What a prompt is counted as, in each dialect."""
+"""The count of a prompt's tokens, in each dialect."""
 
 from __future__ import annotations
 

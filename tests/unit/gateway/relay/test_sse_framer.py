@@ -82,7 +82,7 @@ def test_an_answer_that_says_done_has_not_ended() -> None:
         assert events.complete
 
 
-def test_an_end_with_carriage_returns_or_a_comment_behind_it_is_one() -> None:
+def test_an_end_with_carriage_returns_or_a_comment_after_it_is_one() -> None:
     for end in (b"data: [DONE]\r\n\r\n", b"data: [DONE]\n\n: bye\n\n"):
         events = SseFramer()
         events.feed(end)

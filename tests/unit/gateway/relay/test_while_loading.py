@@ -34,13 +34,13 @@ async def failing_after(seconds: float, every_s: float) -> list[Message]:
     return sent
 
 
-async def test_what_fails_after_a_comment_is_an_event() -> None:
+async def test_a_failure_after_a_comment_is_an_event() -> None:
     head, *comments, end = await failing_after(0.05, 0.01)
     assert head["status"] == 200
     assert comments and all(x["body"] == b": loading\n\n" for x in comments)
     assert b"no weights" in end["body"] and not end["more_body"]
 
 
-async def test_what_fails_before_any_comment_is_an_error() -> None:
+async def test_a_failure_before_any_comment_is_an_error() -> None:
     with pytest.raises(EngineUnavailable):
         await failing_after(0.0, 30.0)

@@ -1,4 +1,4 @@
-"""Tenants take turns on the threads of stored objects, and what nobody waits for is not done."""
+"""Tenants take turns on the threads of stored objects; work without a waiter is not done."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_tenants_take_turns(threads: FairThreads) -> None:
     assert order.count("a") == 4
 
 
-async def test_what_is_cancelled_before_its_turn_is_not_done(threads: FairThreads) -> None:
+async def test_work_that_is_cancelled_before_its_turn_is_not_done(threads: FairThreads) -> None:
     gate = Gate()
     held = asyncio.create_task(threads.do("a", partial(gate.work, "first")))
     await asyncio.to_thread(gate.begun.wait, 20)

@@ -101,7 +101,7 @@ def test_all_of_it_is_there_as_it_was(objects: Objects, path: Path, first: bool)
     assert rows_of(path, "SELECT sum(nbytes) FROM totals") == [(0,)]
 
 
-def test_what_was_sealed_half_before_a_kill_goes_on(objects: Objects, path: Path) -> None:
+def test_sealing_goes_on_after_a_kill_half_way(objects: Objects, path: Path) -> None:
     old = OldFile(path)
     many = [{**ASKED, "id": f"item-{i}"} for i in range(1500)]
     old.put("a", "conversation", {**TALK, "id": "conv_2"}, many)
@@ -128,7 +128,7 @@ def test_once_all_is_sealed_plain_text_is_not_there(objects: Objects, path: Path
 
 
 def as_before_any_seal(path: Path) -> None:
-    """What somebody can do who can write the file, and nothing else: make it one of long ago."""
+    """All that an attacker who can only write the file can do: make it one of long ago."""
     for table in ("heads", "tags"):
         rows_of(path, f"DELETE FROM {table}")
     rows_of(path, "DELETE FROM items")
@@ -205,7 +205,7 @@ def test_a_mark_that_cannot_be_made_is_said_and_tried_again(path: Path, tmp_path
     objects.shelf.close()
 
 
-def test_what_is_no_json_of_ours_is_removed(objects: Objects, path: Path) -> None:
+def test_bodies_that_are_no_json_of_ours_are_removed(objects: Objects, path: Path) -> None:
     for body in (b"nonsense", b"[1]", b'{"output": [{}]}', b"\xff"):
         rows_of(path, "UPDATE entries SET body = ? WHERE id = 'resp_1'", body)
         rows_of(path, "UPDATE entries SET id = 'resp_x' WHERE id = 'resp_1' AND tenant = 'b'")

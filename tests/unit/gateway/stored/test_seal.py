@@ -1,4 +1,4 @@
-"""Sealed texts open for the tenant that they were made for, unchanged, and for nobody else."""
+"""Sealed texts open for the tenant that they were made for, unchanged, and for no other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_restart_changes_nothing_and_two_seals_are_never_alike() -> None:
     assert b"said" not in b64decode(SEALED)
 
 
-def test_nobody_else_opens_it() -> None:
+def test_no_other_tenant_opens_it() -> None:
     others = [of(HERE, "bob"), of(HERE, "alic"), of(HERE, "")]
     others.append(of(Tenants(b"another secret, of 16 or more"), "alice"))
     others.append(SealedText(HERE.salt_of("alice")))
@@ -43,7 +43,7 @@ def test_nobody_else_opens_it() -> None:
             other.open(SEALED)
 
 
-def test_a_changed_one_opens_for_nobody() -> None:
+def test_a_changed_one_opens_for_no_tenant() -> None:
     packed = b64decode(SEALED)
     for i in range(len(packed)):
         changed = packed[:i] + bytes([packed[i] ^ 1]) + packed[i + 1 :]
@@ -54,6 +54,6 @@ def test_a_changed_one_opens_for_nobody() -> None:
 
 
 @given(st.one_of(st.text(), st.binary().map(lambda x: b64encode(b"\x01" + x).decode())))
-def test_what_is_no_seal_does_not_open(text: str) -> None:
+def test_text_that_is_no_seal_does_not_open(text: str) -> None:
     with pytest.raises(NotOurs):
         ALICE.open(text)

@@ -1,4 +1,4 @@
-"""One suite for every shelf: what is stored is found, bounded, and nobody else's."""
+"""One suite for every shelf: stored objects are found, bounded, and hidden from others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ BOTH = ["sqlite", pytest.param("redis", marks=pytest.mark.redis)]
 
 @pytest.fixture(params=BOTH)
 def objects(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Objects]:
-    """What a tenant may store is little."""
+    """A tenant may store little."""
     made = Objects(opened(request, LIMITS, clock), KEY_OF)
     yield made
     made.shelf.close()
@@ -83,7 +83,7 @@ def text(nbytes: int) -> str:
     return "x" * nbytes
 
 
-def test_what_is_put_is_found_until_it_is_deleted(objects: Objects) -> None:
+def test_an_object_is_found_until_it_is_deleted(objects: Objects) -> None:
     assert put(objects, entry("1", x=1), items("i", "j"))
     assert shown(objects, "1") == {"id": "1", "x": 1}
     assert ids_of(objects, "1") == read_all(objects, "1") == ["i", "j"]
@@ -248,7 +248,7 @@ def test_a_page_holds_no_more_bytes_than_a_page_may(roomy: Objects) -> None:
     assert [x.id for x in chats(roomy, query=Query(99, some.rows[-1].id)).rows][-1] == "11"
 
 
-def test_what_a_step_will_hold_is_said_before(roomy: Objects) -> None:
+def test_a_step_says_before_how_much_it_will_hold(roomy: Objects) -> None:
     put(roomy, entry("1", text=text(100_000)), items("i", text=text(200_000)))
     assert sum(roomy.show("a", "conversation", "1")) >= 100_000
     object = done(roomy.find("a", "conversation", "1"))
@@ -305,7 +305,7 @@ def test_the_longest_unused_make_room(objects: Objects, clock: Clock) -> None:
     assert there == ["1", "3", "4", "5"]
 
 
-def test_what_is_larger_than_the_budget_is_not_stored(objects: Objects) -> None:
+def test_an_object_larger_than_the_budget_is_not_stored(objects: Objects) -> None:
     put(objects, entry("1"))
     assert not put(objects, entry("2", text=text(30_000)))
     assert not put(objects, entry("3"), items("i", text=text(30_000)))
@@ -408,7 +408,7 @@ def test_the_file_is_its_owners_and_outlives_the_process(tmp_path: Path) -> None
     for name in path.parent.iterdir():
         assert stat.S_IMODE(name.stat().st_mode) == 0o600, name
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    # Not closed, as after a kill: the log is read by whoever comes next.
+    # Not closed, as after a kill: the next process reads the log.
     second = Objects(shelf_in(path, LIMITS), KEY_OF)
     ((sealed,),) = rows_of(path, "SELECT body FROM entries")
     assert shown(second, "1") is not None

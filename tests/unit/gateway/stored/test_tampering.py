@@ -1,4 +1,4 @@
-"""Whoever can write to the place of stored objects can take them away, and change nothing."""
+"""An attacker with write access to stored objects can take them away, and change nothing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ _OF_ITEM = "{} WHERE id = ? AND owner = " + _SEQ
 
 
 class InRedis:
-    """Changes what a server holds."""
+    """Changes the keys of a server."""
 
     def __init__(self, server: RedisServer) -> None:
         self.client = redis.Redis.from_url(server.url)
@@ -164,7 +164,7 @@ def attacker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Attacke
 
 
 def changes(body: bytes) -> Iterator[bytes]:
-    """Everything that somebody could put in place of sealed bytes, but for other sealed ones."""
+    """Everything that an attacker could put in place of sealed bytes, but for other sealed ones."""
     for i in (0, 1, len(body) // 2, len(body) - 1):
         yield body[:i] + bytes([body[i] ^ 1]) + body[i + 1 :]
         yield body[:i]
@@ -251,7 +251,7 @@ def test_an_answer_that_lost_an_item_is_not_there(attacker: Attacker) -> None:
     assert read_all(objects, "r", "response") is None
 
 
-def test_what_is_given_to_another_tenant_is_not_there(attacker: Attacker) -> None:
+def test_an_object_given_to_another_tenant_is_not_there(attacker: Attacker) -> None:
     attacker.give("b")
     for kind, id in (("conversation", "1"), ("response", "r")):
         assert done(attacker.objects.show("b", kind, id)) is None  # type: ignore[arg-type]
@@ -265,7 +265,7 @@ def test_another_secret_finds_nothing(attacker: Attacker) -> None:
 
 
 @pytest.mark.redis
-def test_what_is_sealed_for_a_file_is_not_good_on_a_server(
+def test_an_object_sealed_for_a_file_is_not_good_on_a_server(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     file, server = InSqlite(tmp_path / "objects.sqlite"), InRedis(redis_server)
@@ -277,7 +277,7 @@ def test_what_is_sealed_for_a_file_is_not_good_on_a_server(
     server.close()
 
 
-# ---- what no seal says: kinds of values, numbers, names
+# ---- facts without a seal: kinds of values, numbers, names
 
 
 def wrong_type(client: Any, keys: Keys) -> None:
@@ -334,7 +334,9 @@ def test_a_value_of_another_type_is_not_there(tmp_path: Path, column: str, value
 
 
 @pytest.mark.parametrize("column", ["session", "id", "tenant", "kind"])
-async def test_what_is_no_text_is_404_and_the_rest_goes_on(tmp_path: Path, column: str) -> None:
+async def test_a_row_that_is_no_text_is_404_and_the_rest_goes_on(
+    tmp_path: Path, column: str
+) -> None:
     path = tmp_path / "objects.sqlite"
     app = App(stored=stored_in(path))
     harmed, whole = [(await app.post("/v1/conversations", {})).json["id"] for _ in range(2)]
@@ -390,8 +392,8 @@ class _Renamed:
         self._keys, self._names = Keys("local"), names
         self.used, self.total, self.sizes = self._keys.used, self._keys.total, self._keys.sizes
 
-    def __getattr__(self, what: str) -> Callable[[str], str]:
-        return lambda name: str(getattr(self._keys, what)(self._names.get(name, name)))
+    def __getattr__(self, method: str) -> Callable[[str], str]:
+        return lambda name: str(getattr(self._keys, method)(self._names.get(name, name)))
 
 
 def user(text: str) -> dict[str, str]:
@@ -446,8 +448,10 @@ async def test_what_was_changed_is_never_a_prompt(redis_server: RedisServer) -> 
 
 
 @pytest.mark.redis
-async def test_what_an_older_release_left_there_is_removed(redis_server: RedisServer) -> None:
-    """It lies in plain text, and nobody knows whether it is as it was."""
+async def test_objects_that_an_older_release_left_there_are_removed(
+    redis_server: RedisServer,
+) -> None:
+    """They lie in plain text, and may have been changed."""
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
         for i in range(1500):

@@ -41,7 +41,7 @@ def test_a_chunk_key_names_all_tokens_before_it():
         {"keys": space(size=32)},
     ],
 )
-def test_whatever_must_not_be_shared_changes_every_key(other):
+def test_each_difference_that_forbids_sharing_changes_every_key(other):
     assert not set(chunk_keys(range(64))) & set(chunk_keys(range(64), **other))
 
 

@@ -1,4 +1,4 @@
-"""Which codecs a configuration asks for, and what their blobs are called."""
+"""Which codecs a configuration asks for, and the names of their blobs."""
 
 from __future__ import annotations
 
@@ -53,4 +53,4 @@ def test_no_two_blobs_have_one_name(digests, codec_ids, noise):
     names = marks.all(keys)
     assert len(set(names)) == len(names) == len(keys) * len(codec_ids)
     assert all(len(x) == 33 + TAG_BYTES for x in names)
-    assert marks.new(keys[0], noise) in marks.all(keys[:1])  # of what is no blob at all, too
+    assert marks.new(keys[0], noise) in marks.all(keys[:1])  # also for bytes that are no blob

@@ -34,14 +34,14 @@ PAYLOAD = bytes(range(256)) * 3
 BLOB = pack(HEADER, PAYLOAD)
 
 
-def test_what_is_packed_comes_back():
+def test_a_packed_blob_comes_back():
     header, payload = parse(BLOB)
     assert header == HEADER
     assert payload == PAYLOAD
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_the_payload_is_a_view_of_whatever_the_tier_gave(kind):
+def test_the_payload_is_a_view_of_the_tiers_bytes(kind):
     blob = kind(BLOB)
     _, payload = parse(blob)
     assert np.shares_memory(np.frombuffer(payload, np.uint8), np.frombuffer(blob, np.uint8))

@@ -115,7 +115,7 @@ def test_a_tail_under_a_lossy_codec_is_packed_like_a_chunk(dtype):
     assert all(map(np.array_equal, out[0], wanted[0]))
 
 
-def test_a_snapshot_carries_the_tokens_behind_the_last_chunk():
+def test_a_snapshot_carries_the_tokens_after_the_last_chunk():
     run, state = kv_of(TOKENS[:5]), state_at(TOKENS, 5)
     blob = packer().pack_snapshot(key(SNAPSHOT), state, run, 32, 5)
     out = LAYOUT.empty(5)
@@ -149,7 +149,7 @@ def test_a_blob_under_another_name_is_not_verified():
 
 
 def test_an_exact_state_can_be_packed_later_as_far_as_it_was_marked():
-    """What came from a lossy copy, and was kept exactly since, cannot."""
+    """A state that came from a lossy copy, and was kept exactly since, cannot."""
     layout = KVLayout("float32", (KVLayer(2, 32, 32),))
     how = SessionCodec(codec_by_name("tq3"), None, matrix_codec("state8"))
     codecs = CodecSet.one(how.kv, (codec_by_name("raw"),))
@@ -183,16 +183,16 @@ def test_rows_that_an_edit_dropped_are_not_taken_over_with_their_segment():
         by.unpack_run(blob, key(TAIL, number), first, taken, out)
         return out, by.lossy_segments(blob, key(TAIL, number), first, taken)
 
-    def behind(run, start, end):
+    def extended(run, start, end):
         fresh = slice_tokens(kv_of(tokens(60)), start, end)
         both = zip(run, fresh, strict=True)
         return [tuple(map(lambda *x: np.concatenate(x, 1), *pairs)) for pairs in both]
 
     run, segments = packed(kv_of(tokens(20)), 1)
-    edited = behind(slice_tokens(run, 0, 12), 40, 50)
+    edited = extended(slice_tokens(run, 0, 12), 40, 50)
     run, segments = packed(edited, 2, Lineage(first + 12, segments, first + 12))
     assert [(x.first, x.num_tokens, x.end) for x in segments] == [(32, 20, 44), (44, 10, 54)]
-    again, segments = packed(behind(run, 50, 56), 3, Lineage(first + 22, segments))
+    again, segments = packed(extended(run, 50, 56), 3, Lineage(first + 22, segments))
     assert [x.first for x in segments] == [32, 44, 54]
     for got, want in zip(slice_tokens(again, 0, 22), run, strict=True):
         assert all(map(np.array_equal, got, want))

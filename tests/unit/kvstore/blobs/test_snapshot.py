@@ -130,7 +130,7 @@ def test_depth_is_bounded_both_ways():
         StateArray("datetime64", np.array([0], "M8[s]")),
     ],
 )
-def test_what_cannot_be_kept_exactly_is_refused(tree):
+def test_a_tree_that_cannot_be_kept_exactly_is_refused(tree):
     with pytest.raises(TypeError):
         encode_state(tree)
 

@@ -1,4 +1,4 @@
-"""Packed states: what is marked loses little, all else nothing, and no row is packed twice."""
+"""Packed states: marked arrays lose little, others nothing, and no row is packed twice."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_rows_come_back_nearly_and_all_else_exactly(num_tokens: int, start: int)
     found = PACKER.unpack(packed)
     for exact, back in zip(rows(start, position), windows_of(found), strict=True):
         assert back.shape == exact.shape and back.dtype == exact.dtype
-        # Of a single row the error may be several times what it is on average.
+        # The error of a single row may be several times the average.
         most = 0.1 if num_tokens < 8 else 0.03
         assert np.square(back - exact).sum() < most * np.square(exact).sum()
     conv, matrix = arrays_in(found)[2:4]

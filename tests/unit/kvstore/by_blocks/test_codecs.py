@@ -30,7 +30,7 @@ def codecs_in(store, place: int) -> list[str]:
     return sorted(codec_in(blob).decode() for _, blob in store.ledger.stack.scan(place, CHUNK))
 
 
-def test_slower_tiers_get_what_is_packed_for_them(tmp_path):
+def test_slower_tiers_get_blobs_that_are_packed_for_them(tmp_path):
     store = open_store(ram_and_disk(tmp_path), codecs=CodecSet(TQ3, TQ4, RAW))
     assert [x.id for x in store.save_codecs] == ["tq3.2", "tq4.2"]
     fresh = {x.key: pack(store, LONG, x) for x in store.missing(LONG)}
@@ -81,7 +81,7 @@ def test_another_codec_is_adopted_and_the_old_one_read(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_what_may_be_read_is_said(tmp_path, keep):
+def test_an_old_codec_is_read_only_if_it_is_kept(tmp_path, keep):
     store = open_store(ram_and_disk(tmp_path), codecs=CodecSet.one(TQ3))
     save(store, ref(), LONG)
     store.adopt(CodecSet.one(TQ4), keep=keep)

@@ -56,7 +56,7 @@ def test_only_new_blobs_are_asked_for(store):
     assert store.missing(longer) == []
 
 
-def test_what_no_known_session_has_is_told_without_asking_a_tier(store):
+def test_blocks_of_no_known_session_are_found_without_asking_a_tier(store):
     assert [x.first_block for x in store.unlisted(LONG)] == [0, 4, 8, 12, 16, 20, 24]
     save(store, ref(), LONG)
     assert store.unlisted(LONG) == []
@@ -76,7 +76,7 @@ def test_a_session_that_no_tier_takes_is_not_saved():
     longer = store.missing(LONG)
     assert store.commit(ref(), LONG, {x.key: b"" for x in longer}) is None
     full.fails = lambda number, method: False
-    assert store.record(ref()).num_tokens == 80  # still what it was
+    assert store.record(ref()).num_tokens == 80  # unchanged
     counters = store.counters.as_dict()
     assert (counters["saves"], counters["saves_failed"]) == (1, 1)
     assert store.fetch(ref(), LONG, 0).end_block == 20
@@ -211,7 +211,7 @@ def test_ids_of_any_kind_are_sessions(store):
     st.lists(st.integers(0, 2), min_size=0, max_size=70),
     st.integers(0, 12),
 )
-def test_whatever_is_fetched_belongs_to_the_prompt(stored, prompt, first):
+def test_all_fetched_blocks_belong_to_the_prompt(stored, prompt, first):
     store = open_store()
     save(store, ref(), hashes(stored)) if len(stored) >= BLOCK else None
     wanted = hashes(prompt)
@@ -236,7 +236,7 @@ def test_a_peek_says_how_far_a_fetch_comes(stored, common, asked, first, named):
     if stored:
         save(store, ref(), hashes(list(range(stored * BLOCK))))
     prompt = hashes([*range(common * BLOCK), *range(1000, 1000 + asked * BLOCK)])
-    session = ref() if named else ref("somebody else")
+    session = ref() if named else ref("other")
     end, reason = store.peek(session, prompt, first)
     fetched = store.fetch(session, prompt, first)
     assert (end, reason) == (fetched.end_block, fetched.reason)

@@ -98,7 +98,7 @@ def test_forget_leaves_nothing_of_its_own(tmp_path):
     assert store.flush(10)
     assert store.forget(ref("a"))
     assert not store.forget(ref("a"))
-    assert store.fetch(ref("a"), LONG, 0).end_block == 8  # what b shares
+    assert store.fetch(ref("a"), LONG, 0).end_block == 8  # the blocks that b shares
     assert store.fetch(ref("b"), hashes([*range(40), *range(500, 560)]), 0).end_block == 25
     store.close()
     again = open_store(ram_and_disk(tmp_path))
@@ -223,7 +223,7 @@ def test_no_tenant_takes_all_pins(store):
 # ---- nothing comes back
 
 
-def test_what_a_restore_brings_near_is_not_left_behind_by_forget(tmp_path):
+def test_forget_removes_blobs_that_a_restore_brings_near(tmp_path):
     near = FaultyTier(RamTier(1 << 26))
     store = open_store([near, DiskTier(tmp_path, 1 << 26)])
     save(store, ref(), LONG)
@@ -241,7 +241,7 @@ def test_what_a_restore_brings_near_is_not_left_behind_by_forget(tmp_path):
     store.close()
 
 
-def test_what_a_restore_brings_near_is_not_left_behind_by_discard(tmp_path):
+def test_discard_removes_blobs_that_a_restore_brings_near(tmp_path):
     near = FaultyTier(RamTier(1 << 26))
     store = open_store([near, DiskTier(tmp_path, 1 << 26)])
     bad = save(store, ref(), LONG)[0]
@@ -298,7 +298,7 @@ def test_blobs_read_by_content_are_brought_near(tmp_path):
     store.close()
 
 
-def test_a_tier_that_is_down_is_told_of_it_when_it_is_back(tmp_path):
+def test_a_tier_that_is_down_deletes_when_it_is_back(tmp_path):
     disk = FaultyTier(DiskTier(tmp_path, 1 << 26))
     store = open_store([RamTier(1 << 26), disk])
     save(store, ref(), LONG)
@@ -312,10 +312,10 @@ def test_a_tier_that_is_down_is_told_of_it_when_it_is_back(tmp_path):
     store.close()
 
 
-# ---- told of
+# ---- notices
 
 
-def test_it_is_told_of_sessions_that_nobody_came_back_to():
+def test_the_listener_hears_of_sessions_that_expired():
     now, gone = [1000.0], []
     store = open_store(ttl_s=60.0, clock=lambda: now[0])
     store.listen(gone.append)
@@ -328,7 +328,7 @@ def test_it_is_told_of_sessions_that_nobody_came_back_to():
     store.close()
 
 
-def test_it_is_told_once_of_sessions_that_were_evicted():
+def test_the_listener_hears_once_of_sessions_that_were_evicted():
     gone = []
     store = open_store([RamTier(450_000)])  # room for two
     store.listen(gone.append)

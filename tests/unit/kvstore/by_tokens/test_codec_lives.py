@@ -1,7 +1,7 @@
-"""Random lives of a store whose codecs change, with engines that go on from what was restored.
+"""Random lives of a store whose codecs change, with engines that go on from restored rows.
 
-Each row that ever comes back was packed once at most, whatever was evicted, edited, moved, adopted
-or restarted in between: its wear is that of one codec, or none.
+Each row that ever comes back was packed once at most, after any evictions, edits, moves, adoptions
+and restarts in between: its wear is that of one codec, or none.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Lives(RuleBasedStateMachine):
         )
         seen = wear_of(restored.run, kv_of(prompt[: restored.num_tokens]))
         assert all(x in ONCE for x in seen)
-        # What is worn is told of, or it would be packed again.
+        # Worn rows are reported as lossy, or they would be packed again.
         assert all(x == {0} for x in seen[restored.lossy_tokens :])
         return restored
 
@@ -105,12 +105,12 @@ class Lives(RuleBasedStateMachine):
         self.histories.pop(session.id, None)
 
     @invariant()
-    def whatever_comes_back_was_packed_once(self):
+    def every_row_that_comes_back_was_packed_once(self):
         for name, history in getattr(self, "histories", {}).items():
             self.wake(ref(name), [*history, 1])
 
     @invariant()
-    def nothing_is_left_of_nobody(self):
+    def nothing_is_left_without_a_session(self):
         if not getattr(self, "histories", None) and self.store.flush(20):
             assert not any(self.store.ledger.stack.scan(0, b""))
             assert not any(self.store.ledger.stack.scan(1, b""))

@@ -33,7 +33,7 @@ def test_forgotten_means_no_tier_holds_anything(store, tiers):
     assert not store.forget(ref())
 
 
-def test_what_others_use_stays(store, tiers):
+def test_chunks_that_others_use_stay(store, tiers):
     save(store, ref("a"), [*HISTORY[:100], 1])
     save(store, ref("b"), [*HISTORY[:70], 2])
     only_b = set(everything(tiers[0]))

@@ -33,7 +33,7 @@ def test_never_more_than_the_limit(store, limit):
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 17, 40, 96, 98, 99])
-def test_a_prompt_that_leaves_the_history_keeps_what_is_common(store, cut):
+def test_a_prompt_that_leaves_the_history_keeps_the_common_prefix(store, cut):
     save(store, ref(), HISTORY)
     match, restored = come_back(store, ref(), [*HISTORY[:cut], 7, 7, 7])
     assert (match.num_tokens, match.reason) == (cut, "diverged")
@@ -48,7 +48,7 @@ def test_a_prompt_unlike_the_history_from_the_first_token_on(store):
     assert (restored.num_tokens, restored.tier) == (0, None)
 
 
-def test_a_session_nobody_knows(store):
+def test_an_unknown_session(store):
     match, _ = come_back(store, ref("new"), HISTORY)
     assert (match.num_tokens, match.reason) == (0, "never-stored")
     assert store.prepare(ref("new")).reason == "never-stored"
@@ -141,7 +141,7 @@ def test_one_token(store):
     assert come_back(store, ref(), [5, 6])[1].num_tokens == 1
 
 
-def test_a_run_shorter_than_its_tokens_is_what_counts(store):
+def test_a_run_shorter_than_its_tokens_sets_the_length(store):
     assert store.save(ref(), HISTORY, kv_of(HISTORY[:50]))
     assert store.flush(10)
     assert come_back(store, ref(), HISTORY)[0].num_tokens == 50

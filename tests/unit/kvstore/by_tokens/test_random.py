@@ -1,7 +1,7 @@
-"""Random lives of a store, step by step against a model of what was saved.
+"""Random lives of a store, step by step against a model of the saved tokens.
 
 The model knows every token sequence ever saved per tenant; ``come_back`` checks every restored bit.
-What is promised beyond that: a session that nothing was evicted or spoilt from comes back whole.
+The store also promises that a session comes back whole if nothing of it was evicted or spoilt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is still there when the process is not."""
+"""Sessions that are still there after the process has ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_sessions_on_disk_are_back_after_a_restart(tmp_path):
     store.close()
 
 
-def test_closing_writes_what_was_still_waiting(tmp_path):
+def test_closing_writes_saves_that_were_still_waiting(tmp_path):
     store = open_store([ram(), disk(tmp_path)])
     assert store.save(ref(), HISTORY, kv_of(HISTORY))
     store.close()
@@ -67,7 +67,7 @@ def test_a_record_without_chunks_and_chunks_without_a_record(tmp_path):
     store.close()
 
 
-def test_the_newest_record_wins_whichever_tier_has_it():
+def test_the_newest_record_wins_in_any_tier():
     near, far = ram(), ram()
     far.name = "disk"
     store = open_store([far])
@@ -83,7 +83,7 @@ def test_the_newest_record_wins_whichever_tier_has_it():
     store.close()
 
 
-def test_a_second_engine_finds_what_the_first_put_into_the_shared_tier():
+def test_a_second_engine_finds_sessions_that_the_first_put_into_the_shared_tier():
     shared = ram()
     shared.name = "redis"
     one, two = open_store([ram(), shared]), open_store([ram(), shared])

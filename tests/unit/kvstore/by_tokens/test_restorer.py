@@ -10,7 +10,7 @@ from tests.kv_sessions import RenamedRam, come_back, everything, open_store, ram
 HISTORY = tokens(400)
 
 
-def test_the_thread_that_waits_unpacks_what_no_codec_thread_has_begun() -> None:
+def test_the_thread_that_waits_unpacks_chunks_that_no_codec_thread_has_begun() -> None:
     """With every codec thread busy for as long as the restore takes, it is whole all the same."""
     store = open_store([ram()], restore_deadline_s=60.0)
     save(store, ref(), HISTORY)

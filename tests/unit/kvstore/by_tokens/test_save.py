@@ -1,4 +1,4 @@
-"""What a save writes, what it leaves alone, and what waits."""
+"""Which blobs a save writes, which it leaves alone, and which saves wait."""
 
 from __future__ import annotations
 

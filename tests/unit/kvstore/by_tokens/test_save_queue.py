@@ -25,7 +25,7 @@ def test_oldest_first_and_one_per_session():
     assert queue.take(0) is None
 
 
-def test_the_bound_counts_what_waits_and_what_runs():
+def test_the_bound_counts_waiting_and_running_saves():
     queue = SaveQueue(25, Claims())
     assert queue.offer(job("a", 1000)) is Offered.QUEUED  # one always fits
     running = queue.take(0)
@@ -35,7 +35,7 @@ def test_the_bound_counts_what_waits_and_what_runs():
     assert queue.offer(job("b", 20)) is Offered.QUEUED
     assert queue.offer(job("c", 20)) is Offered.REFUSED
     assert queue.offer(job("b", 25)) is Offered.SUPERSEDED
-    assert queue.offer(job("b", 26)) is Offered.SUPERSEDED  # alone it fits whatever its size
+    assert queue.offer(job("b", 26)) is Offered.SUPERSEDED  # alone it fits, at any size
     queue.finish(running)
     assert queue.nbytes == 26
 

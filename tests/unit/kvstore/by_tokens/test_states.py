@@ -138,7 +138,7 @@ def test_a_lost_state_is_left_out_of_the_next_record(store):
     assert record is not None and record.snapshots == (100, 120)
 
 
-def test_a_lost_chunk_takes_what_is_behind_it():
+def test_a_lost_chunk_takes_the_chunks_after_it():
     store = open_store([ram()], needs_state=True)
     save(store, ref(), HISTORY[:100], [30, 100])
     chunks = store.keys.of(store.record(ref())).chunks

@@ -60,7 +60,7 @@ def test_upwards_or_to_a_tier_that_is_off_nothing_moves(store, tier):
     assert store.demote(ref(), tier) == "ram"
 
 
-def test_nobody_knows_the_session(store):
+def test_an_unknown_session_is_not_moved(store):
     assert store.demote(ref("new"), "disk") is None
 
 

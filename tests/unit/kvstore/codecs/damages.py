@@ -1,4 +1,4 @@
-"""Arrays of another form than what was learned."""
+"""Arrays of another form than the learned ones."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def raw(run: KVRun) -> list[bytes]:
 def restored(
     codec: Codec, payload: bytes, layout: KVLayout, num_tokens: int, first_token: int
 ) -> list[KVPair]:
-    """Decodes into zeros: whatever is not written is seen."""
+    """Decodes into zeros, so that values that are not written show."""
     out = layout.empty(num_tokens)
     for array in arrays(out):
         array.fill(0)

@@ -1,6 +1,6 @@
 """Rows as real caches have them: channels of very different size.
 
-Equal channels hide what a rotation is good for, so nothing here is plain Gaussian.
+Equal channels hide the gain of a rotation, so nothing here is plain Gaussian.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shape_of(width: int, num_heads: int = 2) -> StackShape:
 
 
 def values_of(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """fp32, whatever the engine's dtype."""
+    """fp32, for any dtype of the engine."""
     return array if dtype == "float32" else widen(to_stored(array, dtype), dtype)
 
 

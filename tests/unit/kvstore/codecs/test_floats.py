@@ -54,7 +54,7 @@ def test_scales_round_as_numpy_does(value):
 
 
 @pytest.mark.parametrize("beyond", [65520.0, np.inf, 6.1e-5, 0.0, -1.0, np.nan])
-def test_what_is_no_normal_fp16_becomes_zero(beyond):
+def test_a_value_that_is_no_normal_fp16_becomes_zero(beyond):
     assert floats.round_to_normal_fp16(np.array([beyond], np.float32)) == 0
 
 

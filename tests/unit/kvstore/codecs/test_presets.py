@@ -40,7 +40,7 @@ def test_names_are_checked_without_a_profile():
         check_name(name)
 
 
-def test_a_learned_codec_without_a_profile_is_told_from_an_unknown_one():
+def test_a_learned_codec_without_a_profile_is_distinguished_from_an_unknown_one():
     with pytest.raises(UnknownCodec, match="'balanced' needs a profile"):
         codec_by_name("balanced")
     with pytest.raises(UnknownCodec, match=r"calibrate --presets ratequant:bits=3$"):
@@ -127,7 +127,7 @@ def test_bits_are_those_of_the_codecs():
             assert 8 * nbytes / 128 / layout.elements_per_token == pytest.approx(entry.bits, 0.002)
 
 
-def test_what_learns_can_be_imported():
+def test_presets_that_learn_can_be_imported():
     for name in LEARNABLE:
         assert callable(calibrated_preset(name).learn)
 

@@ -49,7 +49,7 @@ def with_digest(body):
     return body + blake2b(body, digest_size=DIGEST_BYTES).digest()
 
 
-def test_what_is_saved_is_loaded(tmp_path):
+def test_a_saved_profile_is_loaded(tmp_path):
     path = file_of(tmp_path)
     before, after = model_profile(), load_profile(path)
     assert [x.name for x in tmp_path.iterdir()] == ["profile"], "nothing is left lying about"
@@ -118,7 +118,7 @@ def test_a_loaded_profile_makes_the_same_codec(tmp_path, name):
     loaded.decode(memoryview(payload), layout, 0, layout.empty(64))
 
 
-def test_an_id_stands_for_what_was_learned_and_nothing_else():
+def test_an_id_stands_for_the_learned_arrays_and_nothing_else():
     profile = model_profile()
     measured = dataclasses.replace(profile, rows=(ROW,), fingerprint="other name")
     assert measured.ids == profile.ids
@@ -171,7 +171,7 @@ def test_any_damage_is_noticed(tmp_path):
         (b'"arrays":[', b'"arrays":[['),
     ],
 )
-def test_a_file_that_somebody_else_made_is_refused(tmp_path, old, new):
+def test_a_file_that_another_program_made_is_refused(tmp_path, old, new):
     path = file_of(tmp_path)
     body = path.read_bytes()[:-DIGEST_BYTES]
     length = int.from_bytes(body[4:8], "little")

@@ -1,4 +1,4 @@
-"""Sessions that go by themselves, by age or eviction, and who is told of it."""
+"""Sessions that go by themselves, by age or eviction, and the listeners that hear of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kv_sessions import (
 HISTORY = tokens(200)
 
 
-def test_sessions_nobody_came_back_to_expire(tmp_path):
+def test_sessions_without_another_turn_expire(tmp_path):
     clock = Clock()
     tiers = [ram(), disk(tmp_path)]
     store = open_store(tiers, clock=clock, ttl_s=100.0)
@@ -37,7 +37,7 @@ def test_sessions_nobody_came_back_to_expire(tmp_path):
     store.close()
 
 
-def test_whoever_listens_hears_of_sessions_whose_time_ran_out():
+def test_a_listener_hears_of_sessions_whose_time_ran_out():
     clock = Clock()
     store = open_store([ram()], clock=clock, ttl_s=100.0)
     gone = []
@@ -52,7 +52,7 @@ def test_whoever_listens_hears_of_sessions_whose_time_ran_out():
     store.close()
 
 
-def test_whoever_listens_hears_once_of_sessions_that_were_evicted():
+def test_a_listener_hears_once_of_sessions_that_were_evicted():
     store = open_store([ram(100_000)])
     gone = []
     store.listen(gone.append)
@@ -70,7 +70,7 @@ def test_whoever_listens_hears_once_of_sessions_that_were_evicted():
     store.close()
 
 
-def test_nobody_is_said_to_be_gone_while_a_tier_is_down():
+def test_no_session_is_reported_gone_while_a_tier_is_down():
     below = FaultyTier(ram(), "disk")
     store = open_store([ram(100_000), below])
     gone = []
@@ -135,7 +135,7 @@ def test_who_came_back_last_is_evicted_last():
     store.close()
 
 
-def test_whoever_listens_hears_that_a_session_went_down_a_tier(tmp_path):
+def test_a_listener_hears_that_a_session_went_down_a_tier(tmp_path):
     store = open_store([ram(100_000), disk(tmp_path)])
     left = []
     store.listen(left.append)

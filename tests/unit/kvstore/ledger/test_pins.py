@@ -26,7 +26,7 @@ HISTORY = tokens(200)
 ALONE = {"tenant_pinned_share": 1.0}  # one tenant may pin all that may be pinned
 
 
-def test_pinned_sessions_survive_what_evicts_the_others():
+def test_pinned_sessions_survive_saves_that_evict_the_others():
     store = open_store([ram(200_000)], **ALONE)
     save(store, ref(), HISTORY)
     store.pin(ref(), True)
@@ -43,7 +43,7 @@ def test_pinned_sessions_survive_what_evicts_the_others():
     store.close()
 
 
-def test_what_a_pinned_session_grows_by_is_pinned_and_its_old_tail_is_not(store, tiers):
+def test_new_chunks_of_a_pinned_session_are_pinned_and_its_old_tail_is_not(store, tiers):
     save(store, ref(), HISTORY[:100])
     store.pin(ref(), True)
     save(store, ref(), HISTORY)
@@ -124,7 +124,7 @@ def test_whether_a_session_is_pinned_is_known_without_asking_a_tier(tmp_path):
     store.pin(ref(), True)
     tier.fails = lambda number, method: True
     assert store.is_pinned(ref())
-    assert not store.is_pinned(ref("nobody"))
+    assert not store.is_pinned(ref("other"))
     tier.fails = lambda number, method: False
     store.pin(ref(), False)
     assert not store.is_pinned(ref())
@@ -143,7 +143,7 @@ def test_others_always_have_room_beside_the_pinned():
     store.close()
 
 
-def test_what_a_pinned_session_grows_by_beyond_the_share_is_not_pinned():
+def test_new_chunks_of_a_pinned_session_beyond_the_share_are_not_pinned():
     tier = ram(200_000)
     store = open_store([tier], **ALONE)
     save(store, ref(), HISTORY)

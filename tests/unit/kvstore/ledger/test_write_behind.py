@@ -1,4 +1,4 @@
-"""Bringing sessions to slower tiers: order, bounds, and what is made good later."""
+"""Bringing sessions to slower tiers: order, bounds, and deliveries that are made good later."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_the_record_is_written_last_and_the_obsolete_go_after_it():
     assert tier.inner.contains_many([*KEYS, RECORD_KEY, b"t" + bytes(32)]) == [True] * 41 + [False]
 
 
-def test_what_is_not_fresh_is_read_from_faster_tiers():
+def test_blobs_that_are_not_fresh_are_read_from_faster_tiers():
     near, far = ram(), slow()
     near.put_many([(x, b"blob") for x in KEYS[:30]])
     assert deliver(stack_of(near, far), 1, delivery(fresh=KEYS[30:]), whole=True) == (True, True)
     assert all(far.inner.contains_many(KEYS))
 
 
-def test_what_nobody_has_any_more_leaves_part_of_the_session():
+def test_blobs_that_no_tier_has_any_more_leave_part_of_the_session():
     near, far = ram(), slow()
     near.put_many([(x, b"blob") for x in KEYS[:30]])
     assert not deliver(stack_of(near, far), 1, delivery(fresh=[]), whole=True).complete
@@ -89,7 +89,7 @@ def test_the_queue_is_bounded_and_says_who_is_behind():
     stack._tiers[0].put_many([(x, b"blob") for x in KEYS])
     first = FaultyTier(stack._tiers[0])
     stack._tiers = (first, tier)
-    first.go_on.clear()  # the read of what is to be written
+    first.go_on.clear()  # the read of the blobs to be written
     queue.offer(blocked)
     refused = Delivery(b"r2", b"x" * 900, KEYS, {})
     queue.offer(refused)
@@ -126,7 +126,7 @@ def test_before_it_starts_a_delivery_is_written_at_once():
     queue.close()
 
 
-def test_closing_drops_what_waits():
+def test_closing_drops_waiting_deliveries():
     stack = stack_of(ram(), slow())
     queue = WriteBehind(stack, 1, 1000, Counters())
     queue.start()
@@ -195,15 +195,15 @@ def test_an_older_delivery_does_not_hide_that_a_newer_one_was_refused():
     tier = slow()
     tier.hanging = "put_many"
     tier.go_on.clear()
-    behind = WriteBehind(stack_of(ram(), tier), 1, 400, Counters())
-    behind.start()
+    queue = WriteBehind(stack_of(ram(), tier), 1, 400, Counters())
+    queue.start()
     older, newer = delivery(), delivery(record=b"n" * 1000)
-    behind.offer(older)
+    queue.offer(older)
     assert tier.entered.wait(10)
-    behind.offer(newer)
+    queue.offer(newer)
     assert newer.done.result(10) is False
     tier.go_on.set()
     assert older.done.result(10) is True
-    assert behind.wait_idle(10)
-    assert behind.take_behind() == {RECORD_KEY}
-    behind.close()
+    assert queue.wait_idle(10)
+    assert queue.take_behind() == {RECORD_KEY}
+    queue.close()

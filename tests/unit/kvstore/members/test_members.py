@@ -97,7 +97,7 @@ def roster(server: RedisServer, secret: bytes) -> Roster:
         ({"part": "rank 1", "fingerprint": "f2"}, {}),
     ],
 )
-def test_engines_of_one_secret_say_what_is_not_alike(
+def test_engines_of_one_secret_name_their_differences(
     server: RedisServer, client: redis.Redis, change: dict[str, object], found: dict[str, int]
 ) -> None:
     other = msgspec.structs.replace(FACTS, **change)
@@ -137,7 +137,7 @@ def test_a_store_says_why_a_session_of_another_secret_is_unknown(
         unknown = kv_sessions.ref("unknown")
         assert store.match(unknown, unknown.salt, tokens, 64).reason == "foreign-secret"
         kv_sessions.save(store, kv_sessions.ref(), tokens)
-        # What another session of the tenant began alike is no loss.
+        # A beginning that another session of the tenant shares is no loss.
         assert store.match(unknown, unknown.salt, tokens, 64).reason is None
         members = store.stats().members
         assert members is not None

@@ -66,7 +66,7 @@ def published(shelf: Shelf, file: Path, *, anew: bool = False) -> Publication:
     return publication
 
 
-def test_what_is_published_is_what_others_get(shelf: Shelf, file: Path, tmp_path: Path) -> None:
+def test_others_get_the_published_file(shelf: Shelf, file: Path, tmp_path: Path) -> None:
     assert shelf.look("first") is None
     publication = published(shelf, file)
     assert shelf.look("first") == publication and shelf.look("further") is None
@@ -192,7 +192,7 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
         described(tmp_path / "large", "one", {})
 
 
-def test_what_is_said_is_bounded(shelf: Shelf, client: redis.Redis, file: Path) -> None:
+def test_the_notice_is_bounded(shelf: Shelf, client: redis.Redis, file: Path) -> None:
     """By the seal's own engine as well: it may be of a release that says more."""
     notice = NAMES.notice("first")
     client.set(notice, NAMES.close(notice, b"\xc1" * 100))

@@ -1,4 +1,4 @@
-"""A store with a codec for each tier, whose rows tell how often they were packed."""
+"""A store with a codec for each tier, whose rows show how often they were packed."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from tests.kv_sessions import (
 from tests.worn_codec import WornCodec
 
 
-def test_what_was_stored_before_is_read_and_what_comes_is_packed_by_the_new_one(tiers):
+def test_old_chunks_are_read_and_new_ones_are_packed_by_the_new_codec(tiers):
     store = open_store(tiers)
     save(store, ref(), HISTORY)
     store.adopt(CodecSet.one(FAST))
@@ -91,7 +91,7 @@ def test_a_part_in_a_codec_that_is_not_known_any_more_is_no_eviction(tmp_path, t
     store.close()
 
 
-def test_a_restarted_store_reads_what_it_is_told_that_it_may(tmp_path, tiers):
+def test_a_restarted_store_reads_the_codecs_that_it_is_given(tmp_path, tiers):
     store = open_store(tiers)
     save(store, ref(), HISTORY)
     store.close()
@@ -111,7 +111,7 @@ def test_a_codec_that_cannot_take_the_layout_changes_nothing():
     store.close()
 
 
-def test_a_pin_holds_what_comes_in_the_new_codec(tmp_path):
+def test_a_pin_holds_new_chunks_in_the_new_codec(tmp_path):
     near, far = ram(), disk(tmp_path)
     store = open_store([near, far], codecs=CodecSet.one(FAST))
     save(store, ref(), HISTORY[:100])
@@ -126,7 +126,7 @@ def test_a_pin_holds_what_comes_in_the_new_codec(tmp_path):
 
 
 def test_a_blob_in_an_unknown_codec_is_a_miss_and_no_error(tiers):
-    """Somebody may have put it there under our tag."""
+    """Another server may have put it there under our tag."""
     their_tier = ram()
     theirs = open_store([their_tier], codecs=CodecSet.one(WornCodec("theirs.1", 3)))
     save(theirs, ref(), HISTORY)

@@ -56,7 +56,7 @@ def test_the_fastest_tier_is_read_and_each_copy_is_of_the_first_generation(store
     assert wear(far, HISTORY) == [{16}] * 200
 
 
-def test_what_was_read_from_disk_is_put_near_as_it_is(store, tiers):
+def test_blobs_that_were_read_from_disk_are_put_near_as_they_are(store, tiers):
     save(store, ref(), HISTORY)
     store.demote(ref(), "disk")
     wake(store, ref(), HISTORY)
@@ -89,7 +89,7 @@ def test_memory_has_the_session_before_it_is_packed_for_the_disk(tiers):
     store.close()
 
 
-def test_under_pressure_the_disk_gets_copies_of_what_memory_has(tiers):
+def test_under_pressure_the_disk_gets_copies_of_the_blobs_in_memory(tiers):
     gate, entered = threading.Event(), threading.Event()
 
     class Gated(WornCodec):
@@ -139,7 +139,7 @@ def test_a_forgotten_session_is_gone_in_every_codec(store, tiers):
     assert everything(tiers[0]) == everything(tiers[1]) == {}
 
 
-def test_a_pinned_session_is_held_in_whatever_codec_it_is(tmp_path):
+def test_a_pinned_session_is_held_in_any_codec(tmp_path):
     near, far = ram(130_000), disk(tmp_path)
     store = open_store([near, far], codecs=BOTH, pinned_share=0.9, tenant_pinned_share=1.0)
     save(store, ref(), HISTORY[:64])

@@ -1,4 +1,4 @@
-"""No copy of a copy: what was packed with loss is never packed with loss again."""
+"""No copy of a copy: rows that were packed with loss are never packed with loss again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_restored_rows_whose_copies_are_all_gone_are_kept_as_they_are(store, tie
     run = go_on(restored, longer)
     assert store.save(ref(), longer, run, lossy_tokens=restored.lossy_tokens)
     assert store.flush(20)
-    packed = [200, WHOLE + CHUNK, WHOLE + 2 * CHUNK]  # behind the restored rows
+    packed = [200, WHOLE + CHUNK, WHOLE + 2 * CHUNK]  # after the restored rows
     assert sorted(FAST.packed) == sorted(DENSE.packed) == packed
     assert store.stats().counters["chunks_kept"] == 13
     kept = ["dense.1"] * 2 + ["restored16.1"] * 12 + ["segments.1"]
@@ -98,13 +98,13 @@ def test_a_tail_goes_on_as_it_was_packed_until_it_is_a_chunk(store, tiers):
         again = wake(store, ref(), history)
         assert (again.num_tokens, again.lossy_tokens) == (len(history), len(history))
         assert wear(again, history) == [{1}] * len(history)
-    assert FAST.packed == [36, 38, 41, 45, 48]  # each time what is new
+    assert FAST.packed == [36, 38, 41, 45, 48]  # each time the new rows
     assert codecs_in(tiers[0], TAIL) == ["fast.1"]
     store.demote(ref(), "disk")
     assert wear(wake(store, ref(), history), history) == [{16}] * len(history)
 
 
-def test_what_a_shorter_prompt_left_of_a_tail_is_taken_over(store):
+def test_rows_that_a_shorter_prompt_left_of_a_tail_are_taken_over(store):
     save(store, ref(), HISTORY[:46])  # a tail of 14
     shorter = [*HISTORY[:43], *tokens(3, 1)]
     restored = turn(store, ref(), shorter)
@@ -113,7 +113,7 @@ def test_what_a_shorter_prompt_left_of_a_tail_is_taken_over(store):
     assert (again.num_tokens, wear(again, shorter)) == (46, [{1}] * 46)
 
 
-def test_what_an_edit_dropped_of_a_tail_never_comes_back(tiers):
+def test_rows_that_an_edit_dropped_of_a_tail_never_come_back(tiers):
     store = open_store(tiers, codecs=CodecSet(THIN, THIN, THIN))
     save(store, ref(), HISTORY[:46])  # a tail of 14
     history = [*HISTORY[:40], *tokens(3, 1)]

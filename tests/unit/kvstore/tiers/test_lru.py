@@ -16,7 +16,7 @@ def filled(capacity: int, *keys: bytes) -> RecencyIndex:
     return index
 
 
-def test_add_says_what_comes_and_what_goes() -> None:
+def test_add_lists_the_keys_that_come_and_go() -> None:
     index = filled(30, b"a", b"b", b"c")
     update = index.add({b"b": 10, b"d": 10})
     assert update.added == [b"d"]
@@ -33,7 +33,7 @@ def test_a_blob_that_gets_evicted_by_its_own_chain_is_added_afresh() -> None:
     assert index.nbytes == 30
 
 
-def test_add_evicts_nothing_for_what_cannot_fit() -> None:
+def test_add_evicts_nothing_for_a_key_that_cannot_fit() -> None:
     index = filled(30, b"a", b"b", b"c")
     index.pin([b"a", b"b"])
     assert index.add({b"d": 11}) == IndexUpdate([], [])
@@ -83,7 +83,7 @@ def test_shrink_leaves_the_pinned_even_above_the_budget() -> None:
     assert index.nbytes == 20
 
 
-def test_what_is_not_there_has_no_entry() -> None:
+def test_an_absent_key_has_no_entry() -> None:
     index = RecencyIndex(10)
     assert index.entry(b"a") is None
     assert index.remove(b"a") is None
@@ -91,7 +91,7 @@ def test_what_is_not_there_has_no_entry() -> None:
     assert (len(index), index.nbytes) == (0, 0)
 
 
-def test_evict_takes_the_least_recent_and_stops_at_what_is_spared() -> None:
+def test_evict_takes_the_least_recent_and_stops_at_spared_keys() -> None:
     index = RecencyIndex(100)
     for key in (b"a", b"b", b"c", b"d"):
         index.insert(key, 10)
@@ -149,12 +149,12 @@ def test_a_part_that_began_in_an_earlier_run_ends_a_day_after_its_tenants_last_u
     assert b"q1" not in index and b"r1" in index
 
 
-def test_what_others_pin_is_not_taken_from_who_writes() -> None:
+def test_bytes_that_others_pin_are_not_taken_from_the_writer() -> None:
     index = RecencyIndex(100, 0.5)
     index.add({b"p": 70}, "pins")
     index.pin([b"p"])
     index.add({b"a": 25}, "a")
-    assert index.add({b"b": 25}, "b").added == []  # a's part, and what is pinned
+    assert index.add({b"b": 25}, "b").added == []  # a's part, and the pinned bytes
     assert index.add({b"a2": 20}, "a") == IndexUpdate([b"a2"], [(b"a", RecencyEntry(25, 4, "a"))])
     assert index.nbytes == 90
 
@@ -167,7 +167,7 @@ CHAINS = st.dictionaries(
 
 @given(st.lists(st.tuples(NAMES, CHAINS), max_size=40), st.sampled_from((0.2, 0.5, 1.0)))
 @example([("a", {b"0": 20, b"1": 20}), ("a", {b"0": 1, b"1": 1, b"2": 41})], 0.2)
-def test_a_tenants_part_is_nobody_elses_to_take(
+def test_no_tenant_takes_the_part_of_another(
     writes: list[tuple[str, dict[bytes, int]]], share: float
 ) -> None:
     index = RecencyIndex(100, share)
@@ -198,7 +198,7 @@ def held(index: RecencyIndex) -> dict[str, int]:
     return sums
 
 
-def test_the_tiers_room_is_the_cause_where_nobody_has_a_part() -> None:
+def test_the_tiers_room_is_the_cause_where_no_tenant_has_a_part() -> None:
     index = RecencyIndex(30)
     index.add({b"a": 10, b"b": 10, b"c": 10}, "one")
     index.add({b"d": 10}, "two")
@@ -222,7 +222,7 @@ def test_one_tenant_alone_makes_way_for_itself_because_of_the_room() -> None:
     assert index.why_evicted([b"a"]) == ["budget"]
 
 
-def test_who_writes_beyond_its_share_is_told_so_while_older_ones_are_guaranteed() -> None:
+def test_the_share_is_the_cause_while_older_entries_are_guaranteed() -> None:
     index = RecencyIndex(40, 0.5)
     index.add({b"a": 10}, "two")  # the oldest, and two's part
     for key in (b"b", b"c", b"d", b"e"):

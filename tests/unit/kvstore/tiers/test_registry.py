@@ -9,7 +9,7 @@ from kvstore.errors import TierInUse, TierUnavailable
 from kvstore.tiers.disk.budget import capacity_within
 from kvstore.tiers.registry import open_tiers, open_usable_tiers
 
-LAZY_URL = "redis://127.0.0.1:1/0"  # nobody listens there, and nobody waits for an answer
+LAZY_URL = "redis://127.0.0.1:1/0"  # no server listens there, and no call waits for one
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ LAZY_URL = "redis://127.0.0.1:1/0"  # nobody listens there, and nobody waits for
         (StoreConfig(ram_bytes=0, disk_bytes=0), []),
     ],
 )
-def test_opens_what_is_enabled_fastest_first(
+def test_opens_enabled_tiers_fastest_first(
     tmp_path: Path, config: StoreConfig, names: list[str]
 ) -> None:
     tiers = open_tiers(config, tmp_path)

@@ -18,7 +18,7 @@ def result(source: str = "hot", step: int = 1, **fields) -> Result:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))
-def test_percentiles_lie_within_what_was_measured_and_rise(values):
+def test_percentiles_lie_within_the_measured_values_and_rise(values):
     found = percentiles(values)
     assert min(values) - 1e-3 <= found.p50 <= found.p90 <= found.p99 <= max(values) + 1e-3
 

@@ -1,4 +1,4 @@
-"""What ``--presets`` may say, and what is ordered at a model's first start."""
+"""The names that ``--presets`` takes, and the order at a model's first start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_each_preset_is_measured_once() -> None:
     assert found[:2] == ("tq3", "manthan") and len(found) == len(set(found))
 
 
-def test_a_name_that_nobody_has() -> None:
+def test_a_name_that_no_codec_has() -> None:
     with pytest.raises(UsageError, match="--presets: no codec named 'tq9'"):
         presets_of("ours,tq9")
     with pytest.raises(UsageError, match="--presets: no codec named ''"):
@@ -85,7 +85,7 @@ def test_a_context_and_a_text_are_measured_once(tmp_path: Path) -> None:
         ("in UTF-16".encode("utf-16"), "is not text; give a file in UTF-8"),
     ],
 )
-def test_what_is_no_text_is_neither_learned_from_nor_judged_by(
+def test_a_file_that_is_no_text_is_neither_learned_from_nor_judged_by(
     tmp_path: Path, content: bytes, said: str
 ) -> None:
     (tmp_path / "config.json").write_text("{}")

@@ -10,7 +10,7 @@ from launch.calibrate.output_files import check_output, whole_file
 from launch.errors import LaunchError, UsageError
 
 
-def test_what_can_never_be_written_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_path_that_can_never_be_written_is_refused_at_once(tmp_path: Path) -> None:
     check_output("--json", tmp_path / "new.json")
     (tmp_path / "old.json").write_text("{}")
     check_output("--json", tmp_path / "old.json")
@@ -43,7 +43,7 @@ def test_an_older_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     assert [x.name for x in tmp_path.iterdir()] == ["rows.json"]
 
 
-def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text("old")
     with pytest.raises(LaunchError, match=r"rows.json cannot be written: .*full"):

@@ -1,4 +1,4 @@
-"""The picture of a report: that it is drawn, whatever was measured, and what it shows."""
+"""The picture of a report: it is drawn for all measurements, and it shows all of their names."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_presets_and_bounds_stand_in_it(tmp_path: Path) -> None:
     rows = [row("tq3", 3.25, residual_error=0.03), row("manthan", 3.5, residual_error=0.3)]
     rows.append(row("fp8", 8, residual_error=0.001))
     found = drawn(tmp_path, *rows, row("max", 0.8, residual_error=0.02), bounds=(WATER,))
-    told = ("ours", "usual elsewhere", "of the literature", "Gaussian bound")
-    for word in ("tq3", "manthan", "fp8", "max", "water-filling over a layer", *told):
+    groups = ("ours", "usual elsewhere", "of the literature", "Gaussian bound")
+    for word in ("tq3", "manthan", "fp8", "max", "water-filling over a layer", *groups):
         assert f"<!-- {word}" in found, word
 
 

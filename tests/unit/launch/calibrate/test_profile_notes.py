@@ -1,4 +1,4 @@
-"""What was measured of a model, found again without an engine."""
+"""A model's measurements, found again without an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def settings(tmp_path: Path) -> EffectiveSettings:
 
 
 def test_it_is_found_for_the_model_as_it_was(settings: EffectiveSettings, tmp_path: Path) -> None:
-    assert find_profile(settings) is None  # nobody has said yet that this model is the one
+    assert find_profile(settings) is None  # no note says yet that this model is the one
     write_note(settings, FINGERPRINT)
     found = find_profile(settings)
     assert found is not None and found.fingerprint == FINGERPRINT
@@ -36,7 +36,7 @@ def test_it_is_found_for_the_model_as_it_was(settings: EffectiveSettings, tmp_pa
     assert find_profile(settings) is None
 
 
-def test_a_damaged_one_is_told_of(
+def test_a_damaged_one_is_reported(
     settings: EffectiveSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_note(settings, FINGERPRINT)

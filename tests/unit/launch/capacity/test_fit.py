@@ -31,7 +31,7 @@ def needs_at(context: int) -> Needs:
     disk=st.integers(16, 1 << 19),
     apart=st.booleans(),
 )
-def test_budgets_stay_within_the_room_and_hold_what_was_not_refused(
+def test_budgets_stay_within_the_room_and_hold_sessions_that_were_not_refused(
     sessions, context, memory, disk, apart
 ):
     room = memory * MIB
@@ -82,7 +82,7 @@ def test_given_budgets_stay_and_are_counted_with():
 
 
 @pytest.mark.parametrize(("sessions", "context"), [(5000, 8192), (100, 65_536), (1, 400_000)])
-def test_what_is_offered_instead_is_really_possible(sessions, context):
+def test_the_offers_are_really_possible(sessions, context):
     assert refusal(needs_at(context), ROOMS, sessions)
     ways = what_would(needs_at, ROOMS, sessions, context)
     offers = [way.split() for way in ways if way.startswith("--sessions")]

@@ -67,7 +67,7 @@ def test_the_wish_becomes_budgets_with_their_origin(run, model, tmp_path):
     assert shown["store.ram_bytes"] == {"value": 77 * MIB, "from": "--set"}
 
 
-def test_a_wish_in_words_and_what_cannot_be(run, model):
+def test_a_wish_in_words_and_impossible_ones(run, model):
     wish = ("--model", model, "--set", "engine.kind=mlx")
     code, out, _ = run("plan", *wish, "--sessions", "20", "--context", "1024")
     assert code == 0

@@ -1,4 +1,4 @@
-"""The shell asks the command line for what may come next."""
+"""The shell asks the command line for the words that may come next."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_unknown_commands_and_options_are_usage_errors(run):
     assert run("serve", "--hott", "1")[0] == 2
 
 
-def test_a_taken_port_is_told(run):
+def test_a_taken_port_is_reported(run):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         code, _, err = run("serve", "--engine", "fake", "--port", port)
@@ -157,7 +157,7 @@ def test_a_hot_budget_that_nothing_fits_into_is_refused_at_once(run, model):
     assert err.splitlines()[-1].startswith("error: engine.hot_bytes = 1048576 is too little")
 
 
-def test_plan_refuses_what_it_does_not_understand(run, model):
+def test_plan_refuses_a_model_that_it_does_not_understand(run, model):
     (model / "config.json").write_text('{"model_type": "brand_new"}')
     code, _, err = run("plan", "--model", str(model))
     assert code == 1
@@ -273,7 +273,7 @@ def verdict(out: str, about: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", ["data.foreign", "data.damaged"])
-def test_doctor_mentions_what_lies_in_the_disk_folder_under_no_limit(run, tmp_path, name):
+def test_doctor_mentions_files_in_the_disk_folder_under_no_limit(run, tmp_path, name):
     (tmp_path / "cold").mkdir()
     (tmp_path / "cold" / name).write_bytes(bytes(3 << 20))
     arguments = ["--set", "engine.kind=fake", "--set", "gateway.port=0"]
@@ -294,10 +294,10 @@ def test_every_option_of_serve_sets_something():
     ("profile", "width", "noted"),
     [("gb10", 2, True), ("cpu", 4 if sys.platform == "linux" else 2, False)],
 )
-def test_a_plan_counts_what_the_machine_of_the_profile_would_serve(
+def test_a_plan_counts_for_the_machine_of_the_profile(
     run, model, monkeypatch, profile, width, noted
 ):
-    monkeypatch.setenv("PATH", "/nowhere")  # nobody finds a GPU
+    monkeypatch.setenv("PATH", "/nowhere")  # no program finds a GPU
     code, out, _ = run("plan", "--model", str(model), "--profile", profile, "--json")
     assert code == 0
     plan = json.loads(out)

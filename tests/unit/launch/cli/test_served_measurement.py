@@ -1,4 +1,4 @@
-"""What ``calibrate --url`` makes of what a server says while it measures."""
+"""``calibrate --url`` reads the reports of a server that measures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROW = Quality(
 )
 
 
-class Telling(Remote):
+class Reporting(Remote):
     """A server that says one thing after the other, and the last for ever; None = no answer."""
 
     def __init__(self, *said: CodecReport | None) -> None:
@@ -54,22 +54,22 @@ def report(progress: str = "", ended: MeasurementEnd | None = None, *rows: Quali
     return CodecReport(name="raw", progress=progress, ended=ended, rows=rows)
 
 
-def run(server: Telling) -> tuple[list[str], tuple[Quality, ...]]:
-    told: list[str] = []
-    found = measure_served(server, told.append, clock=lambda: server.now_s, sleep=server.sleep)
-    return told, found.rows
+def run(server: Reporting) -> tuple[list[str], tuple[Quality, ...]]:
+    printed: list[str] = []
+    found = measure_served(server, printed.append, clock=lambda: server.now_s, sleep=server.sleep)
+    return printed, found.rows
 
 
-def test_what_is_told_and_found() -> None:
+def test_progress_is_printed_and_rows_are_found() -> None:
     new = report("", MeasurementEnd(2.0), ROW)
-    server = Telling(
+    server = Reporting(
         report(), report("1 of 2"), report("1 of 2"), None, report("2 of 2"), report(), new
     )
     assert run(server) == (["measuring: it begins", "1 of 2", "2 of 2"], (ROW,))
 
 
 def test_figures_of_an_older_measurement_are_not_taken_for_new() -> None:
-    server = Telling(report("", OLD, ROW), report("1 of 2", None, ROW), report("", OLD, ROW))
+    server = Reporting(report("", OLD, ROW), report("1 of 2", None, ROW), report("", OLD, ROW))
     with pytest.raises(LaunchError, match="restarted"):
         run(server)
     assert SILENCE_S < server.now_s < 2 * SILENCE_S + LOOK_EVERY_S
@@ -77,7 +77,7 @@ def test_figures_of_an_older_measurement_are_not_taken_for_new() -> None:
 
 def test_a_measurement_that_failed_says_why() -> None:
     failed = MeasurementEnd(2.0, "No space left on device")
-    server = Telling(report("", OLD, ROW), report("", failed, ROW))
+    server = Reporting(report("", OLD, ROW), report("", failed, ROW))
     with pytest.raises(LaunchError, match="No space left"):
         run(server)
     assert server.now_s == LOOK_EVERY_S
@@ -85,4 +85,4 @@ def test_a_measurement_that_failed_says_why() -> None:
 
 def test_an_engine_without_codecs() -> None:
     with pytest.raises(LaunchError, match="no codecs"):
-        run(Telling(report(), report("", MeasurementEnd(2.0))))
+        run(Reporting(report(), report("", MeasurementEnd(2.0))))

@@ -18,7 +18,7 @@ SERVER = Server("http://127.0.0.1:8080", "org/model-1", 32768, "tc-key")
 
 
 @pytest.mark.parametrize("client", sorted(CLIENTS))
-def test_what_is_shown_names_address_model_and_key(client: str, tmp_path: Path) -> None:
+def test_the_shown_lines_name_address_model_and_key(client: str, tmp_path: Path) -> None:
     text = "\n".join(connection(client, SERVER, tmp_path).lines)
     for word in (SERVER.url, SERVER.model, SERVER.key):
         assert word in text
@@ -53,7 +53,7 @@ def test_codex_names_its_variable_only_where_there_is_a_key(tmp_path: Path) -> N
     ("client", "tokens"),
     [("claude", "20,000"), ("qwen-code", "16,000"), ("opencode", "7,600"), ("codex", "6,400")],
 )
-def test_a_context_that_is_too_short_for_the_first_prompt_is_told(
+def test_a_context_that_is_too_short_for_the_first_prompt_is_noted(
     client: str, tokens: str, tmp_path: Path
 ) -> None:
     notes = connection(client, replace(SERVER, max_context=4096), tmp_path).notes
@@ -61,7 +61,7 @@ def test_a_context_that_is_too_short_for_the_first_prompt_is_told(
     assert not any("context" in x for x in connection(client, SERVER, tmp_path).notes)
 
 
-def test_json_keeps_what_it_had(tmp_path: Path) -> None:
+def test_json_keeps_its_own_values(tmp_path: Path) -> None:
     change = connection("claude", SERVER, tmp_path).change
     assert change is not None
     own = {"permissions": {"allow": ["Bash(ls)"]}, "env": {"MINE": "1", "ANTHROPIC_MODEL": "x"}}
@@ -118,7 +118,7 @@ def test_lines_keep_their_neighbours(tmp_path: Path) -> None:
         ("codex", 'model_providers = "x"'),
     ],
 )
-def test_what_cannot_be_merged_is_left_alone(client: str, text: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_merged_is_left_alone(client: str, text: str, tmp_path: Path) -> None:
     change = connection(client, SERVER, tmp_path).change
     assert change is not None
     change.path.parent.mkdir(parents=True)

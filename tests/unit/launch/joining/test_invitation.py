@@ -1,4 +1,4 @@
-"""What one server hands to another: nothing of it is shown, and it stays one user's."""
+"""The invitation from one server to another: it is not shown, and stays one user's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_second_server_gets_what_the_first_one_has(tmp_path: Path) -> None:
+def test_the_second_server_gets_the_settings_of_the_first(tmp_path: Path) -> None:
     _, line = generate_key("alice")
     (tmp_path / "keys").write_text(line + "\n")
     first = settings(
@@ -95,7 +95,9 @@ def test_a_file_that_is_there_is_never_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"secret": "c2VjcmV0"}', b"[" * 99])
-def test_what_is_no_invitation_is_refused_and_not_quoted(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_invitation_is_refused_and_not_quoted(
+    tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(UsageError, match="join --invite") as refused:
         read_invitation(str(tmp_path / "file"))

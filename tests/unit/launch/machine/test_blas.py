@@ -26,7 +26,7 @@ def environ():
     return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
 
-def test_what_the_user_chose_stays():
+def test_values_that_the_user_chose_stay():
     env = preload_environment({"LD_PRELOAD": "/a.so", "MKL_NUM_THREADS": "7"}, "/b.so", 2)
     assert env["LD_PRELOAD"] == "/a.so /b.so"
     assert env["OPENBLAS_NUM_THREADS"] == "2"
@@ -41,7 +41,7 @@ def test_paths_that_the_loader_would_split_are_refused(path):
 
 
 @on_linux
-def test_a_process_without_blas_is_told_from_one_with_it(environ):
+def test_a_process_without_blas_is_distinguished_from_one_with_it(environ):
     with pytest.raises(NoBlas, match="cblas_sgemm"):
         probe(environ)
 

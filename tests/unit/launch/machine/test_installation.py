@@ -56,4 +56,4 @@ def test_a_folder_without_a_distribution_is_seen(tmp_path):
     find = "import importlib.util as u; print(u.find_spec('engines').origin)"
     assert said(tmp_path, ROOT, code=find).startswith(str(tmp_path))
     program = f"import sys; sys.path.append({str(tmp_path)!r})\n{CHECK}"
-    assert said(ROOT, code=program) == ""  # behind ours it does no harm
+    assert said(ROOT, code=program) == ""  # after ours it does no harm

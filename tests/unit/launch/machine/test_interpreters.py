@@ -1,4 +1,4 @@
-"""Where vLLM is found, when it is chosen, and what a GPU changes."""
+"""Where vLLM is found, when it is chosen, and the effect of a GPU."""
 
 from __future__ import annotations
 

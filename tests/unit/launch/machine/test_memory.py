@@ -1,4 +1,4 @@
-"""What a container leaves of the machine's memory, by the files of cgroup v1 and v2."""
+"""The part of the machine's memory that a container has, by the files of cgroup v1 and v2."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def limits(soft: int, hard: int, kind: str) -> str:
 
 
 def test_the_soft_limit_becomes_the_hard_one() -> None:
-    # Not above what mlx_lm leaves of this process's own limit, where a test has imported it.
+    # Not above this process's own limit, which mlx_lm lowers where a test has imported it.
     assert limits(200, 4096, "mlx") == "4096 4096 4096"
 
 

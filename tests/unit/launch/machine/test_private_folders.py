@@ -82,7 +82,7 @@ def test_one_of_another_user_is_refused(tmp_path, of_parent):
 
 @as_root
 def test_one_that_the_first_user_closed_is_a_sentence_for_the_second(tmp_path):
-    """What kept the second user's engine in a crash loop."""
+    """An error here kept the second user's engine in a crash loop."""
     tmp_path.chmod(0o1777)
     for parent in list(tmp_path.parents)[:2]:
         parent.chmod(0o711)

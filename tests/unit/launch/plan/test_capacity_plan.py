@@ -45,7 +45,7 @@ def test_budgets_are_divided_by_the_bytes_of_a_session():
 def test_the_figures_of_the_first_prototype_are_the_row_of_its_codec():
     """ManthanQuant on Qwen3.5-35B-A3B: 20,480 bytes per token to 4,000, 640 MiB to 125 at 32K.
 
-    It counted K and V only. What a session takes beside them, its states, is counted here.
+    It counted K and V only. A session's states, which it has beside them, are counted here.
     """
     store = StoreConfig(codec="manthan", ram_bytes=4 * GIB, disk_bytes=16 * GIB)
     plan = plan_of(QWEN35_35B, (32768,), store)
@@ -95,7 +95,7 @@ def test_redis_counts_only_where_it_is_used():
     assert cold.sessions["redis"] == 64 * GIB // cold.bytes_per_session
 
 
-def test_float32_doubles_what_is_live_and_what_is_raw():
+def test_float32_doubles_live_and_raw_kv():
     half, full = plan_of(LLAMA_8B), plan_of(LLAMA_8B, dtype="float32")
     assert full.contexts[0].hot_bytes_per_session == 2 * half.contexts[0].hot_bytes_per_session
     packed = [{x.codec: x.bytes_per_session for x in p.contexts[0].cold} for p in (half, full)]
@@ -116,7 +116,7 @@ def test_latents_are_planned_like_other_rows():
     assert 4.5 < cold.times_smaller_than_bf16 < 5.2
 
 
-def test_what_does_not_grow_is_told(capsys):
+def test_layers_that_do_not_grow_are_shown(capsys):
     plan = plan_of(GEMMA3_4B)
     assert plan.state_bytes == 29 * 1024 * 2 * 4 * 256 * 2
     print_plan(plan)

@@ -1,4 +1,4 @@
-"""The bytes of a sleeping session, against what the cold store really holds."""
+"""The bytes of a sleeping session, against the bytes that the cold store really holds."""
 
 from __future__ import annotations
 

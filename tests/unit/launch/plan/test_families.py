@@ -85,7 +85,7 @@ def test_only_latents_with_an_index_are_kept_exact():
         ({**GPT_OSS_20B, "sliding_window": None}, "sliding_window = None"),
     ],
 )
-def test_what_is_not_understood_says_why(config, words):
+def test_a_config_that_is_not_understood_gets_the_reason(config, words):
     with pytest.raises(NotUnderstood, match=words):
         cache_shape(config)
 
@@ -156,7 +156,7 @@ def test_vllm_goes_by_the_types_of_layers(config, others):
         (MAMBA2_3B, "no layer of the model keeps all tokens"),
     ],
 )
-def test_what_vllm_cannot_keep_is_refused(config, words):
+def test_a_cache_that_vllm_cannot_keep_is_refused(config, words):
     cache_shape(config)
     with pytest.raises(ModelRefused, match=words):
         cache_shape(config, "vllm")

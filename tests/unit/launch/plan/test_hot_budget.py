@@ -1,4 +1,4 @@
-"""What a budget for live KV is good for, against what the engine would do with it."""
+"""The sessions that a budget for live KV holds, against the engine's own count."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_pool_that_holds_nothing_else_is_divided():
     assert found.refusal() == ""
 
 
-def test_too_little_is_refused_with_what_is_enough():
+def test_too_little_is_refused_with_the_size_that_is_enough():
     assert "a context of 64 tokens needs 29 MiB while it runs" in budget(28).refusal()
     assert budget(29).refusal() == ""
     assert budget(29).longest_context() >= 64

@@ -1,4 +1,4 @@
-"""What ``doctor`` says of a measurement to come is what the first start will do."""
+"""``doctor`` describes the measurement that the first start will make."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_it_names_the_presets_of_the_engines_own_order(effective):
 
 
 def test_windows_are_learned_and_judged_by_more(tmp_path):
-    told = first_measurement(settings_of(tmp_path, GEMMA3_27B)).text
-    assert "33 prompts of 1,000 tokens" in told
+    text = first_measurement(settings_of(tmp_path, GEMMA3_27B)).text
+    assert "33 prompts of 1,000 tokens" in text
 
 
 def test_a_context_too_short_to_pack_is_not_measured(tmp_path):

@@ -1,4 +1,4 @@
-"""The tables of docs/models.md are what the arithmetic says today."""
+"""The tables of docs/models.md are those of today's arithmetic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_families_are_called_as_the_table_calls_them():
     assert named and named <= known
 
 
-def test_a_codec_gains_what_the_growing_layers_gain():
+def test_a_codec_gains_as_much_as_the_growing_layers():
     found = {(x["model"], x["tokens"]): x for x in rows()}
     dense = found["Llama-3.1-8B", 32768]
     assert dense["live_bytes"] / dense["dense3_bytes"] > 5

@@ -1,4 +1,4 @@
-"""What ``serve`` refuses before the start, and that ``plan`` and ``doctor`` refuse it, too."""
+"""Models that ``serve`` refuses before the start: ``plan`` and ``doctor`` refuse them, too."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_model_with_windows_is_refused(tmp_path):
         check_hot_codec(settings(tmp_path), model(tmp_path, WINDOWS))
 
 
-# What serve refuses for a model, with the settings that lead to it: config.json, settings, words.
+# Models that serve refuses, with the settings that lead to it: config.json, settings, words.
 REFUSED = {
     "a packed live cache of a model with windows": (
         GEMMA3_27B,
@@ -102,7 +102,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", sorted(REFUSED))
-def test_plan_and_doctor_refuse_what_serve_refuses_in_its_words(tmp_path, case):
+def test_plan_and_doctor_refuse_the_same_models_as_serve_in_its_words(tmp_path, case):
     content, values, words = REFUSED[case]
     effective = served_settings(tmp_path, content, values)
     model = find_model(str(tmp_path), tmp_path)
@@ -122,7 +122,7 @@ def test_plan_and_doctor_refuse_what_serve_refuses_in_its_words(tmp_path, case):
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 @pytest.mark.parametrize("kind", ["mlx", "vllm"])
-def test_what_is_planned_passes_the_checks_of_serve(tmp_path, name, kind):
+def test_a_planned_model_passes_the_checks_of_serve(tmp_path, name, kind):
     effective = served_settings(
         tmp_path,
         PUBLISHED[name],

@@ -1,4 +1,4 @@
-"""What the chosen engine keeps of a model depends on the machine, too."""
+"""The cache that the chosen engine keeps of a model depends on the machine, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tour shows of other machines is what ``plan`` says of them."""
+"""The tour shows for other machines the output of ``plan``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOUR = (Path(__file__).parents[4] / "docs" / "tour.md").read_text("utf-8")
 COMMAND = "$ thermocline plan Qwen3-32B --machines --weights 62GiB --context 8192\n"
 
 
-def test_the_tour_shows_what_plan_says_of_other_machines(tmp_path):
+def test_the_tour_shows_the_plan_for_other_machines(tmp_path):
     (tmp_path / "Qwen3-32B").mkdir()
     config = json.dumps(PUBLISHED["Qwen3-32B"])
     (tmp_path / "Qwen3-32B" / "config.json").write_text(config)

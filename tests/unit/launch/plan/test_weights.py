@@ -1,4 +1,4 @@
-"""What a model's weights take, by its config.json."""
+"""The size of a model's weights, by its config.json."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def test_an_output_layer_that_is_the_embedding_counts_once():
         {**LLAMA, "model_type": "mamba", "state_size": 16, "conv_kernel": 4},
     ],
 )
-def test_what_is_not_understood_is_not_estimated(config):
+def test_a_config_that_is_not_understood_is_not_estimated(config):
     assert estimated_weights(config) is None

@@ -15,7 +15,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_what_was_written_is_accepted_again_and_again(folder):
+def test_a_written_manifest_is_accepted_again_and_again(folder):
     verify(folder, "source 1")
     verify(folder, "source 1")
 

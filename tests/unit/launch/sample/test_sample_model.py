@@ -48,7 +48,7 @@ def test_damage_is_repaired(tmp_path, sample, name):
     verify(folder, sample.source)
 
 
-def test_what_a_crash_left_behind_is_removed(tmp_path, sample):
+def test_the_draft_of_a_crash_is_removed(tmp_path, sample):
     parent = folder_in(tmp_path / "cache", sample).parent
     (parent / ".Tiny.new").mkdir(parents=True)
     (parent / ".Tiny.new" / "half").write_bytes(b"x")
@@ -78,12 +78,12 @@ def test_a_damaged_package_is_refused(tmp_path, sample):
     assert not folder_in(tmp_path / "cache", sample).exists()
 
 
-def test_a_full_disk_is_told_before_converting(tmp_path, sample):
+def test_a_full_disk_is_reported_before_converting(tmp_path, sample):
     with pytest.raises(LaunchError, match="are free; make room"):
         make(tmp_path, replace(sample, needed_bytes=1 << 60))
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path, sample):
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path, sample):
     (tmp_path / "cache").write_bytes(b"a file, not a folder")
     with pytest.raises(LaunchError, match="THERMOCLINE_CACHE_DIR"):
         make(tmp_path, sample)

@@ -16,7 +16,7 @@ control = "tcp://127.0.0.1:10"
 """
 
 
-async def test_what_runs_elsewhere_takes_nothing_of_this_machine(tmp_path):
+async def test_a_model_that_runs_elsewhere_takes_nothing_of_this_machine(tmp_path):
     entries = engines_of(TWO + FAR, tmp_path)
     lending = lending_of(entries, [RecordingEngine() for _ in entries], 1)
     assert lending.most_in_use == Budget(3 * GIB * 2 // 4, GIB * 2 // 4)  # of big/one alone

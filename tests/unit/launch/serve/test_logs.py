@@ -42,8 +42,8 @@ def test_a_json_line_has_the_ids_in_fields_of_their_own() -> None:
     found.request_id, found.session = "req_1", "s\n1"
     line = OneObject().format(found)
     assert "\n" not in line
-    told = json.loads(line)
-    assert (told["message"], told["request_id"], told["session"]) == (
+    fields = json.loads(line)
+    assert (fields["message"], fields["request_id"], fields["session"]) == (
         "turn of x\ny",
         "req_1",
         "s\n1",

@@ -15,7 +15,7 @@ from launch.serve.port import listen, take_path, take_port
 CONFIG = GatewayConfig(port=0)
 
 
-def test_nobody_hangs_on_a_port_that_does_not_serve_yet():
+def test_no_client_hangs_on_a_port_that_does_not_serve_yet():
     with take_port(CONFIG) as sock:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(sock.getsockname(), timeout=10)
@@ -35,14 +35,14 @@ def test_of_two_servers_that_start_together_one_is_refused():
 def test_a_unix_socket_is_this_users_own_and_gone_at_the_end(tmp_path: Path):
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))  # what a server left that was killed
+        dead.bind(str(path))  # as a killed server leaves it
     with take_path(str(path)) as sock:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         listen(sock, CONFIG)
         with pytest.raises(LaunchError, match="in use"), take_path(str(path)):
             pass
     assert not path.exists()
-    path.write_text("a file of somebody's")
+    path.write_text("another program's file")
     with pytest.raises(LaunchError, match="in use"), take_path(str(path)):
         pass
     assert path.read_text()

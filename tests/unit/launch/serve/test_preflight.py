@@ -106,7 +106,7 @@ def test_a_limit_that_holds_hardly_a_blob_is_refused(store):
 
 
 @pytest.mark.parametrize("url", ["http://u:secret@host", "redis-host:6379", "redis://host:port"])
-def test_what_is_no_url_of_redis_is_refused_without_its_password(store, url):
+def test_a_url_that_is_not_of_redis_is_refused_without_its_password(store, url):
     with pytest.raises(UsageError, match=r"^store\.redis_url ") as refusal:
         check_tiers(msgspec.structs.replace(store, redis_url=url))
     assert "secret" not in str(refusal.value)
@@ -134,13 +134,13 @@ def check(**given) -> None:
     check_memory(**usual | given)
 
 
-def test_what_fits_is_started():
+def test_a_model_that_fits_is_started():
     check()
-    check(weights=None, available=40 * GIB)  # not downloaded yet: nobody knows
-    check(free_bytes=0, available=1)  # nobody cares
+    check(weights=None, available=40 * GIB)  # not downloaded yet: their size is unknown
+    check(free_bytes=0, available=1)  # the check is off
 
 
-def test_what_would_hang_the_machine_is_not_started():
+def test_a_model_that_would_hang_the_machine_is_not_started():
     with pytest.raises(LaunchError) as caught:
         check(available=110 * GIB - 1)
     for words in ("110 GiB are needed", "70 GiB of weights", "12 GiB to stay free", "--hot"):

@@ -1,4 +1,4 @@
-"""What SIGHUP takes over: all that is sound, or nothing."""
+"""SIGHUP takes over all settings if they are sound, or none."""
 
 from __future__ import annotations
 

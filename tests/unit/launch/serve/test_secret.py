@@ -37,7 +37,7 @@ def test_it_is_on_the_disk_before_it_has_its_name(tmp_path):
     assert len(synced) == 2  # nothing is written for one that exists
 
 
-def test_what_a_power_cut_left_of_a_draft_is_in_nobodys_way(tmp_path):
+def test_a_draft_that_a_power_cut_left_does_no_harm(tmp_path):
     (tmp_path / f".secret.{os.getpid()}").write_bytes(b"")
     assert len(server_secret(tmp_path)) == NUM_BYTES
 
@@ -56,7 +56,7 @@ def test_one_that_was_cut_short_is_refused(tmp_path):
         server_secret(tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(LaunchError, match="--data-dir"):
         server_secret(tmp_path / "file" / "data")

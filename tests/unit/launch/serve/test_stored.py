@@ -1,4 +1,4 @@
-"""The place that is chosen for what clients ask to be stored, and that nobody else can read it."""
+"""The place that is chosen for clients' stored objects, which no other user can read."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_nor_one_that_an_older_release_left(tmp_path: Path) -> None:
     await stored.close()
 
 
-async def test_a_deletion_reaches_what_was_put_aside(tmp_path: Path) -> None:
+async def test_a_deletion_reaches_the_file_that_was_put_aside(tmp_path: Path) -> None:
     folder = tmp_path / "stored"
     folder.mkdir()
     (folder / "stored.sqlite").write_bytes(b"no database" * 400)

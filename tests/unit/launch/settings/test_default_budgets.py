@@ -34,7 +34,7 @@ def test_the_disk_is_never_filled():
     assert values(GIB, 0, disk_free=7 << 20)["store.disk_bytes"] == 0  # too little for the tier
 
 
-def test_the_reason_is_told():
+def test_the_reason_is_given():
     reasons = {
         name: value.origin for name, value in default_budgets(32 * GIB, 2 * GIB, GIB).items()
     }

@@ -73,7 +73,7 @@ def test_text_becomes_the_type_of_the_field():
     assert found.cache_dir == "/elsewhere"
 
 
-def test_what_only_one_engine_needs_is_one_level_deeper(tmp_path):
+def test_settings_of_one_engine_only_are_one_level_deeper(tmp_path):
     toml = "[engine.vllm]\npython = '/opt/vllm/bin/python'\nargs = ['--seed', '1']\n"
     found = settings_of(
         {"THERMOCLINE_ENGINE__VLLM__COMPILE": "no"},

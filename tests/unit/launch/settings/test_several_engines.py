@@ -88,7 +88,7 @@ def test_without_tables_there_is_one_engine(tmp_path):
         ("[[engines]]\nname = 'a'\n[capacity]\nsessions = 3\ncontext = 100", "is for one model"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, toml, words):
+def test_a_wrong_table_is_refused_with_the_reason(tmp_path, toml, words):
     with pytest.raises(UsageError) as error:
         engines_of(toml, tmp_path)
     assert words in str(error.value)
@@ -111,7 +111,7 @@ ENTRIES = st.lists(
 
 
 @given(ENTRIES, st.integers(1, 4), st.integers(0, 1 << 40))
-def test_what_may_be_loaded_at_once_never_takes_more_than_the_budget(entries, places, total):
+def test_models_that_may_be_loaded_at_once_never_take_more_than_the_budget(entries, places, total):
     names = ("engine.hot_bytes", "store.ram_bytes", "store.disk_bytes")
     parts = budget_layers(entries, places, dict.fromkeys(names, total))
     for name in names[:2]:

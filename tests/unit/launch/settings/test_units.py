@@ -24,7 +24,7 @@ def test_sizes(text, nbytes):
 
 
 @pytest.mark.parametrize("text", ["", "4G", "-1", "1e9", "four GiB", "4 GiB more", "0x10", "４GiB"])
-def test_what_is_no_size_is_refused(text):
+def test_text_that_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(text)
 
@@ -37,13 +37,13 @@ def test_durations(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["", "10 minutes", "-3s", "nan", "inf"])
-def test_what_is_no_duration_is_refused(text):
+def test_text_that_is_no_duration_is_refused(text):
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
 
 
 @given(st.integers(0, 1 << 45))
-def test_what_is_shown_can_be_read_back(nbytes):
+def test_a_shown_size_can_be_read_back(nbytes):
     again = parse_bytes(show_bytes(nbytes))
     assert abs(again - nbytes) <= 0.05 * nbytes
 

@@ -1,4 +1,4 @@
-"""Small fleets whose figures can be computed by hand, and what must hold of larger ones."""
+"""Small fleets whose figures can be computed by hand, and rules that hold for larger ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fleet(**changes: object) -> Conditions:
     return Conditions(models=(model,), **(values | changes))  # type: ignore[arg-type]
 
 
-def test_a_session_that_stays_hot_costs_the_prefill_of_what_is_new():
+def test_a_session_that_stays_hot_costs_the_prefill_of_its_new_tokens():
     found = simulate(fleet())
     assert found.sources == {"hot": found.returns, "ram": 0, "disk": 0, "redis": 0, "miss": 0}
     assert (found.hit_rate, found.token_hit_rate) == (1.0, 1.0)
@@ -106,7 +106,7 @@ def test_more_memory_never_lowers_the_hit_rate():
     assert rates[0] < 0.7 < 0.99 < rates[-1]
 
 
-def test_the_shared_tier_keeps_what_machines_have_no_room_for():
+def test_the_shared_tier_keeps_sessions_that_machines_have_no_room_for():
     without, shared = (simulate(fleet(**MANY, shared_bytes_s=x)) for x in (0.0, 1e9))
     assert without.hit_rate < 0.9
     assert shared.hit_rate == 1.0
@@ -142,7 +142,7 @@ def test_models_of_one_machine_share_the_link():
     assert found.hit_rate == 1.0
 
 
-def test_a_seed_makes_a_simulation_what_it_is():
+def test_a_seed_determines_a_simulation():
     def run(seed: int) -> FleetFigures:
         return simulate(fleet(**MANY, shared_bytes_s=1e9, loses_machine=True, seed=seed))
 

@@ -21,10 +21,10 @@ STEPS = st.lists(
 )
 
 
-def step(tier: RamTier | SizedTier, what: str, keys: list[bytes], nbytes: int) -> object:
+def step(tier: RamTier | SizedTier, action: str, keys: list[bytes], nbytes: int) -> object:
     sized = isinstance(tier, SizedTier)
     blob = SizedBlob(nbytes) if sized else bytes(nbytes)
-    match what:
+    match action:
         case "put":
             return tier.put_many([(x, blob) for x in keys], "t")
         case "replace":
@@ -42,8 +42,8 @@ def step(tier: RamTier | SizedTier, what: str, keys: list[bytes], nbytes: int) -
 @settings(max_examples=150, deadline=None)
 def test_both_hold_the_same_keys_and_lengths(steps):
     real, sized = RamTier(6000), SizedTier("ram", 6000, time.monotonic)
-    for what, keys, nbytes in steps:
-        assert step(real, what, keys, nbytes) == step(sized, what, keys, nbytes)
+    for action, keys, nbytes in steps:
+        assert step(real, action, keys, nbytes) == step(sized, action, keys, nbytes)
         assert real.contains_many(KEYS) == sized.contains_many(KEYS)
         assert real.lengths(KEYS) == sized.lengths(KEYS)
     assert (real.stats().nbytes, real.stats().num_blobs) == (

@@ -54,8 +54,8 @@ SNAPSHOT = {
 
 def view_of(*events: tuple[str, object]) -> View:
     view = View()
-    for number, (name, told) in enumerate(events):
-        view.apply(name, json.dumps(told).encode(), str(number))
+    for number, (name, data) in enumerate(events):
+        view.apply(name, json.dumps(data).encode(), str(number))
     return view
 
 
@@ -65,7 +65,7 @@ def text_of(view: View, width: int = 200, **options) -> str:
     return console.file.getvalue()
 
 
-def test_a_frame_tells_of_server_memory_requests_and_sessions():
+def test_a_frame_shows_server_memory_requests_and_sessions():
     text = text_of(view_of(("snapshot", SNAPSHOT)), keys=True)
     for words in (
         "m on mlx · thermocline 1 · ready · up 100 s · all tenants",
@@ -105,7 +105,7 @@ def test_a_frame_tells_of_server_memory_requests_and_sessions():
         ({"name": "raw", "measured": True, "rows": []}, "codec raw"),
     ],
 )
-def test_a_frame_tells_the_gates_verdict(quality, words):
+def test_a_frame_shows_the_gates_verdict(quality, words):
     lines = text_of(view_of(("snapshot", {**SNAPSHOT, "quality": quality}))).splitlines()
     assert words in [x.strip() for x in lines]
 
@@ -154,7 +154,7 @@ def test_words_of_a_server_cannot_steer_the_terminal():
 
 @settings(max_examples=25)
 @given(st.binary(max_size=200))
-def test_what_is_no_event_is_unreadable_and_nothing_else(data):
+def test_bytes_that_are_no_event_are_unreadable_and_nothing_else(data):
     view = View()
     try:
         view.apply("snapshot", data)
@@ -172,8 +172,8 @@ JSON = st.recursive(
 
 @settings(max_examples=50)
 @given(st.dictionaries(st.sampled_from([*SNAPSHOT]), JSON))
-def test_a_frame_is_drawn_of_anything_that_another_version_may_send(told):
-    text_of(view_of(("snapshot", {**SNAPSHOT, **told})))
+def test_a_frame_is_drawn_of_anything_that_another_version_may_send(fields):
+    text_of(view_of(("snapshot", {**SNAPSHOT, **fields})))
 
 
 def test_one_session_is_one():

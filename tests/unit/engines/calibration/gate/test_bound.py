@@ -63,7 +63,7 @@ def test_chains_within_the_bound() -> None:
     ],
 )
 def test_pass_keys_are_not_enough(change: dict[str, object], said: str) -> None:
-    """Texts and needles as good as before; what has to be followed is lost."""
+    """Texts and needles as good as before; the thread of reasoning is lost."""
     found = refusal([GOOD, row(context=6144, **{**CHAINS, **change})], "tq3", BOUND)
     assert said in found and found.startswith("codec tq3 at 6144 tokens loses the thread")
 

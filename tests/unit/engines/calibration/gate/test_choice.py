@@ -86,7 +86,9 @@ TIMED = (timed("dense3", 0.04), timed("balanced", 0.09), timed("max", 0.2), time
         ({"max_kl": 0.001}, ("raw", "raw", "raw")),
     ],
 )
-def test_each_tier_gets_the_codec_that_suits_it(settings: dict[str, Any], wanted: tuple[str, ...]) -> None:
+def test_each_tier_gets_the_codec_that_suits_it(
+    settings: dict[str, Any], wanted: tuple[str, ...]
+) -> None:
     found = choose_tiers(StoreConfig(**settings), LAYOUT, measured(*TIMED))
     assert tuple(x.name for x in found.values()) == wanted
     assert not any(x.unmeasured for x in found.values())

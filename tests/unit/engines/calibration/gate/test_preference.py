@@ -151,5 +151,7 @@ def test_a_preset_that_another_beats_is_chosen_only_for_its_restore_time(
         took, own = row.restore_share, chosen.restore_share
         assert took is None or (took > share and (own is None or took > own))
         timing = "was not timed" if took is None else f"would take {took:.1%}"
-        assert f"; {other} {timing}, though it has {row.bits_per_element:.2f} bits and a KL" in reason
+        assert (
+            f"; {other} {timing}, though it has {row.bits_per_element:.2f} bits and a KL" in reason
+        )
         assert f"and this {chosen.bits_per_element:.2f} and {chosen.kl:.4f}" in reason

@@ -52,7 +52,7 @@ def test_the_profile_decides_at_the_start(tmp_path: Path, caplog: pytest.LogCapt
     assert (report.rows, report.unmeasured) == ((row("dense3"),), False)
     assert report.fingerprint == FINGERPRINT
     assert "KL 0.0050 at 2048 tokens" in caplog.text
-    # What was saved while nothing was measured is still read.
+    # Sessions that were saved while nothing was measured are still read.
     assert [x.id for x in codecs.codecs.readable] == ["raw.1"]
 
 

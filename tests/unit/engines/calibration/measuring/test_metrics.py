@@ -95,7 +95,7 @@ def test_an_answer_counts_only_as_a_whole() -> None:
     scores = np.log(np.roll(np.eye(5, dtype=np.float32), 1, axis=1) + 1e-6)
     assert answers(scores, [0, 1, 2, 3, 4], 3)
     assert not answers(scores, [0, 1, 2, 2, 4], 3)
-    assert answers(scores, [1, 1, 2, 3, 4], 3)  # what comes before the answer is not judged
+    assert answers(scores, [1, 1, 2, 3, 4], 3)  # tokens before the answer are not judged
 
 
 def test_cosines_take_each_row_by_itself() -> None:

@@ -18,7 +18,7 @@ RAW = codec_by_name("raw")
 
 
 class Adding:
-    """Adds every token to all values of its state, so what a codec has lost stays lost."""
+    """Adds every token to all values of its state, so a codec's loss stays in it."""
 
     layout = KVLayout("float32", ())
     fingerprint = "f"

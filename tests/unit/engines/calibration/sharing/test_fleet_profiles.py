@@ -1,4 +1,4 @@
-"""Engines of one secret share profiles over a real Redis; what is wrong with one costs no more than
+"""Engines of one secret share profiles over a real Redis; an error in one costs no more than
 a measurement.
 """
 
@@ -275,7 +275,7 @@ def test_two_that_learn_at_once_end_with_one(
         known, published = load_profile(path), load_profile(measured)
         assert {x: known.ids[x] for x in published.ids} == published.ids
         own = {x.removeprefix("before:") for x in known.ids if x.startswith("before:")}
-        assert own == set(published.ids), "what it packed before can be read"
+        assert own == set(published.ids), "its earlier blobs can be read"
     first[0].sharing.close()
 
 

@@ -78,7 +78,7 @@ def test_a_snapshot_before_the_answer_lies_where_the_store_has_a_full_chunk() ->
     assert snapshot_positions(task(1000, 0, (300, 950)), 128) == [300, 896]
     assert snapshot_positions(task(1000, 0, (950,)), 128) == [896]
     assert snapshot_positions(task(1000, 0), 128) == [896]
-    # What was reused may be another session's, which leaves this one nothing.
+    # The reused tokens may be another session's, which leaves this one nothing.
     assert snapshot_positions(task(1000, 900, (950,)), 128) == [950]
     assert snapshot_positions(task(1000, 896, (950,)), 128) == [950]
     assert snapshot_positions(task(1000, 895, (950,)), 128) == [896]

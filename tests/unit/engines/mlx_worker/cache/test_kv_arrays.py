@@ -21,7 +21,7 @@ WINDOW = 8
 class Model:
     """A model that only remembers: token ``t`` at position ``p`` becomes a row of ``t + p / 1000``.
 
-    Its "logits" are sums over everything it remembers, so what is lost or shifted shows.
+    Its "logits" are sums over everything it remembers, so lost or shifted tokens show.
     """
 
     def __init__(self, kinds: str, dtype: mx.Dtype = mx.float32) -> None:

@@ -246,7 +246,7 @@ def test_a_token_that_cannot_be_is_a_failure(plain: Vocabulary) -> None:
 
 
 def test_a_panic_of_the_compiler_is_no_sentence_of_the_answer(plain: Vocabulary) -> None:
-    """It has more symbols than llguidance can number, and is beyond what a request may hold."""
+    """It has more symbols than llguidance can number, and is larger than a request may be."""
     many = {"properties": {f"p{i}": {"type": "string"} for i in range(200)}}
     listed = [tools(many)[0]] * 128
     with pytest.raises(GrammarFailed) as failure:

@@ -75,7 +75,7 @@ def test_developer_is_system(plain: Vocabulary) -> None:
 
 def test_marker_that_opens_reasoning(thinking: Vocabulary) -> None:
     assert write(thinking, [USER]).thinking
-    # What a user writes opens nothing.
+    # A user's own marker opens nothing.
     assert not write(_plain_with_markers(thinking), [{**USER, "content": "<think>"}]).thinking
 
 

@@ -1,4 +1,4 @@
-"""Planning is done piece by piece, in turns of tenants; what cannot fit is not tokenized whole."""
+"""Planning is done piece by piece, in turns of tenants; too long a prompt is not tokenized."""
 
 from __future__ import annotations
 

@@ -65,11 +65,11 @@ def test_a_saved_session_is_stored_once_with_its_tokens_and_parents():
     inventory, reader = Inventory(1, BLOCK), Reader()
     inventory.update(rests(CHAIN[:6], ((0, 6),), ids=IDS[: 6 * BLOCK * 4]))
     assert inventory.has_news
-    assert not inventory.is_told(("t", "s"))
+    assert not inventory.is_reported(("t", "s"))
     (stored,) = reader.read(inventory.take())
     assert (stored.medium, stored.hashes, stored.parent) == (CPU, CHAIN[:6], None)
     assert list(stored.ids) == list(range(24))
-    assert inventory.is_told(("t", "s"))
+    assert inventory.is_reported(("t", "s"))
     assert not inventory.has_news
     assert inventory.take() == []
     # The next turn: only the new blocks, after the known ones. The record of its ids ends earlier.
@@ -125,7 +125,7 @@ def test_after_a_clear_everything_is_reported_again():
     inventory.update(rests(OTHER, ((0, 10),), session="u"))
     inventory.take()
     inventory.update(rests([], session="u"))  # readers need not hear of it any more
-    inventory.tell_again()
+    inventory.report_again()
     reader = Reader()
     reader.read(inventory.take())
     assert (reader.blocks(CPU), reader.blocks(STORAGE)) == ({*CHAIN}, {*CHAIN[:4]})
@@ -196,7 +196,7 @@ def test_readers_hold_the_blocks_of_all_ranks_after_any_reports(num_ranks):
         if random_.random() < 0.3:
             reader.read(inventory.take(random_.randrange(1, 9)))
         if random_.random() < 0.02:
-            inventory.tell_again()
+            inventory.report_again()
             reader = Reader()
     while inventory.has_news:
         reader.read(inventory.take(3))

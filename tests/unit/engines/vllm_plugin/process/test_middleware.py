@@ -23,7 +23,7 @@ HEADER = CACHE_HEADER.encode()
 
 
 class FakeHub:
-    """Accepts the front and reports what the test says."""
+    """Accepts the front and sends the test's reports."""
 
     def __init__(self) -> None:
         self.writers: list[asyncio.StreamWriter] = []

@@ -54,7 +54,7 @@ class Pool:
         return 99 - sum(x.ref_cnt > 0 for x in self.blocks)
 
     def fill(self, chain: list[bytes]) -> list[int]:
-        """Put this chain into blocks from the tenth on; what is there already is shared."""
+        """Put this chain into blocks from the tenth on; those that are there already are shared."""
         for block_hash in chain:
             self.cached.setdefault(block_hash, self.blocks[10 + len(self.cached)])
         return [self.cached[x].block_id for x in chain]

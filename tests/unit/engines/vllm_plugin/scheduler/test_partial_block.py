@@ -201,7 +201,7 @@ def test_a_dropped_session_is_not_hot(bench):
     bench.tracker.finished(request, [[]])
     bench.hot.ask_to_drop(("t", "s"))
     bench.tracker.take_step([])
-    assert bench.hot.part_behind(ref(), 10, request.block_hashes[9]) == ()
+    assert bench.hot.part_after(ref(), 10, request.block_hashes[9]) == ()
 
 
 # ---- in a worker

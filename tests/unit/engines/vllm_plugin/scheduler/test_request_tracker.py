@@ -26,7 +26,7 @@ def test_nothing_is_offered_before_it_is_verified(bench):
 
 
 def test_while_nothing_runs_the_answer_may_be_waited_for(bench):
-    """Once per step, however many ask; what is in memory is then offered without another step."""
+    """Once per step, however many ask; blobs in memory are then offered without another step."""
     requests = [Request(PROMPT, name=f"r{i}") for i in range(3)]
     for request in requests:
         bench.tracker.add(request)

@@ -1,4 +1,4 @@
-"""What vLLM still holds of each session."""
+"""The blocks that vLLM still holds of each session."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Rank:
         return ended_loads(self.transfer), self.transfer.take_bad_blocks()
 
     def stage(self, first: int = 0, ticket: int = 7) -> list[tuple[BlobSpan, Blob]]:
-        """Stage the session for a load; a test may change what is staged."""
+        """Stage the session for a load; a test may change the staged blobs."""
         fetched = self.store.fetch(ref(), CHAIN, first)
         self.staging.expect(ticket)
         self.staging.put(ticket, fetched)

@@ -273,7 +273,7 @@ def test_a_codec_adopted_meanwhile_is_used_and_the_old_one_read(rank):
 
 
 class Device:
-    """Stands in for the device's kernels: has the host pack, and notes what was asked for."""
+    """Stands in for the device's kernels: has the host pack, and notes the requests."""
 
     def __init__(self, host: HostBlocks) -> None:
         self._host = host
@@ -369,7 +369,7 @@ def test_kernels_are_checked_again_for_a_codec_that_is_adopted(tmp_path):
     assert new.packed == [wanted[0].span.key] and codec_in(after) == b"tq4.2"
     fillings = [Filling(wanted[0].span, x, 0, ELSEWHERE[:4]) for x in (before, after)]
     assert blocks.fill(fillings, None) == set(ELSEWHERE[:4])
-    assert (old.filled, new.filled) == ([], [wanted[0].span.key])  # the host reads what was before
+    assert (old.filled, new.filled) == ([], [wanted[0].span.key])  # the host reads the older blob
     blocks.close()
     store.close()
 

@@ -1,4 +1,4 @@
-"""The events of a response: complete, numbered, and the same whatever the chunks' boundaries."""
+"""The events of a response: complete, numbered, and the same for all boundaries of chunks."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def everything(reason: str) -> bytes:
 def answered(pieces: list[bytes], failure: Failure | None = None) -> tuple[bytes, Any]:
     answer = ResponseAnswer(Draft(ResponseFields(model="m")), {"patch"})
     events = answer.events()
-    told = events.opening() + b"".join(map(events.feed, pieces)) + events.ending(failure)
-    return told, answer
+    stream = events.opening() + b"".join(map(events.feed, pieces)) + events.ending(failure)
+    return stream, answer
 
 
-def events_of(told: bytes) -> list[dict[str, Any]]:
+def events_of(stream: bytes) -> list[dict[str, Any]]:
     """Parse a stream; checks framing, numbers and types of every event."""
     events = []
-    assert told.endswith(b"\n\n")
-    for block in told.decode().split("\n\n")[:-1]:
+    assert stream.endswith(b"\n\n")
+    for block in stream.decode().split("\n\n")[:-1]:
         if block.startswith(":"):
             assert block == ": keepalive"
             continue
@@ -98,8 +98,8 @@ def without_chance(value: Any, ids: dict[str, str]) -> Any:
 
 
 def test_all_events_in_order() -> None:
-    told, _ = answered([everything("tool_calls")])
-    events = events_of(told)
+    stream, _ = answered([everything("tool_calls")])
+    events = events_of(stream)
     text, thought = "response.output_text", "response.reasoning_text"
     assert [x["type"] for x in events] == [
         "response.created",
@@ -134,9 +134,9 @@ def test_all_events_in_order() -> None:
     assert Response.model_validate(done).output_text == "aü\n"
 
 
-def test_a_stored_response_is_told_again_in_the_same_order() -> None:
-    told, answer = answered([everything("stop")])
-    live = events_of(told)
+def test_a_stored_response_is_sent_again_in_the_same_order() -> None:
+    stream, answer = answered([everything("stop")])
+    live = events_of(stream)
     again = events_of(EventWriter().write(replayed(answer.response)))
     kinds = [[x["type"] for x in events] for events in (live, again)]
     assert [list(dict.fromkeys(x)) for x in kinds][1][:9] == list(dict.fromkeys(kinds[0]))[:9]
@@ -206,12 +206,12 @@ def test_nothing_at_all_is_a_response_too() -> None:
 
 
 def test_failures_end_the_stream_once() -> None:
-    told, answer = answered([chunk(content="a")], Failure(503, "it broke off"))
-    failed = events_of(told)[-1]
+    stream, answer = answered([chunk(content="a")], Failure(503, "it broke off"))
+    failed = events_of(stream)[-1]
     assert failed["type"] == "response.failed"
     assert failed["response"]["error"] == {"code": "server_error", "message": "it broke off"}
     assert answer.response is None
     error = b'data: {"error": {"message": "out of memory"}}\n\n'
-    told, answer = answered([chunk(content="a") + error], Failure(503, "it broke off"))
-    assert events_of(told)[-1]["response"]["error"]["message"] == "out of memory"
+    stream, answer = answered([chunk(content="a") + error], Failure(503, "it broke off"))
+    assert events_of(stream)[-1]["response"]["error"]["message"] == "out of memory"
     assert answer.response is None

@@ -28,7 +28,7 @@ def call(number: int, **fields: Any) -> dict[str, Any]:
     return {**named, "arguments": "{}", **fields}
 
 
-def test_what_an_agent_sends_is_one_message_per_turn() -> None:
+def test_an_agents_items_become_one_message_per_turn() -> None:
     messages = written(
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "d"}]},
         {"role": "user", "content": [{"type": "input_text", "text": x} for x in ("hel", "lo")]},
@@ -54,7 +54,7 @@ def test_what_an_agent_sends_is_one_message_per_turn() -> None:
     assert messages[5]["tool_calls"][0]["id"] == "call_3"
 
 
-def test_tools_that_are_not_run_here_are_told_as_calls() -> None:
+def test_tools_that_are_not_run_here_become_calls() -> None:
     shell = {"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}}
     said, result = written(shell, {"type": "local_shell_call_output", "id": "c", "output": "a b"})
     called = said["tool_calls"][0]["function"]
@@ -94,7 +94,7 @@ def test_reasoning_without_an_answer_is_dropped() -> None:
         (call(1, arguments={}), "input[0]"),
     ],
 )
-def test_what_cannot_be_read_is_named(item: dict[str, Any], param: str) -> None:
+def test_an_unreadable_item_is_named(item: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         written(item)
     assert (caught.value.param, caught.value.status) == (param, 400)

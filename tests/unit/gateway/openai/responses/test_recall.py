@@ -1,4 +1,4 @@
-"""What a request recalls is counted before it is read, and ends with its client."""
+"""Items that a request recalls are counted before they are read; reading ends with the client."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_nothing_of_what_is_too_large_is_read(
     assert read == []
 
 
-async def test_what_is_recalled_counts_in_the_budget_of_all_bodies(stored: Stored) -> None:
+async def test_recalled_items_count_in_the_budget_of_all_bodies(stored: Stored) -> None:
     app = app_of(stored, max_bodies_bytes=1000 * KIB)
     id = await conversation(app, *("x" * 200 * KIB for _ in range(4)))
     reply = await respond(app, conversation=id)
@@ -188,11 +188,11 @@ async def test_who_leaves_ends_the_reading(stored: Stored) -> None:
     leaves.set()
     reply = await asyncio.wait_for(asked, 20)  # though the step that runs has not ended
     go_on.set()
-    assert reply.status == 0  # nobody is there to be answered
+    assert reply.status == 0  # no client is there to be answered
     await asyncio.sleep(0.2)
     assert len(steps) == 3
     assert app.engine.asked == [] and app.gateway.bodies.nbytes == 0
-    assert ClientGone  # what ends it
+    assert ClientGone  # the error that ends it
 
 
 async def test_an_answer_counts_while_it_is_sent(stored: Stored) -> None:

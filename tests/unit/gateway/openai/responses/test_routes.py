@@ -1,4 +1,4 @@
-"""POST /v1/responses: what the engine is asked, and what the client is told."""
+"""POST /v1/responses: the request to the engine, and the answer to the client."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ async def test_without_a_model_it_is_the_one_that_is_served() -> None:
         ({"conversation": "c", "previous_response_id": "r"}, "conversation"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_served_is_refused_by_name(fields: Any, param: str) -> None:
+async def test_a_field_that_cannot_be_served_is_refused_by_name(fields: Any, param: str) -> None:
     app = app_of()
     reply = await respond(app, **fields)
     assert (reply.status, reply.error["param"]) == (400, param)

@@ -1,4 +1,4 @@
-"""Responses that are stored: gone on from, shown, listed, deleted, and nobody else's."""
+"""Responses that are stored: gone on from, shown, listed, deleted, and hidden from others."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_a_stored_response_is_shown_listed_and_deleted(app: App) -> None:
         assert (reply.status, reply.error["type"]) == (404, "not_found_error")
 
 
-async def test_streams_are_stored_before_their_end_is_told(app: App) -> None:
+async def test_streams_are_stored_before_their_end_is_sent(app: App) -> None:
     chunks = [
         {"choices": [{"index": 0, "delta": {"content": "yo"}, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
@@ -129,12 +129,12 @@ async def test_streams_are_stored_before_their_end_is_told(app: App) -> None:
     body = b"".join(b"data: " + json.dumps(x).encode() + b"\n\n" for x in chunks)
     done = body + b"data: [DONE]\n\n"
     app.engine.answer = Answered(200, {"content-type": "text/event-stream"}, done)
-    told = (await respond(app, stream=True)).body.decode()
-    last = json.loads(told.rstrip().rpartition("data: ")[2])["response"]
+    stream = (await respond(app, stream=True)).body.decode()
+    last = json.loads(stream.rstrip().rpartition("data: ")[2])["response"]
     assert (await app.get(f"/v1/responses/{last['id']}")).json == last
     app.engine.answer = Answered(200, {"content-type": "text/event-stream"}, body)
-    told = (await respond(app, stream=True)).body.decode()
-    failed = json.loads(told.rstrip().rpartition("data: ")[2])["response"]
+    stream = (await respond(app, stream=True)).body.decode()
+    failed = json.loads(stream.rstrip().rpartition("data: ")[2])["response"]
     assert failed["status"] == "failed"
     assert (await app.get(f"/v1/responses/{failed['id']}")).status == 404
 
@@ -188,7 +188,7 @@ async def test_items_are_referred_to_by_id(app: App) -> None:
 
 @pytest.mark.parametrize("place", ["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
 async def test_the_second_turn_of_the_vercel_ai_sdk(tmp_path: Path, place: str) -> None:
-    """Its default names all that the model did by reference, and what users and tools said not."""
+    """By default it sends the model's items by reference, and those of users and tools in full."""
     with ExitStack() as stack:
         made = stored_in(tmp_path / "x")
         if place == "redis":
@@ -206,8 +206,8 @@ async def test_the_second_turn_of_the_vercel_ai_sdk(tmp_path: Path, place: str) 
         app.engine.answer = said("it rains")
         second = await respond(app, [user, *references, result], tools=[tool])
         assert second.status == 200
-        asked, called, told = app.engine.asked[-1].body["messages"]
-        assert (asked["content"], told["content"]) == ("weather?", "rain")
+        asked, called, returned = app.engine.asked[-1].body["messages"]
+        assert (asked["content"], returned["content"]) == ("weather?", "rain")
         assert (called["content"], called["reasoning_content"]) == ("a look", "hm")
         assert called["tool_calls"][0]["function"]["name"] == "look"
         references += [result, *({"id": x["id"]} for x in second.json["output"])]
@@ -218,7 +218,7 @@ async def test_the_second_turn_of_the_vercel_ai_sdk(tmp_path: Path, place: str) 
         ]
         deleted = await app.call("DELETE", f"/v1/responses/{first['id']}", b"", {})
         assert deleted.status == 200
-        # What the second turn was asked with, references resolved, is its own.
+        # The second turn has its input, with references resolved, as its own.
         assert (await respond(app, third, tools=[tool])).status == 200
         assert (await app.call("DELETE", f"/v1/sessions/{session(app)}", b"", {})).status == 200
         lost = await respond(app, third, tools=[tool])
@@ -319,7 +319,7 @@ async def test_conversations_are_changed_and_deleted(app: App) -> None:
     assert (await respond(app, conversation=path.rpartition("/")[2])).status == 404
 
 
-async def test_forgetting_a_session_takes_what_is_stored_along(app: App) -> None:
+async def test_forgetting_a_session_deletes_its_stored_objects(app: App) -> None:
     first = (await respond(app)).json
     id = (await app.post("/v1/conversations", {})).json["id"]
     for name in (session(app), id):
@@ -363,9 +363,11 @@ async def test_bad_pages(app: App, query: str) -> None:
 async def test_a_stored_response_is_streamed_again(app: App) -> None:
     made = (await respond(app)).json
     path = f"/v1/responses/{made['id']}?stream=true"
-    told = await app.get(path)
-    assert told.headers["content-type"].startswith("text/event-stream")
-    events = [json.loads(x.partition("data: ")[2]) for x in told.body.decode().split("\n\n")[:-1]]
+    streamed = await app.get(path)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    events = [
+        json.loads(x.partition("data: ")[2]) for x in streamed.body.decode().split("\n\n")[:-1]
+    ]
     assert events[-1]["response"] == made
     rest = (await app.get(f"{path}&starting_after={len(events) - 2}")).body
     assert rest.count(b"\n\n") == 1

@@ -12,7 +12,7 @@ from tests.unit.kvstore.codecs.samples import uneven
 
 
 def packed(num_bits, dim, num_tokens, heads=2):
-    """Codes, scales, and what they are restored to; one row is not packed and counts as zero."""
+    """Codes, scales, and the restored rows; one row is not packed and counts as zero."""
     rows = RotatedRows(num_bits)
     codes, scales = rows.pack(uneven((heads * num_tokens, dim)))
     scales[1] = 0

@@ -136,7 +136,7 @@ def test_an_independent_coder_needs_as_many_bytes():
     st.floats(0.1, 100),
 )
 def test_any_codes_come_back(ratios, num_tokens, seed, surprise):
-    """However far they are from what the tables expect; dead components come back as zeros."""
+    """However far they are from the tables' distribution; dead components come back as zeros."""
     classes = classes_of(np.array([ratios, ratios[::-1]]))
     coder = ClassCoder(classes, TABLES)
     codes = codes_of(surprise * np.array(ratios + ratios[::-1]), num_tokens, seed)

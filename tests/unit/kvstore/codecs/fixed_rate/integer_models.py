@@ -15,7 +15,7 @@ from kvstore.codecs.stages.octave_gain import CODES
 from kvstore.shapes import DType, KVLayer, KVLayout
 
 RUNS = (6, 5, 4, 4, 3, 3, 3, 3, 3, 3, 2, 2, 2, 1, 1, 0)  # bits of the components, repeated
-# By head dimension: digests, 8 bytes of blake2b, of 70 tokens' payload and of what it restores to.
+# By head dimension: digests, 8 bytes of blake2b, of 70 tokens' payload and of the restored rows.
 GOLDEN = {
     64: ("d3ef30e2ff2ac29d", "98cc05ff77792042"),
     128: ("c0c4ae20ced511d6", "232b3c964de2a250"),

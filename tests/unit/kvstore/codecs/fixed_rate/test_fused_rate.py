@@ -1,4 +1,4 @@
-"""The fixed rate in one pass gives the bytes of its pipeline, and survives what that survives."""
+"""The fixed rate in one pass gives the bytes of its pipeline, and survives the same inputs."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_rows_whose_values_lie_apart_go_through_the_pieces():
     ("dims", "rope"),
     [((72, 72), None), ((64, 64), Rope((1.0,) * 32, True)), ((64, 64), rope_of(48))],
 )
-def test_what_kernels_cannot_do_stays_with_the_pieces(dims, rope):
+def test_layouts_that_kernels_cannot_do_stay_with_the_pieces(dims, rope):
     layout = layout_with(dims)
     codec = codec_of(layout, rope)
     assert not is_fused(codec)

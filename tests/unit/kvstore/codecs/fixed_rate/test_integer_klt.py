@@ -41,7 +41,7 @@ def test_noise_is_about_that_of_levels_in_floats(width):
     assert np.mean(np.sum((back - rows) ** 2, axis=2)) < 1.2 * expected
 
 
-def test_products_stay_within_what_fp32_and_int32_hold_exactly():
+def test_products_stay_within_the_exact_range_of_fp32_and_int32():
     for width in (16, 80, 192, 256):
         assert width * 127 * 127 < 1 << 24
         assert 32000 * input_scale(width) * np.sqrt(width) * 1.05 < 1 << 31
@@ -89,7 +89,7 @@ def test_a_gain_takes_four_bits_and_comes_back():
         assert not kept.any() and len(written) == gain.nbytes(num_tokens) == 4 * -(-num_tokens // 2)
         assert np.array_equal(gain.read(Reader(memoryview(written)), num_tokens), gains)
         octaves = np.log2(np.sqrt(np.mean(rows**2, axis=2)) / gains[:, :, 0])
-        assert np.abs(octaves).max() < 0.29  # half of what lies between two, and half a step
+        assert np.abs(octaves).max() < 0.29  # half of the distance between two, and half a step
 
 
 def test_any_byte_is_a_gain_and_a_short_payload_is_corrupt():
@@ -125,7 +125,7 @@ def test_learned_gains_reach_over_all_that_was_seen():
     assert near.sum(axis=1).min() >= 8
 
 
-def test_levels_fit_what_was_seen():
+def test_levels_fit_the_values_that_were_seen():
     rng = np.random.default_rng(0)
     bits = np.array([[3] * 8, [2] * 8])
     values = rng.laplace(size=(2, 4000, 8)) / np.sqrt(2)

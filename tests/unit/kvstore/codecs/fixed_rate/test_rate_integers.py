@@ -1,4 +1,4 @@
-"""A profile whose integers nobody can have learned is one to learn again, and nothing worse."""
+"""A profile whose integers no learning can give is one to learn again, and nothing worse."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def is_refused(profile: Profile) -> bool:
     return False
 
 
-def test_what_was_learned_is_taken() -> None:
+def test_learned_integers_are_taken() -> None:
     RateIntegers(SHAPE, **KNOWN)
     assert not is_refused(PROFILE)
 
@@ -73,7 +73,7 @@ def test_arrays_of_another_form_are_refused(name: str, damage: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "place", "value"), VALUES)
-def test_integers_that_nobody_learns_are_refused(
+def test_integers_that_no_learning_gives_are_refused(
     name: str, place: tuple[int, ...], value: Any
 ) -> None:
     array = KNOWN[name].copy()
@@ -96,7 +96,7 @@ def test_turns_of_other_layers_are_refused(ropes: tuple[Rope, ...]) -> None:
 
 
 def test_turns_of_more_channels_than_a_head_has_are_refused() -> None:
-    """The kernels would turn what lies after the row."""
+    """The kernels would turn the memory after the row."""
     assert is_refused(dataclasses.replace(PROFILE, ropes=(rope_of(128),) * 2))
 
 
@@ -109,7 +109,7 @@ def test_an_array_that_is_missing_is_refused() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_bytes_of_anything_are_refused_or_pack_and_restore(data: st.DataObject) -> None:
-    """Whatever is taken restores what it packed, within its arrays: else this process would end."""
+    """Accepted arrays restore the packed rows within their bounds: else this process would end."""
     name = data.draw(st.sampled_from(ARRAYS))
     array = KNOWN[name].copy()
     flat = array.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""The plan of a fixed rate's payload: what the codec wrote comes apart and together again."""
+"""The plan of a fixed rate's payload: payloads of the codec come apart and together again."""
 
 from __future__ import annotations
 

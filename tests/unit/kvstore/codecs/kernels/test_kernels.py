@@ -39,7 +39,7 @@ RARE_SHAPES = [
 def awkward(dim, dtype, num_tokens=150):
     """(4, num_tokens, dim): a head of ordinary rows, the others of all that can go wrong."""
     values = uneven((4, num_tokens, dim), seed=dim)
-    values[1, ::3] *= 1e-5  # scales on both sides of what fp16 can hold
+    values[1, ::3] *= 1e-5  # scales on both sides of fp16's range
     values[1, 1::3] *= 3e4
     values[2, ::5] = 0
     values[2, 1::5, ::2] = -0.0
@@ -154,7 +154,7 @@ def test_scattered_values_are_refused():
 
 
 def test_random_scales_and_planes_unpack_alike():
-    """Not only what was packed: bits as they come from a damaged disk, were they let through."""
+    """Not only packed rows: bits as they come from a damaged disk, were they let through."""
     rows, like = RotatedRows(3), np.zeros((2, 500, 64), np.uint16)
     plan = plan_for(rows, 64, "bfloat16", like)
     payload = np.random.default_rng(0).integers(0, 256, plan.nbytes, np.uint8)
@@ -182,7 +182,7 @@ def test_small_values_count_for_nothing(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_whole_payloads_are_the_same(dtype):
-    """Rows that are kept as they are included: what the kernels left of them is cleared."""
+    """Rows that are kept as they are included: the kernels' remains of them are cleared."""
     key = awkward(64, dtype)
     run, layout = [(key, key[::-1])], layout_of(64, dtype, num_heads=4)
     codecs = [RowCodec("tq3.2", RotatedRows(3), b) for b in (best_kernel, reference_kernel)]
@@ -244,7 +244,7 @@ for name in ("tq3", "tq4", "lm3"):
     assert result.stdout.count("codecs run in numpy, slower") == 1
 
 
-def test_nobody_imports_numba_before_packing():
+def test_numba_is_not_imported_before_packing():
     script = """
 import sys
 from kvstore.codecs.presets import codec_by_name

@@ -14,7 +14,7 @@ SUITES = (
     *("rows/test_golden.py", "kernels/test_kernels.py"),
     *("fixed_rate/test_fused_rate.py", "one_step/test_fused_steps.py"),
 )
-CHOSEN = "frozen or any_number_of_rows or told_of or gives_the_rows or kernels_give_the"
+CHOSEN = "frozen or any_number_of_rows or predicted_from or gives_the_rows or kernels_give_the"
 
 
 @pytest.mark.slow

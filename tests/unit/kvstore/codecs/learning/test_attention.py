@@ -66,7 +66,7 @@ def test_a_token_outside_of_every_window_has_no_gradient() -> None:
     assert by_keys[:, :, first:].all() and by_values[:, :, first:].all()
 
 
-def test_bias_of_queries_and_keys_is_in_what_is_stored() -> None:
+def test_bias_of_queries_and_keys_is_in_the_stored_arrays() -> None:
     """A bias is a part of the queries and keys that are seen, so it changes the gradients."""
     queries, keys, values, cotangents = _arrays()
     bias = np.float32(0.3)

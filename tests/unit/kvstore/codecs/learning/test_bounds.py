@@ -47,7 +47,7 @@ def test_a_white_source_halves_its_error_with_half_a_bit() -> None:
     assert stick.bits(1.0) == pytest.approx(0, abs=0.01)
 
 
-def test_water_does_not_reach_what_is_below_its_level() -> None:
+def test_water_does_not_reach_components_below_its_level() -> None:
     """Half of the components are a hundred times as large in power as the others."""
     stick, _ = yardstick_of(np.repeat([10.0, 1.0], 32), Scope("side"))
     # The level is a tenth of the large ones: 1/2 log2(10) bits for half of the components.
@@ -55,7 +55,7 @@ def test_water_does_not_reach_what_is_below_its_level() -> None:
     assert stick.bits(error) == pytest.approx(np.log2(10) / 4, abs=0.03)
 
 
-def test_the_curve_is_the_bound_and_ends_where_it_is_told() -> None:
+def test_the_curve_is_the_bound_and_ends_at_the_given_rate() -> None:
     stick, _ = yardstick_of(np.repeat([10.0, 1.0], 32), Scope("side"))
     points = list(stick.curve(4.0))
     assert len(points) > 20 and points[0][0] == pytest.approx(0, abs=0.1)

@@ -1,4 +1,4 @@
-"""Which errors matter, and what the codecs do with it."""
+"""Which errors matter, and how the codecs use that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors in states cost, of gradients, and the levels at which bits are dealt by it."""
+"""The cost of errors in states, from gradients, and the levels at which it deals bits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rows_have_as_many_bits_on_average_as_the_name_says(name: str) -> None:
 
 
 def test_dealt_bits_lose_less_than_equal_ones() -> None:
-    """The loss that is foretold, at the same bits: what it is all for."""
+    """The predicted loss, at the same bits: the purpose of dealing."""
     codec, equal = dealt_codec("dealt6", learned(), "ab"), dealt_codec("dealt6", None, "ab")
     costs = []
     for each in (codec, equal):

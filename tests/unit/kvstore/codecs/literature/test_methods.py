@@ -1,4 +1,4 @@
-"""What the methods of the literature claim: what of it holds, and by how much the rest fails.
+"""The claims of the literature's methods: which hold, and by how much the others fail.
 
 *Alike* rows have channels of one size, as random data has; *uneven* ones differ, as real keys do.
 """
@@ -164,7 +164,7 @@ def test_manthan_packs_every_token_by_itself():
 def test_turboquant_stays_within_2_72_of_the_bound(num_bits):
     """Its theorem: an error of sqrt(3) pi / 2 * 4 ** -bits at most, for any rows."""
     bound = 4.0**-num_bits
-    rounding = 4e-6  # of what comes back to bf16
+    rounding = 4e-6  # of the restored values to bf16
     limit = 3**0.5 * np.pi / 2 * bound
     assert bound < error_of(f"tq{num_bits}", "uneven") < limit + rounding
 
@@ -278,7 +278,7 @@ def test_eight_bits_lose_next_to_nothing():
 
 
 @pytest.mark.parametrize("kind", ["alike", "uneven"])
-def test_gear_finds_what_groups_missed(kind):
+def test_gear_finds_errors_that_groups_missed(kind):
     names = (
         "kivi",
         "gear:rank=0,outliers=0",

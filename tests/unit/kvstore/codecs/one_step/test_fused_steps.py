@@ -1,4 +1,4 @@
-"""One step restored in one pass gives the rows of its pipeline, and survives what that survives."""
+"""One step restored in one pass gives the rows of its pipeline, and survives the same inputs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ PARTS = parts_of(profile_of(LAYOUT, rope_of(64), [(32.0, 0.3), (9.0, 0.5)]))
 CODEC, PIECES = codec_of(PARTS), codec_of(pipelines_of(PARTS))
 
 FOUR_UNITS = layout_with(*[(32, 32)] * 8)
-TOLD = parts_of(
+PREDICTED = parts_of(
     profile_of(
         FOUR_UNITS, rope_of(32), [(32.0, 0.3), (9.0, 0.5), (700.0, 0.01)], PredictionWindow(38, 2)
     )
 )
 MODELS = pytest.mark.parametrize(
-    ("parts", "layout"), [(PARTS, LAYOUT), (TOLD, FOUR_UNITS)], ids=["alone", "told"]
+    ("parts", "layout"), [(PARTS, LAYOUT), (PREDICTED, FOUR_UNITS)], ids=["alone", "predicted"]
 )
 
 
@@ -92,7 +92,7 @@ def test_every_length(num_tokens, first_token, parts, layout):
         PredictionWindow(32, 7),
     ],
 )
-def test_units_are_told_of_any_number_of_others(window):
+def test_units_are_predicted_from_any_number_of_others(window):
     parts = parts_of(profile_of(FOUR_UNITS, rope_of(32), [USUAL, (3.1, 3.0)], window))
     assert is_fused(parts)
     for num_tokens in (6, 70):
@@ -117,7 +117,7 @@ def test_any_share_of_wide_and_live_components(spectrum):
 
 
 def payload_of(parts, codes, num_tokens):
-    """Makes a payload of any codes, (units, tokens, components) of each stack, behind the sinks."""
+    """Makes a payload of any codes, (units, tokens, components) of each stack, after the sinks."""
     chunks = []
     for part, values in zip(pipelines_of(parts), codes, strict=True):
         gains = np.ones((part.shape.num_units, num_tokens, len(part.shape.gain_groups)), np.float32)
@@ -184,7 +184,7 @@ def test_rows_whose_values_lie_apart_go_through_the_pieces():
         ((64, 64), rope_of(48)),
     ],
 )
-def test_what_kernels_cannot_do_stays_with_the_pieces(dims, rope):
+def test_layouts_that_kernels_cannot_do_stay_with_the_pieces(dims, rope):
     layout = layout_with(dims)
     parts = parts_of(profile_of(layout, rope))
     assert not is_fused(parts)
@@ -212,8 +212,8 @@ def test_damage_is_found_or_gives_other_values(data, parts, layout):
 
 @pytest.mark.parametrize(
     ("parts", "layout", "digest"),
-    [(PARTS, LAYOUT, "ea71890936abbf49"), (TOLD, FOUR_UNITS, "03c6823892933da0")],
-    ids=["alone", "told"],
+    [(PARTS, LAYOUT, "ea71890936abbf49"), (PREDICTED, FOUR_UNITS, "03c6823892933da0")],
+    ids=["alone", "predicted"],
 )
 @pytest.mark.parametrize("fused", [True, False])
 def test_restored_values_are_frozen(parts, layout, digest, fused):
@@ -233,7 +233,7 @@ def test_restored_values_are_frozen(parts, layout, digest, fused):
 @pytest.mark.parametrize("num_tokens", [1, 5, 128, 600])
 @pytest.mark.parametrize("rows", ["of a model", "all the same", "zeros"])
 def test_no_payload_is_shorter_than_the_least(parts, layout, num_tokens, rows):
-    """So what a blob claims is bounded by it, though rows that repeat take little."""
+    """So it bounds the tokens that a blob claims, though rows that repeat take little."""
     run = run_of(layout, num_tokens)
     if rows != "of a model":
         run = [tuple(np.zeros_like(x) + (rows != "zeros") * x[:, :1] for x in pair) for pair in run]

@@ -28,7 +28,7 @@ def design(ratios, step=0.5, seed=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 384, 768])
 @pytest.mark.parametrize("largest", [2.0, 30.0, 200.0])
-def test_integers_add_a_few_per_cent_to_what_quantising_costs(width, largest):
+def test_integers_add_a_few_per_cent_to_the_cost_of_quantising(width, largest):
     step, ratios = 0.5, largest * np.exp2(-9 * np.arange(width) / width)
     ratios[ratios < 0.3] = 0
     basis, rows, levels = design(ratios, step)
@@ -61,7 +61,7 @@ def test_sums_are_those_of_whole_numbers():
             assert restored[0, token, column] == np.float32(total) * rows.scales[0]
 
 
-def test_sums_wrap_around_where_nobody_packed_such_levels():
+def test_sums_wrap_around_for_levels_that_no_packer_writes():
     wide = np.full((1, 3, 1), 32767, np.int16)
     narrow = np.zeros((1, 1, 1), np.int8)
     rows = StepRows(wide, np.ones((1, 3)), wide, narrow, np.array([[3, 0, 2]]), np.ones(1))
@@ -114,7 +114,7 @@ def test_compiled_products_are_those_of_numpy(components, width):
 
 
 @pytest.mark.parametrize("width", [64, 384, 3840])
-def test_what_a_packer_multiplies_fits_into_32_bits(width):
+def test_the_products_of_a_packer_fit_into_32_bits(width):
     basis = np.eye(width)[:4].astype(np.float32)
     basis[0] = 1 / np.sqrt(width)
     rows, _ = rows_of(basis[None], basis[None], np.full((1, 4), 2.0), np.zeros((1, 4, 4)))

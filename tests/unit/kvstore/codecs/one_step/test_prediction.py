@@ -1,4 +1,4 @@
-"""Units are told by those before, and what restores never drifts from what packed."""
+"""Units are predicted from those before, and restoring never drifts from packing."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def chain(num_units=5, width=8, back=1, tokens=4000, noise=0.1):
 
 
 @pytest.mark.parametrize(("back", "depth"), [(1, 1), (1, 3), (2, 2), (3, 4)])
-def test_what_units_before_tell_is_found(back, depth):
+def test_the_prediction_from_units_before_is_found(back, depth):
     rows, window = chain(back=back), PredictionWindow(8, depth)
     found = expectations(band_of(iter([rows[:, :2500], rows[:, 2500:]]), window), window, 1e-3)
     for unit, known in enumerate(found):
-        told = unit >= back
-        assert np.allclose(known.left, 0.11, atol=0.02) if told else (known.left > 0.9).all()
+        predicted = unit >= back
+        assert np.allclose(known.left, 0.11, atol=0.02) if predicted else (known.left > 0.9).all()
         assert len(known.weights) == min(unit, depth) * 8
         assert np.allclose(known.turn.T @ known.turn, np.eye(8), atol=1e-6)
         assert not unit or (np.diff(known.deviations) <= 1e-9).all()
 
 
-def test_a_unit_too_far_before_tells_nothing():
+def test_a_unit_too_far_before_predicts_nothing():
     rows, window = chain(back=2), PredictionWindow(8, 1)
     found = expectations(band_of(iter([rows]), window), window, 1e-3)
     assert all((known.left > 0.9).all() for known in found)
@@ -71,7 +71,7 @@ def test_noise_of_a_coarse_step_counts():
     assert fine < 0.2 < coarse
 
 
-def test_integers_expect_what_the_regression_does():
+def test_integers_expect_the_same_as_the_regression():
     rows, window = chain(back=2), PredictionWindow(8, 2)
     found = expectations(band_of(iter([rows]), window), window, 1e-3)
     levels = levels_of(5, 8)
@@ -83,14 +83,14 @@ def test_integers_expect_what_the_regression_does():
     sizes = [np.abs(x).mean() for x in codes]
     assert max(sizes[2:]) < min(sizes[:2]) / 5
     restored = quantiser.restore(codes) / levels[:, None, :, 0] * STEP / 8
-    # Half a step, and what rounding to whole levels adds.
+    # Half a step, and the error of rounding to whole levels.
     assert np.abs(restored - turned).max() <= STEP / 8 * (0.5 + 1 / 4 + 1e-3)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_packing_and_restoring_never_drift_apart(data):
-    """Whatever the factors, and with components without codes: no unit hands an error on."""
+    """For all factors, and with components without codes: no unit hands an error on."""
     units, components, depth = 4, 6, data.draw(st.integers(1, 3))
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     largest = data.draw(st.sampled_from([1, 40, 32767]))
@@ -134,8 +134,8 @@ def test_sums_that_are_finer_than_they_can_be_are_refused(finer):
 SIX_LAYERS = KVLayout("bfloat16", (KVLayer(2, 16, 16),) * 6)
 
 
-def told_run(num_tokens, seed):
-    """Many causes drive all layers, too many for a layer alone to be told by few numbers."""
+def run_of_shared_causes(num_tokens, seed):
+    """Many causes drive all layers, too many to describe a layer alone by few numbers."""
     model, text = np.random.default_rng(7), np.random.default_rng(seed)
     causes, run = text.standard_normal((num_tokens, 40)), SIX_LAYERS.empty(num_tokens)
     for array in (x for pair in run for x in pair):
@@ -147,7 +147,7 @@ def told_run(num_tokens, seed):
 
 def learned(bits, window, texts=None, layout=SIX_LAYERS, metrics=None):
     ropes = ropes_of(layout)
-    texts = texts or [told_run(400, seed=seed) for seed in range(100, 108)]
+    texts = texts or [run_of_shared_causes(400, seed=seed) for seed in range(100, 108)]
     samples = Samples(layout, ropes, texts, metrics)
     means = element_means(samples)
     preset = OneStep(Scope("layer"), bits, window)
@@ -171,20 +171,20 @@ def cost_of(parts, run, layout):
     return nbytes, float(np.mean(errors))
 
 
-def test_what_layers_tell_of_each_other_saves_bytes():
-    run = told_run(400, seed=5)
-    alone, told = (learned(2.5, window) for window in (None, PredictionWindow(64, 2)))
-    (alone_bytes, alone_error), (told_bytes, told_error) = (
-        cost_of(parts, run, SIX_LAYERS) for parts in (alone, told)
+def test_predicting_layers_from_each_other_saves_bytes():
+    run = run_of_shared_causes(400, seed=5)
+    alone, predicted = (learned(2.5, window) for window in (None, PredictionWindow(64, 2)))
+    (alone_bytes, alone_error), (predicted_bytes, predicted_error) = (
+        cost_of(parts, run, SIX_LAYERS) for parts in (alone, predicted)
     )
-    assert told_error < 0.3 * alone_error
-    assert told_bytes < 1.05 * alone_bytes
+    assert predicted_error < 0.3 * alone_error
+    assert predicted_bytes < 1.05 * alone_bytes
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])
 @pytest.mark.parametrize("layers", [(0,), (2, 3), (0, 1, 2, 3, 4, 5)])
 def test_layers_that_are_the_same_for_all_tokens(layers, value):
-    runs = [told_run(60, seed=seed) for seed in range(3)]
+    runs = [run_of_shared_causes(60, seed=seed) for seed in range(3)]
     for run in runs:
         for array in (x for layer in layers for x in run[layer]):
             array[:] = narrow(np.full(array.shape, value, np.float32), "bfloat16")

@@ -1,4 +1,4 @@
-"""A profile that nobody can have learned is one to learn again, with kernels or without."""
+"""A profile that no learning can give is one to learn again, with kernels or without."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def is_refused(profile: Profile) -> bool:
 
 
 @PROFILES
-def test_what_was_learned_is_taken(profile: Profile) -> None:
+def test_a_learned_profile_is_taken(profile: Profile) -> None:
     assert not is_refused(profile)
 
 
@@ -77,7 +77,7 @@ def test_factors_of_parts_of_units_are_refused(profile: Profile, length: int) ->
 
 @PROFILES
 @pytest.mark.parametrize(("name", "place", "value"), VALUES)
-def test_values_that_nobody_learns_are_refused(
+def test_values_that_no_learning_gives_are_refused(
     profile: Profile, name: str, place: tuple[int, ...], value: Any
 ) -> None:
     array = profile.learned["max"][f"{name}.0"].copy()
@@ -105,7 +105,7 @@ def test_an_array_that_is_missing_is_refused(profile: Profile) -> None:
 def test_bytes_of_anything_are_refused_or_pack_and_restore(
     profile: Profile, data: st.DataObject
 ) -> None:
-    """Whatever is taken restores what it packed, within its arrays: else this process would end."""
+    """Accepted arrays restore the packed rows within their bounds: else this process would end."""
     filled = [name for name in ARRAYS if profile.learned["max"][f"{name}.0"].size]
     name = data.draw(st.sampled_from(filled))
     array = profile.learned["max"][f"{name}.0"].copy()

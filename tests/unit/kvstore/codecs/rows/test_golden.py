@@ -1,4 +1,4 @@
-"""The wire format, frozen: rows from a hash, and a hash of what becomes of them.
+"""The wire format, frozen: rows from a hash, and a hash of the payload and of the restored rows.
 
 Stored sessions are read by later versions and by other machines. If one of these fails, the
 arithmetic has changed: either that was a mistake, or the codec needs a new id.

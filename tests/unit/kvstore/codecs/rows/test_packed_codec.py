@@ -26,7 +26,7 @@ def layouts(dtype: DType, num_bits: int) -> tuple[KVLayout, PackedLayout]:
 
 
 def some_run(layout: KVLayout, num_tokens: int, strange: bool = False) -> list[KVPair]:
-    """Makes values that 16 bits hold. ``strange``: rows nobody can pack, too."""
+    """Makes values that 16 bits hold. ``strange``: rows that cannot be packed, too."""
     rng = np.random.default_rng(num_tokens)
     run = layout.empty(num_tokens)
     for pair in run:

@@ -1,4 +1,4 @@
-"""The control: the scheme that the seed of this project described, and what it claimed of it."""
+"""The control: the scheme that the seed of this project described, and its claims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_100_bytes_for_256_values():
     assert 2 * 256 / nbytes == 5.12
 
 
-def test_it_does_what_was_described():
+def test_it_packs_as_described():
     rows, values = PlainRows(), uneven((300, 128))
     packed, norms = rows.pack(values)
     expected = np.array([described(row) for row in values])

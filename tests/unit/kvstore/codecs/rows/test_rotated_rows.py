@@ -79,7 +79,7 @@ def test_rows_that_cannot_be_packed_have_scale_zero(row):
     assert scales[1] != 0
 
 
-def test_what_is_too_small_counts_as_zero():
+def test_values_that_are_too_small_count_as_zero():
     values = uneven((200, 64))
     with_small = values.copy()
     with_small[:, ::3] = 0

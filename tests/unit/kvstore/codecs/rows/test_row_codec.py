@@ -1,4 +1,4 @@
-"""The payload: what lies in it, what comes back, and what is refused."""
+"""The payload: its parts, the restored rows, and the payloads that are refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_sinks_and_rows_that_cannot_be_packed_come_back_exactly(sample, codec):
         assert np.array_equal(got_bits[:, :num_sinks], bits[:, :num_sinks])
         kept = slot.scales(view).reshape(slot.num_heads, slot.num_tokens) == 0
         assert np.array_equal(got_bits[:, num_sinks:][kept], bits[:, num_sinks:][kept])
-        # What a NaN becomes on its way differs between processors, so it must not stay behind.
+        # Processors convert a NaN differently, so no bytes of it may remain.
         assert not slot.packed(view)[kept.reshape(-1)].any()
         assert np.isfinite(values_of(got, layout.dtype)[:, num_sinks:][~kept]).all()
 

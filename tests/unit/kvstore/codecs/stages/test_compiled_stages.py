@@ -18,7 +18,7 @@ from tests.unit.kvstore.codecs.samples import layout_of, uneven
 
 
 def digest():
-    """Digests what every stage with a compiled loop makes of the same numbers."""
+    """Digests the results of every stage with a compiled loop for the same numbers."""
     parts = []
     bits = np.array([[0, 1, 3, 8], [2, 5, 7, 4]])
     for num_tokens in (1, 7, 8, 61):

@@ -51,7 +51,7 @@ def test_scopes_deal_every_element_out_once(scope, widths):
 
 @pytest.mark.parametrize("scope", [Scope("head"), Scope("side"), Scope("layer"), Scope("group", 2)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_what_is_gathered_can_be_scattered(scope, dtype):
+def test_gathered_rows_can_be_scattered(scope, dtype):
     layout = KVLayout(dtype, LAYOUT.layers)
     run, out = run_of(layout, 9), layout.empty(9)
     for shape in stack_shapes(scope, layout):
@@ -76,7 +76,7 @@ def test_keys_turned_back_do_not_depend_on_their_position(interleaved, num_frequ
     assert np.allclose(turn.forward(turned, 70)[0], still, atol=1e-4)
 
 
-def test_turning_is_what_models_do():
+def test_turning_is_the_same_as_in_models():
     rope, shape = Rope((0.5, 0.25)), shape_of(16, 1)
     stack = np.zeros((2, 1, 16), np.float32)
     stack[:, 0, 0] = 1
@@ -138,7 +138,7 @@ def test_gains_beyond_fp16_are_refused_and_damaged_ones_noticed():
         gain.read(Reader(memoryview(np.full(12, np.inf, "<f2").tobytes())), 3)
 
 
-def test_without_a_gain_only_what_is_no_number_is_kept():
+def test_without_a_gain_only_values_that_are_no_number_are_kept():
     gain = NoGain(shape_of(16))
     stack = np.ones((4, 3, 16), np.float32)
     stack[1, 2, 5] = -np.inf

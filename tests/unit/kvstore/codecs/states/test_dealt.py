@@ -32,7 +32,7 @@ def codec_of(level: float = 0.5, weights: np.ndarray = WEIGHTS) -> DealtCodec:
 
 
 def back(payload: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """What any engine reads, which knows nothing of the model."""
+    """The matrices that an engine reads which knows nothing of the model."""
     reader = matrix_codec_of(codec_of().id)
     return plain(reader.decode(memoryview(payload), dtype, shape), dtype)
 
@@ -112,7 +112,7 @@ def test_bits_that_no_encoder_writes_are_refused(bits: int) -> None:
         codec_of().decode(memoryview(payload), "float32", state().shape)
 
 
-def test_what_another_release_learned_is_refused() -> None:
+def test_arrays_that_another_release_learned_are_refused() -> None:
     known = {"weights0": WEIGHTS, "levels": np.ones(3, np.float32)}
     assert dealt_codec("dealt5", known, "ab").id == "dealt5.1-ab"
     for wrong in (

@@ -55,7 +55,9 @@ def test_only_a_preset_without_ways_can_be_exact() -> None:
         (True, True, "dense3+window4+state8"),
     ],
 )
-def test_a_model_has_the_ways_of_what_it_keeps(windows: bool, matrices: bool, full: str) -> None:
+def test_a_model_has_the_methods_for_the_parts_that_it_keeps(
+    windows: bool, matrices: bool, full: str
+) -> None:
     assert for_session("dense3+window4", windows, matrices) == full
     assert for_session("raw", windows, matrices) == "raw"
 

@@ -15,7 +15,7 @@ from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.disk.lmdb_blobs import FRAGMENT_BYTES
 
 MB = 1 << 20
-FILE_SYSTEM_BYTES = 64 << 10  # what it counts with a file for its own lists of blocks
+FILE_SYSTEM_BYTES = 64 << 10  # that it counts with a file, for its own lists of blocks
 Open = Callable[..., DiskTier]
 
 

@@ -108,7 +108,7 @@ def test_a_batch_answers_and_holds_the_same_as_its_rows_alone(live, lengths, fed
         assert one.caches is not None
         assert other.caches is not None
         assert [x.offset for x in one.caches] == [len(one.seen)] * len(one.caches)
-        # K and V come out of batched products, which round differently; what is packed is not.
+        # K and V come out of batched products, which round differently; packed rows do not.
         for a, b in zip(one.caches, other.caches, strict=True):
             assert a.sides[0].num_packed == b.sides[0].num_packed
             assert a.sides[0].num_packed == max(0, packed_end(len(one.seen) - 1) - 4)

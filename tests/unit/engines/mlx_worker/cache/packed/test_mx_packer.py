@@ -89,7 +89,7 @@ def test_the_chosen_rows_are_proven_and_never_copied():
 
 
 class Swapped(MlxRowPacker):
-    """Correct, but for the order of two planes: what a wrong kernel may look like."""
+    """Correct, but for the order of two planes, as in a wrong kernel."""
 
     def pack(self, rows: mx.array) -> tuple[mx.array, mx.array]:
         codes, scales = super().pack(rows)
@@ -99,7 +99,7 @@ class Swapped(MlxRowPacker):
 
 
 class Fused(MlxRowPacker):
-    """Correct, but for one rounding: what a fast-math compiler may make of it."""
+    """Correct, but for one rounding, as from a fast-math compiler."""
 
     def unpack(self, codes: mx.array, scales: mx.array) -> mx.array:
         return super().unpack(codes, scales) * 1.01

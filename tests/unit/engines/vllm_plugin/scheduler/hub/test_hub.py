@@ -90,7 +90,7 @@ def test_the_gateway_is_served_only_once_the_http_server_has_come(tmp_path):
     verbs = VllmVerbs(
         hub, ResidentSessions(), block_tokens=1, counters=Counters(), num_requests=lambda: (0, 0)
     )
-    hub.start_behind_front(ControlServer("secret", welcomed, verbs).serve(f"unix:{control}"))
+    hub.start_after_front(ControlServer("secret", welcomed, verbs).serve(f"unix:{control}"))
     time.sleep(0.05)
     assert not control.exists()
     with socket.socket(socket.AF_UNIX) as front:
