@@ -24,7 +24,7 @@ from typing import Final
 log = logging.getLogger("thermocline.engines")
 
 LOCK: Final = "alive"
-OLD_S: Final = 86400.0  # a server that starts has no sockets for some minutes
+OLD_S: Final = 86400.0  # a starting server has no sockets for some minutes
 # What earlier releases wrote into such a folder besides sockets.
 _OLDER_FILES: Final = frozenset({"plugin.json", "chat_template.jinja"})
 SCRATCH: Final = "tmp"  # TMPDIR of the engine, made anew for each of its lives
@@ -91,9 +91,9 @@ def held(folder: Path, gateway_died: Callable[[], bool]) -> Iterator[None]:
 
 
 def fresh_scratch(folder: Path) -> Path:
-    """Make an empty folder for temporary files in ``folder``, without those of an earlier life.
+    """Make an empty folder for temporary files in ``folder``; removes those of an earlier engine.
 
-    What a killed engine was writing must not be loaded by the next one. Raises ``OSError``.
+    Files that a killed engine was writing must not be loaded by the next one. Raises ``OSError``.
     """
     scratch = folder / SCRATCH
     with suppress(FileNotFoundError):
@@ -105,7 +105,8 @@ def fresh_scratch(folder: Path) -> Path:
 def _new_lock(folder: Path) -> int:
     """Make the lock file, and open it.
 
-    It gets its name once it is locked: another start would take the folder for an abandoned one.
+    It gets its name only once it is locked: otherwise another server's start could remove the
+    folder as abandoned.
     """
     draft = folder / f".{LOCK}"
     lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -39,14 +39,15 @@ logger = logging.getLogger(__name__)
 LAYER: Final = Scope("layer")
 PROBED_SHARE: Final = 0.25
 MOST_PIECES: Final = 8  # of a window, where sliding windows are shorter
-OBSERVED: Final = 2  # of so many pieces one is looked back on
+OBSERVED: Final = 2  # one of so many pieces is observed
 LEAST_WINDOW = 64  # tokens; a text that leaves fewer after the last window is cut there
 
 
 class Windows(NamedTuple):
-    """The texts to learn from: ``num`` windows of them, of ``tokens`` each.
+    """The texts to learn from: ``num`` windows of ``tokens`` tokens each.
 
-    ``probed_share``: of each; what its end makes of the KV before says which errors matter.
+    ``probed_share``: the last part of each window, whose attention to the tokens before it shows
+    which errors in their KV matter.
     """
 
     num: int
@@ -54,7 +55,7 @@ class Windows(NamedTuple):
     probed_share: float = PROBED_SHARE
 
     def first_probed(self, window: Sequence[int]) -> int:
-        """Return the number of the first token that looks back."""
+        """Return the number of the first token of that last part."""
         return int(len(window) * (1 - self.probed_share))
 
 
@@ -66,16 +67,16 @@ def samples_of(
     on_progress: OnProgress = quiet,
     of_states: StateSensitivities | None = None,
 ) -> Samples:
-    """Prefill windows of ``texts``, and see which errors matter where the engine can.
+    """Prefill windows of ``texts``, and learn which errors matter, if the engine can show it.
 
     Args:
         scratch: where the windows' rows are kept; None = in memory.
         on_progress: called with the progress at every window.
-        of_states: gets what errors in recurrent states cost.
+        of_states: collects the cost of errors in recurrent states.
 
     Raises:
         OSError: the disk of ``scratch`` is full.
-        ValueError: no text is long enough, or the model turns its keys in a way that is not
+        ValueError: no text is long enough, or the model rotates its keys in a way that is not
             understood.
     """
     windows = list(deal(texts, instrument, wanted.num, wanted.tokens))
@@ -94,7 +95,7 @@ def samples_of_tokens(
     on_progress: OnProgress = quiet,
     of_states: StateSensitivities | None = None,
 ) -> Samples:
-    """Do the same as ``samples_of``, of texts that are token ids already, each one window."""
+    """Do the same as ``samples_of`` for windows of token ids."""
     ropes = instrument.ropes
     states = states_of(instrument)
     # After a recurrent state, if only of a convolution, equal tokens have unequal keys.

@@ -216,7 +216,7 @@ class ColdStore:
         return None if self._closed else self._matcher.usable_record(session)
 
     def records(self) -> list[SessionRecord]:
-        """All sessions of this model, in codecs known here, that are stored in local tiers."""
+        """All known sessions of this model, in codecs known here, that a tier still has."""
         return [] if self._closed else self.ledger.resting_here()
 
     def tier_of(self, session: SessionRef | SessionRecord) -> TierName | None:

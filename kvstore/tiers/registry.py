@@ -45,7 +45,7 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
         tiers.append(_sealed(disk, secret, config))
     if config.redis_url and config.redis_bytes:
         if not secret:
-            _log.warning("redis is believed without a seal: store.secret_file is not set")
+            _log.warning("blobs in redis are not sealed: store.secret_file is not set")
         tiers.append(_sealed(_redis(config, disk_path), secret, config))
     return tiers
 
