@@ -141,7 +141,7 @@ class FrontMiddleware:
 
         Without API keys the name is the only protection: a page from ``evil.example`` can make a
         browser send requests to this machine under that name (DNS rebinding). Addresses and names
-        without a dot cannot be made to point here by anybody else.
+        without a dot cannot be made to point here by other sites.
         """
         if self._config.allowed_hosts:
             return name in self._config.allowed_hosts

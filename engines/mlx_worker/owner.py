@@ -120,7 +120,7 @@ class Owner:
 
     @property
     def loaded(self) -> LoadedModel:
-        """The loaded model; its tokenizer is anybody's, the rest the owner thread's."""
+        """The loaded model; any thread may use its tokenizer, the owner thread the rest."""
         return self._loaded
 
     @property

@@ -12,7 +12,7 @@ from gateway.context import Gateway, admin_of, gateway_of
 
 
 def for_admin(request: Request) -> Gateway:
-    """Return the parts of the app. Raises ``InvalidRequest`` (401, 403) for anybody else."""
+    """Return the parts of the app. Raises ``InvalidRequest`` (401, 403) for other callers."""
     admin_of(request)
     return gateway_of(request)
 

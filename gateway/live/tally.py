@@ -93,7 +93,7 @@ class Pace:
     """Tokens of one kind, of one tenant or of all: how many a second now, and in the last hour.
 
     Tokens that came between two moments are spread evenly over the time between them. So it does
-    not matter how often is looked, or whether anybody looked at all.
+    not matter how often it is read, or whether it is read at all.
     """
 
     def __init__(self) -> None:

@@ -193,7 +193,7 @@ class LengthBucket:
 
 
 class Batches:
-    """The buckets, shortest first. Belongs to the owner thread; ``len`` is anybody's."""
+    """The buckets, shortest first. Belongs to the owner thread, except ``len``."""
 
     def __init__(
         self, model: Any, max_sequences: int, bounds: tuple[int, ...] = BUCKET_BOUNDS

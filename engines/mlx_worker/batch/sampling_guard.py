@@ -18,7 +18,7 @@ class SamplingGuard:
 
     An exception inside the step would take every other sequence down with it. So the first one is
     remembered in ``fault``, the step goes on with an arbitrary token for this sequence, and the
-    batch loop fails its request before that token reaches anybody.
+    batch loop fails its request before that token reaches a client.
 
     A step samples one token ahead, so the code of a request is also called once after its last
     token. What it raises there spoils nothing.

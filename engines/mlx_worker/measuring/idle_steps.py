@@ -61,7 +61,7 @@ class IdleSteps:
 
     @property
     def alone_s(self) -> float:
-        """Seconds since anybody else used the model."""
+        """Seconds since a request used the model."""
         return self._monotonic() - self._others_at
 
     # ---- the owner thread
