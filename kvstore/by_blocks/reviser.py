@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
 
 import msgspec
 
@@ -12,11 +11,9 @@ from kvstore.by_blocks.names import BlobSpan, BlockKeys
 from kvstore.by_blocks.records import ID_BYTES, BlockRecord, common_blocks
 from kvstore.kept_states import kept_states
 from kvstore.ledger.index import SessionIndex
-from kvstore.ledger.record import bytes_of_leading, codecs_of
+from kvstore.ledger.record import abandoned_chunks, bytes_of_leading, codecs_of
 from kvstore.session import SessionRef
 from kvstore.tiers.base import Blob
-
-MAX_LEFT_BEHIND: Final = 4096
 
 
 class BlockReviser:
@@ -76,9 +73,9 @@ class BlockReviser:
         # of another branch may still be requested.
         tails = [x.key for x in before if not x.is_chunk]
         chunks = [x.key for x in before if x.is_chunk]
-        left = [x for x in dict.fromkeys([*old.left_behind, *chunks]) if x not in current]
-        record = msgspec.structs.replace(record, left_behind=tuple(left[-MAX_LEFT_BEHIND:]))
-        return record, self._index.unshared(tails, self._index.key(old))
+        left, overflow = abandoned_chunks(old.left_behind, chunks, current)
+        record = msgspec.structs.replace(record, left_behind=tuple(left))
+        return record, self._index.unshared([*tails, *overflow], self._index.key(old))
 
     def _chain_bytes(
         self,

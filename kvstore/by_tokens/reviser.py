@@ -10,17 +10,14 @@ finds them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from kvstore.blobs.chain import CHUNK, Chain, Tokens, common_prefix
 from kvstore.blobs.packer import Packer
 from kvstore.by_tokens.keys import KeyMaker
 from kvstore.by_tokens.records import SessionRecord, left_behind_keys
 from kvstore.ledger.index import SessionIndex
-from kvstore.ledger.record import codecs_of
+from kvstore.ledger.record import abandoned_chunks, codecs_of
 from kvstore.session import SessionRef
-
-MAX_LEFT_BEHIND: Final = 1024  # chunks of abandoned branches that a record remembers
 
 
 @dataclass(frozen=True)
@@ -85,10 +82,8 @@ class Reviser:
         """Digests of abandoned chunks, oldest first, and keys of those beyond the limit."""
         if update.old is None:
             return b"", []
-        abandoned = left_behind_keys(update.old) + self._abandoned_now(update)
-        current = set(update.chain.chunk_keys)
-        keys = [x for x in dict.fromkeys(abandoned) if x not in current]
-        overflow, keys = keys[:-MAX_LEFT_BEHIND], keys[-MAX_LEFT_BEHIND:]
+        before, now = left_behind_keys(update.old), self._abandoned_now(update)
+        keys, overflow = abandoned_chunks(before, now, set(update.chain.chunk_keys))
         return b"".join(x[len(CHUNK) :] for x in keys), overflow
 
     def _abandoned_now(self, update: SessionUpdate) -> list[bytes]:

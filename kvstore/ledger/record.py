@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from kvstore.tiers.base import Blob
 
 MAX_CODECS: Final = 16  # that a session's record remembers
+MAX_LEFT_BEHIND: Final = 1024  # chunks of abandoned branches that a record remembers
 
 
 class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +91,20 @@ class RecordKind(Protocol[R]):
 def codecs_of(now: Iterable[str], before: Iterable[str]) -> tuple[str, ...]:
     """The codecs a session's blobs may be in: the present ones, and those of the record before."""
     return tuple(dict.fromkeys([*now, *before]))[:MAX_CODECS]
+
+
+def abandoned_chunks(
+    old: Iterable[bytes], now: Iterable[bytes], current: Container[bytes]
+) -> tuple[list[bytes], list[bytes]]:
+    """Return the abandoned chunks to remember, oldest first, and those to delete.
+
+    Args:
+        old: keys that the older record remembers.
+        now: keys of the older record's own chunks.
+        current: keys of the session's present blobs, which are not abandoned.
+    """
+    keys = [x for x in dict.fromkeys([*old, *now]) if x not in current]
+    return keys[-MAX_LEFT_BEHIND:], keys[:-MAX_LEFT_BEHIND]
 
 
 def bytes_of_leading(known: int, num_chunks: int, packed_bytes: int, other_bytes: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import PinLimit
+from kvstore.ledger import record
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
@@ -282,6 +283,23 @@ def test_forgotten_means_that_no_tier_holds_anything(
     assert blobs_of(tiers[0]) == blobs_of(tiers[1]) == {}
     assert rig.back(store, ref(), LONG).num_tokens == 0
     assert not store.forget(ref())
+
+
+def test_abandoned_chunks_are_remembered_up_to_a_bound_and_deleted_beyond(rig, monkeypatch):
+    monkeypatch.setattr(record, "MAX_LEFT_BEHIND", 3)
+    tier = RamTier(64 * MIB)
+    store = rig.open([tier])
+    rig.save(store, ref("b"), LONG[:32])  # two chunks that both have
+    rig.save(store, ref(), LONG)
+    rig.save(store, ref(), history(100, 5))
+    abandoned = 3 + 2  # remembered; and those that the other session needs
+    assert sum(x.startswith(b"c") for x in blobs_of(tier)) == 6 + abandoned
+    assert rig.back(store, ref("b"), [*LONG[:32], *history(20, 9)]).num_tokens == 32
+    store.forget(ref())
+    assert sum(x.startswith(b"c") for x in blobs_of(tier)) == 2
+    store.forget(ref("b"))
+    assert tier.stats().num_blobs == 0
+    store.close()
 
 
 def test_forgetting_leaves_what_others_use(rig: Rig, store: Store, tiers: list[Tier]) -> None:

@@ -6,10 +6,8 @@ import threading
 
 import pytest
 
-from kvstore.by_tokens.reviser import MAX_LEFT_BEHIND
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
-    CHUNK,
     come_back,
     everything,
     kv_of,
@@ -96,14 +94,3 @@ def test_a_pin_does_not_protect_from_forgetting(store, tiers):
     assert store.forget(ref())
     assert everything(tiers[0]) == everything(tiers[1]) == {}
     assert tiers[0].pins == {}
-
-
-def test_abandoned_chunks_are_remembered_up_to_a_bound(store, tiers):
-    long = tokens((MAX_LEFT_BEHIND + 10) * CHUNK)
-    save(store, ref(), long)
-    save(store, ref(), [*long[:CHUNK], 1, 2, 3])
-    record = store.record(ref())
-    assert record is not None and len(record.left_behind) == MAX_LEFT_BEHIND * 32
-    assert len(everything(tiers[1])) == 1 + MAX_LEFT_BEHIND + 2  # shared; tail and record
-    assert store.forget(ref())
-    assert everything(tiers[0]) == everything(tiers[1]) == {}
