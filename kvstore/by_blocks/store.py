@@ -307,8 +307,8 @@ class BlockStore:
         return self.ledger.find_anywhere(session)
 
     def records(self) -> list[BlockRecord]:
-        """All known sessions in codecs known here, in any tier."""
-        return self.ledger.index.usable()
+        """All known sessions of this model, in codecs known here, that a tier still has."""
+        return self.ledger.resting_here()
 
     def tier_of(self, record: BlockRecord) -> TierName | None:
         """Return the slowest tier that a restore must read; None if even the beginning is gone."""
