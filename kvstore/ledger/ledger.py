@@ -143,9 +143,15 @@ class Ledger(Generic[R]):
                     self._to_load.remove(level)
                     self._say_whose_blobs(found)
                     for record in found:
-                        self.committer.follow_pin(record)
+                        self._follow_pin(self.index.key(record))
                     if found:
                         self._notices.report_found(SessionRef(found[0].tenant, found[0].id, b""))
+
+    def _follow_pin(self, key: bytes) -> None:
+        with self.claims.claim(key):
+            record = self.index.get(key)
+            if record is not None:  # not forgotten meanwhile
+                self.committer.follow_pin(record)
 
     def _say_whose_blobs(self, records: Sequence[R]) -> None:
         """Assign to tenants the blobs that an earlier run left in the tiers."""
