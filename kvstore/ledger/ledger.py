@@ -133,19 +133,20 @@ class Ledger(Generic[R]):
 
     def _load_earlier(self) -> None:
         """Take in sessions of earlier lives that only a shared tier has, once it knows them."""
+        found: list[R] = []
         with self._loading:
             for level in list(self._to_load):
                 keys = self.stack.written(level, RECORD)
                 if keys is None:
                     continue
                 with contextlib.suppress(TierUnavailable):  # the next call tries again
-                    found = self.index.load_written(level, keys)
+                    found += self.index.load_written(level, keys)
                     self._to_load.remove(level)
-                    self._say_whose_blobs(found)
-                    for record in found:
-                        self._follow_pin(self.index.key(record))
-                    if found:
-                        self._notices.report_found(SessionRef(found[0].tenant, found[0].id, b""))
+            self._say_whose_blobs(found)
+            for record in found:
+                self._follow_pin(self.index.key(record))
+        if found:
+            self._notices.report_found(SessionRef(found[0].tenant, found[0].id, b""))
 
     def _follow_pin(self, key: bytes) -> None:
         with self.claims.claim(key):
