@@ -46,6 +46,7 @@ def test_sessions_go_on_while_redis_dies_and_returns() -> None:
             save(store, ref(name), history)
             put_to_rest(store, name)
         assert come_back(store, ref("0"), histories["0"])[1].num_tokens == 60
+        assert store.flush(PATIENCE_S)  # its copies on their way to memory
         put_to_rest(store, "0")
 
         def ask(name: str) -> None:
