@@ -172,7 +172,7 @@ async def test_nothing_of_a_session_can_be_read_on_the_server(
             assert word not in value
 
 
-async def test_what_is_changed_moved_or_made_up_is_not_believed(
+async def test_changed_moved_or_made_up_rows_are_not_believed(
     make: Make, client: redis_py.Redis
 ) -> None:
     a, b = make("a"), make("b")

@@ -149,7 +149,7 @@ async def test_a_client_that_leaves_frees_its_place(
     await until_running(http, False)  # its answer would have taken a quarter of an hour
 
 
-async def test_a_slow_reader_is_held_in_bounds_and_hurts_nobody(
+async def test_a_slow_reader_is_held_in_bounds_and_slows_no_other(
     stack: FakeStack, http: aiohttp.ClientSession
 ) -> None:
     async with http.post(CHAT, json=asked("chunks=200000")) as answer:

@@ -166,9 +166,7 @@ def test_of_two_writers_the_last_wins_with_a_whole_blob(server: RedisServer) -> 
 
 
 @pytest.mark.parametrize("length", [3_000, 300_000])
-def test_what_was_written_after_nobody_waited_any_more_is_removed(
-    server: RedisServer, length: int
-) -> None:
+def test_a_write_after_its_caller_gave_up_is_removed(server: RedisServer, length: int) -> None:
     """A hanging server carries out its commands as soon as it goes on: no client counts them."""
     (key, blob), (other, another) = blobs(2, length).items()
     with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:

@@ -189,7 +189,7 @@ def port_of(server: RedisServer) -> int:
     return int(server.url.rpartition(":")[2].partition("/")[0])
 
 
-def test_a_node_of_a_cluster_refuses_what_lies_elsewhere_and_serves_the_rest() -> None:
+def test_a_node_of_a_cluster_refuses_keys_of_other_nodes_and_serves_the_rest() -> None:
     """MOVED, and CLUSTERDOWN where no node has the slot: no blob, counted, and the link stays."""
     stored = blobs(40, 3_000)
     partial = ("--cluster-require-full-coverage", "no")

@@ -88,7 +88,7 @@ def test_a_killed_server_opens_the_breaker_and_a_new_one_closes_it(server: Redis
         assert tier.get_many(list(stored)) == list(stored.values())
 
 
-def test_a_hanging_server_holds_nobody_longer_than_the_deadline(server: RedisServer) -> None:
+def test_a_hanging_server_holds_no_call_longer_than_the_deadline(server: RedisServer) -> None:
     stored = blobs(4)
     with tier_at(server.url) as (tier, clock):
         tier.put_many(list(stored.items()))
@@ -154,7 +154,7 @@ def test_a_wrong_password_is_said_without_the_password() -> None:
             assert "battery" not in str(caught.value)
 
 
-def test_a_slow_line_gives_what_came_in_time(server: RedisServer) -> None:
+def test_a_slow_line_gives_the_blobs_that_came_in_time(server: RedisServer) -> None:
     stored = blobs(40)
     with RedisServer(tcp=True) as far, SlowLine(far.url, bytes_per_s=6_000_000) as line:
         with tier_at(far.url, deadline_s=10.0) as (near, _):

@@ -65,7 +65,7 @@ def test_it_is_private_and_gone_at_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["", "thermocline-"])
-def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path, prefix):
+def test_files_of_a_killed_server_are_removed_by_the_next(tmp_path, prefix):
     (tmp_path / "thermocline-of-something-else").mkdir()
     with process(GATEWAY, tmp_path, prefix) as living, process(GATEWAY, tmp_path, prefix) as dying:
         kept, left = Path(line_of(living)), Path(line_of(dying))
@@ -174,7 +174,7 @@ def aged(folder: Path) -> None:
     os.utime(folder, (long_ago, long_ago))
 
 
-def test_what_a_killed_server_of_an_earlier_release_left_is_removed(base: Path) -> None:
+def test_files_of_a_killed_server_of_an_earlier_release_are_removed(base: Path) -> None:
     """It had no lock: the folder is abandoned if no process listens on its sockets."""
     with process(OLDER, base) as living, process(OLDER, base) as dying:
         kept, left = Path(line_of(living)), Path(line_of(dying))
@@ -202,7 +202,7 @@ def test_an_old_folder_with_anything_else_in_it_stays(base: Path) -> None:
     assert sorted(base.iterdir()) == [data, link]
 
 
-def test_a_server_in_the_cache_folder_removes_what_was_left_elsewhere(base: Path) -> None:
+def test_a_server_in_the_cache_folder_removes_files_that_were_left_elsewhere(base: Path) -> None:
     elsewhere = base / "elsewhere"
     elsewhere.mkdir()
     with process(GATEWAY, elsewhere, "thermocline-") as dying:

@@ -80,7 +80,7 @@ def test_the_list_has_hashes_and_lies_where_it_is_asked_for(checkout: Checkout) 
     assert not any("index" in x for x in compiled)
 
 
-def test_what_builds_our_own_package_is_in_the_list(checkout: Checkout) -> None:
+def test_the_tools_that_build_our_own_package_are_in_the_list(checkout: Checkout) -> None:
     keep = 'for x in "$@"; do case $x in *build.in) cp "$x" "$ASKED.build" ;; esac; done\n'
     uv = Path(checkout.env["PATH"].partition(":")[0]) / "uv"
     uv.write_text(UV.replace('out=""\n', 'out=""\n' + keep))
@@ -131,7 +131,9 @@ def test_another_list_installs_again(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize("purpose", ["serve", "audit", "vllm", "audit-vllm"])
-def test_without_the_list_it_says_what_makes_it(checkout: Checkout, purpose: str) -> None:
+def test_without_the_list_the_error_names_the_command_that_makes_it(
+    checkout: Checkout, purpose: str
+) -> None:
     done = checkout.install(purpose)
     assert done.returncode == 1
     wanted = "lock-vllm" if "vllm" in purpose else "lock"
@@ -139,7 +141,7 @@ def test_without_the_list_it_says_what_makes_it(checkout: Checkout, purpose: str
     assert not checkout.asked.exists() or not checkout.installed()
 
 
-def test_an_audit_takes_what_it_cannot_look_up_for_a_failure(checkout: Checkout) -> None:
+def test_an_audit_fails_for_packages_that_it_cannot_look_up(checkout: Checkout) -> None:
     checkout.install("lock")
     checkout.install("audit")
     (asked,) = [x for x in checkout.asked.read_text().splitlines() if "pip-audit" in x]

@@ -102,7 +102,7 @@ async def test_no_slot_leaks_under_random_cancellation(seed):
     assert 3 <= most <= 6  # a tenant that holds none may be let in beyond the slots
 
 
-async def test_a_tenant_whose_turns_never_end_keeps_nobody_out():
+async def test_a_tenant_whose_turns_never_end_keeps_no_other_out():
     line = AdmissionQueue(8, 100, 60.0)
     inside: list[str] = []
 

@@ -47,7 +47,7 @@ def engine(request) -> RowsEngine:
     return Mute() if "mute" in request.node.name else RowsEngine()
 
 
-async def test_a_restarted_gateway_adopts_what_the_engine_holds(manager, engine, ref):
+async def test_a_restarted_gateway_adopts_the_sessions_of_its_engine(manager, engine, ref):
     engine.held["alice", "hot"] = Held()
     engine.held["alice", "cold"] = Held(hot=False, tier="disk")
     await manager.follower.ask()

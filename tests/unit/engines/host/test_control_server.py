@@ -279,7 +279,7 @@ async def test_notices_go_to_those_who_said_hello(served: Served) -> None:
         assert (await stranger.reply()).number == 7
 
 
-async def test_what_one_gateway_asks_for_the_others_learn(served: Served) -> None:
+async def test_verbs_of_one_gateway_are_seen_by_the_others(served: Served) -> None:
     served.verbs.begin(ONE, ["a", "b"])
     served.verbs.end(ONE, ["a", "b"])
     served.verbs.release.set()

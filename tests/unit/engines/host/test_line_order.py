@@ -64,7 +64,7 @@ def test_a_long_one_begins_in_bounded_time_however_many_short_ones_come() -> Non
 
 
 @pytest.mark.parametrize("num_begun", range(OLDEST_EVERY))
-def test_a_short_one_is_not_behind_ten_long_ones(num_begun: int) -> None:
+def test_a_short_one_does_not_wait_for_ten_long_ones(num_begun: int) -> None:
     clock = Clock()
     line = [(f"long {i}", 1) for i in range(10)]
     clock.now = 60.0  # so long have they waited

@@ -204,7 +204,7 @@ def test_a_lease_of_a_clock_that_jumped_holds_nothing(
     run(server.url, Limits(600, concurrent_requests=2), work)
 
 
-def test_while_redis_is_away_each_counts_for_itself_and_nobody_waits(
+def test_while_redis_is_away_each_counts_for_itself_and_no_request_waits(
     client: redis.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(one: OneGateway, two: OneGateway) -> None:

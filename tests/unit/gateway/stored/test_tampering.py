@@ -422,7 +422,7 @@ def asked(first: Any, conversation: str) -> Iterator[tuple[str, str, Any]]:
 
 
 @pytest.mark.redis
-async def test_what_was_changed_is_never_a_prompt(redis_server: RedisServer) -> None:
+async def test_changed_entries_are_never_a_prompt(redis_server: RedisServer) -> None:
     answer = {"choices": [{"message": {"content": "yo"}, "finish_reason": "stop"}]}
     body = json.dumps(answer).encode()
     engine = RecordingEngine(Answered(200, {"content-type": "application/json"}, body))

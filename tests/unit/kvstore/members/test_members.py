@@ -106,7 +106,7 @@ def test_engines_of_one_secret_name_their_differences(
         until(lambda: kinds(one) == kinds(two) == found)
 
 
-def test_another_secret_is_said_by_both_and_is_the_reason_of_what_is_unknown(
+def test_another_secret_is_reported_by_both_and_is_the_reason_of_misses(
     server: RedisServer, client: redis.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO), ExitStack() as stack:
@@ -171,7 +171,7 @@ def test_an_entry_shows_nothing_to_who_lacks_the_secret(
     assert client.keys() == []  # who leaves takes its entry along
 
 
-def test_what_is_forged_moved_or_put_back_is_no_engine(
+def test_a_forged_moved_or_replayed_entry_is_no_engine(
     server: RedisServer, client: redis.Redis
 ) -> None:
     seal, id = EntrySeal(SECRET), b"i" * ID_BYTES

@@ -231,7 +231,7 @@ async def test_the_hub_hears_of_the_server_before_any_request(tmp_path):
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_who_waits_too_long_in_the_line_is_told_to_come_back(tmp_path, streamed):
+async def test_a_request_that_waits_too_long_in_the_line_is_asked_to_come_back(tmp_path, streamed):
     """vLLM hears that the client is gone, so that the request does not run without a client."""
     gone = asyncio.Event()
 

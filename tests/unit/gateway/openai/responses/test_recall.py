@@ -99,7 +99,7 @@ async def test_and_the_items_that_are_referred_to(stored: Stored) -> None:
     assert (await respond(app, input=[references[0]] * 1000)).status == 400
 
 
-async def test_nothing_of_what_is_too_large_is_read(
+async def test_nothing_of_a_body_that_is_too_large_is_read(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = app_of(stored, max_body_bytes=LIMIT)
