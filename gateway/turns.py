@@ -94,7 +94,7 @@ class Operation(msgspec.Struct, frozen=True):
     messages: Callable[[Json], list[object]]
     translate: Translate = as_it_is
     # Looks up what a body refers to, and makes the translation of this one request. It may change
-    # the body: what names a session there is read afterwards. Raises ``InvalidRequest``.
+    # the body, so the session's id is read from the changed body. Raises ``InvalidRequest``.
     recall: Callable[[Gateway, Tenant, ParsedBody], Awaitable[Translate]] | None = None
     # Looks at a body before its model is loaded, as far as can be done then; it may change it.
     # Raises ``InvalidRequest``.

@@ -1,4 +1,4 @@
-"""Turns settings into running processes. Only this package reads the environment.
+"""Turns settings into running processes. Settings are read from the environment only here.
 
 A start: ``cli/main.py`` -> ``cli/options.py`` -> ``settings/effective_settings.py`` ->
 ``serve/run.py`` -> ``serve/build.py``. ``cli`` is on top and imports all others, a folder for each

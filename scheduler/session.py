@@ -8,7 +8,7 @@
     leaving      forgotten on request while a turn was served: data that the turn saves must go, too
     gone         nothing is left; a new turn starts a new session under the same id
 
-"Hot" means active or idle. Two rules make the table safe:
+"Hot" means active, idle or hibernating. Two rules make the table safe:
 
 - *Copy first, evict last.* A turn that arrives while hibernating only cancels; nothing was lost.
 - *A job carries its number.* A hibernation that ends after a later turn has overtaken it is stale

@@ -47,7 +47,7 @@ class Encoded:
     packed_bytes: int  # of all the session's blobs in the fastest tier; estimated for older ones
     state_bytes: int  # of these, snapshots
     tail_bytes: int  # of these, the tail
-    # By first token, of runs with restored rows: the lossy copies that were found for this codec.
+    # For each run with restored rows, by its first token: the surviving packed copies it continues.
     lineages: dict[int, Lineage]
 
 

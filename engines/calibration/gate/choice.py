@@ -135,7 +135,7 @@ def _alike(choices: Mapping[TierName, Choice]) -> dict[TierName, Choice]:
 
 
 def fastest_tiers(config: StoreConfig) -> tuple[TierName, ...]:
-    """The fastest tier that is in use, and those before it."""
+    """The fastest tier in use, and any faster tiers that are off."""
     first = next(iter(tiers_in_use(config)), TIER_NAMES[-1])
     return TIER_NAMES[: TIER_NAMES.index(first) + 1]
 
