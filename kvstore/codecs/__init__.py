@@ -1,7 +1,7 @@
 """Codecs, which pack runs of KV into payloads and unpack them, and are chosen by name.
 
-A new preset needs a row in ``catalogue``, and a function or constant that makes it in the folder of its
-kind. ``presets`` opens a codec by its name; ``calibrated`` opens a learned one with its
+A new preset needs a row in ``catalogue``, and a function or constant that makes it in the folder
+of its kind. ``presets`` opens a codec by its name; ``calibrated`` opens a learned one with its
 ``profile``. Neither knows how any codec works.
 
     rows           pack each row by itself: ``tq3``, ``tq4``, ``lm3``

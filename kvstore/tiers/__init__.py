@@ -19,5 +19,6 @@ its budget with ``lru.RecencyIndex``, is opened in ``registry.py``, and joins ``
 ``tests/contract/tier_rig.py``, so that ``test_tiers.py`` and ``test_tier_model.py`` run over it.
 Its name goes into ``kvstore.session.TierName``. The definitions particular to each tier (budget and
 codec in ``StoreConfig`` and ``CodecSet``, the cache header's word, the share of a prefill that a
-wake costs, the plan) can be found with ``git grep -E '"redis"|redis_(bytes|codec)|\.redis\b'``.
+wake costs, the plan) can be found with
+``git grep -E '"redis"|redis_bytes|redis_codec|[.]redis'``.
 """
