@@ -61,6 +61,13 @@ def start(folder: Path, name: str, redis: RedisServer) -> Server:
     return Server(own, "--config", str(config), engine="mlx", calibrate=True)
 
 
+def doctor(folder: Path, name: str) -> str:
+    """Return the report about a server of this configuration."""
+    own = folder / name
+    words = ["doctor", "--config", str(own / "t.toml"), "--set", f"data_dir={own / 'data'}"]
+    return subprocess.run([*PROGRAM, *words], capture_output=True, text=True, timeout=120).stdout
+
+
 def test_the_second_server_takes_over_what_the_first_has_measured(
     folder: Path, redis: RedisServer
 ) -> None:
@@ -82,11 +89,8 @@ def test_the_second_server_takes_over_what_the_first_has_measured(
             assert "packs by the profile that" in log and "measured in" not in log
             outcome = chat(two, "tiny", "travels", SAID)[1]
             assert outcome.startswith("cold-redis") and "tokens=0" not in outcome
+            until(lambda: "shared by " in doctor(folder, "two"), WITHIN_S)
         finally:
             assert two.stop() == 0
     finally:
         assert one.stop() == 0
-    words = ["doctor", "--config", str(folder / "two" / "t.toml")]
-    data = ["--set", f"data_dir={folder / 'two' / 'data'}"]
-    done = subprocess.run([*PROGRAM, *words, *data], capture_output=True, text=True, timeout=120)
-    assert "shared by " in done.stdout
