@@ -339,10 +339,14 @@ class FleetEngine:
 
     async def _follow(self, replica: Replica) -> None:
         """Pass on a replica's notices of the sessions whose home it is."""
+        followed: Welcome | None = None
         while True:
             try:
                 async for notice in replica.engine.notices():
-                    if notice is None:
+                    if notice is None and replica.engine.welcome is followed is not None:
+                        self._publish(None)  # the same engine asks to be listed again
+                    elif notice is None:
+                        followed = replica.engine.welcome
                         await self._connected(replica)
                     elif self._is_home(replica, notice.session):
                         self._choice.note_pinned(notice.session)

@@ -27,7 +27,6 @@ from kvstore.tiers.base import Blob
 
 ENTRY_BYTES: Final = 512  # Python's memory for each session besides its record
 BLOB_KEY_BYTES: Final = KEY_BYTES + 152  # of a key as an object, and of its place in the counter
-LOAD_BATCH: Final = 256  # records that are read at once
 MAX_LAPSED: Final = 4096  # sessions that are remembered as expired
 
 
@@ -35,6 +34,14 @@ class _Entry(NamedTuple, Generic[R]):
     record: R
     blob_keys: tuple[bytes, ...]
     nbytes: int
+
+
+class Loaded(NamedTuple, Generic[R]):
+    """The records that were taken in, and the keys of those that exist and could not be read."""
+
+    found: list[R]
+    unread: list[bytes]
+    is_full: bool  # the index has no room for older ones
 
 
 class SessionIndex(Generic[R]):
@@ -182,11 +189,13 @@ class SessionIndex(Generic[R]):
         for record in sorted(found.values(), key=lambda x: x.last_used_s):
             self.put(record)
 
-    def load_written(self, level: int, keys: Sequence[bytes]) -> list[R]:
+    def load_written(self, level: int, keys: Sequence[bytes]) -> Loaded[R]:
         """Read records that an earlier life wrote to a tier, as less recent than all known ones.
 
-        Returns those that were not known, the most recently used first, as far as there is room.
         One thread at a time.
+
+        Args:
+            keys: of a few records, the most recently used first.
 
         Raises:
             TierUnavailable: nothing was changed.
@@ -196,18 +205,28 @@ class SessionIndex(Generic[R]):
             removed: set[bytes] = set()
             self._removed = removed
         try:
-            read = self._read_many(level, unknown)
+            blobs = dict(zip(unknown, self._stack.get(level, unknown), strict=True))
+            absent = [key for key, blob in blobs.items() if blob is None]
+            unread = [
+                x
+                for x, there in zip(absent, self._stack.holds(level, absent), strict=True)
+                if there
+            ]
             found: list[R] = []
-            for key, record in sorted(read.items(), key=lambda x: -x[1].last_used_s):
+            for key, blob in blobs.items():
+                record = None if blob is None else self._parsed(level, key, blob)
+                if record is None or not self._kind.is_usable(record) or self.is_over(record):
+                    continue
                 blob_keys = self._kind.blob_keys(record)
                 with self._lock:
                     # Meanwhile a save may have inserted it, or the session may have been removed.
                     if key in self._entries or key in removed:
                         continue
                     self._insert(key, record, blob_keys, oldest=True)
-                    if key in self._entries:
-                        found.append(record)
-            return found
+                    if key not in self._entries:
+                        return Loaded(found, [], is_full=True)
+                    found.append(record)
+            return Loaded(found, unread, is_full=False)
         finally:
             with self._lock:
                 self._removed = None
@@ -263,17 +282,6 @@ class SessionIndex(Generic[R]):
     def _read(self, level: int, key: bytes) -> R | None:
         blob = self._stack.find(level, [key])[0]
         return None if blob is None else self._parsed(level, key, blob)
-
-    def _read_many(self, level: int, keys: Sequence[bytes]) -> dict[bytes, R]:
-        """Read the records of one tier that can be used. Raises ``TierUnavailable``."""
-        found: dict[bytes, R] = {}
-        for start in range(0, len(keys), LOAD_BATCH):
-            batch = keys[start : start + LOAD_BATCH]
-            for key, blob in zip(batch, self._stack.get(level, batch), strict=True):
-                record = None if blob is None else self._parsed(level, key, blob)
-                if record is not None:
-                    found[key] = record
-        return found
 
     def _parsed(self, level: int, key: bytes, blob: Blob) -> R | None:
         try:

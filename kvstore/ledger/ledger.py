@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
@@ -33,6 +32,7 @@ from kvstore.stats import Counters, StoreStats
 from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 
+LOAD_BATCH: Final = 32  # records that are read at once
 LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the second one
 HOUSEKEEPING_EVERY: Final = 5  # looks
 
@@ -88,8 +88,9 @@ class Ledger(Generic[R]):
         )
         self.index.load()
         self._say_whose_blobs(self.index.all())
-        self._loading = threading.Lock()
-        self._to_load = self.stack.shared  # tiers whose records of earlier lives are not known yet
+        # Levels with records of earlier lives, and the keys still to be read; None: unknown yet.
+        self._to_load: dict[int, list[bytes] | None] = dict.fromkeys(self.stack.shared)
+        self._closing = threading.Event()
         self.pins = Pins(self.stack, config.pinned_share, config.tenant_pinned_share)
         self._slower = [
             WriteBehind(
@@ -132,21 +133,51 @@ class Ledger(Generic[R]):
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
 
     def _load_earlier(self) -> None:
-        """Take in sessions of earlier lives that only a shared tier has, once it knows them."""
+        """Take in sessions of earlier lives that only a shared tier has, once it knows them.
+
+        On the thread of upkeep. Deletions that wait for the tier are made up for first.
+        """
+        if not self._to_load:
+            return
+        self._upkeep.retry_deletions()
         found: list[R] = []
-        with self._loading:
-            for level in list(self._to_load):
-                keys = self.stack.written(level, RECORD)
-                if keys is None:
-                    continue
-                with contextlib.suppress(TierUnavailable):  # the next call tries again
-                    found += self.index.load_written(level, keys)
-                    self._to_load.remove(level)
-            self._say_whose_blobs(found)
-            for record in found:
+        for level in list(self._to_load):
+            if not self._upkeep.owes_deletions(level):
+                found += self._load_from(level)
+        self._say_whose_blobs(found)
+        for record in found:
+            if record.pinned:
                 self._follow_pin(self.index.key(record))
         if found:
-            self._notices.report_found(SessionRef(found[0].tenant, found[0].id, b""))
+            first = SessionRef(found[0].tenant, found[0].id, b"")
+            self._notices.report_found(first, map(self.index.key, found))
+
+    def _load_from(self, level: int) -> list[R]:
+        keys = self._to_load[level]
+        if keys is None:
+            written = self.stack.written(level, RECORD)
+            if written is None:
+                return []
+            keys = written[::-1]  # the most recently used first
+        found: list[R] = []
+        later: list[bytes] = []
+        while keys and not (self._closing.is_set() or self._upkeep.owes_deletions(level)):
+            batch, keys = keys[:LOAD_BATCH], keys[LOAD_BATCH:]
+            try:
+                loaded = self.index.load_written(level, batch)
+            except TierUnavailable:
+                keys = batch + keys
+                break
+            found += loaded.found
+            later += loaded.unread
+            if loaded.is_full:
+                keys = later = []
+                break
+        if later or keys:
+            self._to_load[level] = later + keys
+        else:
+            del self._to_load[level]
+        return found
 
     def _follow_pin(self, key: bytes) -> None:
         with self.claims.claim(key):
@@ -191,7 +222,6 @@ class Ledger(Generic[R]):
 
     def resting_here(self) -> list[R]:
         """Sessions that can be restored here, as far as their records are known."""
-        self._load_earlier()
         return self._upkeep.resting_here()
 
     def tier_of(self, record: R) -> TierName | None:
@@ -273,6 +303,7 @@ class Ledger(Generic[R]):
 
     def close(self) -> None:
         """Stop all threads and close the tiers; waiting work is dropped. Call once."""
+        self._closing.set()
         self.company.close()
         self.repacker.close()
         if self._housekeeping is not None:

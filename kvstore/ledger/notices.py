@@ -60,8 +60,13 @@ class Notices:
         self._listener = on_notice
         self.look()
 
-    def report_found(self, session: SessionRef) -> None:
-        """Report that sessions of an earlier life were found, this one among them."""
+    def report_found(self, session: SessionRef, keys: Iterable[bytes]) -> None:
+        """Report that sessions of an earlier life were found, this one among them.
+
+        ``keys``: of their records. Their first look only notes in which tier they are.
+        """
+        with self._looking:
+            self._levels |= dict.fromkeys(keys, len(self._stack))
         self.report(StoreNotice(session, "found", is_gone=False))
 
     def report(self, notice: StoreNotice) -> None:

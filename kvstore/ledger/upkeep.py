@@ -122,6 +122,14 @@ class Upkeep(Generic[R]):
         self._notices.look()
         self._deletions.retry()
 
+    def retry_deletions(self) -> None:
+        """Try each pending deletion once more."""
+        self._deletions.retry()
+
+    def owes_deletions(self, level: int) -> bool:
+        """True if sessions are still to be deleted from a tier that did not answer."""
+        return self._deletions.is_owed(level)
+
     def _let_lapse(self, key: bytes) -> None:
         with self._claims.claim(key):
             record = self._index.get(key)
@@ -180,6 +188,9 @@ class _Deletions(Generic[R]):
                 level, keys = self._owed.popleft()
                 still = [x for x in self._index.unused(keys) if self._index.get(x) is None]
                 self._delete(level, still)
+
+    def is_owed(self, level: int) -> bool:
+        return any(owed == level for owed, _ in list(self._owed))
 
     def _delete(self, level: int, keys: Sequence[bytes]) -> None:
         # In this order: a tier that finds its file damaged during the deletion puts it aside then.

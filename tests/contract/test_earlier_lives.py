@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from kvstore.config import StoreConfig
+from kvstore.ledger.ledger import LOOK_S
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef
 from kvstore.tiers.base import Tier
@@ -107,7 +108,23 @@ def test_one_that_is_forgotten_while_records_are_read_stays_forgotten(
         return blobs
 
     store.ledger.stack.get = forgotten_meanwhile
-    assert [x.id for x in index.load_written(1, keys)] == ["b"]
+    assert [x.id for x in index.load_written(1, keys).found] == ["b"]
+    store.close()
+
+
+def test_one_that_was_forgotten_while_redis_was_away_stays_forgotten(
+    rig: Rig, server: RedisServer, tmp_path: Path
+):
+    lived(rig, server, tmp_path, "a", "b")
+    server.stop()
+    store = rig.open(tiers_of(server, tmp_path))
+    rig.save(store, ref("a"), [*LONG, *history(20, 9)])
+    assert store.forget(ref("a"))
+    server.cont()
+    come_to_list(store, {"b"})
+    time.sleep(2 * LOOK_S)
+    assert listed(store) == {"b"} and store.record(ref("a")) is None
+    assert rig.back(store, ref("a"), [*LONG, *history(20, 9)]).num_tokens == 0
     store.close()
 
 
