@@ -138,7 +138,8 @@ class Tier(Protocol):
     def written(self, prefix: bytes) -> list[bytes] | None:
         """Return the keys that start with ``prefix`` and count in this budget.
 
-        The least recently used come first, pinned ones last. None while blobs of earlier lives are still being counted; ask again then.
+        The least recently used come first, pinned ones last. None while blobs of earlier lives are
+        still being counted; ask again then.
         """
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
