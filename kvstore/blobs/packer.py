@@ -177,11 +177,7 @@ class Packer:
         if codec.exact:
             return self._seal_rows(self._whole(exact=True, restored=True), key, run, first_token)
         found = rows_in_segments.pack(run, self.layout, first_token, codec, lineage)
-        header = self._header(key, SEGMENTS, first_token, num_tokens)
-        if len(found) == 1 and found[0].num_tokens == num_tokens:
-            header = replace(header, codec=found[0].codec_id.encode())
-            return blobs.pack(header, found[0].payload)
-        return blobs.pack(header, rows_in_segments.join(found, first_token))
+        return self.seal_segments(key, found, first_token, num_tokens)
 
     def seal_run(
         self,
@@ -194,6 +190,16 @@ class Packer:
         """Make the blob of a run from the payload that its codec made, on whichever device."""
         codec_id = blobs.codec_field((codec or self.codec).id)
         return blobs.pack(self._header(key, codec_id, first_token, num_tokens), payload)
+
+    def seal_segments(
+        self, key: bytes, segments: Sequence[Segment], first_token: int, num_tokens: int
+    ) -> bytes:
+        """Make the blob of a run from segments that cover it; one segment alone needs no head."""
+        header = self._header(key, SEGMENTS, first_token, num_tokens)
+        if len(segments) == 1 and segments[0].num_tokens == num_tokens:
+            header = replace(header, codec=segments[0].codec_id.encode())
+            return blobs.pack(header, segments[0].payload)
+        return blobs.pack(header, rows_in_segments.join(segments, first_token))
 
     def open_run(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int, codec: Codec
@@ -219,11 +225,16 @@ class Packer:
         Raises:
             Unusable: damaged, not the requested blob, or in a codec that is not known.
         """
-        self._fill(self._run_segments(blob, key, first_token, num_tokens), first_token, out)
+        self._fill(self.open_segments(blob, key, first_token, num_tokens), first_token, out)
 
-    def _run_segments(
+    def open_segments(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int
     ) -> list[Segment]:
+        """Return the segments of a run: their payloads are views, not checked by a codec yet.
+
+        Raises:
+            Unusable: damaged, not the requested blob, or not a run of tokens.
+        """
         header, payload = blobs.parse(blob)
         blobs.expect(header, self._header(key, header.codec, first_token, num_tokens))
         if key[:1] not in RUNS:
@@ -259,7 +270,7 @@ class Packer:
         if not self.is_lossy(blob):
             return []
         if key[:1] != SNAPSHOT:
-            found = self._run_segments(blob, key, first_token, num_tokens)
+            found = self.open_segments(blob, key, first_token, num_tokens)
         else:
             name, _, rows = self._open_snapshot(blob, key, first_token, num_tokens)
             found = self._split(name, rows, first_token, num_tokens)

@@ -87,6 +87,13 @@ def squeezes(layout: KVLayout, first_token: int) -> bool:
     return first_token < NUM_SINKS and layout.elements_per_token >= WORTH_SQUEEZING
 
 
+def is_first_chunk(segments: Sequence[Segment], codec_id: str, num_tokens: int) -> bool:
+    """Say whether a session's first chunk of ``num_tokens`` was packed at once by this codec."""
+    places = [(x.first, x.num_tokens, x.codec_id) for x in segments]
+    rest = (NUM_SINKS, num_tokens - NUM_SINKS, codec_id)
+    return places == [(0, NUM_SINKS, ThinRows.codec_id), rest]
+
+
 def overhead_bytes(num_segments: int) -> int:
     """Return the bytes of a payload besides those of its segments."""
     return _COUNT.size + num_segments * _ENTRY.size

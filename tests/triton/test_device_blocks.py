@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from engines.vllm_plugin.blocks.block_layout import SplitContent  # noqa: E402
-from engines.vllm_plugin.blocks.blocks import Filling, Packing  # noqa: E402
+from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing  # noqa: E402
 from engines.vllm_plugin.blocks.host_blocks import HostBlocks  # noqa: E402
 from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache  # noqa: E402
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
@@ -26,10 +26,12 @@ from engines.vllm_plugin.device.kernels.triton_rows import TritonRows  # noqa: E
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout  # noqa: E402
+from engines.vllm_plugin.device.scratch_cache import scratch_for  # noqa: E402
 from engines.vllm_plugin.plan import Load, Save  # noqa: E402
 from engines.vllm_plugin.worker.rank import StagingArea  # noqa: E402
 from engines.vllm_plugin.worker.transfer import Transfer  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402
+from kvstore.blobs.segments import Lineage, squeezes  # noqa: E402
 from kvstore.by_blocks.names import BlobSpan, BlockKeys  # noqa: E402
 from kvstore.by_blocks.store import BlockStore  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
@@ -94,12 +96,10 @@ class Rig:
         spans = self.spans(len(ids))
         return [Packing(x, ids[x.first_block : x.end_block]) for x in spans]
 
-    def blobs(self, blocks: DeviceBlocks | HostBlocks, ids: list[int]) -> list[bytes]:
+    def blobs(self, blocks: Blocks, ids: list[int]) -> list[bytes]:
         return [x.result() for x in blocks.pack(self.packing(ids), blocks.mark())]
 
-    def filled(
-        self, blocks: DeviceBlocks | HostBlocks, wanted: list[Filling]
-    ) -> tuple[set[int], list[torch.Tensor]]:
+    def filled(self, blocks: Blocks, wanted: list[Filling]) -> tuple[set[int], list[torch.Tensor]]:
         """Fill blocks; return which were filled, and the whole cache afterwards, bit for bit."""
         for cache in self.caches.values():
             cache.fill_(EMPTY)
@@ -143,6 +143,8 @@ def opened(rigs: list[Rig], **changes) -> Rig:
 SHAPES = {
     "NHD": {"heads": 2},
     "HND": {"layout": "HND", "heads": 2},
+    "first tokens in a segment": {"heads": 4},
+    "first tokens in a segment, HND, fp16": {"heads": 4, "layout": "HND", "dtype": torch.float16},
     "HND of 16 tokens": {"layout": "HND", "block": 16},
     "blocks across layers": {"layout": "BLHNC", "heads": 2},
     "head_dim 128": {"dim": 128},
@@ -194,7 +196,7 @@ def test_only_the_blocks_that_are_asked_for_are_written(rigs, codec):
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_rows_that_cannot_be_packed_are_kept_as_they_are(rigs, layout):
-    rig = opened(rigs, layout=layout, heads=2)
+    rig = opened(rigs, layout=layout, heads=4)
     odd = [0.0, float("inf"), float("nan"), 1e-40, 1e30]
     for i, value in enumerate(odd):
         rig.caches["layer0"][2, 1, i, :64] = value  # keys
@@ -211,6 +213,33 @@ def test_rows_that_cannot_be_packed_are_kept_as_they_are(rigs, layout):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     kept = (slice(None), 1, slice(0, 5), slice(0, 64))
     assert torch.equal(found[0][target][kept][1], before[0][kept][1])
+
+
+def test_chunks_that_were_packed_at_once_are_filled_by_the_device(rigs, monkeypatch):
+    """Others are not: a first chunk that continues a lossy copy has other segments."""
+    rig = opened(rigs, heads=4)
+    blocks = CheckedBlocks(rig.device, rig.host, rig.store, lambda: None)
+    spans, ids, target = rig.spans(4), [7, 2, 10, 4], [3, 9, 0, 6]
+    at_once = rig.blobs(rig.host, ids)
+    later = Packing(spans[0], ids[:2], Lineage(8, rig.store.packer.lossy_segments(
+        at_once[0], spans[0].key, 0, 16)))  # fmt: skip
+    (continued,) = (x.result() for x in rig.host.pack([later], rig.host.mark()))
+    by_device: list[BlobSpan] = []
+    fill = rig.device.fill
+    monkeypatch.setattr(
+        rig.device, "fill", lambda x, mark: (by_device.extend(y.span for y in x), fill(x, mark))[1]
+    )
+    for first, expected in ((at_once[0], spans), (continued, spans[1:])):
+        by_device.clear()
+        blobs = [first, at_once[1]]
+        wanted = [
+            Filling(x, blob, 0, target[x.first_block : x.end_block])
+            for x, blob in zip(spans, blobs, strict=True)
+        ]
+        done, found = rig.filled(blocks, wanted)
+        assert (done, by_device) == (set(target), expected)
+        _, right = rig.filled(rig.host, wanted)
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
 def test_a_blob_that_is_damaged_fills_nothing_and_is_never_offered_again(rigs):
@@ -249,7 +278,7 @@ def test_a_fault_in_the_middle_leaves_the_ring_whole(rigs):
     blobs = rig.blobs(rig.device, ids)
     rig.is_broken = True
     with pytest.raises(RuntimeError, match="gone"):
-        rig.device.pack(rig.packing(ids), None)
+        rig.device.pack(rig.packing(ids), rig.device.mark())
     rig.is_broken = False
     assert rig.blobs(rig.device, ids) == blobs
 
@@ -270,7 +299,7 @@ def test_saves_and_loads_at_the_same_time(rigs):
         results.append(len(rig.blobs(rig.device, ids)) == len(blobs))
 
     def load() -> None:
-        results.append(rig.device.fill(wanted, None) == set(ids))
+        results.append(rig.device.fill(wanted, rig.device.mark()) == set(ids))
 
     threads = [threading.Thread(target=x) for x in (save, load, load)]
     for thread in threads:
@@ -304,11 +333,22 @@ def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
 
 
 @pytest.mark.parametrize("codec", ["tq3", "raw"])
-def test_the_kernels_prove_themselves_before_they_are_trusted(rigs, codec, monkeypatch):
-    rig = opened(rigs, codec=codec, layers=1)
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 4)])
+def test_the_kernels_prove_themselves_before_they_are_trusted(
+    rigs, codec, layers, heads, monkeypatch
+):
+    """Also where first tokens have a segment of their own, as in every model that is in use."""
+    rig = opened(rigs, codec=codec, layers=layers, heads=heads)
     assert kernels_agree(rig.accelerator, rig.cache, rig.store)
     monkeypatch.setattr(TritonRows, "pack", lambda *args: None)
     assert kernels_agree(rig.accelerator, rig.cache, rig.store) == (codec == "raw")
+
+
+def test_the_small_cache_has_a_segment_of_first_tokens_where_the_real_one_has(rigs):
+    for layers, heads in ((2, 1), (3, 1), (2, 4), (5, 2)):
+        rig = opened(rigs, layers=layers, heads=heads)
+        scratch = scratch_for(rig.store.packer.codec, rig.cache, 5)
+        assert squeezes(scratch.layout, 0) == squeezes(rig.cache.layout, 0)
 
 
 def test_memory_of_the_host_is_the_hosts_business(rigs):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.triton
 
 
 def ring(num_steps: int) -> StagingRing:
-    return StagingRing(num_steps * STEP, device_here(), has_twin=True)
+    return StagingRing(num_steps * STEP, device_here())
 
 
 def test_regions_of_any_size_in_any_order_never_overlap():
@@ -61,7 +61,7 @@ def test_who_waits_is_woken_when_enough_has_come_back():
     assert len(got[0].host) == 2 * STEP
 
 
-def test_an_upload_reaches_the_twin():
+def test_an_upload_reaches_the_twin_and_a_download_the_host():
     region = ring(1).take(100, wait=False)
     region.host.fill_(7)
     assert not bool((region.device == 7).any())
@@ -69,3 +69,8 @@ def test_an_upload_reaches_the_twin():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     assert bool((region.device == 7).all())
+    region.device.fill_(8)
+    region.download()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    assert bool((region.host == 8).all())

@@ -1,12 +1,11 @@
 """The Triton kernels of the calibrated fixed rate: the same bytes as the host's codec.
 
 In Triton's interpreter on the host's memory, or on a GPU where there is one. Through the whole
-path, from blocks to blobs and back, against the host's pipeline and its golden digests.
+path, from blocks to blobs and back, against the host's pipeline, which has golden digests.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +30,13 @@ from engines.vllm_plugin.device.kernels.triton_rates import (  # noqa: E402
 )
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
-from engines.vllm_plugin.device.layouts.rate_layout import RateStagingLayout  # noqa: E402
+from engines.vllm_plugin.device.layouts.packed_layout import FirstChunkLayout, PackedLayout  # noqa: E402
+from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout  # noqa: E402
 from engines.vllm_plugin.device.scratch_cache import scratch_for  # noqa: E402
 from engines.vllm_plugin.worker.transfer import Packing  # noqa: E402
 from kvstore.blobs.codec_set import CodecSet  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402
+from kvstore.blobs.segments import squeezes  # noqa: E402
 from kvstore.by_blocks.names import BlobSpan, BlockKeys  # noqa: E402
 from kvstore.by_blocks.store import BlockStore  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
@@ -44,12 +45,7 @@ from kvstore.config import StoreConfig  # noqa: E402
 from kvstore.tiers.ram_tier import RamTier  # noqa: E402
 from tests.block_sessions import FINGERPRINT, hashes  # noqa: E402
 from tests.lazy_device import device_here  # noqa: E402
-from tests.unit.kvstore.codecs.fixed_rate.integer_models import (  # noqa: E402
-    GOLDEN,
-    codec_of,
-    rope_of,
-)
-from tests.unit.kvstore.codecs.samples import frozen_rows  # noqa: E402
+from tests.unit.kvstore.codecs.fixed_rate.integer_models import codec_of, rope_of  # noqa: E402
 
 pytestmark = pytest.mark.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,6 +135,8 @@ SHAPES = {
     "fp32": Shape(dtype=torch.float32, heads=2),
     "several programs for a chunk": Shape(block=24, per_chunk=2),
     "an odd number of tokens": Shape(block=17, per_chunk=1),
+    "first tokens in a segment": Shape(heads=4, layers=2),
+    "first tokens in a segment, fp32": Shape(heads=4, layers=2, dtype=torch.float32),
 }
 
 
@@ -146,7 +144,9 @@ SHAPES = {
 def test_the_host_and_the_device_make_and_read_the_same_blobs(shape):
     rig = Rig(shape)
     ids, target = [7, 2, 10, 4, 5], [3, 9, 0, 6, 8]
-    assert isinstance(rig.layouts.of(rig.spans(5)[0]), RateStagingLayout)
+    first, second = (rig.layouts.of(x) for x in rig.spans(5)[:2])
+    assert isinstance(first, FirstChunkLayout) == squeezes(rig.cache.layout, 0)
+    assert isinstance(second, PackedLayout)
     expected = rig.blobs(rig.host, ids)
     assert rig.blobs(rig.device, ids) == expected
     found = rig.filled(rig.device, expected, target)
@@ -156,7 +156,7 @@ def test_the_host_and_the_device_make_and_read_the_same_blobs(shape):
 
 def test_rows_that_cannot_be_packed_are_kept_as_they_are():
     """Infinite, no number, larger than any gain; in K and V, and among the sinks."""
-    rig = Rig(Shape(heads=2, layers=2))
+    rig = Rig(Shape(heads=4, layers=2))
     ids, target = [7, 2, 10, 4], [3, 9, 0, 6]
     odd = [float("inf"), float("nan"), -float("inf"), 1e30, 0.0]
     for i, value in enumerate(odd):
@@ -183,51 +183,30 @@ def test_rows_of_fp32_that_are_kept_are_rounded_once():
     assert torch.equal(found[0], right[0])
 
 
-def test_payload_and_restored_values_are_the_frozen_ones():
-    """The golden digests of the host's own test, of one chunk from the session's beginning."""
-    for dim, (payload_digest, rows_digest) in GOLDEN.items():
-        rig = Rig(Shape(layout="HND", block=70, per_chunk=1, heads=2, dim=dim, rope=rope_of(dim)))
-        rows = frozen_rows(2 * 70, dim).reshape(2, 70, dim)
-        both = np.concatenate([rows, rows[::-1]], axis=2)
-        rig.caches["layer0"][4] = torch.from_numpy(both.view(np.int16)).view(torch.bfloat16)
-        (span,) = rig.spans(1)
-        (blob,) = rig.blobs(rig.device, [4])
-        payload = rig.store.packer.open_run(blob, span.key, 0, 70, rig.codec)
-        assert digest(payload) == payload_digest
-        (found,) = rig.filled(rig.device, [blob], [6])
-        keys, values = found[6, ..., :dim].numpy(), found[6, ..., dim:].numpy()
-        assert digest(keys.tobytes() + values.tobytes()) == rows_digest
-
-
-def digest(data: bytes | memoryview) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
 @pytest.mark.parametrize("cut", [1, -1, 100])
 def test_a_payload_of_another_length_fills_nothing(cut):
     rig = Rig(Shape())
-    (span,) = rig.spans(2)
-    (blob,) = rig.blobs(rig.device, [7, 2])
+    span = rig.spans(4)[1]
+    blob = rig.blobs(rig.device, [7, 2, 10, 4])[1]
     packer = rig.store.packer
-    payload = bytes(packer.open_run(blob, span.key, 0, 16, rig.codec))
+    payload = bytes(packer.open_run(blob, span.key, 16, 16, rig.codec))
     wrong = payload[:-cut] if cut > 0 else payload + b"\0"
-    forged = packer.seal_run(span.key, wrong, 0, 16, rig.codec)
-    assert rig.device.fill([Filling(span, forged, 0, [0, 6])], None) == set()
+    forged = packer.seal_run(span.key, wrong, 16, 16, rig.codec)
+    assert rig.device.fill([Filling(span, forged, 0, [0, 6])], rig.device.mark()) == set()
 
 
 def test_what_codes_no_packer_writes_are_restored_as_by_the_host():
     """Random gains and planes: any of them stands for something, on the device as on the host."""
     rig = Rig(Shape(heads=2))
-    spans = rig.spans(4)
-    packer, chance = rig.store.packer, np.random.default_rng(5)
-    blobs = []
-    for span, blob, first in zip(spans, rig.blobs(rig.host, [7, 2, 10, 4]), (0, 16), strict=True):
+    ids, target = [7, 2, 10, 4, 5, 11], [3, 9, 0, 6, 8, 1]
+    spans, (plain, *blobs) = rig.spans(6)[1:], rig.blobs(rig.host, ids)
+    packer, chance, forgeries = rig.store.packer, np.random.default_rng(5), [plain]
+    for span, blob, first in zip(spans, blobs, (16, 32), strict=True):
         payload = np.frombuffer(packer.open_run(blob, span.key, first, 16, rig.codec), np.uint8)
-        sinks = 4 * 2 * 2 * 64 * 2 if not first else 0
         forged = payload.copy()
-        forged[sinks + 4 :] = chance.integers(0, 256, len(payload) - sinks - 4)
-        blobs.append(packer.seal_run(span.key, forged.data, first, 16, rig.codec))
-    found, right = (rig.filled(x, blobs, [3, 9, 0, 6]) for x in (rig.device, rig.host))
+        forged[4:] = chance.integers(0, 256, len(payload) - 4)
+        forgeries.append(packer.seal_run(span.key, forged.data, first, 16, rig.codec))
+    found, right = (rig.filled(x, forgeries, target) for x in (rig.device, rig.host))
     assert torch.equal(found[0], right[0])
 
 
@@ -269,18 +248,18 @@ def test_kernels_that_restore_wrong_values_are_found_out(monkeypatch):
 def test_dimensions_without_kernels_are_packed_by_the_host(dim, rope):
     rig = Rig(Shape(dim=dim, rope=rope))
     ids = [7, 2, 10]
-    assert not isinstance(rig.layouts.of(rig.spans(3)[0]), RateStagingLayout)
+    assert isinstance(rig.layouts.of(rig.spans(4)[1]), RawStagingLayout)
     assert rig.blobs(rig.device, ids) == rig.blobs(rig.host, ids)
 
 
 def test_an_adopted_codec_leaves_the_layouts_of_the_checked_one():
     """The kernels of the checked codec fill old blobs, also after another codec is adopted."""
     rig = Rig(Shape())
-    span, blob = rig.spans(2)[0], rig.blobs(rig.host, [7, 2])[0]
-    right = rig.filled(rig.host, [blob], [3, 9])
+    span, blobs, target = rig.spans(4)[1], rig.blobs(rig.host, [7, 2, 10, 4]), [3, 9, 0, 6]
+    right = rig.filled(rig.host, blobs, target)
     rig.store.adopt(CodecSet.one(codec_by_name("tq3")), keep=True)
-    assert isinstance(rig.layouts.of(span), RateStagingLayout)
-    assert torch.equal(rig.filled(rig.device, [blob], [3, 9])[0], right[0])
+    assert isinstance(rig.layouts.of(span), PackedLayout)
+    assert torch.equal(rig.filled(rig.device, blobs, target)[0], right[0])
 
 
 def test_the_kernels_take_over_once_dense3_is_adopted():
@@ -293,7 +272,7 @@ def test_the_kernels_take_over_once_dense3_is_adopted():
     prove = partial(proven_blocks, rig.accelerator, rig.cache, rig.store)
     blocks = CheckedBlocks(on_device, rig.host, rig.store, prove)
     rig.store.adopt(CodecSet.one(calibrated), keep=True)
-    ids = [7, 2]
+    ids = [7, 2, 10, 4]
     expected = rig.blobs(rig.host, ids)
     assert rig.blobs(blocks, ids) == expected  # by the host, who has the kernels checked
     blocks.close()  # waits for the check

@@ -2,8 +2,8 @@
 
 A store may pack with another codec for a slower tier, adopt another codec while it runs, and hold
 blobs of an earlier codec. Kernels are checked for one codec, at the start and again when another
-one is adopted. The host handles blobs of any other codec, and blobs whose unpacked rows the caller
-needs, too.
+one is adopted. The host handles all other blobs: those of another codec, those that continue a
+lossy copy, and those whose unpacked rows the caller needs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Final, Protocol, TypeAlias
 from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing, Rows
 from engines.vllm_plugin.process.affinity import unbind_thread
 from kvstore.blobs.format import codec_in
-from kvstore.blobs.segments import FRESH
+from kvstore.blobs.segments import FRESH, is_first_chunk
 from kvstore.by_blocks.store import BlockStore
+from kvstore.errors import Unusable
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -54,13 +55,25 @@ class _Checked:
 
     transfer: DeviceTransfer
     codec: str
+    store: BlockStore
 
     def packs(self, packing: Packing) -> bool:
         return packing.lineage is FRESH and not packing.span.is_part
 
     def fills(self, filling: Filling) -> bool:
-        is_ours = filling.span.is_chunk and codec_in(filling.blob) == self.codec.encode()
-        return filling.span.is_tail or is_ours
+        span = filling.span
+        if span.is_chunk and not span.first_block:
+            return self._is_first_chunk(filling)
+        is_ours = span.is_chunk and codec_in(filling.blob) == self.codec.encode()
+        return span.is_tail or is_ours
+
+    def _is_first_chunk(self, filling: Filling) -> bool:
+        num_tokens = self.store.keys.num_tokens(filling.span)
+        try:
+            found = self.store.packer.open_segments(filling.blob, filling.span.key, 0, num_tokens)
+        except Unusable:  # the host reports it
+            return False
+        return is_first_chunk(found, self.codec, num_tokens)
 
 
 class CheckedBlocks:
@@ -75,7 +88,7 @@ class CheckedBlocks:
     def __init__(
         self, on_device: DeviceTransfer, on_host: Blocks, store: BlockStore, prove: Prove
     ) -> None:
-        self._checked = _Checked(on_device, store.packer.codec.id)
+        self._checked = _Checked(on_device, store.packer.codec.id, store)
         self._on_host = on_host
         self._store = store
         self._prove = prove
@@ -145,5 +158,5 @@ class CheckedBlocks:
         with self._lock:
             self._under_check.discard(codec)
         if self._store.packer.codec.id == codec:  # no other codec was adopted meanwhile
-            self._checked = _Checked(found, codec)
+            self._checked = _Checked(found, codec, self._store)
             logger.info("KV is packed in codec %s by the device from now on", codec)

@@ -1,10 +1,10 @@
 """Makes blobs from vLLM's blocks and fills blocks from blobs, on the device that holds them.
 
-Saving: kernels gather rows from blocks, pack them and write them into pinned host memory, a fifth
-of the bytes; a codec thread makes the blob. Loading: a codec thread checks a blob and puts it into
-pinned memory, one copy takes it to the device, and kernels unpack it into the blocks. Each
-direction has a stream of its own; no work is queued on the model's stream, and that stream never
-waits (docs/decisions/0023-device-transfer.md).
+Saving: kernels gather rows from blocks and pack them on the device, one copy takes a fifth of the
+bytes to pinned host memory, and a codec thread makes the blob. Loading: a codec thread checks a
+blob and puts it into pinned memory, one copy takes it to the device, and kernels unpack it into the
+blocks. Each direction has a stream of its own; no work is queued on the model's stream, and that
+stream never waits (docs/decisions/0023-device-transfer.md).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class DeviceBlocks:
             CopyStream(
                 store=store,
                 layout_of=layout_of,
-                ring=StagingRing(nbytes, accelerator, has_twin=has_twin),
+                ring=StagingRing(nbytes, accelerator),
                 side_stream=accelerator.stream(),
                 device=cache.device,
             )
-            for has_twin in (False, True)
+            for _ in ("saving", "loading")
         )
 
     @property

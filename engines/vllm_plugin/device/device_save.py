@@ -52,9 +52,9 @@ class DeviceSave:
 
     def _read(self, copy: InFlight, blocks: Tensor) -> None:
         run = self._copy_stream.run_of(copy, blocks)
-        # Kernels write directly into host memory: packed rows are a fifth of the bytes that a copy
-        # of the blocks would move.
-        self._copy_stream.side_stream.ask(partial(copy.layout.read, run, copy.region.host))
+        read = partial(copy.layout.read, run, copy.region.device)
+        self._copy_stream.side_stream.ask(read)
+        self._copy_stream.side_stream.ask(copy.region.download)
         copy.wait_done = self._copy_stream.side_stream.completion()
 
     def _take_region(self, layout: StagingLayout) -> Region:

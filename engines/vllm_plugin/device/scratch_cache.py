@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engines.vllm_plugin.blocks.block_layout import KVView, StridedView
 from engines.vllm_plugin.blocks.paging import PagedCache
+from kvstore.blobs.segments import squeezes
 from kvstore.codecs.base import Codec
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout
@@ -18,10 +19,16 @@ from kvstore.shapes import KVLayer, KVLayout
 def scratch_for(codec: Codec, cache: PagedCache, num_blocks: int) -> PagedCache:
     """Make a cache of few blocks that ``codec`` can pack.
 
-    It has one layer of each kind, or all layers for a codec that was calibrated for this model.
+    It has one layer of each kind, and more if first tokens would have no segment of their own, as
+    they have in the real cache; or all layers for a codec that was calibrated for this model.
     """
-    kinds = {(_kind(k), _kind(v)): (k, v) for k, v in cache.views}
-    scratch = _scratch(cache, list(kinds.values()), num_blocks)
+    numbers = {(_kind(k), _kind(v)): i for i, (k, v) in enumerate(cache.views)}
+    chosen = set(numbers.values())
+    for number in range(len(cache.views)):
+        scratch = _scratch(cache, [cache.views[i] for i in sorted(chosen)], num_blocks)
+        if squeezes(scratch.layout, 0) or not squeezes(cache.layout, 0):
+            break
+        chosen.add(number)
     try:
         codec.check(scratch.layout)
     except UnknownCodec:

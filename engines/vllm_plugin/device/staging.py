@@ -1,8 +1,9 @@
 """Bounded staging memory that blobs pass through between the host and the device.
 
-One arena of pinned host memory is allocated as a ring: regions are taken in order, and each is
-returned when its user is done. Many small copies from pageable memory are slower by an order of
-magnitude than one from pinned memory, and pinning costs milliseconds: so the arena is pinned once.
+One arena of pinned host memory, and as much on the device, is allocated as a ring: regions are
+taken in order, and each is returned when its user is done. Many small copies from pageable memory
+are slower by an order of magnitude than one from pinned memory, and pinning costs milliseconds: so
+the arena is pinned once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Region:
 
     Attributes:
         host: uint8 (nbytes,), in pinned host memory.
-        device: uint8 (nbytes,), its twin in device memory, or ``host`` itself without one.
+        device: uint8 (nbytes,), its twin in device memory.
     """
 
     start: int
@@ -43,23 +44,20 @@ class Region:
 
     def upload(self) -> None:
         """Start one copy to the twin, on the current stream."""
-        if self.device is not self.host:
-            self.device.copy_(self.host, non_blocking=True)
+        self.device.copy_(self.host, non_blocking=True)
+
+    def download(self) -> None:
+        """Start one copy from the twin, on the current stream."""
+        self.host.copy_(self.device, non_blocking=True)
 
 
 class StagingRing:
-    """Allocates regions of one arena. Thread-safe.
+    """Allocates regions of one arena. Thread-safe."""
 
-    Args:
-        has_twin: regions have a twin in device memory.
-    """
-
-    def __init__(self, nbytes: int, accelerator: Accelerator, *, has_twin: bool) -> None:
+    def __init__(self, nbytes: int, accelerator: Accelerator) -> None:
         self._nbytes = nbytes
-        # Filled with zeros: the right bytes of an earlier run must not hide a kernel that writes
-        # nothing.
         self._host = accelerator.pinned(nbytes)
-        self._device = accelerator.twin(nbytes) if has_twin else self._host
+        self._device = accelerator.twin(nbytes)
         self._regions: deque[Region] = deque()  # in the order of the ring
         self._changed = threading.Condition()
 
@@ -78,9 +76,8 @@ class StagingRing:
             start = self._next_start(size)
             if start is None:
                 return None
-            host = self._host[start : start + nbytes]
-            twin = host if self._device is self._host else self._device[start : start + nbytes]
-            region = Region(start, start + size, host, twin)
+            host, device = (x[start : start + nbytes] for x in (self._host, self._device))
+            region = Region(start, start + size, host, device)
             self._regions.append(region)
             return region
 

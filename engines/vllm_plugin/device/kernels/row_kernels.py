@@ -26,7 +26,6 @@ from engines.vllm_plugin.device.kernels.paged_rows import (
     narrowed,
     nearest,
     plane,
-    rounded_to_bf16,
     row_starts,
     widened,
 )
@@ -198,7 +197,7 @@ def unpack_kernel(
     start, wanted = _row_starts(
         row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
     )
-    # A scale of zero marks a kept row, which ``row_layout`` writes.
+    # A scale of zero marks a kept row, which ``row_segment`` writes.
     write = keep & (wanted & (stored != 0))[:, None]
     tl.store(cache + start[:, None] + d[None, :], value, mask=write)
 
@@ -207,12 +206,9 @@ def unpack_kernel(
 def gather_kernel(
     cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
     out, offsets, D,
-    R: tl.constexpr, W: tl.constexpr, ROUND: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of ``D`` elements of any type out of blocks; W: the next power of two from D on.
-
-    ROUND: elements are fp32 and are rounded to bf16.
-    """
+    """Copy rows of ``D`` elements of any type out of blocks; W: the next power of two from D on."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok = row < num_rows
     start, wanted = _row_starts(
@@ -221,9 +217,6 @@ def gather_kernel(
     d = tl.arange(0, W)[None, :]
     mask = wanted[:, None] & (d < D)
     values = tl.load(cache + start[:, None] + d, mask=mask, other=0)
-    if ROUND:
-        bits = rounded_to_bf16(values.to(tl.uint32, bitcast=True))
-        values = bits.to(tl.uint16).to(tl.int16, bitcast=True)
     target = tl.multiple_of(tl.load(offsets + tl.program_id(1)) + row.to(tl.int64) * D, ALIGNED)
     tl.store(out + target[:, None] + d, values, mask=mask)
 
@@ -232,7 +225,7 @@ def gather_kernel(
 def scatter_kernel(
     cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
     source, offsets, D,
-    R: tl.constexpr, W: tl.constexpr, ROUND: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Copy rows of ``D`` elements into blocks; the inverse of ``gather_kernel``."""
     row = tl.program_id(0) * R + tl.arange(0, R)
@@ -244,6 +237,4 @@ def scatter_kernel(
     mask = wanted[:, None] & (d < D)
     origin = tl.multiple_of(tl.load(offsets + tl.program_id(1)) + row.to(tl.int64) * D, ALIGNED)
     values = tl.load(source + origin[:, None] + d, mask=mask, other=0)
-    if ROUND:
-        values = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
     tl.store(cache + start[:, None] + d, values, mask=mask)

@@ -98,7 +98,7 @@ def gather(
     """
     gather_kernel[_grid(group, count)](
         group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
-        out.view(group.views[0].dtype), offsets, group.dim, R=ROWS, W=_width(group), ROUND=0,
+        out.view(group.views[0].dtype), offsets, group.dim, R=ROWS, W=_width(group),
     )  # fmt: skip
 
 
@@ -108,31 +108,7 @@ def scatter(
     """Copy rows from ``source`` into blocks; the inverse of ``gather``."""
     scatter_kernel[_grid(group, count)](
         group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
-        source.view(group.views[0].dtype), offsets, group.dim, R=ROWS, W=_width(group), ROUND=0,
-    )  # fmt: skip
-
-
-def gather_stored(
-    group: KVViewGroup, blocks: Tensor, first: int, count: int, out: Tensor, offsets: Tensor
-) -> None:
-    """Copy rows in the form that codecs store: 16 bits for a value; fp32 is rounded to bf16.
-
-    ``offsets``, int64 (num_sides,) on the device, count in units of two bytes.
-    """
-    gather_kernel[_grid(group, count)](
-        group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
-        out.view(torch.int16), offsets, group.dim, R=ROWS, W=_width(group), ROUND=_is_wide(group),
-    )  # fmt: skip
-
-
-def scatter_stored(
-    group: KVViewGroup, blocks: Tensor, first: int, count: int, source: Tensor, offsets: Tensor
-) -> None:
-    """Copy rows in the form that codecs store into blocks; the inverse of ``gather_stored``."""
-    scatter_kernel[_grid(group, count)](
-        group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
-        source.view(torch.int16), offsets, group.dim, R=ROWS, W=_width(group),
-        ROUND=_is_wide(group),
+        source.view(group.views[0].dtype), offsets, group.dim, R=ROWS, W=_width(group),
     )  # fmt: skip
 
 
@@ -142,11 +118,6 @@ def _grid(group: KVViewGroup, count: int) -> tuple[int, int]:
 
 def _width(group: KVViewGroup) -> int:
     return int(triton.next_power_of_2(group.dim))
-
-
-def _is_wide(group: KVViewGroup) -> int:
-    """Return 1 for fp32, which codecs store as bf16; else 0."""
-    return int(group.views[0].element_size() == 4)
 
 
 def _floats(values: np.ndarray, device: torch.device) -> Tensor:

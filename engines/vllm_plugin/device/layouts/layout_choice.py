@@ -1,4 +1,8 @@
-"""Chooses the staging layout of a blob: packed if the codec has kernels, else raw."""
+"""Chooses the staging layout of a blob: packed if the codec has kernels, else raw.
+
+The raw layout is also that of the first chunk of a model whose tokens are so small that their first
+ones have no segment of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,17 @@ import torch
 
 from engines.vllm_plugin.device.kernels.triton_rows import TritonRows
 from engines.vllm_plugin.device.kv_views import KVViewGroup
-from engines.vllm_plugin.device.layouts.rate_layout import RateStagingLayout, group_rates
+from engines.vllm_plugin.device.layouts.packed_layout import (
+    FirstChunkLayout,
+    PackedLayout,
+    SegmentLayout,
+)
+from engines.vllm_plugin.device.layouts.rate_segment import RateSegmentLayout, group_rates
 from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout
-from engines.vllm_plugin.device.layouts.row_layout import RowStagingLayout
+from engines.vllm_plugin.device.layouts.row_segment import RowSegmentLayout
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from kvstore.blobs.packer import Packer
+from kvstore.blobs.segments import squeezes
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.fixed_rate.rate_payload import plan_rates
@@ -24,7 +34,7 @@ from kvstore.codecs.rows.row_codec import RowCodec
 
 
 class StagingLayouts:
-    """Makes the staging layouts of blobs, one for each length and number of sink tokens."""
+    """Makes the staging layouts of blobs, one for each length of first chunks and of others."""
 
     def __init__(
         self, groups: Sequence[KVViewGroup], packer: Packer, block_tokens: int, dtype: torch.dtype
@@ -38,26 +48,40 @@ class StagingLayouts:
         self._rates = group_rates(groups, self._pipelines, dtype)
         self._raw = lru_cache(maxsize=None)(self._new_raw)
         self._packed = lru_cache(maxsize=None)(self._new_packed)
+        self._first = lru_cache(maxsize=None)(self._new_first)
 
     def of(self, span: BlobSpan) -> StagingLayout:
         """Return the layout of a blob; the same object for blobs of one length and position."""
-        tokens = span.num_blocks * self._block_tokens
+        tokens, first = (x * self._block_tokens for x in (span.num_blocks, span.first_block))
         if span.is_tail or (self._kernels is None and self._rates is None):
             return self._raw(tokens)
-        return self._packed(tokens, min(span.first_block * self._block_tokens, NUM_SINKS))
+        if first >= NUM_SINKS:
+            return self._packed(tokens)
+        has_head = not first and tokens > NUM_SINKS and squeezes(self._packer.layout, first)
+        return self._first(tokens) if has_head else self._raw(tokens)
 
-    def _new_raw(self, num_tokens: int) -> StagingLayout:
+    def _new_raw(self, num_tokens: int) -> RawStagingLayout:
         return RawStagingLayout(self._groups, self._packer, num_tokens)
 
-    def _new_packed(self, num_tokens: int, first_token: int) -> StagingLayout:
+    def _new_packed(self, num_tokens: int) -> StagingLayout:
+        segment = self._segment(num_tokens, skipped=0)
+        return PackedLayout(segment, self._packer, self._codec, num_tokens)
+
+    def _new_first(self, num_tokens: int) -> StagingLayout:
+        head = self._new_raw(NUM_SINKS)
+        segment = self._segment(num_tokens - NUM_SINKS, skipped=NUM_SINKS)
+        return FirstChunkLayout(head, segment, self._packer, self._codec, num_tokens)
+
+    def _segment(self, num_tokens: int, skipped: int) -> SegmentLayout:
+        layout = self._packer.layout
         if self._rates is not None:
-            payload = plan_rates(self._pipelines, self._packer.layout, num_tokens, first_token)
-            return RateStagingLayout(self._rates, self._packer, self._codec, payload)
+            rates = plan_rates(self._pipelines, layout, num_tokens, NUM_SINKS)
+            return RateSegmentLayout(self._rates, layout, rates, skipped)
         codec = self._codec
         assert isinstance(codec, RowCodec)
         assert self._kernels is not None
-        plan = plan_payload(codec.rows, self._packer.layout, num_tokens, first_token)
-        return RowStagingLayout(self._groups, self._kernels, self._packer, codec, plan)
+        rows = plan_payload(codec.rows, layout, num_tokens, NUM_SINKS)
+        return RowSegmentLayout(self._groups, self._kernels, codec, rows, skipped)
 
 
 def kernels_for(

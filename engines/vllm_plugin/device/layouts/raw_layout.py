@@ -39,20 +39,21 @@ class RawStagingLayout:
         return b""
 
     def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
-        return self._packer.pack_run(span.key, self._run(staged), first_token)
+        return self._packer.pack_run(span.key, self.rows(staged), first_token)
 
     def open(
         self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
     ) -> list[KeptRows]:
-        run = self._run(staged)
-        self._packer.unpack_run(blob, span.key, first_token, self._num_tokens, run)
+        rows = self.rows(staged)
+        self._packer.unpack_run(blob, span.key, first_token, self._num_tokens, rows)
         return []
 
     def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
         for group, offsets in zip(self._groups, self._offsets, strict=True):
             scatter(group, run.blocks, run.first, self._num_tokens, staged, offsets)
 
-    def _run(self, staged: np.ndarray) -> list[KVPair]:
+    def rows(self, staged: np.ndarray) -> list[KVPair]:
+        """View the rows as the engine's arrays, (num_kv_heads, num_tokens, dim)."""
         return layer_views(staged, self._packer.layout, self._num_tokens)
 
 

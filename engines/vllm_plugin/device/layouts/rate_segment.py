@@ -1,6 +1,6 @@
-"""A payload of a calibrated fixed rate in a staging region, written and read by its kernels.
+"""The payload of a segment of a calibrated fixed rate in a staging region, for its kernels.
 
-    region: sink rows, gains and planes as in a payload without kept rows | a bit for each row
+    region: gains and planes as in a payload without kept rows | a bit for each row
 
 The bits mark the rows that cannot be packed. Such rows are very rare; their values are fetched from
 the blocks, and the host then assembles the payload.
@@ -18,16 +18,13 @@ from torch import Tensor
 from engines.vllm_plugin.device.kernels.angles import Angles
 from engines.vllm_plugin.device.kernels.rate_tables import rate_tables, ropes_of, vector_of
 from engines.vllm_plugin.device.kernels.triton_rates import RatePlaces, RateRun, TritonRates
-from engines.vllm_plugin.device.kernels.triton_rows import gather_stored, scatter_stored
 from engines.vllm_plugin.device.kv_views import KVViewGroup
 from engines.vllm_plugin.device.layouts.kept_rows import KeptRows, fetch_rows, put_rows
-from engines.vllm_plugin.device.layouts.staging_layout import TokenRun, device_table
-from kvstore.blobs.packer import AnyBlob, Packer
-from kvstore.by_blocks.names import BlobSpan
+from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
 from kvstore.codecs import floats
-from kvstore.codecs.base import Codec
 from kvstore.codecs.fixed_rate.rate_payload import Kept, RatePayload
 from kvstore.codecs.fixed_rate.rate_pipeline import RatePipeline
+from kvstore.shapes import KVLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,18 +66,23 @@ def _first_units(pipeline: RatePipeline, group: KVViewGroup) -> list[int]:
     return [firsts[number] for number in group.side_numbers]
 
 
-class RateStagingLayout:
-    """Implements ``StagingLayout`` for blobs of one length and number of sinks."""
+class RateSegmentLayout:
+    """Implements ``SegmentLayout``.
+
+    Args:
+        layout: of the rows of the engine.
+        plan: of the segment, which has no first tokens of a session.
+        skipped: tokens of the blob before the segment.
+    """
 
     def __init__(
-        self, rates: Sequence[GroupRates], packer: Packer, codec: Codec, plan: RatePayload
+        self, rates: Sequence[GroupRates], layout: KVLayout, plan: RatePayload, skipped: int
     ) -> None:
         self._rates = rates
         self._groups = [x.group for x in rates]
-        self._packer = packer
-        self._codec = codec
+        self._layout = layout
         self._plan = plan
-        self._num_tokens = plan.num_sinks + plan.num_tokens
+        self._skipped = skipped
         sizes = [x.shape.num_units * _bytes_of(plan.num_tokens) for x in plan.pipelines]
         self._flags_at = np.cumsum([plan.nbytes, *sizes]).tolist()
         self.nbytes: int = self._flags_at[-1]
@@ -88,21 +90,11 @@ class RateStagingLayout:
             RatePlaces(x.pairs_at, x.planes_at, flags)
             for x, flags in zip(plan.stacks, self._flags_at, strict=False)
         ]
-        self._sinks = [
-            device_table([plan.sinks_at[i] // 2 for i in x.side_numbers], x) for x in self._groups
-        ]
 
     def read(self, run: TokenRun, staged: Tensor) -> None:
-        # A plane of 32 tokens is four bytes, too small to be sent over the bus one by one.
-        packed = torch.empty_like(staged, device=run.blocks.device)
-        for rates, sinks in zip(self._rates, self._sinks, strict=True):
-            if self._plan.num_sinks:
-                count = self._plan.num_sinks
-                gather_stored(rates.group, run.blocks, run.first, count, packed, sinks)
-            if self._plan.num_tokens:
-                rest = self._without_sinks(run, rates.for_reading)
-                rates.kernels.pack(rest, packed, self._places[rates.stack])
-        staged.copy_(packed, non_blocking=True)
+        for rates in self._rates:
+            tokens = self._tokens(run, rates.for_reading)
+            rates.kernels.pack(tokens, staged, self._places[rates.stack])
 
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         found = []
@@ -111,43 +103,33 @@ class RateStagingLayout:
                 side, head, token = self._place_of(stack, number)
                 at = (np.array([head]), np.array([token]))
                 bits = fetch_rows(self._groups, side, block_ids, *at)
-                values = bits.view(self._packer.layout.numpy_dtype)
-                found.append(floats.to_stored(values, self._packer.layout.dtype).tobytes())
+                values = bits.view(self._layout.numpy_dtype)
+                found.append(floats.to_stored(values, self._layout.dtype).tobytes())
         return b"".join(found)
 
-    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
+    def payload_of(self, staged: np.ndarray, rescued: bytes) -> bytes | memoryview:
         plain = staged[: self._plan.nbytes]
-        payload: bytes | memoryview = plain.data
         if rescued:
-            payload = self._plan.join(plain, self._kept_of(staged, rescued))
-        else:
-            for place in self._plan.stacks:
-                plain[place.count_at : place.pairs_at] = 0
-        return self._packer.seal_run(span.key, payload, first_token, self._num_tokens, self._codec)
+            return self._plan.join(plain, self._kept_of(staged, rescued))
+        for place in self._plan.stacks:
+            plain[place.count_at : place.pairs_at] = 0
+        return plain.data
 
-    def open(
-        self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
-    ) -> list[KeptRows]:
-        payload = self._packer.open_run(blob, span.key, first_token, self._num_tokens, self._codec)
+    def stage(self, payload: memoryview, staged: np.ndarray) -> list[KeptRows]:
         kept = self._plan.split(payload, staged[: self._plan.nbytes])
         return [rows for stack, some in enumerate(kept) for rows in self._rows_of(stack, some)]
 
     def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
-        for rates, sinks in zip(self._rates, self._sinks, strict=True):
-            if self._plan.num_sinks:
-                count = self._plan.num_sinks
-                scatter_stored(rates.group, run.blocks, run.first, count, staged, sinks)
-            if self._plan.num_tokens:
-                rest = self._without_sinks(run, rates.for_writing)
-                rates.kernels.unpack(rest, staged, self._places[rates.stack])
+        for rates in self._rates:
+            tokens = self._tokens(run, rates.for_writing)
+            rates.kernels.unpack(tokens, staged, self._places[rates.stack])
         for rows in kept:
             put_rows(self._groups, rows, run.blocks, run.first)
 
-    def _without_sinks(self, run: TokenRun, angles: Angles) -> RateRun:
-        """Return the tokens after the sinks."""
-        sinks, count = self._plan.num_sinks, self._plan.num_tokens
-        table = angles.of(run.position + sinks, count)
-        return RateRun(run.blocks, run.first + sinks, count, table)
+    def _tokens(self, run: TokenRun, angles: Angles) -> RateRun:
+        count = self._plan.num_tokens
+        table = angles.of(run.position + self._skipped, count)
+        return RateRun(run.blocks, run.first + self._skipped, count, table)
 
     def _kept_numbers(self, staged: np.ndarray) -> list[np.ndarray]:
         """Return the numbers of the kept rows of each stack, int64, as in ``Kept``."""
@@ -179,10 +161,10 @@ class RateStagingLayout:
         return found
 
     def _place_of(self, stack: int, number: int) -> tuple[int, int, int]:
-        """Return side, head and token of a kept row; tokens are counted from the first sink."""
+        """Return side, head and token of a kept row; tokens are counted from the blob's first."""
         unit, token = divmod(number, self._plan.num_tokens)
         vector = vector_of(self._plan.pipelines[stack].shape, unit)
-        return vector.array, vector.head, token + self._plan.num_sinks
+        return vector.array, vector.head, token + self._skipped
 
 
 def _bytes_of(num_bits: int) -> int:

@@ -1,0 +1,140 @@
+"""Packed rows in a staging region: one segment, after the first tokens where a session begins.
+
+    region of a session's first chunk: rows of the first tokens as in ``RawStagingLayout`` | segment
+    region of any other chunk: segment
+
+The first tokens are kept in 16 bits under every codec and have a segment of their own in the blob
+(``kvstore.blobs.segments``). The codec's kernels write the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
+from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout
+from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
+from engines.vllm_plugin.device.staging import STEP
+from kvstore.blobs.packer import AnyBlob, Packer
+from kvstore.blobs.segments import Segment, is_first_chunk
+from kvstore.blobs.whole_rows import ThinRows
+from kvstore.by_blocks.names import BlobSpan
+from kvstore.codecs.base import NUM_SINKS, Codec
+from kvstore.errors import Mismatch
+
+
+class SegmentLayout(Protocol):
+    """The payload of a segment in its part of a region; thread-safe, without state.
+
+    In every call ``staged`` is that part, uint8 (nbytes,).
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its part."""
+
+    def read(self, run: TokenRun, staged: Tensor) -> None:
+        """Queue the kernels that pack the rows of the blocks."""
+
+    def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
+        """Return the rows that the device could not pack; called before the blocks are reused."""
+
+    def payload_of(self, staged: np.ndarray, rescued: bytes) -> bytes | memoryview:
+        """Make the payload, as the codec does on the host. On any thread."""
+
+    def stage(self, payload: memoryview, staged: np.ndarray) -> list[KeptRows]:
+        """Fill the part from a payload; return the rows that it cannot hold. On any thread.
+
+        Raises:
+            Corrupt: the codec writes no such payload.
+        """
+
+    def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
+        """Queue the kernels that fill the blocks."""
+
+
+class PackedLayout:
+    """Implements ``StagingLayout`` for a chunk without the first tokens of a session."""
+
+    def __init__(
+        self, segment: SegmentLayout, packer: Packer, codec: Codec, num_tokens: int
+    ) -> None:
+        self._segment = segment
+        self._packer = packer
+        self._codec = codec
+        self._num_tokens = num_tokens
+        self.nbytes = segment.nbytes
+        self.read = segment.read
+        self.rescue = segment.rescue
+        self.write = segment.write
+
+    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
+        payload = self._segment.payload_of(staged, rescued)
+        return self._packer.seal_run(span.key, payload, first_token, self._num_tokens, self._codec)
+
+    def open(
+        self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
+    ) -> list[KeptRows]:
+        payload = self._packer.open_run(blob, span.key, first_token, self._num_tokens, self._codec)
+        return self._segment.stage(payload, staged)
+
+
+class FirstChunkLayout:
+    """Implements ``StagingLayout`` for the first chunk of a session.
+
+    Args:
+        segment: of the tokens from ``NUM_SINKS`` on.
+        num_tokens: of the whole chunk.
+    """
+
+    def __init__(
+        self,
+        head: RawStagingLayout,
+        segment: SegmentLayout,
+        packer: Packer,
+        codec: Codec,
+        num_tokens: int,
+    ) -> None:
+        self._head = head
+        self._segment = segment
+        self._packer = packer
+        self._thin = ThinRows(packer.layout)
+        self._codec_id = codec.id
+        self._num_tokens = num_tokens
+        self._head_end: Final = -(-head.nbytes // STEP) * STEP
+        self.nbytes = self._head_end + segment.nbytes
+
+    def read(self, run: TokenRun, staged: Tensor) -> None:
+        self._head.read(run, staged[: self._head.nbytes])
+        self._segment.read(run, staged[self._head_end :])
+
+    def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
+        return self._segment.rescue(block_ids, staged[self._head_end :])
+
+    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
+        thin = self._thin.encode(self._head.rows(staged))
+        rest = memoryview(self._segment.payload_of(staged[self._head_end :], rescued))
+        count = self._num_tokens - NUM_SINKS
+        segments = [
+            Segment(0, NUM_SINKS, self._thin.codec_id, memoryview(thin)),
+            Segment(NUM_SINKS, count, self._codec_id, rest),
+        ]
+        return self._packer.seal_segments(span.key, segments, 0, self._num_tokens)
+
+    def open(
+        self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
+    ) -> list[KeptRows]:
+        found = self._packer.open_segments(blob, span.key, 0, self._num_tokens)
+        if not is_first_chunk(found, self._codec_id, self._num_tokens):
+            raise Mismatch("the segments are not those of a first chunk that was packed at once")
+        thin, rest = found
+        self._thin.decode(thin.payload, NUM_SINKS, self._head.rows(staged))
+        return self._segment.stage(rest.payload, staged[self._head_end :])
+
+    def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
+        self._head.write(run, staged[: self._head.nbytes], [])
+        self._segment.write(run, staged[self._head_end :], kept)
