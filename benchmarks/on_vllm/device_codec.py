@@ -1,18 +1,18 @@
 """The kernels on a CUDA machine: right or wrong, how fast, and at what price to decoding.
 
     python benchmarks/on_vllm/device_codec.py [--codec tq3|tq4|dense3] [--dims 64 128 256]
-        [--seconds 2] [--json OUT]
+        [--chunk-tokens 32] [--seconds 2] [--json OUT]
 
 Run it with the Python of vLLM's environment. Without a CUDA device it says so and ends with 2; with
 one that packs other bytes than the host, with 1.
 
 1. Correctness: blobs and blocks against the host's codec, through the whole path, in NHD and HND.
 2. Speed: kernels alone and the whole path, in GB/s of hot KV, beside a copy of the same memory on
-   the device and the copies to and from pinned host memory. For packing straight into host memory
-   and for packing on the device with a copy after it: which is better depends on the machine. (A
-   calibrated codec packs on the device, and a copy follows in all three.)
+   the device and the copies to and from pinned host memory.
 3. Disturbance: a decode-like step (a chain of matrix products that read a weight of their own each)
-   with nothing beside it, and with saves or loads going on all the time on the side stream.
+   with nothing beside it, and with saves or loads going on all the time on the side stream. Once as
+   a CUDA graph, where only the device is shared, and once launched product by product, where the
+   interpreter's lock is, too.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
 from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlockKeys
 from kvstore.by_blocks.store import BlockStore
+from kvstore.chunk_size import SMALL_TOKENS
 from kvstore.codecs.base import Codec
 from kvstore.codecs.calibrated import calibrated_codec, learn_profile
 from kvstore.codecs.learning.samples import Samples
@@ -54,7 +55,7 @@ from kvstore.codecs.rope import Rope
 from kvstore.config import StoreConfig
 
 NO_DEVICE: Final = 2
-LAYERS, KV_HEADS, BLOCK_TOKENS, CHUNK_TOKENS = 32, 8, 16, 128
+LAYERS, KV_HEADS, BLOCK_TOKENS = 32, 8, 16
 SESSION_TOKENS: Final = 8192
 LEARNED_BLOCKS: Final = 16  # of each text that a codec is calibrated on
 STEP_LAYERS, STEP_WIDTH = 32, 4096
@@ -71,13 +72,16 @@ class Figure:
 class Rig:
     """One session's worth of cache, and the device's way to it."""
 
-    def __init__(self, codec: str, dim: int, layout: str, device: torch.device) -> None:
+    def __init__(
+        self, codec: str, dim: int, layout: str, chunk_tokens: int, device: torch.device
+    ) -> None:
         self.device = device
+        self.chunk_tokens = chunk_tokens
         num_blocks = 2 * SESSION_TOKENS // BLOCK_TOKENS
         caches = {f"layer{i}": _fused(num_blocks, dim, layout, device) for i in range(LAYERS)}
         self.cache: PagedCache = paged_cache(caches, SplitContent())
         chosen = codec_of(codec, self.cache)
-        keys = BlockKeys("", BLOCK_TOKENS, CHUNK_TOKENS // BLOCK_TOKENS)
+        keys = BlockKeys("", BLOCK_TOKENS, chunk_tokens // BLOCK_TOKENS)
         self.packer = Packer(chosen, self.cache.layout, "")
         self.store = BlockStore(StoreConfig(), self.packer, keys, "", [])
         groups = view_groups(self.cache)
@@ -136,24 +140,25 @@ class Kernels:
         assert not isinstance(self._layout, RawStagingLayout), "the codec has no kernels"
         ids = [i for x in rig.wanted for i in x.block_ids]
         blocks = torch.tensor(ids, device=rig.device)
-        firsts = range(0, SESSION_TOKENS, CHUNK_TOKENS)
-        self._runs = [TokenRun(blocks, first, CHUNK_TOKENS + first) for first in firsts]
+        size = rig.chunk_tokens
+        firsts = range(0, SESSION_TOKENS, size)
+        self._runs = [TokenRun(blocks, first, size + first) for first in firsts]
         nbytes = self._layout.nbytes
         self.on_device = torch.empty(nbytes, dtype=torch.uint8, device=rig.device)
         self.on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def pack(self, target: Tensor) -> None:
+    def pack(self) -> None:
         for run in self._runs:
-            self._layout.read(run, target)
+            self._layout.read(run, self.on_device)
 
     def pack_and_copy(self) -> None:
         for run in self._runs:
             self._layout.read(run, self.on_device)
             self.on_host.copy_(self.on_device, non_blocking=True)
 
-    def unpack(self, source: Tensor) -> None:
+    def unpack(self) -> None:
         for run in self._runs:
-            self._layout.write(run, source, [])
+            self._layout.write(run, self.on_device, [])
 
 
 def seconds_of(work: Callable[[], object], within_s: float) -> float:
@@ -179,10 +184,9 @@ def speeds(rig: Rig, dim: int, layout: str, within_s: float) -> Iterator[Figure]
         "copy on the device": (lambda: twin.copy_(hot), rig.hot_bytes),
         "copy to pinned": (lambda: pinned.copy_(part, non_blocking=True), len(pinned)),
         "copy from pinned": (lambda: part.copy_(pinned, non_blocking=True), len(pinned)),
-        "pack, to the device": (lambda: kernels.pack(kernels.on_device), rig.hot_bytes),
-        "pack, to the host": (lambda: kernels.pack(kernels.on_host), rig.hot_bytes),
+        "pack": (kernels.pack, rig.hot_bytes),
         "pack, and copy": (kernels.pack_and_copy, rig.hot_bytes),
-        "unpack": (lambda: kernels.unpack(kernels.on_device), rig.hot_bytes),
+        "unpack": (kernels.unpack, rig.hot_bytes),
         "save, whole path": (rig.save, rig.hot_bytes),
         "load, whole path": (lambda: rig.load(blobs), rig.hot_bytes),
     }
@@ -197,16 +201,25 @@ class Step:
         shape = (STEP_LAYERS, STEP_WIDTH, STEP_WIDTH)
         self._weights = torch.randn(shape, device=device, dtype=torch.bfloat16) / STEP_WIDTH**0.5
         self._x = torch.randn(8, STEP_WIDTH, device=device, dtype=torch.bfloat16)
+        self._launch()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._launch()
 
-    def milliseconds(self, within_s: float) -> list[float]:
+    def _launch(self) -> None:
+        x = self._x
+        for weight in self._weights:
+            x = x @ weight
+
+    def milliseconds(self, within_s: float, *, as_graph: bool) -> list[float]:
         """Milliseconds of each step, by the device's own clock on the model's stream."""
+        launch = self._graph.replay if as_graph else self._launch
         found, end = [], time.perf_counter() + within_s
         while time.perf_counter() < end:
             begun, done = (torch.cuda.Event(enable_timing=True) for _ in "ab")
             begun.record()
-            x = self._x
-            for weight in self._weights:
-                x = x @ weight
+            launch()
             done.record()
             done.synchronize()
             found.append(begun.elapsed_time(done))
@@ -233,14 +246,15 @@ def going_on(work: Callable[[], object] | None) -> Iterator[None]:
 
 def disturbance(rig: Rig, within_s: float) -> dict[str, dict[str, float]]:
     blobs, step = rig.save(), Step(rig.device)
-    step.milliseconds(0.5)
+    step.milliseconds(0.5, as_graph=False)
     beside = {"alone": None, "beside saves": rig.save, "beside loads": lambda: rig.load(blobs)}
     found = {}
     for name, work in beside.items():
-        with going_on(work):
-            times = step.milliseconds(within_s)
-        p99 = statistics.quantiles(times, n=100)[98]
-        found[name] = {"p50_ms": statistics.median(times), "p99_ms": p99}
+        for kind in ("graph", "launches"):
+            with going_on(work):
+                times = step.milliseconds(within_s, as_graph=kind == "graph")
+            p99 = statistics.quantiles(times, n=100)[98]
+            found[f"{kind}, {name}"] = {"p50_ms": statistics.median(times), "p99_ms": p99}
     return found
 
 
@@ -256,6 +270,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--codec", default="tq3")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--chunk-tokens", type=int, default=SMALL_TOKENS)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -266,7 +281,7 @@ def main() -> int:
     beside: dict[str, dict[str, float]] = {}
     for dim in options.dims:
         for layout in ("NHD", "HND"):
-            rig = Rig(options.codec, dim, layout, device)
+            rig = Rig(options.codec, dim, layout, options.chunk_tokens, device)
             same = kernels_agree(rig.gpu, rig.cache, rig.store)
             print(f"dim {dim}, {layout}: {'the same bytes as the host' if same else 'WRONG'}")
             right = right and same
@@ -276,7 +291,7 @@ def main() -> int:
             rig.close()
     report(figures)
     for name, times in beside.items():
-        print(f"decode step {name}: p50 {times['p50_ms']:.3f} ms, p99 {times['p99_ms']:.3f} ms")
+        print(f"decode step as {name}: p50 {times['p50_ms']:.3f} ms, p99 {times['p99_ms']:.3f} ms")
     if options.json:
         found = {
             "device": torch.cuda.get_device_name(device),
