@@ -143,9 +143,9 @@ class Kernels:
         size = rig.chunk_tokens
         firsts = range(0, SESSION_TOKENS, size)
         self._runs = [TokenRun(blocks, first, size + first) for first in firsts]
-        nbytes = self._layout.nbytes
-        self.on_device = torch.empty(nbytes, dtype=torch.uint8, device=rig.device)
-        self.on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        shape = (1, self._layout.nbytes)
+        self.on_device = torch.empty(shape, dtype=torch.uint8, device=rig.device)
+        self.on_host = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
     def pack(self) -> None:
         for run in self._runs:
@@ -158,7 +158,7 @@ class Kernels:
 
     def unpack(self) -> None:
         for run in self._runs:
-            self._layout.write(run, self.on_device, [])
+            self._layout.write(run, self.on_device)
 
 
 def seconds_of(work: Callable[[], object], within_s: float) -> float:

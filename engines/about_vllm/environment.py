@@ -47,7 +47,7 @@ print(json.dumps({
 # Top-level names that other distributions use as well. They do no harm when our own path comes
 # first in PYTHONPATH.
 ROOMS: Final = ("thermocline", "gateway", "engines", "kvstore", "scheduler", "launch")
-NEEDED: Final = ("msgspec", "numpy", "lmdb", "google_crc32c", "psutil", "prometheus_client")
+NEEDED: Final = ("msgspec", "numpy", "lmdb", "crc32c", "psutil", "prometheus_client")
 
 
 @dataclass(frozen=True)

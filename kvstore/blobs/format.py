@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-import google_crc32c
 import numpy as np
+from crc32c import crc32c
 
 from kvstore.blobs.chain import FORMAT_VERSION, KEY_BYTES, KINDS
 from kvstore.errors import Corrupt, Mismatch
@@ -102,8 +102,11 @@ def codec_in(blob: bytes | bytearray | memoryview | VerifiedBlob) -> bytes:
     return bytes(blob[_CODEC]).rstrip(b"\0")
 
 
-def pack(header: Header, payload: bytes | memoryview) -> bytes:
-    """Make one blob; the payload is copied once. Raises ``ValueError`` if it is too large."""
+def pack(header: Header, payload: bytes | memoryview) -> bytearray:
+    """Make one blob; the payload is copied once. Raises ``ValueError`` if it is too large.
+
+    Checksum and copy of a large payload leave the interpreter's lock to other threads.
+    """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ValueError(f"a payload of {len(payload)} bytes is over {MAX_PAYLOAD_BYTES}")
     head = _HEADER.pack(
@@ -119,7 +122,10 @@ def pack(header: Header, payload: bytes | memoryview) -> bytes:
         header.num_tokens,
         len(payload),
     )
-    return b"".join((head, _CRC.pack(_checksum(head, payload)), payload))
+    blob = bytearray(HEADER_BYTES + len(payload))
+    blob[:HEADER_BYTES] = head + _CRC.pack(_checksum(head, payload))
+    np.frombuffer(blob, np.uint8)[HEADER_BYTES:] = np.frombuffer(payload, np.uint8)
+    return blob
 
 
 def parse(blob: bytes | bytearray | memoryview | VerifiedBlob) -> tuple[Header, memoryview]:
@@ -163,11 +169,7 @@ def _stated(view: memoryview) -> int:
 
 
 def _checksum(head: bytes | memoryview, payload: bytes | memoryview) -> int:
-    # The library takes bytes and arrays but no memoryview; frombuffer copies nothing.
-    crc = google_crc32c.value(np.frombuffer(head, np.uint8))
-    if len(payload):
-        crc = google_crc32c.extend(crc, np.frombuffer(payload, np.uint8))
-    return int(crc)
+    return int(crc32c(payload, crc32c(head)))
 
 
 assert KEY_BYTES == 33  # kind and digest have their fixed places in the header

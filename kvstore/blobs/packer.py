@@ -157,7 +157,7 @@ class Packer:
         first_token: int,
         codec: Codec | None = None,
         lineage: Lineage = FRESH,
-    ) -> bytes:
+    ) -> bytearray:
         """Pack a run of tokens; keeps no reference to its views.
 
         Args:
@@ -186,14 +186,14 @@ class Packer:
         first_token: int,
         num_tokens: int,
         codec: Codec | None = None,
-    ) -> bytes:
+    ) -> bytearray:
         """Make the blob of a run from the payload that its codec made, on whichever device."""
         codec_id = blobs.codec_field((codec or self.codec).id)
         return blobs.pack(self._header(key, codec_id, first_token, num_tokens), payload)
 
     def seal_segments(
         self, key: bytes, segments: Sequence[Segment], first_token: int, num_tokens: int
-    ) -> bytes:
+    ) -> bytearray:
         """Make the blob of a run from segments that cover it; one segment alone needs no head."""
         header = self._header(key, SEGMENTS, first_token, num_tokens)
         if len(segments) == 1 and segments[0].num_tokens == num_tokens:
@@ -278,7 +278,7 @@ class Packer:
             self._known.find(segment.codec_id)
         return found
 
-    def _seal_rows(self, rows: WholeRows, key: bytes, run: KVRun, first_token: int) -> bytes:
+    def _seal_rows(self, rows: WholeRows, key: bytes, run: KVRun, first_token: int) -> bytearray:
         header = self._header(key, rows.codec_id.encode(), first_token, tokens_in(run))
         return blobs.pack(header, rows.encode(run))
 
@@ -300,7 +300,7 @@ class Packer:
         rows: Lineage = FRESH,
         how: SessionCodec | None = None,
         lineage: Lineage = FRESH,
-    ) -> bytes:
+    ) -> bytearray:
         """Pack a state with the ``num_tokens`` tokens after the last full chunk before it.
 
         Args:

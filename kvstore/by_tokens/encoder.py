@@ -21,6 +21,7 @@ from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import OlderRun, packed_rows
 from kvstore.ledger.record import bytes_of_leading
 from kvstore.shapes import slice_tokens
+from kvstore.tiers.base import Blob
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class Encoded:
-    fresh: dict[bytes, bytes]  # new blobs by key, in the order of their tokens
+    fresh: dict[bytes, Blob]  # new blobs by key, in the order of their tokens
     spans: list[_Span]  # those among them that hold rows and nothing else
     codec: Codec  # the one that packed them
     codecs: CodecSet  # those in use when encoding began
@@ -106,7 +107,7 @@ class Encoder:
 
     def encode_again(
         self, update: SessionUpdate, job: SaveJob, encoded: Encoded, codec: Codec
-    ) -> dict[bytes, bytes]:
+    ) -> dict[bytes, Blob]:
         """Pack the same blobs from the same rows for a tier with another codec."""
         own = self._lineages(update, job, encoded.lineages, codec)
         # This tier may lack a copy in its codec, and the fastest one has dropped the older tail.
@@ -142,11 +143,11 @@ class Encoder:
         codec: Codec,
         lineages: Mapping[int, Lineage],
         at_once: int,
-    ) -> dict[bytes, bytes]:
+    ) -> dict[bytes, Blob]:
         """Pack chunks and tail on the codec threads; return the blobs by key."""
         pack = self._packer.pack_run
 
-        def packing(x: _Span) -> Callable[[], bytes]:
+        def packing(x: _Span) -> Callable[[], Blob]:
             run = slice_tokens(job.run, x.first, x.end)
             return partial(pack, x.key, run, x.first, codec, lineages.get(x.first, FRESH))
 
@@ -223,7 +224,7 @@ class Encoder:
         codecs: CodecSet,
         codec: Codec,
         lineages: Mapping[int, Lineage],
-    ) -> Iterator[tuple[bytes, bytes]]:
+    ) -> Iterator[tuple[bytes, Blob]]:
         """Yield the blobs of states, by key; ``lineages`` are those of rows."""
         lineage = self._lineage(update, job) if positions else FRESH
         for snapshot in {x.position: x for x in job.snapshots}.values():
@@ -269,7 +270,7 @@ class Encoder:
             return []
 
     def _run_bytes(
-        self, update: SessionUpdate, spans: Sequence[_Span], fresh: Mapping[bytes, bytes]
+        self, update: SessionUpdate, spans: Sequence[_Span], fresh: Mapping[bytes, Blob]
     ) -> tuple[int, int]:
         """Return the bytes of chunks and tail, and of the tail alone.
 
@@ -297,7 +298,7 @@ class Encoder:
         return known, bytes_of_leading(known, num_chunks, old.packed_bytes, rest)
 
     def _state_bytes(
-        self, update: SessionUpdate, kept: tuple[int, ...], states: dict[bytes, bytes]
+        self, update: SessionUpdate, kept: tuple[int, ...], states: dict[bytes, Blob]
     ) -> int:
         """Estimate the bytes of all kept states: those of one session are about equally large."""
         if states:

@@ -23,6 +23,7 @@ from kvstore.by_tokens.records import SessionRecord
 from kvstore.by_tokens.reviser import Reviser, SessionUpdate
 from kvstore.by_tokens.save_queue import OnDone, SaveJob, SaveQueue
 from kvstore.ledger.ledger import Ledger
+from kvstore.tiers.base import Blob
 
 LOOK_S: Final = 15.0  # how long one wait for the queue may take
 
@@ -103,7 +104,7 @@ class Saver:
         update: SessionUpdate,
         job: SaveJob,
         encoded: Encoded,
-        forms: dict[str, dict[bytes, bytes]],
+        forms: dict[str, dict[bytes, Blob]],
     ) -> None:
         """Pack in every other codec that a tier has, once the fastest tier has the session."""
         for codec in self._encoder.others(encoded):

@@ -42,7 +42,7 @@ OnPacked = Callable[[SessionRef], None]
 _log = logging.getLogger(__name__)
 
 
-def packed_again(packer: Packer, blob: Blob, key: bytes, codec: Codec) -> bytes | None:
+def packed_again(packer: Packer, blob: Blob, key: bytes, codec: Codec) -> Blob | None:
     """Pack an unpacked blob; None if it has been through a lossy codec, now or before.
 
     Of a state only the parts that its engine marked are packed; older releases did not write marks.
@@ -266,7 +266,7 @@ class Repacker(Generic[R]):
 
     def _pack_blob(self, resting: _Resting, tenant: str) -> int | None:
         """Exchange a blob's unpacked copies; return the bytes freed, None if a tier refused one."""
-        forms: dict[str, bytes] = {}
+        forms: dict[str, Blob] = {}
         targets, freed, is_refused = self._targets(), 0, False
         for level, tag in resting.copies.items():
             codec = targets.get(level)
@@ -284,7 +284,7 @@ class Repacker(Generic[R]):
                 is_refused = True
         return None if is_refused else freed
 
-    def _packed(self, blob: Blob, key: bytes, codec: Codec) -> bytes | None:
+    def _packed(self, blob: Blob, key: bytes, codec: Codec) -> Blob | None:
         try:
             return packed_again(self._packer, blob, key, codec)
         except Unusable:  # a restore finds that, too, and removes the copy

@@ -33,7 +33,7 @@ class RamTier(IndexedTier):
 
     def __init__(self, capacity_bytes: int, guaranteed_share: float = 0.0) -> None:
         self._index = RecencyIndex(capacity_bytes, guaranteed_share)
-        self._blobs: dict[bytes, bytes] = {}
+        self._blobs: dict[bytes, Blob] = {}
         self._lock = threading.Lock()
         self._num_evictions = 0
 
@@ -46,13 +46,13 @@ class RamTier(IndexedTier):
             return [self._blobs.get(key) for key in keys]
 
     def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
-        blobs = {key: bytes(blob) for key, blob in items}
+        blobs = {key: _own(blob) for key, blob in items}
         with self._lock:
             self._apply(self._index.add(_sizes(blobs), owner), blobs)
             return sum(key in self._blobs for key in blobs)
 
     def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
-        blobs = {key: bytes(blob)}
+        blobs = {key: _own(blob)}
         before = instead_of or key
         with self._lock:
             if instead_of and instead_of not in self._index:
@@ -68,7 +68,7 @@ class RamTier(IndexedTier):
             self._num_evictions -= bool(instead_of)  # it was replaced
             return True
 
-    def _apply(self, update: IndexUpdate, blobs: dict[bytes, bytes]) -> None:
+    def _apply(self, update: IndexUpdate, blobs: dict[bytes, Blob]) -> None:
         """Make the changes of the index to the blobs. The caller holds the lock."""
         for key, _ in update.evicted:
             del self._blobs[key]
@@ -127,5 +127,10 @@ class RamTier(IndexedTier):
             self._index = self._index.emptied()
 
 
-def _sizes(blobs: dict[bytes, bytes]) -> dict[bytes, int]:
+def _own(blob: Blob) -> Blob:
+    """Copy a view, whose memory may be reused; the memory of any other blob is its own."""
+    return bytes(blob) if isinstance(blob, memoryview) else blob
+
+
+def _sizes(blobs: dict[bytes, Blob]) -> dict[bytes, int]:
     return {key: len(key) + len(blob) + ENTRY_BYTES for key, blob in blobs.items()}

@@ -58,7 +58,7 @@ def test_who_waits_is_woken_when_enough_has_come_back():
     staging.give_back(first)
     thread.join(10)
     assert len(got) == 1
-    assert len(got[0].host) == 2 * STEP
+    assert got[0].host.numel() == 2 * STEP
 
 
 def test_an_upload_reaches_the_twin_and_a_download_the_host():
@@ -74,3 +74,14 @@ def test_an_upload_reaches_the_twin_and_a_download_the_host():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     assert bool((region.host == 8).all())
+
+
+def test_a_region_in_parts_is_free_once_all_users_have_returned_it():
+    staging = ring(4)
+    region = staging.take(STEP - 6, 3, num_users=2, wait=False)
+    assert region.host.shape == region.device.shape == (3, STEP)
+    assert [x.shape for x in region.arrays(STEP - 6)] == [(STEP - 6,)] * 3
+    staging.give_back(region)
+    assert staging.take(2 * STEP, wait=False) is None
+    staging.give_back(region)
+    assert staging.take(4 * STEP, wait=False) is not None

@@ -76,7 +76,7 @@ def test_same_bytes_as_the_definition(bits, token_major, dim, dtype):
     cache = paged(dim, dtype, token_major)
     blocks = torch.tensor([7, 2, 5], device=DEVICE)
     packed = Packed(rows, dim, COUNT)
-    kernels.pack(group_of(cache), blocks, 4, COUNT, packed.payload, packed.offsets)
+    kernels.pack(group_of(cache), blocks, 4, COUNT, packed.payload[None], packed.offsets)
 
     stored = rows_of(cache, blocks, 4, COUNT)
     expected, expected_scales = rows.pack(floats.widen(stored, name))
@@ -84,7 +84,7 @@ def test_same_bytes_as_the_definition(bits, token_major, dim, dtype):
     assert np.array_equal(packed.scales(), expected_scales)
 
     back = torch.zeros_like(cache)
-    kernels.unpack(group_of(back), blocks, 4, COUNT, packed.payload, packed.offsets)
+    kernels.unpack(group_of(back), blocks, 4, COUNT, packed.payload[None], packed.offsets)
     wanted = floats.narrow(rows.unpack(expected, expected_scales, dim), name).view(np.uint16)
     assert np.array_equal(rows_of(back, blocks, 4, COUNT), wanted)
     assert int((back != 0).any(3).sum()) == HEADS * COUNT  # no other row was touched

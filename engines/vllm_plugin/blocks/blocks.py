@@ -12,6 +12,7 @@ from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.codecs.base import Codec
 from kvstore.shapes import KVPair
+from kvstore.tiers.base import Blob
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Packing:
 
 # The input for the codec of a slower tier, which packs again: for a blob its rows, (num_kv_heads,
 # num_tokens, head_dim) for K and V per layer, and for a state the function that packs it.
-PackState: TypeAlias = Callable[[Codec], bytes]
+PackState: TypeAlias = Callable[[Codec], Blob]
 Rows: TypeAlias = dict[BlobSpan, Sequence[KVPair] | PackState]
 
 
@@ -57,7 +58,7 @@ class Blocks(Protocol):
 
     def pack(
         self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
-    ) -> list[Future[bytes]]:
+    ) -> list[Future[Blob]]:
         """Read the blocks, and return futures of their blobs, in the order of ``wanted``.
 
         The blocks are read once the device has reached the mark ``ready``, and may be reused when

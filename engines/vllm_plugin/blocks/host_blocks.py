@@ -22,6 +22,7 @@ from kvstore.by_blocks.store import BlockStore
 from kvstore.codecs.base import Codec
 from kvstore.errors import Unusable
 from kvstore.shapes import KVLayout, KVPair, slice_tokens
+from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -144,7 +145,7 @@ class HostBlocks:
 
     def pack(
         self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
-    ) -> list[Future[bytes]]:
+    ) -> list[Future[Blob]]:
         with self._stream.after(ready):
             runs = [self._read(x) for x in wanted]
         if rows is not None:
@@ -180,7 +181,7 @@ class HostBlocks:
             block_ids = [x for filling in fillings for x in filling.block_ids]
             self._access.write(block_ids, run, first_block + first.skip)
 
-    def _packed(self, packing: Packing, run: list[KVPair], home: Codec) -> bytes:
+    def _packed(self, packing: Packing, run: list[KVPair], home: Codec) -> Blob:
         key, first = packing.span.key, packing.span.first_block * self._access.block_tokens
         return self._store.packer.pack_run(key, run, first, home, packing.lineage)
 

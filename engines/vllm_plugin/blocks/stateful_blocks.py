@@ -24,6 +24,7 @@ from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import BlockStore
 from kvstore.codecs.base import Codec
 from kvstore.errors import Unusable
+from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -49,7 +50,7 @@ class StatefulBlocks:
 
     def pack(
         self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
-    ) -> list[Future[bytes]]:
+    ) -> list[Future[Blob]]:
         states = [x for x in wanted if x.span.is_state]
         rest = [x for x in wanted if not x.span.is_state]
         packed = self._blocks.pack(rest, ready, rows)
@@ -73,7 +74,7 @@ class StatefulBlocks:
     def close(self) -> None:
         self._blocks.close()
 
-    def _packed(self, span: BlobSpan, tree: StateTree, lineage: Lineage, codec: Codec) -> bytes:
+    def _packed(self, span: BlobSpan, tree: StateTree, lineage: Lineage, codec: Codec) -> Blob:
         packer = self._store.packer
         how = packer.codecs.sessions.get(codec.id)
         return packer.pack_snapshot(

@@ -22,6 +22,7 @@ from kvstore.blobs.format import codec_in
 from kvstore.blobs.segments import FRESH, is_first_chunk
 from kvstore.by_blocks.store import BlockStore
 from kvstore.errors import Unusable
+from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -34,7 +35,7 @@ class DeviceTransfer(Protocol):
     def mark(self) -> object:
         """Remember the work queued so far on the device. Called on the model's thread."""
 
-    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
+    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[Blob]]:
         """Make blobs of blocks; see ``blocks.Blocks.pack``."""
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
@@ -107,7 +108,7 @@ class CheckedBlocks:
 
     def pack(
         self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
-    ) -> list[Future[bytes]]:
+    ) -> list[Future[Blob]]:
         checked, codec = self._checked, self._store.home_codec.id
         if codec != checked.codec:
             self._check_soon(codec)

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from engines.vllm_plugin.device.accelerator import Stream, sent
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout, TokenRun
-from engines.vllm_plugin.device.staging import Region, StagingRing
+from engines.vllm_plugin.device.staging import Region, StagingRing, rounded_up
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import BlockStore
+
+MOST_BLOBS: Final = 16
+MOST_BYTES: Final = 8 << 20
+
+
+class OneBlob(Protocol):
+    """What a save or load wants of one blob."""
+
+    @property
+    def span(self) -> BlobSpan: ...
+
+    @property
+    def block_ids(self) -> list[int]: ...
+
+
+Wanted = TypeVar("Wanted", bound=OneBlob)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +42,40 @@ class CopyStream:
     side_stream: Stream
     device: torch.device
 
+    def batches(self, wanted: Sequence[Wanted]) -> Iterator[Batch[Wanted]]:
+        """Group chunks that follow each other; any other blob forms a batch of its own.
+
+        A launch for each chunk would hold the interpreter's lock for as long as the device packs
+        it. Batches begin at the same chunks in every session.
+        """
+        first = 0
+        batch: Batch[Wanted] | None = None
+        for x in wanted:
+            layout = self.layout_of(x.span)
+            if batch is None or not self._continues(batch, layout, x.span):
+                if batch is not None:
+                    yield batch
+                    first += batch.num_blocks * self.block_tokens
+                batch = Batch(layout, first)
+            batch.blobs.append(x)
+        if batch is not None:
+            yield batch
+
+    def _continues(self, batch: Batch[Wanted], layout: StagingLayout, span: BlobSpan) -> bool:
+        if layout is not batch.layout or not layout.takes_many:
+            return False
+        most = min(MOST_BLOBS, min(MOST_BYTES, self.ring.nbytes // 2) // rounded_up(layout.nbytes))
+        number = span.first_block // span.num_blocks
+        follows = span.first_block == batch.blobs[-1].span.end_block
+        return follows and bool(number % (1 << max(most, 1).bit_length() - 1))
+
+    @property
+    def block_tokens(self) -> int:
+        return self.store.keys.block_tokens
+
     def first_token(self, span: BlobSpan) -> int:
         """Return the position in its session of the first token of ``span``."""
-        return span.first_block * self.store.keys.block_tokens
+        return span.first_block * self.block_tokens
 
     def table(self, block_ids: list[int]) -> Tensor:
         """Return block ids as int64 (num_blocks,) on the device.
@@ -36,24 +84,38 @@ class CopyStream:
         """
         return sent(torch.tensor(block_ids, dtype=torch.int64), self.device)
 
-    def run_of(self, copy: InFlight, blocks: Tensor) -> TokenRun:
-        """Return the tokens of a blob; ``blocks`` is the ``table`` of its save or load."""
-        return TokenRun(blocks, copy.first, self.first_token(copy.span))
-
 
 @dataclass(eq=False)
-class InFlight:
-    """A copy under way of one blob's rows between blocks and staging memory.
+class Batch(Generic[Wanted]):
+    """Blobs of one layout that follow each other in a session.
 
-    Attributes:
-        first: the index of its first token in the run of all tokens of its save or load.
-        block_ids: vLLM's ids of the blocks that it reads or writes.
-        wait_done: returns when the device has finished the copy; None before the copy is queued.
+    ``first``: the index of their first token in the run of all tokens of their save or load.
     """
 
     layout: StagingLayout
-    region: Region
-    span: BlobSpan
     first: int
-    block_ids: list[int]
+    blobs: list[Wanted] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(x.span.num_blocks for x in self.blobs)
+
+    def runs(self, blocks: Tensor, block_tokens: int) -> list[TokenRun]:
+        """Return the tokens of each blob; ``blocks`` is the table of the whole save or load."""
+        at, found = self.first, []
+        for x in self.blobs:
+            found.append(TokenRun(blocks, at, x.span.first_block * block_tokens))
+            at += x.span.num_blocks * block_tokens
+        return found
+
+
+@dataclass(eq=False)
+class InFlight(Generic[Wanted]):
+    """A copy under way of a batch's rows between blocks and a region.
+
+    ``wait_done``: returns when the device has finished the copy; None before the copy is queued.
+    """
+
+    batch: Batch[Wanted]
+    region: Region
     wait_done: Callable[[], None] | None = None

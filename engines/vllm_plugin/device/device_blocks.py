@@ -22,6 +22,7 @@ from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import StagingRing
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import BlockStore
+from kvstore.tiers.base import Blob
 
 
 class DeviceBlocks:
@@ -64,7 +65,7 @@ class DeviceBlocks:
         """Remember the work queued so far on the device. Called on the model's thread."""
         return self._saving.side_stream.mark()
 
-    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
+    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[Blob]]:
         """Make blobs from blocks; see ``blocks.Blocks.pack``."""
         return DeviceSave(self._saving).run(wanted, ready) if wanted else []
 

@@ -1,4 +1,4 @@
-"""One load on the device: blobs pass one after the other through the ring into the blocks."""
+"""One load on the device: blobs pass through the ring into the blocks, a few at a time."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from engines.vllm_plugin.blocks.blocks import Filling
-from engines.vllm_plugin.device.copy_stream import CopyStream, InFlight
+from engines.vllm_plugin.device.copy_stream import Batch, CopyStream, InFlight
 from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import Region
-from kvstore.blobs.packer import AnyBlob
 from kvstore.errors import Unusable
 
 logger = logging.getLogger("thermocline.vllm")
 
 OPENED_AHEAD: Final = 4
 NOT_WANTED: Final = -1  # the id of a block that kernels skip
+
+
+# A row for each blob of a batch: the rows that its part cannot hold; None for an unusable blob.
+Opening: TypeAlias = list[Future[list[KeptRows] | None]]
 
 
 class DeviceLoad:
@@ -33,8 +37,8 @@ class DeviceLoad:
 
     def __init__(self, copy_stream: CopyStream) -> None:
         self._copy_stream = copy_stream
-        self._opening: deque[tuple[InFlight, Future[list[KeptRows] | None]]] = deque()
-        self._in_flight: deque[InFlight] = deque()
+        self._opening: deque[tuple[InFlight[Filling], Opening]] = deque()
+        self._in_flight: deque[InFlight[Filling]] = deque()
         self._filled: set[int] = set()
 
     def run(self, wanted: Sequence[Filling], ready: object) -> set[int]:
@@ -51,25 +55,22 @@ class DeviceLoad:
 
     def _write_all(self, wanted: Sequence[Filling]) -> None:
         blocks = self._copy_stream.table([i for x in wanted for i in _all_blocks(x)])
-        first = 0
-        for x in wanted:
-            layout = self._copy_stream.layout_of(x.span)
-            copy = InFlight(layout, self._take_region(layout, blocks), x.span, first, x.block_ids)
-            opening = self._copy_stream.store.workers.codec(self._open, copy, x.blob)
-            self._opening.append((copy, opening))
-            if len(self._opening) > OPENED_AHEAD:
+        for batch in self._copy_stream.batches(wanted):
+            copy = InFlight(batch, self._take_region(batch, blocks))
+            self._opening.append((copy, self._open_all(copy)))
+            if sum(len(x.batch.blobs) for x, _ in self._opening) > OPENED_AHEAD + len(batch.blobs):
                 self._write(blocks)
-            first += x.span.num_blocks * self._copy_stream.store.keys.block_tokens
         while self._opening:
             self._write(blocks)
         while self._in_flight:
             self._finish_oldest()
 
-    def _take_region(self, layout: StagingLayout, blocks: Tensor) -> Region:
+    def _take_region(self, batch: Batch[Filling], blocks: Tensor) -> Region:
         """Take a region. Wait for other threads only while holding none: two could deadlock."""
+        nbytes, count = batch.layout.nbytes, len(batch.blobs)
         while True:
             holding = bool(self._opening or self._in_flight)
-            region = self._copy_stream.ring.take(layout.nbytes, wait=not holding)
+            region = self._copy_stream.ring.take(nbytes, count, wait=not holding)
             if region is not None:
                 return region
             if self._in_flight:
@@ -77,15 +78,24 @@ class DeviceLoad:
             else:
                 self._write(blocks)
 
-    def _open(self, copy: InFlight, blob: AnyBlob) -> list[KeptRows] | None:
-        """Open a blob into its region, on a codec thread; None if the blob is unusable.
+    def _open_all(self, copy: InFlight[Filling]) -> Opening:
+        arrays = copy.region.arrays(copy.batch.layout.nbytes)
+        codec = self._copy_stream.store.workers.codec
+        return [
+            codec(self._open, copy.batch.layout, x, staged)
+            for x, staged in zip(copy.batch.blobs, arrays, strict=True)
+        ]
+
+    def _open(
+        self, layout: StagingLayout, filling: Filling, staged: np.ndarray
+    ) -> list[KeptRows] | None:
+        """Open a blob into its part of a region, on a codec thread; None if it is unusable.
 
         An unusable blob is discarded, so that it is not offered again.
         """
-        span = copy.span
+        span = filling.span
         try:
-            first = self._copy_stream.first_token(span)
-            return copy.layout.open(blob, span, first, copy.region.array)
+            return layout.open(filling.blob, span, self._copy_stream.first_token(span), staged)
         except Unusable as error:
             logger.warning("a verified blob cannot be decoded: %s", error)
             self._copy_stream.store.discard(span.key)
@@ -93,16 +103,24 @@ class DeviceLoad:
 
     def _write(self, blocks: Tensor) -> None:
         copy, opening = self._opening[0]
-        kept = opening.result()
+        opened = [x.result() for x in opening]
         self._opening.popleft()
         self._in_flight.append(copy)
-        if kept is not None:
-            run = self._copy_stream.run_of(copy, blocks)
-            self._copy_stream.side_stream.ask(copy.region.upload)
-            write = partial(copy.layout.write, run, copy.region.device, kept)
-            self._copy_stream.side_stream.ask(write)
-            self._filled.update(copy.block_ids)
-        copy.wait_done = self._copy_stream.side_stream.completion()
+        stream, layout = self._copy_stream.side_stream, copy.batch.layout
+        runs = copy.batch.runs(blocks, self._copy_stream.block_tokens)
+        usable = [i for i, kept in enumerate(opened) if kept is not None]
+        if usable:
+            stream.ask(copy.region.upload)
+        if len(usable) == len(opened):
+            stream.ask(partial(layout.write, runs[0], copy.region.device))
+        else:
+            for i in usable:
+                stream.ask(partial(layout.write, runs[i], copy.region.device[i : i + 1]))
+        for i in usable:
+            if kept := opened[i]:
+                stream.ask(partial(layout.write_kept, runs[i], kept))
+            self._filled.update(copy.batch.blobs[i].block_ids)
+        copy.wait_done = stream.completion()
 
     def _finish_oldest(self) -> None:
         copy = self._in_flight[0]
@@ -114,7 +132,7 @@ class DeviceLoad:
     def _give_up(self) -> None:
         """Return regions after an error, once no thread and no kernel uses them."""
         if self._opening or self._in_flight:
-            wait([opening for _, opening in self._opening])
+            wait([x for _, opening in self._opening for x in opening])
             self._copy_stream.side_stream.drain()
         for copy in (*self._in_flight, *(copy for copy, _ in self._opening)):
             self._copy_stream.ring.give_back(copy.region)

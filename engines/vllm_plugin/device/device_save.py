@@ -1,4 +1,4 @@
-"""One save on the device: blocks pass through the ring, blob by blob."""
+"""One save on the device: blocks pass through the ring, a few blobs at a time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
+import numpy as np
 from torch import Tensor
 
 from engines.vllm_plugin.blocks.blocks import Packing
-from engines.vllm_plugin.device.copy_stream import CopyStream, InFlight
-from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
+from engines.vllm_plugin.device.copy_stream import Batch, CopyStream, InFlight
 from engines.vllm_plugin.device.staging import Region
+from kvstore.by_blocks.names import BlobSpan
+from kvstore.tiers.base import Blob
 
 
 class DeviceSave:
@@ -23,10 +25,10 @@ class DeviceSave:
 
     def __init__(self, copy_stream: CopyStream) -> None:
         self._copy_stream = copy_stream
-        self._in_flight: deque[InFlight] = deque()
-        self._sealing: list[Future[bytes]] = []
+        self._in_flight: deque[InFlight[Packing]] = deque()
+        self._sealing: list[Future[Blob]] = []
 
-    def run(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
+    def run(self, wanted: Sequence[Packing], ready: object) -> list[Future[Blob]]:
         """Read blocks after the mark ``ready``; return a future for each blob, in order.
 
         The blocks may be reused when this returns; see ``blocks.Blocks.pack``.
@@ -40,43 +42,51 @@ class DeviceSave:
 
     def _read_all(self, wanted: Sequence[Packing]) -> None:
         blocks = self._copy_stream.table([i for x in wanted for i in x.block_ids])
-        first = 0
-        for x in wanted:
-            layout = self._copy_stream.layout_of(x.span)
-            copy = InFlight(layout, self._take_region(layout), x.span, first, x.block_ids)
+        for batch in self._copy_stream.batches(wanted):
+            copy = InFlight(batch, self._take_region(batch))
             self._in_flight.append(copy)
             self._read(copy, blocks)
-            first += len(x.block_ids) * self._copy_stream.store.keys.block_tokens
         while self._in_flight:
             self._finish_oldest()
 
-    def _read(self, copy: InFlight, blocks: Tensor) -> None:
-        run = self._copy_stream.run_of(copy, blocks)
-        read = partial(copy.layout.read, run, copy.region.device)
-        self._copy_stream.side_stream.ask(read)
-        self._copy_stream.side_stream.ask(copy.region.download)
-        copy.wait_done = self._copy_stream.side_stream.completion()
+    def _read(self, copy: InFlight[Packing], blocks: Tensor) -> None:
+        stream, block_tokens = self._copy_stream.side_stream, self._copy_stream.block_tokens
+        first, *_ = copy.batch.runs(blocks, block_tokens)
+        stream.ask(partial(copy.batch.layout.read, first, copy.region.device))
+        stream.ask(copy.region.download)
+        copy.wait_done = stream.completion()
 
-    def _take_region(self, layout: StagingLayout) -> Region:
+    def _take_region(self, batch: Batch[Packing]) -> Region:
         """Take a region. Wait for other threads only while holding none: two could deadlock."""
-        while (
-            region := self._copy_stream.ring.take(layout.nbytes, wait=not self._in_flight)
-        ) is None:
+        nbytes, count = batch.layout.nbytes, len(batch.blobs)
+        while True:
+            wait = not self._in_flight
+            region = self._copy_stream.ring.take(nbytes, count, num_users=count, wait=wait)
+            if region is not None:
+                return region
             self._finish_oldest()
-        return region
 
     def _finish_oldest(self) -> None:
         copy = self._in_flight[0]
         assert copy.wait_done is not None
         copy.wait_done()
-        rescued = copy.layout.rescue(copy.block_ids, copy.region.array)
-        self._sealing.append(self._copy_stream.store.workers.codec(self._seal, copy, rescued))
+        layout = copy.batch.layout
+        arrays = copy.region.arrays(layout.nbytes)
+        rescued = [
+            layout.rescue(x.block_ids, staged)
+            for x, staged in zip(copy.batch.blobs, arrays, strict=True)
+        ]
         self._in_flight.popleft()
+        for x, staged, rows in zip(copy.batch.blobs, arrays, rescued, strict=True):
+            seal = partial(self._seal, copy, x.span, staged, rows)
+            self._sealing.append(self._copy_stream.store.workers.codec(seal))
 
-    def _seal(self, copy: InFlight, rescued: bytes) -> bytes:
+    def _seal(
+        self, copy: InFlight[Packing], span: BlobSpan, staged: np.ndarray, rescued: bytes
+    ) -> Blob:
         try:
-            first = self._copy_stream.first_token(copy.span)
-            return copy.layout.seal(copy.span, first, copy.region.array, rescued)
+            first = self._copy_stream.first_token(span)
+            return copy.batch.layout.seal(span, first, staged, rescued)
         finally:
             self._copy_stream.ring.give_back(copy.region)
 
@@ -88,4 +98,5 @@ class DeviceSave:
         if self._in_flight:
             self._copy_stream.side_stream.drain()
         for copy in self._in_flight:
-            self._copy_stream.ring.give_back(copy.region)
+            for _ in copy.batch.blobs:
+                self._copy_stream.ring.give_back(copy.region)

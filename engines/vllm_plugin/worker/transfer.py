@@ -166,7 +166,7 @@ class Transfer:
         self,
         save: Save,
         rows: Rows,
-        blobs: Mapping[bytes, bytes],
+        blobs: Mapping[bytes, Blob],
         lineages: Mapping[BlobSpan, Lineage],
     ) -> Again | None:
         """A function that packs the rows again, for tiers with another codec.
@@ -184,7 +184,7 @@ class Transfer:
         self,
         save: Save,
         rows: Rows,
-        blobs: Mapping[bytes, bytes],
+        blobs: Mapping[bytes, Blob],
         lineages: Mapping[BlobSpan, Lineage],
         codec: Codec,
     ) -> Mapping[bytes, Blob]:
@@ -205,7 +205,7 @@ class Transfer:
 
     def _packed_by(
         self, codec: Codec, span: BlobSpan, what: Sequence[KVPair] | PackState, lineage: Lineage
-    ) -> Callable[[], bytes]:
+    ) -> Callable[[], Blob]:
         if callable(what):
             return partial(what, codec)
         first = span.first_block * self._store.keys.block_tokens

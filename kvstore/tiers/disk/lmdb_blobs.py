@@ -31,9 +31,9 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import google_crc32c
 import lmdb
 import numpy as np
+from crc32c import crc32c
 
 DATABASES = (b"index.1", b"pieces.1")  # 1 is the version of this layout; names on disk stay
 FRAGMENT_BYTES = 128 << 10  # of file, header included
@@ -176,7 +176,7 @@ class LmdbBlobs:
         address = np.frombuffer(view, np.uint8).ctypes.data
         (page,) = _PAGE_NUMBER.unpack(ctypes.string_at(address - HEADER_BYTES, _PAGE_NUMBER.size))
         offset = page * self.page_bytes + HEADER_BYTES
-        return FileExtent(offset, len(view), google_crc32c.value(bytes(view)))
+        return FileExtent(offset, len(view), crc32c(view))
 
     def _views(
         self, txn: lmdb.Transaction[memoryview], key: bytes, length: int
@@ -199,18 +199,18 @@ def erase(extent: FileExtent, data_fd: int) -> bool:
     if extent.offset >= 1 << 63:
         return False
     there = os.pread(data_fd, extent.nbytes, extent.offset)
-    if len(there) != extent.nbytes or google_crc32c.value(there) != extent.crc:
+    if len(there) != extent.nbytes or crc32c(there) != extent.crc:
         return False
     return os.pwrite(data_fd, bytes(extent.nbytes), extent.offset) == extent.nbytes
 
 
 def _pack(key: bytes, entry: BlobEntry) -> bytes:
     packed = _ENTRY.pack(*entry)
-    return packed + _CHECKSUM.pack(google_crc32c.value(key + packed))
+    return packed + _CHECKSUM.pack(crc32c(key + packed))
 
 
 def _unpack(key: bytes, packed: bytes) -> BlobEntry:
     fields = packed[: _ENTRY.size]
-    if packed[_ENTRY.size :] != _CHECKSUM.pack(google_crc32c.value(key + fields)):
+    if packed[_ENTRY.size :] != _CHECKSUM.pack(crc32c(key + fields)):
         raise lmdb.CorruptedError("an index entry is damaged")
     return BlobEntry(*_ENTRY.unpack(fields))

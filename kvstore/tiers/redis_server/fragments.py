@@ -24,7 +24,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import google_crc32c
+from crc32c import crc32c
 
 from kvstore.errors import Corrupt
 
@@ -52,7 +52,7 @@ class BlobManifest(NamedTuple):
 
 def new_manifest(blob: bytes) -> BlobManifest:
     """Make a manifest for one write of ``blob``, with a generation of its own."""
-    crc = google_crc32c.value(blob)
+    crc = crc32c(blob)
     return BlobManifest(crc, len(blob), _num_fragments(len(blob)), secrets.randbits(64))
 
 
@@ -85,7 +85,7 @@ def verified(blob: bytes, manifest: BlobManifest) -> bytes:
     Raises:
         Corrupt: they differ.
     """
-    if len(blob) != manifest.length or google_crc32c.value(blob) != manifest.crc:
+    if len(blob) != manifest.length or crc32c(blob) != manifest.crc:
         raise Corrupt("length or checksum differs from the manifest")
     return blob
 

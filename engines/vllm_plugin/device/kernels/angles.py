@@ -13,15 +13,16 @@ from torch import Tensor
 from engines.vllm_plugin.device.accelerator import sent
 from kvstore.codecs.rope import Rope, angle_tables
 
-KEPT: Final = 256  # tables; 4 MB in all for chunks of 32 tokens and heads of 128 channels
+PAGE_TOKENS: Final = 512
+KEPT: Final = 32  # tables; 8 MB in all for one RoPE and heads of 128 channels
 
 
 class Angles:
     """Provides the angles of runs of tokens to the kernels of one stream, and caches some.
 
-    Math libraries differ in the last bit, so the device never computes angles. Chunks of all
-    sessions begin at the same positions, so each table is used many times. Freed memory is reused
-    in the order of the stream, so another stream needs another object.
+    Math libraries differ in the last bit, so the device never computes angles. A table has a page
+    of positions, which are the same in all sessions. Freed memory is reused in the order of the
+    stream, so another stream needs another object.
     """
 
     def __init__(self, ropes: Sequence[Rope], device: torch.device) -> None:
@@ -30,9 +31,15 @@ class Angles:
         self.half: Final = max((len(x.frequencies) for x in ropes), default=1)
         self._of = lru_cache(maxsize=KEPT)(self._new)
 
-    def of(self, position: int, count: int) -> Tensor:
-        """Return fp32 (ropes, 2, count, half): cosines and sines of tokens ``position ..``."""
-        return self._of(position, count)
+    def of(self, position: int, count: int) -> tuple[Tensor, int]:
+        """Return a table of cosines and sines, and the place in it of token ``position``.
+
+        The table is fp32 (ropes, 2, num_tokens, half) and covers ``count`` tokens from there on.
+        """
+        first = position - position % PAGE_TOKENS
+        if position + count <= first + PAGE_TOKENS:
+            return self._of(first, PAGE_TOKENS), position - first
+        return self._of(position, count), 0
 
     def _new(self, position: int, count: int) -> Tensor:
         tables = np.zeros((max(len(self._ropes), 1), 2, count, self.half), np.float32)

@@ -2,8 +2,9 @@
 
 ``pack_rates_kernel`` gathers rows, removes RoPE, means and gains, multiplies by the unit's basis,
 and writes gains and bit planes; ``unpack_rates_kernel`` does the reverse. One launch handles all
-sides of one shape for the tokens of one chunk: the grid is (blocks of T tokens, heads, sides), so
-that a program handles T tokens of one *unit*, a head of a side. Its output *is* the payload.
+sides of one shape for a few chunks that follow each other: the grid is (blocks of T tokens of all
+chunks, heads, sides), so that a program handles T tokens of one *unit*, a head of a side. Its
+output *is* the payload; that of the next chunk begins ``s_payload`` bytes later.
 ``kvstore.codecs.fixed_rate`` is the definition, and the bytes are the same.
 
 - *Products* are of whole numbers. When packing, a 16-bit factor is split into two digits of one
@@ -34,7 +35,7 @@ from engines.vllm_plugin.device.kernels.paged_rows import (
 )
 
 # Offsets differ between layouts, too.
-RATES_VARYING = (*VARYING, "pairs_at", "planes_at", "kept_at")
+RATES_VARYING = (*VARYING, "pairs_at", "planes_at", "kept_at", "num_angles", "first_angle")
 LANES = tl.constexpr(16)  # columns whose squares are added side by side
 CODES = tl.constexpr(16)  # of gains
 INFINITY = tl.constexpr(0x7F800000)
@@ -59,27 +60,30 @@ def _codes_of(steps, ends):
 
 
 @triton.jit
-def _turns_of(rope, w, partners, columns, angles, half, num_tokens, t, ok, D: tl.constexpr):
-    """Return partners of channels ``w``, which channels are rotated, and cosines and sines."""
+def _turns_of(rope, w, partners, columns, angles, half, num_angles, t, ok, D: tl.constexpr):
+    """Return partners of channels ``w``, which channels are rotated, and cosines and sines.
+
+    ``t``: the places of the tokens in the table of ``num_angles`` angles.
+    """
     partner = tl.load(partners + rope * D + w)
     column = tl.load(columns + rope * D + w)
     turned = column >= 0
-    table = angles + tl.maximum(rope - 1, 0) * (2 * num_tokens * half)
+    table = angles + tl.maximum(rope - 1, 0) * (2 * num_angles * half)
     at = t[:, None] * half + column[None, :]
     mask = ok[:, None] & turned[None, :]
     cos = tl.load(table + at, mask=mask, other=1.0)
-    sin = tl.load(table + num_tokens * half + at, mask=mask, other=0.0)
+    sin = tl.load(table + num_angles * half + at, mask=mask, other=0.0)
     return partner, turned, cos, sin
 
 
 @triton.jit
 def _centred(
-    cache, start, ok, w, mean, rope, partners, columns, angles, half, num_tokens, t,
+    cache, start, ok, w, mean, rope, partners, columns, angles, half, num_angles, t,
     D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Load channels ``w`` of rows, rotated back to position zero, without their means."""
     partner, turned, cos, sin = _turns_of(
-        rope, w, partners, columns, angles, half, num_tokens, t, ok, D
+        rope, w, partners, columns, angles, half, num_angles, t, ok, D
     )
     own = tl.load(
         cache + start[:, None] + w[None, :], mask=ok[:, None] & (w >= 0)[None, :], other=0
@@ -94,6 +98,13 @@ def _centred(
 
 
 @triton.jit
+def _chunk_and_first(num_tokens, T: tl.constexpr):
+    """Return this program's chunk, and the first of its tokens in that chunk."""
+    blocks = tl.cdiv(num_tokens, T)
+    return tl.program_id(0) // blocks, tl.program_id(0) % blocks * T
+
+
+@triton.jit
 def _digits(whole):
     """Split 16-bit whole numbers into two of one byte: 256 times the first plus the second."""
     high = (whole + 128) >> 8
@@ -103,7 +114,8 @@ def _digits(whole):
 @triton.jit(do_not_specialize=RATES_VARYING)
 def pack_rates_kernel(
     cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
-    payload, pairs_at, planes_at, kept_at, first_units, angles, half, scratch,
+    payload, s_payload, pairs_at, planes_at, kept_at,
+    first_units, angles, half, num_angles, first_angle, scratch,
     rope_of, partners, columns, means, thresholds, ends, sizes,
     encode_high, encode_low, lives, bits, firsts, bounds, values, rates,
     T: tl.constexpr, D: tl.constexpr, CB: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
@@ -111,18 +123,21 @@ def pack_rates_kernel(
 ):  # fmt: skip
     side, head = tl.program_id(2), tl.program_id(1)
     unit = tl.load(first_units + side) + head
-    first = tl.program_id(0) * T
+    chunk, first = _chunk_and_first(num_tokens, T)
+    payload += chunk.to(tl.int64) * s_payload
     t = first + tl.arange(0, T)
     ok = t < num_tokens
     start, ok = row_starts(
-        head, first_token + t, ok, sides, side, blocks, block_tokens, s_block, s_head, s_token
-    )
+        head, first_token + chunk * num_tokens + t, ok, sides, side, blocks,
+        block_tokens, s_block, s_head, s_token,
+    )  # fmt: skip
+    angle = first_angle + chunk * num_tokens + t
     rope, mean = tl.load(rope_of + unit), means + unit * D
     squares = tl.zeros((T, LANES), tl.float32)
     for at in range(0, D, LANES):
         x = _centred(
             cache, start, ok, at + tl.arange(0, LANES), mean,
-            rope, partners, columns, angles, half, num_tokens, t, D, KIND,
+            rope, partners, columns, angles, half, num_angles, angle, D, KIND,
         )  # fmt: skip
         squares = squares + x * x
     total = halve(halve(halve(halve(squares, T, 16), T, 8), T, 4), T, 2)
@@ -134,7 +149,7 @@ def pack_rates_kernel(
     factor = tl.div_rn(tl.full((T,), 1.0, tl.float32), gain) * SCALE
     w = tl.arange(0, D)
     x = _centred(
-        cache, start, ok, w, mean, rope, partners, columns, angles, half, num_tokens, t, D, KIND
+        cache, start, ok, w, mean, rope, partners, columns, angles, half, num_angles, angle, D, KIND
     )
     x = tl.where((ok & ~kept)[:, None], x * factor[:, None], 0.0)
     high, low = _digits(nearest(x).to(tl.int32))
@@ -227,18 +242,22 @@ def _restored(level, matrix, w, gain, mean, C: tl.constexpr):
 @triton.jit(do_not_specialize=RATES_VARYING)
 def unpack_rates_kernel(
     cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
-    payload, pairs_at, planes_at, first_units, angles, half,
+    payload, s_payload, pairs_at, planes_at, first_units, angles, half, num_angles, first_angle,
     rope_of, partners, columns, means, gains,
     decode, bits, firsts, levels,
     T: tl.constexpr, D: tl.constexpr, W: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     side, head = tl.program_id(2), tl.program_id(1)
     unit = tl.load(first_units + side) + head
-    t = tl.program_id(0) * T + tl.arange(0, T)
+    chunk, first = _chunk_and_first(num_tokens, T)
+    payload += chunk.to(tl.int64) * s_payload
+    t = first + tl.arange(0, T)
     ok = t < num_tokens
     start, wanted = row_starts(
-        head, first_token + t, ok, sides, side, blocks, block_tokens, s_block, s_head, s_token
-    )
+        head, first_token + chunk * num_tokens + t, ok, sides, side, blocks,
+        block_tokens, s_block, s_head, s_token,
+    )  # fmt: skip
+    angle = first_angle + chunk * num_tokens + t
     step, num_pairs = (num_tokens + 7) // 8, (num_tokens + 1) // 2
     level = _levels(payload + planes_at, step, unit, t, ok, bits, firsts, levels, D, K, T)
     pair = tl.load(payload + pairs_at + unit * num_pairs + t // 2, mask=ok, other=0).to(tl.int32)
@@ -250,7 +269,7 @@ def unpack_rates_kernel(
         x = _restored(level, matrix, w, gain, mean, D)
         if rope > 0:
             partner, turned, cos, sin = _turns_of(
-                rope, w, partners, columns, angles, half, num_tokens, t, ok, D
+                rope, w, partners, columns, angles, half, num_angles, angle, ok, D
             )
             other = _restored(level, matrix, partner, gain, mean, D)
             sin = tl.where((partner > w)[None, :], -sin, sin)

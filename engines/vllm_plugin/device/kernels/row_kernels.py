@@ -1,8 +1,9 @@
 """Triton kernels for ``RotatedRows`` on vLLM's paged cache: gather and pack, unpack and scatter.
 
-One launch handles all sides (K and V of all layers) of one shape for the tokens of one chunk: the
-grid is (rows, sides). Rows come head by head, token by token, in the order of a payload
-(``kvstore.codecs.rows.payload``), so a kernel's output *is* the payload. The arithmetic is that of
+One launch handles all sides (K and V of all layers) of one shape for a few chunks that follow each
+other: the grid is (rows of a chunk, sides, chunks). Rows come head by head, token by token, in the
+order of a payload (``kvstore.codecs.rows.payload``), so a kernel's output *is* the payload. The
+payload of the next chunk begins ``s_payload`` bytes later. The arithmetic is that of
 ``kvstore.codecs.rows.rotated_rows``, operation by operation, so the bytes are the same as on a CPU.
 
 Every layer is an allocation of its own, so ``sides`` holds where each side begins, in elements from
@@ -75,18 +76,20 @@ def _norms(x, R: tl.constexpr, D: tl.constexpr):
 def _row_starts(
     row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
 ):
-    """Call ``row_starts`` for rows ``head * num_tokens + token``."""
+    """Call ``row_starts`` for rows ``head * num_tokens + token`` of this program's chunk."""
+    first = first_token + tl.program_id(2) * num_tokens
     return row_starts(
-        row // num_tokens, first_token + row % num_tokens, ok, sides, tl.program_id(1), blocks,
+        row // num_tokens, first + row % num_tokens, ok, sides, tl.program_id(1), blocks,
         block_tokens, s_block, s_head, s_token,
     )  # fmt: skip
 
 
 @triton.jit
-def _rows_and_scales(payload, payload16, offsets):
+def _rows_and_scales(payload, payload16, s_payload, offsets):
     """Return pointers to this side's packed rows and scales; scales count in units of two bytes."""
     pair = offsets + 2 * tl.program_id(1)
-    return payload + tl.load(pair), payload16 + tl.load(pair + 1)
+    at = tl.program_id(2).to(tl.int64) * s_payload
+    return payload + at + tl.load(pair), payload16 + at // 2 + tl.load(pair + 1)
 
 
 @triton.jit
@@ -118,7 +121,7 @@ def _fp16_scale(scale):
 @triton.jit(do_not_specialize=VARYING)
 def pack_kernel(
     cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
-    payload, payload16, offsets, signs, bounds, squares,
+    payload, payload16, s_payload, offsets, signs, bounds, squares,
     R: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, FP16: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
@@ -154,7 +157,7 @@ def pack_kernel(
     length = tl.sqrt_rn(total.to(tl.float32)) * 0.015625  # levels are whole 64ths
     scale = tl.div_rn(norm, length)
     P: tl.constexpr = D // 8
-    planes, scales = _rows_and_scales(payload, payload16, offsets)
+    planes, scales = _rows_and_scales(payload, payload16, s_payload, offsets)
     out = planes + row[:, None].to(tl.int64) * (BITS * P) + tl.arange(0, P)[None, :]
     keep = ok[:, None] & (tl.arange(0, P)[None, :] >= 0)
     tl.store(out, plane(count & 1, R, D), mask=keep)
@@ -173,14 +176,14 @@ def _bits(source, keep, plane: tl.constexpr, P: tl.constexpr, shift):
 @triton.jit(do_not_specialize=VARYING)
 def unpack_kernel(
     cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
-    payload, payload16, offsets, signs, levels, unit,
+    payload, payload16, s_payload, offsets, signs, levels, unit,
     R: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok = row < num_rows
     d = tl.arange(0, D)
     P: tl.constexpr = D // 8
-    planes, scales = _rows_and_scales(payload, payload16, offsets)
+    planes, scales = _rows_and_scales(payload, payload16, s_payload, offsets)
     source = planes + row[:, None].to(tl.int64) * (BITS * P) + (d // 8)[None, :]
     keep = ok[:, None] & (d[None, :] >= 0)
     shift = (d % 8)[None, :]

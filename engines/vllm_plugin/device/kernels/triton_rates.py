@@ -40,21 +40,23 @@ class RatePlaces:
 class RateRun:
     """The tokens of one launch.
 
-    ``blocks``: int64 (num_blocks,) on the device, the blocks of a run of tokens. ``first``,
-    ``count``: the tokens of that run to handle. ``angles``: fp32 (ropes, 2, count, half), for the
-    positions of these tokens.
+    ``blocks``: int64 (num_blocks,) on the device, the blocks of a run of tokens. ``first``: the
+    first token of that run to handle. ``count``: the tokens of each chunk. ``angles``: fp32
+    (ropes, 2, num_angles, half); those of token ``first`` are at ``first_angle``.
     """
 
     blocks: Tensor
     first: int
     count: int
     angles: Tensor
+    first_angle: int
 
 
 class TritonRates:
     """The kernels for the units of one stack that belong to one group of sides.
 
-    In every call ``payload`` is uint8 (nbytes,) on the device.
+    In every call ``payloads`` is uint8 (num_chunks, nbytes) on the device, for chunks that follow
+    each other.
     """
 
     def __init__(
@@ -76,26 +78,27 @@ class TritonRates:
         """Say whether there are kernels for this head dimension and dtype."""
         return dim in DIMS and dtype in KINDS
 
-    def pack(self, run: RateRun, payload: Tensor, places: RatePlaces) -> None:
-        """Pack rows of blocks into gains and planes of ``payload``; flag rows that do not fit."""
-        t, grid = self._tables, self._grid(run.count)
+    def pack(self, run: RateRun, payloads: Tensor, places: RatePlaces) -> None:
+        """Pack rows of blocks into gains and planes of ``payloads``; flag rows that do not fit."""
+        t, grid = self._tables, self._grid(run.count, len(payloads))
         tiles = (int(np.prod(grid)), 2, COMPONENTS, TOKENS)
         scratch = torch.empty(tiles, dtype=torch.float32, device=self._group.starts.device)
         pack_rates_kernel[grid](
-            *self._rows(run), payload, places.pairs_at, places.planes_at, places.kept_at,
-            self._first_units, run.angles, run.angles.shape[3], scratch,
+            *self._rows(run), payloads, payloads.stride(0),
+            places.pairs_at, places.planes_at, places.kept_at,
+            self._first_units, *_angles(run), scratch,
             t.rope_of, t.partners, t.columns, t.means, t.thresholds, t.ends, t.sizes,
             t.encode_high, t.encode_low, t.lives, t.bits, t.firsts, t.bounds, t.values, t.rates,
             CB=COMPONENTS, SCALE=float(input_scale(self._group.dim)), SHARE=1 / self._group.dim,
             **self._constants,
         )  # fmt: skip
 
-    def unpack(self, run: RateRun, payload: Tensor, places: RatePlaces) -> None:
-        """Unpack rows of ``payload`` into blocks; kept rows get undefined values."""
+    def unpack(self, run: RateRun, payloads: Tensor, places: RatePlaces) -> None:
+        """Unpack rows of ``payloads`` into blocks; kept rows get undefined values."""
         t = self._tables
-        unpack_rates_kernel[self._grid(run.count)](
-            *self._rows(run), payload, places.pairs_at, places.planes_at,
-            self._first_units, run.angles, run.angles.shape[3],
+        unpack_rates_kernel[self._grid(run.count, len(payloads))](
+            *self._rows(run), payloads, payloads.stride(0), places.pairs_at, places.planes_at,
+            self._first_units, *_angles(run),
             t.rope_of, t.partners, t.columns, t.means, t.gains,
             t.decode, t.bits, t.firsts, t.levels,
             W=COLUMNS, **self._constants,
@@ -106,6 +109,11 @@ class TritonRates:
         arguments = group.launch_arguments(run.first, run.count)
         return group.views[0], group.starts, run.blocks, *arguments
 
-    def _grid(self, count: int) -> tuple[int, int, int]:
+    def _grid(self, count: int, num_chunks: int) -> tuple[int, int, int]:
         heads = int(self._group.views[0].shape[1])
-        return triton.cdiv(count, TOKENS), heads, len(self._group.views)
+        return num_chunks * triton.cdiv(count, TOKENS), heads, len(self._group.views)
+
+
+def _angles(run: RateRun) -> tuple[object, ...]:
+    _, _, num_angles, half = run.angles.shape
+    return run.angles, half, num_angles, run.first_angle

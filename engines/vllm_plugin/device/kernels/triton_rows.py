@@ -27,10 +27,10 @@ class TritonRows:
     """The kernels for one row format on one device, for groups of bf16 or fp16 sides.
 
     In every call ``blocks``, int64 (num_blocks,) on the device, are the blocks of a run of tokens
-    in order, and the rows are those of tokens ``first .. first + count`` of that run, head by head.
-    ``payload``, uint8 (nbytes,), may be device memory or pinned host memory. ``offsets``, int64
-    (num_sides, 2) on the device, holds for each side the start of its packed rows in the payload,
-    in bytes, and the start of its scales, in units of two bytes.
+    in order. ``payloads``, uint8 (num_chunks, nbytes) on the device, has a row for each of some
+    chunks of ``count`` tokens that follow each other from token ``first`` of that run on.
+    ``offsets``, int64 (num_sides, 2) on the device, holds for each side the start of its packed
+    rows in a payload, in bytes, and the start of its scales, in units of two bytes.
     """
 
     def __init__(self, rows: RotatedRows, dim: int, dtype: torch.dtype, device: torch.device):
@@ -62,13 +62,13 @@ class TritonRows:
         blocks: Tensor,
         first: int,
         count: int,
-        payload: Tensor,
+        payloads: Tensor,
         offsets: Tensor,
     ) -> None:
-        """Pack rows of blocks into the packed rows and scales of ``payload``."""
-        pack_kernel[_grid(group, count)](
+        """Pack rows of blocks into the packed rows and scales of ``payloads``."""
+        pack_kernel[(*_grid(group, count), len(payloads))](
             group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
-            payload, payload.view(torch.int16), offsets,
+            payloads, payloads.view(torch.int16), payloads.stride(0), offsets,
             self._signs, self._bounds, self._squares, SIZE=self._size, **self._constants,
         )  # fmt: skip
 
@@ -78,13 +78,13 @@ class TritonRows:
         blocks: Tensor,
         first: int,
         count: int,
-        payload: Tensor,
+        payloads: Tensor,
         offsets: Tensor,
     ) -> None:
-        """Unpack rows of ``payload`` into blocks; rows with a scale of zero are skipped."""
-        unpack_kernel[_grid(group, count)](
+        """Unpack rows of ``payloads`` into blocks; rows with a scale of zero are skipped."""
+        unpack_kernel[(*_grid(group, count), len(payloads))](
             group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
-            payload, payload.view(torch.int16), offsets,
+            payloads, payloads.view(torch.int16), payloads.stride(0), offsets,
             self._signs, self._levels, self._unit, **self._constants,
         )  # fmt: skip
 

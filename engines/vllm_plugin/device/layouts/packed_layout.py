@@ -18,19 +18,20 @@ from torch import Tensor
 from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
 from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout
 from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
-from engines.vllm_plugin.device.staging import STEP
+from engines.vllm_plugin.device.staging import rounded_up
 from kvstore.blobs.packer import AnyBlob, Packer
 from kvstore.blobs.segments import Segment, is_first_chunk
 from kvstore.blobs.whole_rows import ThinRows
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.codecs.base import NUM_SINKS, Codec
 from kvstore.errors import Mismatch
+from kvstore.tiers.base import Blob
 
 
 class SegmentLayout(Protocol):
     """The payload of a segment in its part of a region; thread-safe, without state.
 
-    In every call ``staged`` is that part, uint8 (nbytes,).
+    ``staged`` as in ``StagingLayout``.
     """
 
     @property
@@ -53,12 +54,17 @@ class SegmentLayout(Protocol):
             Corrupt: the codec writes no such payload.
         """
 
-    def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
+    def write(self, run: TokenRun, staged: Tensor) -> None:
         """Queue the kernels that fill the blocks."""
+
+    def write_kept(self, run: TokenRun, kept: list[KeptRows]) -> None:
+        """Queue the writes of the rows that ``stage`` returned."""
 
 
 class PackedLayout:
     """Implements ``StagingLayout`` for a chunk without the first tokens of a session."""
+
+    takes_many = True
 
     def __init__(
         self, segment: SegmentLayout, packer: Packer, codec: Codec, num_tokens: int
@@ -71,8 +77,9 @@ class PackedLayout:
         self.read = segment.read
         self.rescue = segment.rescue
         self.write = segment.write
+        self.write_kept = segment.write_kept
 
-    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
+    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> Blob:
         payload = self._segment.payload_of(staged, rescued)
         return self._packer.seal_run(span.key, payload, first_token, self._num_tokens, self._codec)
 
@@ -91,6 +98,8 @@ class FirstChunkLayout:
         num_tokens: of the whole chunk.
     """
 
+    takes_many = False
+
     def __init__(
         self,
         head: RawStagingLayout,
@@ -105,17 +114,18 @@ class FirstChunkLayout:
         self._thin = ThinRows(packer.layout)
         self._codec_id = codec.id
         self._num_tokens = num_tokens
-        self._head_end: Final = -(-head.nbytes // STEP) * STEP
+        self._head_end: Final = rounded_up(head.nbytes)
         self.nbytes = self._head_end + segment.nbytes
+        self.write_kept = segment.write_kept
 
     def read(self, run: TokenRun, staged: Tensor) -> None:
-        self._head.read(run, staged[: self._head.nbytes])
-        self._segment.read(run, staged[self._head_end :])
+        self._head.read(run, staged[:, : self._head.nbytes])
+        self._segment.read(run, staged[:, self._head_end :])
 
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         return self._segment.rescue(block_ids, staged[self._head_end :])
 
-    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
+    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> Blob:
         thin = self._thin.encode(self._head.rows(staged))
         rest = memoryview(self._segment.payload_of(staged[self._head_end :], rescued))
         count = self._num_tokens - NUM_SINKS
@@ -135,6 +145,6 @@ class FirstChunkLayout:
         self._thin.decode(thin.payload, NUM_SINKS, self._head.rows(staged))
         return self._segment.stage(rest.payload, staged[self._head_end :])
 
-    def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
-        self._head.write(run, staged[: self._head.nbytes], [])
-        self._segment.write(run, staged[self._head_end :], kept)
+    def write(self, run: TokenRun, staged: Tensor) -> None:
+        self._head.write(run, staged[:, : self._head.nbytes])
+        self._segment.write(run, staged[:, self._head_end :])

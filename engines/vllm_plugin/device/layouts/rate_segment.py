@@ -93,7 +93,7 @@ class RateSegmentLayout:
 
     def read(self, run: TokenRun, staged: Tensor) -> None:
         for rates in self._rates:
-            tokens = self._tokens(run, rates.for_reading)
+            tokens = self._tokens(run, rates.for_reading, len(staged))
             rates.kernels.pack(tokens, staged, self._places[rates.stack])
 
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
@@ -119,17 +119,19 @@ class RateSegmentLayout:
         kept = self._plan.split(payload, staged[: self._plan.nbytes])
         return [rows for stack, some in enumerate(kept) for rows in self._rows_of(stack, some)]
 
-    def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
+    def write(self, run: TokenRun, staged: Tensor) -> None:
         for rates in self._rates:
-            tokens = self._tokens(run, rates.for_writing)
+            tokens = self._tokens(run, rates.for_writing, len(staged))
             rates.kernels.unpack(tokens, staged, self._places[rates.stack])
+
+    def write_kept(self, run: TokenRun, kept: list[KeptRows]) -> None:
         for rows in kept:
             put_rows(self._groups, rows, run.blocks, run.first)
 
-    def _tokens(self, run: TokenRun, angles: Angles) -> RateRun:
+    def _tokens(self, run: TokenRun, angles: Angles, num_chunks: int) -> RateRun:
         count = self._plan.num_tokens
-        table = angles.of(run.position + self._skipped, count)
-        return RateRun(run.blocks, run.first + self._skipped, count, table)
+        table, first_angle = angles.of(run.position + self._skipped, num_chunks * count)
+        return RateRun(run.blocks, run.first + self._skipped, count, table, first_angle)
 
     def _kept_numbers(self, staged: np.ndarray) -> list[np.ndarray]:
         """Return the numbers of the kept rows of each stack, int64, as in ``Kept``."""

@@ -14,10 +14,13 @@ from engines.vllm_plugin.device.layouts.staging_layout import TokenRun, device_t
 from kvstore.blobs.packer import AnyBlob, Packer
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.shapes import KVLayout, KVPair
+from kvstore.tiers.base import Blob
 
 
 class RawStagingLayout:
     """Raw rows: K and V of each layer, one after the other, in the order of ``RawCodec``."""
+
+    takes_many = False
 
     def __init__(self, groups: Sequence[KVViewGroup], packer: Packer, num_tokens: int) -> None:
         self._groups = groups
@@ -33,12 +36,12 @@ class RawStagingLayout:
 
     def read(self, run: TokenRun, staged: Tensor) -> None:
         for group, offsets in zip(self._groups, self._offsets, strict=True):
-            gather(group, run.blocks, run.first, self._num_tokens, staged, offsets)
+            gather(group, run.blocks, run.first, self._num_tokens, staged[0], offsets)
 
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         return b""
 
-    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
+    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> Blob:
         return self._packer.pack_run(span.key, self.rows(staged), first_token)
 
     def open(
@@ -48,9 +51,12 @@ class RawStagingLayout:
         self._packer.unpack_run(blob, span.key, first_token, self._num_tokens, rows)
         return []
 
-    def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
+    def write(self, run: TokenRun, staged: Tensor) -> None:
         for group, offsets in zip(self._groups, self._offsets, strict=True):
-            scatter(group, run.blocks, run.first, self._num_tokens, staged, offsets)
+            scatter(group, run.blocks, run.first, self._num_tokens, staged[0], offsets)
+
+    def write_kept(self, run: TokenRun, kept: list[KeptRows]) -> None:
+        """Do nothing: a region holds any row."""
 
     def rows(self, staged: np.ndarray) -> list[KVPair]:
         """View the rows as the engine's arrays, (num_kv_heads, num_tokens, dim)."""

@@ -66,10 +66,12 @@ class RowSegmentLayout:
         staged[:] = view[: self.nbytes]
         return self._kept(kept, view)
 
-    def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
+    def write(self, run: TokenRun, staged: Tensor) -> None:
         first = run.first + self._skipped
         for group, kernels, at in zip(self._groups, self._kernels, self._offsets, strict=True):
             kernels.unpack(group, run.blocks, first, self._num_tokens, staged, at)
+
+    def write_kept(self, run: TokenRun, kept: list[KeptRows]) -> None:
         for rows in kept:
             put_rows(self._groups, rows, run.blocks, run.first)
 

@@ -21,6 +21,7 @@ from engines.vllm_plugin.device.kv_views import KVViewGroup
 from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
 from kvstore.blobs.packer import AnyBlob
 from kvstore.by_blocks.names import BlobSpan
+from kvstore.tiers.base import Blob
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,34 +42,42 @@ class TokenRun:
 class StagingLayout(Protocol):
     """The layout of all blobs of one length and position; thread-safe, without state.
 
-    In every call ``staged`` is the region, uint8 (nbytes,). ``first_token`` counts from the
-    session's beginning.
+    An array ``staged`` is the part of a region for one blob, uint8 (nbytes,). A tensor ``staged``
+    has one row for each of some blobs that follow each other, uint8 (num_blobs, nbytes).
+    ``first_token`` counts from the session's beginning.
     """
 
     @property
     def nbytes(self) -> int:
-        """The size of a region."""
+        """The size of a blob's part of a region."""
+
+    @property
+    def takes_many(self) -> bool:
+        """True if one call of ``read`` or ``write`` may handle several blobs."""
 
     def read(self, run: TokenRun, staged: Tensor) -> None:
-        """Queue the work that fills the region from the blocks."""
+        """Queue the work that fills the rows from the blocks; ``run`` is that of the first blob."""
 
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         """Return the rows that the device could not pack; called before the blocks are reused."""
 
-    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
-        """Make a blob from a region and the rescued rows. On any thread."""
+    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> Blob:
+        """Make a blob from its part of a region and the rescued rows. On any thread."""
 
     def open(
         self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
     ) -> list[KeptRows]:
-        """Fill the region from a blob; return the rows that the region cannot hold. On any thread.
+        """Fill the part from a blob; return the rows that it cannot hold. On any thread.
 
         Raises:
             Unusable: the blob is damaged, or is not the one that ``span`` names.
         """
 
-    def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
+    def write(self, run: TokenRun, staged: Tensor) -> None:
         """Queue the work that fills the blocks; blocks with an id below zero are skipped."""
+
+    def write_kept(self, run: TokenRun, kept: list[KeptRows]) -> None:
+        """Queue the writes of the rows of one blob that its part cannot hold."""
 
 
 def device_table(numbers: npt.ArrayLike, group: KVViewGroup) -> Tensor:
