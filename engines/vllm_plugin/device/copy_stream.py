@@ -20,7 +20,7 @@ MOST_BYTES: Final = 8 << 20
 
 
 class OneBlob(Protocol):
-    """What a save or load wants of one blob."""
+    """Names a blob and the blocks that a save reads for it, or a load fills from it."""
 
     @property
     def span(self) -> BlobSpan: ...
