@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, Tier, TierStats
@@ -35,6 +36,10 @@ class FaultyTier:
     @property
     def persistent(self) -> bool:
         return self.inner.persistent
+
+    @property
+    def owed_file(self) -> Path | None:
+        return self.inner.owed_file
 
     @property
     def overhead_bytes(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, Generic
 
@@ -33,8 +35,12 @@ from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 
 LOAD_BATCH: Final = 32  # records that are read at once
+MOST_LOADS: Final = 20  # rounds in which a tier has records, but none that can be read
 LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the second one
 HOUSEKEEPING_EVERY: Final = 5  # looks
+
+
+_log = logging.getLogger(__name__)
 
 
 def _none_waits(record_key: bytes) -> bool:
@@ -90,6 +96,7 @@ class Ledger(Generic[R]):
         self._say_whose_blobs(self.index.all())
         # Levels with records of earlier lives, and the keys still to be read; None: unknown yet.
         self._to_load: dict[int, list[bytes] | None] = dict.fromkeys(self.stack.shared)
+        self._vain_loads: Counter[int] = Counter()  # by level
         self._closing = threading.Event()
         self.pins = Pins(self.stack, config.pinned_share, config.tenant_pinned_share)
         self._slower = [
@@ -173,6 +180,10 @@ class Ledger(Generic[R]):
             if loaded.is_full:
                 keys = later = []
                 break
+        self._vain_loads[level] += bool(later) and not (found or keys)
+        if self._vain_loads[level] == MOST_LOADS:
+            _log.warning("%s: %d records cannot be read", self.stack.name(level), len(later))
+            later = []
         if later or keys:
             self._to_load[level] = later + keys
         else:

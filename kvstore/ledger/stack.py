@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
 from kvstore.blobs.codec_tags import CodecTags, tag_of, tagged
@@ -275,6 +276,10 @@ class TierStack:
             yield from self._tiers[i].scan(prefix)
         except TierUnavailable:
             self._count_down(i)
+
+    def owed_file(self, i: int) -> Path | None:
+        """Return where deletions that a tier owes outlive the process; see ``Tier.owed_file``."""
+        return self._tiers[i].owed_file
 
     def written(self, i: int, prefix: bytes) -> list[bytes] | None:
         """List what counts in a tier's budget; see ``Tier.written``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Final, Generic
@@ -18,10 +17,10 @@ from kvstore.ledger.pins import Pins
 from kvstore.ledger.record import R
 from kvstore.ledger.stack import TierStack
 from kvstore.session import SessionRef, TierName
+from kvstore.tiers.owed_deletions import OwedDeletions
 from kvstore.workers import Workers
 
 WAIT_S: Final = 30.0  # for running writes of the session
-MAX_OWED: Final = 1024
 
 
 class Upkeep(Generic[R]):
@@ -170,8 +169,8 @@ class _Deletions(Generic[R]):
     def __init__(self, stack: TierStack, index: SessionIndex[R]) -> None:
         self._stack = stack
         self._index = index
-        # Deletions that a tier was unavailable for, to be retried when it is back.
-        self._owed: deque[tuple[int, Sequence[bytes]]] = deque(maxlen=MAX_OWED)
+        self._owed = [OwedDeletions(stack.owed_file(level)) for level in range(len(stack))]
+        self._lock = threading.Lock()
         self._retrying = threading.Lock()
 
     def everywhere(self, keys: Iterable[bytes]) -> None:
@@ -184,15 +183,21 @@ class _Deletions(Generic[R]):
         Blobs that a session needs by now, and records of sessions that exist again, are kept.
         """
         with self._retrying:
-            for _ in range(len(self._owed)):
-                level, keys = self._owed.popleft()
-                still = [x for x in self._index.unused(keys) if self._index.get(x) is None]
-                self._delete(level, still)
+            for level, owed in enumerate(self._owed):
+                with self._lock:
+                    taken = owed.take()
+                for keys in taken:
+                    still = [x for x in self._index.unused(keys) if self._index.get(x) is None]
+                    self._delete(level, still)
+                if taken:
+                    with self._lock:
+                        owed.settle()
 
     def is_owed(self, level: int) -> bool:
-        return any(owed == level for owed, _ in list(self._owed))
+        return bool(len(self._owed[level]))
 
     def _delete(self, level: int, keys: Sequence[bytes]) -> None:
         # In this order: a tier that finds its file damaged during the deletion puts it aside then.
         if not (self._stack.delete(level, keys) and self._stack.drop_quarantine(level)):
-            self._owed.append((level, keys))
+            with self._lock:
+                self._owed[level].add(keys)

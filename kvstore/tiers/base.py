@@ -13,6 +13,7 @@ returns; one that is handed out must not be changed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -44,6 +45,10 @@ class Tier(Protocol):
     @property
     def persistent(self) -> bool:
         """True if blobs survive the end of this process."""
+
+    @property
+    def owed_file(self) -> Path | None:
+        """The file for deletions that wait until this tier answers; None: they end with us."""
 
     @property
     def overhead_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from kvstore.tiers.eviction_causes import EvictionCause
 from kvstore.tiers.lru import RecencyIndex
@@ -14,6 +15,10 @@ class IndexedTier:
 
     _index: RecencyIndex
     _lock: threading.Lock
+
+    @property
+    def owed_file(self) -> Path | None:
+        return None
 
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         with self._lock:

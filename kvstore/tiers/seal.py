@@ -58,7 +58,7 @@ class Seal:
         """Return the blob sealed; it is copied once."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         if self._cipher is not None:
-            return self._cipher.encrypt(nonce, bytes(blob), self._place + name) + nonce
+            return self._cipher.encrypt(nonce, blob, self._place + name) + nonce
         return b"".join((blob, self._tag(nonce, name, blob), nonce))
 
     def open(self, name: bytes, sealed: Blob) -> memoryview:
@@ -73,9 +73,7 @@ class Seal:
         nonce = bytes(view[-NONCE_BYTES:])
         if self._cipher is not None:
             try:
-                return marked(
-                    self._cipher.decrypt(nonce, bytes(view[:-NONCE_BYTES]), self._place + name)
-                )
+                return marked(self._cipher.decrypt(nonce, view[:-NONCE_BYTES], self._place + name))
             except InvalidTag:
                 raise Corrupt("not sealed by this server") from None
         blob, tag = view[:-SEAL_BYTES], bytes(view[-SEAL_BYTES:-NONCE_BYTES])

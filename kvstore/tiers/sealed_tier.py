@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -42,6 +43,10 @@ class SealedTier:
     @property
     def persistent(self) -> bool:
         return self._inner.persistent
+
+    @property
+    def owed_file(self) -> Path | None:
+        return self._inner.owed_file
 
     @property
     def overhead_bytes(self) -> int:

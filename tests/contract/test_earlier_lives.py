@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from kvstore.config import StoreConfig
-from kvstore.ledger.ledger import LOOK_S
+from kvstore.ledger.ledger import LOOK_S, MOST_LOADS
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef
 from kvstore.tiers.base import Tier
@@ -125,6 +125,79 @@ def test_one_that_was_forgotten_while_redis_was_away_stays_forgotten(
     time.sleep(2 * LOOK_S)
     assert listed(store) == {"b"} and store.record(ref("a")) is None
     assert rig.back(store, ref("a"), [*LONG, *history(20, 9)]).num_tokens == 0
+    store.close()
+
+
+def test_one_that_was_forgotten_before_the_end_stays_forgotten(
+    rig: Rig, server: RedisServer, tmp_path: Path
+):
+    """Redis was away until the process ended; the next life deletes it before it lists others."""
+    store = rig.open(tiers_of(server, tmp_path))
+    rig.save(store, ref("a"), history(100, 0))
+    rig.save(store, ref("b"), history(100, 1))
+    assert store.flush(30.0)
+    server.stop()
+    assert store.forget(ref("a"))
+    store.close()
+    store = rig.open(tiers_of(server, tmp_path))  # Redis is still away
+    store.close()
+    server.cont()
+    store = rig.open(tiers_of(server, tmp_path))
+    come_to_list(store, {"b"})
+    assert store.record(ref("a")) is None
+    assert rig.back(store, ref("a"), [*history(100, 0), *history(20, 9)]).num_tokens == 0
+    assert store.forget(ref("b"))
+    with redis.Redis.from_url(server.url) as client:
+        assert client.keys() == []
+    store.close()
+    (file,) = tmp_path.glob("redis-deletions")
+    assert file.read_bytes() == b""
+
+
+def test_one_that_another_engine_continued_is_not_listed(
+    rig: Rig, server: RedisServer, tmp_path: Path
+):
+    lived(rig, server, tmp_path / "one", "a", "b")
+    other = rig.open(tiers_of(server, tmp_path / "other"))
+    rig.save(other, ref("a"), [*history(100, 0), *history(20, 9)])
+    assert other.flush(30.0)
+    store = rig.open(shared := tiers_of(server, tmp_path / "one"))
+    end = time.monotonic() + PATIENCE_S
+    while shared[1].written(b"r") is None:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    come_to_list(store, {"b"})
+    time.sleep(2 * LOOK_S)
+    assert listed(store) == {"b"}
+    store.close()
+    other.close()
+
+
+def test_records_that_can_never_be_read_are_given_up(
+    rig: Rig, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Redis has them, and their contents are of no use."""
+    monkeypatch.setattr("kvstore.ledger.ledger.LOOK_S", 0.05)
+    lived(rig, server, tmp_path, "a", "b")
+    tiers = tiers_of(server, tmp_path)
+    store = rig.open(tiers)
+    key = store.ledger.record_key(ref("a"))
+    reads: list[int] = []
+    read = store.ledger.stack.get
+
+    def unreadable(level, asked):
+        reads.extend(1 for x in asked if x == key)
+        return [
+            None if x == key else blob for x, blob in zip(asked, read(level, asked), strict=True)
+        ]
+
+    store.ledger.stack.get = unreadable
+    come_to_list(store, {"b"})
+    end = time.monotonic() + PATIENCE_S
+    while store.ledger._to_load:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert MOST_LOADS <= len(reads) <= MOST_LOADS + 2
     store.close()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import redis
 
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
@@ -167,3 +168,52 @@ def test_a_slow_line_gives_the_blobs_that_came_in_time(server: RedisServer) -> N
             assert 0 < count < 40
             assert found[:count] == list(stored.values())[:count]  # the head of the chain
             assert tier.stats().available
+
+
+@pytest.mark.parametrize("command", ["get", "getrange", "exists", "unlink"])
+def test_a_refused_read_or_removal_says_nothing_about_the_blob(server: RedisServer, command: str):
+    """Part of a cluster that is down answers like this, as does a new access rule."""
+    small, large = b"c-small", b"c-large"
+    contents = {small: b"x" * 100, large: bytes(range(256)) * 8000}
+    with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
+        assert tier.put_many(list(contents.items())) == 2
+        client.execute_command("ACL", "SETUSER", "default", f"-{command}")
+        errors = tier.stats().errors
+        calls: dict[str, list[Callable[[], object]]] = {
+            "get": [lambda: tier.get_many([small]), lambda: tier.get_many([large])],
+            "getrange": [lambda: tier.lengths([small]), lambda: tier.delete_many([small])],
+            "exists": [lambda: tier.contains_many([small])],
+            "unlink": [lambda: tier.delete_many([small])],
+        }
+        for call in calls[command]:
+            with pytest.raises(TierUnavailable, match="no permissions"):
+                call()
+        assert tier.stats().errors > errors
+        client.execute_command("ACL", "SETUSER", "default", f"+{command}")
+        assert tier.get_many([small, large]) == [contents[small], contents[large]]
+        assert tier.delete_many([small, large]) == 2
+        assert client.keys() == []
+
+
+def test_part_of_a_read_that_is_refused_removes_nothing(server: RedisServer):
+    """A blob in fragments, one of which the server may not give out."""
+    blob = bytes(range(256)) * 8000
+    with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
+        tier.put_many([(b"c-large", blob)])
+        names = sorted(client.keys(), key=len)
+        rule = ("ACL", "SETUSER", "default", "resetkeys")
+        client.execute_command(*rule, *(b"~" + x for x in names[:-1]))
+        with pytest.raises(TierUnavailable):
+            tier.get_many([b"c-large"])
+        client.execute_command(*rule, "~*")
+        assert tier.get_many([b"c-large"]) == [blob]
+
+
+def test_an_entry_of_another_type_is_no_blob(server: RedisServer):
+    with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
+        tier.put_many([(b"c-one", b"1"), (b"c-two", b"2")])
+        (name,) = [x for x in client.scan_iter() if b"c-one".hex().encode() in x]
+        client.delete(name)
+        client.rpush(name, "a list of another program")
+        assert tier.get_many([b"c-one", b"c-two"]) == [None, b"2"]
+        assert tier.lengths([b"c-one", b"c-two"]) == [None, 1]

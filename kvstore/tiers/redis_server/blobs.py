@@ -1,8 +1,9 @@
 """Writes, reads and removes whole blobs on a Redis server; no reader sees half a blob.
 
 Each method is one exchange with the server, or a few; every one may raise ``TierUnavailable``. A
-command that the server refuses (out of memory and not allowed to evict, a read-only replica, an
-access rule) concerns its own blob only and is counted as an error.
+write that the server refuses (out of memory and not allowed to evict, a read-only replica, an
+access rule) concerns its own blob only and is counted as an error. A refused read or removal (part
+of a cluster is down, an access rule) raises: the blob may be there, or stay there.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class RedisBlobs:
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether its manifest exists."""
         replies = self._link.run([("EXISTS", manifest_name(key)) for key in keys])
-        return [reply == 1 for reply in replies]
+        return [self._answer(reply) == 1 for reply in replies]
 
     def manifests(self, keys: Sequence[bytes]) -> dict[bytes, BlobManifest]:
         """Return the manifests of the keys that have a readable one."""
@@ -89,10 +90,22 @@ class RedisBlobs:
         found: dict[bytes, BlobManifest] = {}
         for key, raw in zip(keys, self._link.run(commands), strict=True):
             try:
-                found[key] = parse_manifest(_value(raw))
+                found[key] = parse_manifest(self._content(raw))
             except Corrupt:
                 continue
         return found
+
+    def _answer(self, reply: Reply) -> Reply:
+        """Return a reply that is no refusal; else count it, and raise ``TierUnavailable``."""
+        if self._is_refusal(reply):
+            raise TierUnavailable(f"redis tier: {reply}")
+        return reply
+
+    def _content(self, reply: Reply) -> bytes:
+        """Return an entry's bytes; empty if it is missing, or of a type that no blob has."""
+        if _is_error(reply) and str(reply).startswith("WRONGTYPE"):
+            return b""
+        return _value(self._answer(reply))
 
     # Reading
 
@@ -125,7 +138,7 @@ class RedisBlobs:
         """Return manifests of blobs in fragments; small blobs come with theirs and are complete."""
         manifests: dict[bytes, BlobManifest] = {}
         replies = self._link.run([("GET", manifest_name(key)) for key in keys], progress.until)
-        for key, raw in zip(keys, map(_value, replies), strict=True):
+        for key, raw in zip(keys, map(self._content, replies), strict=True):
             if not raw:
                 continue
             try:
@@ -147,7 +160,7 @@ class RedisBlobs:
         ]
         replies = iter(self._link.run([("GET", name) for name in names], progress.until))
         for key, manifest in manifests.items():
-            fragments = [_value(next(replies)) for _ in range(manifest.num_fragments)]
+            fragments = [self._content(next(replies)) for _ in range(manifest.num_fragments)]
             try:
                 progress.blobs[key] = verified(b"".join(fragments), manifest)
             except Corrupt as error:
@@ -278,10 +291,10 @@ class RedisBlobs:
         """Remove blobs, also those with damaged manifests; return how many keys existed."""
         manifests = self.manifests(keys)
         by_name: list[Command] = [("UNLINK", manifest_name(key)) for key in manifests]
-        self._run_and_strike(by_name, manifests.items())
+        replies = self._run_and_strike(by_name, manifests.items())
         others: list[Command] = [("UNLINK", manifest_name(x)) for x in keys if x not in manifests]
-        replies = self._link.run(others) if others else []
-        return len(manifests) + len([x for x in replies if x == 1])
+        removed = [*replies[: len(by_name)], *(self._link.run(others) if others else ())]
+        return len([x for x in map(self._answer, removed) if x == 1])
 
     # Keeping and finding
 
@@ -332,7 +345,7 @@ def _unlink_fragments(written: Iterable[Written]) -> list[Command]:
 
 
 def _value(reply: Reply) -> bytes:
-    """Return an entry's bytes; empty if it is missing or refused, which no entry of ours is."""
+    """Return an entry's bytes; empty if it is missing, which no entry of ours is."""
     return reply if isinstance(reply, bytes) else b""
 
 

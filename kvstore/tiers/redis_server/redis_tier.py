@@ -24,6 +24,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, TierStats
@@ -35,6 +37,8 @@ from kvstore.tiers.redis_server.earlier_lives import EarlierLives
 from kvstore.tiers.redis_server.fragments import BlobManifest, nbytes_on_server
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.writer_name import WriterName
+
+OWED_FILE: Final = "redis-deletions"  # in the engine's folder
 
 
 class RedisTier(IndexedTier):
@@ -85,6 +89,11 @@ class RedisTier(IndexedTier):
 
     def __repr__(self) -> str:
         return f"RedisTier({self._link.name})"
+
+    @property
+    def owed_file(self) -> Path | None:
+        folder = self._writer.folder if self._writer is not None else None
+        return None if folder is None else folder / OWED_FILE
 
     @property
     def overhead_bytes(self) -> int:
@@ -298,19 +307,26 @@ class RedisTier(IndexedTier):
         """Return the last manifests of these entries' keys, as far as their blobs exist.
 
         The stamps do not show which is the last: a ``touch`` may have been late. For a key with one
-        entry it is enough to check that it exists, which does not make it recent for the server.
+        entry and fragments it is enough to check that it exists, which does not make it recent for
+        the server. Small blobs, such as the records of sessions, are compared: another engine may
+        have continued the session.
         """
         seen = self._known([x.key for x in entries])
         listed: dict[bytes, list[BlobManifest]] = {}
         for key, manifest, _ in entries:
             if key not in seen:
                 listed.setdefault(key, []).append(manifest)
-        single = [key for key, manifests in listed.items() if len(manifests) == 1]
+        single = [
+            key
+            for key, manifests in listed.items()
+            if len(manifests) == 1 and manifests[0].num_fragments
+        ]
+        checked = set(single)
         there = zip(single, self._server.exist(single), strict=True)
         seen |= {key: listed[key][0] for key, yes in there if yes}
-        several = self._server.manifests([key for key in listed if len(listed[key]) > 1])
+        others = self._server.manifests([key for key in listed if key not in checked])
         # A blob of another engine counts in that engine's budget.
-        return seen | {key: x for key, x in several.items() if x in listed[key]}
+        return seen | {key: x for key, x in others.items() if x in listed[key]}
 
     def _end_entering(self) -> None:
         with self._lock:

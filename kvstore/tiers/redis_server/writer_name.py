@@ -28,6 +28,7 @@ class WriterName:
 
     def __init__(self, folder: Path, file_name: str = FILE_NAME) -> None:
         self._fd = -1
+        self.folder: Path | None = folder  # of this engine alone; None if it cannot be used
         self.text = secrets.token_hex(_NAME_BYTES // 2)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -35,6 +36,7 @@ class WriterName:
             self.text = _kept(self._fd, self.text)
         except OSError as error:
             self.release()
+            self.folder = None
             _log.warning(
                 "what this life leaves in redis will not be known to the next: "
                 "%s cannot be used: %s",
