@@ -240,8 +240,9 @@ class WriteBehind:
             self._current = delivery.record_key
             owed = self._obsolete.pop(delivery.record_key, ())
         chain = set(delivery.chain)
-        still = [x for x in self._unused(owed) if x not in chain]
-        return number, replace(delivery, obsolete=[*still, *delivery.obsolete])
+        # Another session may have taken some over since.
+        still = [x for x in self._unused([*owed, *delivery.obsolete]) if x not in chain]
+        return number, replace(delivery, obsolete=still)
 
     def _settle(self, number: int, delivery: Delivery, complete: bool) -> None:
         if not complete:

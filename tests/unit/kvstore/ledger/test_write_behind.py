@@ -116,6 +116,17 @@ def test_of_a_tier_that_stays_away_only_so_many_sessions_are_remembered():
     queue.close()
 
 
+def test_what_another_session_has_taken_over_since_is_not_deleted():
+    tier, kept, gone = ram(), b"c" + bytes(32), b"c" + bytes([1]) * 32
+    tier.put_many([(kept, b"blob"), (gone, b"blob")])
+    queue = WriteBehind(
+        stack_of(ram(), tier), 1, 1 << 20, Counters(), lambda keys: [x for x in keys if x != kept]
+    )
+    queue.offer(delivery(obsolete=[kept, gone]))
+    assert tier.contains_many([kept, gone]) == [True, False]
+    queue.close()
+
+
 def test_before_it_starts_a_delivery_is_written_at_once():
     tier = RamTier(1 << 20)
     queue = WriteBehind(stack_of(ram(), tier), 1, 1 << 20, Counters())
