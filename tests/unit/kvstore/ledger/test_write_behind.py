@@ -117,7 +117,7 @@ def test_of_a_tier_that_stays_away_only_so_many_sessions_are_remembered():
 
 
 def test_what_another_session_has_taken_over_since_is_not_deleted():
-    tier, kept, gone = ram(), b"c" + bytes(32), b"c" + bytes([1]) * 32
+    tier, kept, gone = ram(), *(CHUNK_KIND + bytes([i]) * 32 for i in (98, 99))
     tier.put_many([(kept, b"blob"), (gone, b"blob")])
     queue = WriteBehind(
         stack_of(ram(), tier), 1, 1 << 20, Counters(), lambda keys: [x for x in keys if x != kept]
