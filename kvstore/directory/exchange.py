@@ -20,7 +20,7 @@ KEPT_MS: Final = 24 * 3600 * 1000  # a server's values expire this long after th
 _SEAL_BYTES: Final = 64
 _FREE_AFTER_S: Final = 60.0  # a seat whose board did not change for this long may be taken
 
-Command: TypeAlias = tuple[bytes | str | int | memoryview, ...]
+Command: TypeAlias = tuple[bytes | str | int | bytearray | memoryview, ...]
 
 
 class Server(Protocol):

@@ -80,7 +80,7 @@ class PublishedNames:
 
     def close(self, name: bytes, content: bytes) -> bytes:
         """Seal the value of a name."""
-        return self._seal.close(name, content)
+        return bytes(self._seal.close(name, content))
 
     def open(self, name: bytes, sealed: bytes) -> bytes:
         """Open the value of a name. Raises ``Corrupt``: it was not sealed this way."""

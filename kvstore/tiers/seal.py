@@ -18,6 +18,7 @@ import secrets
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -54,12 +55,18 @@ class Seal:
         # Identifies this key without revealing it, so that deployments of other secrets never meet.
         self.key_name = _derived(secret, purpose + b" name", KEY_NAME_BYTES)
 
-    def close(self, name: bytes, blob: Blob) -> bytes:
-        """Return the blob sealed; it is copied once."""
+    def close(self, name: bytes, blob: Blob) -> bytearray:
+        """Return the blob sealed; it is copied once, without the interpreter's lock."""
         nonce = secrets.token_bytes(NONCE_BYTES)
+        sealed = bytearray(len(blob) + SEAL_BYTES)
+        sealed[-NONCE_BYTES:] = nonce
         if self._cipher is not None:
-            return self._cipher.encrypt(nonce, blob, self._place + name) + nonce
-        return b"".join((blob, self._tag(nonce, name, blob), nonce))
+            target = memoryview(sealed)[:-NONCE_BYTES]
+            self._cipher.encrypt_into(nonce, blob, self._place + name, target)
+        else:
+            np.frombuffer(sealed, np.uint8)[: len(blob)] = np.frombuffer(blob, np.uint8)
+            sealed[len(blob) : -NONCE_BYTES] = self._tag(nonce, name, blob)
+        return sealed
 
     def open(self, name: bytes, sealed: Blob) -> memoryview:
         """Return the blob that ``close`` was given, as a view that ``is_authentic``.

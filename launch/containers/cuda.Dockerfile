@@ -21,7 +21,7 @@ COPY launch launch
 # imports from /source, which is what the gateway's editable installation points to as well.
 RUN python3 -m venv /opt/thermocline \
     && /opt/thermocline/bin/pip install --no-cache-dir --editable '.[redis]' \
-    && python3 -m pip install --no-cache-dir 'cryptography>=43' 'crc32c>=2.7' 'httptools>=0.6' \
+    && python3 -m pip install --no-cache-dir 'cryptography>=47' 'crc32c>=2.7' 'httptools>=0.6' \
     'lmdb>=3,<4' 'msgspec>=0.19' 'multidict>=6' 'numba>=0.65' 'prometheus-client>=0.21' 'psutil>=6' \
     'redis[hiredis]>=6' 'threadpoolctl>=3.5' \
     && useradd --uid 1001 --create-home thermocline \

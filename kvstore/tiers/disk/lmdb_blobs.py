@@ -116,8 +116,10 @@ class LmdbBlobs:
             raise lmdb.CorruptedError("fragments without an entry, or an entry without fragments")
         return found
 
-    def read(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bytes | None:
+    def read(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bytearray | None:
         """Copy a blob out of the map; None if there is none.
+
+        Without the interpreter's lock: a page that is not in memory is read from the disk here.
 
         Raises:
             lmdb.CorruptedError: there is an entry, but it or a fragment is damaged.
@@ -125,8 +127,12 @@ class LmdbBlobs:
         entry = self.entry(txn, key)
         if entry is None:
             return None
-        blob = b"".join(self._views(txn, key, entry.length))
-        if len(blob) != entry.length:
+        blob = bytearray(entry.length)
+        out, end = np.frombuffer(blob, np.uint8), 0
+        for view in self._views(txn, key, entry.length):
+            out[end : end + len(view)] = np.frombuffer(view, np.uint8)
+            end += len(view)
+        if end != entry.length:
             raise lmdb.CorruptedError("a fragment is missing or short")
         return blob
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import Corrupt, TierUnavailable
+from kvstore.tiers.base import Blob
 from kvstore.tiers.redis_server.book import Book, Written
 from kvstore.tiers.redis_server.fragments import (
     MANIFEST_BYTES,
@@ -170,7 +171,7 @@ class RedisBlobs:
 
     # Writing
 
-    def write(self, blobs: Mapping[bytes, bytes]) -> Iterator[dict[bytes, BlobManifest]]:
+    def write(self, blobs: Mapping[bytes, Blob]) -> Iterator[dict[bytes, BlobManifest]]:
         """Write blobs in order, replacing older ones; yield the manifests that each batch wrote.
 
         Raises:
@@ -185,7 +186,7 @@ class RedisBlobs:
             yield {key: manifest for key, manifest in manifests.items() if key not in refused}
 
     def _write_batch(
-        self, manifests: Mapping[bytes, BlobManifest], blobs: Mapping[bytes, bytes]
+        self, manifests: Mapping[bytes, BlobManifest], blobs: Mapping[bytes, Blob]
     ) -> set[bytes]:
         """Write some blobs; return the keys that the server refused."""
         refused = self._write_fragments(manifests, blobs)
@@ -196,7 +197,7 @@ class RedisBlobs:
         return refused
 
     def _write_fragments(
-        self, manifests: Mapping[bytes, BlobManifest], blobs: Mapping[bytes, bytes]
+        self, manifests: Mapping[bytes, BlobManifest], blobs: Mapping[bytes, Blob]
     ) -> set[bytes]:
         """Write all fragments; return the keys of which the server refused one."""
         expiry = self._ttl_ms or UNFINISHED_S * 1000
@@ -213,7 +214,7 @@ class RedisBlobs:
         self,
         keys: Sequence[bytes],
         manifests: Mapping[bytes, BlobManifest],
-        blobs: Mapping[bytes, bytes],
+        blobs: Mapping[bytes, Blob],
     ) -> set[bytes]:
         """Make blobs visible whose fragments were written, and remove the fragments they replace.
 
@@ -223,7 +224,8 @@ class RedisBlobs:
         commands = [*booked, THEN]
         for key in keys:
             inline = b"" if manifests[key].num_fragments else blobs[key]
-            commands.append(("GETSET", manifest_name(key), manifests[key].pack() + inline))
+            entry = b"".join((manifests[key].pack(), inline))
+            commands.append(("GETSET", manifest_name(key), entry))
         commands += [x for key in keys for x in self._expiry_commands(key, manifests[key])]
         replies = self._link.run(commands) if keys else []
         for reply in replies[: len(booked)]:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from crc32c import crc32c
 
 from kvstore.errors import Corrupt
+from kvstore.tiers.base import Blob
 
 FRAGMENT_BYTES = (256 << 10) - 64
 MAX_BLOB_BYTES = 1 << 30  # a manifest that claims more is damaged
@@ -50,7 +51,7 @@ class BlobManifest(NamedTuple):
         return _MANIFEST.pack(_MAGIC, *self)
 
 
-def new_manifest(blob: bytes) -> BlobManifest:
+def new_manifest(blob: Blob) -> BlobManifest:
     """Make a manifest for one write of ``blob``, with a generation of its own."""
     crc = crc32c(blob)
     return BlobManifest(crc, len(blob), _num_fragments(len(blob)), secrets.randbits(64))
@@ -106,7 +107,7 @@ def entry_names(key: bytes, manifest: BlobManifest) -> list[bytes]:
     return [manifest_name(key), *fragment_names(key, manifest)]
 
 
-def cut(key: bytes, manifest: BlobManifest, blob: bytes) -> Iterator[tuple[bytes, memoryview]]:
+def cut(key: bytes, manifest: BlobManifest, blob: Blob) -> Iterator[tuple[bytes, memoryview]]:
     """Cut a blob into fragments; yield the name of each with a view of its bytes."""
     view = memoryview(blob)
     for i, name in enumerate(fragment_names(key, manifest)):

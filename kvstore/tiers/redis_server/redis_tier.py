@@ -138,7 +138,7 @@ class RedisTier(IndexedTier):
     # Writing
 
     def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
-        blobs = {key: bytes(blob) for key, blob in items}
+        blobs = dict(items)
         if not blobs:
             return 0
         with self._writing:
@@ -157,7 +157,7 @@ class RedisTier(IndexedTier):
             return sum(key in written or (there[key] and key not in gone) for key in blobs)
 
     def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
-        blobs = {key: bytes(blob)}
+        blobs = {key: blob}
         before = instead_of or key
         with self._writing:
             self._drop_doubtful()
@@ -175,7 +175,7 @@ class RedisTier(IndexedTier):
     def _write_instead(
         self,
         update: IndexUpdate,
-        blobs: Mapping[bytes, bytes],
+        blobs: Mapping[bytes, Blob],
         before: bytes,
         old: RecencyEntry | None,
     ) -> bool:
@@ -194,7 +194,7 @@ class RedisTier(IndexedTier):
             self._drop_doubtful()
         return bool(written)
 
-    def _write(self, update: IndexUpdate, blobs: Mapping[bytes, bytes]) -> set[bytes]:
+    def _write(self, update: IndexUpdate, blobs: Mapping[bytes, Blob]) -> set[bytes]:
         """Carry out an update of the index; return the keys that were written.
 
         Blobs that could not be written or removed are undone in the index.
