@@ -1,7 +1,7 @@
 """The kernels on a CUDA machine: right or wrong, how fast, and at what price to decoding.
 
     python benchmarks/on_vllm/device_codec.py [--codec tq3|tq4|dense3] [--dims 64 128 256]
-        [--chunk-tokens 32] [--seconds 2] [--json OUT]
+        [--layers 32] [--chunk-tokens 32] [--seconds 2] [--json OUT]
 
 Run it with the Python of vLLM's environment. Without a CUDA device it says so and ends with 2; with
 one that packs other bytes than the host, with 1.
@@ -55,7 +55,8 @@ from kvstore.codecs.rope import Rope
 from kvstore.config import StoreConfig
 
 NO_DEVICE: Final = 2
-LAYERS, KV_HEADS, BLOCK_TOKENS = 32, 8, 16
+LAYERS: Final = 32
+KV_HEADS, BLOCK_TOKENS = 8, 16
 SESSION_TOKENS: Final = 8192
 LEARNED_BLOCKS: Final = 16  # of each text that a codec is calibrated on
 STEP_LAYERS, STEP_WIDTH = 32, 4096
@@ -69,16 +70,24 @@ class Figure:
     gb_per_s: float  # of hot KV
 
 
+@dataclass(frozen=True)
+class Shape:
+    """``layers``: calibrating a codec takes a second or two for each."""
+
+    layers: int = LAYERS
+    chunk_tokens: int = SMALL_TOKENS
+
+
 class Rig:
     """One session's worth of cache, and the device's way to it."""
 
     def __init__(
-        self, codec: str, dim: int, layout: str, chunk_tokens: int, device: torch.device
+        self, shape: Shape, codec: str, dim: int, layout: str, device: torch.device
     ) -> None:
         self.device = device
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens = shape.chunk_tokens
         num_blocks = 2 * SESSION_TOKENS // BLOCK_TOKENS
-        caches = {f"layer{i}": _fused(num_blocks, dim, layout, device) for i in range(LAYERS)}
+        caches = {f"layer{i}": _fused(num_blocks, dim, layout, device) for i in range(shape.layers)}
         self.cache: PagedCache = paged_cache(caches, SplitContent())
         chosen = codec_of(codec, self.cache)
         keys = BlockKeys("", BLOCK_TOKENS, chunk_tokens // BLOCK_TOKENS)
@@ -270,6 +279,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--codec", default="tq3")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--chunk-tokens", type=int, default=SMALL_TOKENS)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
     parser.add_argument("--json", type=Path)
@@ -279,9 +289,10 @@ def main() -> int:
         return NO_DEVICE
     device, figures, right = torch.device("cuda"), [], True
     beside: dict[str, dict[str, float]] = {}
+    shape = Shape(options.layers, options.chunk_tokens)
     for dim in options.dims:
         for layout in ("NHD", "HND"):
-            rig = Rig(options.codec, dim, layout, options.chunk_tokens, device)
+            rig = Rig(shape, options.codec, dim, layout, device)
             same = kernels_agree(rig.gpu, rig.cache, rig.store)
             print(f"dim {dim}, {layout}: {'the same bytes as the host' if same else 'WRONG'}")
             right = right and same
