@@ -26,6 +26,7 @@ from benchmarks.stacks.product_stack import (
     MIB,
     WORD_TOKENS,
     Client,
+    Reply,
     Stack,
     client_of,
     prose,
@@ -100,9 +101,18 @@ class Turns:
                 self.seconds[client.model].append(time.perf_counter() - began)
                 self.num_failed += not reply.ok
                 if turn:
-                    self.second_turns[reply.cache.partition(";")[0]] += 1
+                    self.second_turns[_source(reply)] += 1
                 history.append({"role": "assistant", "content": reply.text})
                 self.texts[name].append(reply.text)
+
+
+def _source(reply: Reply) -> str:
+    """Return where a prompt's KV came from.
+
+    A stream that waits while its model is loaded begins before that is known.
+    """
+    unknown = "waited, reused" if reply.cached_tokens else "waited, computed"
+    return reply.cache.partition(";")[0] or unknown
 
 
 async def taken(stack: Stack, turns: Turns) -> Budget:
