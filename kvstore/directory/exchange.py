@@ -20,7 +20,7 @@ KEPT_MS: Final = 24 * 3600 * 1000  # a server's values expire this long after th
 _SEAL_BYTES: Final = 64
 _FREE_AFTER_S: Final = 60.0  # a seat whose board did not change for this long may be taken
 
-Command: TypeAlias = tuple[bytes | str | int | bytearray | memoryview, ...]
+Command: TypeAlias = tuple[bytes | str | int | memoryview, ...]
 
 
 class Server(Protocol):
@@ -102,12 +102,13 @@ class Exchange:
             name = self._names.rows(self._life, tenant, number)
             if page:
                 sealed = self._names.seal(tenant).close(name.encode(), rows.pack(page))
-                yield "SET", name, sealed, "PX", KEPT_MS
+                yield "SET", name, memoryview(sealed), "PX", KEPT_MS
             else:
                 yield "UNLINK", name
         if known is not None:
             name = self._names.deletions(self._life)
-            yield "SET", name, self._names.seal().close(name.encode(), known), "PX", KEPT_MS
+            sealed = self._names.seal().close(name.encode(), known)
+            yield "SET", name, memoryview(sealed), "PX", KEPT_MS
 
     def _looks(self) -> Iterator[Command]:
         yield ("TIME",)

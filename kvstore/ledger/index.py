@@ -65,7 +65,7 @@ class SessionIndex(Generic[R]):
         self._kind = kind
         self._stack = stack
         self._counters = counters
-        self._clock = clock
+        self.clock = clock
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._lock = threading.Lock()
@@ -207,11 +207,7 @@ class SessionIndex(Generic[R]):
         try:
             blobs = dict(zip(unknown, self._stack.get(level, unknown), strict=True))
             absent = [key for key, blob in blobs.items() if blob is None]
-            unread = [
-                x
-                for x, there in zip(absent, self._stack.holds(level, absent), strict=True)
-                if there
-            ]
+            unread = [x for x in absent if self._stack.may_hold(level, x)]
             found: list[R] = []
             for key, blob in blobs.items():
                 record = None if blob is None else self._parsed(level, key, blob)
@@ -242,7 +238,7 @@ class SessionIndex(Generic[R]):
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
-                used = msgspec.structs.replace(entry.record, last_used_s=self._clock())
+                used = msgspec.structs.replace(entry.record, last_used_s=self.clock())
                 self._entries[key] = entry._replace(record=used)
                 self._entries.move_to_end(key)
 
@@ -258,7 +254,7 @@ class SessionIndex(Generic[R]):
 
     def is_over(self, record: R) -> bool:
         """True if the session was unused for longer than sessions are kept."""
-        age_s = self._clock() - record.last_used_s
+        age_s = self.clock() - record.last_used_s
         return bool(self._ttl_s) and age_s > self._ttl_s and not record.pinned
 
     def note_lapse(self, key: bytes) -> None:
@@ -278,6 +274,10 @@ class SessionIndex(Generic[R]):
     def _newest(self, key: bytes, levels: Iterable[int]) -> R | None:
         copies = [x for i in levels if (x := self._read(i, key)) is not None]
         return max(copies, key=lambda x: x.last_used_s, default=None)
+
+    def find_in(self, level: int, key: bytes) -> R | None:
+        """Return the record that a tier has under this key; None also if it does not answer."""
+        return self._read(level, key)
 
     def _read(self, level: int, key: bytes) -> R | None:
         blob = self._stack.find(level, [key])[0]

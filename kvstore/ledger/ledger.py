@@ -149,8 +149,11 @@ class Ledger(Generic[R]):
         self._upkeep.retry_deletions()
         found: list[R] = []
         for level in list(self._to_load):
+            self._upkeep.retry_records(level)
             if not self._upkeep.owes_deletions(level):
                 found += self._load_from(level)
+            if level not in self._to_load:
+                self._upkeep.retry_inherited(level)
         self._say_whose_blobs(found)
         for record in found:
             if record.pinned:

@@ -17,7 +17,7 @@ from kvstore.ledger.pins import Pins
 from kvstore.ledger.record import R
 from kvstore.ledger.stack import TierStack
 from kvstore.session import SessionRef, TierName
-from kvstore.tiers.owed_deletions import OwedDeletions
+from kvstore.tiers.owed_deletions import Owed, OwedDeletions
 from kvstore.workers import Workers
 
 WAIT_S: Final = 30.0  # for running writes of the session
@@ -49,7 +49,7 @@ class Upkeep(Generic[R]):
         self._workers = workers
         self._notices = notices
         self._is_awaited = is_awaited
-        self._deletions = _Deletions(stack, index)
+        self._deletions = _Deletions(stack, index, index.clock)
         self._pinning = threading.Lock()  # checking the share and taking it is one step
 
     def tier_of(self, record: R) -> TierName | None:
@@ -129,6 +129,14 @@ class Upkeep(Generic[R]):
         """True if sessions are still to be deleted from a tier that did not answer."""
         return self._deletions.is_owed(level)
 
+    def retry_records(self, level: int) -> None:
+        """Delete records that earlier lives owe a tier; call it before the tier's are read."""
+        self._deletions.retry_records(level)
+
+    def retry_inherited(self, level: int) -> None:
+        """Delete other blobs that earlier lives owe a tier, once all its records are known."""
+        self._deletions.retry_inherited(level)
+
     def _let_lapse(self, key: bytes) -> None:
         with self._claims.claim(key):
             record = self._index.get(key)
@@ -150,7 +158,7 @@ class Upkeep(Generic[R]):
         # A reader may have found the record again meanwhile, since it is deleted last, so that an
         # interrupted caller can begin again. So the session itself does not count as a user.
         for keys in (self._index.unshared(doomed, key), [key]):
-            self._deletions.everywhere(keys)
+            self._deletions.everywhere(key, keys)
         self._index.remove(key)
         return bool(copies)
 
@@ -166,19 +174,26 @@ def _is_taken(sent: Future[bool]) -> bool:
 class _Deletions(Generic[R]):
     """Removes blobs from every tier, later also from one that is down now. Thread-safe."""
 
-    def __init__(self, stack: TierStack, index: SessionIndex[R]) -> None:
+    def __init__(
+        self, stack: TierStack, index: SessionIndex[R], clock: Callable[[], float]
+    ) -> None:
         self._stack = stack
         self._index = index
+        self._clock = clock
         self._owed = [OwedDeletions(stack.owed_file(level)) for level in range(len(stack))]
         self._lock = threading.Lock()
         self._retrying = threading.Lock()
 
-    def everywhere(self, keys: Iterable[bytes]) -> None:
+    def everywhere(self, record_key: bytes, keys: Iterable[bytes]) -> None:
+        """Delete some blobs of the session of ``record_key``, or its record."""
+        owed = Owed(self._clock(), record_key, list(keys))
         for level in range(len(self._stack)):
-            self._delete(level, list(keys))
+            if not self._delete(level, owed.keys):
+                with self._lock:
+                    self._owed[level].add(owed)
 
     def retry(self) -> None:
-        """Try each pending deletion once more; one that fails again stays pending.
+        """Try each pending deletion of this life once more; one that fails again stays pending.
 
         Blobs that a session needs by now, and records of sessions that exist again, are kept.
         """
@@ -186,18 +201,58 @@ class _Deletions(Generic[R]):
             for level, owed in enumerate(self._owed):
                 with self._lock:
                     taken = owed.take()
-                for keys in taken:
-                    still = [x for x in self._index.unused(keys) if self._index.get(x) is None]
-                    self._delete(level, still)
-                if taken:
-                    with self._lock:
+                done = 0
+                while done < len(taken) and self._delete(level, self._still(taken[done].keys)):
+                    done += 1
+                with self._lock:
+                    owed.put_back(taken[done:])
+                    if done:
                         owed.settle()
 
-    def is_owed(self, level: int) -> bool:
-        return bool(len(self._owed[level]))
+    def _still(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [x for x in self._index.unused(keys) if self._index.get(x) is None]
 
-    def _delete(self, level: int, keys: Sequence[bytes]) -> None:
+    def retry_records(self, level: int) -> None:
+        """Delete the records that earlier lives owe, before the tier's records are read.
+
+        A deletion is dropped as a whole if the session was saved again since, here or by another
+        engine.
+        """
+        owed = self._owed[level]
+        with self._retrying:
+            left = []
+            for x in owed.inherited:
+                again = self._index.get(x.record_key)
+                newest = again or self._index.find_in(level, x.record_key)
+                if newest is not None and newest.last_used_s > x.at_s:
+                    continue
+                if x.keys == [x.record_key]:
+                    if not self._delete(level, x.keys):
+                        left.append(x)
+                else:
+                    left.append(x)
+            self._set_inherited(owed, left)
+
+    def retry_inherited(self, level: int) -> None:
+        """Delete other blobs that earlier lives owe, once all records of the tier are known."""
+        owed = self._owed[level]
+        with self._retrying:
+            left = [x for x in owed.inherited if not self._delete(level, self._still(x.keys))]
+            self._set_inherited(owed, left)
+
+    def _set_inherited(self, owed: OwedDeletions, left: list[Owed]) -> None:
+        if len(left) == len(owed.inherited):
+            return
+        with self._lock:
+            owed.inherited = left
+            owed.settle()
+
+    def is_owed(self, level: int) -> bool:
+        """True if a deletion must be made up for before the tier's records are read."""
+        owed = self._owed[level]
+        own = len(owed) > len(owed.inherited)
+        return own or any(x.keys == [x.record_key] for x in owed.inherited)
+
+    def _delete(self, level: int, keys: Sequence[bytes]) -> bool:
         # In this order: a tier that finds its file damaged during the deletion puts it aside then.
-        if not (self._stack.delete(level, keys) and self._stack.drop_quarantine(level)):
-            with self._lock:
-                self._owed[level].add(keys)
+        return self._stack.delete(level, keys) and self._stack.drop_quarantine(level)

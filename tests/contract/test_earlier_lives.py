@@ -10,11 +10,13 @@ import pytest
 import redis
 
 from kvstore.config import StoreConfig
+from kvstore.errors import TierUnavailable
 from kvstore.ledger.ledger import LOOK_S, MOST_LOADS
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef
 from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
+from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.registry import open_tiers
 from kvstore.tiers.seal import Seal
 from kvstore.tiers.sealed_tier import SealedTier
@@ -45,6 +47,17 @@ def come_to_list(store: Store, ids: set[str]) -> None:
     while (now := listed(store)) != ids:
         assert time.monotonic() < end, f"{now} are listed instead of {ids}"
         time.sleep(0.02)
+
+
+def come_to_answer(tier: Tier) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            tier.contains_many([b"r"])
+            return
+        except TierUnavailable:
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
 
 def lived(rig: Rig, server: RedisServer, folder: Path, *ids: str) -> None:
@@ -152,6 +165,89 @@ def test_one_that_was_forgotten_before_the_end_stays_forgotten(
     store.close()
     (file,) = tmp_path.glob("redis-deletions")
     assert file.read_bytes() == b""
+
+
+def test_a_deletion_of_an_earlier_life_leaves_what_was_saved_since(
+    rig: Rig, server: RedisServer, tmp_path: Path
+):
+    """Saved again, and another session of the same tokens, before the deletion was made up for."""
+    store = rig.open(tiers := tiers_of(server, tmp_path))
+    rig.save(store, ref("a"), history(100, 0))
+    rig.save(store, ref("gone"), history(100, 1))
+    assert store.flush(30.0)
+    server.stop()
+    assert store.forget(ref("a")) and store.forget(ref("gone"))
+    owed = (tmp_path / "redis-deletions").read_bytes()
+    server.cont()
+    come_to_answer(tiers[1])
+    rig.save(store, ref("a"), history(100, 0))
+    rig.save(store, ref("same"), history(100, 1))
+    assert store.flush(30.0)
+    store.close()
+    (tmp_path / "redis-deletions").write_bytes(owed)  # it ended before the next look
+    store = rig.open(tiers_of(server, tmp_path))
+    come_to_list(store, {"a", "same"})
+    end = time.monotonic() + PATIENCE_S
+    while (tmp_path / "redis-deletions").read_bytes():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert listed(store) == {"a", "same"}
+    for name, seed in (("a", 0), ("same", 1)):
+        assert rig.back(store, ref(name), [*history(100, seed), *history(20, 9)]).num_tokens == 100
+    store.close()
+
+
+def test_a_deletion_of_an_earlier_life_leaves_what_another_engine_saved_since(
+    rig: Rig, server: RedisServer, tmp_path: Path
+):
+    store = rig.open(tiers_of(server, tmp_path / "one"))
+    rig.save(store, ref("a"), history(100, 0))
+    assert store.flush(30.0)
+    server.stop()
+    assert store.forget(ref("a"))
+    store.close()
+    server.cont()
+    other = rig.open(tiers_of(server, tmp_path / "other"))
+    rig.save(other, ref("a"), [*history(100, 0), *history(20, 7)])
+    assert other.flush(30.0)
+    store = rig.open(tiers_of(server, tmp_path / "one"))
+    end = time.monotonic() + PATIENCE_S
+    while (tmp_path / "one" / "redis-deletions").read_bytes():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    store.close()
+    other.close()
+    other = rig.open(tiers_of(server, tmp_path / "other"))
+    come_to_list(other, {"a"})
+    tokens = [*history(100, 0), *history(20, 7), *history(20, 9)]
+    assert rig.back(other, ref("a"), tokens).num_tokens == 120
+    other.close()
+
+
+def test_a_record_that_is_refused_for_a_while_is_read_later(
+    rig: Rig, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Part of a cluster is down; another record is read meanwhile."""
+    lived(rig, server, tmp_path, "a", "b")
+    refused = [True]
+    run = RedisLink.run
+
+    def without_a(link: RedisLink, commands, *args, **options):
+        replies = run(link, commands, *args, **options)
+        for i, command in enumerate(commands if refused else ()):
+            if command[0] in ("GET", "EXISTS") and key.hex().encode() in command[1]:
+                replies[i] = redis.ResponseError("CLUSTERDOWN Hash slot not served")
+        return replies
+
+    probe = rig.open([RamTier(1 << 20)])
+    key = probe.ledger.record_key(ref("a"))
+    probe.close()
+    monkeypatch.setattr(RedisLink, "run", without_a)
+    store = rig.open(tiers_of(server, tmp_path))
+    come_to_list(store, {"b"})
+    refused.clear()
+    come_to_list(store, {"a", "b"})
+    store.close()
 
 
 def test_one_that_another_engine_continued_is_not_listed(

@@ -131,11 +131,13 @@ class DeviceLoad:
 
     def _give_up(self) -> None:
         """Return regions after an error, once no thread and no kernel uses them."""
-        if self._opening or self._in_flight:
-            wait([x for _, opening in self._opening for x in opening])
-            self._copy_stream.side_stream.drain()
-        for copy in (*self._in_flight, *(copy for copy, _ in self._opening)):
-            self._copy_stream.ring.give_back(copy.region)
+        try:
+            if self._opening or self._in_flight:
+                wait([x for _, opening in self._opening for x in opening])
+                self._copy_stream.side_stream.drain()
+        finally:
+            for copy in (*self._in_flight, *(copy for copy, _ in self._opening)):
+                self._copy_stream.ring.give_back(copy.region)
 
 
 def _all_blocks(x: Filling) -> list[int]:

@@ -77,9 +77,14 @@ class DeviceSave:
             for x, staged in zip(copy.batch.blobs, arrays, strict=True)
         ]
         self._in_flight.popleft()
-        for x, staged, rows in zip(copy.batch.blobs, arrays, rescued, strict=True):
-            seal = partial(self._seal, copy, x.span, staged, rows)
-            self._sealing.append(self._copy_stream.store.workers.codec(seal))
+        rest = len(arrays)
+        try:
+            for x, staged, rows in zip(copy.batch.blobs, arrays, rescued, strict=True):
+                seal = partial(self._seal, copy, x.span, staged, rows)
+                self._sealing.append(self._copy_stream.store.workers.codec(seal))
+                rest -= 1
+        finally:  # nothing is left unless the threads take no more work
+            self._give_back(copy, rest)
 
     def _seal(
         self, copy: InFlight[Packing], span: BlobSpan, staged: np.ndarray, rescued: bytes
@@ -95,8 +100,13 @@ class DeviceSave:
 
         vLLM may reuse the blocks at once.
         """
-        if self._in_flight:
-            self._copy_stream.side_stream.drain()
-        for copy in self._in_flight:
-            for _ in copy.batch.blobs:
-                self._copy_stream.ring.give_back(copy.region)
+        try:
+            if self._in_flight:
+                self._copy_stream.side_stream.drain()
+        finally:
+            for copy in self._in_flight:
+                self._give_back(copy, len(copy.batch.blobs))
+
+    def _give_back(self, copy: InFlight[Packing], num_users: int) -> None:
+        for _ in range(num_users):
+            self._copy_stream.ring.give_back(copy.region)

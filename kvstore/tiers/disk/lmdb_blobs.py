@@ -41,6 +41,7 @@ HEADER_BYTES = 16  # LMDB 0.9 data format on 64-bit machines, before a value in 
 # Keys, node headers and the tree's fill grade of about two thirds, per fragment and index entry.
 NODE_BYTES = 128
 
+MAX_BLOB_BYTES = 1 << 32
 _ENTRY = struct.Struct("<QQ")  # stamp, blob length
 _CHECKSUM = struct.Struct("<I")  # crc32c of key and entry
 _FRAGMENT_NUMBER = struct.Struct(">H")  # big-endian: fragments of a blob are neighbours in the tree
@@ -127,6 +128,8 @@ class LmdbBlobs:
         entry = self.entry(txn, key)
         if entry is None:
             return None
+        if entry.length > MAX_BLOB_BYTES:
+            raise lmdb.CorruptedError("an entry of an impossible length")
         blob = bytearray(entry.length)
         out, end = np.frombuffer(blob, np.uint8), 0
         for view in self._views(txn, key, entry.length):

@@ -61,6 +61,7 @@ class _ReadProgress:
     until: float  # the moment at which the read must be over
     blobs: dict[bytes, bytes] = field(default_factory=dict)
     removals: list[Command] = field(default_factory=list)
+    refusal: TierUnavailable | None = None  # the last one
 
     def remove(self, names: Sequence[bytes], manifest: bytes) -> None:
         """Queue a damaged blob's removal: while its manifest exists, it is not stored again."""
@@ -80,10 +81,17 @@ class RedisBlobs:
         self._ttl_ms = ttl_ms
         self._book = book
 
-    def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether its manifest exists."""
+    def exist(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """Return for each key whether its manifest exists; None where the server refused.
+
+        Raises:
+            TierUnavailable: it refused all of them, or did not answer.
+        """
         replies = self._link.run([("EXISTS", manifest_name(key)) for key in keys])
-        return [self._answer(reply) == 1 for reply in replies]
+        found = [None if self._is_refusal(reply) else reply == 1 for reply in replies]
+        if found and all(x is None for x in found):
+            raise TierUnavailable(f"redis tier: {replies[0]}")
+        return found
 
     def manifests(self, keys: Sequence[bytes]) -> dict[bytes, BlobManifest]:
         """Return the manifests of the keys that have a readable one."""
@@ -116,7 +124,7 @@ class RedisBlobs:
         Damaged ones are removed from the server.
 
         Raises:
-            TierUnavailable: the server failed before a single blob was read.
+            TierUnavailable: the server failed, or refused, before a single blob was read.
         """
         progress = _ReadProgress(self._link.deadline())
         try:
@@ -131,7 +139,17 @@ class RedisBlobs:
         except TierUnavailable:
             if not progress.blobs:
                 raise
+        if progress.refusal and not progress.blobs:
+            raise progress.refusal
         return progress.blobs
+
+    def _read_content(self, reply: Reply, progress: _ReadProgress) -> bytes | None:
+        """Return an entry's bytes, empty if it is missing; None if the server refused."""
+        try:
+            return self._content(reply)
+        except TierUnavailable as error:
+            progress.refusal = error
+            return None
 
     def _read_manifests(
         self, keys: Sequence[bytes], progress: _ReadProgress
@@ -139,7 +157,8 @@ class RedisBlobs:
         """Return manifests of blobs in fragments; small blobs come with theirs and are complete."""
         manifests: dict[bytes, BlobManifest] = {}
         replies = self._link.run([("GET", manifest_name(key)) for key in keys], progress.until)
-        for key, raw in zip(keys, map(self._content, replies), strict=True):
+        for key, reply in zip(keys, replies, strict=True):
+            raw = self._read_content(reply, progress)
             if not raw:
                 continue
             try:
@@ -161,7 +180,12 @@ class RedisBlobs:
         ]
         replies = iter(self._link.run([("GET", name) for name in names], progress.until))
         for key, manifest in manifests.items():
-            fragments = [self._content(next(replies)) for _ in range(manifest.num_fragments)]
+            taken = [next(replies) for _ in range(manifest.num_fragments)]
+            fragments = [
+                x for x in (self._read_content(y, progress) for y in taken) if x is not None
+            ]
+            if len(fragments) < len(taken):  # refused: the blob may be whole
+                continue
             try:
                 progress.blobs[key] = verified(b"".join(fragments), manifest)
             except Corrupt as error:

@@ -121,9 +121,9 @@ class RedisTier(IndexedTier):
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         known = self._known(keys)
         found = self._server.exist(keys)
-        gone = {key for key, there in zip(keys, found, strict=True) if not there}
+        gone = {key for key, there in zip(keys, found, strict=True) if there is False}
         self._forget({key: x for key, x in known.items() if key in gone})
-        return found
+        return [bool(there) for there in found]
 
     def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
         found = self._server.manifests(keys)

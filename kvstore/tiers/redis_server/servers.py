@@ -13,7 +13,7 @@ from redis.exceptions import AskError, MovedError
 from kvstore.tiers.redis_server.cluster import CLUSTER, Cluster
 from kvstore.tiers.redis_server.pools import open_pool
 
-Command: TypeAlias = tuple[bytes | str | int | bytearray | memoryview, ...]
+Command: TypeAlias = tuple[bytes | str | int | memoryview, ...]
 # A reply as redis-py returns it; for a command that the server refused, the list has its error.
 Reply: TypeAlias = Any
 # Raises when the time for a batch is over.

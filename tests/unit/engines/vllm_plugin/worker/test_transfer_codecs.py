@@ -328,7 +328,8 @@ def test_the_device_packs_with_the_codec_its_kernels_were_checked_for(tmp_path):
         for x, blob in zip(spans, blobs, strict=True)
     ]
     assert blocks.fill(fillings, None) == set(ELSEWHERE)
-    assert device.filled == [x.key for i, x in enumerate(spans) if i != 2]
+    # The first chunk of so small a model has no segment of first tokens, which kernels expect.
+    assert device.filled == [x.key for i, x in enumerate(spans) if i not in (0, 2)]
     blocks.close()
     store.close()
 
@@ -354,7 +355,8 @@ def test_kernels_are_checked_again_for_a_codec_that_is_adopted(tmp_path):
     old, new = Device(host), Device(host)
     proof = Proof(new)
     blocks = CheckedBlocks(old, host, store, proof)
-    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in store.keys.whole(CHAIN)]
+    spans = store.keys.whole(CHAIN)[1:]  # of so small a model the host fills the first chunk
+    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in spans]
     (before,) = (x.result() for x in blocks.pack(wanted[:1], None))
     store.adopt(CodecSet.one(TQ4))
     old.packed.clear()
