@@ -15,7 +15,7 @@ from engines.vllm_plugin.device.staging import Region, StagingRing, rounded_up
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import BlockStore
 
-MOST_BLOBS: Final = 16
+MOST_TOKENS: Final = 512  # of a batch, as of a page of ``kernels.angles``
 MOST_BYTES: Final = 8 << 20
 
 
@@ -64,7 +64,10 @@ class CopyStream:
     def _continues(self, batch: Batch[Wanted], layout: StagingLayout, span: BlobSpan) -> bool:
         if layout is not batch.layout or not layout.takes_many:
             return False
-        most = min(MOST_BLOBS, min(MOST_BYTES, self.ring.nbytes // 2) // rounded_up(layout.nbytes))
+        most = min(
+            MOST_TOKENS // (span.num_blocks * self.block_tokens),
+            min(MOST_BYTES, self.ring.nbytes // 2) // rounded_up(layout.nbytes),
+        )
         number = span.first_block // span.num_blocks
         follows = span.first_block == batch.blobs[-1].span.end_block
         return follows and bool(number % (1 << max(most, 1).bit_length() - 1))
