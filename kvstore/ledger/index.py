@@ -159,7 +159,7 @@ class SessionIndex(Generic[R]):
 
     def everywhere(self, key: bytes) -> list[R]:
         """Every copy of a record: a slow tier may hold an older one."""
-        copies = [self.get(key), *(self._read(i, key) for i in range(len(self._stack)))]
+        copies = [self.get(key), *(self.find_in(i, key) for i in range(len(self._stack)))]
         return [x for x in copies if x is not None]
 
     # ---- which blobs sessions share
@@ -272,14 +272,11 @@ class SessionIndex(Generic[R]):
     # ---- reading tiers
 
     def _newest(self, key: bytes, levels: Iterable[int]) -> R | None:
-        copies = [x for i in levels if (x := self._read(i, key)) is not None]
+        copies = [x for i in levels if (x := self.find_in(i, key)) is not None]
         return max(copies, key=lambda x: x.last_used_s, default=None)
 
     def find_in(self, level: int, key: bytes) -> R | None:
         """Return the record that a tier has under this key; None also if it does not answer."""
-        return self._read(level, key)
-
-    def _read(self, level: int, key: bytes) -> R | None:
         blob = self._stack.find(level, [key])[0]
         return None if blob is None else self._parsed(level, key, blob)
 

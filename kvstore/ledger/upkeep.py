@@ -222,14 +222,10 @@ class _Deletions(Generic[R]):
         with self._retrying:
             left = []
             for x in owed.inherited:
-                again = self._index.get(x.record_key)
-                newest = again or self._index.find_in(level, x.record_key)
-                if newest is not None and newest.last_used_s > x.at_s:
-                    continue
-                if x.keys == [x.record_key]:
-                    if not self._delete(level, x.keys):
-                        left.append(x)
-                else:
+                key = x.record_key
+                newest = self._index.get(key) or self._index.find_in(level, key)
+                again = newest is not None and newest.last_used_s > x.at_s
+                if not (again or (x.is_record and self._delete(level, x.keys))):
                     left.append(x)
             self._set_inherited(owed, left)
 
@@ -251,7 +247,7 @@ class _Deletions(Generic[R]):
         """True if a deletion must be made up for before the tier's records are read."""
         owed = self._owed[level]
         own = len(owed) > len(owed.inherited)
-        return own or any(x.keys == [x.record_key] for x in owed.inherited)
+        return own or any(x.is_record for x in owed.inherited)
 
     def _delete(self, level: int, keys: Sequence[bytes]) -> bool:
         # In this order: a tier that finds its file damaged during the deletion puts it aside then.

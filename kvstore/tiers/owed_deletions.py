@@ -32,6 +32,11 @@ class Owed(msgspec.Struct, frozen=True):
     record_key: bytes
     keys: list[bytes]
 
+    @property
+    def is_record(self) -> bool:
+        """True if the session's record is what is to be deleted."""
+        return self.keys == [self.record_key]
+
 
 class OwedDeletions:
     """The deletions that one tier still owes, oldest first. Not thread-safe.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,3 +17,12 @@ if not torch.cuda.is_available():
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", FOREIGN)
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[Any]]:
+    """What a test opens and appends here is closed at its end."""
+    opened: list[Any] = []
+    yield opened
+    for rig in opened:
+        rig.close()

@@ -173,28 +173,8 @@ def test_rows_that_cannot_be_packed_are_kept_as_they_are():
     assert torch.equal(found[0][target][kept], before[0][kept])
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(heads=4, layers=2), Shape(block=20)])
-def test_chunks_that_follow_each_other_are_packed_and_filled_by_one_launch(shape, monkeypatch):
-    rig = Rig(shape)
-    ids = [7, 2, 10, 4, 5, 0, 1, 11, 8, 6, 3, 9]
-    launches: list[int] = []
-    for name in ("pack", "unpack"):
-        launch = getattr(TritonRates, name)
-        monkeypatch.setattr(
-            TritonRates,
-            name,
-            lambda *args, launch=launch: (launches.append(len(args[2])), launch(*args)),
-        )
-    blobs = rig.blobs(rig.device, ids)
-    assert launches[-2:] == [3, 2]
-    assert blobs == rig.blobs(rig.host, ids)
-    found, right = (rig.filled(x, blobs, ids) for x in (rig.device, rig.host))
-    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
-    assert launches[-2:] == [3, 2]
-
-
 def test_rows_of_fp32_that_are_kept_are_rounded_once():
-    rig = Rig(Shape(dtype=torch.float32))
+    rig = Rig(Shape(dtype=torch.float32, heads=4, layers=2))
     rig.caches["layer0"][2, 0, 3, 7] = float("inf")
     rig.caches["layer0"][2, 0, 4, 70] = float("nan")
     blobs = rig.blobs(rig.device, [7, 2])
