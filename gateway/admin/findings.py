@@ -73,6 +73,9 @@ def _codec(model: ServedModel) -> Iterator[Finding]:
     else:
         words = f"{codec.name}: {codec.why}"
         yield Finding("codec", "ok", f"{words}; {codec.origin}" if codec.origin else words)
+    if codec.why_host:
+        text = f"the host packs, more slowly than the GPU: {codec.why_host}"
+        yield Finding("packing", "warning", text, "The engine's log has the whole error.")
 
 
 def _tiers(model: ServedModel) -> Iterator[Finding]:

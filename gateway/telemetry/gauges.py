@@ -122,6 +122,11 @@ def _codec_metrics(codec: CodecReport) -> Iterator[Metric]:
     yield info
     yield _gauge("codec_unmeasured", "1 while nothing was measured to choose by.", codec.unmeasured)
     yield _gauge("codec_measuring", "1 while the model is being measured.", bool(codec.progress))
+    yield _gauge(
+        "codec_packed_by_host",
+        "1 while the host packs KV that lies on a GPU, which is slower.",
+        bool(codec.why_host),
+    )
     if codec.max_kl is not None:
         yield _gauge("codec_bound_kl", "The most that kl may be, nats.", codec.max_kl)
     for field, words in (

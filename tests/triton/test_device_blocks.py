@@ -18,9 +18,17 @@ from engines.vllm_plugin.blocks.block_layout import SplitContent  # noqa: E402
 from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing  # noqa: E402
 from engines.vllm_plugin.blocks.host_blocks import HostBlocks  # noqa: E402
 from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache  # noqa: E402
-from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
+from engines.vllm_plugin.device.checked_blocks import (  # noqa: E402
+    CheckedBlocks,
+    DeviceTransfer,
+    KernelsUnusable,
+)
 from engines.vllm_plugin.device.device_blocks import DeviceBlocks  # noqa: E402
-from engines.vllm_plugin.device.device_check import blocks_for, kernels_agree  # noqa: E402
+from engines.vllm_plugin.device.device_check import (  # noqa: E402
+    blocks_for,
+    blocks_on,
+    kernels_agree,
+)
 from engines.vllm_plugin.device.kernels.triton_rows import TritonRows  # noqa: E402
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
@@ -54,6 +62,10 @@ class Shape:
     layers: int = 2
     dtype: torch.dtype = torch.bfloat16
     codec: str = "tq3"
+
+
+def no_kernels() -> DeviceTransfer:
+    raise KernelsUnusable("nothing is checked here")
 
 
 @dataclass
@@ -209,7 +221,7 @@ def test_rows_that_cannot_be_packed_are_kept_as_they_are(rigs, layout):
 def test_chunks_that_were_packed_at_once_are_filled_by_the_device(rigs, monkeypatch):
     """Others are not: a first chunk that continues a lossy copy has other segments."""
     rig = opened(rigs, heads=4)
-    blocks = CheckedBlocks(rig.device, rig.host, rig.store, lambda: None)
+    blocks = CheckedBlocks(rig.device, rig.host, rig.store, no_kernels)
     spans, ids, target = rig.spans(4), [7, 2, 10, 4], [3, 9, 0, 6]
     at_once = rig.blobs(rig.host, ids)
     later = Packing(spans[0], ids[:2], Lineage(8, rig.store.packer.lossy_segments(
@@ -305,7 +317,7 @@ def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
     chain, ids, target = hashes(list(range(20))), [7, 2, 10, 4, 5], [3, 9, 0, 6, 8]
     before = [bits(x)[ids] for x in rig.caches.values()]
     staging, saved = StagingArea(), threading.Event()
-    blocks = CheckedBlocks(rig.device, rig.host, rig.store, lambda: None)
+    blocks = CheckedBlocks(rig.device, rig.host, rig.store, no_kernels)
     transfer = Transfer(blocks, rig.store, staging, 1 << 30)
     transfer.save(Save(1, ref(), chain, ids), lambda *_: saved.set())
     assert saved.wait(60)
@@ -333,6 +345,9 @@ def test_the_kernels_prove_themselves_before_they_are_trusted(
     assert kernels_agree(rig.accelerator, rig.cache, rig.store)
     monkeypatch.setattr(TritonRows, "pack", lambda *args: None)
     assert kernels_agree(rig.accelerator, rig.cache, rig.store) == (codec == "raw")
+    blocks = blocks_on(rig.accelerator, rig.cache, rig.store)
+    assert blocks.why_host == ("" if codec == "raw" else "they are wrong")
+    blocks.close()
 
 
 def test_the_small_cache_has_a_segment_of_first_tokens_where_the_real_one_has(rigs):

@@ -268,7 +268,6 @@ def test_the_kernels_take_over_once_dense3_is_adopted():
     calibrated = rig.codec
     rig.store.adopt(CodecSet.one(codec_by_name("raw")), keep=True)
     on_device = proven_blocks(rig.accelerator, rig.cache, rig.store)
-    assert on_device is not None
     prove = partial(proven_blocks, rig.accelerator, rig.cache, rig.store)
     blocks = CheckedBlocks(on_device, rig.host, rig.store, prove)
     rig.store.adopt(CodecSet.one(calibrated), keep=True)

@@ -53,6 +53,10 @@ class Blocks(Protocol):
     def block_bytes(self) -> int:
         """The bytes of one of vLLM's blocks, over all layers."""
 
+    @property
+    def why_host(self) -> str:
+        """The reason why the host packs what lies on a device, in words; "" if it need not."""
+
     def mark(self) -> object:
         """Make a mark after the model's work queued so far. Called on the model's thread."""
 

@@ -117,6 +117,7 @@ class HostBlocks:
 
     Args:
         spare_bytes: the most memory for unpacking that is kept between loads.
+        why_host: see ``Blocks``; for a cache in host memory "".
     """
 
     def __init__(
@@ -125,7 +126,9 @@ class HostBlocks:
         store: BlockStore,
         stream: DeviceStream,
         spare_bytes: int = SPARE_BYTES,
+        why_host: str = "",
     ) -> None:
+        self.why_host = why_host
         self._access = access
         self._store = store
         self._stream = stream

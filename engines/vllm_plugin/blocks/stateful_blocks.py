@@ -45,6 +45,10 @@ class StatefulBlocks:
     def block_bytes(self) -> int:
         return self._blocks.block_bytes  # vLLM makes blocks of all groups the same size
 
+    @property
+    def why_host(self) -> str:
+        return self._blocks.why_host
+
     def mark(self) -> object:
         return self._blocks.mark()
 

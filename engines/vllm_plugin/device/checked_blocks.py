@@ -45,9 +45,13 @@ class DeviceTransfer(Protocol):
         """Wait until the device is done."""
 
 
-# Makes the device's transfer for the store's present codec, and checks it; None if the host must
-# pack.
-Prove: TypeAlias = Callable[[], DeviceTransfer | None]
+class KernelsUnusable(Exception):
+    """The device's kernels cannot be used for a codec; the message is the reason."""
+
+
+# Makes the device's transfer for the store's present codec, and checks it. Raises
+# ``KernelsUnusable``.
+Prove: TypeAlias = Callable[[], DeviceTransfer]
 
 
 @dataclass(frozen=True)
@@ -96,11 +100,19 @@ class CheckedBlocks:
         self._lock = threading.Lock()
         self._under_check: set[str] = set()  # codecs under check, or found wrong
         self._num_tries: Counter[str] = Counter()
+        self._reasons: dict[str, str] = {}  # by codec, for which the host packs
         self._prover = ThreadPoolExecutor(1, "thermocline-prove", initializer=unbind_thread)
 
     @property
     def block_bytes(self) -> int:
         return self._on_host.block_bytes
+
+    @property
+    def why_host(self) -> str:
+        codec = self._store.home_codec.id
+        if codec == self._checked.codec:
+            return ""
+        return self._reasons.get(codec, f"the kernels are yet to be checked for codec {codec}")
 
     def mark(self) -> object:
         """Remember the model's work queued so far; the mark is valid for device and host."""
@@ -149,12 +161,13 @@ class CheckedBlocks:
     def _check(self, codec: str) -> None:
         try:
             found = self._prove()
+        except KernelsUnusable as error:
+            self._reasons[codec] = str(error)
+            return
         except Exception:  # the top level of this thread; the host continues to pack
             logger.exception("the kernels of codec %s could not be checked", codec)
             with self._lock:  # a later save may succeed, for example if the device was full
                 self._under_check.discard(codec)
-            return
-        if found is None:
             return
         with self._lock:
             self._under_check.discard(codec)

@@ -20,7 +20,11 @@ from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing
 from engines.vllm_plugin.blocks.host_blocks import SPARE_BYTES, HostBlocks
 from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.device.accelerator import Accelerator, NoStream, accelerator_of
-from engines.vllm_plugin.device.checked_blocks import CheckedBlocks, DeviceTransfer
+from engines.vllm_plugin.device.checked_blocks import (
+    CheckedBlocks,
+    DeviceTransfer,
+    KernelsUnusable,
+)
 from engines.vllm_plugin.device.scratch_cache import scratch_for
 from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlockKeys
@@ -44,18 +48,21 @@ def blocks_on(
     accelerator: Accelerator, cache: PagedCache, store: BlockStore, spare_bytes: int = SPARE_BYTES
 ) -> Blocks:
     """Choose the kernels of this device if they work, else the host."""
-    on_host = HostBlocks(cache, store, accelerator.stream(), spare_bytes)
+    on_host = partial(HostBlocks, cache, store, accelerator.stream(), spare_bytes)
     prove = partial(proven_blocks, accelerator, cache, store)
-    on_device = prove()
-    return on_host if on_device is None else CheckedBlocks(on_device, on_host, store, prove)
+    try:
+        return CheckedBlocks(prove(), on_host(), store, prove)
+    except KernelsUnusable as error:
+        return on_host(why_host=str(error))
 
 
-def proven_blocks(
-    accelerator: Accelerator, cache: PagedCache, store: BlockStore
-) -> DeviceTransfer | None:
-    """Make the device's transfer for the store's present codec; None, with a warning, if it fails.
+def proven_blocks(accelerator: Accelerator, cache: PagedCache, store: BlockStore) -> DeviceTransfer:
+    """Make the device's transfer for the store's present codec, and check it.
 
     May run on any thread: it uses a stream of its own.
+
+    Raises:
+        KernelsUnusable: the host has to pack; the log has a warning with the reason.
     """
     try:
         with accelerator.apart():
@@ -66,7 +73,7 @@ def proven_blocks(
     except Exception as error:  # a compiler, a driver, a missing package: errors of any kind
         reason = f"{type(error).__name__}: {error}"
     logger.warning("KV is packed by the host, slower: %s", reason)
-    return None
+    raise KernelsUnusable(reason)
 
 
 def device_blocks(

@@ -6,7 +6,6 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final, Protocol
@@ -126,6 +125,21 @@ class Measurement(Protocol):
         """Receive the hub's news of the measurement."""
 
 
+class Saves(Protocol):
+    """What a rank's link asks its ``Transfer``."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """The bytes of vLLM's blocks that wait to be stored."""
+
+    @property
+    def why_host(self) -> str:
+        """See ``Blocks``."""
+
+    def wait_saved(self, session: SessionRef, within_s: float) -> bool:
+        """Wait until all saves of this session that have begun are done; False if time runs out."""
+
+
 class RankLink:
     """The connection to the hub: one thread receives messages, a few others carry them out."""
 
@@ -135,18 +149,16 @@ class RankLink:
         hello: RankHello,
         store: BlockStore,
         staging: StagingArea,
-        stats: Callable[[], StoreStats],
-        wait_saved: Callable[[SessionRef, float], bool],
+        saves: Saves,
         codecs: ServedCodecs,
         measurement: Measurement,
     ) -> None:
-        """``wait_saved``: see ``Transfer``. ``measurement``: see ``Measurement``."""
+        """``staging``: of blobs that a load will ask for. For the others see their classes."""
         self._path = path
         self._hello = hello
         self._store = store
         self._staging = staging
-        self._stats = stats
-        self._wait_saved = wait_saved
+        self._saves = saves
         self._codecs = codecs
         self._measurement = measurement
         self._sending = threading.Lock()
@@ -302,7 +314,11 @@ class RankLink:
             self._send_on(connection, page)
 
     def _report(self) -> CodecReport:
-        return self._measurement.with_progress(self._codecs.report)
+        report = msgspec.structs.replace(self._codecs.report, why_host=self._saves.why_host)
+        return self._measurement.with_progress(report)
+
+    def _stats(self) -> StoreStats:
+        return self._store.stats(self._saves.queued_bytes)
 
     def adopt(self) -> None:
         """Make the store adopt the codecs that the model's profile allows now."""
@@ -329,15 +345,15 @@ class RankLink:
             case Prefetch(session):
                 self._store.warm(session)
             case Pin(session) | Unpin(session):
-                self._wait_saved(session, SETTLE_S)  # only a saved session can be pinned
+                self._saves.wait_saved(session, SETTLE_S)  # only a saved session can be pinned
                 self._store.pin(session, isinstance(verb, Pin))
             case Forget(session):
                 # A save that ended later would bring back a part of the session.
-                if not self._wait_saved(session, FORGET_S):
+                if not self._saves.wait_saved(session, FORGET_S):
                     raise TimeoutError("a save of the session does not end")
                 self._store.forget(session)
             case Look(session, settled=True):
-                self._wait_saved(session, SETTLE_S)
+                self._saves.wait_saved(session, SETTLE_S)
             case Look() | Demote():
                 pass
             case _:

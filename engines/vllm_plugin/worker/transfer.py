@@ -78,6 +78,11 @@ class Transfer:
             return self._charges.total()
 
     @property
+    def why_host(self) -> str:
+        """See ``Blocks``."""
+        return self._blocks.why_host
+
+    @property
     def is_settled(self) -> bool:
         """True if no save and no load is under way."""
         with self._lock:

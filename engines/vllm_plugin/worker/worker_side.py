@@ -234,8 +234,7 @@ def open_worker_side(
         ),
         store,
         staging,
-        lambda: store.stats(transfer.queued_bytes),
-        transfer.wait_saved,
+        transfer,
         codecs,
         measuring,
     )

@@ -73,6 +73,10 @@ def test_the_codec_in_use_and_its_measured_cost() -> None:
     codec = CodecReport(name="tq3", id="tq3.2", tiers={"ram": "tq3.2"}, rows=(row,))
     found = samples(Metrics(), msgspec.structs.replace(REPORT, codec=codec))
     assert found["thermocline_codec_info{tq3.2,ram}"] == 1
+    assert found["thermocline_codec_packed_by_host{}"] == 0
+    slow = msgspec.structs.replace(codec, why_host="they are wrong")
+    found = samples(Metrics(), msgspec.structs.replace(REPORT, codec=slow))
+    assert found["thermocline_codec_packed_by_host{}"] == 1
     assert found["thermocline_codec_kl{tq3.2,2048}"] == 0.004
     assert found["thermocline_codec_chain_kl{tq3.2,2048}"] == 0.02
     assert "thermocline_codec_restore_share{tq3.2,2048}" not in found  # which was not timed

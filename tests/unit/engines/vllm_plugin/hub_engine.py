@@ -71,12 +71,25 @@ class Unmeasured:
         """The news is dropped."""
 
 
+class NoSaves:
+    """A rank whose saves are over; the host packs for ``why_host``."""
+
+    queued_bytes = 0
+
+    def __init__(self, why_host: str = "") -> None:
+        self.why_host = why_host
+
+    def wait_saved(self, session: SessionRef, within_s: float) -> bool:
+        return True
+
+
 class Engine:
     """Hub, control connection and two ranks, as in an engine with two workers."""
 
     def __init__(self, folder: Path) -> None:
         self.saved: list[RankNews] = []
         self.waited: list[str] = []
+        self.why_host = ""
         self.unsaved = self.endless = ""
         self.settled = threading.Event()
         self.pool = Pool()
@@ -116,13 +129,14 @@ class Engine:
             hello,
             store,
             self.staging[i],
-            store.stats,
-            self._wait_saved,
+            self,
             served(),
             self.measurements[i],
         )
 
-    def _wait_saved(self, session: SessionRef, within_s: float) -> bool:
+    queued_bytes = 0
+
+    def wait_saved(self, session: SessionRef, within_s: float) -> bool:
         """Plays a save of this session that ends while a verb waits for it."""
         self.waited.append(session.id)
         if self.endless == session.id:

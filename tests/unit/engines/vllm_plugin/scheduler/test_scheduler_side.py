@@ -42,7 +42,7 @@ from engines.wire import (
 from kvstore.config import StoreConfig
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, hashes, open_store, ref, save, served
-from tests.unit.engines.vllm_plugin.hub_engine import Unmeasured, wait
+from tests.unit.engines.vllm_plugin.hub_engine import NoSaves, Unmeasured, wait
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 
 
@@ -69,8 +69,7 @@ class Bench:
             RankHello(0, "raw.1", 1000, 1000, KVSize(1000), KVSize(500)),
             self.store,
             StagingArea(),
-            self.store.stats,
-            lambda session, within_s: True,
+            NoSaves(),
             served(),
             Unmeasured(),
         )

@@ -47,7 +47,7 @@ from tests.block_sessions import (
 )
 from tests.faulty_tier import FaultyTier
 from tests.unit.engines.calibration.gate.test_bound import GOOD
-from tests.unit.engines.vllm_plugin.hub_engine import Unmeasured, wait
+from tests.unit.engines.vllm_plugin.hub_engine import NoSaves, Unmeasured, wait
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 
@@ -91,8 +91,7 @@ class Rank:
             RankHello(0, "raw.1", 1000, 1000),
             self.store,
             self.staging,
-            self.store.stats,
-            self._wait_saved,
+            self,
             codecs or served(),
             Unmeasured(),
         )
@@ -117,7 +116,13 @@ class Rank:
         assert staged is not None
         return staged
 
-    def _wait_saved(self, session: SessionRef, within_s: float) -> bool:
+    why_host = ""
+
+    @property
+    def queued_bytes(self) -> int:
+        return self.transfer.queued_bytes
+
+    def wait_saved(self, session: SessionRef, within_s: float) -> bool:
         self.settling.set()
         return self.transfer.wait_saved(session, within_s)
 
@@ -287,8 +292,7 @@ def test_a_hub_that_talks_nonsense_is_called_again(tmp_path: Path, words: bytes)
             hello,
             store,
             StagingArea(),
-            store.stats,
-            lambda *_: True,
+            NoSaves(),
             served(),
             Unmeasured(),
         )

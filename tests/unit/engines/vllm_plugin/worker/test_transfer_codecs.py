@@ -14,7 +14,11 @@ import pytest
 from engines.vllm_plugin.blocks.blocks import Filling, Packing
 from engines.vllm_plugin.blocks.host_blocks import HostBlocks
 from engines.vllm_plugin.blocks.restored_blocks import RestoredBlocks
-from engines.vllm_plugin.device.checked_blocks import MOST_TRIES, CheckedBlocks
+from engines.vllm_plugin.device.checked_blocks import (
+    MOST_TRIES,
+    CheckedBlocks,
+    KernelsUnusable,
+)
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.worker.rank import StagingArea
 from engines.vllm_plugin.worker.transfer import Transfer
@@ -300,7 +304,7 @@ def test_the_device_packs_with_the_codec_its_kernels_were_checked_for(tmp_path):
     pages = NumpyBlocks()
     host = HostBlocks(pages, store, NoStream())
     device = Device(host)
-    blocks = CheckedBlocks(device, host, store, lambda: None)
+    blocks = CheckedBlocks(device, host, store, no_kernels)
     assert blocks.block_bytes == BLOCK * LAYOUT.bytes_per_token
     pages.compute(CHAIN, IDS)
     spans = store.keys.whole(CHAIN)
@@ -334,6 +338,10 @@ def test_the_device_packs_with_the_codec_its_kernels_were_checked_for(tmp_path):
     store.close()
 
 
+def no_kernels() -> Device:
+    raise KernelsUnusable("they are wrong")
+
+
 class Proof:
     """Returns a device's half once the test lets it end."""
 
@@ -342,10 +350,10 @@ class Proof:
         self.asked = threading.Semaphore(0)
         self.may_end = threading.Event()
 
-    def __call__(self) -> Device | None:
+    def __call__(self) -> Device:
         self.asked.release()
         assert self.may_end.wait(20)
-        return self.found
+        return self.found or no_kernels()
 
 
 def test_kernels_are_checked_again_for_a_codec_that_is_adopted(tmp_path):
@@ -360,6 +368,7 @@ def test_kernels_are_checked_again_for_a_codec_that_is_adopted(tmp_path):
     (before,) = (x.result() for x in blocks.pack(wanted[:1], None))
     store.adopt(CodecSet.one(TQ4))
     old.packed.clear()
+    assert "yet to be checked" in blocks.why_host
     for x in wanted[:3]:  # the host packs, and the check is asked for once
         assert codec_in(blocks.pack([x], None)[0].result()) == b"tq4.2"
     assert proof.asked.acquire(timeout=20) and not proof.asked.acquire(blocking=False)
@@ -369,6 +378,7 @@ def test_kernels_are_checked_again_for_a_codec_that_is_adopted(tmp_path):
     while not new.packed and time.monotonic() < deadline:
         (after,) = (x.result() for x in blocks.pack(wanted[:1], None))
     assert new.packed == [wanted[0].span.key] and codec_in(after) == b"tq4.2"
+    assert blocks.why_host == ""
     fillings = [Filling(wanted[0].span, x, 0, ELSEWHERE[:4]) for x in (before, after)]
     assert blocks.fill(fillings, None) == set(ELSEWHERE[:4])
     assert (old.filled, new.filled) == ([], [wanted[0].span.key])  # the host reads the older blob
@@ -390,6 +400,7 @@ def test_kernels_that_are_wrong_for_an_adopted_codec_are_checked_once(tmp_path):
     for _ in range(3):
         assert codec_in(blocks.pack(wanted, None)[0].result()) == b"tq4.2"
     assert device.packed == [] and not proof.asked.acquire(timeout=0.1)
+    assert blocks.why_host == "they are wrong"
     store.adopt(CodecSet.one(TQ3))  # the one that they are right for
     blocks.pack(wanted, None)
     assert device.packed == [wanted[0].span.key]
@@ -403,7 +414,7 @@ def test_a_check_that_failed_is_made_again_but_not_for_ever(tmp_path):
     host = HostBlocks(pages, store, NoStream())
     asked: list[str] = []
 
-    def fails() -> Device | None:
+    def fails() -> Device:
         asked.append("check")
         raise MemoryError("the device is full")
 

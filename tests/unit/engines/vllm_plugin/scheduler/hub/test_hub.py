@@ -30,7 +30,7 @@ from engines.wire import (
 )
 from kvstore.stats import Counters
 from tests.block_sessions import open_store, ref, save, served
-from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, Unmeasured, wait, welcomed
+from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, NoSaves, Unmeasured, wait, welcomed
 
 
 def test_all_ranks_stage_and_the_answer_is_theirs(engine):
@@ -108,8 +108,7 @@ def test_ranks_may_come_before_the_hub(tmp_path):
         hello,
         store,
         staging,
-        store.stats,
-        lambda session, s: True,
+        NoSaves(),
         served(),
         Unmeasured(),
     )
