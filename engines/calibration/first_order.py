@@ -24,11 +24,15 @@ from kvstore.workers import restoring_threads
 FIRST_PRESETS: Final = ("dense3", "balanced", "tq4", "safe")
 FIRST_CONTEXT: Final = 1024
 FIRST_SCORED: Final = 64
-FIRST_WINDOWS: Final = 8
+# Many short texts teach more than few long ones of as many tokens (decision 59).
+FIRST_WINDOWS: Final = 24
+FIRST_WINDOW_TOKENS: Final = 512
+LEAST_WINDOWS: Final = 8  # where they have to be longer
 FIRST_PROBED: Final = 0.125  # of each window: twice as much takes twice as long to look at
 FIRST_CHAINS: Final = 3
 DENSEST: Final = "max"  # it learns
 MOST_WINDOWS: Final = 48  # of an order that follows
+FURTHER_WINDOW_TOKENS: Final = 1024
 FURTHER_PROBED: Final = 0.25  # of each window
 MOST_ROW_BYTES: Final = 8 << 30  # of rows to learn from, in a file without a name
 FREE_SHARE: Final = 4  # at most a quarter of that disk's free space
@@ -51,7 +55,8 @@ def first_order(
     Args:
         longest: tokens that the engine can hold of one request, prompt and answer.
         data_path: the folder of profiles.
-        least_context: so many tokens, if the engine can hold them, are needed to judge by.
+        least_context: so many tokens, if the engine can hold them, are needed to judge by and to
+            learn from.
 
     Raises:
         TooShort: see there.
@@ -59,13 +64,15 @@ def first_order(
     context = min(max(FIRST_CONTEXT, least_context), (longest - 2 * FIRST_SCORED) // 128 * 128)
     if context < LEAST_CONTEXT:
         raise TooShort(f"the engine takes no more than {longest} tokens")
+    window_tokens = min(context, max(FIRST_WINDOW_TOKENS, least_context))
+    most_windows = FIRST_WINDOWS * FIRST_WINDOW_TOKENS // window_tokens
     named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
     return CalibrationOrder(
         model_path="",  # that of the engine
         presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
         contexts=(context,),
-        num_windows=FIRST_WINDOWS,
-        window_tokens=min(context, FIRST_CONTEXT),
+        num_windows=min(FIRST_WINDOWS, max(LEAST_WINDOWS, most_windows)),
+        window_tokens=window_tokens,
         probed_share=FIRST_PROBED,
         num_scored=FIRST_SCORED,
         depths=(0.5,),
@@ -84,13 +91,15 @@ def further_order(order: CalibrationOrder, elements_per_token: int) -> Calibrati
         elements_per_token: of the rows that are learned from.
     """
     room = min(MOST_ROW_BYTES, shutil.disk_usage(order.data_path).free // FREE_SHARE)
-    of_window = max(1, order.window_tokens * elements_per_token * STORED_BYTES)
+    window_tokens = max(order.window_tokens, min(max(order.contexts), FURTHER_WINDOW_TOKENS))
+    of_window = max(1, window_tokens * elements_per_token * STORED_BYTES)
     num_windows = max(order.num_windows, min(MOST_WINDOWS, room // of_window))
     learned = [x for x in order.presets if is_learned(first_part(x))]
     return msgspec.structs.replace(
         order,
         presets=tuple(dict.fromkeys([*learned, DENSEST])),
         num_windows=num_windows,
+        window_tokens=window_tokens,
         probed_share=FURTHER_PROBED,
     )
 

@@ -143,6 +143,10 @@ def default_environment(
     of four cores it would take one of the model's three threads. One core per rank is reserved, as
     without a connector, unless only one core would then be left for the model.
 
+    Where no model is compiled, a few small functions of vLLM are, by the first request for
+    log-probabilities. What is compiled is kept, but headers would be prepared for it again at each
+    start, which takes a quarter of a minute and half a gigabyte.
+
     By default vLLM's CPU build binds each rank to a memory node of its own, and ends if there are
     fewer nodes than ranks. In that case the ranks share the cores, unbound.
 
@@ -155,6 +159,8 @@ def default_environment(
         "VLLM_CPU_NUM_OF_RESERVED_CPU": str(ranks if cores > 2 * ranks else 0),
         "VLLM_XGRAMMAR_CACHE_MB": str(GRAMMAR_CACHE_MIB),
     }
+    if cpu and not worker.engine.vllm.compile:
+        env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     if cpu and ranks > max(1, memory_nodes):
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))

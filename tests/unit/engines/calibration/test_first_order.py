@@ -8,7 +8,10 @@ import pytest
 
 from engines.calibration.first_order import (
     FIRST_CONTEXT,
+    FIRST_WINDOW_TOKENS,
     FIRST_WINDOWS,
+    FURTHER_WINDOW_TOKENS,
+    LEAST_WINDOWS,
     MOST_ROW_BYTES,
     MOST_WINDOWS,
     TooShort,
@@ -19,18 +22,21 @@ from kvstore.config import StoreConfig
 
 
 @pytest.mark.parametrize(
-    ("longest", "least", "context"),
+    ("longest", "least", "context", "windows", "window_tokens"),
     [
-        (8192, 0, FIRST_CONTEXT),
-        (8192, 5 * 784, 5 * 784),  # a state that can sleep every 784 tokens only
-        (2048, 5 * 784, 1920),
-        (400, 0, 256),
+        (8192, 0, FIRST_CONTEXT, FIRST_WINDOWS, FIRST_WINDOW_TOKENS),
+        # A state that can sleep every 784 tokens only.
+        (8192, 5 * 784, 5 * 784, LEAST_WINDOWS, 5 * 784),
+        (2048, 5 * 784, 1920, LEAST_WINDOWS, 1920),
+        (400, 0, 256, FIRST_WINDOWS, 256),
     ],
 )
-def test_how_long_its_prompts_are(longest: int, least: int, context: int) -> None:
+def test_how_long_its_prompts_are(
+    longest: int, least: int, context: int, windows: int, window_tokens: int
+) -> None:
     order = first_order(StoreConfig(), longest, "", least)
     assert order.contexts == (context,)
-    assert order.window_tokens == min(context, FIRST_CONTEXT), "to learn from"
+    assert (order.num_windows, order.window_tokens) == (windows, window_tokens), "to learn from"
 
 
 def test_an_engine_that_takes_next_to_nothing() -> None:
@@ -43,12 +49,13 @@ def test_it_judges_by_the_same_cases(tmp_path: Path) -> None:
     more = further_order(order, 1)
     assert more.num_windows == MOST_WINDOWS > order.num_windows
     assert set(more.presets) == {"dense3", "balanced", "safe", "max"}
-    same = ("contexts", "num_scored", "depths", "num_chains", "chunk_tokens", "window_tokens")
+    assert more.window_tokens == FURTHER_WINDOW_TOKENS > order.window_tokens
+    same = ("contexts", "num_scored", "depths", "num_chains", "chunk_tokens")
     assert [getattr(more, x) for x in same] == [getattr(order, x) for x in same]
 
 
 def test_rows_to_learn_from_fit_the_disk(tmp_path: Path) -> None:
     order = first_order(StoreConfig(), 8192, str(tmp_path))
-    of_token = MOST_ROW_BYTES // (2 * order.window_tokens * 20)
-    assert further_order(order, of_token).num_windows <= 20
+    of_token = MOST_ROW_BYTES // (2 * FURTHER_WINDOW_TOKENS * 40)
+    assert further_order(order, of_token).num_windows <= 40
     assert further_order(order, 1 << 40).num_windows == FIRST_WINDOWS, "those were read before"

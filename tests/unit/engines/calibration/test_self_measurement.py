@@ -124,6 +124,7 @@ def test_it_learns_on_after_the_verdict_and_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The densest is there at the end; arrays learned first stay where they are as close."""
+    monkeypatch.setattr(orders, "FIRST_WINDOWS", 8)
     monkeypatch.setattr(orders, "MOST_WINDOWS", 10)
     progress: list[str] = []
     path = profile_path(tmp_path, Talking.fingerprint)
@@ -218,6 +219,7 @@ class Sensitive(Talking):
 def test_arrays_learned_from_more_texts_outlive_a_measurement_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(orders, "FIRST_WINDOWS", 8)
     monkeypatch.setattr(orders, "MOST_WINDOWS", 10)
     monkeypatch.setattr(adoption, "WORTH", 2.0)  # a model that plays one gains nothing by texts
     path = profile_path(tmp_path, Talking.fingerprint)

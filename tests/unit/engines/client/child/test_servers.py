@@ -188,6 +188,13 @@ def test_ranks_share_the_cores_where_memory_nodes_are_fewer(tmp_path, cores, thr
     assert "VLLM_CPU_OMP_THREADS_BIND" not in on_gpus
 
 
+@pytest.mark.parametrize(("cpu", "compile"), [(True, None), (True, True), (False, None)])
+def test_headers_are_prepared_only_where_a_model_is_compiled_on_a_cpu(tmp_path, cpu, compile):
+    settings = worker(tmp_path, vllm=VllmConfig(compile=compile))
+    env = default_environment(settings, cpu=cpu, cores=4, memory_nodes=1)
+    assert ("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS" in env) == (cpu and not compile)
+
+
 def test_settings_travel_in_a_private_file(tmp_path):
     settings = plugin_settings(worker(tmp_path))
     path = write_settings(settings)
