@@ -5,8 +5,8 @@
 First an idle server measures its model to the end: seconds to the verdict, and the most memory
 that all processes held (anonymous memory, which the system cannot drop), against a server that
 does not measure and answers the same few chats: one that keeps them exactly, and one that packs
-them with the measured codec. Then two servers take turns, one of which is
-measuring, and four users with pauses chat with each; the one whose turn it is not is stopped. What
+them with the measured codec. Then a first start under the chats of four users: seconds to the
+verdict. Last two servers take turns, one of which is measuring, and four users with pauses chat with each; the one whose turn it is not is stopped. What
 they wait longer is given in steps: prompts of as many tokens as a measurement prefills at a time.
 The figures are ratios of one run.
 """
@@ -194,6 +194,47 @@ def verdict(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Pea
     return found, peak
 
 
+async def _until_measured(stack: Stack, args: argparse.Namespace) -> tuple[float, list[float]]:
+    """Let users chat until the verdict; returns its seconds, and those to first tokens."""
+    began, waits, chatting = time.monotonic(), list[float](), True
+
+    async def chats(client: Client, i: int) -> None:
+        number = 0
+        await asyncio.sleep(i * PAUSE_S / args.users)
+        while chatting:
+            waits.extend(await user(client, f"first-{i}-{number}", args))
+            number += 1
+
+    async with client_of(stack) as client:
+        users = [asyncio.create_task(chats(client, i)) for i in range(args.users)]
+        while not (codec := await asyncio.to_thread(codec_of, stack)) or codec["unmeasured"]:
+            assert time.monotonic() - began < args.most_s, codec
+            await asyncio.sleep(0.5)
+        seconds, chatting = time.monotonic() - began, False
+        await asyncio.gather(*users)
+    return seconds, waits
+
+
+def under_traffic(args: argparse.Namespace) -> dict[str, Any]:
+    """A first start while users chat: how long it takes to the verdict, and what that is."""
+    with Stack(settings(args, measures=True)) as stack:
+        seconds, waits = asyncio.run(_until_measured(stack, args))
+        codec = codec_of(stack)
+    rows = [*codec["rows"], *codec["others"]]
+    return {
+        "under_traffic": {
+            "seconds_to_the_verdict": round(seconds),
+            "turns": len(waits),
+            "tiers": codec["tiers"],
+            "why": codec["why"],
+            "measured": {
+                x["preset"]: {"bits": round(x["bits_per_element"], 3), "kl": round(x["kl"], 5)}
+                for x in rows
+            },
+        }
+    }
+
+
 def p95(values: list[float]) -> float:
     return statistics.quantiles(values, n=20)[-1]
 
@@ -227,8 +268,10 @@ async def beside_users(args: argparse.Namespace) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     alone = {} if args.skip_idle else idle(args)
     print(alone, flush=True)
+    traffic = {} if args.skip_traffic else under_traffic(args)
+    print(traffic, flush=True)
     users = {} if args.skip_users else asyncio.run(beside_users(args))
-    return {"engine": args.engine, **alone, **users}
+    return {"engine": args.engine, **alone, **traffic, **users}
 
 
 def main() -> None:
@@ -240,8 +283,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--answer", type=int, default=16)
     parser.add_argument("--most-s", type=float, default=3600.0, help="for the verdict")
-    parser.add_argument("--skip-idle", action="store_true", help="only the waiting of users")
-    parser.add_argument("--skip-users", action="store_true", help="only the idle server")
+    parser.add_argument("--skip-idle", action="store_true", help="no idle server")
+    parser.add_argument("--skip-traffic", action="store_true", help="no first start beside users")
+    parser.add_argument("--skip-users", action="store_true", help="no servers that take turns")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     write_json(args.json, measure(args))
