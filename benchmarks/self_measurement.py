@@ -6,9 +6,9 @@ First an idle server measures its model to the end: seconds to the verdict, and 
 that all processes held (anonymous memory, which the system cannot drop), against a server that
 does not measure and answers the same few chats: one that keeps them exactly, and one that packs
 them with the measured codec. Then a first start under the chats of four users: seconds to the
-verdict. Last two servers take turns, one of which is measuring, and four users with pauses chat with each; the one whose turn it is not is stopped. What
-they wait longer is given in steps: prompts of as many tokens as a measurement prefills at a time.
-The figures are ratios of one run.
+verdict. Last two servers take turns, one of which is measuring, and four users with pauses chat
+with each; the one whose turn it is not is stopped. What they wait longer is given in steps: prompts
+of as many tokens as a measurement prefills at a time. The figures are ratios of one run.
 """
 
 from __future__ import annotations
