@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.requests import Json, validate_chat
-from gateway.anthropic.diagnosis import diagnosis
 from gateway.anthropic.translation import MessageFormat, translated
 from gateway.body import ParsedBody
 from gateway.context import Gateway, gateway_of
@@ -17,6 +16,7 @@ from gateway.errors import ANTHROPIC_PATH, Failure
 from gateway.front import request_id_of
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
+from gateway.prefixes.outline import change_between
 from gateway.prefixes.prefix_watch import Compared
 from gateway.relay.answer_format import AnswerFormat
 from gateway.turns import Operation, Translate, accept
@@ -87,3 +87,19 @@ async def messages(request: Request) -> Response:
 
 # A plain route: FastAPI's own resolve dependencies, which are not used here, for every request.
 router.add_route(ANTHROPIC_PATH, messages, methods=["POST"])
+
+
+def diagnosis(earlier: Compared | None, now: Compared) -> Json | None:
+    """Make ``diagnostics``; None if nothing diverged.
+
+    Args:
+        earlier: None if that request is not remembered.
+    """
+    if earlier is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    change = change_between(earlier.outline, now.outline)
+    if change is None:
+        return None
+    missed = max(0, earlier.prompt_tokens - now.cached_tokens)
+    reason = {"type": f"{change.part}_changed", "cache_missed_input_tokens": missed}
+    return {"cache_miss_reason": reason}

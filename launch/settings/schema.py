@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -24,10 +24,26 @@ from engines.config import EngineConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from launch.errors import UsageError
-from launch.settings.capacity_config import CapacityConfig
 from launch.settings.engine_entry import EngineEntry
 from launch.settings.sources import Layer, nested
 from scheduler.config import SchedulerConfig
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class CapacityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of capacity: how many sessions are to be kept, and how long each may grow."""
+
+    sessions: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0  # 0 = no wish
+    context: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0  # tokens of each
+    on_demand: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # such models that are loaded at once
+
+    def __post_init__(self) -> None:
+        if bool(self.sessions) != bool(self.context):
+            raise ValueError(
+                "sessions and context belong together: how many sessions"
+                " (--sessions 200), and of how many tokens each (--context 8192)"
+            )
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -2,23 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
+import msgspec
+
 from engines.base import SessionRef
+from kvstore.blobs.chain import CHUNK, RECORD, TAIL
 from kvstore.blobs.packer import Packer
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.ledger.ledger import Ledger
+from kvstore.ledger.record import StoredSession
 from kvstore.session import TierName
 from kvstore.shapes import KVLayer, KVLayout
 from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.lru import RecencyIndex
 from launch.simulation.conditions import Conditions, ModelSize
 from launch.simulation.sized_tier import SizedBlob, SizedTier
-from launch.simulation.spans import SpanRecord, SpanRecords
+
+
+class SpanRecord(StoredSession, frozen=True, kw_only=True):
+    """A session of so many tokens."""
+
+    stored_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stored_tokens
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.packed_bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(SpanRecord)
+
+
+class SpanRecords:
+    """Answers a ledger's questions about such records: see ``kvstore.ledger.record.RecordKind``."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self.chunk_tokens = chunk_tokens
+
+    def key(self, tenant: str, session_id: str) -> bytes:
+        return RECORD + session_id.encode()
+
+    def blob_keys(self, record: SpanRecord) -> list[bytes]:
+        name, tail = record.id.encode(), record.stored_tokens % self.chunk_tokens
+        chunks = [b"%b%b.%d" % (CHUNK, name, i) for i in range(self.num_chunks(record))]
+        return [*chunks, b"%b%b.%d" % (TAIL, name, record.stored_tokens)] if tail else chunks
+
+    def num_chunks(self, record: SpanRecord) -> int:
+        """Count the full chunks."""
+        return record.stored_tokens // self.chunk_tokens
+
+    def num_spare(self, record: SpanRecord) -> int:
+        return 0
+
+    def first_blob(self, record: SpanRecord, blob_keys: Sequence[bytes]) -> bytes | None:
+        return blob_keys[0] if blob_keys else None
+
+    def left_behind(self, record: SpanRecord) -> Sequence[bytes]:
+        return ()
+
+    def resized(self, record: SpanRecord, sizes: Mapping[bytes, int]) -> SpanRecord:
+        return msgspec.structs.replace(record, packed_bytes=sum(sizes.values()))
+
+    def nbytes(self, record: SpanRecord) -> int:
+        return 64
+
+    def is_usable(self, record: SpanRecord) -> bool:
+        return True
+
+    def pack(self, record: SpanRecord) -> Blob:
+        return _encoder.encode(record)
+
+    def unpack(self, key: bytes, blob: Blob) -> SpanRecord:
+        return _decoder.decode(blob)
+
 
 Source: TypeAlias = Literal["hot", "ram", "disk", "redis", "miss"]
 SOURCES: Final[tuple[Source, ...]] = ("hot", "ram", "disk", "redis", "miss")

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
+import mlx.core as mx
 import numpy as np
+from mlx_lm.utils import get_total_parameters
 
 from engines.calibration.instrument import (
     HeldSession,
@@ -24,11 +26,29 @@ from engines.calibration.instrument import (
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.measuring.held_prefix import Dropped, HeldPrefix
 from engines.mlx_worker.measuring.idle_steps import IdleSteps
-from engines.mlx_worker.measuring.step_size import step_tokens_of
 from engines.mlx_worker.model.instrument import kept_layout, rope_readers
 from engines.mlx_worker.model.loading import LoadedModel
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout
+
+CPU_WORK: Final = 10**10  # tokens of a step times parameters
+GPU_WORK: Final = 10**12
+SMALLEST: Final = 8
+LARGEST: Final = 512
+
+
+def step_tokens(num_parameters: int, *, on_gpu: bool) -> int:
+    """Return the tokens of a step, a power of two."""
+    wanted = (GPU_WORK if on_gpu else CPU_WORK) // max(num_parameters, 1)
+    return max(SMALLEST, min(LARGEST, 1 << max(wanted.bit_length() - 1, 0)))
+
+
+def step_tokens_of(model: Any) -> int:
+    """Return the tokens of a step of this model, on the device that computes it."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    count: int = get_total_parameters(model)  # type: ignore[no-untyped-call]
+    return step_tokens(count, on_gpu=on_gpu)
+
 
 T = TypeVar("T")
 

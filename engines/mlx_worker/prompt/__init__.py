@@ -1,5 +1,5 @@
 """Plans a checked request: chat template, tools, grammar, sampling and penalties.
 
 The walk: ``request_planner`` -> ``tools`` (what the answer may call, and its ``grammar``) ->
-``chat_template`` (token ids) -> ``penalties`` and ``sampling`` (how each answer chooses tokens).
+``chat_template`` (token ids) -> ``sampling`` (how each answer chooses tokens).
 """

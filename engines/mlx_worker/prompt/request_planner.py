@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import mlx.core as mx
+from mlx_lm.sample_utils import (
+    make_frequency_penalty,
+    make_logits_processors,
+    make_presence_penalty,
+    make_repetition_penalty,
+)
+
 from engines.mlx_worker.answer.output_processor import (
     AnswerText,
     OutputProcessor,
@@ -11,15 +19,62 @@ from engines.mlx_worker.answer.output_processor import (
     plain_sections,
 )
 from engines.mlx_worker.answer.request_plan import RequestPlan
-from engines.mlx_worker.generation import Generation, ModelFacts, SequenceSampling
+from engines.mlx_worker.generation import Generation, LogitsProcessor, ModelFacts, SequenceSampling
 from engines.mlx_worker.grammar.grammar import Grammar, GrammarProcessor
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.chat_template import ChatPrompt, PromptWriter
-from engines.mlx_worker.prompt.penalties import make_processors
 from engines.mlx_worker.prompt.sampling import SamplingParams, fresh_seed, make_sampler
 from engines.mlx_worker.prompt.tools import ToolPlan, plan_tools
 from engines.openai.requests import Body, ChatRequest, CompletionRequest, InvalidRequest
 from kvstore.session import SessionRef
+
+_ALL_TOKENS = 1 << 30
+
+
+class GeneratedOnly:
+    """Hides the prompt from a processor, which then sees the answer's tokens only."""
+
+    def __init__(self, processor: LogitsProcessor, prompt_tokens: int) -> None:
+        self._processor = processor
+        self._prompt_tokens = prompt_tokens
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        answer: mx.array = self._processor(tokens[self._prompt_tokens :], logits)
+        return answer
+
+
+class LogitBias:
+    """Adds to chosen logits. The arrays are made in the first call, on the owner thread."""
+
+    def __init__(self, bias: dict[int, float]) -> None:
+        self._bias = bias
+        self._processor: LogitsProcessor | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._processor is None:
+            [self._processor] = make_logits_processors(logit_bias=self._bias)
+        answer: mx.array = self._processor(tokens, logits)
+        return answer
+
+
+def make_processors(body: Body, prompt_tokens: int) -> list[LogitsProcessor]:
+    """Make the processors that a request asks for, in mlx_lm's order, perhaps none.
+
+    The order is bias, repetition, presence, frequency.
+    """
+    processors: list[LogitsProcessor] = []
+    if body.bias:
+        processors.append(LogitBias(body.bias))
+    if body.repetition_penalty not in (None, 1.0):
+        processors.append(make_repetition_penalty(body.repetition_penalty, _ALL_TOKENS))
+    if body.presence_penalty:
+        presence = make_presence_penalty(body.presence_penalty, _ALL_TOKENS)
+        processors.append(GeneratedOnly(presence, prompt_tokens))
+    if body.frequency_penalty:
+        frequency = make_frequency_penalty(body.frequency_penalty, _ALL_TOKENS)
+        processors.append(GeneratedOnly(frequency, prompt_tokens))
+    return processors
+
 
 # OpenAI's default length of a text completion.
 _TEXT_TOKENS = 16

@@ -11,17 +11,49 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
-from engines.vllm_plugin.messages import Release, Stage
+from engines.vllm_plugin.messages import Probe, Release, Stage
 from engines.vllm_plugin.plan import Load
 from engines.vllm_plugin.scheduler.hub.rank_client import RankClient
-from engines.vllm_plugin.scheduler.probes import Probes
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
 from engines.vllm_plugin.scheduler.tracked_request import Restore, TrackedRequest
 from kvstore.by_blocks.store import RestoredPart
+
+
+class Probes:
+    """Sends at most one probe per request, however often vLLM asks. On vLLM's thread."""
+
+    def __init__(self, ranks: RankClient, tickets: Iterator[int]) -> None:
+        self._ranks = ranks
+        self._tickets = tickets
+
+    def finds_nothing(
+        self, tracked: TrackedRequest, first_block: int, hashes: Sequence[bytes]
+    ) -> bool:
+        """True once all ranks have answered that nothing is stored.
+
+        The first call sends the probe. ``hashes``: of the prompt's blocks, from its beginning.
+        """
+        if tracked.probe is None:
+            tracked.probe = next(self._tickets)
+            joined = b"".join(map(bytes, hashes))
+            self._ranks.send(Probe(tracked.probe, tracked.session, first_block, joined))
+            return False
+        answer = self._ranks.staged(tracked.probe)
+        if answer is None or answer.end_block > first_block:
+            return False
+        tracked.reason = answer.reason
+        return True
+
+    def withdraw(self, tracked: TrackedRequest) -> None:
+        """Forget the request's probe, if there is one: it does not wait any more."""
+        if tracked.probe is not None:
+            self._ranks.send(Release(tracked.probe))
+            tracked.probe = None
+
 
 # A rank answers within its own deadline. After this many seconds more, a request stops waiting.
 RANK_GRACE_S: Final = 2.0

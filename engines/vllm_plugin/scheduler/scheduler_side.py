@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Literal
@@ -28,7 +29,6 @@ from engines.vllm_plugin.messages import (
     RankSaved,
     Wake,
 )
-from engines.vllm_plugin.scheduler.eviction_watch import EvictionWatch
 from engines.vllm_plugin.scheduler.hub.hub import Hub
 from engines.vllm_plugin.scheduler.hub.save_acks import SaveAcks
 from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
@@ -42,9 +42,58 @@ from engines.vllm_plugin.scheduler.restores import Restores
 from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
-from engines.wire import CodecReport, EngineReport, Notice, Welcome, absent
-from kvstore.session import SessionRef
+from engines.wire import (
+    CodecReport,
+    EngineReport,
+    Notice,
+    SessionRef,
+    SessionReport,
+    Welcome,
+    absent,
+)
 from kvstore.stats import Counters
+
+logger = logging.getLogger("thermocline.vllm")
+
+EVERY_S: Final = 1.0
+
+
+class EvictionWatch:
+    """Checks all quiet sessions every ``every_s`` seconds. On the hub's event loop."""
+
+    def __init__(
+        self,
+        resident: ResidentSessions,
+        look: Callable[[SessionRef], Awaitable[SessionReport | None]],
+        publish: Callable[[Notice], None],
+        every_s: float = EVERY_S,
+    ) -> None:
+        """``look`` asks the ranks for a session's report; None if no rank has the session."""
+        self._resident = resident
+        self._look = look
+        self._publish = publish
+        self._every_s = every_s
+
+    async def run(self) -> None:
+        """Check sessions and publish changes until cancelled."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            for name in self._resident.take_cooled():
+                try:
+                    await self._notify(name)
+                except OSError as error:  # no rank answers: the engine is ending
+                    logger.warning("the gateway does not learn that a session is cold: %s", error)
+                except Exception:  # top level of this task: one session must not end the watch
+                    logger.exception("the gateway does not learn that a session is cold")
+
+    async def _notify(self, name: SessionName) -> None:
+        session = SessionRef(*name, b"")
+        report = await self._look(session)
+        if report is not None:
+            self._publish(Notice("dropped", report))
+        else:
+            self._publish(Notice("lost", absent(session)))
+
 
 WORKERS_S: Final = 10.0  # how long to wait for the workers to connect to the hub
 POLL_S: Final = 0.05

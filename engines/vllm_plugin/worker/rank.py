@@ -126,7 +126,7 @@ class Measurement(Protocol):
 
 
 class Saves(Protocol):
-    """What a rank's link asks its ``Transfer``."""
+    """The part of ``Transfer`` that a rank's link reads."""
 
     @property
     def queued_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from functools import partial
 
 import msgspec
@@ -33,7 +34,6 @@ from gateway.openai.responses.history import (
     recalled,
     rows_of,
 )
-from gateway.openai.responses.replay import replayed
 from gateway.openai.responses.translation import Known, translation, validate
 from gateway.openai.stored_objects import StoredKind
 from gateway.relay.answer_format import NotStored
@@ -151,3 +151,58 @@ async def cancel_response(request: Request) -> Response:
     id = request.path_params[RESPONSES.param]
     message = f"Response {id} is no background response: end its connection to cancel it."
     raise InvalidRequest(message, "response_id", "not_cancellable")
+
+
+_EVENTS = {"output_text": "response.output_text", "reasoning_text": "response.reasoning_text"}
+# The field of a call that a model writes, and the event that reports it.
+_WRITTEN = {
+    "function_call": ("arguments", "response.function_call_arguments"),
+    "custom_tool_call": ("input", "response.custom_tool_call_input"),
+}
+
+
+def replayed(response: Json) -> Iterator[Json]:
+    """Yield the events of a stored response, without their numbers."""
+    none_yet: Json = {"output": [], "usage": None, "completed_at": None, "incomplete_details": None}
+    begun = {**response, **none_yet, "status": "in_progress"}
+    for kind in ("response.created", "response.in_progress"):
+        yield {"type": kind, "response": begun}
+    for index, item in enumerate(response["output"]):
+        yield {
+            "type": "response.output_item.added",
+            "output_index": index,
+            "item": _opened(item),
+        }
+        yield from _call_events(index, item)
+        yield from _part_events(index, item)
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    yield {"type": f"response.{response['status']}", "response": response}
+
+
+def _opened(item: Json) -> Json:
+    empty: Json = {"status": "in_progress"} if "status" in item else {}
+    if "content" in item:
+        empty["content"] = []
+    if item["type"] in _WRITTEN:
+        empty[_WRITTEN[item["type"]][0]] = ""
+    return {**item, **empty}
+
+
+def _call_events(index: int, item: Json) -> Iterator[Json]:
+    if item["type"] in _WRITTEN:
+        field, event = _WRITTEN[item["type"]]
+        where = {"item_id": item["id"], "output_index": index}
+        named = {"name": item["name"]} if item["type"] == "function_call" else {}
+        yield {"type": f"{event}.delta", **where, "delta": item[field]}
+        yield {"type": f"{event}.done", **where, **named, field: item[field]}
+
+
+def _part_events(index: int, item: Json) -> Iterator[Json]:
+    for number, part in enumerate(item.get("content") or ()):
+        where = {"item_id": item["id"], "output_index": index, "content_index": number}
+        yield {"type": "response.content_part.added", **where, "part": {**part, "text": ""}}
+        if event := _EVENTS.get(part["type"]):
+            scores: Json = {"logprobs": []} if part["type"] == "output_text" else {}
+            yield {"type": f"{event}.delta", **where, "delta": part["text"], **scores}
+            yield {"type": f"{event}.done", **where, "text": part["text"], **scores}
+        yield {"type": "response.content_part.done", **where, "part": part}

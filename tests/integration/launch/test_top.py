@@ -22,7 +22,7 @@ from gateway.keys import generate_key
 from launch.cli.main import app
 from launch.errors import LaunchError
 from launch.remote.address import Address
-from launch.top.reader import EventReader
+from launch.top.program import EventReader
 from launch.top.view import View
 
 KEYS = {tenant: generate_key(tenant) for tenant in ("alice", "bob")}

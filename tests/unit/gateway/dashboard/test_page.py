@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.dashboard import vendor
-from gateway.dashboard.files import FOLDER, page_files
+from gateway.dashboard.routes import FOLDER, page_files
 from gateway.keys import generate_key
 from tests.unit.gateway.in_process import App
 

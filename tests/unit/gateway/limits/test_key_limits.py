@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from gateway.errors import Refused
 from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
 from gateway.limits.accounts import ACCOUNTS, Account
-from gateway.limits.bucket import Bucket
-from gateway.limits.key_limits import KeyLimits, KeyShare, key_share_of
+from gateway.limits.key_limits import Bucket, KeyLimits, KeyShare, key_share_of
 from gateway.models.models import Models
 from gateway.models.served_model import ServedModel
 from scheduler.config import SchedulerConfig

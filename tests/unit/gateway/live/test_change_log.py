@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.live.change_log import ChangeLog
+from gateway.live.scope import ChangeLog
 
 marks = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 3)), max_size=30)
 

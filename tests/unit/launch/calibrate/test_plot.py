@@ -11,8 +11,7 @@ from matplotlib.text import Text
 
 from engines.calibration.messages import CalibrationReport, WaterFilling
 from kvstore.codecs.quality import Quality
-from launch.calibrate.plot import draw
-from launch.calibrate.plot_labels import place_labels
+from launch.calibrate.plot import draw, place_labels
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 
 pytestmark = pytest.mark.slow  # to draw takes matplotlib seconds

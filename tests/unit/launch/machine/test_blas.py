@@ -7,8 +7,15 @@ from importlib.metadata import PackageNotFoundError, distribution
 import pytest
 
 from kvstore.cores import usable_cores
-from launch.machine.blas import blas_threads, find_blas, preload_environment, probe
-from launch.machine.openblas import PACKAGE, NoBlas, plain_openblas
+from launch.machine.blas import (
+    PACKAGE,
+    NoBlas,
+    blas_threads,
+    find_blas,
+    plain_openblas,
+    preload_environment,
+    probe,
+)
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
 

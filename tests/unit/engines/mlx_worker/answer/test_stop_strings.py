@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.mlx_worker.answer.stop_strings import StopStrings
+from engines.mlx_worker.answer.output_processor import StopStrings
 
 
 def read(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

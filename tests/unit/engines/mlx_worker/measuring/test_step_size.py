@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.mlx_worker.measuring.step_size import (
+from engines.mlx_worker.measuring.serving_instrument import (
     CPU_WORK,
     GPU_WORK,
     LARGEST,

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engines.mlx_worker.prompt.penalties import make_processors
+from engines.mlx_worker.prompt.request_planner import make_processors
 from engines.openai.requests import validate_chat
 
 pytestmark = pytest.mark.mlx

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from engines.vllm_plugin.scheduler.eviction_watch import EvictionWatch
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
+from engines.vllm_plugin.scheduler.scheduler_side import EvictionWatch
 from engines.wire import Notice, SessionRef, SessionReport
 from tests.block_sessions import hashes, ref
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool

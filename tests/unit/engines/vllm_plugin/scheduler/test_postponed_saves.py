@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engines.vllm_plugin.plan import Save
-from engines.vllm_plugin.scheduler import postponed_saves as postponed_module
+from engines.vllm_plugin.scheduler import turn_saves
 from tests.block_sessions import hashes
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Bench, Request
 from tests.unit.engines.vllm_plugin.test_groups import TABLES, new_group_bench
@@ -111,7 +111,7 @@ def test_a_session_that_is_dropped_does_not_come_back(bench):
 
 
 def test_only_so_many_are_kept_in_mind(bench, monkeypatch):
-    monkeypatch.setattr(postponed_module, "MAX_POSTPONED", 2)
+    monkeypatch.setattr(turn_saves, "MAX_POSTPONED", 2)
     first = turn(bench, "first", PROMPT)
     for i in range(5):
         skipped(bench, turn(bench, f"s{i}", list(range(100 * i, 100 * i + 20))))

@@ -15,8 +15,8 @@ from gateway.errors import Failure
 from gateway.openai.responses.answer import ResponseAnswer
 from gateway.openai.responses.event_writer import EventWriter
 from gateway.openai.responses.fields import ResponseFields
-from gateway.openai.responses.replay import replayed
 from gateway.openai.responses.response import Draft
+from gateway.openai.responses.routes import replayed
 
 typed: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 

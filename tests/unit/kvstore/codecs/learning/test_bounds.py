@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from engines.calibration.measuring.round_trip import round_trip
+from engines.calibration.measuring.trials import round_trip
 from kvstore.codecs.learning.bounds import RateDistortionBound, gaussian_gap_db
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.learning.statistics import element_means
