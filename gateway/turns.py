@@ -32,9 +32,8 @@ from gateway.context import Gateway, caller_of, gateway_of
 from gateway.errors import Failure
 from gateway.front import request_id_of
 from gateway.identity.agents import NamedSession, by_headers, by_user_id, named_by_agent
-from gateway.identity.client_names import client_name
 from gateway.identity.known_chats import message_chain
-from gateway.identity.names import MAX_ID_BYTES, checked_id, group_of, named_in_body
+from gateway.identity.names import MAX_ID_BYTES, checked_id, client_name, group_of, named_in_body
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
 from gateway.live.history import title_of

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.base import Blob, Tier, TierStats
-from kvstore.tiers.eviction_causes import EvictionCause
+from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 
 class FaultyTier:

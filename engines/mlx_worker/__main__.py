@@ -24,8 +24,7 @@ from engines.host.lifeline import Lifeline, read_settings, runtime_folder
 from engines.host.template_rules import rules_of
 from engines.mlx_worker.cache.layout import CannotServe
 from engines.mlx_worker.control.measurement import Measuring
-from engines.mlx_worker.control.notices import Notifier
-from engines.mlx_worker.control.reports import SessionReports
+from engines.mlx_worker.control.reports import Notifier, SessionReports
 from engines.mlx_worker.control.verbs import MlxVerbs
 from engines.mlx_worker.embeddings.embedder import Embedder
 from engines.mlx_worker.http import create_app

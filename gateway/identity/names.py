@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from urllib.parse import quote, unquote_to_bytes
 
 from engines.openai.requests import InvalidRequest, Json
@@ -86,3 +87,44 @@ def id_from_header(text: str) -> str:
         return unquote_to_bytes(text.encode("latin-1")).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest("X-Session-ID must be (percent-encoded) UTF-8.") from error
+
+
+OTHER = "other"
+# Headers that only one program sends.
+_BY_HEADER = {
+    "x-claude-code-session-id": "claude-code",
+    "x-session-affinity": "opencode",
+}
+# Beginnings or parts of User-Agent, in lower case; the first that is found counts.
+_BY_AGENT = (
+    ("claude-cli", "claude-code"),
+    ("claude-code", "claude-code"),
+    ("codex", "codex"),
+    ("opencode", "opencode"),
+    ("cline", "cline"),
+    ("qwen", "qwen-code"),
+    ("aider", "aider"),
+    ("open-webui", "open-webui"),
+    ("openwebui", "open-webui"),
+    ("langchain", "langchain"),
+    ("litellm", "litellm"),
+    ("thermocline", "thermocline"),
+    ("anthropic", "anthropic-sdk"),
+    ("openai", "openai-sdk"),
+    ("ai-sdk", "ai-sdk"),
+    ("curl/", "curl"),
+    ("aiohttp", "python"),
+    ("python", "python"),
+    ("mozilla/", "browser"),
+    ("node", "node"),
+)
+_MOST = 400  # characters of a header that are looked at
+
+
+def client_name(headers: Mapping[str, str]) -> str:
+    """Return a word for the client; ``OTHER`` for one that is not known."""
+    for header, name in _BY_HEADER.items():
+        if header in headers:
+            return name
+    agent = headers.get("user-agent", "")[:_MOST].lower()
+    return next((name for part, name in _BY_AGENT if part in agent), OTHER)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 
 import msgspec
 from starlette.responses import Response
@@ -22,7 +23,35 @@ from engines.headers import CACHE_HEADER
 from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of
 from gateway.relay.answer_format import EventStream
-from gateway.relay.deadline import Deadline
+
+
+class Deadline:
+    """A time of the event loop's clock, in seconds. Belongs to the event loop."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self._limit: asyncio.Timeout | None = None  # what was entered last
+
+    def put_off(self, at: float) -> None:
+        """Let what runs go on until ``at``, if that is later."""
+        self.at = max(self.at, at)
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(self.at)
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Raise ``TimeoutError`` inside the context at that time.
+
+        A context within such a one takes its place, and ends by itself.
+        """
+        if self._limit is not None:
+            self._limit.reschedule(None)
+        async with asyncio.timeout_at(self.at) as self._limit:
+            try:
+                yield
+            finally:
+                self._limit = None
+
 
 log = logging.getLogger("thermocline.gateway")
 

@@ -35,8 +35,8 @@ from gateway.prefixes.outline import Change
 from gateway.prefixes.prefix_watch import Compared
 from gateway.prefixes.twins import FirstLeft, Key, SharedTurn
 from gateway.relay.answer_format import AnswerFormat, HearsOfPrompt, Keep, NotStored
-from gateway.relay.deadline import Deadline
 from gateway.relay.passthrough import (
+    Deadline,
     engine_failure,
     is_event_stream,
     passed_on,

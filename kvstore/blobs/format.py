@@ -35,7 +35,7 @@ from crc32c import crc32c
 from kvstore.blobs.chain import FORMAT_VERSION, KEY_BYTES, KINDS
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout
-from kvstore.tiers.authentic import is_authentic
+from kvstore.tiers.seal import is_authentic
 
 MAGIC: Final = b"TCKV"
 MAX_PAYLOAD_BYTES: Final = 1 << 31

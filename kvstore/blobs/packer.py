@@ -21,8 +21,7 @@ from typing import Final, TypeAlias
 from kvstore.blobs import format as blobs
 from kvstore.blobs import segments as rows_in_segments
 from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, PART, SNAPSHOT, TAIL
-from kvstore.blobs.codec_set import CodecSet, as_set, distinct
-from kvstore.blobs.known_codecs import KnownCodecs, Rows
+from kvstore.blobs.codec_set import CodecSet, KnownCodecs, Rows, as_set, distinct
 from kvstore.blobs.segments import FRESH, Lineage, Segment
 from kvstore.blobs.snapshot import StateTree, decode_state, encode_state
 from kvstore.blobs.state_packer import StatePacker

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from kvstore.ledger.stack import TierStack
 from kvstore.session import SessionRef
-from kvstore.tiers.eviction_causes import EvictionCause
+from kvstore.tiers.base import EvictionCause
 
 
 class StoreNotice(NamedTuple):

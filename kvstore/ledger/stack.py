@@ -19,8 +19,7 @@ from kvstore.blobs.codec_tags import CodecTags, tag_of, tagged
 from kvstore.errors import TierUnavailable
 from kvstore.session import SHARED_TIERS, TIER_NAMES, TierName
 from kvstore.stats import Counters
-from kvstore.tiers.base import Blob, Tier, TierStats
-from kvstore.tiers.eviction_causes import EvictionCause
+from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 T = TypeVar("T")
 MAX_MET: Final = 64  # tags of codecs that only other engines have, or that were used long ago

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvstore.tiers.eviction_causes import EvictionCause
+from kvstore.tiers.base import EvictionCause
 from kvstore.tiers.lru import RecencyIndex
 
 

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvstore.tiers.eviction_causes import EvictionCause, EvictionCauses
+from kvstore.tiers.base import EvictionCause, EvictionCauses
 from kvstore.tiers.tenant_parts import TenantParts
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvstore.errors import Corrupt
-from kvstore.tiers.base import Blob, Tier, TierStats
-from kvstore.tiers.eviction_causes import EvictionCause
+from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 from kvstore.tiers.seal import SEAL_BYTES, Seal
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from gateway.prefixes.twins import (
     FirstLeft,
     Twins,
 )
-from gateway.relay.deadline import Deadline
+from gateway.relay.passthrough import Deadline
 from tests.unit.gateway.in_process import App
 from tests.unit.gateway.prefixes.twin_requests import (
     DONE,

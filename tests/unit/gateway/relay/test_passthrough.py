@@ -11,9 +11,9 @@ from starlette.types import Message
 
 from engines.asgi import ClientGone
 from engines.base import EngineStalled, EngineUnavailable
-from gateway.relay.deadline import Deadline
 from gateway.relay.passthrough import (
     SLICE_BYTES,
+    Deadline,
     passed_on,
     relay_events,
     send_whole,

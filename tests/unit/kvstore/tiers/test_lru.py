@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstore.tiers.eviction_causes import MAX_REMEMBERED, EvictionCauses
+from kvstore.tiers.base import MAX_REMEMBERED, EvictionCauses
 from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
 from kvstore.tiers.tenant_parts import ACTIVE_S
 
