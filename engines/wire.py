@@ -95,7 +95,8 @@ class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     # "learning on: 5 of 48 texts to learn from"; "" = none runs.
     progress: str = ""
     ended: MeasurementEnd | None = None  # the last one; None: none since the engine started
-    # The reason why KV on a GPU is packed by the host, which is slower; "" if it is not.
+    # The reason why KV on a GPU is packed by the host, which is slower; "" if it is not, or if
+    # there is no GPU.
     why_host: str = ""
     origin: str = ""  # of the profile: "learned here", "shared by" a machine; "" = there is none
     # The bound that lossy codecs have to keep here (see engines.calibration.gate.bound); None: not

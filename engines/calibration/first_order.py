@@ -27,12 +27,14 @@ FIRST_SCORED: Final = 64
 # Many short texts teach more than few long ones of as many tokens (decision 59).
 FIRST_WINDOWS: Final = 24
 FIRST_WINDOW_TOKENS: Final = 512
-LEAST_WINDOWS: Final = 8  # where they have to be longer
 FIRST_PROBED: Final = 0.125  # of each window: twice as much takes twice as long to look at
 FIRST_CHAINS: Final = 3
 DENSEST: Final = "max"  # it learns
 MOST_WINDOWS: Final = 48  # of an order that follows
 FURTHER_WINDOW_TOKENS: Final = 1024
+# Numbers of texts differ by so many: an order that was interrupted is found again, though the free
+# space has changed meanwhile.
+WINDOWS_STEP: Final = 8
 FURTHER_PROBED: Final = 0.25  # of each window
 MOST_ROW_BYTES: Final = 8 << 30  # of rows to learn from, in a file without a name
 FREE_SHARE: Final = 4  # at most a quarter of that disk's free space
@@ -55,8 +57,7 @@ def first_order(
     Args:
         longest: tokens that the engine can hold of one request, prompt and answer.
         data_path: the folder of profiles.
-        least_context: so many tokens, if the engine can hold them, are needed to judge by and to
-            learn from.
+        least_context: so many tokens, if the engine can hold them, are needed to judge by.
 
     Raises:
         TooShort: see there.
@@ -64,15 +65,13 @@ def first_order(
     context = min(max(FIRST_CONTEXT, least_context), (longest - 2 * FIRST_SCORED) // 128 * 128)
     if context < LEAST_CONTEXT:
         raise TooShort(f"the engine takes no more than {longest} tokens")
-    window_tokens = min(context, max(FIRST_WINDOW_TOKENS, least_context))
-    most_windows = FIRST_WINDOWS * FIRST_WINDOW_TOKENS // window_tokens
     named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
     return CalibrationOrder(
         model_path="",  # that of the engine
         presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
         contexts=(context,),
-        num_windows=min(FIRST_WINDOWS, max(LEAST_WINDOWS, most_windows)),
-        window_tokens=window_tokens,
+        num_windows=FIRST_WINDOWS,
+        window_tokens=min(context, FIRST_WINDOW_TOKENS),
         probed_share=FIRST_PROBED,
         num_scored=FIRST_SCORED,
         depths=(0.5,),
@@ -85,7 +84,9 @@ def first_order(
 
 
 def further_order(order: CalibrationOrder, elements_per_token: int) -> CalibrationOrder:
-    """Make the order that follows a first one.
+    """Make the order that follows a first one, with as many texts as there is room for.
+
+    Where there is room for fewer tokens than the first one took, it reads the same ones again.
 
     Args:
         elements_per_token: of the rows that are learned from.
@@ -93,7 +94,9 @@ def further_order(order: CalibrationOrder, elements_per_token: int) -> Calibrati
     room = min(MOST_ROW_BYTES, shutil.disk_usage(order.data_path).free // FREE_SHARE)
     window_tokens = max(order.window_tokens, min(max(order.contexts), FURTHER_WINDOW_TOKENS))
     of_window = max(1, window_tokens * elements_per_token * STORED_BYTES)
-    num_windows = max(order.num_windows, min(MOST_WINDOWS, room // of_window))
+    num_windows = min(MOST_WINDOWS, room // of_window) // WINDOWS_STEP * WINDOWS_STEP
+    if num_windows * window_tokens < order.num_windows * order.window_tokens:
+        num_windows, window_tokens = order.num_windows, order.window_tokens
     learned = [x for x in order.presets if is_learned(first_part(x))]
     return msgspec.structs.replace(
         order,

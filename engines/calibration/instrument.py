@@ -159,6 +159,10 @@ def draw_seed(tokens: Sequence[int], at: int, number: int) -> int:
 class Observing(Protocol):
     """An instrument that also sees what single layers make of stored KV."""
 
+    @property
+    def sees_states(self) -> bool:
+        """True if it notes layers with windows and recurrent layers, too."""
+
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         """Do the same as ``prefill``, and note what each layer notices from ``tokens[first]`` on.
 

@@ -128,7 +128,9 @@ class _Look:
         self._instrument = instrument
         self._found = found
         self._of_windows = of_windows
-        self._observes = isinstance(instrument, Observing)
+        self._can_observe = self._observes = isinstance(instrument, Observing) and (
+            instrument.sees_states or not of_windows
+        )
         self._num_texts = 0
         self._num_seen = 0
         self._is_seen = False  # the text that is being read
@@ -141,7 +143,7 @@ class _Look:
             try:
                 run = self._instrument.observe(tokens, first, self._add)
             except NotObservable as error:
-                logger.warning("all errors in stored KV count alike: %s", error)
+                logger.warning("no more texts are looked back on: %s", error)
                 self._observes = False
             else:
                 self._num_texts += 1
@@ -159,8 +161,8 @@ class _Look:
 
     def metrics(self) -> list[np.ndarray] | None:
         """Return what ``Samples`` takes; None if nothing, or not all, was seen."""
-        metrics = self._found.metrics() if self._observes else None
-        if self._observes and metrics is None:
+        metrics = self._found.metrics()
+        if metrics is None and self._can_observe:
             logger.warning("all errors in stored KV count alike: not every layer was seen")
         elif metrics is not None:
             logger.info("%d of %d texts were looked back on", self._num_seen, self._num_texts)
@@ -171,6 +173,8 @@ def look_at_states(
     instrument: Instrument, texts: Sequence[Text], wanted: Windows, of_states: StateSensitivities
 ) -> None:
     """See what errors in recurrent states cost, of a model that keeps no rows of every token."""
+    if not isinstance(instrument, Observing) or not instrument.sees_states:
+        return
     look = _Look(instrument, Sensitivities(instrument.layout, ()), of_states)
     for window in deal(texts, instrument, wanted.num, wanted.tokens):
         look.prefill(window, wanted.first_probed(window))
@@ -191,12 +195,14 @@ def window_samples_of(
     assert isinstance(instrument, StatefulInstrument)
     states = instrument.states
     assert states is not None and states.windows is not None
-    short = min(states.window_tokens, wanted.tokens)
-    num_pieces = wanted.num * min(wanted.tokens // short, MOST_PIECES)
+    step = instrument.state_step  # a shorter text has no state that could be read
+    short = max(min(states.window_tokens, wanted.tokens), step)
+    num_pieces = wanted.num * max(1, min(wanted.tokens // short, MOST_PIECES))
     runs: list[KVRun] = []
     ropes = instrument.window_ropes()
     look = _Look(instrument, Sensitivities(states.windows, ropes), of_windows=True)
-    pieces = list(deal(texts, instrument, num_pieces, short, min(short, LEAST_WINDOW)))
+    least = max(min(short, LEAST_WINDOW), step)
+    pieces = list(deal(texts, instrument, num_pieces, short, least))
     for number, piece in enumerate(pieces):
         on_progress(f"{number} of {len(pieces)} short texts to learn from")
         if number % OBSERVED == 0:

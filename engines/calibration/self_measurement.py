@@ -223,8 +223,12 @@ class SelfMeasurement:
                 order, instrument, partial(worth_adopting, before=self._known(instrument))
             )
             self._share(instrument)
-        except (CannotCalibrate, UnknownCodec, OSError, ValueError) as error:
+        except Interrupted:
+            raise
+        except (CannotCalibrate, UnknownCodec, OSError, ValueError, RuntimeError) as error:
             logger.warning("no more is learned of the model: %s", " ".join(str(error).split()))
+        except Exception:  # the verdict stands, whatever went wrong after it
+            logger.exception("no more is learned of the model")
 
     def _better_than_known(self, instrument: Instrument) -> Callable[[Profile], Profile]:
         """Return what keeps tables that more texts taught where a few find hardly better ones."""

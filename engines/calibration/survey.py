@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
-from engines.calibration.gate.profiles import make_folder, save
+from engines.calibration.gate.profiles import make_folder, profile_path, save
 from engines.calibration.instrument import Instrument, StatefulInstrument, states_of
 from engines.calibration.learn import (
     Windows,
@@ -32,9 +34,10 @@ from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.learning.state_sensitivity import StateSensitivities
 from kvstore.codecs.names import first_part, is_learned, parts_of, session_presets
 from kvstore.codecs.presets import open_codec, warm
-from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, Profile
+from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, Profile, load_profile
 from kvstore.codecs.session_codec import open_session_codec
 from kvstore.codecs.states.dealt import DEALT
+from kvstore.errors import Corrupt, Mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +220,7 @@ def _learned(
     """The profile and the bounds; both empty, without a prefill, if no preset has to learn."""
     names = dict.fromkeys(map(first_part, order.presets))
     presets = [name for name in names if is_learned(name)]
-    empty = Profile(instrument.fingerprint, instrument.layout, (), {})
+    empty = Profile(instrument.fingerprint, instrument.layout, (), _known_costs(instrument, order))
     states = states_of(instrument)
     before = unfinished.learned() if unfinished is not None else None
     if not instrument.layout.layers:
@@ -232,9 +235,9 @@ def _learned(
     windows = Windows(order.num_windows, order.window_tokens, order.probed_share)
     # Beside a model that serves its rows are not to take memory.
     with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
-        seen = StateSensitivities()
+        seen = None if OF_STATES in profile.learned else StateSensitivities()
         samples = samples_of(instrument, texts, windows, scratch, on_progress, seen)
-        if costs := seen.learned():
+        if seen is not None and (costs := seen.learned()):
             profile = replace(profile, learned={**profile.learned, OF_STATES: costs})
         # They are of rows alone, and a session with states is more.
         wanted = order.with_bounds and states is None
@@ -251,6 +254,24 @@ def _learned(
             if unfinished is not None:
                 profile = unfinished.keep_learned(profile)
     return _with_windows(instrument, order, profile, presets, unfinished, on_progress), sticks
+
+
+def _known_costs(
+    instrument: Instrument, order: CalibrationOrder
+) -> dict[str, Mapping[str, np.ndarray]]:
+    """Take what errors in states cost from an earlier measurement of the model, if there is one.
+
+    It is learned once. Codecs of states are named by it, so other values would make the sessions
+    unreadable that sleep by them, and the earlier verdict one on codecs that no longer exist.
+    """
+    if not order.data_path or states_of(instrument) is None:
+        return {}
+    path = profile_path(Path(order.data_path), instrument.fingerprint)
+    try:
+        learned = load_profile(path, mapped=True).learned
+    except (OSError, Corrupt, Mismatch):
+        return {}
+    return {OF_STATES: learned[OF_STATES]} if OF_STATES in learned else {}
 
 
 def _with_states(

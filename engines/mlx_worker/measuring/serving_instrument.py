@@ -128,6 +128,10 @@ class ServingInstrument:
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
         return self._until_done(lambda: self._whole(tokens, past or HeldSession((), 0)))
 
+    @property
+    def sees_states(self) -> bool:
+        return True
+
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         noted = _NotedOnce(note)
         try:

@@ -99,6 +99,10 @@ class MlxInstrument:
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         return np.array(log_probs(self._loaded.model, self._caches(session), tokens))
 
+    @property
+    def sees_states(self) -> bool:
+        return True
+
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         caches = self._prefilled(self._caches(HeldSession((), 0)), tokens[:first], 0)
         try:

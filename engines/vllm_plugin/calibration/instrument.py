@@ -93,6 +93,10 @@ class VllmInstrument:
             scores = torch.log_softmax(logits.float(), -1).cpu().numpy()
         return np.asarray(scores)
 
+    @property
+    def sees_states(self) -> bool:
+        return False
+
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         connector = self._connector
         if connector.pages.has_latents:

@@ -109,10 +109,9 @@ class CheckedBlocks:
 
     @property
     def why_host(self) -> str:
+        """The reason, "" also while the kernels of an adopted codec are yet to be checked."""
         codec = self._store.home_codec.id
-        if codec == self._checked.codec:
-            return ""
-        return self._reasons.get(codec, f"the kernels are yet to be checked for codec {codec}")
+        return "" if codec == self._checked.codec else self._reasons.get(codec, "")
 
     def mark(self) -> object:
         """Remember the model's work queued so far; the mark is valid for device and host."""
@@ -159,18 +158,28 @@ class CheckedBlocks:
         self._prover.submit(self._check, codec)
 
     def _check(self, codec: str) -> None:
+        codecs = self._store.packer.codecs
+        found: DeviceTransfer | None = None
+        error: Exception | None = None
         try:
+            if self._store.packer.codec.id != codec:
+                raise RuntimeError("memory is packed by another codec")
             found = self._prove()
-        except KernelsUnusable as error:
-            self._reasons[codec] = str(error)
-            return
-        except Exception:  # the top level of this thread; the host continues to pack
-            logger.exception("the kernels of codec %s could not be checked", codec)
-            with self._lock:  # a later save may succeed, for example if the device was full
-                self._under_check.discard(codec)
-            return
+        except Exception as raised:  # the top level of this thread; the host continues to pack
+            error = raised
         with self._lock:
-            self._under_check.discard(codec)
-        if self._store.packer.codec.id == codec:  # no other codec was adopted meanwhile
-            self._checked = _Checked(found, codec, self._store)
-            logger.info("KV is packed in codec %s by the device from now on", codec)
+            if not isinstance(error, KernelsUnusable):
+                self._under_check.discard(codec)
+            if self._store.packer.codecs is not codecs:
+                # Another codec was adopted meanwhile, and what was checked may be either.
+                self._under_check.discard(codec)
+                self._num_tries[codec] -= 1
+            elif found is None:
+                # Without ``KernelsUnusable`` a later save tries again: the device may be full now.
+                self._reasons[codec] = str(error) or type(error).__name__
+                logger.warning("codec %s is packed by the host, slower", codec, exc_info=error)
+            else:
+                self._num_tries.pop(codec, None)
+                self._reasons.pop(codec, None)
+                self._checked = _Checked(found, codec, self._store)
+                logger.info("KV is packed in codec %s by the device from now on", codec)

@@ -52,8 +52,10 @@ def blocks_on(
     prove = partial(proven_blocks, accelerator, cache, store)
     try:
         return CheckedBlocks(prove(), on_host(), store, prove)
-    except KernelsUnusable as error:
-        return on_host(why_host=str(error))
+    except Exception as error:  # a compiler, a driver, a full device: errors of any kind
+        reason = str(error) if isinstance(error, KernelsUnusable) else f"{error!r}"
+        logger.warning("KV is packed by the host, slower: %s", reason)
+        return on_host(why_host=reason)
 
 
 def proven_blocks(accelerator: Accelerator, cache: PagedCache, store: BlockStore) -> DeviceTransfer:
@@ -62,17 +64,17 @@ def proven_blocks(accelerator: Accelerator, cache: PagedCache, store: BlockStore
     May run on any thread: it uses a stream of its own.
 
     Raises:
-        KernelsUnusable: the host has to pack; the log has a warning with the reason.
+        KernelsUnusable: the host has to pack this codec. Errors of any other kind may be over when
+            it is tried again.
     """
     try:
         with accelerator.apart():
             on_device = device_blocks(accelerator, cache, store)
             if on_device is not None and kernels_agree(accelerator, cache, store):
                 return on_device
-        reason = "the kernels cannot address this cache" if on_device is None else "they are wrong"
-    except Exception as error:  # a compiler, a driver, a missing package: errors of any kind
-        reason = f"{type(error).__name__}: {error}"
-    logger.warning("KV is packed by the host, slower: %s", reason)
+    except ImportError as error:
+        raise KernelsUnusable(str(error)) from error
+    reason = "the kernels cannot address this cache" if on_device is None else "they are wrong"
     raise KernelsUnusable(reason)
 
 

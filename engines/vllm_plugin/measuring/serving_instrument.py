@@ -25,6 +25,7 @@ STEP_TOKENS: Final = 256  # prefilled in one step: a user's request waits for at
 READ_S: Final = 60.0
 MOST_TRIES: Final = 4  # to get a step without other requests
 MOST_MISSES: Final = 3  # after this many failures in a row to score a prompt, stop trying
+MOST_UNSEEN: Final = 3  # texts in a row; after them none is looked back on
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class ServingInstrument:
         self._salt = salt
         self._tokens: tuple[int, ...] = ()  # of the last prefill
         self._num_misses = 0
-        self._num_unseen = 0  # texts
+        self._num_unseen = 0  # texts in a row
         self.prefill([0])
 
     @property
@@ -126,6 +127,10 @@ class ServingInstrument:
         self._tokens = tuple(tokens)
         return run
 
+    @property
+    def sees_states(self) -> bool:
+        return False
+
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         """Do the same as ``prefill``; the last whole blocks, or more, are computed in a step apart.
 
@@ -150,9 +155,11 @@ class ServingInstrument:
                 note(notice)
         except NotObservable as error:
             self._num_unseen += 1
-            if self._num_unseen >= MOST_MISSES:
+            if self._num_unseen >= MOST_UNSEEN:
                 raise
             logger.info("a text is not looked back on: %s", error)
+        else:
+            self._num_unseen = 0
         return run
 
     def _computed(self, tokens: Sequence[int], first: int, run: KVRun) -> KVRun:

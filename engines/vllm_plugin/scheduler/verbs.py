@@ -260,7 +260,9 @@ class VllmVerbs:
 def _codec(ranks: list[CodecReport | None]) -> CodecReport:
     """The engine's codec: that of a rank that waits for a measurement, if any, else the first."""
     known = [x for x in ranks if x is not None]
-    return next((x for x in known if x.unmeasured), known[0] if known else CodecReport(name=""))
+    found = next((x for x in known if x.unmeasured), known[0] if known else CodecReport(name=""))
+    why_host = next((x.why_host for x in known if x.why_host), "")
+    return msgspec.structs.replace(found, why_host=why_host)
 
 
 def _merged(answers: list[RankAnswer]) -> dict[SessionName, RankSession]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.calibration.gate.earlier import earlier_codecs
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.messages import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import probe
@@ -17,16 +18,16 @@ from tests.integration.tiny_models import tiny_model, write_model
 pytestmark = pytest.mark.mlx
 
 
-def calibrated(kind: str, data: Path) -> CalibrationReport:
+def calibrated(kind: str, data: Path, num_windows: int = 2) -> CalibrationReport:
     folder = data / "model"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     write_model(kind, folder)
     order = CalibrationOrder(
         model_path=str(folder),
         dtype="float32",
         presets=("dense3",),
         contexts=(128,),
-        num_windows=2,
+        num_windows=num_windows,
         window_tokens=128,
         num_scored=16,
         depths=(),
@@ -75,6 +76,27 @@ def test_every_way_of_states_is_measured_with_the_usual_rows(tmp_path: Path) -> 
     assert profile.ids[OF_STATES] in rows["dense3+dealt5"].codec_id
     codecs = served("qwen3_next", report, tmp_path, max_kl=1e9)
     assert codecs.report.id == rows["dense3+state8"].codec_id  # the meaning of "dense3" alone
+
+
+def test_sessions_asleep_by_dealt_bits_stay_readable_when_more_is_learned(tmp_path: Path) -> None:
+    """Codecs of states are named by what errors in states cost, which is learned once."""
+    first = calibrated("qwen3_next", tmp_path)
+    before = load_profile(Path(first.profile))
+    after = load_profile(Path(calibrated("qwen3_next", tmp_path, num_windows=4).profile))
+    assert before.ids["dense3"] != after.ids["dense3"]
+    assert before.ids[OF_STATES] == after.ids[OF_STATES]
+    dealt = {x.preset: x.codec_id for x in first.rows}["dense3+dealt5"]
+    codecs = ServedCodecs(
+        StoreConfig(max_kl=1e9, codec="dense3+dealt5"),
+        before.layout,
+        first.fingerprint,
+        tmp_path,
+        states=probe(tiny_model("qwen3_next").model).states,
+    )
+    assert codecs.choices["ram"].name == "dense3+dealt5"
+    ids = [dealt]
+    config, states = StoreConfig(max_kl=1e9), probe(tiny_model("qwen3_next").model).states
+    assert [x.id for x in earlier_codecs(ids, config, after.layout, after, states)] == ids
 
 
 def test_bits_are_dealt_to_a_state_that_is_all_there_is(tmp_path: Path) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from engines.calibration import first_order as first_order_module
 from engines.calibration.first_order import (
     FIRST_CONTEXT,
     FIRST_WINDOW_TOKENS,
     FIRST_WINDOWS,
     FURTHER_WINDOW_TOKENS,
-    LEAST_WINDOWS,
     MOST_ROW_BYTES,
     MOST_WINDOWS,
     TooShort,
@@ -26,8 +27,8 @@ from kvstore.config import StoreConfig
     [
         (8192, 0, FIRST_CONTEXT, FIRST_WINDOWS, FIRST_WINDOW_TOKENS),
         # A state that can sleep every 784 tokens only.
-        (8192, 5 * 784, 5 * 784, LEAST_WINDOWS, 5 * 784),
-        (2048, 5 * 784, 1920, LEAST_WINDOWS, 1920),
+        (8192, 5 * 784, 5 * 784, FIRST_WINDOWS, FIRST_WINDOW_TOKENS),
+        (2048, 5 * 784, 1920, FIRST_WINDOWS, FIRST_WINDOW_TOKENS),
         (400, 0, 256, FIRST_WINDOWS, 256),
     ],
 )
@@ -54,8 +55,23 @@ def test_it_judges_by_the_same_cases(tmp_path: Path) -> None:
     assert [getattr(more, x) for x in same] == [getattr(order, x) for x in same]
 
 
-def test_rows_to_learn_from_fit_the_disk(tmp_path: Path) -> None:
+def test_rows_to_learn_from_fit_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = first_order(StoreConfig(), 8192, str(tmp_path))
-    of_token = MOST_ROW_BYTES // (2 * FURTHER_WINDOW_TOKENS * 40)
-    assert further_order(order, of_token).num_windows <= 40
-    assert further_order(order, 1 << 40).num_windows == FIRST_WINDOWS, "those were read before"
+    of_first = order.num_windows * order.window_tokens
+
+    def learned(elements_per_token: int, free: int = 1 << 60) -> tuple[int, int]:
+        disk = SimpleNamespace(free=free)
+        monkeypatch.setattr(first_order_module.shutil, "disk_usage", lambda path: disk)
+        more = further_order(order, elements_per_token)
+        tokens = more.num_windows * more.window_tokens
+        assert tokens == of_first or 2 * tokens * elements_per_token <= min(
+            MOST_ROW_BYTES, free // 4
+        )
+        return more.num_windows, more.window_tokens
+
+    of_token = MOST_ROW_BYTES // (2 * FURTHER_WINDOW_TOKENS * 43)
+    assert learned(of_token) == (40, FURTHER_WINDOW_TOKENS)
+    assert learned(1 << 40) == (FIRST_WINDOWS, FIRST_WINDOW_TOKENS), "those were read before"
+    assert learned(1 << 16, free=4 << 30) == (FIRST_WINDOWS, FIRST_WINDOW_TOKENS)
+    few = {learned(1 << 14, free=(7 << 30) + (i << 20))[0] for i in range(8)}
+    assert len(few) == 1, "an order that was interrupted is found again"

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from engines.calibration.corpus import Text
-from engines.calibration.instrument import Notice, NotObservable
-from engines.calibration.learn import Windows, learn, samples_of
+from engines.calibration.instrument import HeldSession, Notice, NotObservable
+from engines.calibration.learn import Windows, learn, samples_of, window_samples_of
+from kvstore.blobs.snapshot import WindowArray
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayout, KVRun
+from kvstore.shapes import KVLayer, KVLayout, KVRun, StateLayout
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_run, ropes_of, turned
 
 TEXTS = [Text("one", "ab" * 200), Text("two", "cd" * 125), Text("short", "ef" * 10)]
@@ -48,6 +49,8 @@ class Seeing(Blind):
         super().__init__()
         self.asked: list[tuple[int, int]] = []
 
+    sees_states = False
+
     def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
         self.asked.append((first, len(tokens) - first))
         run = self.prefill(tokens)
@@ -72,6 +75,15 @@ class Partial(Seeing):
         return super().observe(tokens, first, lambda x: note(x) if x.layer < last else None)
 
 
+class Interrupted(Seeing):
+    """Shows the first of three texts only, and then that nothing more is to be seen."""
+
+    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+        if self.asked:
+            raise NotObservable("other requests run in every step")
+        return super().observe(tokens, first, note)
+
+
 def learned(instrument: Blind) -> Profile:
     return learn(samples_of(instrument, TEXTS, Windows(3, 200)), instrument.fingerprint, ["dense3"])
 
@@ -84,6 +96,10 @@ def test_sensitivities_are_asked_for_at_the_end_of_every_window() -> None:
     assert bits.argmax() == 0 and bits[0] > 1.2 * bits.mean()
 
 
+def test_texts_that_were_seen_count_though_later_ones_were_not() -> None:
+    assert learned(Interrupted()).ids != learned(Blind()).ids
+
+
 @pytest.mark.parametrize("make", [Blind, Failing, Partial])
 def test_where_nothing_is_seen_all_errors_count_alike(
     make: type[Blind], caplog: pytest.LogCaptureFixture
@@ -92,3 +108,30 @@ def test_where_nothing_is_seen_all_errors_count_alike(
     assert ("count alike" in caplog.text) == (make is not Blind), "who could see says that not"
     alike = learned(Blind())
     assert profile.ids == alike.ids != learned(Seeing()).ids
+
+
+class WholeBlocks(Blind):
+    """Has windows of 128 tokens, and a state after every whole block of 128."""
+
+    states = StateLayout(KVLayout("float32", (KVLayer(2, 16, 16),)), 128, False)
+    state_step = 128
+
+    def window_ropes(self) -> tuple[Rope | None, ...]:
+        return (None,)
+
+    def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        raise AssertionError("nothing is judged while learning")
+
+    def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
+        whole = len(tokens) // self.state_step * self.state_step
+        if not whole:
+            return HeldSession((), 0)
+        array = np.ones((1, 2, whole, 16), np.float32)
+        windows = [WindowArray("float32", array, side) for side in (0, 1)]
+        return HeldSession((), whole, windows)
+
+
+def test_windows_are_learned_from_texts_of_a_whole_block_at_least() -> None:
+    texts = [Text("long", "x" * 300), Text("short", "y" * 100)]
+    samples = window_samples_of(WholeBlocks(), texts, Windows(4, 64))
+    assert [run[0][0].shape[1] for run in samples.texts] == [128, 128]

@@ -368,7 +368,6 @@ def test_kernels_are_checked_again_for_a_codec_that_is_adopted(tmp_path):
     (before,) = (x.result() for x in blocks.pack(wanted[:1], None))
     store.adopt(CodecSet.one(TQ4))
     old.packed.clear()
-    assert "yet to be checked" in blocks.why_host
     for x in wanted[:3]:  # the host packs, and the check is asked for once
         assert codec_in(blocks.pack([x], None)[0].result()) == b"tq4.2"
     assert proof.asked.acquire(timeout=20) and not proof.asked.acquire(blocking=False)
@@ -408,6 +407,51 @@ def test_kernels_that_are_wrong_for_an_adopted_codec_are_checked_once(tmp_path):
     store.close()
 
 
+def test_a_codec_that_is_adopted_many_times_is_packed_by_the_device_each_time(tmp_path):
+    store, pages = open_store(ram_and_disk(tmp_path), codec="tq3"), NumpyBlocks()
+    pages.compute(CHAIN, IDS)
+    host = HostBlocks(pages, store, NoStream())
+    made: list[Device] = []
+
+    def proves() -> Device:
+        made.append(Device(host))
+        return made[-1]
+
+    blocks = CheckedBlocks(Device(host), host, store, proves)
+    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in store.keys.whole(CHAIN)[:1]]
+    for codec in (TQ4, TQ3) * (MOST_TRIES + 1):
+        store.adopt(CodecSet.one(codec))
+        deadline = time.monotonic() + 20
+        while not (made and made[-1].packed) and time.monotonic() < deadline:
+            blocks.pack(wanted, None)
+        assert made[-1].packed and blocks.why_host == ""
+        made[-1].packed.clear()
+    blocks.close()
+    store.close()
+
+
+def test_a_check_counts_for_no_codec_if_another_is_adopted_meanwhile(tmp_path):
+    store, pages = open_store(ram_and_disk(tmp_path), codec="tq3"), NumpyBlocks()
+    pages.compute(CHAIN, IDS)
+    host = HostBlocks(pages, store, NoStream())
+    proof = Proof(None)  # wrong for the one that is checked
+    blocks = CheckedBlocks(Device(host), host, store, proof)
+    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in store.keys.whole(CHAIN)[:1]]
+    store.adopt(CodecSet.one(TQ4))
+    blocks.pack(wanted, None)
+    assert proof.asked.acquire(timeout=20)
+    store.adopt(CodecSet.one(TQ3))
+    store.adopt(CodecSet.one(TQ4))
+    proof.found = new = Device(host)
+    proof.may_end.set()
+    deadline = time.monotonic() + 20
+    while not new.packed and time.monotonic() < deadline:
+        blocks.pack(wanted, None)
+    assert new.packed
+    blocks.close()
+    store.close()
+
+
 def test_a_check_that_failed_is_made_again_but_not_for_ever(tmp_path):
     store, pages = open_store(ram_and_disk(tmp_path), codec="tq3"), NumpyBlocks()
     pages.compute(CHAIN, IDS)
@@ -427,5 +471,5 @@ def test_a_check_that_failed_is_made_again_but_not_for_ever(tmp_path):
     for _ in range(3):
         blocks.pack(wanted, None)
     blocks.close()  # waits for a check that is still to come
-    assert len(asked) == MOST_TRIES
+    assert len(asked) == MOST_TRIES and blocks.why_host == "the device is full"
     store.close()
