@@ -26,12 +26,11 @@ FIRST_CONTEXT: Final = 1024
 FIRST_SCORED: Final = 64
 # Many short texts teach more than few long ones of as many tokens (decision 59).
 FIRST_WINDOWS: Final = 24
-FIRST_WINDOW_TOKENS: Final = 512
+FIRST_WINDOW_TOKENS: Final = 512  # at most half of the context: see ``further_order``
 FIRST_PROBED: Final = 0.125  # of each window: twice as much takes twice as long to look at
 FIRST_CHAINS: Final = 3
 DENSEST: Final = "max"  # it learns
-MOST_WINDOWS: Final = 48  # of an order that follows
-FURTHER_WINDOW_TOKENS: Final = 1024
+MOST_WINDOWS: Final = 96  # of an order that follows
 # Numbers of texts differ by so many: an order that was interrupted is found again, though the free
 # space has changed meanwhile.
 WINDOWS_STEP: Final = 8
@@ -71,7 +70,7 @@ def first_order(
         presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
         contexts=(context,),
         num_windows=FIRST_WINDOWS,
-        window_tokens=min(context, FIRST_WINDOW_TOKENS),
+        window_tokens=max(LEAST_CONTEXT, min(FIRST_WINDOW_TOKENS, context // 2)),
         probed_share=FIRST_PROBED,
         num_scored=FIRST_SCORED,
         depths=(0.5,),
@@ -86,23 +85,20 @@ def first_order(
 def further_order(order: CalibrationOrder, elements_per_token: int) -> CalibrationOrder:
     """Make the order that follows a first one, with as many texts as there is room for.
 
-    Where there is room for fewer tokens than the first one took, it reads the same ones again.
+    Their length stays half of that by which is judged, so that the gate sees what a preset makes of
+    positions that it did not learn from.
 
     Args:
         elements_per_token: of the rows that are learned from.
     """
     room = min(MOST_ROW_BYTES, shutil.disk_usage(order.data_path).free // FREE_SHARE)
-    window_tokens = max(order.window_tokens, min(max(order.contexts), FURTHER_WINDOW_TOKENS))
-    of_window = max(1, window_tokens * elements_per_token * STORED_BYTES)
+    of_window = max(1, order.window_tokens * elements_per_token * STORED_BYTES)
     num_windows = min(MOST_WINDOWS, room // of_window) // WINDOWS_STEP * WINDOWS_STEP
-    if num_windows * window_tokens < order.num_windows * order.window_tokens:
-        num_windows, window_tokens = order.num_windows, order.window_tokens
     learned = [x for x in order.presets if is_learned(first_part(x))]
     return msgspec.structs.replace(
         order,
         presets=tuple(dict.fromkeys([*learned, DENSEST])),
-        num_windows=num_windows,
-        window_tokens=window_tokens,
+        num_windows=max(order.num_windows, num_windows),
         probed_share=FURTHER_PROBED,
     )
 

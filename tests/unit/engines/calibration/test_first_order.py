@@ -12,7 +12,6 @@ from engines.calibration.first_order import (
     FIRST_CONTEXT,
     FIRST_WINDOW_TOKENS,
     FIRST_WINDOWS,
-    FURTHER_WINDOW_TOKENS,
     MOST_ROW_BYTES,
     MOST_WINDOWS,
     TooShort,
@@ -29,7 +28,7 @@ from kvstore.config import StoreConfig
         # A state that can sleep every 784 tokens only.
         (8192, 5 * 784, 5 * 784, FIRST_WINDOWS, FIRST_WINDOW_TOKENS),
         (2048, 5 * 784, 1920, FIRST_WINDOWS, FIRST_WINDOW_TOKENS),
-        (400, 0, 256, FIRST_WINDOWS, 256),
+        (400, 0, 256, FIRST_WINDOWS, 128),
     ],
 )
 def test_how_long_its_prompts_are(
@@ -50,28 +49,22 @@ def test_it_judges_by_the_same_cases(tmp_path: Path) -> None:
     more = further_order(order, 1)
     assert more.num_windows == MOST_WINDOWS > order.num_windows
     assert set(more.presets) == {"dense3", "balanced", "safe", "max"}
-    assert more.window_tokens == FURTHER_WINDOW_TOKENS > order.window_tokens
-    same = ("contexts", "num_scored", "depths", "num_chains", "chunk_tokens")
+    assert 2 * more.window_tokens <= more.contexts[0], "other positions are judged, too"
+    same = ("contexts", "num_scored", "depths", "num_chains", "chunk_tokens", "window_tokens")
     assert [getattr(more, x) for x in same] == [getattr(order, x) for x in same]
 
 
 def test_rows_to_learn_from_fit_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = first_order(StoreConfig(), 8192, str(tmp_path))
-    of_first = order.num_windows * order.window_tokens
 
-    def learned(elements_per_token: int, free: int = 1 << 60) -> tuple[int, int]:
+    def learned(elements_per_token: int, free: int = 1 << 60) -> int:
         disk = SimpleNamespace(free=free)
         monkeypatch.setattr(first_order_module.shutil, "disk_usage", lambda path: disk)
-        more = further_order(order, elements_per_token)
-        tokens = more.num_windows * more.window_tokens
-        assert tokens == of_first or 2 * tokens * elements_per_token <= min(
-            MOST_ROW_BYTES, free // 4
-        )
-        return more.num_windows, more.window_tokens
+        return further_order(order, elements_per_token).num_windows
 
-    of_token = MOST_ROW_BYTES // (2 * FURTHER_WINDOW_TOKENS * 43)
-    assert learned(of_token) == (40, FURTHER_WINDOW_TOKENS)
-    assert learned(1 << 40) == (FIRST_WINDOWS, FIRST_WINDOW_TOKENS), "those were read before"
-    assert learned(1 << 16, free=4 << 30) == (FIRST_WINDOWS, FIRST_WINDOW_TOKENS)
-    few = {learned(1 << 14, free=(7 << 30) + (i << 20))[0] for i in range(8)}
-    assert len(few) == 1, "an order that was interrupted is found again"
+    of_token = MOST_ROW_BYTES // (2 * FIRST_WINDOW_TOKENS * 43)
+    assert learned(of_token) == 40
+    assert learned(1 << 40) == FIRST_WINDOWS, "those were read before"
+    assert learned(1 << 16, free=4 << 30) == FIRST_WINDOWS
+    few = {learned(1 << 15, free=(6 << 30) + (i << 20)) for i in range(8)}
+    assert few == {48}, "an order that was interrupted is found again"
