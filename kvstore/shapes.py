@@ -38,6 +38,15 @@ class KVLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value_dim: int
 
 
+def is_latent(layer: KVLayer) -> bool:
+    """Say whether a layer has the shape of multi-head latent attention.
+
+    One latent for all heads is in the place of keys, its turned part in that of values. One head of
+    keys and values of different sizes looks the same.
+    """
+    return layer.num_kv_heads == 1 and 0 < layer.value_dim != layer.head_dim > 0
+
+
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The growing layers of one model, as one rank of one engine holds them."""
 

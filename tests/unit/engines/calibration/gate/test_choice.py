@@ -6,16 +6,19 @@ import dataclasses
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from engines.calibration.gate.choice import Choice, choose, choose_tiers, fastest_tiers
+from kvstore.codecs.calibrated import learn_profile
+from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
-from kvstore.shapes import KVLayout, StateLayout
+from kvstore.shapes import KVLayer, KVLayout, StateLayout
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile
 
@@ -293,3 +296,23 @@ def test_elsewhere_only_by_who_accepts_the_loss(rows: Rows) -> None:
     with pytest.raises(CodecRefused, match="hot_codec.*store.accept_loss"):
         packed(profile)
     assert packed(profile, accept_loss=True).why.startswith("the loss was accepted")
+
+
+def test_presets_that_learned_turned_parts_of_latents_never_serve() -> None:
+    """Only keys are turned back, so these were learned at the positions of short texts."""
+    layout = KVLayout("bfloat16", (KVLayer(1, 32, 16),) * 2)
+    texts = [layout.empty(300) for _ in range(2)]
+    for number, array in enumerate(x for text in texts for pair in text for x in pair):
+        array[:] = np.random.default_rng(number).integers(0, 1 << 14, array.shape)
+    profile = learn_profile(Samples(layout, (None, None), texts), "latents", ["dense3"])
+    rows = tuple(
+        msgspec.structs.replace(row(x), codec_id=open_codec(x, profile).id)
+        for x in ("dense3", "tq4")
+    )
+    profile = dataclasses.replace(profile, rows=rows)
+    choice = choose("auto", StoreConfig(), layout, profile)
+    assert (choice.name, choice.unmeasured) == ("tq4", False)
+    assert "does not hold for longer sessions" in choice.why
+    with pytest.raises(CodecRefused, match="turned parts of this model's latents"):
+        choose("dense3", StoreConfig(), layout, profile)
+    assert choose("dense3", StoreConfig(accept_loss=True), layout, profile).name == "dense3"
