@@ -7,7 +7,10 @@ from typing import Annotated
 
 import msgspec
 
+from kvstore.codecs.names import first_part, is_learned
+from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
+from kvstore.shapes import is_latent
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,5 +64,21 @@ def _chains_refusal(row: Quality, bound: Bound) -> str:
         return (
             f"loses the thread of reasoning: {row.chain_top1:.1%} of the answers to chains stay the"
             f" same, under {bound.chain_top1:.0%}"
+        )
+    return ""
+
+
+def short_reach(preset: str, profile: Profile | None) -> str:
+    """The reason why a preset holds only at positions near those measured; "" if it does not.
+
+    The turned part of a latent is learned as it lies at the positions of the texts, since only
+    keys are turned back. Beyond them it has another mean, and a learned preset loses many times
+    what was measured.
+    """
+    layers = zip(profile.layout.layers, profile.ropes, strict=False) if profile is not None else ()
+    if is_learned(first_part(preset)) and any(rope is None and is_latent(x) for x, rope in layers):
+        return (
+            f"codec {preset} learned the turned parts of this model's latents at the positions of"
+            " short texts, and does not hold for longer sessions"
         )
     return ""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from engines.calibration.gate.bound import Bound, refusal
+from engines.calibration.gate.bound import Bound, refusal, short_reach
 from engines.calibration.gate.preference import UNTIMED, preferred
 from kvstore.codecs.base import Codec
 from kvstore.codecs.names import (
@@ -20,7 +20,6 @@ from kvstore.codecs.names import (
     OWN,
     first_part,
     for_session,
-    is_learned,
     must_learn,
 )
 from kvstore.codecs.presets import canonical_name, codec_by_name, open_codec
@@ -31,7 +30,7 @@ from kvstore.codecs.states.ways import USUAL_STATES
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.session import TIER_NAMES, TierName
-from kvstore.shapes import KVLayout, StateLayout, is_latent
+from kvstore.shapes import KVLayout, StateLayout
 
 if TYPE_CHECKING:
     from kvstore.codecs.session_codec import SessionCodec
@@ -250,7 +249,7 @@ def _offers(config: StoreConfig, model: _Model) -> _Offers:
     refused = {
         name: replace(x, why=why)
         for name, x in measured.items()
-        if (why := _refusal(x, bound) or _short_reach(name, model))
+        if (why := _refusal(x, bound) or short_reach(name, model.profile))
     }
     first = model.first
     missing = "" if first in measured else f"{first} was not measured on this model yet"
@@ -296,8 +295,9 @@ def _named(name: str, config: StoreConfig, model: _Model) -> Choice:
     unmeasurable = model.unmeasurable
     if choice is not None and choice.is_exact:
         return replace(choice, why=f"{name} loses nothing")
-    refused = _refusal(choice, bound) if choice and choice.rows else f"{name} was not measured"
-    refused = refused or _short_reach(name, model)
+    refused = f"{name} was not measured"
+    if choice is not None and choice.rows:
+        refused = _refusal(choice, bound) or short_reach(name, model.profile)
     if choice is not None and config.accept_loss:
         return replace(choice, why=f"the loss was accepted: {refused or choice.why}")
     if choice is not None and choice.rows:
@@ -372,23 +372,6 @@ def _rows(profile: Profile | None, name: str, codec_id: str) -> list[Quality]:
 
 def _refusal(choice: Choice | _Offer, bound: Bound) -> str:
     return refusal(choice.rows, choice.name, bound)
-
-
-def _short_reach(name: str, model: _Model) -> str:
-    """The reason why a preset holds only at positions near those measured; "" if it does not.
-
-    The turned part of a latent is learned as it lies at the positions of the texts, since only
-    keys are turned back. Beyond them it has another mean, and a learned preset loses many times
-    what was measured.
-    """
-    ropes = model.profile.ropes if model.profile is not None else ()
-    layers = zip(model.layout.layers, ropes, strict=False)
-    if is_learned(first_part(name)) and any(rope is None and is_latent(x) for x, rope in layers):
-        return (
-            f"codec {name} learned the turned parts of this model's latents at the positions of"
-            " short texts, and does not hold for longer sessions"
-        )
-    return ""
 
 
 def _by_density(profile: Profile | None) -> list[str]:
