@@ -1,4 +1,4 @@
-"""Starts Ray on this machine with the replicas of one model; see ``engines.on_ray.__main__``.
+"""Starts Ray on this machine with the replicas of one model; see ``engines.on_ray.program``.
 
 Ray reads its environment when it is imported, so its token is set before that.
 """
@@ -7,65 +7,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
-from typing import Any, Final
 
-import ray
-from ray import serve
-
-from engines.on_ray.application import app
-from engines.on_ray.local_ray import local_ray
 from engines.replica_tokens import ray_token
-from kvstore.cores import usable_cores
 from kvstore.tiers.seal import read_secret
-
-HOST: Final = "127.0.0.1"
-APPLICATION: Final = "thermocline"
-PLACES: Final = 2  # of a replica: for its actor, and for vLLM
-SPARE: Final = 2  # replicas beside those that are asked for
-
-
-def run(args: argparse.Namespace) -> int:
-    """Do what the command line says; returns the exit code."""
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    given["host"] = HOST
-    port, address = given.pop("port"), given.pop("address", None)
-    if address:
-        ray.init(address, namespace=APPLICATION, log_to_driver=False)
-        serve.run(app(given), name=APPLICATION, route_prefix="/", blocking=False)
-        return 0
-    _on_signal(_leave)  # while Ray starts
-    places = max(usable_cores(), PLACES * (args.replicas + SPARE))  # no threads
-    with local_ray(APPLICATION, places) as address:
-        _on_signal(_leave)  # Ray has set its own, which end the process at once
-        try:
-            serve.start(http_options={"host": HOST, "port": port})
-            serve.run(app(given), name=APPLICATION, route_prefix="/")
-            print(f"{args.replicas} replicas are there; Ray's address is {address}", flush=True)
-            threading.Event().wait()
-        finally:
-            serve.shutdown()
-    return 0
-
-
-def _on_signal(action: Any) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, action)
-
-
-def _leave(number: int, frame: object) -> None:
-    _on_signal(signal.SIG_IGN)
-    raise SystemExit(0)
 
 
 def main() -> int:
     args = arguments()
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", ray_token(read_secret(Path(args.secret_file))))
-    from engines.on_ray.__main__ import run
+    from engines.on_ray.program import run
 
     return run(args)
 

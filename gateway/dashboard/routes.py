@@ -31,6 +31,25 @@ _KINDS: Final = {
     ".svg": "image/svg+xml",
     ".LICENSE": "text/plain; charset=utf-8",
 }
+router = APIRouter()
+POLICY: Final = "; ".join(
+    (
+        "default-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "object-src 'none'",
+    )
+)
+PAGE_HEADERS: Final = {
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",  # for browsers that do not know ``frame-ancestors``
+}
+_FOR_EVER: Final = "public, max-age=31536000, immutable"
 
 
 class PageFile(NamedTuple):
@@ -78,27 +97,6 @@ def _needed_first(name: str) -> tuple[bool, str]:
 def _file(name: str, content: bytes) -> PageFile:
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     return PageFile(_KINDS[Path(name).suffix], content, gzip.compress(content, 9, mtime=0), tag)
-
-
-router = APIRouter()
-POLICY: Final = "; ".join(
-    (
-        "default-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "object-src 'none'",
-    )
-)
-PAGE_HEADERS: Final = {
-    "content-security-policy": POLICY,
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",  # for browsers that do not know ``frame-ancestors``
-}
-_FOR_EVER: Final = "public, max-age=31536000, immutable"
 
 
 @router.get("/")

@@ -29,6 +29,21 @@ log = logging.getLogger("thermocline.gateway")
 
 MAX_PIPELINED = 32  # requests that wait for the one that is being answered
 APP_FIRST_S = 0.5  # the app began to count later, and has the better words
+_HEAD_TOO_LARGE = Failure(431, "The request's head is too large.", None, "head_too_large")
+_TOO_MANY_FIELDS = Failure(431, "The request has too many header lines.", None, "head_too_large")
+_TOO_MUCH_AROUND = Failure(
+    400, "The request has too much beside its body.", None, "framing_too_large"
+)
+_HEAD_LATE = Failure(408, "The request's head took too long.", None, "head_timeout")
+_BODY_LATE = Failure(408, "The request's body took too long to arrive.", None, "body_timeout")
+_NO_PLACE = Failure(503, "This server has too many connections.", None, "too_many_connections", 2.0)
+_REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+Fields = Sequence[tuple[bytes, bytes]]
 
 
 class EdgeProtocol(HttpToolsProtocol):
@@ -279,25 +294,6 @@ def _answer(failure: Failure) -> bytes:
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )
     return head.encode() + body
-
-
-_HEAD_TOO_LARGE = Failure(431, "The request's head is too large.", None, "head_too_large")
-_TOO_MANY_FIELDS = Failure(431, "The request has too many header lines.", None, "head_too_large")
-_TOO_MUCH_AROUND = Failure(
-    400, "The request has too much beside its body.", None, "framing_too_large"
-)
-_HEAD_LATE = Failure(408, "The request's head took too long.", None, "head_timeout")
-_BODY_LATE = Failure(408, "The request's body took too long to arrive.", None, "body_timeout")
-_NO_PLACE = Failure(503, "This server has too many connections.", None, "too_many_connections", 2.0)
-_REASONS = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
-
-
-Fields = Sequence[tuple[bytes, bytes]]
 
 
 def objection(method: bytes, target: bytes, version: str, fields: Fields) -> str:

@@ -11,6 +11,36 @@ SESSION_ID_HEADER = "x-session-id"
 MAX_ID_BYTES = 256  # of UTF-8
 _DOTS = frozenset({".", ".."})
 _PLAIN = "!#$&'()*+,-./:;<=>?@[]^_`{|}~ "  # not encoded in headers, like letters and digits
+OTHER = "other"
+# Headers that only one program sends.
+_BY_HEADER = {
+    "x-claude-code-session-id": "claude-code",
+    "x-session-affinity": "opencode",
+}
+# Beginnings or parts of User-Agent, in lower case; the first that is found counts.
+_BY_AGENT = (
+    ("claude-cli", "claude-code"),
+    ("claude-code", "claude-code"),
+    ("codex", "codex"),
+    ("opencode", "opencode"),
+    ("cline", "cline"),
+    ("qwen", "qwen-code"),
+    ("aider", "aider"),
+    ("open-webui", "open-webui"),
+    ("openwebui", "open-webui"),
+    ("langchain", "langchain"),
+    ("litellm", "litellm"),
+    ("thermocline", "thermocline"),
+    ("anthropic", "anthropic-sdk"),
+    ("openai", "openai-sdk"),
+    ("ai-sdk", "ai-sdk"),
+    ("curl/", "curl"),
+    ("aiohttp", "python"),
+    ("python", "python"),
+    ("mozilla/", "browser"),
+    ("node", "node"),
+)
+_MOST = 400  # characters of a header that are looked at
 
 
 def named_in_body(raw: Json) -> str | None:
@@ -87,38 +117,6 @@ def id_from_header(text: str) -> str:
         return unquote_to_bytes(text.encode("latin-1")).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest("X-Session-ID must be (percent-encoded) UTF-8.") from error
-
-
-OTHER = "other"
-# Headers that only one program sends.
-_BY_HEADER = {
-    "x-claude-code-session-id": "claude-code",
-    "x-session-affinity": "opencode",
-}
-# Beginnings or parts of User-Agent, in lower case; the first that is found counts.
-_BY_AGENT = (
-    ("claude-cli", "claude-code"),
-    ("claude-code", "claude-code"),
-    ("codex", "codex"),
-    ("opencode", "opencode"),
-    ("cline", "cline"),
-    ("qwen", "qwen-code"),
-    ("aider", "aider"),
-    ("open-webui", "open-webui"),
-    ("openwebui", "open-webui"),
-    ("langchain", "langchain"),
-    ("litellm", "litellm"),
-    ("thermocline", "thermocline"),
-    ("anthropic", "anthropic-sdk"),
-    ("openai", "openai-sdk"),
-    ("ai-sdk", "ai-sdk"),
-    ("curl/", "curl"),
-    ("aiohttp", "python"),
-    ("python", "python"),
-    ("mozilla/", "browser"),
-    ("node", "node"),
-)
-_MOST = 400  # characters of a header that are looked at
 
 
 def client_name(headers: Mapping[str, str]) -> str:

@@ -23,6 +23,10 @@ from gateway.limits.shared_limits import SharedLimits
 from gateway.limits.stock import Stock
 
 MINUTE_S = 60.0
+KEY_SHARE = "key_share"  # where a request's share is in the scope's state
+RESERVED = "reserved"  # and the part of the limits that it has waited for
+AGAIN_S = 1.0  # after a refusal for too many at once
+Headers = tuple[tuple[str, str], ...]
 
 
 class Bucket:
@@ -63,12 +67,6 @@ class Bucket:
 
     def _seconds(self, number: float) -> float:
         return number * MINUTE_S / self.per_minute
-
-
-KEY_SHARE = "key_share"  # where a request's share is in the scope's state
-RESERVED = "reserved"  # and the part of the limits that it has waited for
-AGAIN_S = 1.0  # after a refusal for too many at once
-Headers = tuple[tuple[str, str], ...]
 
 
 def usual_limits(config: GatewayConfig) -> Limits:

@@ -32,6 +32,9 @@ from gateway.live.sums import Sums
 
 K = TypeVar("K", bound=Hashable)
 MAX_ENTRIES = 200_000
+MAX_ROWS = 20_000  # of a snapshot; those used last
+ROWS_AT_ONCE = 250
+_encode = msgspec.json.Encoder().encode
 
 
 class ChangeLog(Generic[K]):
@@ -66,11 +69,6 @@ class ChangeLog(Generic[K]):
             found.append(name)
         found.reverse()
         return found
-
-
-MAX_ROWS = 20_000  # of a snapshot; those used last
-ROWS_AT_ONCE = 250
-_encode = msgspec.json.Encoder().encode
 
 
 class Parts(NamedTuple):

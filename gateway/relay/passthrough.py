@@ -24,6 +24,14 @@ from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of
 from gateway.relay.answer_format import EventStream
 
+log = logging.getLogger("thermocline.gateway")
+EVENT_STREAM = "text/event-stream"
+SLICE_BYTES = 64 << 10  # of a whole answer; about what a connection holds before it pushes back
+Headers = Iterable[tuple[bytes, bytes]]
+_TOO_LONG = "maximum context length"  # vLLM's words for a prompt beyond it
+# The engine's headers that are passed on; no others.
+_PASSED_ON = ("content-type", CACHE_HEADER)
+
 
 class Deadline:
     """A time of the event loop's clock, in seconds. Belongs to the event loop."""
@@ -51,16 +59,6 @@ class Deadline:
                 yield
             finally:
                 self._limit = None
-
-
-log = logging.getLogger("thermocline.gateway")
-
-EVENT_STREAM = "text/event-stream"
-SLICE_BYTES = 64 << 10  # of a whole answer; about what a connection holds before it pushes back
-Headers = Iterable[tuple[bytes, bytes]]
-_TOO_LONG = "maximum context length"  # vLLM's words for a prompt beyond it
-# The engine's headers that are passed on; no others.
-_PASSED_ON = ("content-type", CACHE_HEADER)
 
 
 def is_event_stream(upstream: Upstream) -> bool:

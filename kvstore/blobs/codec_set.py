@@ -19,6 +19,8 @@ from kvstore.errors import ForeignCodec
 from kvstore.session import TierName
 from kvstore.shapes import KVLayout, KVRun
 
+Rows: TypeAlias = WholeRows | ThinRows
+
 
 @dataclass(frozen=True)
 class CodecSet:
@@ -66,9 +68,6 @@ def distinct(codecs: Iterable[Codec]) -> tuple[Codec, ...]:
 
 def as_set(codecs: Codec | CodecSet) -> CodecSet:
     return codecs if isinstance(codecs, CodecSet) else CodecSet.one(codecs)
-
-
-Rows: TypeAlias = WholeRows | ThinRows
 
 
 @dataclass(frozen=True)

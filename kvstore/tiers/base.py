@@ -23,6 +23,7 @@ import msgspec
 # another tenant wrote, or had older bytes that were guaranteed.
 EvictionCause: TypeAlias = Literal["budget", "share"]
 MAX_REMEMBERED: Final = 1 << 14
+Blob = bytes | bytearray | memoryview
 
 
 class EvictionCauses:
@@ -45,9 +46,6 @@ class EvictionCauses:
     def of(self, keys: Iterable[bytes]) -> list[EvictionCause | None]:
         """Return for each key why it was evicted; None: it was not, or too long ago."""
         return [self._causes.get(key) for key in keys]
-
-
-Blob = bytes | bytearray | memoryview
 
 
 class TierStats(msgspec.Struct, frozen=True):

@@ -28,6 +28,12 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from kvstore.errors import Corrupt
 from kvstore.tiers.base import Blob
 
+NONCE_BYTES: Final = 12
+TAG_BYTES: Final = 16
+SEAL_BYTES: Final = NONCE_BYTES + TAG_BYTES
+KEY_NAME_BYTES: Final = 4
+LEAST_SECRET_BYTES: Final = 16
+
 
 class _Opened(np.ndarray):
     """The bytes of a view into a blob whose seal was right."""
@@ -44,13 +50,6 @@ def is_authentic(blob: Blob) -> bool:
     The mark belongs to these bytes in memory; a copy of them has none.
     """
     return isinstance(blob, memoryview) and isinstance(blob.obj, _Opened)
-
-
-NONCE_BYTES: Final = 12
-TAG_BYTES: Final = 16
-SEAL_BYTES: Final = NONCE_BYTES + TAG_BYTES
-KEY_NAME_BYTES: Final = 4
-LEAST_SECRET_BYTES: Final = 16
 
 
 class Seal:

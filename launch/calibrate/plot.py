@@ -14,9 +14,6 @@ from kvstore.codecs.quality import Quality
 from launch.calibrate.output_files import check_output, whole_file
 from launch.errors import UsageError
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 from typing import TYPE_CHECKING
 
@@ -35,6 +32,15 @@ USUAL: Final = "usual elsewhere"
 PAPERS: Final = "of the literature"
 GROUPS: Final = ((OURS, "o", "tab:blue"), (USUAL, "P", "tab:green"), (PAPERS, "s", "tab:orange"))
 CONTEXT_MARKERS: Final = "o^Dv*"
+FONT_SIZE: Final = 7.5
+# Offsets (right, up) from a point, in points of type, at which its name begins, or ends if it is to
+# the left.
+_OFFSETS: Final = [
+    (side * right, up)
+    for right, ups in ((5, (0, 7, -7, 14, -14)), (14, (10, -10, 20, -20, 30, -30, 40, -40)))
+    for up in ups
+    for side in (1, -1)
+]
 
 
 def check_path(path: Path) -> None:
@@ -154,17 +160,6 @@ def _finish(axes: Axes) -> None:
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
-
-
-FONT_SIZE: Final = 7.5
-# Offsets (right, up) from a point, in points of type, at which its name begins, or ends if it is to
-# the left.
-_OFFSETS: Final = [
-    (side * right, up)
-    for right, ups in ((5, (0, 7, -7, 14, -14)), (14, (10, -10, 20, -20, 30, -30, 40, -40)))
-    for up in ups
-    for side in (1, -1)
-]
 
 
 def place_labels(axes: Axes, names: Sequence[str], points: Sequence[tuple[float, float]]) -> None:

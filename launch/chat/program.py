@@ -31,6 +31,8 @@ HELP: Final = {
     "/help": "this list; a line that begins with // is sent as it is, less one slash",
 }
 _VERBS: Final = {"/sleep": "demote", "/wake": "prefetch", "/pin": "pin", "/unpin": "unpin"}
+PROMPT = "> "
+MOST_CHARACTERS = 1 << 20  # of a line
 
 
 class Quit(Exception):
@@ -85,10 +87,6 @@ _OTHERS: Final[Mapping[str, Callable[[Talk, Screen], Awaitable[None]]]] = {
     "/exit": _quit,
     "/help": _help,
 }
-
-
-PROMPT = "> "
-MOST_CHARACTERS = 1 << 20  # of a line
 
 
 @dataclass(frozen=True)

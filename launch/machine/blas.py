@@ -44,6 +44,10 @@ sgemm = ctypes.CDLL(None).cblas_sgemm
 sgemm(101, 111, 111, 2, 2, 2, F(1), a, 2, b, 2, F(0), c, 2)
 assert list(c) == [19, 22, 43, 50], list(c)
 """
+PACKAGE = "scipy-openblas32"
+LIBRARY = "scipy_openblas32/lib/libscipy_openblas.so"
+# All that mlx calls of BLAS. Its LAPACK calls keep going to the library it brings along.
+NAMES = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 
 
 @dataclass(frozen=True)
@@ -164,12 +168,6 @@ def blas_threads(cores: int) -> int:
     contended cores, two threads prefilled 5 to 17 tokens per second, and one thread 57 to 64.
     """
     return max(1, cores - 1)
-
-
-PACKAGE = "scipy-openblas32"
-LIBRARY = "scipy_openblas32/lib/libscipy_openblas.so"
-# All that mlx calls of BLAS. Its LAPACK calls keep going to the library it brings along.
-NAMES = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 
 
 class NoBlas(Exception):

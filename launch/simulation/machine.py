@@ -23,6 +23,14 @@ from kvstore.tiers.lru import RecencyIndex
 from launch.simulation.conditions import Conditions, ModelSize
 from launch.simulation.sized_tier import SizedBlob, SizedTier
 
+_encoder = msgspec.msgpack.Encoder()
+Source: TypeAlias = Literal["hot", "ram", "disk", "redis", "miss"]
+SOURCES: Final[tuple[Source, ...]] = ("hot", "ram", "disk", "redis", "miss")
+_LAYOUT: Final = KVLayout("bfloat16", (KVLayer(1, 2, 2),))
+PACKER: Final = Packer(codec_by_name(EXACT), _LAYOUT, "simulated")
+# The ledger's own, bounded by sessions of real sizes, not by these.
+_UNBOUNDED: Final = 1 << 50
+
 
 class SpanRecord(StoredSession, frozen=True, kw_only=True):
     """A session of so many tokens."""
@@ -38,7 +46,6 @@ class SpanRecord(StoredSession, frozen=True, kw_only=True):
         return self.packed_bytes
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SpanRecord)
 
 
@@ -83,14 +90,6 @@ class SpanRecords:
 
     def unpack(self, key: bytes, blob: Blob) -> SpanRecord:
         return _decoder.decode(blob)
-
-
-Source: TypeAlias = Literal["hot", "ram", "disk", "redis", "miss"]
-SOURCES: Final[tuple[Source, ...]] = ("hot", "ram", "disk", "redis", "miss")
-_LAYOUT: Final = KVLayout("bfloat16", (KVLayer(1, 2, 2),))
-PACKER: Final = Packer(codec_by_name(EXACT), _LAYOUT, "simulated")
-# The ledger's own, bounded by sessions of real sizes, not by these.
-_UNBOUNDED: Final = 1 << 50
 
 
 @dataclass

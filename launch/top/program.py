@@ -25,6 +25,10 @@ PATH = "/v1/events"
 AGAIN_S = 2.0
 _SILENCE_S = 60.0  # the server says something every 15 s
 _ERROR_BYTES = 64 << 10
+_MOST = 64  # bytes of one look: more are a paste
+REFRESH_S = 1.0
+OTHER_LINES = 14  # of a frame, besides sessions
+ONCE_ROWS = 200
 
 
 class EventReader:
@@ -98,9 +102,6 @@ async def models_of(address: Address, http: aiohttp.ClientSession) -> list[str]:
     return names if len(names) > 1 else [""]
 
 
-_MOST = 64  # bytes of one look: more are a paste
-
-
 @contextmanager
 def keys(on_key: Callable[[str], None]) -> Iterator[bool]:
     """Call ``on_key`` for each key inside the block; yields False where there is no keyboard.
@@ -131,11 +132,6 @@ def keys(on_key: Callable[[str], None]) -> Iterator[bool]:
     finally:
         loop.remove_reader(descriptor)
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-REFRESH_S = 1.0
-OTHER_LINES = 14  # of a frame, besides sessions
-ONCE_ROWS = 200
 
 
 def snapshots(address: Address) -> list[View]:

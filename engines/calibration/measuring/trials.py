@@ -34,6 +34,11 @@ from kvstore.cores import usable_cores
 from kvstore.shapes import KVLayout, KVRun, StateLayout, slice_tokens
 from kvstore.workers import default_threads
 
+SLEEPS: Final = 4
+TURN_TOKENS: Final = 16  # between two of them
+# Packs rows alone, or whole sessions of a model with states.
+AnyCodec: TypeAlias = Codec | SessionCodec
+
 
 @dataclass(frozen=True)
 class RoundTrip:
@@ -89,12 +94,6 @@ def round_trip(
         num_elements=layout.elements_per_token * num_tokens,
         restore_s=1000 * took / num_tokens,
     )
-
-
-SLEEPS: Final = 4
-TURN_TOKENS: Final = 16  # between two of them
-# Packs rows alone, or whole sessions of a model with states.
-AnyCodec: TypeAlias = Codec | SessionCodec
 
 
 @dataclass(frozen=True)

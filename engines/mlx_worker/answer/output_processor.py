@@ -19,6 +19,11 @@ from engines.mlx_worker.answer.tool_calls import CallDelta, CallReader, NoCalls,
 from engines.mlx_worker.generation import FinishReason, Token
 from engines.mlx_worker.model.vocabulary import Vocabulary
 
+_TextMachine: Any = TextStateMachine  # mlx_lm has no annotations
+_make_text_machine: Any = make_text_state_machine
+# OpenAI's; a cancelled answer is not reported, except when a stop string cancelled it.
+ShownReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+
 
 class StopStrings:
     """Lets text through up to the first stop string.
@@ -63,13 +68,6 @@ class StopStrings:
             if any(stop.startswith(text[-size:]) for stop in self._stops):
                 return size
         return 0
-
-
-_TextMachine: Any = TextStateMachine  # mlx_lm has no annotations
-_make_text_machine: Any = make_text_state_machine
-
-# OpenAI's; a cancelled answer is not reported, except when a stop string cancelled it.
-ShownReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True)

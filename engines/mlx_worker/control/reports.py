@@ -27,6 +27,9 @@ from kvstore.session import SessionRef, TierName
 from kvstore.stats import Repacking, StoreStats
 from kvstore.tiers.base import TierStats
 
+logger = logging.getLogger(__name__)
+_Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
+
 
 class SessionReports:
     """Writes reports from the hot sessions and from the store's records."""
@@ -149,11 +152,6 @@ def _tier_report(stats: TierStats) -> TierReport:
         stats.errors,
         stats.available,
     )
-
-
-logger = logging.getLogger(__name__)
-
-_Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
 
 
 class Notifier:

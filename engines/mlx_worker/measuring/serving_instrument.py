@@ -35,6 +35,8 @@ CPU_WORK: Final = 10**10  # tokens of a step times parameters
 GPU_WORK: Final = 10**12
 SMALLEST: Final = 8
 LARGEST: Final = 512
+T = TypeVar("T")
+MOST_NOTED: Final = 128  # tokens at a time whose calls are differentiated
 
 
 def step_tokens(num_parameters: int, *, on_gpu: bool) -> int:
@@ -48,11 +50,6 @@ def step_tokens_of(model: Any) -> int:
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     count: int = get_total_parameters(model)  # type: ignore[no-untyped-call]
     return step_tokens(count, on_gpu=on_gpu)
-
-
-T = TypeVar("T")
-
-MOST_NOTED: Final = 128  # tokens at a time whose calls are differentiated
 
 
 class ServingInstrument:

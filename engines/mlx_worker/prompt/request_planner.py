@@ -29,6 +29,8 @@ from engines.openai.requests import Body, ChatRequest, CompletionRequest, Invali
 from kvstore.session import SessionRef
 
 _ALL_TOKENS = 1 << 30
+# OpenAI's default length of a text completion.
+_TEXT_TOKENS = 16
 
 
 class GeneratedOnly:
@@ -74,10 +76,6 @@ def make_processors(body: Body, prompt_tokens: int) -> list[LogitsProcessor]:
         frequency = make_frequency_penalty(body.frequency_penalty, _ALL_TOKENS)
         processors.append(GeneratedOnly(frequency, prompt_tokens))
     return processors
-
-
-# OpenAI's default length of a text completion.
-_TEXT_TOKENS = 16
 
 
 class RequestPlanner:

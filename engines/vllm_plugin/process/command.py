@@ -30,6 +30,10 @@ GRAMMAR_CACHE_MIB: Final = 64  # by default vLLM keeps 512 MiB of compiled gramm
 HTTP_SOCKET: Final = "http.sock"
 # vLLM names its sockets /FOLDER/UUID; 103 bytes are a socket's longest path (macOS; Linux: 107).
 LONGEST_RPC_FOLDER: Final = 103 - 37
+logger = logging.getLogger("thermocline.vllm")
+TEMPLATE_FILE: Final = "chat_template.jinja"
+FORCED_CALLS: Final = "engines.vllm_plugin.process.forced_calls"
+SMALL_FILES: Final = ("config.json", "tokenizer_config.json", TEMPLATE_FILE)
 
 
 def is_cpu_build() -> bool:
@@ -193,13 +197,6 @@ def environment(worker: WorkerConfig, inherited: str) -> dict[str, str]:
     if Path(worker.model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env
-
-
-logger = logging.getLogger("thermocline.vllm")
-
-TEMPLATE_FILE: Final = "chat_template.jinja"
-FORCED_CALLS: Final = "engines.vllm_plugin.process.forced_calls"
-SMALL_FILES: Final = ("config.json", "tokenizer_config.json", TEMPLATE_FILE)
 
 
 def chat_arguments(worker: WorkerConfig) -> list[str]:

@@ -21,6 +21,13 @@ from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
 from engines.vllm_plugin.scheduler.tracked_request import Restore, TrackedRequest
 from kvstore.by_blocks.store import RestoredPart
 
+# A rank answers within its own deadline. After this many seconds more, a request stops waiting.
+RANK_GRACE_S: Final = 2.0
+# While the model has no work, vLLM runs empty steps until a load or a save is done, in every
+# process, on the cores that the load or save needs. So each step waits for news, but no longer than
+# this, because vLLM accepts a new request only between two steps.
+PATIENCE_S: Final = 0.01
+
 
 class RankClient(Protocol):
     """Sends to all ranks and collects their answers. Thread-safe; no method waits for long."""
@@ -74,14 +81,6 @@ class Probes:
         if tracked.probe is not None:
             self._ranks.send(Release(tracked.probe))
             tracked.probe = None
-
-
-# A rank answers within its own deadline. After this many seconds more, a request stops waiting.
-RANK_GRACE_S: Final = 2.0
-# While the model has no work, vLLM runs empty steps until a load or a save is done, in every
-# process, on the cores that the load or save needs. So each step waits for news, but no longer than
-# this, because vLLM accepts a new request only between two steps.
-PATIENCE_S: Final = 0.01
 
 
 class Restores:

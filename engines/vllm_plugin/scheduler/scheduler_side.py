@@ -56,6 +56,9 @@ from kvstore.stats import Counters
 logger = logging.getLogger("thermocline.vllm")
 
 EVERY_S: Final = 1.0
+WORKERS_S: Final = 10.0  # how long to wait for the workers to connect to the hub
+POLL_S: Final = 0.05
+WAKE_S: Final = 0.1
 
 
 class EvictionWatch:
@@ -93,11 +96,6 @@ class EvictionWatch:
             self._publish(Notice("dropped", report))
         else:
             self._publish(Notice("lost", absent(session)))
-
-
-WORKERS_S: Final = 10.0  # how long to wait for the workers to connect to the hub
-POLL_S: Final = 0.05
-WAKE_S: Final = 0.1
 
 
 class SchedulerSide:

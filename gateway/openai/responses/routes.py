@@ -44,6 +44,12 @@ router = APIRouter()
 _ONE = "/v1/responses/{response_id}"
 _REPLAYED = 4  # times that a response is in its events: begun, in progress, in pieces, whole
 RESPONSES = StoredKind("response", "Response with id", "response")
+_EVENTS = {"output_text": "response.output_text", "reasoning_text": "response.reasoning_text"}
+# The field of a call that a model writes, and the event that reports it.
+_WRITTEN = {
+    "function_call": ("arguments", "response.function_call_arguments"),
+    "custom_tool_call": ("input", "response.custom_tool_call_input"),
+}
 
 
 async def _recall(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
@@ -151,14 +157,6 @@ async def cancel_response(request: Request) -> Response:
     id = request.path_params[RESPONSES.param]
     message = f"Response {id} is no background response: end its connection to cancel it."
     raise InvalidRequest(message, "response_id", "not_cancellable")
-
-
-_EVENTS = {"output_text": "response.output_text", "reasoning_text": "response.reasoning_text"}
-# The field of a call that a model writes, and the event that reports it.
-_WRITTEN = {
-    "function_call": ("arguments", "response.function_call_arguments"),
-    "custom_tool_call": ("input", "response.custom_tool_call_input"),
-}
 
 
 def replayed(response: Json) -> Iterator[Json]:

@@ -45,6 +45,11 @@ from engines.vllm_plugin.messages import (
 from engines.wire import MAX_FRAME_BYTES, KVSize, Verb, WireError
 from kvstore.session import TIER_NAMES, TierName
 
+logger = logging.getLogger("thermocline.vllm")
+CLOSE_S: Final = 10.0
+T = TypeVar("T")
+_TIERS: Final[list[TierName | None]] = [None, *TIER_NAMES]
+
 
 class RankCall:
     """One question to every rank. A long list of sessions comes in several messages."""
@@ -90,13 +95,6 @@ class RankCalls:
         """Pass a message on to its call; drop it if the caller no longer waits."""
         if (call := self._open.get(answer.number)) is not None:
             call.hear(answer, rank)
-
-
-logger = logging.getLogger("thermocline.vllm")
-
-CLOSE_S: Final = 10.0
-T = TypeVar("T")
-_TIERS: Final[list[TierName | None]] = [None, *TIER_NAMES]
 
 
 class Hub:
