@@ -14,9 +14,6 @@ from kvstore.codecs.quality import Quality
 from launch.calibrate.output_files import check_output, whole_file
 from launch.errors import UsageError
 
-
-from typing import TYPE_CHECKING
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Annotation
