@@ -225,10 +225,9 @@ class SelfMeasurement:
             self._share(instrument)
         except Interrupted:
             raise
-        except (CannotCalibrate, UnknownCodec, OSError, ValueError, RuntimeError) as error:
-            logger.warning("no more is learned of the model: %s", " ".join(str(error).split()))
-        except Exception:  # the verdict stands, whatever went wrong after it
-            logger.exception("no more is learned of the model")
+        except Exception as error:  # no failure here takes the verdict back
+            words = " ".join(str(error).split()) or type(error).__name__
+            logger.warning("no more is learned of the model: %s", words, exc_info=True)
 
     def _better_than_known(self, instrument: Instrument) -> Callable[[Profile], Profile]:
         """Return what keeps tables that more texts taught where a few find hardly better ones."""

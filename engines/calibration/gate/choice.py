@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Final
 from engines.calibration.gate.bound import Bound, refusal, short_reach
 from engines.calibration.gate.preference import UNTIMED, preferred
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import (
-    EXACT,
-    JOIN,
-    OWN,
-    first_part,
-    for_session,
-    must_learn,
-)
+from kvstore.codecs.names import EXACT, JOIN, OWN, first_part, for_session, must_learn
 from kvstore.codecs.presets import canonical_name, codec_by_name, open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality

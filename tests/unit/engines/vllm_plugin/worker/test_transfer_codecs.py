@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engines.vllm_plugin.blocks.blocks import Filling, Packing
 from engines.vllm_plugin.blocks.host_blocks import HostBlocks
 from engines.vllm_plugin.blocks.restored_blocks import RestoredBlocks
-from engines.vllm_plugin.device.checked_blocks import (
-    MOST_TRIES,
-    CheckedBlocks,
-    KernelsUnusable,
-)
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.worker.rank import StagingArea
 from engines.vllm_plugin.worker.transfer import Transfer
 from kvstore.blobs.chain import CHUNK, PART, TAIL
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import codec_in
-from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import RestoredPart
 from kvstore.codecs.presets import codec_by_name
@@ -271,205 +262,3 @@ def test_a_codec_adopted_meanwhile_is_used_and_the_old_one_read(rank):
     rank.save(CHAIN, IDS, ref())
     assert rank.codecs_in(0) == ["tq3.2"] * 3 + ["tq4.2"] * 3
     assert rank.restore(CHAIN, ELSEWHERE) == 25
-
-
-# ---- the device's kernels, and the host for codecs that they were not checked with
-
-
-class Device:
-    """Stands in for the device's kernels: has the host pack, and notes the requests."""
-
-    def __init__(self, host: HostBlocks) -> None:
-        self._host = host
-        self.packed: list[bytes] = []
-        self.filled: list[bytes] = []
-
-    def mark(self) -> object:
-        return None
-
-    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
-        self.packed += [x.span.key for x in wanted]
-        return self._host.pack(wanted, ready)
-
-    def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
-        self.filled += [x.span.key for x in wanted]
-        return self._host.fill(wanted, ready)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def test_the_device_packs_with_the_codec_its_kernels_were_checked_for(tmp_path):
-    store = open_store(ram_and_disk(tmp_path), codec="tq3")
-    pages = NumpyBlocks()
-    host = HostBlocks(pages, store, NoStream())
-    device = Device(host)
-    blocks = CheckedBlocks(device, host, store, no_kernels)
-    assert blocks.block_bytes == BLOCK * LAYOUT.bytes_per_token
-    pages.compute(CHAIN, IDS)
-    spans = store.keys.whole(CHAIN)
-    wanted = [
-        Packing(
-            x, IDS[x.first_block : x.end_block], Lineage(x.end_block * BLOCK) if i == 2 else FRESH
-        )
-        for i, x in enumerate(spans)
-    ]
-    blobs = [x.result() for x in blocks.pack(wanted, None)]
-    assert device.packed == [x.key for i, x in enumerate(spans) if i != 2]
-    assert [codec_in(x) for x in blobs] == [
-        *[b"tq3.2"] * 2,
-        b"restored16.1",
-        *[b"tq3.2"] * 4,
-    ]
-    store.adopt(CodecSet.one(TQ4))
-    device.packed.clear()
-    assert codec_in(blocks.pack(wanted[:1], None)[0].result()) == b"tq4.2"
-    rows: dict = {}
-    blocks.pack(wanted, None, rows)
-    assert device.packed == [] and list(rows) == spans
-    fillings = [
-        Filling(x, blob, 0, ELSEWHERE[x.first_block : x.end_block])
-        for x, blob in zip(spans, blobs, strict=True)
-    ]
-    assert blocks.fill(fillings, None) == set(ELSEWHERE)
-    # The first chunk of so small a model has no segment of first tokens, which kernels expect.
-    assert device.filled == [x.key for i, x in enumerate(spans) if i not in (0, 2)]
-    blocks.close()
-    store.close()
-
-
-def no_kernels() -> Device:
-    raise KernelsUnusable("they are wrong")
-
-
-class Proof:
-    """Returns a device's half once the test lets it end."""
-
-    def __init__(self, found: Device | None) -> None:
-        self.found = found
-        self.asked = threading.Semaphore(0)
-        self.may_end = threading.Event()
-
-    def __call__(self) -> Device:
-        self.asked.release()
-        assert self.may_end.wait(20)
-        return self.found or no_kernels()
-
-
-def test_kernels_are_checked_again_for_a_codec_that_is_adopted(tmp_path):
-    store, pages = open_store(ram_and_disk(tmp_path), codec="tq3"), NumpyBlocks()
-    pages.compute(CHAIN, IDS)
-    host = HostBlocks(pages, store, NoStream())
-    old, new = Device(host), Device(host)
-    proof = Proof(new)
-    blocks = CheckedBlocks(old, host, store, proof)
-    spans = store.keys.whole(CHAIN)[1:]  # of so small a model the host fills the first chunk
-    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in spans]
-    (before,) = (x.result() for x in blocks.pack(wanted[:1], None))
-    store.adopt(CodecSet.one(TQ4))
-    old.packed.clear()
-    for x in wanted[:3]:  # the host packs, and the check is asked for once
-        assert codec_in(blocks.pack([x], None)[0].result()) == b"tq4.2"
-    assert proof.asked.acquire(timeout=20) and not proof.asked.acquire(blocking=False)
-    assert old.packed == new.packed == []
-    proof.may_end.set()
-    deadline = time.monotonic() + 20
-    while not new.packed and time.monotonic() < deadline:
-        (after,) = (x.result() for x in blocks.pack(wanted[:1], None))
-    assert new.packed == [wanted[0].span.key] and codec_in(after) == b"tq4.2"
-    assert blocks.why_host == ""
-    fillings = [Filling(wanted[0].span, x, 0, ELSEWHERE[:4]) for x in (before, after)]
-    assert blocks.fill(fillings, None) == set(ELSEWHERE[:4])
-    assert (old.filled, new.filled) == ([], [wanted[0].span.key])  # the host reads the older blob
-    blocks.close()
-    store.close()
-
-
-def test_kernels_that_are_wrong_for_an_adopted_codec_are_checked_once(tmp_path):
-    store, pages = open_store(ram_and_disk(tmp_path), codec="tq3"), NumpyBlocks()
-    pages.compute(CHAIN, IDS)
-    host = HostBlocks(pages, store, NoStream())
-    device, proof = Device(host), Proof(None)
-    blocks = CheckedBlocks(device, host, store, proof)
-    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in store.keys.whole(CHAIN)[:1]]
-    store.adopt(CodecSet.one(TQ4))
-    proof.may_end.set()
-    blocks.pack(wanted, None)
-    assert proof.asked.acquire(timeout=20)
-    for _ in range(3):
-        assert codec_in(blocks.pack(wanted, None)[0].result()) == b"tq4.2"
-    assert device.packed == [] and not proof.asked.acquire(timeout=0.1)
-    assert blocks.why_host == "they are wrong"
-    store.adopt(CodecSet.one(TQ3))  # the one that they are right for
-    blocks.pack(wanted, None)
-    assert device.packed == [wanted[0].span.key]
-    blocks.close()
-    store.close()
-
-
-def test_a_codec_that_is_adopted_many_times_is_packed_by_the_device_each_time(tmp_path):
-    store, pages = open_store(ram_and_disk(tmp_path), codec="tq3"), NumpyBlocks()
-    pages.compute(CHAIN, IDS)
-    host = HostBlocks(pages, store, NoStream())
-    made: list[Device] = []
-
-    def proves() -> Device:
-        made.append(Device(host))
-        return made[-1]
-
-    blocks = CheckedBlocks(Device(host), host, store, proves)
-    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in store.keys.whole(CHAIN)[:1]]
-    for codec in (TQ4, TQ3) * (MOST_TRIES + 1):
-        store.adopt(CodecSet.one(codec))
-        deadline = time.monotonic() + 20
-        while not (made and made[-1].packed) and time.monotonic() < deadline:
-            blocks.pack(wanted, None)
-        assert made[-1].packed and blocks.why_host == ""
-        made[-1].packed.clear()
-    blocks.close()
-    store.close()
-
-
-def test_a_check_counts_for_no_codec_if_another_is_adopted_meanwhile(tmp_path):
-    store, pages = open_store(ram_and_disk(tmp_path), codec="tq3"), NumpyBlocks()
-    pages.compute(CHAIN, IDS)
-    host = HostBlocks(pages, store, NoStream())
-    proof = Proof(None)  # wrong for the one that is checked
-    blocks = CheckedBlocks(Device(host), host, store, proof)
-    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in store.keys.whole(CHAIN)[:1]]
-    store.adopt(CodecSet.one(TQ4))
-    blocks.pack(wanted, None)
-    assert proof.asked.acquire(timeout=20)
-    store.adopt(CodecSet.one(TQ3))
-    store.adopt(CodecSet.one(TQ4))
-    proof.found = new = Device(host)
-    proof.may_end.set()
-    deadline = time.monotonic() + 20
-    while not new.packed and time.monotonic() < deadline:
-        blocks.pack(wanted, None)
-    assert new.packed
-    blocks.close()
-    store.close()
-
-
-def test_a_check_that_failed_is_made_again_but_not_for_ever(tmp_path):
-    store, pages = open_store(ram_and_disk(tmp_path), codec="tq3"), NumpyBlocks()
-    pages.compute(CHAIN, IDS)
-    host = HostBlocks(pages, store, NoStream())
-    asked: list[str] = []
-
-    def fails() -> Device:
-        asked.append("check")
-        raise MemoryError("the device is full")
-
-    blocks = CheckedBlocks(Device(host), host, store, fails)
-    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in store.keys.whole(CHAIN)[:1]]
-    store.adopt(CodecSet.one(TQ4))
-    deadline = time.monotonic() + 20
-    while len(asked) < MOST_TRIES and time.monotonic() < deadline:
-        assert codec_in(blocks.pack(wanted, None)[0].result()) == b"tq4.2"
-    for _ in range(3):
-        blocks.pack(wanted, None)
-    blocks.close()  # waits for a check that is still to come
-    assert len(asked) == MOST_TRIES and blocks.why_host == "the device is full"
-    store.close()

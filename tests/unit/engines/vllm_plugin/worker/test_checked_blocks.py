@@ -1,0 +1,231 @@
+"""Chooses between a device's kernels and the host, by what the kernels were checked for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from engines.vllm_plugin.blocks.blocks import Filling, Packing
+from engines.vllm_plugin.blocks.host_blocks import HostBlocks
+from engines.vllm_plugin.device.checked_blocks import (
+    MOST_TRIES,
+    CheckedBlocks,
+    KernelsUnusable,
+)
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.format import codec_in
+from kvstore.blobs.segments import FRESH, Lineage
+from kvstore.codecs.presets import codec_by_name
+from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ram_and_disk
+from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
+
+CHAIN = hashes(list(range(100)))  # 25 blocks: 6 chunks and a tail of one block
+IDS = list(range(30, 55))
+ELSEWHERE = list(range(1, 26))
+TQ3, TQ4 = codec_by_name("tq3"), codec_by_name("tq4")
+
+
+class Device:
+    """Stands in for the device's kernels: has the host pack, and notes the requests."""
+
+    def __init__(self, host: HostBlocks) -> None:
+        self._host = host
+        self.packed: list[bytes] = []
+        self.filled: list[bytes] = []
+
+    def mark(self) -> object:
+        return None
+
+    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
+        self.packed += [x.span.key for x in wanted]
+        return self._host.pack(wanted, ready)
+
+    def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
+        self.filled += [x.span.key for x in wanted]
+        return self._host.fill(wanted, ready)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_the_device_packs_with_the_codec_its_kernels_were_checked_for(rig):
+    device = Device(rig.host)
+    blocks = rig.checked(device, no_kernels)
+    assert blocks.block_bytes == BLOCK * LAYOUT.bytes_per_token
+    spans = rig.store.keys.whole(CHAIN)
+    wanted = [
+        Packing(
+            x, IDS[x.first_block : x.end_block], Lineage(x.end_block * BLOCK) if i == 2 else FRESH
+        )
+        for i, x in enumerate(spans)
+    ]
+    blobs = [x.result() for x in blocks.pack(wanted, None)]
+    assert device.packed == [x.key for i, x in enumerate(spans) if i != 2]
+    assert [codec_in(x) for x in blobs] == [
+        *[b"tq3.2"] * 2,
+        b"restored16.1",
+        *[b"tq3.2"] * 4,
+    ]
+    rig.store.adopt(CodecSet.one(TQ4))
+    device.packed.clear()
+    assert codec_in(blocks.pack(wanted[:1], None)[0].result()) == b"tq4.2"
+    rows: dict = {}
+    blocks.pack(wanted, None, rows)
+    assert device.packed == [] and list(rows) == spans
+    fillings = [
+        Filling(x, blob, 0, ELSEWHERE[x.first_block : x.end_block])
+        for x, blob in zip(spans, blobs, strict=True)
+    ]
+    assert blocks.fill(fillings, None) == set(ELSEWHERE)
+    # The first chunk of so small a model has no segment of first tokens, which kernels expect.
+    assert device.filled == [x.key for i, x in enumerate(spans) if i not in (0, 2)]
+
+
+def no_kernels() -> Device:
+    raise KernelsUnusable("they are wrong")
+
+
+class Rig:
+    """A store that packs with ``tq3``, and blocks with the KV of a session."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = open_store(ram_and_disk(folder), codec="tq3")
+        pages = NumpyBlocks()
+        pages.compute(CHAIN, IDS)
+        self.host = HostBlocks(pages, self.store, NoStream())
+        spans = self.store.keys.whole(CHAIN)
+        self.chunks = [Packing(x, IDS[x.first_block : x.end_block]) for x in spans]
+        self._checked: list[CheckedBlocks] = []
+
+    def checked(self, device: Device, prove: Callable[[], Device]) -> CheckedBlocks:
+        self._checked.append(CheckedBlocks(device, self.host, self.store, prove))
+        return self._checked[-1]
+
+    def close(self) -> None:
+        for blocks in self._checked:
+            blocks.close()
+        self.store.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    opened = Rig(tmp_path)
+    yield opened
+    opened.close()
+
+
+def packs_by(device: Callable[[], Device | None], blocks: CheckedBlocks, wanted: Packing) -> bytes:
+    """Pack until the device does; returns the last blob."""
+    deadline = time.monotonic() + 20
+    blob = b""
+    while not ((found := device()) and found.packed) and time.monotonic() < deadline:
+        blob = bytes(blocks.pack([wanted], None)[0].result())
+    assert found is not None and found.packed == [wanted.span.key]
+    return blob
+
+
+class Proof:
+    """Returns a device's half once the test lets it end; None: its kernels are wrong."""
+
+    def __init__(self, *found: Device | None) -> None:
+        self._found = list(found)  # of each call; the last one of all others
+        self.asked = threading.Semaphore(0)
+        self.may_end = threading.Event()
+
+    def __call__(self) -> Device:
+        self.asked.release()
+        assert self.may_end.wait(20)
+        found = self._found.pop(0) if len(self._found) > 1 else self._found[0]
+        return found or no_kernels()
+
+
+def test_kernels_are_checked_again_for_a_codec_that_is_adopted(rig):
+    old, new = Device(rig.host), Device(rig.host)
+    proof = Proof(new)
+    blocks = rig.checked(old, proof)
+    wanted = rig.chunks[1:]  # of so small a model the host fills the first chunk
+    (before,) = (x.result() for x in blocks.pack(wanted[:1], None))
+    rig.store.adopt(CodecSet.one(TQ4))
+    old.packed.clear()
+    for x in wanted[:3]:  # the host packs, and the check is asked for once
+        assert codec_in(blocks.pack([x], None)[0].result()) == b"tq4.2"
+    assert proof.asked.acquire(timeout=20) and not proof.asked.acquire(blocking=False)
+    assert old.packed == new.packed == []
+    proof.may_end.set()
+    after = packs_by(lambda: new, blocks, wanted[0])
+    assert codec_in(after) == b"tq4.2"
+    assert blocks.why_host == ""
+    fillings = [Filling(wanted[0].span, x, 0, ELSEWHERE[:4]) for x in (before, after)]
+    assert blocks.fill(fillings, None) == set(ELSEWHERE[:4])
+    assert (old.filled, new.filled) == ([], [wanted[0].span.key])  # the host reads the older blob
+
+
+def test_kernels_that_are_wrong_for_an_adopted_codec_are_checked_once(rig):
+    device, proof = Device(rig.host), Proof(None)
+    blocks = rig.checked(device, proof)
+    wanted = rig.chunks[:1]
+    rig.store.adopt(CodecSet.one(TQ4))
+    proof.may_end.set()
+    blocks.pack(wanted, None)
+    assert proof.asked.acquire(timeout=20)
+    for _ in range(3):
+        assert codec_in(blocks.pack(wanted, None)[0].result()) == b"tq4.2"
+    assert device.packed == [] and not proof.asked.acquire(timeout=0.1)
+    assert blocks.why_host == "they are wrong"
+    rig.store.adopt(CodecSet.one(TQ3))  # the one that they are right for
+    blocks.pack(wanted, None)
+    assert device.packed == [wanted[0].span.key]
+
+
+def test_a_codec_that_is_adopted_many_times_is_packed_by_the_device_each_time(rig):
+    made: list[Device] = []
+
+    def proves() -> Device:
+        made.append(Device(rig.host))
+        return made[-1]
+
+    blocks = rig.checked(Device(rig.host), proves)
+    wanted = rig.chunks[:1]
+    for codec in (TQ4, TQ3) * (MOST_TRIES + 1):
+        rig.store.adopt(CodecSet.one(codec))
+        made.clear()
+        packs_by(lambda: made[-1] if made else None, blocks, wanted[0])
+        assert blocks.why_host == ""
+
+
+def test_a_check_counts_for_no_codec_if_another_is_adopted_meanwhile(rig):
+    new = Device(rig.host)
+    proof = Proof(None, new)
+    blocks = rig.checked(Device(rig.host), proof)
+    wanted = rig.chunks[:1]
+    rig.store.adopt(CodecSet.one(TQ4))
+    blocks.pack(wanted, None)
+    assert proof.asked.acquire(timeout=20)
+    rig.store.adopt(CodecSet.one(TQ3))
+    rig.store.adopt(CodecSet.one(TQ4))
+    proof.may_end.set()
+    packs_by(lambda: new, blocks, wanted[0])
+
+
+def test_a_check_that_failed_is_made_again_but_not_for_ever(rig):
+    asked: list[str] = []
+
+    def fails() -> Device:
+        asked.append("check")
+        raise MemoryError("the device is full")
+
+    blocks = rig.checked(Device(rig.host), fails)
+    wanted = rig.chunks[:1]
+    rig.store.adopt(CodecSet.one(TQ4))
+    deadline = time.monotonic() + 20
+    while len(asked) < MOST_TRIES and time.monotonic() < deadline:
+        assert codec_in(blocks.pack(wanted, None)[0].result()) == b"tq4.2"
+    for _ in range(3):
+        blocks.pack(wanted, None)
+    blocks.close()  # waits for a check that is still to come
+    assert len(asked) == MOST_TRIES and blocks.why_host == "the device is full"
