@@ -60,8 +60,9 @@ def check_turning(instrument: Instrument, ropes: Sequence[Rope | None]) -> None:
     """
     token = (instrument.encode(" the") or [0])[-1]
     run = instrument.prefill([token] * NUM_EQUAL_TOKENS)
-    for rope, (keys, _) in zip(ropes, run, strict=True):
-        plain = _turned_back(widened(keys, instrument.layout), rope)[:, NUM_UNSETTLED:]
+    for rope, (keys, values) in zip(ropes, run, strict=True):
+        rotated = values if rope is not None and rope.side == "values" else keys
+        plain = _turned_back(widened(rotated, instrument.layout), rope)[:, NUM_UNSETTLED:]
         middle = plain.mean(1, keepdims=True)
         drift = np.median(np.linalg.norm(plain - middle, axis=-1), axis=1)
         if (drift > LARGEST_DRIFT * np.linalg.norm(middle[:, 0], axis=-1)).any():

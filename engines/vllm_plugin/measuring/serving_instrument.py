@@ -14,7 +14,11 @@ from engines.calibration.instrument import HeldSession, Note, NotObservable
 from engines.vllm_plugin.measuring.exchange import Exchange, Found
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.layer_views import LayerViews
-from engines.vllm_plugin.measuring.ropes import ropes_if_found, ropes_of
+from engines.vllm_plugin.measuring.ropes import (
+    ropes_if_found,
+    ropes_of,
+    ropes_of_latents,
+)
 from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout, slice_tokens
@@ -90,7 +94,8 @@ class ServingInstrument:
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
         if self._kv.has_latents:
-            return (None,) * len(self._kv.layout.layers)
+            dims = [x.value_dim for x in self._kv.layout.layers]
+            return ropes_of_latents(self._model, self._kv.layer_names, dims)
         return self._ropes_of(self._kv.layer_names, self._kv.layout)
 
     @property

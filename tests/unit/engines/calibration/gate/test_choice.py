@@ -313,6 +313,6 @@ def test_presets_that_learned_turned_parts_of_latents_never_serve() -> None:
     choice = choose("auto", StoreConfig(), layout, profile)
     assert (choice.name, choice.unmeasured) == ("tq4", False)
     assert "does not hold for longer sessions" in choice.why
-    with pytest.raises(CodecRefused, match="turned parts of this model's latents"):
+    with pytest.raises(CodecRefused, match="rotated keys beside this model.s latents"):
         choose("dense3", StoreConfig(), layout, profile)
     assert choose("dense3", StoreConfig(accept_loss=True), layout, profile).name == "dense3"
