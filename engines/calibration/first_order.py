@@ -20,8 +20,9 @@ from kvstore.shapes import StateLayout
 from kvstore.workers import restoring_threads
 
 # The presets that ``auto`` chooses among except ``max``, which takes longer to learn than all the
-# others together.
-FIRST_PRESETS: Final = ("dense3", "balanced", "tq4", "safe")
+# others together; and those that may serve where the first of these loses too much.
+FIRST_PRESETS: Final = ("dense3", "balanced")
+FALLBACKS: Final = ("tq4", "safe")
 FIRST_CONTEXT: Final = 1024
 FIRST_SCORED: Final = 64
 # Many short texts teach more than few long ones of as many tokens (decision 59).
@@ -68,6 +69,8 @@ def first_order(
     return CalibrationOrder(
         model_path="",  # that of the engine
         presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
+        fallbacks=tuple(x for x in FALLBACKS if x not in named),
+        max_kl=store.max_kl,
         contexts=(context,),
         num_windows=FIRST_WINDOWS,
         window_tokens=max(LEAST_CONTEXT, min(FIRST_WINDOW_TOKENS, context // 2)),

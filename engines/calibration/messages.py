@@ -20,6 +20,9 @@ class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     vllm: VllmConfig = VllmConfig()  # for vLLM: the same as for serving
     presets: tuple[str, ...]
+    # Measured only if the first of ``presets`` does not keep the bound of ``max_kl``.
+    fallbacks: tuple[str, ...] = ()
+    max_kl: Annotated[float, msgspec.Meta(ge=0)] = 0.01
     codec_modules: tuple[str, ...] = ()  # see ``StoreConfig``
     contexts: Contexts
     fit_texts: tuple[str, ...] = ()  # files to learn from; none = those of ``corpus``

@@ -122,7 +122,7 @@ def test_an_engine_that_is_killed_goes_on_where_it_was(fresh: Path) -> None:
         psutil.wait_procs([engine], timeout=60)
         until(lambda: (codec_of(server) or {}).get("unmeasured") is False, 600)
         log = "".join(server.log)
-        assert log.count("learned dense3") == log.count("learned safe") == 1
+        assert log.count("learned dense3") == log.count("learned balanced") == 1
         assert log.count("measured in") == 1
         until(lambda: not unfinished(fresh))
         assert codec_of(server)["name"] in FIRST_PRESETS

@@ -48,7 +48,8 @@ def test_it_judges_by_the_same_cases(tmp_path: Path) -> None:
     order = first_order(StoreConfig(disk_codec="tq3"), 8192, str(tmp_path))
     more = further_order(order, 1)
     assert more.num_windows == MOST_WINDOWS > order.num_windows
-    assert set(more.presets) == {"dense3", "balanced", "safe", "max"}
+    assert set(more.presets) == {"dense3", "balanced", "max"}
+    assert more.fallbacks == order.fallbacks == ("tq4", "safe")
     assert 2 * more.window_tokens <= more.contexts[0], "other positions are judged, too"
     same = ("contexts", "num_scored", "depths", "num_chains", "chunk_tokens", "window_tokens")
     assert [getattr(more, x) for x in same] == [getattr(order, x) for x in same]

@@ -109,7 +109,7 @@ def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
     two = Engine(tmp_path, second)
     assert two.ended() == "" and two.adopted == 1
     profile = load_profile(profile_path(tmp_path, second.fingerprint))
-    assert {x.preset for x in profile.rows} == {"dense3", "balanced", "tq4", "safe"}
+    assert {x.preset for x in profile.rows} == {"dense3", "balanced"}
     whole = Talking()
     Engine(tmp_path / "other", whole).ended()
     assert second.num_prefills < whole.num_prefills - 8, "texts were not read again"
@@ -118,6 +118,33 @@ def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
     alone = load_profile(profile_path(tmp_path / "other", whole.fingerprint))
     assert untimed(alone) == untimed(profile) and alone.ids == profile.ids
     assert not list((tmp_path / "profiles").glob("*.cases"))
+
+
+class Frail(Talking):
+    """Answers otherwise as soon as anything of its past was changed."""
+
+    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+        logits = super().log_probs(run, tokens)
+        past = np.concatenate([k.astype(np.float32).ravel() for k, _ in run])
+        logits[:, int(np.abs(past).sum() * 1e3) % 300] += 20
+        return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+def test_fallbacks_are_measured_where_the_first_preset_loses_too_much(tmp_path: Path) -> None:
+    whole = Frail()
+    assert Engine(tmp_path / "whole", whole).ended() == ""
+    profile = load_profile(profile_path(tmp_path / "whole", whole.fingerprint))
+    assert [x.preset for x in profile.rows] == ["dense3", "balanced", "tq4", "safe"]
+    assert min(x.kl for x in profile.rows) > 0.01
+    assert {"dense3", "balanced", "safe"} <= set(profile.learned)
+
+    first = Frail(stop_after=whole.num_answers - 3)
+    assert Engine(tmp_path, first).ended() is None
+    second = Frail()
+    assert Engine(tmp_path, second).ended() == ""
+    assert second.num_answers < 8, "presets and fallbacks go on where they were"
+    again = load_profile(profile_path(tmp_path, second.fingerprint))
+    assert untimed(again) == untimed(profile) and again.ids == profile.ids
 
 
 def test_it_learns_on_after_the_verdict_and_over_a_restart(
