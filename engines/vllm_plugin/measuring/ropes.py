@@ -58,7 +58,7 @@ def ropes_of_latents(
 
     @functools.cache  # layers share their modules
     def read(module: nn.Module, dim: int) -> Rope | None:
-        rope = read_rope(lambda position: _turned(module, dim, position, heads=True))
+        rope = _read(module, dim, heads=True)
         return None if rope is None else msgspec.structs.replace(rope, side="values")
 
     def one(name: str, dim: int) -> Rope | None:
@@ -79,11 +79,13 @@ def _rotary_of(model: nn.Module, layer_name: str) -> nn.Module:
     return module
 
 
-def _read(module: nn.Module, dim: int) -> Rope | None:
-    return read_rope(lambda position: _turned(module, dim, position))
+def _read(module: nn.Module, dim: int, heads: bool = False) -> Rope | None:
+    table = getattr(module, "cos_sin_cache", None)  # a row for each position
+    known = () if table is None else (len(table),)
+    return read_rope(lambda position: _turned(module, dim, position, heads), *known)
 
 
-def _turned(module: nn.Module, dim: int, position: int, heads: bool = False) -> np.ndarray:
+def _turned(module: nn.Module, dim: int, position: int, heads: bool) -> np.ndarray:
     """Return the matrix (dim, dim) that rotates a key at ``position``.
 
     ``heads``: the module takes rows (tokens, heads, dim), as those of latent attention do.
