@@ -121,12 +121,16 @@ class ServingInstrument:
         return list(self._tokenizer.encode(text))
 
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
-        """Return the KV of ``tokens``, ``STEP_TOKENS`` in a step; ``past`` is copied unchanged."""
+        """Return the KV of ``tokens``, step by step; ``past`` is copied unchanged.
+
+        Of a model with states vLLM goes on from whole blocks only, so a step takes one at least.
+        """
+        step = STEP_TOKENS if self._kv.states is None else self._step_tokens
         run = self._kv.layout.empty(len(tokens))
         done = past[0][0].shape[1] if past else 0
         _copy(past, run, 0)
         while done < len(tokens):
-            end = min(done + STEP_TOKENS, len(tokens))
+            end = min(done + step, len(tokens))
             _copy(self._computed(tokens[:end], done, run), run, done)
             done = end
         self._tokens = tuple(tokens)

@@ -244,7 +244,8 @@ def open_worker_side(
     # Several ranks neither continue to learn nor share their results.
     is_alone = vllm_config.parallel_config.world_size == 1
     if not why:
-        order = partial(first_order, settings.store, longest, str(data), least)
+        step = cache.block_tokens if layout is not None else 1
+        order = partial(first_order, settings.store, longest, str(data), least, step)
         sharing = open_sharing(config, codecs, data) if is_alone else NO_SHARING
         measuring.prepare(order, groups, identity, link.adopt, sharing)
     if config.calibrate and (codecs.report.unmeasured or (is_alone and codecs.learns_on)):

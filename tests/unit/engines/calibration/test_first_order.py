@@ -10,6 +10,7 @@ import pytest
 from engines.calibration import first_order as first_order_module
 from engines.calibration.first_order import (
     FIRST_CONTEXT,
+    FIRST_SCORED,
     FIRST_WINDOW_TOKENS,
     FIRST_WINDOWS,
     MOST_ROW_BYTES,
@@ -37,6 +38,16 @@ def test_how_long_its_prompts_are(
     order = first_order(StoreConfig(), longest, "", least)
     assert order.contexts == (context,)
     assert (order.num_windows, order.window_tokens) == (windows, window_tokens), "to learn from"
+
+
+@pytest.mark.parametrize(
+    ("step", "window_tokens"), [(160, 512), (384, 512), (512, 640), (784, 912), (1500, 512)]
+)
+def test_texts_to_learn_from_reach_beyond_the_first_state(step: int, window_tokens: int) -> None:
+    """In one of 1,500 tokens there is no room for another step."""
+    order = first_order(StoreConfig(), 1600 + 2 * FIRST_SCORED, "", 1600, step)
+    assert order.contexts == (1536,)
+    assert order.window_tokens == window_tokens
 
 
 def test_an_engine_that_takes_next_to_nothing() -> None:
