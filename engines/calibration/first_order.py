@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from engines.calibration.corpus import held_out_texts
-from engines.calibration.messages import CalibrationOrder
+from engines.config import CalibrationOrder
 from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.codecs.names import first_part, is_learned, session_presets
 from kvstore.config import AUTO, StoreConfig
@@ -66,7 +66,6 @@ def first_order(
         raise TooShort(f"the engine takes no more than {longest} tokens")
     named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
     return CalibrationOrder(
-        model_path="",  # that of the engine
         presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
         contexts=(context,),
         num_windows=FIRST_WINDOWS,

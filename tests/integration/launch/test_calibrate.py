@@ -157,7 +157,7 @@ def _program(parent: psutil.Process) -> psutil.Process:
     while parent.is_running():
         for child in parent.children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "engines.mlx_worker.calibrate" in child.cmdline():
+                if "engines.mlx_worker" in child.cmdline():
                     return child
         time.sleep(0.05)
     raise AssertionError("it ended before it had started a program")
