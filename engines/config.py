@@ -17,6 +17,7 @@ WRONG_SETTINGS: Final = 78
 # A gateway that ends an engine process writes this before it closes the process's input; a gateway
 # that dies writes nothing.
 LAST_LINE: Final = b"end\n"
+REPORT: Final = "report.json"  # of a measurement by order, in the engine's runtime folder
 DEPTHS: Final = (0.1, 0.5, 0.9)  # positions of needles, as shares of the prefix
 
 
@@ -108,4 +109,12 @@ class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     num_threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # that unpack a session; 0 = the codec's
     with_bounds: bool = True  # compute the bounds of theory, too; takes as long as learning
     data_path: str = ""  # where profiles, and digests of large files, are kept; "" = nowhere
-    report_path: str = ""  # where the report of ``thermocline calibrate`` is written; "" = nowhere
+    report_path: str = ""  # where the report is written; "" = nowhere
+
+    def within(self, runtime_dir: str, data_path: str, rank: int = 0) -> CalibrationOrder:
+        """Return the order with an engine's own paths: a peer must not choose what it writes to.
+
+        ``rank``: of vLLM's workers; the report of the first is the one that is awaited.
+        """
+        path = Path(runtime_dir) / (f"{REPORT}.{rank}" if rank else REPORT)
+        return msgspec.structs.replace(self, data_path=data_path, report_path=str(path))

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -150,7 +150,8 @@ class SelfMeasurement:
     def _run(self) -> None:
         lower_priority()
         try:
-            with one_thread(), large_arrays_apart():
+            # An engine whose report is awaited was started to measure: no user needs the cores.
+            with nullcontext() if self._is_awaited else one_thread(), large_arrays_apart():
                 self._measure()
             self._ended = MeasurementEnd(time.time())
         except Interrupted:

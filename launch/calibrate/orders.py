@@ -63,7 +63,6 @@ def order_of(
         eval_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.eval_texts)),
         chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
         num_threads=restoring_threads(effective.settings.store.num_threads),
-        data_path=str(effective.folders.data),
     )
     return order if options.needles else replace(order, depths=())
 

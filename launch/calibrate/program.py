@@ -14,7 +14,7 @@ import msgspec
 from engines.base import Engine, EngineError, EngineUnavailable
 from engines.calibration.gate.profiles import make_folder
 from engines.calibration.messages import CalibrationReport
-from engines.config import CalibrationOrder
+from engines.config import REPORT, CalibrationOrder
 from engines.wire import MeasurementEnd, Welcome
 from kvstore.codecs.names import EXACT
 from launch.calibrate.orders import AFTER_CONTEXT, CalibrateOptions, order_of
@@ -30,9 +30,8 @@ from launch.settings.schema import laid_over
 log = logging.getLogger("thermocline.launch")
 
 MEASURABLE: Final = ("mlx", "vllm")
-REPORT: Final = "report.json"
 LOOK_EVERY_S: Final = 0.5
-STORE_BYTES: Final = 16 << 20  # no session is stored, but without a store none could be
+STORE_BYTES: Final = 16 << 20  # an engine without a cold store does not measure
 
 
 def calibrate(
@@ -55,7 +54,6 @@ def calibrate(
     _check_data(effective.folders.data)
     own = _own_settings(effective, order)
     with server_folder(effective.folders.cache, environ) as folder:
-        order = msgspec.structs.replace(order, report_path=str(folder / REPORT))
         engine, blas = engine_of(own, model, own.settings.store, folder, environ)
         if blas is not None:
             log.info("%s", blas.message)

@@ -80,14 +80,17 @@ class Measuring:
         # Arithmetic of calibration, which a measured model's engine never needs.
         from engines.calibration.self_measurement import ALL, SelfMeasurement, Wanted
 
-        known = self._config.store, self._owner.facts.max_context, self._folder
+        config, data = self._config, self._folder
         try:
-            ordered = order or first_order(*known)
+            if order is None:
+                wanted = first_order(config.store, self._owner.facts.max_context, data)
+            else:
+                wanted = order.within(config.runtime_dir, data)
         except TooShort as error:
             logger.warning("the model is not measured: %s", error)
             return
         self._running = SelfMeasurement(
-            ordered,
+            wanted,
             self._instrument,
             self._adopt,
             engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",

@@ -19,7 +19,7 @@ class ForwardClient:
     """Orders requests, one after the other. Other threads call ``hear`` and ``close``."""
 
     def __init__(self, rank: int, send: Callable[[Forward | RankFindings], None]) -> None:
-        self.rank = rank
+        self._rank = rank
         self._send = send
         self._lock = threading.Condition()
         self._number = 0
@@ -50,7 +50,7 @@ class ForwardClient:
             RuntimeError: vLLM could not carry out the request.
         """
         order = Forward(
-            self.rank, number, tuple(tokens), salt, tuple(forced), given, wanted_from, scored
+            self._rank, number, tuple(tokens), salt, tuple(forced), given, wanted_from, scored
         )
         with self._lock:
             self._done = None
@@ -78,7 +78,7 @@ class ForwardClient:
             Interrupted: the engine ends.
             RuntimeError: a rank has given up.
         """
-        findings = RankFindings(self.rank, profile.rows)
+        findings = RankFindings(self._rank, profile.rows)
         with self._lock:
             while (joint := self._agreed()) is None:
                 self._send(findings)
@@ -91,7 +91,7 @@ class ForwardClient:
 
     def give_up(self, reason: str) -> None:
         """Inform the other ranks that this one stops measuring."""
-        self._send(RankFindings(self.rank, (), reason))
+        self._send(RankFindings(self._rank, (), reason))
 
     def hear(self, news: ForwardDone | JointFindings) -> None:
         """Note that a request is over, or the joint figures of all ranks."""

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -28,10 +27,12 @@ from engines.wire import CodecReport
 class Prepared(NamedTuple):
     """The way in which a rank's share of the model is measured.
 
-    ``order``: makes that of a model's first start. ``adopt``: see ``SelfMeasurement``.
+    ``order``: makes that of a model's first start. ``within``: fills the rank's paths into another.
+    ``adopt``: see ``SelfMeasurement``.
     """
 
     order: Callable[[], CalibrationOrder]
+    within: Callable[[CalibrationOrder], CalibrationOrder]
     groups: Groups
     fingerprint: str
     adopt: Callable[[], None]
@@ -100,7 +101,7 @@ class RankMeasuring:
         # One rank may have kept results of an interrupted measurement that another rank lacks.
         several = self._config.parallel_config.world_size > 1
         self._measurement = SelfMeasurement(
-            self._prepared.order() if order is None else self._own_report(order),
+            self._prepared.order() if order is None else self._prepared.within(order),
             self.open_instrument,
             self._prepared.adopt,
             engine=f"vllm {vllm.__version__}",
@@ -109,12 +110,6 @@ class RankMeasuring:
             partners=self._client if several else ALONE,
             sharing=NO_SHARING if wanted is None else self._sharing,
         )
-
-    def _own_report(self, order: CalibrationOrder) -> CalibrationOrder:
-        """Name the report of each rank but the first, whose report is the one that is awaited."""
-        if not (rank := self._client.rank) or not order.report_path:
-            return order
-        return msgspec.structs.replace(order, report_path=f"{order.report_path}.{rank}")
 
     def begin_step(self, step: StepWork) -> None:
         """Start to observe layers in the step, if the order needs it."""

@@ -244,7 +244,9 @@ def open_worker_side(
     if not why:
         order = partial(first_order, settings.store, longest, str(data), least)
         sharing = open_sharing(config, codecs, data) if is_alone else NO_SHARING
-        measuring.prepare(Prepared(order, groups, identity, link.adopt), sharing)
+        paths = settings.runtime_dir, str(data), rank
+        prepared = Prepared(order, lambda x: x.within(*paths), groups, identity, link.adopt)
+        measuring.prepare(prepared, sharing)
     if config.calibrate and (codecs.report.unmeasured or (is_alone and codecs.learns_on)):
         measuring.begin(Wanted(lambda: codecs.report.unmeasured, lambda: codecs.learns_on))
     resting = RestingWatch(store, rank, link.send) if wants_events(vllm_config) else None

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 from engines.calibration.messages import CalibrationReport
-from engines.config import CalibrationOrder
+from engines.config import REPORT, CalibrationOrder
 from engines.vllm_plugin.measuring.possible import LOGITS_PROCESSOR, WORKER_EXTENSION
 from engines.wire import CodecReport, Measure, MeasurementEnd
 from kvstore.codecs.profile import load_profile
@@ -79,7 +79,6 @@ class Measured:
         self._engine = engine
         self._front = MeasuringFront(engine)
         self._last: MeasurementEnd | None = None
-        self.data = Path(engine.settings.disk_path)
 
     def end(self, order: CalibrationOrder) -> str:
         """Carry out an order; returns the reason why it failed, "" if it did not."""
@@ -90,7 +89,7 @@ class Measured:
         return self._last.error
 
     def report(self, **order: Any) -> CalibrationReport:
-        path = self.data / "report.json"
+        path = Path(self._engine.settings.runtime_dir) / REPORT
         path.unlink(missing_ok=True)
         assert self.end(self.order(**order)) == ""
         return msgspec.json.decode(path.read_bytes(), type=CalibrationReport)
@@ -105,8 +104,6 @@ class Measured:
             "depths": (),
             "num_chains": 0,
             "with_bounds": False,
-            "data_path": str(self.data),
-            "report_path": str(self.data / "report.json"),
         }
         return CalibrationOrder(**(usual | order))
 
@@ -139,7 +136,6 @@ def measured(folder: Path, write: Callable[[Path], Path], **options: Any) -> Ite
         **({"max_model_len": 400} | options),
     )
     found = Measured(engine)
-    found.data.mkdir(exist_ok=True)
     yield found
     found.close()
 
