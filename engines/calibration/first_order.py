@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from engines.calibration.corpus import held_out_texts
-from engines.calibration.messages import CalibrationOrder
+from engines.config import CalibrationOrder
 from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.codecs.names import first_part, is_learned, session_presets
 from kvstore.config import AUTO, StoreConfig
@@ -73,7 +73,6 @@ def first_order(
         window_tokens = state_step + LEAST_CONTEXT
     named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
     return CalibrationOrder(
-        model_path="",  # that of the engine
         presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
         fallbacks=tuple(x for x in FALLBACKS if x not in named),
         max_kl=store.max_kl,

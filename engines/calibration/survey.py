@@ -30,8 +30,9 @@ from engines.calibration.measuring.chains import chain_cases
 from engines.calibration.measuring.measure import OnProgress, measure, quiet
 from engines.calibration.measuring.scratch import Scratch
 from engines.calibration.measuring.trials import AnyCodec, least_context
-from engines.calibration.messages import CalibrationOrder, CalibrationReport, WaterFilling
+from engines.calibration.messages import CalibrationReport, WaterFilling
 from engines.calibration.unfinished import Unfinished
+from engines.config import CalibrationOrder
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.learning.state_sensitivity import StateSensitivities
 from kvstore.codecs.names import first_part, is_learned, parts_of, session_presets
@@ -181,14 +182,18 @@ def _serves(rows: Sequence[Quality], profile: Profile, bound: Bound) -> bool:
     )
 
 
-def check_contexts(instrument: StatefulInstrument, contexts: Sequence[int]) -> None:
+def check_contexts(instrument: Instrument, contexts: Sequence[int]) -> None:
     """Refuse contexts in none of which a session can sleep as often as it is judged by.
 
-    An engine that serves may hold no longer ones; its sessions then sleep less often.
+    An engine's own order takes what it can hold; its sessions then sleep less often.
 
     Raises ``CannotCalibrate``.
     """
-    least = least_context(instrument.states, instrument.state_step)
+    states = states_of(instrument)
+    if states is None:
+        return
+    assert isinstance(instrument, StatefulInstrument)
+    least = least_context(states, instrument.state_step)
     if max(contexts) < least:
         raise _too_short(instrument.state_step, least)
 
