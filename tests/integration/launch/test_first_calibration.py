@@ -249,7 +249,7 @@ def test_a_named_codec_out_of_bounds_is_refused_by_doctor_and_serve(
     ("setting", "verdict", "said"),
     [
         ("store.accept_loss=true", "ok", "tq4 ("),
-        ("store.max_kl=0", "failure", "engine.hot_codec: codec tq4 at"),
+        ("store.max_kl=0", "failure", "engine.hot_codec: tq4 was not measured"),
     ],
 )
 def test_doctor_judges_what_packs_live_kv(
