@@ -12,13 +12,13 @@ import numpy as np
 from engines.calibration.gate.served_codecs import ServedCodecs
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
-from kvstore.by_blocks.names import BlobSpan, BlockKeys
-from kvstore.by_blocks.store import BlockStore, Fetched
 from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair
+from kvstore.store.block_keys import BlobSpan, BlockKeys
+from kvstore.store.block_store import BlockStore, Fetched
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier

@@ -43,8 +43,6 @@ from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts
 from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout
 from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
 from kvstore.blobs.packer import Packer
-from kvstore.by_blocks.names import BlockKeys
-from kvstore.by_blocks.store import BlockStore
 from kvstore.chunk_size import SMALL_TOKENS
 from kvstore.codecs.base import Codec
 from kvstore.codecs.calibrated import calibrated_codec, learn_profile
@@ -53,6 +51,8 @@ from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rope import Rope
 from kvstore.config import StoreConfig
+from kvstore.store.block_keys import BlockKeys
+from kvstore.store.block_store import BlockStore
 
 NO_DEVICE: Final = 2
 LAYERS: Final = 32

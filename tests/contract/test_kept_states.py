@@ -11,10 +11,10 @@ import pytest
 
 from kvstore.blobs.chain import SNAPSHOT
 from kvstore.blobs.snapshot import StateArray
-from kvstore.by_blocks.store import BlockStore
-from kvstore.by_tokens.store import ColdStore
 from kvstore.kept_states import STATES_PER_SESSION
 from kvstore.session import SessionRef
+from kvstore.store.block_store import BlockStore
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier

@@ -37,11 +37,11 @@ from engines.vllm_plugin.worker.transfer import Packing  # noqa: E402
 from kvstore.blobs.codec_set import CodecSet  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402
 from kvstore.blobs.segments import squeezes  # noqa: E402
-from kvstore.by_blocks.names import BlobSpan, BlockKeys  # noqa: E402
-from kvstore.by_blocks.store import BlockStore  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
 from kvstore.codecs.rope import Rope  # noqa: E402
 from kvstore.config import StoreConfig  # noqa: E402
+from kvstore.store.block_keys import BlobSpan, BlockKeys  # noqa: E402
+from kvstore.store.block_store import BlockStore  # noqa: E402
 from kvstore.tiers.ram_tier import RamTier  # noqa: E402
 from tests.block_sessions import FINGERPRINT, hashes  # noqa: E402
 from tests.lazy_device import device_here  # noqa: E402

@@ -9,9 +9,9 @@ from typing import Protocol, TypeAlias
 
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage
-from kvstore.by_blocks.names import BlobSpan
 from kvstore.codecs.base import Codec
 from kvstore.shapes import KVPair
+from kvstore.store.block_keys import BlobSpan
 from kvstore.tiers.base import Blob
 
 

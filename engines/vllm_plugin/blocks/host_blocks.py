@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from engines.vllm_plugin.blocks.blocks import Filling, Packing, Rows
-from kvstore.by_blocks.store import BlockStore
 from kvstore.codecs.base import Codec
 from kvstore.errors import Unusable
 from kvstore.shapes import KVLayout, KVPair, slice_tokens
+from kvstore.store.block_store import BlockStore
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")

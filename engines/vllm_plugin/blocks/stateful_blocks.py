@@ -20,10 +20,10 @@ from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.blobs.snapshot import StateTree
-from kvstore.by_blocks.names import BlobSpan
-from kvstore.by_blocks.store import BlockStore
 from kvstore.codecs.base import Codec
 from kvstore.errors import Unusable
+from kvstore.store.block_keys import BlobSpan
+from kvstore.store.block_store import BlockStore
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")

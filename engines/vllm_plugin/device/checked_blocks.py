@@ -20,8 +20,8 @@ from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing, Rows
 from engines.vllm_plugin.process.affinity import unbind_thread
 from kvstore.blobs.format import codec_in
 from kvstore.blobs.segments import FRESH, is_first_chunk
-from kvstore.by_blocks.store import BlockStore
 from kvstore.errors import Unusable
+from kvstore.store.block_store import BlockStore
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")

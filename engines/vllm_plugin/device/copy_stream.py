@@ -12,8 +12,8 @@ from torch import Tensor
 from engines.vllm_plugin.device.accelerator import Stream, sent
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout, TokenRun
 from engines.vllm_plugin.device.staging import Region, StagingRing, rounded_up
-from kvstore.by_blocks.names import BlobSpan
-from kvstore.by_blocks.store import BlockStore
+from kvstore.store.block_keys import BlobSpan
+from kvstore.store.block_store import BlockStore
 
 MOST_TOKENS: Final = 512  # of a batch, as of a page of ``kernels.angles``
 MOST_BYTES: Final = 8 << 20

@@ -20,8 +20,8 @@ from engines.vllm_plugin.device.device_load import DeviceLoad
 from engines.vllm_plugin.device.device_save import DeviceSave
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import StagingRing
-from kvstore.by_blocks.names import BlobSpan
-from kvstore.by_blocks.store import BlockStore
+from kvstore.store.block_keys import BlobSpan
+from kvstore.store.block_store import BlockStore
 from kvstore.tiers.base import Blob
 
 

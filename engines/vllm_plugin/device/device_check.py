@@ -27,9 +27,9 @@ from engines.vllm_plugin.device.checked_blocks import (
 )
 from engines.vllm_plugin.device.scratch_cache import scratch_for
 from kvstore.blobs.packer import Packer
-from kvstore.by_blocks.names import BlockKeys
-from kvstore.by_blocks.store import BlockStore
 from kvstore.config import StoreConfig
+from kvstore.store.block_keys import BlockKeys
+from kvstore.store.block_store import BlockStore
 
 logger = logging.getLogger("thermocline.vllm")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from engines.vllm_plugin.blocks.blocks import Packing
 from engines.vllm_plugin.device.copy_stream import Batch, CopyStream, InFlight
 from engines.vllm_plugin.device.staging import Region
-from kvstore.by_blocks.names import BlobSpan
+from kvstore.store.block_keys import BlobSpan
 from kvstore.tiers.base import Blob
 
 

@@ -27,11 +27,11 @@ from engines.vllm_plugin.process.affinity import unbind_thread
 from engines.vllm_plugin.worker.rank import StagingArea
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage
-from kvstore.by_blocks.names import BlobSpan
-from kvstore.by_blocks.store import Again, BlockStore
 from kvstore.codecs.base import Codec
 from kvstore.session import SessionRef
 from kvstore.shapes import KVPair
+from kvstore.store.block_keys import BlobSpan
+from kvstore.store.block_store import Again, BlockStore
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")

@@ -12,7 +12,7 @@ import pytest
 from engines.headers import CACHE_HEADER
 from kvstore.blobs.chain import RECORD
 from kvstore.blobs.format import parse
-from kvstore.by_blocks.records import decode_block_record
+from kvstore.store.records import decode_block_record
 from kvstore.tiers.registry import open_tiers
 from tests.vllm.conftest import FAULTY_RAW, model_path
 from tests.vllm.rig.faulty_codec import Faults

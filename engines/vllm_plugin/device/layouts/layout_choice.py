@@ -24,13 +24,13 @@ from engines.vllm_plugin.device.layouts.row_segment import RowSegmentLayout
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import squeezes
-from kvstore.by_blocks.names import BlobSpan
 from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.fixed_rate.rate_payload import plan_rates
 from kvstore.codecs.fixed_rate.rate_pipeline import rate_pipelines
 from kvstore.codecs.rows.payload import plan_payload
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
+from kvstore.store.block_keys import BlobSpan
 
 
 class StagingLayouts:

@@ -22,9 +22,9 @@ from engines.vllm_plugin.device.staging import rounded_up
 from kvstore.blobs.packer import AnyBlob, Packer
 from kvstore.blobs.segments import Segment, is_first_chunk
 from kvstore.blobs.whole_rows import ThinRows
-from kvstore.by_blocks.names import BlobSpan
 from kvstore.codecs.base import NUM_SINKS, Codec
 from kvstore.errors import Mismatch
+from kvstore.store.block_keys import BlobSpan
 from kvstore.tiers.base import Blob
 
 

@@ -12,8 +12,8 @@ from engines.vllm_plugin.device.kv_views import KVViewGroup
 from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
 from engines.vllm_plugin.device.layouts.staging_layout import TokenRun, device_table
 from kvstore.blobs.packer import AnyBlob, Packer
-from kvstore.by_blocks.names import BlobSpan
 from kvstore.shapes import KVLayout, KVPair
+from kvstore.store.block_keys import BlobSpan
 from kvstore.tiers.base import Blob
 
 

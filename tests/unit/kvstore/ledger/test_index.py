@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvstore.by_tokens.keys import TokenRecords
-from kvstore.by_tokens.records import SessionRecord
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
+from kvstore.store.records import SessionRecord
+from kvstore.store.token_keys import TokenRecords
 from tests.kv_sessions import Clock, come_back, open_store, ram, ref, save, tokens
 
 HISTORY = tokens(200)

@@ -11,9 +11,9 @@ import pytest
 
 from engines.vllm_plugin.events.resting_watch import SWEEP_S, RestingWatch
 from engines.vllm_plugin.messages import RankRests
-from kvstore.by_blocks.records import decode_block_record, encode_block_record
-from kvstore.by_blocks.store import BlockStore
 from kvstore.errors import Corrupt
+from kvstore.store.block_store import BlockStore
+from kvstore.store.records import decode_block_record, encode_block_record
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, hashes, open_store, pack, ref, save

@@ -17,10 +17,10 @@ from engines.vllm_plugin.worker.transfer import Transfer
 from kvstore.blobs.chain import CHUNK, PART, TAIL
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import codec_in
-from kvstore.by_blocks.names import BlobSpan
-from kvstore.by_blocks.store import RestoredPart
 from kvstore.codecs.presets import codec_by_name
 from kvstore.session import SessionRef
+from kvstore.store.block_keys import BlobSpan
+from kvstore.store.block_store import RestoredPart
 from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ram_and_disk, ref, rows_behind
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 from tests.unit.engines.vllm_plugin.worker.test_transfer import ended_loads

@@ -10,10 +10,10 @@ from typing import TypeAlias
 
 from kvstore.blobs.chain import Tokens
 from kvstore.blobs.snapshot import Snapshot
-from kvstore.by_tokens.records import SessionRecord
 from kvstore.ledger.claims import Claims
 from kvstore.session import SessionRef
 from kvstore.shapes import KVRun
+from kvstore.store.records import SessionRecord
 
 OnDone: TypeAlias = Callable[[SessionRecord | None], None]
 

@@ -13,11 +13,11 @@ from typing import Final, TypeAlias
 
 from kvstore.blobs import format as blobs
 from kvstore.blobs.packer import Packer
-from kvstore.by_blocks.names import BlobSpan, BlockKeys
-from kvstore.by_blocks.records import BlockRecord, common_blocks
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import CopyReader, GoodCopy
 from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.store.block_keys import BlobSpan, BlockKeys
+from kvstore.store.records import BlockRecord, common_blocks
 from kvstore.tiers.base import Blob
 
 READ_BATCH: Final = 8  # blobs per call to a tier

@@ -10,10 +10,6 @@ from kvstore.blobs.chain import CHUNK
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import FRESH, Lineage, Segment
-from kvstore.by_tokens.keys import KeyMaker
-from kvstore.by_tokens.records import SessionRecord
-from kvstore.by_tokens.reviser import SessionUpdate
-from kvstore.by_tokens.save_queue import SaveJob
 from kvstore.codecs.base import Codec
 from kvstore.errors import TierUnavailable, Unusable
 from kvstore.kept_states import by_worth, kept_states
@@ -21,6 +17,10 @@ from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import OlderRun, packed_rows
 from kvstore.ledger.record import bytes_of_leading
 from kvstore.shapes import slice_tokens
+from kvstore.store.records import SessionRecord
+from kvstore.store.saving.save_queue import SaveJob
+from kvstore.store.token_keys import KeyMaker
+from kvstore.store.token_reviser import SessionUpdate
 from kvstore.tiers.base import Blob
 
 

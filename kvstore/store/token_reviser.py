@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from kvstore.blobs.chain import CHUNK, Chain, Tokens, common_prefix
 from kvstore.blobs.packer import Packer
-from kvstore.by_tokens.keys import KeyMaker
-from kvstore.by_tokens.records import SessionRecord, left_behind_keys
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.record import abandoned_chunks, codecs_of
 from kvstore.session import SessionRef
+from kvstore.store.records import SessionRecord, left_behind_keys
+from kvstore.store.token_keys import KeyMaker
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,14 @@ import msgspec
 from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, PART, RECORD, SNAPSHOT, TAIL
 from kvstore.blobs.packer import RECORD_CODEC, Packer
-from kvstore.by_blocks.records import (
+from kvstore.errors import Mismatch
+from kvstore.kept_states import by_worth
+from kvstore.store.records import (
     HASH_BYTES,
     BlockRecord,
     decode_block_record,
     encode_block_record,
 )
-from kvstore.errors import Mismatch
-from kvstore.kept_states import by_worth
 from kvstore.tiers.base import Blob
 
 _BLOCKS: Final = b"thermoclineblock"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.by_blocks.records import common_blocks
 from kvstore.session import SessionRef
+from kvstore.store.records import common_blocks
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.blob_names import named

@@ -5,8 +5,8 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from kvstore.by_tokens.records import SessionRecord, decode_record, encode_record
 from kvstore.errors import Corrupt
+from kvstore.store.records import SessionRecord, decode_record, encode_record
 
 RECORD = SessionRecord(
     tenant="t",

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.blobs.chain import PART
-from kvstore.by_blocks.names import BlockKeys
-from kvstore.by_blocks.records import BlockRecord, decode_block_record, encode_block_record
-from kvstore.by_blocks.store import BlockStore, Fetched
 from kvstore.errors import Corrupt
+from kvstore.store.block_keys import BlockKeys
+from kvstore.store.block_store import BlockStore, Fetched
+from kvstore.store.records import BlockRecord, decode_block_record, encode_block_record
 from kvstore.tiers.ram_tier import RamTier
 from tests.blob_names import named
 from tests.block_sessions import (

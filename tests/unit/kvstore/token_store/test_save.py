@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from benchmarks.session_bytes import session_bytes
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.chain import RECORD, TAIL
-from kvstore.by_tokens.store import ColdStore
 from kvstore.codecs.raw import RawCodec
 from kvstore.config import StoreConfig
 from kvstore.shapes import KVLayer, KVLayout, KVRun, StoredModel
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.ram_tier import RamTier
 from tests.kv_sessions import CHUNK, LAYOUT, come_back, kv_of, open_store, ram, ref, save, tokens
 
@@ -234,7 +235,7 @@ def test_packed_bytes_are_those_of_the_blobs():
     for n in (5, 96, 100):
         store = open_store([ram()])
         save(store, ref(), HISTORY[:n])
-        record, counted = store.record(ref()), store.session_bytes(ref())
+        record, counted = store.record(ref()), session_bytes(store, ref())
         assert record is not None and counted is not None
         assert record.packed_bytes == counted.chunks + counted.tail
         assert counted.num_blobs == store.stats().tiers[0].num_blobs

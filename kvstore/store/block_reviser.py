@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from kvstore.blobs.packer import Packer
-from kvstore.by_blocks.names import BlobSpan, BlockKeys
-from kvstore.by_blocks.records import ID_BYTES, BlockRecord, common_blocks
 from kvstore.kept_states import kept_states
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.record import abandoned_chunks, bytes_of_leading, codecs_of
 from kvstore.session import SessionRef
+from kvstore.store.block_keys import BlobSpan, BlockKeys
+from kvstore.store.records import ID_BYTES, BlockRecord, common_blocks
 from kvstore.tiers.base import Blob
 
 

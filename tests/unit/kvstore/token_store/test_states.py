@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.session_bytes import session_bytes
 from kvstore.blobs.chain import SNAPSHOT
-from kvstore.by_tokens.store import ColdStore
 from kvstore.shapes import KVLayout
+from kvstore.store.token_store import ColdStore
 from tests.kv_sessions import (
     LAYOUT,
     check,
@@ -162,7 +163,7 @@ def test_there_is_no_tail_of_its_own():
     store = open_store([ram()], needs_state=True)
     save(store, ref(), HISTORY[:100], [100])
     assert store.stats().tiers[0].num_blobs == 6 + 1 + 1
-    counted = store.session_bytes(ref())
+    counted = session_bytes(store, ref())
     record = store.record(ref())
     assert counted is not None and record is not None
     assert counted.tail == 0

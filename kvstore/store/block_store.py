@@ -21,12 +21,6 @@ from typing import Final, TypeAlias
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import FRESH, Lineage, Segment
-from kvstore.by_blocks.names import BlobSpan, BlockKeys, BlockRecords
-from kvstore.by_blocks.reader import BlockReader
-from kvstore.by_blocks.reader import Fetched as Fetched
-from kvstore.by_blocks.records import BlockRecord, common_blocks
-from kvstore.by_blocks.resting import Resting, RestingBlocks
-from kvstore.by_blocks.reviser import BlockReviser
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable, Unusable
@@ -36,6 +30,12 @@ from kvstore.ledger.reading import OlderRun, packed_rows
 from kvstore.ledger.repacking import OnPacked
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
+from kvstore.store.block_keys import BlobSpan, BlockKeys, BlockRecords
+from kvstore.store.block_reader import BlockReader
+from kvstore.store.block_reader import Fetched as Fetched
+from kvstore.store.block_reviser import BlockReviser
+from kvstore.store.records import BlockRecord, common_blocks
+from kvstore.store.resting import Resting, RestingBlocks
 from kvstore.tiers.base import Blob, Tier
 from kvstore.workers import Workers
 

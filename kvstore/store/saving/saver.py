@@ -17,12 +17,12 @@ import logging
 import threading
 from typing import Final
 
-from kvstore.by_tokens.encoder import Encoded, Encoder
-from kvstore.by_tokens.keys import KeyMaker
-from kvstore.by_tokens.records import SessionRecord
-from kvstore.by_tokens.reviser import Reviser, SessionUpdate
-from kvstore.by_tokens.save_queue import OnDone, SaveJob, SaveQueue
 from kvstore.ledger.ledger import Ledger
+from kvstore.store.records import SessionRecord
+from kvstore.store.saving.encoder import Encoded, Encoder
+from kvstore.store.saving.save_queue import OnDone, SaveJob, SaveQueue
+from kvstore.store.token_keys import KeyMaker
+from kvstore.store.token_reviser import Reviser, SessionUpdate
 from kvstore.tiers.base import Blob
 
 LOOK_S: Final = 15.0  # how long one wait for the queue may take

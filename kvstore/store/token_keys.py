@@ -17,9 +17,9 @@ import msgspec
 from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import SNAPSHOT, TAIL, Chain, KeySpace
 from kvstore.blobs.packer import RECORD_CODEC, Packer
-from kvstore.by_tokens.records import SessionRecord, decode_record, encode_record, left_behind_keys
 from kvstore.errors import Mismatch
 from kvstore.kept_states import by_worth
+from kvstore.store.records import SessionRecord, decode_record, encode_record, left_behind_keys
 from kvstore.tiers.base import Blob
 
 

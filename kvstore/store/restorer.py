@@ -20,13 +20,13 @@ from typing import Final, TypeAlias, TypeVar
 from kvstore.blobs.chain import SNAPSHOT, Tokens, no_tokens
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.snapshot import StateTree
-from kvstore.by_tokens.matcher import BlobRead, Match
-from kvstore.by_tokens.records import SessionRecord
 from kvstore.errors import TierUnavailable
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import CopyReader
 from kvstore.session import MissReason, TierName
 from kvstore.shapes import KVPair, KVRun, slice_tokens
+from kvstore.store.records import SessionRecord
+from kvstore.store.token_matcher import BlobRead, Match
 from kvstore.tiers.base import Blob
 
 T = TypeVar("T")

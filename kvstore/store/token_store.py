@@ -24,17 +24,6 @@ from kvstore.blobs.snapshot import Snapshot as Snapshot
 from kvstore.blobs.snapshot import StateArray as StateArray
 from kvstore.blobs.snapshot import StateTree as StateTree
 from kvstore.blobs.snapshot import state_nbytes
-from kvstore.by_tokens.accounting import SessionBytes, measure
-from kvstore.by_tokens.encoder import Encoder
-from kvstore.by_tokens.keys import KeyMaker, TokenRecords
-from kvstore.by_tokens.matcher import Match as Match
-from kvstore.by_tokens.matcher import Matcher
-from kvstore.by_tokens.records import SessionRecord
-from kvstore.by_tokens.restorer import Restored as Restored
-from kvstore.by_tokens.restorer import Restorer
-from kvstore.by_tokens.reviser import Reviser
-from kvstore.by_tokens.save_queue import Offered, OnDone, SaveJob, SaveQueue
-from kvstore.by_tokens.saver import Saver
 from kvstore.chunk_size import chunk_tokens
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
@@ -46,6 +35,16 @@ from kvstore.ledger.repacking import OnPacked
 from kvstore.session import SessionRef, TierName
 from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import StoreStats
+from kvstore.store.records import SessionRecord
+from kvstore.store.restorer import Restored as Restored
+from kvstore.store.restorer import Restorer
+from kvstore.store.saving.encoder import Encoder
+from kvstore.store.saving.save_queue import Offered, OnDone, SaveJob, SaveQueue
+from kvstore.store.saving.saver import Saver
+from kvstore.store.token_keys import KeyMaker, TokenRecords
+from kvstore.store.token_matcher import Match as Match
+from kvstore.store.token_matcher import Matcher
+from kvstore.store.token_reviser import Reviser
 from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 
@@ -266,11 +265,6 @@ class ColdStore:
     def expire(self) -> None:
         """Forget sessions that were not used for ``ttl_s``; also runs periodically by itself."""
         self.ledger.expire()
-
-    def session_bytes(self, session: SessionRef) -> SessionBytes | None:
-        """Bytes that the session takes, counted blob by blob; for benchmarks."""
-        record = self.record(session)
-        return measure(self.ledger, record) if record else None
 
     # ---- the store itself
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from kvstore.blobs.chain import Chain, Tokens, as_tokens, common_prefix, no_tokens
 from kvstore.blobs.packer import Packer
-from kvstore.by_tokens.keys import KeyMaker
-from kvstore.by_tokens.records import SessionRecord
 from kvstore.ledger.ledger import Ledger
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
+from kvstore.store.records import SessionRecord
+from kvstore.store.token_keys import KeyMaker
 
 PROBE_CHUNKS = 16  # looked up by content at a time
 

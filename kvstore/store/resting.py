@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvstore.by_blocks.names import BlobSpan, BlockKeys
-from kvstore.by_blocks.records import BlockRecord
 from kvstore.ledger.stack import TierStack
+from kvstore.store.block_keys import BlobSpan, BlockKeys
+from kvstore.store.records import BlockRecord
 
 # Runs of blocks in order: the first block of each, and the one after its last.
 BlockRuns: TypeAlias = tuple[tuple[int, int], ...]

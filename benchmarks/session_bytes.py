@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from kvstore.blobs.chain import CHUNK, KEY_BYTES, SNAPSHOT, TAIL
 from kvstore.blobs.codec_tags import TAG_BYTES
-from kvstore.by_tokens.records import SessionRecord
-from kvstore.ledger.ledger import Ledger
+from kvstore.session import SessionRef
+from kvstore.store.token_store import ColdStore
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,12 @@ class SessionBytes:
         return self.chunks + self.tail + self.snapshots + self.record + self.keys
 
 
-def measure(ledger: Ledger[SessionRecord], record: SessionRecord) -> SessionBytes:
-    """Read every blob that is still held and add up their bytes; for benchmarks and tests."""
-    stack, keys = ledger.stack, ledger.index.blob_keys(record)
+def session_bytes(store: ColdStore, session: SessionRef) -> SessionBytes | None:
+    """Read every blob that is still held and add up their bytes; None: no such session."""
+    record = store.record(session)
+    if record is None:
+        return None
+    stack, keys = store.ledger.stack, store.ledger.index.blob_keys(record)
     sizes = {CHUNK: 0, TAIL: 0, SNAPSHOT: 0}
     num_blobs = 1
     for key, level in zip(keys, stack.locate(keys).levels, strict=True):
@@ -43,7 +46,7 @@ def measure(ledger: Ledger[SessionRecord], record: SessionRecord) -> SessionByte
         chunks=sizes[CHUNK],
         tail=sizes[TAIL],
         snapshots=sizes[SNAPSHOT],
-        record=len(ledger.kind.pack(record)),
+        record=len(store.ledger.kind.pack(record)),
         keys=num_blobs * KEY_BYTES + (num_blobs - 1) * TAG_BYTES,
         num_blobs=num_blobs,
     )

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kvstore.blobs.snapshot import StateArray
-from kvstore.by_blocks.records import (
+from kvstore.errors import Corrupt
+from kvstore.store.block_store import BlockStore, Fetched
+from kvstore.store.records import (
     BlockRecord,
     decode_block_record,
     encode_block_record,
 )
-from kvstore.by_blocks.store import BlockStore, Fetched
-from kvstore.errors import Corrupt
 from kvstore.tiers.ram_tier import RamTier
 from tests.blob_names import all_named, named
 from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, pack, ram_and_disk, ref

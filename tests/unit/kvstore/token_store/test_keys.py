@@ -6,11 +6,11 @@ import pytest
 
 from kvstore.blobs.chain import KeySpace
 from kvstore.blobs.packer import Packer
-from kvstore.by_tokens.keys import KeyMaker, TokenRecords
 from kvstore.codecs.presets import codec_by_name
 from kvstore.errors import Mismatch, Unusable
+from kvstore.store.token_keys import KeyMaker, TokenRecords
 from tests.kv_sessions import CHUNK, LAYOUT, kv_of, tokens
-from tests.unit.kvstore.by_tokens.test_records import RECORD
+from tests.unit.kvstore.token_store.test_records import RECORD
 
 
 def records(fingerprint: str) -> tuple[TokenRecords, Packer]:
