@@ -95,7 +95,7 @@ class Rig:
         self.store = BlockStore(StoreConfig(), self.packer, keys, "", [])
         groups = view_groups(self.cache)
         assert groups is not None
-        self.layouts = StagingLayouts(groups, self.packer, BLOCK_TOKENS, self.cache.dtype)
+        self.layouts = StagingLayouts(groups, self.packer, self.cache.dtype)
         self.gpu = Cuda(device)
         self.blocks = DeviceBlocks(self.cache, self.layouts.of, self.store, self.gpu, STAGING_BYTES)
         ids = torch.randperm(num_blocks)[: SESSION_TOKENS // BLOCK_TOKENS].tolist()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
@@ -34,46 +33,13 @@ from kvstore.store.records import (
     decode_block_record,
     encode_block_record,
 )
+from kvstore.store.spans import Span, in_order
 from kvstore.tiers.base import Blob
 
 _BLOCKS: Final = b"thermoclineblock"
 _STATE: Final = b"thermoclineblkst"
 _PART: Final = b"thermoclinepart"
 _SESSION: Final = b"thermoclineblkss"
-
-
-@dataclass(frozen=True)
-class BlobSpan:
-    """One blob of a chain of blocks: a full chunk, the tail, a part, or the state after a block.
-
-    A state covers no blocks of its own: it lies between ``first_block - 1`` and ``first_block``.
-    A part covers no full block: its tokens are the first ``part_tokens`` of ``first_block``.
-    """
-
-    key: bytes
-    first_block: int
-    num_blocks: int
-    part_tokens: int = 0
-
-    @property
-    def end_block(self) -> int:
-        return self.first_block + self.num_blocks
-
-    @property
-    def is_chunk(self) -> bool:
-        return self.key[:1] == CHUNK
-
-    @property
-    def is_tail(self) -> bool:
-        return self.key[:1] == TAIL
-
-    @property
-    def is_part(self) -> bool:
-        return self.key[:1] == PART
-
-    @property
-    def is_state(self) -> bool:
-        return self.key[:1] == SNAPSHOT
 
 
 class BlockKeys:
@@ -90,59 +56,55 @@ class BlockKeys:
         self.block_tokens = block_tokens
         self.chunk_blocks = chunk_blocks
 
-    def span(self, hashes: Sequence[bytes], first_block: int, num_blocks: int) -> BlobSpan:
+    def span(self, hashes: Sequence[bytes], first_block: int, num_blocks: int) -> Span:
         """Name the blob of these blocks; ``first_block`` is a multiple of ``chunk_blocks``."""
         kind = CHUNK if num_blocks == self.chunk_blocks else TAIL
         sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, num_blocks)
         last = hashes[first_block + num_blocks - 1]
         digest = _digest(_BLOCKS, self._prefix, sizes, last)
-        return BlobSpan(kind + digest, first_block, num_blocks)
+        return self._span(kind + digest, first_block, num_blocks * self.block_tokens)
 
-    def chunks(self, hashes: Sequence[bytes], first_block: int = 0) -> list[BlobSpan]:
+    def chunks(self, hashes: Sequence[bytes], first_block: int = 0) -> list[Span]:
         """Name all full chunks, from the one that holds ``first_block`` on."""
         size = self.chunk_blocks
         first = first_block - first_block % size
         return [self.span(hashes, i, size) for i in range(first, len(hashes) - size + 1, size)]
 
-    def tails(self, hashes: Sequence[bytes], first_block: int) -> list[BlobSpan]:
+    def tails(self, hashes: Sequence[bytes], first_block: int) -> list[Span]:
         """Name every tail that may begin at ``first_block``, the longest first."""
         longest = min(self.chunk_blocks - 1, len(hashes) - first_block)
         return [self.span(hashes, first_block, n) for n in range(longest, 0, -1)]
 
-    def whole(self, hashes: Sequence[bytes], first_block: int = 0) -> list[BlobSpan]:
+    def whole(self, hashes: Sequence[bytes], first_block: int = 0) -> list[Span]:
         """Name the blobs that cover these blocks, from the chunk that holds ``first_block`` on."""
         num_full = len(hashes) // self.chunk_blocks * self.chunk_blocks
         return self.chunks(hashes, first_block) + self.tails(hashes, num_full)[:1]
 
-    def state(self, hashes: Sequence[bytes], num_blocks: int) -> BlobSpan:
+    def state(self, hashes: Sequence[bytes], num_blocks: int) -> Span:
         """Name the state, after ``num_blocks`` blocks, of layers that do not keep all tokens."""
         sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, num_blocks)
         digest = _digest(_STATE, self._prefix, sizes, hashes[num_blocks - 1])
-        return BlobSpan(SNAPSHOT + digest, num_blocks, 0)
+        return self._span(SNAPSHOT + digest, num_blocks, 0)
 
-    def part(self, hashes: Sequence[bytes], tokens: Sequence[int]) -> BlobSpan:
+    def part(self, hashes: Sequence[bytes], tokens: Sequence[int]) -> Span:
         """Name the blob of the ``tokens`` after all these blocks; there is at least one block."""
         sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, len(hashes))
         ids = struct.pack(f"<{len(tokens)}I", *tokens)
         digest = _digest(_PART, self._prefix, sizes, hashes[-1], ids)
-        return BlobSpan(PART + digest, len(hashes), 0, len(tokens))
+        return self._span(PART + digest, len(hashes), len(tokens))
 
-    def covering(self, hashes: Sequence[bytes], part: Sequence[int]) -> list[BlobSpan]:
+    def covering(self, hashes: Sequence[bytes], part: Sequence[int]) -> list[Span]:
         """Name the blobs that ``whole`` names, and the part after them if there is one."""
         return self.whole(hashes) + ([self.part(hashes, part)] if part else [])
 
-    def spans(self, record: BlockRecord) -> list[BlobSpan]:
-        """Name all blobs of a session: the newest state, the blocks, the older states.
-
-        Nothing can be restored without a state. A turn that continues the answer needs only the
-        newest, so under pressure the older states, which are large, are evicted first.
-        """
+    def spans(self, record: BlockRecord) -> list[Span]:
+        """Name all spans of a session."""
         hashes = record.block_hashes
         states = [self.state(hashes, x) for x in by_worth(record.states)]
-        return [*states[:1], *self.covering(hashes, record.part), *states[1:]]
+        return in_order(self.covering(hashes, record.part), states)
 
-    def num_tokens(self, span: BlobSpan) -> int:
-        return span.num_blocks * self.block_tokens + span.part_tokens
+    def _span(self, key: bytes, first_block: int, num_tokens: int) -> Span:
+        return Span(key, first_block * self.block_tokens, num_tokens, self.block_tokens)
 
     def record_key(self, tenant: str, session_id: str) -> bytes:
         """Key of a session's record; differs between engines, models and ranks."""

@@ -16,8 +16,9 @@ from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import CopyReader, GoodCopy
 from kvstore.session import MissReason, SessionRef, TierName
-from kvstore.store.block_keys import BlobSpan, BlockKeys
+from kvstore.store.block_keys import BlockKeys
 from kvstore.store.records import BlockRecord, common_blocks
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
 READ_BATCH: Final = 8  # blobs per call to a tier
@@ -34,7 +35,7 @@ class Fetched:
     """
 
     end_block: int
-    spans: list[tuple[BlobSpan, blobs.VerifiedBlob]] = field(repr=False)
+    spans: list[tuple[Span, blobs.VerifiedBlob]] = field(repr=False)
     tier: TierName | None
     reason: MissReason | None
     part: tuple[int, ...] = ()
@@ -50,12 +51,12 @@ class Known:
     why_none: MissReason = "never-stored"
 
 
-_Read: TypeAlias = tuple[BlobSpan, GoodCopy[blobs.VerifiedBlob]]
+_Read: TypeAlias = tuple[Span, GoodCopy[blobs.VerifiedBlob]]
 
 
 @dataclass(frozen=True)
 class _Plan:
-    spans: list[BlobSpan]
+    spans: list[Span]
     end_block: int
     reason: MissReason | None
     part: tuple[int, ...] = ()
@@ -205,7 +206,7 @@ class BlockReader:
             reason = plan.reason or reason
         return _Plan([], first_block, reason if len(hashes) > first_block else None)
 
-    def _with_tail(self, hashes: Sequence[bytes], first_block: int) -> list[BlobSpan]:
+    def _with_tail(self, hashes: Sequence[bytes], first_block: int) -> list[Span]:
         """Find full chunks as far as they go without a hole, then the longest tail that exists."""
         chunks = self._held(self._keys.chunks(hashes, first_block))
         size = self._keys.chunk_blocks
@@ -215,13 +216,13 @@ class BlockReader:
         held = [x for x, level in zip(tails, levels, strict=True) if level is not None]
         return chunks + held[:1]
 
-    def _held(self, spans: list[BlobSpan]) -> list[BlobSpan]:
+    def _held(self, spans: list[Span]) -> list[Span]:
         located = self._stack.locate([x.key for x in spans])
         return spans[: located.num_leading]
 
     # ---- reading
 
-    def _read(self, spans: list[BlobSpan]) -> list[GoodCopy[blobs.VerifiedBlob] | MissReason]:
+    def _read(self, spans: list[Span]) -> list[GoodCopy[blobs.VerifiedBlob] | MissReason]:
         """Read a good copy of each blob, from the fastest tier that has one."""
         levels = self._stack.locate([x.key for x in spans]).levels
         return [self._good(x.key, level) for x, level in zip(spans, levels, strict=True)]

@@ -11,8 +11,9 @@ from kvstore.kept_states import kept_states
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.record import abandoned_chunks, bytes_of_leading, codecs_of
 from kvstore.session import SessionRef
-from kvstore.store.block_keys import BlobSpan, BlockKeys
+from kvstore.store.block_keys import BlockKeys
 from kvstore.store.records import ID_BYTES, BlockRecord, common_blocks
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
 
@@ -80,7 +81,7 @@ class BlockReviser:
     def _chain_bytes(
         self,
         hashes: Sequence[bytes],
-        chain: list[BlobSpan],
+        chain: list[Span],
         fresh: Mapping[bytes, Blob],
         old: BlockRecord | None,
     ) -> tuple[int, int]:
@@ -89,8 +90,7 @@ class BlockReviser:
         tail_bytes = 0
         for span in chain[known:]:
             blob = fresh.get(span.key)
-            first = span.first_block * self._keys.block_tokens
-            nbytes = self._packer.run_nbytes(first, self._keys.num_tokens(span))
+            nbytes = self._packer.run_nbytes(span.first_token, span.num_tokens)
             nbytes = nbytes if blob is None else len(blob)
             total += nbytes
             tail_bytes += 0 if span.is_chunk else nbytes

@@ -20,22 +20,22 @@ from typing import Final, TypeAlias
 
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
-from kvstore.blobs.segments import FRESH, Lineage, Segment
+from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
-from kvstore.errors import TierUnavailable, Unusable
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.notices import OnNotice
-from kvstore.ledger.reading import OlderRun, packed_rows
 from kvstore.ledger.repacking import OnPacked
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
-from kvstore.store.block_keys import BlobSpan, BlockKeys, BlockRecords
+from kvstore.store.block_keys import BlockKeys, BlockRecords
 from kvstore.store.block_reader import BlockReader
 from kvstore.store.block_reader import Fetched as Fetched
 from kvstore.store.block_reviser import BlockReviser
 from kvstore.store.records import BlockRecord, common_blocks
 from kvstore.store.resting import Resting, RestingBlocks
+from kvstore.store.saving.older_copies import OlderCopies, OlderRun
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob, Tier
 from kvstore.workers import Workers
 
@@ -85,6 +85,7 @@ class BlockStore:
         ledger.start()
         self._reviser = BlockReviser(keys, ledger.index, packer, clock, config.max_snapshots)
         self._reader = BlockReader(ledger, keys, packer, has_state=has_state)
+        self.older = OlderCopies(ledger.stack, packer)
         self._resting = RestingBlocks(keys, ledger.stack, has_state=has_state)
 
     @property
@@ -101,7 +102,7 @@ class BlockStore:
 
     def missing(
         self, hashes: Sequence[bytes], states: Iterable[int] = (), part: Sequence[int] = ()
-    ) -> list[BlobSpan]:
+    ) -> list[Span]:
         """List the blobs of the chain that no tier holds yet.
 
         Args:
@@ -114,7 +115,7 @@ class BlockStore:
 
     def unlisted(
         self, hashes: Sequence[bytes], states: Iterable[int] = (), part: Sequence[int] = ()
-    ) -> list[BlobSpan]:
+    ) -> list[Span]:
         """List the blobs of the chain that no known session has.
 
         The result is about that of ``missing``, but comes at once, since no tier is asked.
@@ -138,7 +139,7 @@ class BlockStore:
         self,
         session: SessionRef,
         hashes: Sequence[bytes],
-        span: BlobSpan,
+        span: Span,
         lossy_tokens: int,
         codec: Codec,
         part: RestoredPart | None = None,
@@ -151,27 +152,25 @@ class BlockStore:
             codec: of the new blob; a copy in it is preferred to others.
             part: the part from which some of the rows were restored.
         """
-        size = self.keys.block_tokens
-        if lossy_tokens <= span.first_block * size:
+        if lossy_tokens <= span.first_token:
             return FRESH
         if codec.exact:
             return Lineage(lossy_tokens)
         runs, end = self._older_runs(session, hashes, span)
-        if part is not None and end == part.first_block * size:
-            keys = self.keys.part(hashes[: part.first_block], part.tokens)
-            runs.append(OlderRun(keys.key, end, len(part.tokens), end + part.num_loaded))
+        if part is not None and end == part.first_block * span.block_tokens:
+            older = self.keys.part(hashes[: part.first_block], part.tokens)
             end += part.num_loaded
-        stack = self.ledger.stack
-        return Lineage(lossy_tokens, packed_rows(stack, self.packer, runs, codec.id), end)
+            runs.append(OlderRun(older, end))
+        return Lineage(lossy_tokens, self.older.rows(runs, codec.id), end)
 
     def _older_runs(
-        self, session: SessionRef, hashes: Sequence[bytes], span: BlobSpan
+        self, session: SessionRef, hashes: Sequence[bytes], span: Span
     ) -> tuple[list[OlderRun], int]:
         """Name the stored blob that holds most of the blocks of ``span``.
 
         Returns it with the end of the tokens that both have in common.
         """
-        first, size = span.first_block, self.keys.block_tokens
+        first = span.first_block
         tails = self.keys.tails(hashes[: max(span.end_block, first)], first)
         levels = self.ledger.stack.locate([x.key for x in tails]).levels
         held = [x for x, level in zip(tails, levels, strict=True) if level is not None][:1]
@@ -182,8 +181,8 @@ class BlockStore:
             other = [x for x in whole if x.first_block == first and x.key != span.key]
             if other:
                 held, end = other, min(common, other[0].end_block)
-        runs = [OlderRun(x.key, first * size, x.num_blocks * size, end * size) for x in held]
-        return runs, end * size
+        end_token = end * span.block_tokens
+        return [OlderRun(x, end_token) for x in held], end_token
 
     def commit(
         self,
@@ -279,19 +278,6 @@ class BlockStore:
         """
         known = self._reader.known(session, hashes)
         return self._reader.peek(known, hashes, first_block)
-
-    def segments_of(self, span: BlobSpan) -> list[Segment]:
-        """Read the packed windows of a stored state, as they are; none if it is gone."""
-        stack = self.ledger.stack
-        level = stack.locate([span.key]).levels[0]
-        if level is None:
-            return []
-        first_token = span.end_block * self.keys.block_tokens
-        try:
-            blob = stack.get(level, [span.key])[0]
-            return [] if blob is None else self.packer.segments_of(blob, span.key, first_token, 0)
-        except (Unusable, TierUnavailable):
-            return []
 
     def discard(self, key: bytes) -> None:
         """Delete a blob that could not be decoded, so that it is never offered again."""

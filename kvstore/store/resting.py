@@ -11,8 +11,9 @@ from typing import TypeAlias
 import msgspec
 
 from kvstore.ledger.stack import TierStack
-from kvstore.store.block_keys import BlobSpan, BlockKeys
+from kvstore.store.block_keys import BlockKeys
 from kvstore.store.records import BlockRecord
+from kvstore.store.spans import Span
 
 # Runs of blocks in order: the first block of each, and the one after its last.
 BlockRuns: TypeAlias = tuple[tuple[int, int], ...]
@@ -61,7 +62,7 @@ class RestingBlocks:
         return max(held, default=0)
 
 
-def _runs(spans: Sequence[BlobSpan], held: Sequence[bool], end: int) -> BlockRuns:
+def _runs(spans: Sequence[Span], held: Sequence[bool], end: int) -> BlockRuns:
     runs: list[tuple[int, int]] = []
     for span, there in zip(spans, held, strict=True):
         if not there:

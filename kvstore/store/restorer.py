@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
-from kvstore.blobs.chain import SNAPSHOT, Tokens, no_tokens
+from kvstore.blobs.chain import Tokens, no_tokens
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.snapshot import StateTree
 from kvstore.errors import TierUnavailable
@@ -173,8 +173,8 @@ class Restorer:
         return _Outcome(read, found.level, found.blob, found.value)
 
     def _unpack(self, read: BlobRead, blob: Blob, target: KVRun) -> StateTree:
-        key, first, count = read.key, read.first_token, read.num_tokens
-        if read.kind == SNAPSHOT:
+        key, first, count, _ = read.span
+        if read.span.is_state:
             return self._packer.unpack_snapshot(blob, key, first, count, target)
         self._packer.unpack_run(blob, key, first, count, target)
         return None
@@ -208,7 +208,7 @@ class Restorer:
     def _assemble(
         self, match: Match, good: list[_Outcome], out: list[KVPair], reason: MissReason | None
     ) -> Restored:
-        if reason is not None and match.reads and match.reads[-1].kind == SNAPSHOT:
+        if reason is not None and match.reads and match.reads[-1].span.is_state:
             good = []  # without the state at its end, a run of tokens is unusable
         num_tokens = sum(x.read.take for x in good)
         if num_tokens < match.num_tokens:
@@ -231,7 +231,7 @@ class Restorer:
 
     def _has_lossy_state(self, good: list[_Outcome]) -> bool:
         last = good[-1] if good else None
-        if last is None or last.blob is None or last.read.kind != SNAPSHOT:
+        if last is None or last.blob is None or not last.read.span.is_state:
             return False
         return self._packer.has_lossy_state(last.blob)
 
@@ -239,5 +239,5 @@ class Restorer:
         ends = [0]
         for x in good:
             if x.blob is not None and self._packer.is_lossy(x.blob):
-                ends.append(x.read.first_token + x.read.take)
+                ends.append(x.read.span.first_token + x.read.take)
         return max(ends)

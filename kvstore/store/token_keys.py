@@ -1,16 +1,8 @@
-"""All blobs of one session, by key, in the order of their importance.
-
-A session's blobs are its full chunks, followed by either the tail or, for a model whose cache
-cannot be cut, its snapshots. The order is that of use: evicting from the end loses the least.
-Nothing can be restored without a state, so the newest one is in front. The chunks follow in the
-order of their tokens. Older states are at the end: they are large, and a turn that continues the
-answer does not need them.
-"""
+"""Names the blobs of a session by its tokens, and describes its record to the ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -20,30 +12,12 @@ from kvstore.blobs.packer import RECORD_CODEC, Packer
 from kvstore.errors import Mismatch
 from kvstore.kept_states import by_worth
 from kvstore.store.records import SessionRecord, decode_record, encode_record, left_behind_keys
+from kvstore.store.spans import Span, in_order
 from kvstore.tiers.base import Blob
 
 
-@dataclass(frozen=True)
-class SessionKeys:
-    """The keys of one session's blobs, by kind."""
-
-    chunks: list[bytes]
-    tail: bytes | None
-    snapshots: dict[int, bytes]  # by position, ascending
-
-    @property
-    def states(self) -> list[bytes]:
-        """Keys of the snapshots, the newest first."""
-        return [self.snapshots[x] for x in by_worth(self.snapshots)]
-
-    def in_order(self) -> list[bytes]:
-        """The newest state, the chunks, the tail, the older states."""
-        tail = [self.tail] if self.tail else []
-        return [*self.states[:1], *self.chunks, *tail, *self.states[1:]]
-
-
-class KeyMaker:
-    """Determines which kinds of blobs this store's sessions have.
+class TokenKeys:
+    """Names the spans of sessions whose tokens are known.
 
     Args:
         growing: the model has layers that grow with the tokens.
@@ -55,25 +29,39 @@ class KeyMaker:
         self.growing = growing
         self.needs_state = needs_state
 
-    def record_key(self, record: SessionRecord) -> bytes:
-        """The key under which the record itself is stored."""
-        return self.space.record_key(record.tenant, record.id)
+    def chain(self, record: SessionRecord) -> Chain:
+        """Hash the tokens of a session."""
+        return self.space.chain(record.root, record.tokens)
 
-    def of(self, record: SessionRecord, chain: Chain | None = None) -> SessionKeys:
-        """Return the keys of all its blobs. ``chain``: of its tokens, if it was hashed before."""
-        chain = chain or self.space.chain(record.root, record.tokens)
-        has_tail = self.growing and not self.needs_state and record.tail_tokens > 0
-        return SessionKeys(
-            chain.chunk_keys if self.growing else [],
-            chain.tail_key(record.tenant, record.id) if has_tail else None,
-            {x: chain.snapshot_key(x) for x in record.snapshots},
-        )
+    def chunks(self, chain: Chain) -> list[Span]:
+        """Name all full chunks; there are none without layers that grow."""
+        size, names = self.space.chunk_tokens, chain.chunk_keys if self.growing else []
+        return [Span(key, i * size, size) for i, key in enumerate(names)]
+
+    def rows(self, chain: Chain, tenant: str, session_id: str) -> list[Span]:
+        """Name all chunks, and the tail if the model has one."""
+        first = chain.num_chunks * self.space.chunk_tokens
+        if not self.growing or self.needs_state or first == chain.num_tokens:
+            return self.chunks(chain)
+        tail = Span(chain.tail_key(tenant, session_id), first, chain.num_tokens - first)
+        return [*self.chunks(chain), tail]
+
+    def state(self, chain: Chain, position: int) -> Span:
+        """Name the state after ``position`` tokens, with the rows since the last full chunk."""
+        rest = position % self.space.chunk_tokens
+        return Span(chain.snapshot_key(position), position - rest, rest)
+
+    def spans(self, record: SessionRecord, chain: Chain | None = None) -> list[Span]:
+        """Name all spans of a session. ``chain``: of its tokens, if it was hashed before."""
+        chain = chain or self.chain(record)
+        states = [self.state(chain, x) for x in by_worth(record.snapshots)]
+        return in_order(self.rows(chain, record.tenant, record.id), states)
 
 
 class TokenRecords:
     """Describes records of chains of tokens to the ledger: see ``RecordKind``."""
 
-    def __init__(self, keys: KeyMaker, packer: Packer) -> None:
+    def __init__(self, keys: TokenKeys, packer: Packer) -> None:
         self._keys = keys
         self._packer = packer
 
@@ -81,7 +69,7 @@ class TokenRecords:
         return self._keys.space.record_key(tenant, session_id)
 
     def blob_keys(self, record: SessionRecord) -> list[bytes]:
-        return self._keys.of(record).in_order()
+        return [x.key for x in self._keys.spans(record)]
 
     def num_spare(self, record: SessionRecord) -> int:
         return max(0, len(record.snapshots) - 1)

@@ -13,30 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.blobs.chain import Chain, Tokens, as_tokens, common_prefix, no_tokens
 from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
 from kvstore.store.records import SessionRecord
-from kvstore.store.token_keys import KeyMaker
+from kvstore.store.spans import Span
+from kvstore.store.token_keys import TokenKeys
 
 PROBE_CHUNKS = 16  # looked up by content at a time
 
 
-@dataclass(frozen=True)
-class BlobRead:
-    """One blob to read: ``num_tokens`` from ``first_token`` on, of which ``take`` are used."""
+class BlobRead(NamedTuple):
+    """A span to read, of which the first ``take`` tokens are used."""
 
-    key: bytes
-    first_token: int
-    num_tokens: int
+    span: Span
     take: int
-    level: int  # in the tier stack, of the fastest tier that has it
+    level: int = 0  # in the tier stack, of the fastest tier that has it
 
     @property
-    def kind(self) -> bytes:
-        return self.key[:1]
+    def key(self) -> bytes:
+        return self.span.key
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class _Known:
 class Matcher:
     """Thread-safe; asks the tiers which blobs they hold and reads only records."""
 
-    def __init__(self, ledger: Ledger[SessionRecord], keys: KeyMaker, packer: Packer) -> None:
+    def __init__(self, ledger: Ledger[SessionRecord], keys: TokenKeys, packer: Packer) -> None:
         self._index = ledger.index
         self._take = ledger.committer.take
         self._stack = ledger.stack
@@ -93,7 +92,7 @@ class Matcher:
         else:
             plan = self._plan_by_tokens(known, root, prompt)
         num_tokens = sum(x.take for x in plan.reads)
-        key = self._keys.record_key(known.record) if known.record else None
+        key = self._index.key(known.record) if known.record else None
         tier = self._stack.name(max(x.level for x in plan.reads)) if plan.reads else None
         reason = self._reason(known, plan, num_tokens, len(prompt))
         return Match(num_tokens, tier, reason, plan.reads, key, prompt[:num_tokens])
@@ -173,30 +172,23 @@ class Matcher:
         """Blobs of the record that cover its common prefix with the prompt; tiers not yet known."""
         if known.record is None or not known.common:
             return []
-        names = self._keys.of(known.record)
-        size, common = self._chunk, known.common
-        reads = [
-            BlobRead(key, i * size, size, min(size, common - i * size), 0)
-            for i, key in enumerate(names.chunks[: -(-common // size)])
+        record, common = known.record, known.common
+        rows = self._keys.rows(self._keys.chain(record), record.tenant, record.id)
+        return [
+            BlobRead(x, min(x.num_tokens, common - x.first_token))
+            for x in rows
+            if x.first_token < common
         ]
-        in_chunks = len(names.chunks) * size
-        if names.tail and common > in_chunks:
-            reads.append(
-                BlobRead(names.tail, in_chunks, known.record.tail_tokens, common - in_chunks, 0)
-            )
-        return reads
 
     def _probe(self, chain: Chain, first: int) -> tuple[list[BlobRead], bool]:
         """Find full chunks of the prompt from chunk ``first`` up to the first missing one."""
         found: list[BlobRead] = []
-        names = chain.chunk_keys
-        for start in range(first, len(names), PROBE_CHUNKS):
-            keys = names[start : start + PROBE_CHUNKS]
-            located = self._stack.locate(keys)
-            size = self._chunk
-            reads = [BlobRead(x, (start + j) * size, size, size, 0) for j, x in enumerate(keys)]
+        chunks = self._keys.chunks(chain)
+        for start in range(first, len(chunks), PROBE_CHUNKS):
+            reads = [BlobRead(x, x.num_tokens) for x in chunks[start : start + PROBE_CHUNKS]]
+            located = self._stack.locate([x.key for x in reads])
             found += _held(reads, located.levels)
-            if located.num_leading < len(keys):
+            if located.num_leading < len(reads):
                 return found, located.down
         return found, False
 
@@ -218,19 +210,15 @@ class Matcher:
         wanted = max(own, default=0)
         if not there:
             return _Plan((), wanted, snapshots.down)
-        names = chain.chunk_keys[: there[0][0] // self._chunk] if self._keys.growing else []
-        chunks = self._stack.locate(names)
-        size = self._chunk
-        reads = _held(
-            [BlobRead(x, i * size, size, size, 0) for i, x in enumerate(names)], chunks.levels
-        )
+        names = self._keys.chunks(chain)[: there[0][0] // self._chunk]
+        chunks = self._stack.locate([x.key for x in names])
+        reads = _held([BlobRead(x, x.num_tokens) for x in names], chunks.levels)
         down = snapshots.down or chunks.down
         for position, level in there:
-            before = position // size if self._keys.growing else 0
+            before = position // self._chunk if self._keys.growing else 0
             if before <= len(reads):
-                first = position // size * size
-                take = position - before * size
-                last = BlobRead(chain.snapshot_key(position), first, position - first, take, level)
+                take = position - before * self._chunk
+                last = BlobRead(self._keys.state(chain, position), take, level)
                 return _Plan((*reads[:before], last), wanted, down)
         return _Plan((), wanted, down)
 
@@ -248,7 +236,7 @@ def _held(reads: list[BlobRead], levels: list[int | None]) -> list[BlobRead]:
     for read, level in zip(reads, levels, strict=True):
         if level is None:
             break
-        held.append(BlobRead(read.key, read.first_token, read.num_tokens, read.take, level))
+        held.append(read._replace(level=level))
     return held
 
 

@@ -17,7 +17,7 @@ from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.record import abandoned_chunks, codecs_of
 from kvstore.session import SessionRef
 from kvstore.store.records import SessionRecord, left_behind_keys
-from kvstore.store.token_keys import KeyMaker
+from kvstore.store.token_keys import TokenKeys
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Revision:
 
 
 class Reviser:
-    def __init__(self, keys: KeyMaker, index: SessionIndex[SessionRecord], packer: Packer) -> None:
+    def __init__(self, keys: TokenKeys, index: SessionIndex[SessionRecord], packer: Packer) -> None:
         self._keys = keys
         self._index = index
         self._packer = packer
@@ -92,16 +92,14 @@ class Reviser:
         shared = update.common // size
         if not self._keys.growing or shared == old.num_tokens // size:
             return []
-        return self._keys.of(old).chunks[shared:]
+        return self._keys.chain(old).chunk_keys[shared:]
 
     def _obsolete(
         self, update: SessionUpdate, record: SessionRecord, overflow: list[bytes]
     ) -> list[bytes]:
         if update.old is None:
             return []
-        before = self._keys.of(update.old)
-        now = self._keys.of(record, update.chain)
-        kept = {now.tail, *now.snapshots.values()}
-        shareable = [x for x in before.snapshots.values() if x not in kept] + overflow
-        gone = self._index.unshared(shareable, self._keys.record_key(update.old))
-        return gone + ([before.tail] if before.tail and before.tail not in kept else [])
+        before = [x for x in self._keys.spans(update.old) if not x.is_chunk]
+        kept = {x.key for x in self._keys.spans(record, update.chain)}
+        gone = [x.key for x in before if x.key not in kept] + overflow
+        return self._index.unshared(gone, self._index.key(update.old))

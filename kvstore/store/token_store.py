@@ -41,7 +41,7 @@ from kvstore.store.restorer import Restorer
 from kvstore.store.saving.encoder import Encoder
 from kvstore.store.saving.save_queue import Offered, OnDone, SaveJob, SaveQueue
 from kvstore.store.saving.saver import Saver
-from kvstore.store.token_keys import KeyMaker, TokenRecords
+from kvstore.store.token_keys import TokenKeys, TokenRecords
 from kvstore.store.token_matcher import Match as Match
 from kvstore.store.token_matcher import Matcher
 from kvstore.store.token_reviser import Reviser
@@ -76,7 +76,7 @@ class ColdStore:
         self.packer = packer = Packer(codecs, model.layout, model.fingerprint, model.windows)
         space = KeySpace(model.fingerprint, chunk_tokens(config), model.name)
         growing = bool(model.layout.layers)
-        self.keys = keys = KeyMaker(space, growing=growing, needs_state=model.needs_state)
+        self.keys = keys = TokenKeys(space, growing=growing, needs_state=model.needs_state)
         claims = Claims()
         self._queue = queue = SaveQueue(config.save_queue_bytes, claims)
         self.ledger = ledger = Ledger(

@@ -218,7 +218,7 @@ def _is_state_at(rig: StateRig, store: Store, name: bytes, position: int) -> boo
     record = store.record(ref())
     assert record is not None
     if isinstance(store, ColdStore):
-        key = store.keys.of(record).snapshots[position]
+        key = store.keys.chain(record).snapshot_key(position)
     else:
         key = store.keys.state(record.block_hashes, position // block_sessions.BLOCK).key
     return name.startswith(key)

@@ -73,7 +73,7 @@ class _Checked:
         return span.is_tail or is_ours
 
     def _is_first_chunk(self, filling: Filling) -> bool:
-        num_tokens = self.store.keys.num_tokens(filling.span)
+        num_tokens = filling.span.num_tokens
         try:
             found = self.store.packer.open_segments(filling.blob, filling.span.key, 0, num_tokens)
         except Unusable:  # the host reports it

@@ -96,7 +96,7 @@ def device_blocks(
     groups = view_groups(cache)
     if groups is None:
         return None
-    layouts = StagingLayouts(groups, store.packer, store.keys.block_tokens, cache.dtype)
+    layouts = StagingLayouts(groups, store.packer, cache.dtype)
     return DeviceBlocks(cache, layouts.of, store, accelerator, staging_bytes)
 
 

@@ -30,8 +30,8 @@ from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.codecs.base import Codec
 from kvstore.session import SessionRef
 from kvstore.shapes import KVPair
-from kvstore.store.block_keys import BlobSpan
 from kvstore.store.block_store import Again, BlockStore
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
@@ -149,7 +149,7 @@ class Transfer:
         record = self._store.commit(*names, blobs, states, part, again, save.ids)
         return record is not None
 
-    def _packing(self, save: Save, span: BlobSpan) -> Packing:
+    def _packing(self, save: Save, span: Span) -> Packing:
         packing, first = _packing(save, span), span.first_block
         if span.is_state:
             return packing
@@ -158,11 +158,11 @@ class Transfer:
         num_lossy = self._restored.num_lossy(packing.block_ids, hashes, before, size)
         if not num_lossy:
             return packing
-        lossy_tokens = first * size + num_lossy
+        lossy_tokens = span.first_token + num_lossy
         return replace(packing, lineage=self._lineage(save, span, lossy_tokens))
 
     def _lineage(
-        self, save: Save, span: BlobSpan, lossy_tokens: int, codec: Codec | None = None
+        self, save: Save, span: Span, lossy_tokens: int, codec: Codec | None = None
     ) -> Lineage:
         codec, part = codec or self._store.home_codec, save.restored_part
         return self._store.lineage(save.session, save.hashes, span, lossy_tokens, codec, part)
@@ -172,7 +172,7 @@ class Transfer:
         save: Save,
         rows: Rows,
         blobs: Mapping[bytes, Blob],
-        lineages: Mapping[BlobSpan, Lineage],
+        lineages: Mapping[Span, Lineage],
     ) -> Again | None:
         """A function that packs the rows again, for tiers with another codec.
 
@@ -190,7 +190,7 @@ class Transfer:
         save: Save,
         rows: Rows,
         blobs: Mapping[bytes, Blob],
-        lineages: Mapping[BlobSpan, Lineage],
+        lineages: Mapping[Span, Lineage],
         codec: Codec,
     ) -> Mapping[bytes, Blob]:
         """Pack the same rows with the codec of a slower tier, a few chunks at a time."""
@@ -209,14 +209,14 @@ class Transfer:
         return {**blobs, **workers.few_at_once(calls, workers.num_spare)}
 
     def _packed_by(
-        self, codec: Codec, span: BlobSpan, what: Sequence[KVPair] | PackState, lineage: Lineage
+        self, codec: Codec, span: Span, what: Sequence[KVPair] | PackState, lineage: Lineage
     ) -> Callable[[], Blob]:
         if callable(what):
             return partial(what, codec)
-        first = span.first_block * self._store.keys.block_tokens
-        return partial(self._store.packer.pack_run, span.key, what, first, codec, lineage)
+        pack = self._store.packer.pack_run
+        return partial(pack, span.key, what, span.first_token, codec, lineage)
 
-    def _nbytes(self, save: Save, spans: Sequence[BlobSpan]) -> int:
+    def _nbytes(self, save: Save, spans: Sequence[Span]) -> int:
         num_blocks = sum(len(_packing(save, x).block_ids) for x in spans)
         return num_blocks * self._blocks.block_bytes
 
@@ -341,7 +341,7 @@ def _name(session: SessionRef) -> tuple[str, str]:
     return session.tenant, session.id
 
 
-def _packing(save: Save, span: BlobSpan) -> Packing:
+def _packing(save: Save, span: Span) -> Packing:
     """The blocks of the save that belong to this blob."""
     if span.is_state:
         hashes = save.hashes[: span.end_block]
@@ -352,7 +352,7 @@ def _packing(save: Save, span: BlobSpan) -> Packing:
 
 
 def _fillings(
-    load: Load, spans: Sequence[tuple[BlobSpan, AnyBlob]], hashes: Sequence[bytes]
+    load: Load, spans: Sequence[tuple[Span, AnyBlob]], hashes: Sequence[bytes]
 ) -> list[Filling]:
     """The part of each staged blob that the load needs; a load may begin and end inside a blob."""
     fillings = []

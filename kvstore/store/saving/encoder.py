@@ -6,41 +6,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.blobs.chain import CHUNK
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
-from kvstore.blobs.segments import FRESH, Lineage, Segment
+from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.codecs.base import Codec
-from kvstore.errors import TierUnavailable, Unusable
 from kvstore.kept_states import by_worth, kept_states
 from kvstore.ledger.ledger import Ledger
-from kvstore.ledger.reading import OlderRun, packed_rows
 from kvstore.ledger.record import bytes_of_leading
 from kvstore.shapes import slice_tokens
 from kvstore.store.records import SessionRecord
+from kvstore.store.saving.older_copies import OlderCopies, OlderRun
 from kvstore.store.saving.save_queue import SaveJob
-from kvstore.store.token_keys import KeyMaker
+from kvstore.store.spans import Span
+from kvstore.store.token_keys import TokenKeys
 from kvstore.store.token_reviser import SessionUpdate
 from kvstore.tiers.base import Blob
 
 
 @dataclass(frozen=True)
-class _Span:
-    """The tokens of one chunk, or of the tail."""
-
-    key: bytes
-    first: int
-    end: int
-
-    @property
-    def is_chunk(self) -> bool:
-        return self.key[:1] == CHUNK
-
-
-@dataclass(frozen=True)
 class Encoded:
     fresh: dict[bytes, Blob]  # new blobs by key, in the order of their tokens
-    spans: list[_Span]  # those among them that hold rows and nothing else
+    spans: list[Span]  # those among them that hold rows and nothing else
     codec: Codec  # the one that packed them
     codecs: CodecSet  # those in use when encoding began
     snapshots: tuple[int, ...]  # positions that the session keeps
@@ -56,7 +42,7 @@ class Encoder:
     """Thread-safe; called on the saving thread, works on the codec threads."""
 
     def __init__(
-        self, ledger: Ledger[SessionRecord], packer: Packer, keys: KeyMaker, max_snapshots: int
+        self, ledger: Ledger[SessionRecord], packer: Packer, keys: TokenKeys, max_snapshots: int
     ) -> None:
         self._stack = ledger.stack
         self._index = ledger.index
@@ -64,22 +50,23 @@ class Encoder:
         self._counters = ledger.counters
         self._packer = packer
         self._keys = keys
+        self._older = OlderCopies(ledger.stack, packer)
         self._max_snapshots = max_snapshots
         self._size = keys.space.chunk_tokens
 
     def encode(self, update: SessionUpdate, job: SaveJob) -> Encoded:
         """Pack all new blobs in the codec of the fastest tier."""
         codecs = self._packer.codecs
-        spans = self._spans(update)
+        spans = self._keys.rows(update.chain, update.session.tenant, update.session.id)
         levels = self._stack.locate([x.key for x in spans]).levels
         missing = [x for x, level in zip(spans, levels, strict=True) if level is None]
         codec = codecs.on(self._stack.names)[0]
         positions = self._positions(update, job) if self._keys.needs_state else ()
-        firsts = {*(x.first for x in missing), *map(self._chunk_start, positions)}
+        firsts = {*(x.first_token for x in missing), *map(self._chunk_start, positions)}
         lineages = self._lineages(update, job, firsts, codec)
         fresh = self._packed(job, missing, codec, lineages, self._workers.num_threads)
         chunks = [x for x in missing if x.is_chunk]
-        kept = sum(x.first < job.lossy_tokens for x in chunks)
+        kept = sum(x.first_token < job.lossy_tokens for x in chunks)
         self._counters.add("chunks_encoded", len(chunks) - kept)
         self._counters.add("chunks_kept", kept)
         run_bytes, tail_bytes = self._run_bytes(update, spans, fresh)
@@ -124,22 +111,10 @@ class Encoder:
     def _chunk_start(self, token: int) -> int:
         return token - token % self._size
 
-    def _spans(self, update: SessionUpdate) -> list[_Span]:
-        """List all chunks, and the tail if the model has one."""
-        if not self._keys.growing:
-            return []
-        size, chain = self._size, update.chain
-        spans = [_Span(key, i * size, (i + 1) * size) for i, key in enumerate(chain.chunk_keys)]
-        first, end = chain.num_chunks * size, len(update.tokens)
-        if self._keys.needs_state or first == end:
-            return spans
-        tail = chain.tail_key(update.session.tenant, update.session.id)
-        return [*spans, _Span(tail, first, end)]
-
     def _packed(
         self,
         job: SaveJob,
-        spans: Sequence[_Span],
+        spans: Sequence[Span],
         codec: Codec,
         lineages: Mapping[int, Lineage],
         at_once: int,
@@ -147,9 +122,9 @@ class Encoder:
         """Pack chunks and tail on the codec threads; return the blobs by key."""
         pack = self._packer.pack_run
 
-        def packing(x: _Span) -> Callable[[], Blob]:
-            run = slice_tokens(job.run, x.first, x.end)
-            return partial(pack, x.key, run, x.first, codec, lineages.get(x.first, FRESH))
+        def packing(x: Span) -> Callable[[], Blob]:
+            run, first = slice_tokens(job.run, x.first_token, x.end_token), x.first_token
+            return partial(pack, x.key, run, first, codec, lineages.get(first, FRESH))
 
         return self._workers.few_at_once(((x.key, packing(x)) for x in spans), at_once)
 
@@ -160,27 +135,11 @@ class Encoder:
 
         ``firsts``: the first tokens of runs, which are the first tokens of chunks.
         """
-        found = {}
-        for first in firsts:
-            if first < job.lossy_tokens:
-                older = [] if codec.exact else self._older_runs(update, first)
-                rows = packed_rows(self._stack, self._packer, older, codec.id)
-                found[first] = Lineage(job.lossy_tokens, rows, update.common)
-        return found
-
-    def _older_runs(self, update: SessionUpdate, first: int) -> list[OlderRun]:
-        """Name the older record's blobs with rows from ``first``, the start of a chunk, on."""
-        old, size = update.old, self._size
-        if old is None or update.common <= first:
-            return []
-        names, number = self._keys.of(old), first // size
-        if number < len(names.chunks):
-            return [OlderRun(names.chunks[number], first, size, update.common)]
-        states = [x for x in by_worth(names.snapshots) if first < x <= update.common]
-        runs = [OlderRun(names.snapshots[x], first, x - first, x) for x in states]
-        if names.tail:
-            return [OlderRun(names.tail, first, old.tail_tokens, update.common)]
-        return runs
+        lossy = [x for x in firsts if x < job.lossy_tokens]
+        old = update.old if lossy and not codec.exact else None
+        spans, common = self._keys.spans(old) if old else [], update.common
+        rows = {x: self._older.rows(_older_runs(spans, x, common), codec.id) for x in lossy}
+        return {x: Lineage(job.lossy_tokens, rows[x], common) for x in lossy}
 
     def _positions(self, update: SessionUpdate, job: SaveJob) -> tuple[int, ...]:
         old = update.old.snapshots if update.old else ()
@@ -231,19 +190,19 @@ class Encoder:
             position = snapshot.position
             if position not in positions:
                 continue
-            key, first = update.chain.snapshot_key(position), self._chunk_start(position)
+            span = self._keys.state(update.chain, position)
             blob = self._packer.pack_snapshot(
-                key,
+                span.key,
                 snapshot.state,
-                slice_tokens(job.run, first, position),
-                first,
-                position - first,
+                slice_tokens(job.run, span.first_token, position),
+                span.first_token,
+                span.num_tokens,
                 codec=codec,
-                rows=lineages.get(first, FRESH),
+                rows=lineages.get(span.first_token, FRESH),
                 how=codecs.sessions.get(codec.id),
                 lineage=lineage,
             )
-            yield key, blob
+            yield span.key, blob
 
     def _lineage(self, update: SessionUpdate, job: SaveJob) -> Lineage:
         """Find the surviving segments of the lossy state that this session was restored from."""
@@ -252,25 +211,11 @@ class Encoder:
             return FRESH
         old = update.old.snapshots if update.old else ()
         known = by_worth({position, *(x for x in old if x <= update.common)})
-        return Lineage(position, [x for at in known for x in self._segments_at(update, at)])
-
-    def _segments_at(self, update: SessionUpdate, position: int) -> list[Segment]:
-        """Read the packed windows of a stored state; none if it is gone."""
-        key = update.chain.snapshot_key(position)
-        level = self._stack.locate([key]).levels[0]
-        if level is None:
-            return []
-        first = position // self._size * self._size
-        try:
-            blob = self._stack.get(level, [key])[0]
-            if blob is None:
-                return []
-            return self._packer.segments_of(blob, key, first, position - first)
-        except (Unusable, TierUnavailable):
-            return []
+        spans = [self._keys.state(update.chain, x) for x in known]
+        return Lineage(position, [x for span in spans for x in self._older.windows(span)])
 
     def _run_bytes(
-        self, update: SessionUpdate, spans: Sequence[_Span], fresh: Mapping[bytes, Blob]
+        self, update: SessionUpdate, spans: Sequence[Span], fresh: Mapping[bytes, Blob]
     ) -> tuple[int, int]:
         """Return the bytes of chunks and tail, and of the tail alone.
 
@@ -283,7 +228,7 @@ class Encoder:
             if blob is not None:
                 nbytes = len(blob)
             else:
-                nbytes = self._packer.run_nbytes(span.first, span.end - span.first)
+                nbytes = self._packer.run_nbytes(span.first_token, span.num_tokens)
             total += nbytes
             tail_bytes = 0 if span.is_chunk else nbytes
         return total, tail_bytes
@@ -305,3 +250,15 @@ class Encoder:
             return len(kept) * sum(map(len, states.values())) // len(states)
         old = update.old
         return old.state_bytes * len(kept) // len(old.snapshots) if old and old.snapshots else 0
+
+
+def _older_runs(old: Sequence[Span], first: int, common: int) -> list[OlderRun]:
+    """Choose those of a session's older spans that have rows from ``first``, a chunk's start, on.
+
+    That is one chunk or the tail, or the states since the last full chunk. ``common``: the leading
+    tokens that are unchanged.
+    """
+    spans = [x for x in old if x.first_token == first < min(x.end_token, common)]
+    rows = [x for x in spans if not x.is_state]
+    states = [x for x in spans if x.end_token <= common]
+    return [OlderRun(x, min(x.end_token, common)) for x in rows or states]

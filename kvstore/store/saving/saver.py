@@ -21,7 +21,7 @@ from kvstore.ledger.ledger import Ledger
 from kvstore.store.records import SessionRecord
 from kvstore.store.saving.encoder import Encoded, Encoder
 from kvstore.store.saving.save_queue import OnDone, SaveJob, SaveQueue
-from kvstore.store.token_keys import KeyMaker
+from kvstore.store.token_keys import TokenKeys
 from kvstore.store.token_reviser import Reviser, SessionUpdate
 from kvstore.tiers.base import Blob
 
@@ -38,7 +38,7 @@ class Saver:
         queue: SaveQueue,
         encoder: Encoder,
         reviser: Reviser,
-        keys: KeyMaker,
+        keys: TokenKeys,
         ledger: Ledger[SessionRecord],
     ) -> None:
         self._queue = queue

@@ -42,7 +42,7 @@ def store():
 def check_part(store: BlockStore, fetched: Fetched, taken: int, codec: str = "raw") -> None:
     """The last blob holds the rows of its first ``taken`` tokens."""
     span, blob = fetched.spans[-1]
-    assert (span.key[:1], span.first_block, span.part_tokens) == (PART, 25, 3)
+    assert (span.key[:1], span.first_block, span.num_tokens) == (PART, 25, 3)
     run = LAYOUT.empty(taken)
     store.packer.unpack_run(blob, span.key, 25 * BLOCK, 3, run)
     for found, wanted in zip(run, rows_behind(LONG, AFTER[:taken]), strict=True):

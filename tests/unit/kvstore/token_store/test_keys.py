@@ -8,7 +8,7 @@ from kvstore.blobs.chain import KeySpace
 from kvstore.blobs.packer import Packer
 from kvstore.codecs.presets import codec_by_name
 from kvstore.errors import Mismatch, Unusable
-from kvstore.store.token_keys import KeyMaker, TokenRecords
+from kvstore.store.token_keys import TokenKeys, TokenRecords
 from tests.kv_sessions import CHUNK, LAYOUT, kv_of, tokens
 from tests.unit.kvstore.token_store.test_records import RECORD
 
@@ -16,7 +16,7 @@ from tests.unit.kvstore.token_store.test_records import RECORD
 def records(fingerprint: str) -> tuple[TokenRecords, Packer]:
     packer = Packer(codec_by_name("raw"), LAYOUT, fingerprint)
     space = KeySpace(fingerprint, CHUNK, "model")
-    return TokenRecords(KeyMaker(space, growing=True, needs_state=False), packer), packer
+    return TokenRecords(TokenKeys(space, growing=True, needs_state=False), packer), packer
 
 
 def test_a_record_is_bound_to_its_key():

@@ -124,16 +124,16 @@ def test_a_state_that_another_session_uses_stays(store):
 
 def test_a_lost_state_is_an_eviction_and_a_lower_one_helps(store):
     save(store, ref(), HISTORY[:100], [30, 100])
-    keys = store.keys.of(store.record(ref())).snapshots
-    store.ledger.stack.delete(0, [keys[100]])
+    chain = store.keys.chain(store.record(ref()))
+    store.ledger.stack.delete(0, [chain.snapshot_key(100)])
     match, _ = come_back(store, ref(), HISTORY)
     assert (match.num_tokens, match.reason) == (30, "evicted")
 
 
 def test_a_lost_state_is_left_out_of_the_next_record(store):
     save(store, ref(), HISTORY[:100], [30, 100])
-    keys = store.keys.of(store.record(ref())).snapshots
-    store.ledger.stack.delete(0, [keys[30]])
+    chain = store.keys.chain(store.record(ref()))
+    store.ledger.stack.delete(0, [chain.snapshot_key(30)])
     save(store, ref(), HISTORY[:120], [120])
     record = store.record(ref())
     assert record is not None and record.snapshots == (100, 120)
@@ -142,7 +142,7 @@ def test_a_lost_state_is_left_out_of_the_next_record(store):
 def test_a_lost_chunk_takes_the_chunks_after_it():
     store = open_store([ram()], needs_state=True)
     save(store, ref(), HISTORY[:100], [30, 100])
-    chunks = store.keys.of(store.record(ref())).chunks
+    chunks = store.keys.chain(store.record(ref())).chunk_keys
     store.ledger.stack.delete(0, [chunks[3]])
     match, restored = come_back(store, ref(), HISTORY)
     assert (match.num_tokens, match.reason) == (30, "evicted")
