@@ -51,9 +51,7 @@ from kvstore.shapes import KVLayer, KVLayout
 from kvstore.store.records import (
     BlockRecord,
     SessionRecord,
-    decode_block_record,
     decode_record,
-    encode_block_record,
     encode_record,
 )
 
@@ -165,13 +163,13 @@ def record_targets() -> Iterator[Target]:
     yield Target(
         "record by tokens",
         (encode_record(by_tokens),),
-        lambda x: decode_record(memoryview(x)),
+        lambda x: decode_record(memoryview(x), SessionRecord),
         (Unusable,),
     )
     yield Target(
         "record by blocks",
-        (encode_block_record(by_blocks),),
-        lambda x: decode_block_record(memoryview(x)),
+        (encode_record(by_blocks),),
+        lambda x: decode_record(memoryview(x), BlockRecord),
         (Unusable,),
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Final, Protocol, TypeVar
+from collections.abc import Container, Iterable, Sequence
+from typing import Final, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -35,16 +35,42 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     @property
+    def nbytes(self) -> int:
+        """Memory that the record takes, in bytes."""
+        raise NotImplementedError
+
+    @property
     def pinned_bytes(self) -> int:
         """Bytes that the session takes of the share for pins while it is pinned."""
-        raise NotImplementedError
+        return self.packed_bytes
+
+    @property
+    def state_positions(self) -> Sequence[int]:
+        """Positions after which a state is stored."""
+        return ()
+
+    @property
+    def abandoned(self) -> Sequence[bytes]:
+        """Keys of blobs that an edited history no longer uses and that may still be requested."""
+        return ()
+
+    def resized(self, run_bytes: int, tail_bytes: int, states_bytes: int) -> Self:
+        """The record with other sizes of its blobs.
+
+        Args:
+            run_bytes: of all blobs but states.
+            tail_bytes: of those of them that are not full chunks.
+            states_bytes: of all states.
+        """
+        packed_bytes = run_bytes + states_bytes
+        return msgspec.structs.replace(self, packed_bytes=packed_bytes, tail_bytes=tail_bytes)
 
 
 R = TypeVar("R", bound=StoredSession)
 
 
 class RecordKind(Protocol[R]):
-    """Answers a ledger's questions about the records of one store. Pure; any thread."""
+    """Names, reads and writes the records of one store. Pure; any thread."""
 
     def key(self, tenant: str, session_id: str) -> bytes:
         """The key under which the session's record is stored."""
@@ -52,26 +78,10 @@ class RecordKind(Protocol[R]):
     def blob_keys(self, record: R) -> list[bytes]:
         """Keys of all blobs of the session, in the order of their importance.
 
-        The order is that of use: evicting from the end loses the least.
+        The order is that of use: evicting from the end loses the least. Without the first nothing
+        can be restored; all states but the newest, which only a return to an earlier point needs,
+        are at the end.
         """
-
-    def num_spare(self, record: R) -> int:
-        """Count the keys at the end that only a return to an earlier point needs."""
-
-    def first_blob(self, record: R, blob_keys: Sequence[bytes]) -> bytes | None:
-        """The key of the blob without which nothing can be restored; None if nothing can.
-
-        ``blob_keys``: the result of the method of that name.
-        """
-
-    def left_behind(self, record: R) -> Sequence[bytes]:
-        """Keys of blobs that an edited history no longer uses and that may still be requested."""
-
-    def resized(self, record: R, sizes: Mapping[bytes, int]) -> R:
-        """The record with the present sizes of its blobs, given by key."""
-
-    def nbytes(self, record: R) -> int:
-        """Memory that the record takes, in bytes."""
 
     def is_usable(self, record: R) -> bool:
         """True if the session's blobs are of this model and in a codec that is known here."""

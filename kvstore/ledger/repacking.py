@@ -300,7 +300,7 @@ class Repacker(Generic[R]):
             now = self._index.get(key)
             if now is None or self._index.blob_keys(now) != list(sizes):
                 return False
-            resized = self._kind.resized(now, sizes)
+            resized = _resized(now, sizes)
             return resized != now and self._commit(resized)
 
     def _sizes(self, record: R) -> dict[bytes, int] | None:
@@ -324,3 +324,11 @@ class Repacker(Generic[R]):
             return False
         self._committer.replicate(record, lambda tier: {}, ())
         return True
+
+
+def _resized(record: R, sizes: Mapping[bytes, int]) -> R:
+    """The record with the present sizes of its blobs, given by key."""
+    states = sum(n for key, n in sizes.items() if key[:1] == SNAPSHOT)
+    chunks = sum(n for key, n in sizes.items() if key[:1] == CHUNK)
+    run_bytes = sum(sizes.values()) - states
+    return record.resized(run_bytes, run_bytes - chunks, states)

@@ -16,11 +16,9 @@ The hash does not cover weights, dtype or ranks; the fingerprint does.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
-
-import msgspec
 
 from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, PART, RECORD, SNAPSHOT, TAIL
@@ -30,8 +28,8 @@ from kvstore.kept_states import by_worth
 from kvstore.store.records import (
     HASH_BYTES,
     BlockRecord,
-    decode_block_record,
-    encode_block_record,
+    decode_record,
+    encode_record,
 )
 from kvstore.store.spans import Span, in_order
 from kvstore.tiers.base import Blob
@@ -137,30 +135,6 @@ class BlockRecords:
     def blob_keys(self, record: BlockRecord) -> list[bytes]:
         return [x.key for x in self._keys.spans(record)]
 
-    def num_spare(self, record: BlockRecord) -> int:
-        return max(0, len({*record.states}) - 1)
-
-    def first_blob(self, record: BlockRecord, blob_keys: Sequence[bytes]) -> bytes | None:
-        first = self._keys.whole(record.block_hashes[: self._keys.chunk_blocks])
-        return first[0].key if first else None
-
-    def left_behind(self, record: BlockRecord) -> Sequence[bytes]:
-        return record.left_behind
-
-    def resized(self, record: BlockRecord, sizes: Mapping[bytes, int]) -> BlockRecord:
-        """The record with the present sizes of its blobs, given by key."""
-        states = [n for key, n in sizes.items() if key[:1] == SNAPSHOT]
-        return msgspec.structs.replace(
-            record,
-            packed_bytes=sum(sizes.values()),
-            tail_bytes=sum(n for key, n in sizes.items() if key[:1] in (TAIL, PART)),
-            state_bytes=max(states, default=0),
-        )
-
-    def nbytes(self, record: BlockRecord) -> int:
-        ids = 36 * len(record.part) + len(record.ids)
-        return len(record.hashes) + 33 * len(record.left_behind) + ids
-
     def is_usable(self, record: BlockRecord) -> bool:
         """True if a codec of it is known; the key names the model already."""
         return self._packer.reads_any(record.codecs)
@@ -168,13 +142,13 @@ class BlockRecords:
     def pack(self, record: BlockRecord) -> Blob:
         key, size = self.key(record.tenant, record.id), len(record.hashes) // HASH_BYTES
         header = blobs.Header(key, RECORD_CODEC, self._fingerprint, bytes(16), 0, size)
-        return blobs.pack(header, encode_block_record(record))
+        return blobs.pack(header, encode_record(record))
 
     def unpack(self, key: bytes, blob: Blob) -> BlockRecord:
         header, payload = blobs.parse(blob)
         if (header.key, header.fingerprint) != (key, self._fingerprint):
             raise Mismatch("the record is of another model, rank or session")
-        record = decode_block_record(payload)
+        record = decode_record(payload, BlockRecord)
         if record.block_tokens != self._keys.block_tokens:
             raise Mismatch("the record has blocks of another size")
         return record

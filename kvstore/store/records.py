@@ -6,9 +6,11 @@ A session is a chain of tokens, or a chain of an engine's own blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, Tokens
 from kvstore.errors import Corrupt
@@ -42,8 +44,11 @@ class SessionRecord(StoredSession, frozen=True, kw_only=True):
         return len(self.token_ids) // 4
 
     @property
+    def nbytes(self) -> int:
+        return len(self.token_ids) + len(self.left_behind)
+
+    @property
     def pinned_bytes(self) -> int:
-        """Bytes that the session takes of the share for pins while it is pinned."""
         return self.packed_bytes + len(self.token_ids)
 
     @property
@@ -51,37 +56,37 @@ class SessionRecord(StoredSession, frozen=True, kw_only=True):
         """(num_tokens,) int32, read-only view."""
         return np.frombuffer(self.token_ids, "<i4")
 
+    @property
+    def state_positions(self) -> Sequence[int]:
+        return self.snapshots
 
-_decoder = msgspec.msgpack.Decoder(SessionRecord)
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of all its states."""
+        return self.state_bytes
 
+    @property
+    def abandoned(self) -> Sequence[bytes]:
+        digests = self.left_behind
+        return [CHUNK + digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)]
 
-def encode_record(record: SessionRecord) -> bytes:
-    """Write the payload of the record's blob."""
-    return msgspec.msgpack.encode(record)
+    def abandoning(self, keys: Sequence[bytes]) -> SessionRecord:
+        """The record with other abandoned chunks."""
+        return replace(self, left_behind=b"".join(x[len(CHUNK) :] for x in keys))
 
+    def resized(self, run_bytes: int, tail_bytes: int, states_bytes: int) -> SessionRecord:
+        resized = super().resized(run_bytes, tail_bytes, states_bytes)
+        return replace(resized, state_bytes=states_bytes)
 
-def decode_record(payload: memoryview) -> SessionRecord:
-    """Read the record in a payload. Raises ``Corrupt``: not a record, or it contradicts itself."""
-    try:
-        record = _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Corrupt(f"not a session record: {error}") from error
-    n = record.num_tokens
-    whole = len(record.token_ids) == 4 * n and 0 <= record.tail_tokens <= n
-    digests = (len(record.root), len(record.left_behind) % DIGEST_BYTES) == (DIGEST_BYTES, 0)
-    if (
-        len(record.codecs) > MAX_CODECS
-        or not whole
-        or not digests
-        or any(not 0 < x <= n for x in record.snapshots)
-    ):
-        raise Corrupt("a session record contradicts itself")
-    return record
-
-
-def left_behind_keys(record: SessionRecord) -> list[bytes]:
-    digests = record.left_behind
-    return [CHUNK + digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)]
+    def makes_sense(self) -> bool:
+        """False if the record contradicts itself."""
+        n = self.num_tokens
+        return (
+            len(self.token_ids) == 4 * n
+            and 0 <= self.tail_tokens <= n
+            and (len(self.root), len(self.left_behind) % DIGEST_BYTES) == (DIGEST_BYTES, 0)
+            and all(0 < x <= n for x in self.snapshots)
+        )
 
 
 class BlockRecord(StoredSession, frozen=True, kw_only=True):
@@ -109,13 +114,51 @@ class BlockRecord(StoredSession, frozen=True, kw_only=True):
         return split_hashes(self.hashes)
 
     @property
+    def nbytes(self) -> int:
+        ids = 36 * len(self.part) + len(self.ids)
+        return len(self.hashes) + 33 * len(self.left_behind) + ids
+
+    @property
     def pinned_bytes(self) -> int:
-        """Bytes that the session takes of the share for pins while it is pinned."""
         return self.packed_bytes + len(self.hashes) + len(self.ids)
 
     @property
     def num_tokens(self) -> int:
         return len(self.hashes) // HASH_BYTES * self.block_tokens + len(self.part)
+
+    @property
+    def state_positions(self) -> Sequence[int]:
+        return self.states
+
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of all its states."""
+        return self.state_bytes * len(self.states)
+
+    @property
+    def abandoned(self) -> Sequence[bytes]:
+        return self.left_behind
+
+    def abandoning(self, keys: Sequence[bytes]) -> BlockRecord:
+        """The record with other abandoned chunks."""
+        return replace(self, left_behind=tuple(keys))
+
+    def resized(self, run_bytes: int, tail_bytes: int, states_bytes: int) -> BlockRecord:
+        resized = super().resized(run_bytes, tail_bytes, states_bytes)
+        return replace(resized, state_bytes=states_bytes // max(len(self.states), 1))
+
+    def makes_sense(self) -> bool:
+        """False if the record contradicts itself."""
+        num_blocks, odd_hash = divmod(len(self.hashes), HASH_BYTES)
+        if odd_hash or self.block_tokens <= 0:
+            return False
+        num_known, odd_ids = divmod(len(self.ids), ID_BYTES * self.block_tokens)
+        part_fits = not self.part or 0 < len(self.part) < self.block_tokens and num_blocks > 0
+        return (
+            (part_fits and not odd_ids and num_known <= num_blocks)
+            and all(0 < x <= num_blocks for x in self.states)
+            and all(0 <= x <= MAX_TOKEN for x in self.part)
+        )
 
 
 def split_hashes(joined: bytes) -> list[bytes]:
@@ -133,30 +176,20 @@ def common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
     return low
 
 
-_block_decoder = msgspec.msgpack.Decoder(BlockRecord)
+Session = TypeVar("Session", SessionRecord, BlockRecord)
 
 
-def encode_block_record(record: BlockRecord) -> bytes:
+def encode_record(record: SessionRecord | BlockRecord) -> bytes:
+    """Write the payload of the record's blob."""
     return msgspec.msgpack.encode(record)
 
 
-def decode_block_record(payload: memoryview) -> BlockRecord:
+def decode_record(payload: memoryview, kind: type[Session]) -> Session:
     """Read the record in a payload. Raises ``Corrupt``: not a record, or it contradicts itself."""
     try:
-        record = _block_decoder.decode(payload)
+        record = msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Corrupt(f"not a record of blocks: {error}") from error
-    num_blocks = len(record.hashes) // HASH_BYTES
-    places = all(0 < x <= num_blocks for x in record.states)
-    ids = all(0 <= x <= MAX_TOKEN for x in record.part)
-    part_fits = not record.part or 0 < len(record.part) < record.block_tokens and num_blocks > 0
-    block_ids, odd = divmod(len(record.ids), ID_BYTES * max(record.block_tokens, 1))
-    if (
-        len(record.hashes) % HASH_BYTES
-        or record.block_tokens <= 0
-        or not (places and ids and part_fits)
-        or (odd or block_ids > num_blocks)
-        or len(record.codecs) > MAX_CODECS
-    ):
-        raise Corrupt("a record of blocks contradicts itself")
+        raise Corrupt(f"not a session record: {error}") from error
+    if len(record.codecs) > MAX_CODECS or not record.makes_sense():
+        raise Corrupt("a session record contradicts itself")
     return record

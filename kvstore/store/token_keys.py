@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import msgspec
-
 from kvstore.blobs import format as blobs
-from kvstore.blobs.chain import SNAPSHOT, TAIL, Chain, KeySpace
+from kvstore.blobs.chain import Chain, KeySpace
 from kvstore.blobs.packer import RECORD_CODEC, Packer
 from kvstore.errors import Mismatch
 from kvstore.kept_states import by_worth
-from kvstore.store.records import SessionRecord, decode_record, encode_record, left_behind_keys
+from kvstore.store.records import SessionRecord, decode_record, encode_record
 from kvstore.store.spans import Span, in_order
 from kvstore.tiers.base import Blob
 
@@ -71,27 +67,6 @@ class TokenRecords:
     def blob_keys(self, record: SessionRecord) -> list[bytes]:
         return [x.key for x in self._keys.spans(record)]
 
-    def num_spare(self, record: SessionRecord) -> int:
-        return max(0, len(record.snapshots) - 1)
-
-    def first_blob(self, record: SessionRecord, blob_keys: Sequence[bytes]) -> bytes | None:
-        return blob_keys[0] if blob_keys else None
-
-    def left_behind(self, record: SessionRecord) -> Sequence[bytes]:
-        return left_behind_keys(record)
-
-    def resized(self, record: SessionRecord, sizes: Mapping[bytes, int]) -> SessionRecord:
-        """The record with the present sizes of its blobs, given by key."""
-        return msgspec.structs.replace(
-            record,
-            packed_bytes=sum(sizes.values()),
-            tail_bytes=sum(n for key, n in sizes.items() if key[:1] == TAIL),
-            state_bytes=sum(n for key, n in sizes.items() if key[:1] == SNAPSHOT),
-        )
-
-    def nbytes(self, record: SessionRecord) -> int:
-        return len(record.token_ids) + len(record.left_behind)
-
     def is_usable(self, record: SessionRecord) -> bool:
         ours = record.fingerprint == self._packer.fingerprint
         return ours and self._packer.reads_any(record.codecs)
@@ -106,4 +81,4 @@ class TokenRecords:
         header, payload = blobs.parse(blob)
         if header.key != key or header.codec != RECORD_CODEC:
             raise Mismatch("the record is of another session")
-        return decode_record(payload)
+        return decode_record(payload, SessionRecord)

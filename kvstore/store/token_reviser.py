@@ -16,7 +16,7 @@ from kvstore.blobs.packer import Packer
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.record import abandoned_chunks, codecs_of
 from kvstore.session import SessionRef
-from kvstore.store.records import SessionRecord, left_behind_keys
+from kvstore.store.records import SessionRecord
 from kvstore.store.token_keys import TokenKeys
 
 
@@ -82,7 +82,7 @@ class Reviser:
         """Digests of abandoned chunks, oldest first, and keys of those beyond the limit."""
         if update.old is None:
             return b"", []
-        before, now = left_behind_keys(update.old), self._abandoned_now(update)
+        before, now = update.old.abandoned, self._abandoned_now(update)
         keys, overflow = abandoned_chunks(before, now, set(update.chain.chunk_keys))
         return b"".join(x[len(CHUNK) :] for x in keys), overflow
 

@@ -13,7 +13,7 @@ from kvstore.blobs.chain import PART
 from kvstore.errors import Corrupt
 from kvstore.store.block_keys import BlockKeys
 from kvstore.store.block_store import BlockStore, Fetched
-from kvstore.store.records import BlockRecord, decode_block_record, encode_block_record
+from kvstore.store.records import BlockRecord, decode_record, encode_record
 from kvstore.tiers.ram_tier import RamTier
 from tests.blob_names import named
 from tests.block_sessions import (
@@ -174,7 +174,7 @@ def test_a_record_whose_part_cannot_be_is_refused(part):
         tenant="t", id="s", hashes=LONG[0], block_tokens=BLOCK, last_used_s=0.0, part=part
     )
     with pytest.raises(Corrupt):
-        decode_block_record(memoryview(encode_block_record(record)))
+        decode_record(memoryview(encode_record(record)), BlockRecord)
 
 
 def test_a_part_of_no_block_is_refused():
@@ -182,4 +182,4 @@ def test_a_part_of_no_block_is_refused():
         tenant="t", id="s", hashes=b"", block_tokens=BLOCK, last_used_s=0.0, part=(1,)
     )
     with pytest.raises(Corrupt):
-        decode_block_record(memoryview(encode_block_record(record)))
+        decode_record(memoryview(encode_record(record)), BlockRecord)

@@ -12,8 +12,8 @@ from kvstore.errors import Corrupt
 from kvstore.store.block_store import BlockStore, Fetched
 from kvstore.store.records import (
     BlockRecord,
-    decode_block_record,
-    encode_block_record,
+    decode_record,
+    encode_record,
 )
 from kvstore.tiers.ram_tier import RamTier
 from tests.blob_names import all_named, named
@@ -172,4 +172,4 @@ def test_a_record_with_a_state_nowhere(place):
         tenant="t", id="s", hashes=b"".join(LONG), block_tokens=4, last_used_s=0.0, states=(place,)
     )
     with pytest.raises(Corrupt):
-        decode_block_record(memoryview(encode_block_record(record)))
+        decode_record(memoryview(encode_record(record)), BlockRecord)

@@ -22,7 +22,7 @@ RECORD = SessionRecord(
 
 
 def test_a_record_comes_back():
-    assert decode_record(memoryview(encode_record(RECORD))) == RECORD
+    assert decode_record(memoryview(encode_record(RECORD)), SessionRecord) == RECORD
     assert RECORD.num_tokens == 20
     assert RECORD.tokens[0] == 0x03020100
 
@@ -30,7 +30,7 @@ def test_a_record_comes_back():
 @given(st.binary(max_size=300))
 def test_other_bytes_are_corrupt(noise):
     with pytest.raises(Corrupt):
-        decode_record(memoryview(noise))
+        decode_record(memoryview(noise), SessionRecord)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 255))
@@ -38,7 +38,7 @@ def test_changed_bytes_give_corrupt_or_a_record_that_makes_sense(at, mask):
     raw = bytearray(encode_record(RECORD))
     raw[at % len(raw)] ^= mask
     try:
-        record = decode_record(memoryview(raw))
+        record = decode_record(memoryview(raw), SessionRecord)
     except Corrupt:
         return
     assert all(0 < x <= record.num_tokens for x in record.snapshots)
@@ -60,4 +60,4 @@ def test_changed_bytes_give_corrupt_or_a_record_that_makes_sense(at, mask):
 def test_a_record_that_contradicts_itself_is_corrupt(change):
     raw = encode_record(msgspec.structs.replace(RECORD, **change))
     with pytest.raises(Corrupt, match="contradicts"):
-        decode_record(memoryview(raw))
+        decode_record(memoryview(raw), SessionRecord)
