@@ -50,9 +50,18 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
         return ()
 
     @property
+    def states_bytes(self) -> int:
+        """Bytes of all its states."""
+        return 0
+
+    @property
     def abandoned(self) -> Sequence[bytes]:
         """Keys of blobs that an edited history no longer uses and that may still be requested."""
         return ()
+
+    def abandoning(self, keys: Sequence[bytes]) -> Self:
+        """The record with other abandoned blobs."""
+        raise NotImplementedError
 
     def resized(self, run_bytes: int, tail_bytes: int, states_bytes: int) -> Self:
         """The record with other sizes of its blobs.
@@ -115,13 +124,3 @@ def abandoned_chunks(
     """
     keys = [x for x in dict.fromkeys([*old, *now]) if x not in current]
     return keys[-MAX_LEFT_BEHIND:], keys[:-MAX_LEFT_BEHIND]
-
-
-def bytes_of_leading(known: int, num_chunks: int, packed_bytes: int, other_bytes: int) -> int:
-    """Estimate the bytes of the first ``known`` of a session's ``num_chunks`` full chunks.
-
-    Args:
-        packed_bytes: of all blobs of the session, according to its record.
-        other_bytes: of those among them that are not full chunks: tail, part, states.
-    """
-    return max(packed_bytes - other_bytes, 0) * known // num_chunks if num_chunks else 0

@@ -262,7 +262,7 @@ class Repacker(Generic[R]):
             codecs = codecs_of(self._packer.readable, record.codecs)
             if set(codecs) <= set(record.codecs):
                 return True
-            return self._commit(msgspec.structs.replace(record, codecs=codecs))
+            return self._committer.replace(msgspec.structs.replace(record, codecs=codecs))
 
     def _pack_blob(self, resting: _Resting, tenant: str) -> int | None:
         """Exchange a blob's unpacked copies; return the bytes freed, None if a tier refused one."""
@@ -301,7 +301,7 @@ class Repacker(Generic[R]):
             if now is None or self._index.blob_keys(now) != list(sizes):
                 return False
             resized = _resized(now, sizes)
-            return resized != now and self._commit(resized)
+            return resized != now and self._committer.replace(resized)
 
     def _sizes(self, record: R) -> dict[bytes, int] | None:
         """Get the sizes of all blobs, of each in the fastest tier that has it.
@@ -317,13 +317,6 @@ class Repacker(Generic[R]):
                 sizes.update(zip(own, self._stack.lengths(level, own), strict=True))
         known = {key: size for key in keys if (size := sizes.get(key)) is not None}
         return known if len(known) == len(levels) else None
-
-    def _commit(self, record: R) -> bool:
-        """Write a changed record of a claimed session over the same blobs, in every tier."""
-        if not self._committer.commit(record, {}, ()):
-            return False
-        self._committer.replicate(record, lambda tier: {}, ())
-        return True
 
 
 def _resized(record: R, sizes: Mapping[bytes, int]) -> R:

@@ -23,6 +23,7 @@ from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
+from kvstore.kept_states import kept_states
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.notices import OnNotice
 from kvstore.ledger.repacking import OnPacked
@@ -31,9 +32,9 @@ from kvstore.stats import Counters, StoreStats
 from kvstore.store.block_keys import BlockKeys, BlockRecords
 from kvstore.store.block_reader import BlockReader
 from kvstore.store.block_reader import Fetched as Fetched
-from kvstore.store.block_reviser import BlockReviser
-from kvstore.store.records import BlockRecord, common_blocks
+from kvstore.store.records import ID_BYTES, BlockRecord, common_blocks
 from kvstore.store.resting import Resting, RestingBlocks
+from kvstore.store.reviser import Reviser
 from kvstore.store.saving.older_copies import OlderCopies, OlderRun
 from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob, Tier
@@ -83,7 +84,7 @@ class BlockStore:
             config, records, packer, tiers, clock=clock, monotonic=monotonic
         )
         ledger.start()
-        self._reviser = BlockReviser(keys, ledger.index, packer, clock, config.max_snapshots)
+        self._reviser = Reviser(ledger.index, packer, keys.chunk_blocks * keys.block_tokens)
         self._reader = BlockReader(ledger, keys, packer, has_state=has_state)
         self.older = OlderCopies(ledger.stack, packer)
         self._resting = RestingBlocks(keys, ledger.stack, has_state=has_state)
@@ -210,31 +211,27 @@ class BlockStore:
         """
         with self.ledger.claims.claim(self.ledger.record_key(session)):
             old = self.ledger.find(session)
-            revised = self._reviser.revise(session, hashes, old, fresh, states, part, ids)
-            record, obsolete = revised
-            kept = self.ledger.committer.commit(record, fresh, obsolete)
-            if kept:
-                self._replicate(record, fresh, obsolete, again)
+            common = common_blocks(old.block_hashes, hashes) if old else 0
+            still_good = [x for x in old.states if x <= common] if old else []
+            known_ids = old.ids[: common * old.block_tokens * ID_BYTES] if old else b""
+            record = BlockRecord(
+                tenant=session.tenant,
+                id=session.id,
+                hashes=b"".join(hashes),
+                block_tokens=self.keys.block_tokens,
+                last_used_s=self.ledger.clock(),
+                states=kept_states(states or still_good, self._config.max_snapshots),
+                part=tuple(part),
+                ids=ids or known_ids,
+            )
+            spans, common_tokens = self.keys.spans(record), common * self.keys.block_tokens
+            record, obsolete = self._reviser.revise(record, old, common_tokens, spans, fresh)
+            codecs = self.packer.codecs
+            others = codecs.on(self.ledger.stack.names)[1:] if again and fresh else ()
+            forms = ((x.id, again(x)) for x in others if again)
+            kept = self.ledger.committer.save(record, fresh, obsolete, codecs, forms)
         self.counters.add("saves" if kept else "saves_failed")
         return record if kept else None
-
-    def _replicate(
-        self,
-        record: BlockRecord,
-        fresh: Mapping[bytes, Blob],
-        obsolete: Sequence[bytes],
-        again: Again | None,
-    ) -> None:
-        codecs = self.packer.codecs
-        forms: dict[str, Mapping[bytes, Blob]] = {}
-        try:
-            if again is not None and fresh:
-                for codec in codecs.on(self.ledger.stack.names)[1:]:
-                    forms[codec.id] = again(codec)
-        finally:  # tiers for whose codec nothing was packed get the blobs as they are
-            self.ledger.committer.replicate(
-                record, lambda tier: forms.get(codecs.of(tier).id, fresh), obsolete
-            )
 
     @property
     def save_codecs(self) -> tuple[Codec, ...]:

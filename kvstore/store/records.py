@@ -6,7 +6,7 @@ A session is a chain of tokens, or a chain of an engine's own blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -62,7 +62,6 @@ class SessionRecord(StoredSession, frozen=True, kw_only=True):
 
     @property
     def states_bytes(self) -> int:
-        """Bytes of all its states."""
         return self.state_bytes
 
     @property
@@ -70,11 +69,10 @@ class SessionRecord(StoredSession, frozen=True, kw_only=True):
         digests = self.left_behind
         return [CHUNK + digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)]
 
-    def abandoning(self, keys: Sequence[bytes]) -> SessionRecord:
-        """The record with other abandoned chunks."""
+    def abandoning(self, keys: Sequence[bytes]) -> Self:
         return replace(self, left_behind=b"".join(x[len(CHUNK) :] for x in keys))
 
-    def resized(self, run_bytes: int, tail_bytes: int, states_bytes: int) -> SessionRecord:
+    def resized(self, run_bytes: int, tail_bytes: int, states_bytes: int) -> Self:
         resized = super().resized(run_bytes, tail_bytes, states_bytes)
         return replace(resized, state_bytes=states_bytes)
 
@@ -132,18 +130,16 @@ class BlockRecord(StoredSession, frozen=True, kw_only=True):
 
     @property
     def states_bytes(self) -> int:
-        """Bytes of all its states."""
         return self.state_bytes * len(self.states)
 
     @property
     def abandoned(self) -> Sequence[bytes]:
         return self.left_behind
 
-    def abandoning(self, keys: Sequence[bytes]) -> BlockRecord:
-        """The record with other abandoned chunks."""
+    def abandoning(self, keys: Sequence[bytes]) -> Self:
         return replace(self, left_behind=tuple(keys))
 
-    def resized(self, run_bytes: int, tail_bytes: int, states_bytes: int) -> BlockRecord:
+    def resized(self, run_bytes: int, tail_bytes: int, states_bytes: int) -> Self:
         resized = super().resized(run_bytes, tail_bytes, states_bytes)
         return replace(resized, state_bytes=states_bytes // max(len(self.states), 1))
 

@@ -44,7 +44,6 @@ from kvstore.store.saving.saver import Saver
 from kvstore.store.token_keys import TokenKeys, TokenRecords
 from kvstore.store.token_matcher import Match as Match
 from kvstore.store.token_matcher import Matcher
-from kvstore.store.token_reviser import Reviser
 from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 
@@ -93,7 +92,7 @@ class ColdStore:
         self._matcher = Matcher(ledger, keys, packer)
         self._restorer = Restorer(ledger, packer)
         encoder = Encoder(ledger, packer, keys, config.max_snapshots)
-        self._saver = Saver(queue, encoder, Reviser(keys, ledger.index, packer), keys, ledger)
+        self._saver = Saver(queue, encoder, packer, keys, ledger)
         self._saver.start()
 
     # ---- turn end

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
+from kvstore.blobs.chain import Chain, Tokens, common_prefix
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.codecs.base import Codec
 from kvstore.kept_states import by_worth, kept_states
 from kvstore.ledger.ledger import Ledger
-from kvstore.ledger.record import bytes_of_leading
+from kvstore.session import SessionRef
 from kvstore.shapes import slice_tokens
 from kvstore.store.records import SessionRecord
 from kvstore.store.saving.older_copies import OlderCopies, OlderRun
 from kvstore.store.saving.save_queue import SaveJob
 from kvstore.store.spans import Span
 from kvstore.store.token_keys import TokenKeys
-from kvstore.store.token_reviser import SessionUpdate
 from kvstore.tiers.base import Blob
+
+
+@dataclass(frozen=True)
+class SessionUpdate:
+    """A session as it is to be saved, with its older record."""
+
+    session: SessionRef
+    tokens: Tokens
+    root: bytes
+    chain: Chain
+    old: SessionRecord | None
+
+    @cached_property
+    def common(self) -> int:
+        """Count the leading tokens of the older record that are unchanged."""
+        if self.old is None or self.old.root != self.root:
+            return 0
+        return common_prefix(self.old.tokens, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -31,9 +49,6 @@ class Encoded:
     codecs: CodecSet  # those in use when encoding began
     snapshots: tuple[int, ...]  # positions that the session keeps
     states: tuple[int, ...]  # of these, those whose blobs are among the fresh ones
-    packed_bytes: int  # of all the session's blobs in the fastest tier; estimated for older ones
-    state_bytes: int  # of these, snapshots
-    tail_bytes: int  # of these, the tail
     # For each run with restored rows, by its first token: the surviving packed copies it continues.
     lineages: dict[int, Lineage]
 
@@ -69,11 +84,9 @@ class Encoder:
         kept = sum(x.first_token < job.lossy_tokens for x in chunks)
         self._counters.add("chunks_encoded", len(chunks) - kept)
         self._counters.add("chunks_kept", kept)
-        run_bytes, tail_bytes = self._run_bytes(update, spans, fresh)
         new_states = self._new_states(update, job, positions)
         states = dict(self._packed_snapshots(update, job, new_states, codecs, codec, lineages))
         self._counters.add("snapshots_stored", len(states))
-        state_bytes = self._state_bytes(update, positions, states)
         return Encoded(
             fresh | states,
             missing,
@@ -81,9 +94,6 @@ class Encoder:
             codecs,
             positions,
             new_states,
-            run_bytes + state_bytes,
-            state_bytes,
-            tail_bytes,
             lineages,
         )
 
@@ -213,43 +223,6 @@ class Encoder:
         known = by_worth({position, *(x for x in old if x <= update.common)})
         spans = [self._keys.state(update.chain, x) for x in known]
         return Lineage(position, [x for span in spans for x in self._older.windows(span)])
-
-    def _run_bytes(
-        self, update: SessionUpdate, spans: Sequence[Span], fresh: Mapping[bytes, Blob]
-    ) -> tuple[int, int]:
-        """Return the bytes of chunks and tail, and of the tail alone.
-
-        Older chunks are in the codec of their own save.
-        """
-        known, total = self._known_bytes(update)
-        tail_bytes = 0
-        for span in spans[known:]:
-            blob = fresh.get(span.key)
-            if blob is not None:
-                nbytes = len(blob)
-            else:
-                nbytes = self._packer.run_nbytes(span.first_token, span.num_tokens)
-            total += nbytes
-            tail_bytes = 0 if span.is_chunk else nbytes
-        return total, tail_bytes
-
-    def _known_bytes(self, update: SessionUpdate) -> tuple[int, int]:
-        """Count the leading chunks that the older record also has, and return their bytes."""
-        old, known = update.old, update.common // self._size
-        if old is None or old.tail_bytes is None or not known or not self._keys.growing:
-            return 0, 0
-        rest = old.state_bytes + old.tail_bytes
-        num_chunks = old.num_tokens // self._size
-        return known, bytes_of_leading(known, num_chunks, old.packed_bytes, rest)
-
-    def _state_bytes(
-        self, update: SessionUpdate, kept: tuple[int, ...], states: dict[bytes, Blob]
-    ) -> int:
-        """Estimate the bytes of all kept states: those of one session are about equally large."""
-        if states:
-            return len(kept) * sum(map(len, states.values())) // len(states)
-        old = update.old
-        return old.state_bytes * len(kept) // len(old.snapshots) if old and old.snapshots else 0
 
 
 def _older_runs(old: Sequence[Span], first: int, common: int) -> list[OlderRun]:

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 from typing import Final
 
+from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
 from kvstore.store.records import SessionRecord
-from kvstore.store.saving.encoder import Encoded, Encoder
+from kvstore.store.reviser import Reviser
+from kvstore.store.saving.encoder import Encoded, Encoder, SessionUpdate
 from kvstore.store.saving.save_queue import OnDone, SaveJob, SaveQueue
 from kvstore.store.token_keys import TokenKeys
-from kvstore.store.token_reviser import Reviser, SessionUpdate
 from kvstore.tiers.base import Blob
 
 LOOK_S: Final = 15.0  # how long one wait for the queue may take
@@ -37,13 +39,14 @@ class Saver:
         self,
         queue: SaveQueue,
         encoder: Encoder,
-        reviser: Reviser,
+        packer: Packer,
         keys: TokenKeys,
         ledger: Ledger[SessionRecord],
     ) -> None:
         self._queue = queue
         self._encoder = encoder
-        self._reviser = reviser
+        self._fingerprint = packer.fingerprint
+        self._reviser = Reviser(ledger.index, packer, keys.space.chunk_tokens)
         self._keys = keys
         self._ledger = ledger
         self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
@@ -77,43 +80,37 @@ class Saver:
         chain = self._keys.space.chain(root, job.tokens)
         update = SessionUpdate(job.session, job.tokens, root, chain, self._ledger.find(job.session))
         encoded = self._encoder.encode(update, job)
-        revision = self._reviser.revise(
-            update,
-            encoded.snapshots,
-            self._ledger.clock(),
-            encoded.packed_bytes,
-            encoded.state_bytes,
-            encoded.tail_bytes,
+        record = SessionRecord(
+            tenant=job.session.tenant,
+            id=job.session.id,
+            fingerprint=self._fingerprint,
+            root=root,
+            token_ids=job.tokens.tobytes(),
+            tail_tokens=len(job.tokens) % self._keys.space.chunk_tokens,
+            snapshots=encoded.snapshots,
+            last_used_s=self._ledger.clock(),
         )
-        record = revision.record
-        if not self._ledger.committer.commit(record, encoded.fresh, revision.obsolete):
-            return None
-        forms = {encoded.codec.id: encoded.fresh}
-        try:
-            self._pack_for_slower(update, job, encoded, forms)
-        finally:  # tiers for whose codec nothing was packed get copies from the fastest tier
-            self._queue.encoded(job)
-            fresh_of = encoded.codecs.of
-            self._ledger.committer.replicate(
-                record, lambda tier: forms.get(fresh_of(tier).id, encoded.fresh), revision.obsolete
-            )
-        return record
+        spans = self._keys.spans(record, chain)
+        record, obsolete = self._reviser.revise(
+            record, update.old, update.common, spans, encoded.fresh
+        )
+        forms = self._forms(update, job, encoded)
+        save = self._ledger.committer.save
+        return record if save(record, encoded.fresh, obsolete, encoded.codecs, forms) else None
 
-    def _pack_for_slower(
-        self,
-        update: SessionUpdate,
-        job: SaveJob,
-        encoded: Encoded,
-        forms: dict[str, dict[bytes, Blob]],
-    ) -> None:
-        """Pack in every other codec that a tier has, once the fastest tier has the session."""
-        for codec in self._encoder.others(encoded):
-            if self._queue.is_pressed(job):
-                self._ledger.counters.add(
-                    "saves_copied"
-                )  # denser blobs would be better, but later ones would be worse
-                return
-            forms[codec.id] = self._encoder.encode_again(update, job, encoded, codec)
+    def _forms(
+        self, update: SessionUpdate, job: SaveJob, encoded: Encoded
+    ) -> Iterator[tuple[str, dict[bytes, Blob]]]:
+        """Pack in every other codec that a tier has, then release the hot bytes."""
+        try:
+            for codec in self._encoder.others(encoded):
+                if self._queue.is_pressed(job):
+                    # Denser blobs would be better, but later ones would be worse.
+                    self._ledger.counters.add("saves_copied")
+                    return
+                yield codec.id, self._encoder.encode_again(update, job, encoded, codec)
+        finally:
+            self._queue.encoded(job)
 
 
 def _call(on_done: OnDone, record: SessionRecord | None) -> None:
