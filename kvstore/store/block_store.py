@@ -1,10 +1,8 @@
 """The cold store of an engine that manages its own blocks and hashes (vLLM).
 
-``ColdStore`` works on tokens and on arrays that an engine lends it for as long as needed. Here the
-engine cuts and names the blocks, and lends them only for moments. So the work is split: the caller
-copies blocks out and in, and encodes and decodes them with ``packer``; this class tracks which
-blobs exist, in which tier, and which sessions they belong to. Tiers, write-behind, format and
-codecs are shared.
+Here the engine cuts and names the blocks, and lends them only for moments. So the work is split:
+the caller copies blocks out and in, and encodes and decodes them with ``packer``; this class tracks
+which blobs exist, in which tier, and which sessions they belong to.
 
     missing -> (caller encodes) -> commit           at the end of a turn
     fetch -> (caller decodes)                       on return
@@ -18,17 +16,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
 from kvstore.kept_states import kept_states
 from kvstore.ledger.ledger import Ledger
-from kvstore.ledger.notices import OnNotice
-from kvstore.ledger.repacking import OnPacked
-from kvstore.session import MissReason, SessionRef, TierName
-from kvstore.stats import Counters, StoreStats
+from kvstore.session import MissReason, SessionRef
+from kvstore.stats import StoreStats
 from kvstore.store.block_keys import BlockKeys, BlockRecords
 from kvstore.store.block_reader import BlockReader
 from kvstore.store.block_reader import Fetched as Fetched
@@ -37,10 +32,9 @@ from kvstore.store.resting import Resting, RestingBlocks
 from kvstore.store.reviser import Reviser
 from kvstore.store.saving.older_copies import OlderCopies, OlderRun
 from kvstore.store.spans import Span
+from kvstore.store.store import Store
 from kvstore.tiers.base import Blob, Tier
-from kvstore.workers import Workers
 
-CLOSE_FLUSH_S: Final = 10.0
 DISCARD_S: Final = 2.0  # a restore waits up to this long for running copies
 
 # Packs the new blobs of a session in this codec; returns them by key.
@@ -59,8 +53,11 @@ class RestoredPart:
     num_loaded: int
 
 
-class BlockStore:
-    """Thread-safe, but commits of one session must not overlap. Owns ``tiers`` and closes them."""
+class BlockStore(Store[BlockRecord]):
+    """Thread-safe, but commits of one session must not overlap. Owns ``tiers`` and closes them.
+
+    A save of a session that is forgotten must have ended: blobs that it commits later stay.
+    """
 
     def __init__(
         self,
@@ -75,29 +72,15 @@ class BlockStore:
         has_state: bool = False,
     ) -> None:
         """Set ``has_state`` for a model that has layers that do not keep all tokens."""
-        self.packer = packer
         self.keys = keys
         self._config = config
-        self._closed = False
         records = BlockRecords(keys, packer, fingerprint)
-        self.ledger = ledger = Ledger(
-            config, records, packer, tiers, clock=clock, monotonic=monotonic
-        )
-        ledger.start()
+        ledger = Ledger(config, records, packer, tiers, clock=clock, monotonic=monotonic)
+        super().__init__(ledger, packer)
         self._reviser = Reviser(ledger.index, packer, keys.chunk_blocks * keys.block_tokens)
         self._reader = BlockReader(ledger, keys, packer, has_state=has_state)
         self.older = OlderCopies(ledger.stack, packer)
         self._resting = RestingBlocks(keys, ledger.stack, has_state=has_state)
-
-    @property
-    def workers(self) -> Workers:
-        """The store's threads, for callers that pack and unpack its blobs."""
-        return self.ledger.workers
-
-    @property
-    def counters(self) -> Counters:
-        """Counters of this store, as ``stats`` reports them."""
-        return self.ledger.counters
 
     # ---- turn end
 
@@ -289,14 +272,6 @@ class BlockStore:
         """Return the session's record, even if it is in codecs that are not known here."""
         return self.ledger.find_anywhere(session)
 
-    def records(self) -> list[BlockRecord]:
-        """All known sessions of this model, in codecs known here, that a tier still has."""
-        return self.ledger.resting_here()
-
-    def tier_of(self, record: BlockRecord) -> TierName | None:
-        """Return the slowest tier that a restore must read; None if even the beginning is gone."""
-        return self.ledger.tier_of(record)
-
     def resting(self, session: SessionRef) -> tuple[BlockRecord, Resting] | None:
         """Return the session's record, and the kinds of tiers that hold its blocks.
 
@@ -314,59 +289,8 @@ class BlockStore:
             self.fetch(session, record.block_hashes, 0)
             self.workers.quiet(self._config.restore_deadline_s)
 
-    def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
-        """Bring the session to ``tier``, then drop faster copies. Blocks; returns its tier."""
-        return self.ledger.demote(session, tier)
-
-    def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Pin or unpin. Raises ``PinLimit``: pinned sessions would take more than they may."""
-        self.ledger.pin(session, pinned)
-
-    def forget(self, session: SessionRef) -> bool:
-        """Remove the session from every tier, except blobs that another session here uses. Blocks.
-
-        A save of it that has begun must have ended: blobs that it commits later stay.
-        """
-        return self.ledger.forget(session)
-
-    def expire(self) -> None:
-        """Forget sessions that were not used for ``ttl_s``; also runs periodically by itself."""
-        self.ledger.expire()
-
     # ---- the store itself
-
-    @property
-    def codecs(self) -> CodecSet:
-        """The codecs that the store uses now."""
-        return self.packer.codecs
-
-    def adopt(self, codecs: CodecSet, *, keep: bool = True) -> None:
-        """Use these codecs from now on: see ``ColdStore.adopt``."""
-        self.ledger.adopt(codecs, keep=keep)
-
-    def pack_when(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
-        """Pack unpacked blobs from now on when ``is_idle``: see ``Repacker.begin``. Call once."""
-        self.ledger.repacker.begin(is_idle, on_packed)
-
-    def listen(self, on_notice: OnNotice) -> None:
-        """Call ``on_notice`` on a store thread when sessions expire, are evicted or are found.
-
-        See ``kvstore.ledger.notices``. The call comes within a minute.
-        """
-        self.ledger.listen(on_notice)
 
     def stats(self, save_queue_bytes: int = 0) -> StoreStats:
         """Return the current statistics. ``save_queue_bytes``: hot bytes waiting at the caller."""
         return self.ledger.stats(save_queue_bytes)
-
-    def flush(self, deadline_s: float) -> bool:
-        """Wait until every tier has its share of all commits; False if time ran out."""
-        return self.ledger.flush(deadline_s)
-
-    def close(self) -> None:
-        """Flush for a bounded time, stop all threads, close the tiers. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        self.flush(CLOSE_FLUSH_S)
-        self.ledger.close()

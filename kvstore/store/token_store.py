@@ -1,14 +1,7 @@
-"""The cold store: saves sessions and restores them.
+"""The store of an engine that keeps a session's KV as arrays of tokens (mlx): it packs by itself.
 
-A cold session is only a cache. ``save`` may be skipped, a tier may lose a blob or be down, a blob
-may be damaged: each costs a recompute of the tokens concerned and nothing else. Everything that
-``load`` returns was verified blob by blob against the tokens it was computed from, the tenant's
-salt, the model and the codec.
-
-The parts, in the order in which a session meets them: ``save_queue`` and ``saver`` (turn end),
-``encoder`` and ``reviser`` (which blobs, which record), then ``matcher`` and ``restorer`` (on
-return). The ledger (``kvstore.ledger``) keeps track of which sessions exist and where they are
-stored, and decides which are evicted.
+The parts, in the order in which a session meets them: ``saving`` (turn end), then ``token_matcher``
+and ``restorer`` (on return).
 """
 
 from __future__ import annotations
@@ -30,8 +23,6 @@ from kvstore.config import StoreConfig
 from kvstore.errors import StoreClosed
 from kvstore.ledger.claims import Claims
 from kvstore.ledger.ledger import Ledger
-from kvstore.ledger.notices import OnNotice
-from kvstore.ledger.repacking import OnPacked
 from kvstore.session import SessionRef, TierName
 from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import StoreStats
@@ -41,6 +32,7 @@ from kvstore.store.restorer import Restorer
 from kvstore.store.saving.encoder import Encoder
 from kvstore.store.saving.save_queue import Offered, OnDone, SaveJob, SaveQueue
 from kvstore.store.saving.saver import Saver
+from kvstore.store.store import Store
 from kvstore.store.token_keys import TokenKeys, TokenRecords
 from kvstore.store.token_matcher import Match as Match
 from kvstore.store.token_matcher import Matcher
@@ -48,11 +40,10 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 
 WAIT_S: Final = 30.0  # for saves of the session that wait or run
-CLOSE_FLUSH_S: Final = 10.0
 RESIZE_FLUSH_S: Final = 15.0
 
 
-class ColdStore:
+class ColdStore(Store[SessionRecord]):
     """Thread-safe. Owns ``tiers`` (fastest first) and closes them.
 
     Raises:
@@ -71,14 +62,13 @@ class ColdStore:
     ) -> None:
         self._config = config
         self.layout = model.layout
-        self._closed = False
-        self.packer = packer = Packer(codecs, model.layout, model.fingerprint, model.windows)
+        packer = Packer(codecs, model.layout, model.fingerprint, model.windows)
         space = KeySpace(model.fingerprint, chunk_tokens(config), model.name)
         growing = bool(model.layout.layers)
         self.keys = keys = TokenKeys(space, growing=growing, needs_state=model.needs_state)
         claims = Claims()
         self._queue = queue = SaveQueue(config.save_queue_bytes, claims)
-        self.ledger = ledger = Ledger(
+        ledger = Ledger(
             config,
             TokenRecords(keys, packer),
             packer,
@@ -88,7 +78,7 @@ class ColdStore:
             clock=clock,
             monotonic=monotonic,
         )
-        ledger.start()
+        super().__init__(ledger, packer)
         self._matcher = Matcher(ledger, keys, packer)
         self._restorer = Restorer(ledger, packer)
         encoder = Encoder(ledger, packer, keys, config.max_snapshots)
@@ -146,9 +136,9 @@ class ColdStore:
         possible = len(tokens) > 0 and len(self.ledger.stack) > 0
         offered = self._queue.offer(job) if possible else Offered.REFUSED
         if offered is Offered.SUPERSEDED:
-            self.ledger.counters.add("saves_superseded")
+            self.counters.add("saves_superseded")
         if offered is Offered.REFUSED:
-            self.ledger.counters.add("saves_skipped")
+            self.counters.add("saves_skipped")
         return offered is not Offered.REFUSED
 
     def settled(self, session: SessionRef) -> bool:
@@ -176,7 +166,7 @@ class ColdStore:
             return Match(0, None, "disabled")
         match = self._matcher.match(session, salt, token_ids, limit, boundaries)
         if match.reason is not None:
-            self.ledger.counters.add(f"misses.{match.reason}")
+            self.counters.add(f"misses.{match.reason}")
         return match
 
     def prepare(self, session: SessionRef) -> Match:
@@ -201,10 +191,10 @@ class ColdStore:
                 self.ledger.workers.later(used, match.record_key, keys, slow)
         except StoreClosed:
             return Restored(0, self.layout.empty(0), None, None, "disabled")
-        self.ledger.counters.add("restores", int(restored.num_tokens > 0))
-        self.ledger.counters.add("restored_tokens", restored.num_tokens)
+        self.counters.add("restores", int(restored.num_tokens > 0))
+        self.counters.add("restored_tokens", restored.num_tokens)
         if restored.reason is not None:
-            self.ledger.counters.add(f"misses.{restored.reason}")
+            self.counters.add(f"misses.{restored.reason}")
         return restored
 
     # ---- between turns
@@ -213,34 +203,13 @@ class ColdStore:
         """The record of the session, if its blobs can be used by this engine."""
         return None if self._closed else self._matcher.usable_record(session)
 
-    def records(self) -> list[SessionRecord]:
-        """All known sessions of this model, in codecs known here, that a tier still has."""
-        return [] if self._closed else self.ledger.resting_here()
-
-    def tier_of(self, session: SessionRef | SessionRecord) -> TierName | None:
-        """Return the slowest tier that a restore must read; None if even the beginning is gone."""
-        record = session if isinstance(session, SessionRecord) else self.record(session)
-        return None if record is None or self._closed else self.ledger.tier_of(record)
-
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
-        """Bring the session to ``tier`` and drop faster copies. Blocks; returns its tier then.
-
-        A pinned session, and one that ``tier`` cannot take as a whole, stays where it is.
-        """
-        if self._closed:
-            return None
         self._queue.wait_settled(self.ledger.record_key(session), WAIT_S)
-        return self.ledger.demote(session, tier)
+        return super().demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Keep the session's blobs from eviction, or stop that. Blocks while a save of it runs.
-
-        Has no effect on a session that was never saved. Raises ``PinLimit`` if pinned sessions
-        would then take more than their share.
-        """
-        if not self._closed:
-            self._queue.wait_settled(self.ledger.record_key(session), WAIT_S)
-            self.ledger.pin(session, pinned)
+        self._queue.wait_settled(self.ledger.record_key(session), WAIT_S)
+        super().pin(session, pinned)
 
     def is_pinned(self, session: SessionRef) -> bool:
         """True if its record is pinned by now. Asks memory only, so it does not wait."""
@@ -248,49 +217,13 @@ class ColdStore:
         return record is not None and record.pinned
 
     def forget(self, session: SessionRef) -> bool:
-        """Remove the session from every tier; False if it was not known. Blocks.
-
-        Afterwards no tier holds any of it except chunks that another session here uses. A tier
-        that is down deletes it when it is back.
-        """
-        if self._closed:
-            return False
         dropped = self._queue.drop(self.ledger.record_key(session))
-        was_known = self.ledger.forget(session)
+        was_known = super().forget(session)
         for on_done in dropped.on_done if dropped else ():
             on_done(None)
         return was_known or dropped is not None
 
-    def expire(self) -> None:
-        """Forget sessions that were not used for ``ttl_s``; also runs periodically by itself."""
-        self.ledger.expire()
-
     # ---- the store itself
-
-    @property
-    def codecs(self) -> CodecSet:
-        """The codecs that the store uses now."""
-        return self.packer.codecs
-
-    def adopt(self, codecs: CodecSet, *, keep: bool = True) -> None:
-        """Use these codecs from now on. Any thread; does not wait.
-
-        Blobs stored unpacked are packed later: see ``pack_when``. ``keep``: codecs that could be
-        read before still can be; otherwise their blobs are effectively lost. Warm new codecs first.
-        Raises ``UnknownCodec``, with nothing changed: one of them cannot take this layout.
-        """
-        self.ledger.adopt(codecs, keep=keep)
-
-    def pack_when(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
-        """Pack unpacked blobs from now on when ``is_idle``: see ``Repacker.begin``. Call once."""
-        self.ledger.repacker.begin(is_idle, on_packed)
-
-    def listen(self, on_notice: OnNotice) -> None:
-        """Call ``on_notice`` on a store thread when sessions expire, are evicted or are found.
-
-        See ``kvstore.ledger.notices``. The call comes within a minute.
-        """
-        self.ledger.listen(on_notice)
 
     def resize_memory(self, ram_bytes: int) -> None:
         """Set another budget of packed bytes in memory, never below the configured one.
@@ -309,21 +242,14 @@ class ColdStore:
         return self.ledger.stats(self._queue.nbytes)
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until every tier has its share of all saves; False if time ran out."""
         give_up_at = self.ledger.monotonic() + deadline_s
         if self._closed or not self._queue.wait_idle(deadline_s):
             return False
-        return self.ledger.flush(give_up_at - self.ledger.monotonic())
+        return super().flush(give_up_at - self.ledger.monotonic())
 
-    def close(self) -> None:
-        """Flush for a bounded time, stop all threads, close the tiers. Safe to call twice."""
-        if self._closed:
-            return
-        self.flush(CLOSE_FLUSH_S)
-        self._closed = True
+    def _end_saves(self) -> None:
         dropped = self._queue.close()
         self._saver.join()
-        self.ledger.close()
         for on_done in (x for job in dropped for x in job.on_done):
             on_done(None)
 
