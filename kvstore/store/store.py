@@ -54,19 +54,19 @@ class Store(Generic[R]):
 
     def records(self) -> list[R]:
         """All known sessions of this model, in codecs known here, that a tier still has."""
-        return [] if self._closed else self.ledger.resting_here()
+        return [] if self._closed else self.ledger.upkeep.resting_here()
 
     def tier_of(self, session: SessionRef | R) -> TierName | None:
         """Return the slowest tier that a restore must read; None if even the beginning is gone."""
         record = self.record(session) if isinstance(session, SessionRef) else session
-        return None if record is None or self._closed else self.ledger.tier_of(record)
+        return None if record is None or self._closed else self.ledger.upkeep.tier_of(record)
 
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
         """Bring the session to ``tier`` and drop faster copies. Blocks; returns its tier then.
 
         A pinned session, and one that ``tier`` cannot take as a whole, stays where it is.
         """
-        return None if self._closed else self.ledger.demote(session, tier)
+        return None if self._closed else self.ledger.upkeep.demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
         """Keep the session's blobs from eviction, or stop that. Blocks while a save of it runs.
@@ -75,7 +75,7 @@ class Store(Generic[R]):
         would then take more than their share.
         """
         if not self._closed:
-            self.ledger.pin(session, pinned)
+            self.ledger.upkeep.pin(session, pinned)
 
     def forget(self, session: SessionRef) -> bool:
         """Remove the session from every tier; False if it was not known. Blocks.
@@ -83,18 +83,18 @@ class Store(Generic[R]):
         Afterwards no tier holds any of it except blobs that another session here uses. A tier that
         is down deletes it when it is back.
         """
-        return not self._closed and self.ledger.forget(session)
+        return not self._closed and self.ledger.upkeep.forget(session)
 
     def expire(self) -> None:
         """Forget sessions that were not used for ``ttl_s``; also runs periodically by itself."""
-        self.ledger.expire()
+        self.ledger.upkeep.expire()
 
     def listen(self, on_notice: OnNotice) -> None:
         """Call ``on_notice`` on a store thread when sessions expire, are evicted or are found.
 
         See ``kvstore.ledger.notices``. The call comes within a minute.
         """
-        self.ledger.listen(on_notice)
+        self.ledger.notices.listen(on_notice)
 
     # ---- codecs
 
