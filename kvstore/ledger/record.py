@@ -45,8 +45,13 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
         return self.packed_bytes
 
     @property
+    def comparable_tokens(self) -> int:
+        """Number of its leading tokens that can be compared with a prompt."""
+        return self.num_tokens
+
+    @property
     def state_positions(self) -> Sequence[int]:
-        """Positions after which a state is stored."""
+        """Numbers of tokens after which a state is stored."""
         return ()
 
     @property

@@ -2,7 +2,6 @@
 
 A session is a chain of spans of its tokens, each of them one blob. At a turn's end ``saving`` packs
 the blobs that no tier has, or the engine's side does; ``reviser`` makes the record, and the ledger
-commits. On a return, ``token_matcher`` plans which tokens of a prompt can be restored and
-``restorer`` reads, verifies and unpacks them; ``block_reader`` plans, reads and verifies, and the
-engine's side unpacks into its blocks.
+commits. On a return, ``planner`` finds the blobs of a prompt; ``restorer`` reads, verifies and
+unpacks them, or ``block_reader`` reads and verifies them, and the engine's side unpacks.
 """

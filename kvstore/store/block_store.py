@@ -29,8 +29,8 @@ from kvstore.store.block_reader import BlockReader
 from kvstore.store.block_reader import Fetched as Fetched
 from kvstore.store.records import ID_BYTES, BlockRecord, common_blocks
 from kvstore.store.resting import Resting, RestingBlocks
-from kvstore.store.reviser import Reviser
 from kvstore.store.saving.older_copies import OlderCopies, OlderRun
+from kvstore.store.saving.reviser import Reviser
 from kvstore.store.spans import Span
 from kvstore.store.store import Store
 from kvstore.tiers.base import Blob, Tier
@@ -239,14 +239,12 @@ class BlockStore(Store[BlockRecord]):
 
         Raises ``StoreClosed``, and nothing else: a ``reason`` explains blobs that are unavailable.
         """
-        known = self._reader.known(session, hashes)
         wait_s = self._config.restore_deadline_s if deadline_s is None else deadline_s
-        fetched = self._reader.fetch(known, hashes, first_block, wait_s)
-        fetched = dataclasses.replace(fetched, hashes=hashes)
+        fetched = self._reader.fetch(session, hashes, first_block, wait_s)
         if fetched.spans:
-            key = self.ledger.record_key(session) if session and known.record else None
             keys = [x.key for x, _ in fetched.spans]
-            self.workers.later(self.ledger.promotion.used, key, keys, fetched.from_slower)
+            used = self.ledger.promotion.used
+            self.workers.later(used, fetched.record_key, keys, fetched.from_slower)
         return fetched
 
     def peek(
@@ -256,8 +254,7 @@ class BlockStore(Store[BlockRecord]):
 
         Reads no blob. A part of a block counts as a block. Raises ``StoreClosed``.
         """
-        known = self._reader.known(session, hashes)
-        return self._reader.peek(known, hashes, first_block)
+        return self._reader.peek(session, hashes, first_block)
 
     def discard(self, key: bytes) -> None:
         """Delete a blob that could not be decoded, so that it is never offered again."""

@@ -125,8 +125,12 @@ class BlockRecord(StoredSession, frozen=True, kw_only=True):
         return len(self.hashes) // HASH_BYTES * self.block_tokens + len(self.part)
 
     @property
+    def comparable_tokens(self) -> int:
+        return self.num_tokens - len(self.part)
+
+    @property
     def state_positions(self) -> Sequence[int]:
-        return self.states
+        return [x * self.block_tokens for x in self.states]
 
     @property
     def states_bytes(self) -> int:

@@ -25,8 +25,8 @@ from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import CopyReader
 from kvstore.session import MissReason, TierName
 from kvstore.shapes import KVPair, KVRun, slice_tokens
+from kvstore.store.planner import BlobRead
 from kvstore.store.records import SessionRecord
-from kvstore.store.token_matcher import BlobRead, Match
 from kvstore.tiers.base import Blob
 
 T = TypeVar("T")
@@ -35,6 +35,23 @@ READS_AHEAD: Final = 2  # batches being read while earlier ones are decoded
 
 # The result of asking a tier for a blob.
 Answer: TypeAlias = Blob | TierUnavailable | None
+
+
+@dataclass(frozen=True)
+class Match:
+    """The part of a prompt that can be restored. Cheap to make: only records were read, no blobs.
+
+    ``tier`` is the slowest that must be read, None for a miss. ``reason``: why the rest of the KV
+    that was once stored is not reusable; None if nothing was lost. ``tokens``, (num_tokens,) int32,
+    are the tokens of the match: loading it needs no other source for the tokens of the KV.
+    """
+
+    num_tokens: int
+    tier: TierName | None
+    reason: MissReason | None
+    reads: tuple[BlobRead, ...] = field(default=(), repr=False)
+    record_key: bytes | None = field(default=None, repr=False)
+    tokens: Tokens = field(default_factory=no_tokens, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -239,5 +256,5 @@ class Restorer:
         ends = [0]
         for x in good:
             if x.blob is not None and self._packer.is_lossy(x.blob):
-                ends.append(x.read.span.first_token + x.read.take)
+                ends.append(x.read.end_token)
         return max(ends)

@@ -1,7 +1,7 @@
 """The store of an engine that keeps a session's KV as arrays of tokens (mlx): it packs by itself.
 
-The parts, in the order in which a session meets them: ``saving`` (turn end), then ``token_matcher``
-and ``restorer`` (on return).
+The parts, in the order in which a session meets them: ``saving`` (turn end), then ``planner`` and
+``restorer`` (on return).
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from kvstore.config import StoreConfig
 from kvstore.errors import StoreClosed
 from kvstore.ledger.claims import Claims
 from kvstore.ledger.ledger import Ledger
-from kvstore.session import SessionRef, TierName
+from kvstore.session import UNKNOWN_REASONS, SessionRef, TierName
 from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import StoreStats
+from kvstore.store.planner import Planner
+from kvstore.store.prompts import TokenPrompt
 from kvstore.store.records import SessionRecord
+from kvstore.store.restorer import Match as Match
 from kvstore.store.restorer import Restored as Restored
 from kvstore.store.restorer import Restorer
 from kvstore.store.saving.encoder import Encoder
@@ -34,8 +37,6 @@ from kvstore.store.saving.save_queue import Offered, OnDone, SaveJob, SaveQueue
 from kvstore.store.saving.saver import Saver
 from kvstore.store.store import Store
 from kvstore.store.token_keys import TokenKeys, TokenRecords
-from kvstore.store.token_matcher import Match as Match
-from kvstore.store.token_matcher import Matcher
 from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 
@@ -79,7 +80,8 @@ class ColdStore(Store[SessionRecord]):
             monotonic=monotonic,
         )
         super().__init__(ledger, packer)
-        self._matcher = Matcher(ledger, keys, packer)
+        size, needs_state = space.chunk_tokens, model.needs_state
+        self._planner = Planner(ledger, packer, size, growing=growing, needs_state=needs_state)
         self._restorer = Restorer(ledger, packer)
         encoder = Encoder(ledger, packer, keys, config.max_snapshots)
         self._saver = Saver(queue, encoder, packer, keys, ledger)
@@ -164,7 +166,7 @@ class ColdStore(Store[SessionRecord]):
         """
         if self._closed:
             return Match(0, None, "disabled")
-        match = self._matcher.match(session, salt, token_ids, limit, boundaries)
+        match = self._match(session, salt, as_tokens(token_ids)[: max(limit, 0)], boundaries)
         if match.reason is not None:
             self.counters.add(f"misses.{match.reason}")
         return match
@@ -174,7 +176,18 @@ class ColdStore(Store[SessionRecord]):
         record = self.record(session)
         if record is None:
             return Match(0, None, "disabled" if self._closed else self.ledger.company.why_unknown())
-        return self._matcher.match(session, session.salt, record.tokens, record.num_tokens)
+        return self._match(session, session.salt, record.tokens, ())
+
+    def _match(
+        self, session: SessionRef | None, salt: bytes, tokens: Tokens, boundaries: Sequence[int]
+    ) -> Match:
+        prompt = TokenPrompt(self.keys, self.keys.space.root(salt), tokens, boundaries)
+        reads, end, reason, record, _ = self._planner.plan(session, prompt)
+        tier = self.ledger.stack.name(max(x.level for x in reads)) if reads else None
+        if reads and record is None and reason in UNKNOWN_REASONS:
+            reason = None  # a new session found more than it could expect
+        key = self.ledger.index.key(record) if record else None
+        return Match(end, tier, reason, tuple(reads), key, tokens[:end])
 
     def load(self, match: Match, deadline_s: float | None = None) -> Restored:
         """Read and decode the tokens of ``match``, or the good prefix of them. Blocks.
@@ -200,8 +213,16 @@ class ColdStore(Store[SessionRecord]):
     # ---- between turns
 
     def record(self, session: SessionRef) -> SessionRecord | None:
-        """The record of the session, if its blobs can be used by this engine."""
-        return None if self._closed else self._matcher.usable_record(session)
+        """The record of the session, if its blobs can be used by this engine.
+
+        The store's own notices name sessions without a salt; such a session is found by name alone.
+        """
+        index = self.ledger.index
+        record = None if self._closed else index.find_anywhere(session.tenant, session.id)
+        if record is None or index.is_over(record) or not self.packer.reads_any(record.codecs):
+            return None
+        is_theirs = session.salt and record.root != self.keys.space.root(session.salt)
+        return None if is_theirs else record
 
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
         self._queue.wait_settled(self.ledger.record_key(session), WAIT_S)

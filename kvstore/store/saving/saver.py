@@ -21,8 +21,8 @@ from typing import Final
 from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
 from kvstore.store.records import SessionRecord
-from kvstore.store.reviser import Reviser
 from kvstore.store.saving.encoder import Encoded, Encoder, SessionUpdate
+from kvstore.store.saving.reviser import Reviser
 from kvstore.store.saving.save_queue import OnDone, SaveJob, SaveQueue
 from kvstore.store.token_keys import TokenKeys
 from kvstore.tiers.base import Blob
