@@ -28,6 +28,7 @@ from kvstore.kept_states import by_worth
 from kvstore.store.records import (
     HASH_BYTES,
     BlockRecord,
+    common_blocks,
     decode_record,
     encode_record,
 )
@@ -119,6 +120,35 @@ def _joined(*parts: bytes) -> bytes:
 
 def _digest(person: bytes, *parts: bytes) -> bytes:
     return blake2b(_joined(*parts), digest_size=DIGEST_BYTES, person=person).digest()
+
+
+class BlockPrompt:
+    """The hashes of a prompt's blocks: see ``planner.Prompt``. A tail is found by content, too."""
+
+    def __init__(self, keys: BlockKeys, hashes: Sequence[bytes]) -> None:
+        self._keys = keys
+        self._hashes = hashes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._hashes) * self._keys.block_tokens
+
+    def common(self, record: BlockRecord) -> int:
+        return common_blocks(record.block_hashes, self._hashes) * self._keys.block_tokens
+
+    def rows(self, record: BlockRecord) -> list[Span]:
+        return self._keys.whole(record.block_hashes)
+
+    def chunks(self, first_token: int) -> list[Span]:
+        return self._keys.chunks(self._hashes, first_token // self._keys.block_tokens)
+
+    def tails(self, first_token: int, end_token: int) -> list[Span]:
+        size = self._keys.block_tokens
+        return self._keys.tails(self._hashes[: end_token // size], first_token // size)
+
+    def states(self, own: Sequence[int], first_token: int) -> list[Span]:
+        first = first_token // self._keys.block_tokens
+        return [self._keys.state(self._hashes, n) for n in range(len(self._hashes), first, -1)]
 
 
 class BlockRecords:

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Final, TypeAlias
 
 from kvstore.blobs import format as blobs
 from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
-from kvstore.ledger.reading import CopyReader, GoodCopy
 from kvstore.session import MissReason, SessionRef, TierName
-from kvstore.store.block_keys import BlockKeys
+from kvstore.store.blob_reader import BlobReader
+from kvstore.store.block_keys import BlockKeys, BlockPrompt
 from kvstore.store.planner import BlobRead, Plan, Planner
-from kvstore.store.prompts import BlockPrompt
 from kvstore.store.records import BlockRecord
 from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
-
-READ_BATCH: Final = 8  # blobs per call to a tier
 
 
 @dataclass(frozen=True)
@@ -47,9 +42,6 @@ class Fetched:
     record_key: bytes | None = field(default=None, repr=False)
 
 
-_Read: TypeAlias = tuple[Span, GoodCopy[blobs.VerifiedBlob]]
-
-
 class BlockReader:
     """Finds and reads blobs for a prompt. Thread-safe."""
 
@@ -64,10 +56,8 @@ class BlockReader:
         """Set ``has_state`` where only a prefix that ends at a stored state can be used."""
         self._index = ledger.index
         self._stack = ledger.stack
-        self._workers = ledger.workers
         self._counters = ledger.counters
-        self._monotonic = ledger.monotonic
-        self._copies = CopyReader(ledger.stack, ledger.counters)
+        self._reader = BlobReader(ledger)
         self._keys = keys
         self._packer = packer
         self._has_state = has_state
@@ -87,25 +77,27 @@ class BlockReader:
             hashes: of all blocks of the prompt that may be restored, from its beginning.
         """
         plan = self._plan(session, hashes, first_block)
-        good, reason = self._good(plan.reads, self._monotonic() + deadline_s)
+        good, reason = self._reader.read(plan.reads, self._verified, deadline_s)
         reason = reason or plan.reason
         if reason is not None:
             self._counters.add(f"misses.{reason}")
         if self._has_state and len(good) < len(plan.reads):
             good = []
-        last = good[-1][0] if good else None
+        spans = [x.span for x in plan.reads[: len(good)]]
+        last = spans[-1] if spans else None
         end = min(last.end_token, plan.end_token) // last.block_tokens if last else first_block
         part = plan.record.part if plan.record and last and last.is_part else ()
         if end <= first_block and not part:
             good, end = [], first_block
-        slowest = max((copy.level for _, copy in good), default=None)
+        copies = list(zip(spans, good, strict=False))
+        slowest = max((x.level for x in good), default=None)
         return Fetched(
             end_block=end,
-            spans=[(span, copy.value) for span, copy in good],
+            spans=[(span, copy.value) for span, copy in copies],
             tier=None if slowest is None else self._stack.name(slowest),
             reason=reason,
             part=part,
-            from_slower=[(span.key, copy.blob) for span, copy in good if copy.level],
+            from_slower=[(span.key, copy.blob) for span, copy in copies if copy.level],
             hashes=hashes,
             record_key=self._index.key(plan.record) if plan.record else None,
         )
@@ -136,33 +128,8 @@ class BlockReader:
             return plan._replace(reason="evicted")
         return plan._replace(reads=[*plan.reads, BlobRead(span, span.num_tokens, level)])
 
-    def _good(
-        self, reads: Sequence[BlobRead], give_up_at: float
-    ) -> tuple[list[_Read], MissReason | None]:
-        """Return the leading good blobs, and why there are no more of them."""
-        good: list[_Read] = []
-        for i in range(0, len(reads), READ_BATCH):
-            batch = reads[i : i + READ_BATCH]
-            reading = self._workers.read(self._read, batch)
-            try:
-                found = reading.result(timeout=max(give_up_at - self._monotonic(), 0.0))
-            except TimeoutError:
-                return good, "deadline"
-            for read, copy in zip(batch, found, strict=True):
-                if isinstance(copy, str):
-                    return good, copy
-                good.append((read.span, copy))
-        return good, None
-
-    def _read(self, reads: Sequence[BlobRead]) -> list[GoodCopy[blobs.VerifiedBlob] | MissReason]:
-        """Read a good copy of each blob, from the fastest tier that has one."""
-        return [
-            self._copies.read(x.key, range(x.level, len(self._stack)), partial(self._verify, x.key))
-            for x in reads
-        ]
-
-    def _verify(self, key: bytes, blob: Blob) -> blobs.VerifiedBlob:
+    def _verified(self, read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
         """Check the blob and its name: the key covers model, rank and every token before."""
-        verified = blobs.verify(blob, key)
+        verified = blobs.verify(blob, read.key)
         self._packer.check_codecs(verified)
         return verified

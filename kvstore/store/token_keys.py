@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 from kvstore.blobs import format as blobs
-from kvstore.blobs.chain import Chain, KeySpace
+from kvstore.blobs.chain import Chain, KeySpace, Tokens, common_prefix
 from kvstore.blobs.packer import RECORD_CODEC, Packer
 from kvstore.errors import Mismatch
 from kvstore.kept_states import by_worth
@@ -52,6 +55,50 @@ class TokenKeys:
         chain = chain or self.chain(record)
         states = [self.state(chain, x) for x in by_worth(record.snapshots)]
         return in_order(self.rows(chain, record.tenant, record.id), states)
+
+
+class TokenPrompt:
+    """A prompt of one tenant: see ``planner.Prompt``. A tail belongs to its session alone.
+
+    Args:
+        root: the start of the tenant's chains.
+        boundaries: positions where a session may have left a state.
+    """
+
+    def __init__(
+        self, keys: TokenKeys, root: bytes, tokens: Tokens, boundaries: Sequence[int]
+    ) -> None:
+        self._keys = keys
+        self._root = root
+        self._tokens = tokens
+        self._boundaries = boundaries
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    def common(self, record: SessionRecord) -> int | None:
+        return common_prefix(record.tokens, self._tokens) if record.root == self._root else None
+
+    def rows(self, record: SessionRecord) -> list[Span]:
+        return self._keys.rows(self._keys.chain(record), record.tenant, record.id)
+
+    def chunks(self, first_token: int) -> list[Span]:
+        return self._keys.chunks(self._chain)[first_token // self._keys.space.chunk_tokens :]
+
+    def tails(self, first_token: int, end_token: int) -> list[Span]:
+        return []
+
+    def states(self, own: Sequence[int], first_token: int) -> list[Span]:
+        size = self._keys.space.chunk_tokens
+        # Engines take a state at a boundary, or after the last full chunk before it.
+        ends = {y for x in self._boundaries for y in (x, x - x % size)}
+        found = {x for x in (*own, *ends) if first_token < x <= self.num_tokens}
+        return [self._keys.state(self._chain, x) for x in sorted(found, reverse=True)]
+
+    @cached_property
+    def _chain(self) -> Chain:
+        return self._keys.space.chain(self._root, self._tokens)
 
 
 class TokenRecords:

@@ -27,7 +27,6 @@ from kvstore.session import UNKNOWN_REASONS, SessionRef, TierName
 from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import StoreStats
 from kvstore.store.planner import Planner
-from kvstore.store.prompts import TokenPrompt
 from kvstore.store.records import SessionRecord
 from kvstore.store.restorer import Match as Match
 from kvstore.store.restorer import Restored as Restored
@@ -36,7 +35,7 @@ from kvstore.store.saving.encoder import Encoder
 from kvstore.store.saving.save_queue import Offered, OnDone, SaveJob, SaveQueue
 from kvstore.store.saving.saver import Saver
 from kvstore.store.store import Store
-from kvstore.store.token_keys import TokenKeys, TokenRecords
+from kvstore.store.token_keys import TokenKeys, TokenPrompt, TokenRecords
 from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 
