@@ -68,7 +68,7 @@ def open_store(
     keys = BlockKeys(fingerprint, BLOCK, PER_CHUNK)
     packer = Packer(codecs or codec_by_name(codec), LAYOUT, fingerprint, windows)
     tiers = tiers or [RamTier(1 << 26)]
-    return BlockStore(settings, packer, keys, fingerprint, tiers, clock=clock, has_state=has_state)
+    return BlockStore(settings, packer, keys, tiers, clock=clock, has_state=has_state)
 
 
 def served(codec: str = "raw", data: Path | None = None, **config) -> ServedCodecs:

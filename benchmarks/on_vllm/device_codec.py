@@ -92,7 +92,7 @@ class Rig:
         chosen = codec_of(codec, self.cache)
         keys = BlockKeys("", BLOCK_TOKENS, chunk_tokens // BLOCK_TOKENS)
         self.packer = Packer(chosen, self.cache.layout, "")
-        self.store = BlockStore(StoreConfig(), self.packer, keys, "", [])
+        self.store = BlockStore(StoreConfig(), self.packer, keys, [])
         groups = view_groups(self.cache)
         assert groups is not None
         self.layouts = StagingLayouts(groups, self.packer, self.cache.dtype)

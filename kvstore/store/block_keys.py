@@ -154,10 +154,10 @@ class BlockPrompt:
 class BlockRecords:
     """Describes records of chains of blocks to the ledger: see ``RecordKind``."""
 
-    def __init__(self, keys: BlockKeys, packer: Packer, fingerprint: str) -> None:
+    def __init__(self, keys: BlockKeys, packer: Packer) -> None:
         self._keys = keys
         self._packer = packer
-        self._fingerprint = blobs.fingerprint_digest(fingerprint)
+        self._fingerprint = blobs.fingerprint_digest(packer.fingerprint)
 
     def key(self, tenant: str, session_id: str) -> bytes:
         return self._keys.record_key(tenant, session_id)

@@ -16,19 +16,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
+from kvstore.blobs import format as blobs
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
 from kvstore.kept_states import kept_states
 from kvstore.ledger.ledger import Ledger
-from kvstore.session import MissReason, SessionRef
+from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
-from kvstore.store.block_keys import BlockKeys, BlockRecords
-from kvstore.store.block_reader import BlockReader
-from kvstore.store.block_reader import Fetched as Fetched
+from kvstore.store.blob_reader import BlobReader
+from kvstore.store.block_keys import BlockKeys, BlockPrompt, BlockRecords
+from kvstore.store.planner import BlobRead, Plan, Planner
 from kvstore.store.records import ID_BYTES, BlockRecord, common_blocks
-from kvstore.store.resting import Resting, RestingBlocks
+from kvstore.store.resting import Resting, resting_blocks
 from kvstore.store.saving.older_copies import OlderCopies, OlderRun
 from kvstore.store.saving.reviser import Reviser
 from kvstore.store.spans import Span
@@ -53,6 +54,23 @@ class RestoredPart:
     num_loaded: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """Verified blobs that cover blocks ``.. end_block`` of the prompt without a hole.
+
+    ``tier`` is the slowest that was read. ``reason``: why less than was once stored is returned.
+    ``part``: ids of the tokens after ``end_block`` whose rows are the last of the blobs. The caller
+    compares the prompt with them: it may continue with all, only the first few, or none of them.
+    """
+
+    end_block: int
+    spans: list[tuple[Span, blobs.VerifiedBlob]] = dataclasses.field(repr=False)
+    tier: TierName | None
+    reason: MissReason | None
+    part: tuple[int, ...] = ()
+    hashes: Sequence[bytes] = dataclasses.field(default=(), repr=False)  # of the prompt's blocks
+
+
 class BlockStore(Store[BlockRecord]):
     """Thread-safe, but commits of one session must not overlap. Owns ``tiers`` and closes them.
 
@@ -64,7 +82,6 @@ class BlockStore(Store[BlockRecord]):
         config: StoreConfig,
         packer: Packer,
         keys: BlockKeys,
-        fingerprint: str,
         tiers: Sequence[Tier],
         *,
         clock: Callable[[], float] = time.time,
@@ -74,13 +91,15 @@ class BlockStore(Store[BlockRecord]):
         """Set ``has_state`` for a model that has layers that do not keep all tokens."""
         self.keys = keys
         self._config = config
-        records = BlockRecords(keys, packer, fingerprint)
+        records = BlockRecords(keys, packer)
         ledger = Ledger(config, records, packer, tiers, clock=clock, monotonic=monotonic)
         super().__init__(ledger, packer)
-        self._reviser = Reviser(ledger.index, packer, keys.chunk_blocks * keys.block_tokens)
-        self._reader = BlockReader(ledger, keys, packer, has_state=has_state)
+        self._has_state = has_state
+        size = keys.chunk_blocks * keys.block_tokens
+        self._reviser = Reviser(ledger.index, packer, size)
+        self._planner = Planner(ledger, packer, size, growing=True, needs_state=has_state)
+        self._reader = BlobReader(ledger)
         self.older = OlderCopies(ledger.stack, packer)
-        self._resting = RestingBlocks(keys, ledger.stack, has_state=has_state)
 
     # ---- turn end
 
@@ -239,13 +258,26 @@ class BlockStore(Store[BlockRecord]):
 
         Raises ``StoreClosed``, and nothing else: a ``reason`` explains blobs that are unavailable.
         """
+        plan = self._plan(session, hashes, first_block)
         wait_s = self._config.restore_deadline_s if deadline_s is None else deadline_s
-        fetched = self._reader.fetch(session, hashes, first_block, wait_s)
-        if fetched.spans:
-            keys = [x.key for x, _ in fetched.spans]
-            used = self.ledger.promotion.used
-            self.workers.later(used, fetched.record_key, keys, fetched.from_slower)
-        return fetched
+        good, reason = self._reader.read(plan.reads, self._verified, wait_s)
+        reason = reason or plan.reason
+        if reason is not None:
+            self.counters.add(f"misses.{reason}")
+        if self._has_state and len(good) < len(plan.reads):
+            good = []
+        spans = [x.span for x in plan.reads[: len(good)]]
+        last = spans[-1] if spans else None
+        end = min(last.end_token, plan.end_token) // last.block_tokens if last else first_block
+        part = plan.record.part if plan.record and last and last.is_part else ()
+        if end <= first_block and not part:
+            return Fetched(first_block, [], None, reason, hashes=hashes)
+        key = self.ledger.index.key(plan.record) if plan.record else None
+        slow = [(span.key, x.blob) for span, x in zip(spans, good, strict=True) if x.level]
+        self.workers.later(self.ledger.promotion.used, key, [x.key for x in spans], slow)
+        tier = self.ledger.stack.name(max(x.level for x in good))
+        blobs_of = [(span, x.value) for span, x in zip(spans, good, strict=True)]
+        return Fetched(end, blobs_of, tier, reason, part, hashes)
 
     def peek(
         self, session: SessionRef | None, hashes: Sequence[bytes], first_block: int
@@ -254,7 +286,33 @@ class BlockStore(Store[BlockRecord]):
 
         Reads no blob. A part of a block counts as a block. Raises ``StoreClosed``.
         """
-        return self._reader.peek(session, hashes, first_block)
+        plan = self._plan(session, hashes, first_block)
+        has_part = bool(plan.reads) and plan.reads[-1].span.is_part
+        return plan.end_token // self.keys.block_tokens + has_part, plan.reason
+
+    def _plan(
+        self, session: SessionRef | None, hashes: Sequence[bytes], first_block: int
+    ) -> Plan[BlockRecord]:
+        prompt, size = BlockPrompt(self.keys, hashes), self.keys.block_tokens
+        plan = self._planner.plan(session, prompt, first_block * size)
+        reads, record = plan.reads, plan.record
+        if reads and reads[-1].span.is_state:  # first, since without it no other need be read
+            plan = plan._replace(reads=[reads[-1], *reads[:-1]])
+        if record is None or not record.part:
+            return plan
+        if not plan.common == plan.end_token == record.comparable_tokens:
+            return plan
+        span = self.keys.part(record.block_hashes, record.part)
+        level = self.ledger.stack.locate([span.key]).levels[0]
+        if level is None:
+            return plan._replace(reason="evicted")
+        return plan._replace(reads=[*plan.reads, BlobRead(span, span.num_tokens, level)])
+
+    def _verified(self, read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
+        """Check the blob and its name: the key covers model, rank and every token before."""
+        verified = blobs.verify(blob, read.key)
+        self.packer.check_codecs(verified)
+        return verified
 
     def discard(self, key: bytes) -> None:
         """Delete a blob that could not be decoded, so that it is never offered again."""
@@ -277,7 +335,8 @@ class BlockStore(Store[BlockRecord]):
         record = self.ledger.index.get(self.ledger.record_key(session))
         if record is None or not self.ledger.kind.is_usable(record):
             return None
-        return record, self._resting.find(record)
+        stack, has_state = self.ledger.stack, self._has_state
+        return record, resting_blocks(self.keys, stack, record, has_state=has_state)
 
     def warm(self, session: SessionRef) -> None:
         """Bring the whole session to the fastest tier. Blocks."""

@@ -87,7 +87,7 @@ class Rig:
         keys = BlockKeys(FINGERPRINT, self.shape.block, PER_CHUNK)
         packer = Packer(codec, self.cache.layout, FINGERPRINT)
         config = StoreConfig(chunk_tokens=self.shape.block * PER_CHUNK, num_threads=1)
-        self.store = BlockStore(config, packer, keys, FINGERPRINT, [RamTier(1 << 26)])
+        self.store = BlockStore(config, packer, keys, [RamTier(1 << 26)])
         groups = view_groups(self.cache)
         assert groups is not None
         self.layouts = StagingLayouts(groups, packer, self.cache.dtype)

@@ -79,7 +79,7 @@ class Rig:
         packer = Packer(self.codec, self.cache.layout, FINGERPRINT)
         keys = BlockKeys(FINGERPRINT, shape.block, shape.per_chunk)
         config = StoreConfig(chunk_tokens=shape.block * shape.per_chunk, num_threads=1)
-        self.store = BlockStore(config, packer, keys, FINGERPRINT, [RamTier(1 << 26)])
+        self.store = BlockStore(config, packer, keys, [RamTier(1 << 26)])
         groups = view_groups(self.cache)
         assert groups is not None
         self.layouts = StagingLayouts(groups, packer, self.cache.dtype)

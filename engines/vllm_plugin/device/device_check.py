@@ -107,7 +107,7 @@ def kernels_agree(accelerator: Accelerator, cache: PagedCache, store: BlockStore
     scratch = scratch_for(codec, cache, 2 * chunk + 1)
     keys = BlockKeys("", per_block, chunk)
     packer = Packer(codec, scratch.layout, "")
-    aside = BlockStore(StoreConfig(num_threads=1), packer, keys, "", [])
+    aside = BlockStore(StoreConfig(num_threads=1), packer, keys, [])
     try:
         on_device = device_blocks(accelerator, scratch, aside, staging_bytes=0)
         on_host = HostBlocks(scratch, aside, accelerator.stream())

@@ -213,7 +213,7 @@ def open_worker_side(
     )
     company = joined(config, lambda: msgspec.structs.replace(facts, codec=codecs.codecs.redis.id))
     has_state = states is not None
-    store = BlockStore(config, packer, keys, identity, tiers, has_state=has_state)
+    store = BlockStore(config, packer, keys, tiers, has_state=has_state)
     store.ledger.join(company)
     staging = StagingArea()
     blocks = choose_blocks(cache, store, config.save_queue_bytes // SPARE_SHARE)

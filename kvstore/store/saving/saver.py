@@ -21,7 +21,7 @@ from typing import Final
 from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
 from kvstore.store.records import SessionRecord
-from kvstore.store.saving.encoder import Encoded, Encoder, SessionUpdate
+from kvstore.store.saving.encoder import Encoded, Encoder, Turn
 from kvstore.store.saving.reviser import Reviser
 from kvstore.store.saving.save_queue import OnDone, SaveJob, SaveQueue
 from kvstore.store.token_keys import TokenKeys
@@ -78,8 +78,8 @@ class Saver:
     def _save(self, job: SaveJob) -> SessionRecord | None:
         root = self._keys.space.root(job.session.salt)
         chain = self._keys.space.chain(root, job.tokens)
-        update = SessionUpdate(job.session, job.tokens, root, chain, self._ledger.find(job.session))
-        encoded = self._encoder.encode(update, job)
+        turn = Turn(job, root, chain, self._ledger.find(job.session))
+        encoded = self._encoder.encode(turn)
         record = SessionRecord(
             tenant=job.session.tenant,
             id=job.session.id,
@@ -91,26 +91,22 @@ class Saver:
             last_used_s=self._ledger.clock(),
         )
         spans = self._keys.spans(record, chain)
-        record, obsolete = self._reviser.revise(
-            record, update.old, update.common, spans, encoded.fresh
-        )
-        forms = self._forms(update, job, encoded)
+        record, obsolete = self._reviser.revise(record, turn.old, turn.common, spans, encoded.fresh)
+        forms = self._forms(turn, encoded)
         save = self._ledger.committer.save
         return record if save(record, encoded.fresh, obsolete, encoded.codecs, forms) else None
 
-    def _forms(
-        self, update: SessionUpdate, job: SaveJob, encoded: Encoded
-    ) -> Iterator[tuple[str, dict[bytes, Blob]]]:
+    def _forms(self, turn: Turn, encoded: Encoded) -> Iterator[tuple[str, dict[bytes, Blob]]]:
         """Pack in every other codec that a tier has, then release the hot bytes."""
         try:
             for codec in self._encoder.others(encoded):
-                if self._queue.is_pressed(job):
+                if self._queue.is_pressed(turn.job):
                     # Denser blobs would be better, but later ones would be worse.
                     self._ledger.counters.add("saves_copied")
                     return
-                yield codec.id, self._encoder.encode_again(update, job, encoded, codec)
+                yield codec.id, self._encoder.encode_again(turn, encoded, codec)
         finally:
-            self._queue.encoded(job)
+            self._queue.encoded(turn.job)
 
 
 def _call(on_done: OnDone, record: SessionRecord | None) -> None:
