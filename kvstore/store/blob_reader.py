@@ -36,16 +36,18 @@ Answer: TypeAlias = Blob | TierUnavailable | None
 
 @dataclass
 class _Using(Generic[T]):
-    """A blob that is being used by a codec thread, or waits for one."""
+    """Blobs that are being used by a codec thread, or wait for one."""
 
-    future: Future[GoodCopy[T] | MissReason]
-    here: Callable[[], GoodCopy[T] | MissReason]  # does the same on the thread that calls it
+    future: Future[list[GoodCopy[T] | MissReason]]
+    here: Callable[[], list[GoodCopy[T] | MissReason]]  # does the same on the thread that calls it
 
 
 class BlobReader:
     """Falls back from tier to tier where a copy cannot be used. Thread-safe."""
 
-    def __init__(self, ledger: Ledger[Any]) -> None:
+    def __init__(self, ledger: Ledger[Any], together: int = 1) -> None:
+        """Set ``together`` to the number of blobs that a thread uses at a time."""
+        self._together = together
         self._stack = ledger.stack
         self._workers = ledger.workers
         self._monotonic = ledger.monotonic
@@ -67,11 +69,13 @@ class BlobReader:
                 x.future.cancel()
 
     def _start(self, reads: Sequence[BlobRead], use: Use[T], give_up_at: float) -> list[_Using[T]]:
-        """Start one use for each blob, in order; fewer if reading took too long."""
+        """Start the use of all blobs, in order; of fewer if reading took too long."""
         uses: list[_Using[T]] = []
         for batch, answers in self._read_ahead(reads, give_up_at):
-            for read, answer in zip(batch, answers, strict=True):
-                call = partial(self._good_copy, read, answer, use, give_up_at)
+            pairs = list(zip(batch, answers, strict=True))
+            for i in range(0, len(pairs), self._together):
+                some = pairs[i : i + self._together]
+                call = partial(self._good_copies, some, use, give_up_at)
                 uses.append(_Using(self._workers.codec(call), call))
         return uses
 
@@ -108,7 +112,12 @@ class BlobReader:
         except TimeoutError:
             return None
 
-    # ---- one blob, on a codec thread or the one that waits
+    # ---- on a codec thread or the one that waits
+
+    def _good_copies(
+        self, answers: Sequence[tuple[BlobRead, Answer]], use: Use[T], give_up_at: float
+    ) -> list[GoodCopy[T] | MissReason]:
+        return [self._good_copy(x, answer, use, give_up_at) for x, answer in answers]
 
     def _good_copy(
         self, read: BlobRead, answer: Answer, use: Use[T], give_up_at: float
@@ -138,12 +147,13 @@ class BlobReader:
         waiting = iter(uses)
         for x in uses:
             self._help(x, waiting, give_up_at)
-            copy = self._in_time(x.future, give_up_at)
-            if copy is None:
+            copies = self._in_time(x.future, give_up_at)
+            if copies is None:
                 return good, "deadline"
-            if isinstance(copy, str):
-                return good, copy
-            good.append(copy)
+            for copy in copies:
+                if isinstance(copy, str):
+                    return good, copy
+                good.append(copy)
         return good, None if len(good) == num_reads else "deadline"
 
     def _help(self, wanted: _Using[T], waiting: Iterator[_Using[T]], give_up_at: float) -> None:

@@ -139,8 +139,9 @@ class BlockPrompt:
     def rows(self, record: BlockRecord) -> list[Span]:
         return self._keys.whole(record.block_hashes)
 
-    def chunks(self, first_token: int) -> list[Span]:
-        return self._keys.chunks(self._hashes, first_token // self._keys.block_tokens)
+    def chunks(self, first_token: int, end_token: int) -> list[Span]:
+        size = self._keys.block_tokens
+        return self._keys.chunks(self._hashes[: end_token // size], first_token // size)
 
     def tails(self, first_token: int, end_token: int) -> list[Span]:
         size = self._keys.block_tokens

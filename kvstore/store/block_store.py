@@ -36,6 +36,7 @@ from kvstore.store.spans import Span
 from kvstore.store.store import Store
 from kvstore.tiers.base import Blob, Tier
 
+VERIFIED_TOGETHER: Final = 8  # checking a blob takes less than handing it to a thread
 DISCARD_S: Final = 2.0  # a restore waits up to this long for running copies
 
 # Packs the new blobs of a session in this codec; returns them by key.
@@ -98,7 +99,7 @@ class BlockStore(Store[BlockRecord]):
         size = keys.chunk_blocks * keys.block_tokens
         self._reviser = Reviser(ledger.index, packer, size)
         self._planner = Planner(ledger, packer, size, growing=True, needs_state=has_state)
-        self._reader = BlobReader(ledger)
+        self._reader = BlobReader(ledger, together=VERIFIED_TOGETHER)
         self.older = OlderCopies(ledger.stack, packer)
 
     # ---- turn end

@@ -10,7 +10,7 @@ A cache that cannot be cut back can be restored only where a state was taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvstore.blobs.packer import Packer
@@ -37,8 +37,8 @@ class Prompt(Protocol[C]):
     def rows(self, record: C) -> list[Span]:
         """Name the blobs of a session's rows that can be compared with a prompt."""
 
-    def chunks(self, first_token: int) -> list[Span]:
-        """Name the full chunks of the prompt from ``first_token``, a chunk's start, on."""
+    def chunks(self, first_token: int, end_token: int) -> list[Span]:
+        """Name the full chunks of these tokens of the prompt; the first is the first of a chunk."""
 
     def tails(self, first_token: int, end_token: int) -> list[Span]:
         """Name the tails that any session may have stored of these tokens, the longest first."""
@@ -56,7 +56,7 @@ class BlobRead(NamedTuple):
 
     span: Span
     take: int
-    level: int = 0  # in the tier stack, of the fastest tier that has it
+    level: int  # in the tier stack, of the fastest tier that has it
 
     @property
     def key(self) -> bytes:
@@ -162,15 +162,12 @@ class Planner(Generic[R]):
         """Find the rows of the tokens from ``first`` to at most ``end``."""
         prompt, common = known.prompt, min(known.common, end)
         rows = prompt.rows(known.record) if known.record and common > first else []
-        own, down = self._held(
-            BlobRead(x, min(x.num_tokens, common - x.first_token))
-            for x in rows
-            if x.first_token < common and x.end_token > first
-        )
+        rows = [x for x in rows if x.first_token < common and x.end_token > first]
+        own, down = self._held(rows, common)
         reach = own[-1].end_token if own else first
         # After the record's match, later chunks of the prompt may be found by content.
         full = reach - reach % self._chunk
-        found, also_down = self._probe([x for x in prompt.chunks(full) if x.end_token <= end])
+        found, also_down = self._probe(prompt, full, end)
         tails = prompt.tails(found[-1].end_token if found else full, end)
         levels = self._stack.locate([x.key for x in tails]).levels
         tail = [(x, i) for x, i in zip(tails, levels, strict=True) if i is not None][:1]
@@ -179,25 +176,26 @@ class Planner(Generic[R]):
             own = [x for x in own if x.span.first_token < full] + found
         return _Found(own, own[-1].end_token if own else first, down or also_down)
 
-    def _probe(self, chunks: Sequence[Span]) -> tuple[list[BlobRead], bool]:
-        """Find leading chunks by content, up to the first missing one."""
+    def _probe(self, prompt: Prompt[R], first: int, end: int) -> tuple[list[BlobRead], bool]:
+        """Find chunks by content from token ``first`` on, up to the first missing one."""
         found: list[BlobRead] = []
-        first, size = 0, PROBE_CHUNKS
-        while first < len(chunks):
-            some = chunks[first : first + size]
-            held, down = self._held(BlobRead(x, x.num_tokens) for x in some)
+        num_tokens = PROBE_CHUNKS * self._chunk
+        while chunks := prompt.chunks(first, min(first + num_tokens, end)):
+            held, down = self._held(chunks, end)
             found += held
-            if len(held) < len(some):
+            if len(held) < len(chunks):
                 return found, down
-            first, size = first + size, 2 * size
+            first, num_tokens = first + num_tokens, 2 * num_tokens
         return found, False
 
-    def _held(self, wanted: Iterable[BlobRead]) -> tuple[list[BlobRead], bool]:
-        """Return the leading reads that are held; True if a tier did not answer."""
-        reads = list(wanted)
-        located = self._stack.locate([x.key for x in reads])
-        places = zip(reads, located.levels[: located.num_leading], strict=False)
-        return [x._replace(level=i) for x, i in places if i is not None], located.down
+    def _held(self, spans: Sequence[Span], end: int) -> tuple[list[BlobRead], bool]:
+        """Read the leading spans that are held, up to ``end``; True: a tier did not answer."""
+        located, held = self._stack.locate([x.key for x in spans]), list[BlobRead]()
+        for x, level in zip(spans, located.levels, strict=True):
+            if level is None:
+                break
+            held.append(BlobRead(x, min(x.num_tokens, end - x.first_token), level))
+        return held, located.down
 
     # ---- states
 

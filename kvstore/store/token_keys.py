@@ -32,10 +32,11 @@ class TokenKeys:
         """Hash the tokens of a session."""
         return self.space.chain(record.root, record.tokens)
 
-    def chunks(self, chain: Chain) -> list[Span]:
-        """Name all full chunks; there are none without layers that grow."""
+    def chunks(self, chain: Chain, first: int = 0, end: int | None = None) -> list[Span]:
+        """Name the full chunks of these tokens; there are none without layers that grow."""
         size, names = self.space.chunk_tokens, chain.chunk_keys if self.growing else []
-        return [Span(key, i * size, size) for i, key in enumerate(names)]
+        number, stop = first // size, len(names) if end is None else end // size
+        return [Span(x, i * size, size) for i, x in enumerate(names[number:stop], number)]
 
     def rows(self, chain: Chain, tenant: str, session_id: str) -> list[Span]:
         """Name all chunks, and the tail if the model has one."""
@@ -83,8 +84,8 @@ class TokenPrompt:
     def rows(self, record: SessionRecord) -> list[Span]:
         return self._keys.rows(self._keys.chain(record), record.tenant, record.id)
 
-    def chunks(self, first_token: int) -> list[Span]:
-        return self._keys.chunks(self._chain)[first_token // self._keys.space.chunk_tokens :]
+    def chunks(self, first_token: int, end_token: int) -> list[Span]:
+        return self._keys.chunks(self._chain, first_token, end_token)
 
     def tails(self, first_token: int, end_token: int) -> list[Span]:
         return []
