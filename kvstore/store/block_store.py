@@ -231,7 +231,7 @@ class BlockStore(Store[BlockRecord]):
             record, obsolete = self._reviser.revise(record, old, common_tokens, spans, fresh)
             codecs = self.packer.codecs
             others = codecs.on(self.ledger.stack.names)[1:] if again and fresh else ()
-            forms = ((x.id, again(x)) for x in others if again)
+            forms = ((x.id, {**fresh, **again(x)}) for x in others if again)
             kept = self.ledger.committer.save(record, fresh, obsolete, codecs, forms)
         self.counters.add("saves" if kept else "saves_failed")
         return record if kept else None

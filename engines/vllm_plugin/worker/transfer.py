@@ -31,6 +31,7 @@ from kvstore.codecs.base import Codec
 from kvstore.session import SessionRef
 from kvstore.shapes import KVPair
 from kvstore.store.block_store import Again, BlockStore
+from kvstore.store.saving.packing import ToPack, pack_again
 from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
@@ -143,7 +144,7 @@ class Transfer:
         self._store.counters.add("chunks_kept", kept)
         blobs = {x.key: future.result() for x, future in zip(missing, packing, strict=True)}
         lineages = {x.span: x.lineage for x in wanted if x.lineage is not FRESH}
-        again = self._again(save, rows, blobs, lineages) if rows else None
+        again = self._again(save, rows, lineages) if rows else None
         states, part = [*save.states], save.part
         names = save.session, save.hashes
         record = self._store.commit(*names, blobs, states, part, again, save.ids)
@@ -159,21 +160,14 @@ class Transfer:
         if not num_lossy:
             return packing
         lossy_tokens = span.first_token + num_lossy
-        return replace(packing, lineage=self._lineage(save, span, lossy_tokens))
+        lineage = self._lineage(save, span, lossy_tokens, self._store.home_codec)
+        return replace(packing, lineage=lineage)
 
-    def _lineage(
-        self, save: Save, span: Span, lossy_tokens: int, codec: Codec | None = None
-    ) -> Lineage:
-        codec, part = codec or self._store.home_codec, save.restored_part
+    def _lineage(self, save: Save, span: Span, lossy_tokens: int, codec: Codec) -> Lineage:
+        part = save.restored_part
         return self._store.lineage(save.session, save.hashes, span, lossy_tokens, codec, part)
 
-    def _again(
-        self,
-        save: Save,
-        rows: Rows,
-        blobs: Mapping[bytes, Blob],
-        lineages: Mapping[Span, Lineage],
-    ) -> Again | None:
+    def _again(self, save: Save, rows: Rows, lineages: Mapping[Span, Lineage]) -> Again | None:
         """A function that packs the rows again, for tiers with another codec.
 
         None if too much waits: these tiers then get copies of the blobs.
@@ -183,38 +177,20 @@ class Transfer:
         if others > self._max_queued_bytes // 2:
             self._store.counters.add("saves_copied")
             return None
-        return partial(self._packed_again, save, rows, blobs, lineages)
 
-    def _packed_again(
-        self,
-        save: Save,
-        rows: Rows,
-        blobs: Mapping[bytes, Blob],
-        lineages: Mapping[Span, Lineage],
-        codec: Codec,
-    ) -> Mapping[bytes, Blob]:
-        """Pack the same rows with the codec of a slower tier, a few chunks at a time."""
-        own = {
-            span: self._lineage(save, span, there.position, codec)
-            for span, there in lineages.items()
-        }
-        # The search may find no segments: the tier may lack a copy in its own codec, and the
-        # fastest tier no longer has the older tail. Then the save's first lineage is used.
-        known = {span: x if x.segments else lineages[span] for span, x in own.items()}
-        workers = self._store.workers
-        calls = (
-            (span.key, self._packed_by(codec, span, x, known.get(span, FRESH)))
-            for span, x in rows.items()
-        )
-        return {**blobs, **workers.few_at_once(calls, workers.num_spare)}
+        def to_pack(span: Span, what: Sequence[KVPair] | PackState) -> ToPack:
+            lossy_tokens = lineages.get(span, FRESH).position
 
-    def _packed_by(
-        self, codec: Codec, span: Span, what: Sequence[KVPair] | PackState, lineage: Lineage
-    ) -> Callable[[], Blob]:
-        if callable(what):
-            return partial(what, codec)
-        pack = self._store.packer.pack_run
-        return partial(pack, span.key, what, span.first_token, codec, lineage)
+            def pack(codec: Codec, lineage: Lineage) -> Blob:
+                if callable(what):
+                    return what(codec)
+                packer = self._store.packer
+                return packer.pack_run(span.key, what, span.first_token, codec, lineage)
+
+            return ToPack(span, pack, partial(self._lineage, save, span, lossy_tokens))
+
+        wanted = [to_pack(span, what) for span, what in rows.items()]
+        return partial(pack_again, self._store.workers, wanted, lineages)
 
     def _nbytes(self, save: Save, spans: Sequence[Span]) -> int:
         num_blocks = sum(len(_packing(save, x).block_ids) for x in spans)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -16,6 +16,7 @@ from kvstore.ledger.ledger import Ledger
 from kvstore.shapes import slice_tokens
 from kvstore.store.records import SessionRecord
 from kvstore.store.saving.older_copies import OlderCopies, OlderRun
+from kvstore.store.saving.packing import ToPack
 from kvstore.store.saving.save_queue import SaveJob
 from kvstore.store.spans import Span
 from kvstore.store.token_keys import TokenKeys
@@ -42,13 +43,10 @@ class Turn:
 @dataclass(frozen=True)
 class Encoded:
     fresh: dict[bytes, Blob]  # new blobs by key, in the order of their tokens
-    spans: list[Span]  # those among them that hold rows and nothing else
-    codec: Codec  # the one that packed them
+    wanted: list[ToPack]  # the same, to be packed by other codecs; refers to the engine's memory
+    lineages: dict[Span, Lineage]  # by which they were packed
     codecs: CodecSet  # those in use when encoding began
     snapshots: tuple[int, ...]  # positions that the session keeps
-    states: tuple[int, ...]  # of these, those whose blobs are among the fresh ones
-    # For each run with restored rows, by its first token: the surviving packed copies it continues.
-    lineages: dict[int, Lineage]
 
 
 class Encoder:
@@ -69,79 +67,57 @@ class Encoder:
 
     def encode(self, turn: Turn) -> Encoded:
         """Pack all new blobs in the codec of the fastest tier."""
-        codecs = self._packer.codecs
-        spans = self._keys.rows(turn.chain, turn.job.session.tenant, turn.job.session.id)
+        job, codecs = turn.job, self._packer.codecs
+        positions = self._positions(turn) if self._keys.needs_state else ()
+        states = {x.position: x.state for x in job.snapshots if x.position in positions}
+        spans = self._keys.rows(turn.chain, job.session.tenant, job.session.id)
+        spans += [self._keys.state(turn.chain, x) for x in sorted(states)]
         levels = self._stack.locate([x.key for x in spans]).levels
         missing = [x for x, level in zip(spans, levels, strict=True) if level is None]
-        codec = codecs.on(self._stack.names)[0]
-        positions = self._positions(turn) if self._keys.needs_state else ()
-        firsts = {*(x.first_token for x in missing), *map(self._chunk_start, positions)}
-        lineages = self._lineages(turn, firsts, codec)
-        fresh = self._packed(turn, missing, codec, lineages, self._workers.num_threads)
+        old = self._keys.spans(turn.old) if turn.old and job.lossy_tokens else []
+        of_state = self._lineage(turn) if any(x.is_state for x in missing) else FRESH
+
+        def to_pack(span: Span) -> ToPack:
+            first, count = span.first_token, span.num_tokens
+            run = slice_tokens(job.run, first, span.end_token)
+
+            def pack(codec: Codec, rows: Lineage) -> Blob:
+                if not span.is_state:
+                    return self._packer.pack_run(span.key, run, first, codec, rows)
+                return self._packer.pack_snapshot(
+                    span.key,
+                    states[span.end_token],
+                    run,
+                    first,
+                    count,
+                    codec=codec,
+                    rows=rows,
+                    how=codecs.sessions.get(codec.id),
+                    lineage=of_state,
+                )
+
+            return ToPack(span, pack, partial(self._row_lineage, turn, old, first))
+
+        wanted, codec = [to_pack(x) for x in missing], codecs.on(self._stack.names)[0]
+        lineages = {x.span: x.lineage(codec) for x in wanted}
+        calls = ((x.span.key, partial(x.pack, codec, lineages[x.span])) for x in wanted)
+        fresh = self._workers.few_at_once(calls, self._workers.num_threads)
         chunks = [x for x in missing if x.is_chunk]
-        kept = sum(x.first_token < turn.job.lossy_tokens for x in chunks)
+        kept = sum(x.first_token < job.lossy_tokens for x in chunks)
         self._counters.add("chunks_encoded", len(chunks) - kept)
         self._counters.add("chunks_kept", kept)
-        new_states = self._new_states(turn, positions)
-        states = dict(self._packed_snapshots(turn, new_states, codecs, codec, lineages))
-        self._counters.add("snapshots_stored", len(states))
-        return Encoded(
-            fresh | states,
-            missing,
-            codec,
-            codecs,
-            positions,
-            new_states,
-            lineages,
-        )
+        self._counters.add("snapshots_stored", sum(x.is_state for x in missing))
+        return Encoded(fresh, wanted, lineages, codecs, positions)
 
-    def others(self, encoded: Encoded) -> list[Codec]:
-        """List the other codecs to pack the turn in, for the slower tiers."""
-        packs = encoded.spans or encoded.states
-        return list(encoded.codecs.on(self._stack.names)[1:]) if packs else []
+    def _row_lineage(self, turn: Turn, old: Sequence[Span], first: int, codec: Codec) -> Lineage:
+        """Find the surviving lossy copies that the rows from ``first``, a chunk's start, continue.
 
-    def encode_again(self, turn: Turn, encoded: Encoded, codec: Codec) -> dict[bytes, Blob]:
-        """Pack the same blobs from the same rows for a tier with another codec."""
-        own = self._lineages(turn, encoded.lineages, codec)
-        # This tier may lack a copy in its codec, and the fastest one has dropped the older tail.
-        lineages = {
-            first: own[first] if own[first].segments else there
-            for first, there in encoded.lineages.items()
-        }
-        runs = self._packed(turn, encoded.spans, codec, lineages, self._workers.num_spare)
-        states = self._packed_snapshots(turn, encoded.states, encoded.codecs, codec, lineages)
-        return encoded.fresh | runs | dict(states)
-
-    def _chunk_start(self, token: int) -> int:
-        return token - token % self._size
-
-    def _packed(
-        self,
-        turn: Turn,
-        spans: Sequence[Span],
-        codec: Codec,
-        lineages: Mapping[int, Lineage],
-        at_once: int,
-    ) -> dict[bytes, Blob]:
-        """Pack chunks and tail on the codec threads; return the blobs by key."""
-        pack = self._packer.pack_run
-
-        def packing(x: Span) -> Callable[[], Blob]:
-            run, first = slice_tokens(turn.job.run, x.first_token, x.end_token), x.first_token
-            return partial(pack, x.key, run, first, codec, lineages.get(first, FRESH))
-
-        return self._workers.few_at_once(((x.key, packing(x)) for x in spans), at_once)
-
-    def _lineages(self, turn: Turn, firsts: Iterable[int], codec: Codec) -> dict[int, Lineage]:
-        """Find the surviving lossy copies that runs with restored rows continue.
-
-        ``firsts``: the first tokens of runs, which are the first tokens of chunks.
+        ``old``: the spans of the older record.
         """
-        lossy = [x for x in firsts if x < turn.job.lossy_tokens]
-        old = turn.old if lossy and not codec.exact else None
-        spans, common = self._keys.spans(old) if old else [], turn.common
-        rows = {x: self._older.rows(_older_runs(spans, x, common), codec.id) for x in lossy}
-        return {x: Lineage(turn.job.lossy_tokens, rows[x], common) for x in lossy}
+        if first >= turn.job.lossy_tokens:
+            return FRESH
+        older = [] if codec.exact else _older_runs(old, first, turn.common)
+        return Lineage(turn.job.lossy_tokens, self._older.rows(older, codec.id), turn.common)
 
     def _positions(self, turn: Turn) -> tuple[int, ...]:
         old = turn.old.snapshots if turn.old else ()
@@ -166,40 +142,6 @@ class Encoder:
             if last and not self._index.unshared(last, turn.job.key):
                 return [position]
         return []
-
-    def _new_states(self, turn: Turn, kept: tuple[int, ...]) -> tuple[int, ...]:
-        """Find those of the states to keep that this turn has and no tier has."""
-        new = sorted({x.position for x in turn.job.snapshots}.intersection(kept))
-        levels = self._stack.locate([turn.chain.snapshot_key(x) for x in new]).levels
-        return tuple(x for x, level in zip(new, levels, strict=True) if level is None)
-
-    def _packed_snapshots(
-        self,
-        turn: Turn,
-        positions: Sequence[int],
-        codecs: CodecSet,
-        codec: Codec,
-        lineages: Mapping[int, Lineage],
-    ) -> Iterator[tuple[bytes, Blob]]:
-        """Yield the blobs of states, by key; ``lineages`` are those of rows."""
-        lineage = self._lineage(turn) if positions else FRESH
-        for snapshot in {x.position: x for x in turn.job.snapshots}.values():
-            position = snapshot.position
-            if position not in positions:
-                continue
-            span = self._keys.state(turn.chain, position)
-            blob = self._packer.pack_snapshot(
-                span.key,
-                snapshot.state,
-                slice_tokens(turn.job.run, span.first_token, position),
-                span.first_token,
-                span.num_tokens,
-                codec=codec,
-                rows=lineages.get(span.first_token, FRESH),
-                how=codecs.sessions.get(codec.id),
-                lineage=lineage,
-            )
-            yield span.key, blob
 
     def _lineage(self, turn: Turn) -> Lineage:
         """Find the surviving segments of the lossy state that this session was restored from."""

@@ -22,6 +22,7 @@ from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
 from kvstore.store.records import SessionRecord
 from kvstore.store.saving.encoder import Encoded, Encoder, Turn
+from kvstore.store.saving.packing import pack_again
 from kvstore.store.saving.reviser import Reviser
 from kvstore.store.saving.save_queue import OnDone, SaveJob, SaveQueue
 from kvstore.store.token_keys import TokenKeys
@@ -92,21 +93,24 @@ class Saver:
         )
         spans = self._keys.spans(record, chain)
         record, obsolete = self._reviser.revise(record, turn.old, turn.common, spans, encoded.fresh)
-        forms = self._forms(turn, encoded)
+        forms = self._forms(job, encoded)
         save = self._ledger.committer.save
         return record if save(record, encoded.fresh, obsolete, encoded.codecs, forms) else None
 
-    def _forms(self, turn: Turn, encoded: Encoded) -> Iterator[tuple[str, dict[bytes, Blob]]]:
+    def _forms(self, job: SaveJob, encoded: Encoded) -> Iterator[tuple[str, dict[bytes, Blob]]]:
         """Pack in every other codec that a tier has, then release the hot bytes."""
         try:
-            for codec in self._encoder.others(encoded):
-                if self._queue.is_pressed(turn.job):
+            others = encoded.codecs.on(self._ledger.stack.names)[1:] if encoded.wanted else ()
+            for codec in others:
+                if self._queue.is_pressed(job):
                     # Denser blobs would be better, but later ones would be worse.
                     self._ledger.counters.add("saves_copied")
                     return
-                yield codec.id, self._encoder.encode_again(turn, encoded, codec)
+                workers, lineages = self._ledger.workers, encoded.lineages
+                yield codec.id, pack_again(workers, encoded.wanted, lineages, codec)
         finally:
-            self._queue.encoded(turn.job)
+            encoded.wanted.clear()
+            self._queue.encoded(job)
 
 
 def _call(on_done: OnDone, record: SessionRecord | None) -> None:
