@@ -12,6 +12,7 @@ from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
+from engines.config import CalibrationOrder
 from engines.headers import CacheOutcome as CacheOutcome
 from engines.wire import CodecReport as CodecReport
 from engines.wire import EngineReport as EngineReport
@@ -198,8 +199,8 @@ class Engine(Protocol):
     async def adopt(self) -> CodecReport:
         """Have it choose its codec again from the measurements; see ``engines.wire.Adopt``."""
 
-    async def measure(self) -> CodecReport:
-        """Have it measure its codecs on this model; only if ``Welcome.can_measure``."""
+    async def measure(self, order: CalibrationOrder | None = None) -> CodecReport:
+        """Have it measure codecs on its model; only if ``Welcome.can_measure``."""
 
     def notices(self) -> AsyncIterator[Notice | None]:
         """Yield changes as they happen; None = ask ``sessions`` again, as after a reconnection."""

@@ -1,4 +1,4 @@
-"""Settings of an engine. Frozen; composed and read from the environment only by ``launch``."""
+"""Settings of an engine, and the order of a measurement. Frozen; composed only by ``launch``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ WRONG_SETTINGS: Final = 78
 # A gateway that ends an engine process writes this before it closes the process's input; a gateway
 # that dies writes nothing.
 LAST_LINE: Final = b"end\n"
+REPORT: Final = "report.json"  # of a measurement by order, in the engine's runtime folder
+DEPTHS: Final = (0.1, 0.5, 0.9)  # positions of needles, as shares of the prefix
 
 
 def vllm_rank_folder(root: Path, rank: int) -> Path:
@@ -84,3 +86,38 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     token: str  # bearer token of both sockets
     data_path: str = ""  # where profiles of models lie; "" = beside the disk tier
     log_level: str = "info"
+
+
+Contexts = tuple[Annotated[int, msgspec.Meta(ge=128, le=1 << 20)], ...]
+
+
+class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The presets to measure on the engine's model, and the texts to do it with."""
+
+    presets: tuple[str, ...]
+    # Measured only if the first of ``presets`` does not keep the bound of ``max_kl``.
+    fallbacks: tuple[str, ...] = ()
+    max_kl: Annotated[float, msgspec.Meta(ge=0)] = 0.01
+    contexts: Contexts
+    fit_texts: tuple[str, ...] = ()  # files to learn from; none = those of ``corpus``
+    eval_texts: tuple[str, ...] = ()  # files to judge by; none = those of ``corpus``
+    num_windows: Positive = 48  # to learn from
+    window_tokens: Annotated[int, msgspec.Meta(ge=128)] = 1024
+    # Of each window: what its end makes of the KV before says which errors matter.
+    probed_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.25
+    num_scored: Positive = 256  # tokens after each prefix that are compared
+    depths: tuple[float, ...] = DEPTHS  # of needles, as shares of the prefix; none = no needles
+    num_chains: Annotated[int, msgspec.Meta(ge=0)] = 4  # prefixes with problems; 0 = none
+    chunk_tokens: Positive = 128  # of the cold store
+    num_threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # that unpack a session; 0 = the codec's
+    with_bounds: bool = True  # compute the bounds of theory, too; takes as long as learning
+    data_path: str = ""  # where profiles, and digests of large files, are kept; "" = nowhere
+    report_path: str = ""  # where the report is written; "" = nowhere
+
+    def within(self, runtime_dir: str, data_path: str, rank: int = 0) -> CalibrationOrder:
+        """Return the order with an engine's own paths: a peer must not choose what it writes to.
+
+        ``rank``: of vLLM's workers; the report of the first is the one that is awaited.
+        """
+        path = Path(runtime_dir) / (f"{REPORT}.{rank}" if rank else REPORT)
+        return msgspec.structs.replace(self, data_path=data_path, report_path=str(path))

@@ -4,8 +4,7 @@ A frame is a four-byte big-endian length and a msgpack body of at most ``MAX_FRA
 gateway sends ``ControlRequest``; the engine answers each with one ``ControlReply`` of the same
 number, and may send ``Notice`` at any time. KV bytes never travel here.
 
-The same verbs serve every engine: demote, prefetch, pin, unpin, forget, sessions, stats, adopt;
-measure and set_budgets where the engine says that it can.
+Every engine obeys all verbs, ``Measure`` and ``SetBudgets`` only if its ``Welcome`` says so.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from engines.config import CalibrationOrder
 from kvstore.codecs.quality import Quality
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
@@ -203,6 +203,8 @@ class Adopt(msgspec.Struct, frozen=True, tag="adopt"):
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
     """Measure the model now, even if it was measured before; see ``Welcome.can_measure``."""
 
+    order: CalibrationOrder | None = None  # None: a quick one, as at a model's first start
+
 
 class SetBudgets(msgspec.Struct, frozen=True, tag="set_budgets"):
     """Keep to these budgets from now on. The answer comes once no more than they allow is in use.
@@ -351,9 +353,7 @@ FromEngine: TypeAlias = ControlReply | Notice
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(ControlRequest)
-_from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(
-    ControlReply | Notice
-)
+_from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
 class WireError(Exception):

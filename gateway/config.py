@@ -62,7 +62,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # Bytes of all bodies together, from their first byte until their turn is called; beyond it 503.
     # One tenant's have at most three quarters of it.
     max_bodies_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 128 << 20
-    max_header_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 20)] = 32 << 10
     # Open at once; 0 = what the limit of open files leaves, at most MAX_CONNECTIONS.
     max_connections: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_connections_per_address: Positive = 512  # of IPv6 a /64
@@ -89,8 +88,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # How long a request waits for an engine that died and is being started again; 0 = 503 at once.
     engine_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
-    # Chats without an id are recognised by their messages; this many per tenant are remembered.
-    max_known_chats: Positive = 50_000
     # Responses, conversations and chat completions that clients have stored, for each tenant; those
     # that were not used for longest go first. 0 bytes: nothing is stored.
     stored_bytes: Annotated[int, msgspec.Meta(ge=0)] = 256 << 20

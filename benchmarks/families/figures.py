@@ -29,12 +29,13 @@ from benchmarks.families.trained import trained_model
 from benchmarks.families.windowed import NARROW, write_windowed
 from benchmarks.stacks.product_stack import write_json
 from engines.calibration.corpus import held_out_texts
-from engines.calibration.first_order import FIRST_PRESETS
+from engines.calibration.first_order import FALLBACKS, FIRST_PRESETS
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.instrument import HeldSession
 from engines.calibration.measuring.metrics import drift
-from engines.calibration.messages import CalibrationOrder, CalibrationReport
+from engines.calibration.messages import CalibrationReport
 from engines.calibration.survey import survey_report
+from engines.config import CalibrationOrder
 from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
@@ -70,8 +71,8 @@ def measured(name: str, folder: Path, data: Path, order: dict[str, Any]) -> Slee
     loaded = load_model(str(folder), "float32")
     plan = probe(loaded.model)
     instrument = MlxInstrument(loaded, plan, data)
-    usual = {"presets": FIRST_PRESETS, "with_bounds": False, "dtype": "float32"}
-    whole = CalibrationOrder(model_path=str(folder), data_path=str(data), **(usual | order))
+    usual = {"presets": FIRST_PRESETS + FALLBACKS, "with_bounds": False}
+    whole = CalibrationOrder(data_path=str(data), **(usual | order))
     report = survey_report(instrument, whole, "mlx")
     return Sleeper(name, instrument, plan, report, data, ())
 

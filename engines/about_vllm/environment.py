@@ -17,7 +17,7 @@ from typing import Final
 import engines
 
 PACKAGES: Final = Path(engines.__file__).resolve().parent.parent
-SUPPORTED: Final = ("0.32.", "0.33.")  # engines/vllm_plugin/versions.py has their differences
+SUPPORTED: Final = ("0.32.", "0.33.")
 LOOK_S: Final = 30.0
 
 # Runs in the other interpreter, so it may import no package outside the standard library.

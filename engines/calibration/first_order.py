@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from engines.calibration.corpus import held_out_texts
-from engines.calibration.messages import CalibrationOrder
+from engines.config import CalibrationOrder
 from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.codecs.names import first_part, is_learned, session_presets
 from kvstore.config import AUTO, StoreConfig
@@ -20,8 +20,9 @@ from kvstore.shapes import StateLayout
 from kvstore.workers import restoring_threads
 
 # The presets that ``auto`` chooses among except ``max``, which takes longer to learn than all the
-# others together.
-FIRST_PRESETS: Final = ("dense3", "balanced", "tq4", "safe")
+# others together; and those that may serve where the first of these loses too much.
+FIRST_PRESETS: Final = ("dense3", "balanced")
+FALLBACKS: Final = ("tq4", "safe")
 FIRST_CONTEXT: Final = 1024
 FIRST_SCORED: Final = 64
 # Many short texts teach more than few long ones of as many tokens (decision 59).
@@ -50,6 +51,7 @@ def first_order(
     longest: int,
     data_path: str,
     least_context: int = 0,
+    state_step: int = 1,
 ) -> CalibrationOrder:
     """Make a quick order: few texts, one context length.
 
@@ -57,6 +59,8 @@ def first_order(
         longest: tokens that the engine can hold of one request, prompt and answer.
         data_path: the folder of profiles.
         least_context: so many tokens, if the engine can hold them, are needed to judge by.
+        state_step: a state can rest only after a multiple of so many tokens. What follows the first
+            of them looks back on it, so texts to learn from reach beyond it.
 
     Raises:
         TooShort: see there.
@@ -64,13 +68,17 @@ def first_order(
     context = min(max(FIRST_CONTEXT, least_context), (longest - 2 * FIRST_SCORED) // 128 * 128)
     if context < LEAST_CONTEXT:
         raise TooShort(f"the engine takes no more than {longest} tokens")
+    window_tokens = max(LEAST_CONTEXT, min(FIRST_WINDOW_TOKENS, context // 2))
+    if state_step > 1 and window_tokens < state_step + LEAST_CONTEXT <= context:
+        window_tokens = state_step + LEAST_CONTEXT
     named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
     return CalibrationOrder(
-        model_path="",  # that of the engine
         presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
+        fallbacks=tuple(x for x in FALLBACKS if x not in named),
+        max_kl=store.max_kl,
         contexts=(context,),
         num_windows=FIRST_WINDOWS,
-        window_tokens=max(LEAST_CONTEXT, min(FIRST_WINDOW_TOKENS, context // 2)),
+        window_tokens=window_tokens,
         probed_share=FIRST_PROBED,
         num_scored=FIRST_SCORED,
         depths=(0.5,),

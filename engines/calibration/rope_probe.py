@@ -23,6 +23,7 @@ Turned = Callable[[int], np.ndarray]
 # Engines may keep sines in bf16: angles are read again and again, each time at twice the position.
 DOUBLINGS = 11
 TRIED_AT = (0, 7, 1000)
+UNBOUNDED = 1 << 62
 TOLERANCE = 1.5e-2
 NOT_UNDERSTOOD = "this model turns its keys in a way that is not understood"
 
@@ -32,15 +33,17 @@ NUM_UNSETTLED = 96  # the first of them; the shares of attention sinks fall quic
 LARGEST_DRIFT = 0.15
 
 
-def read_rope(turned: Turned) -> Rope | None:
+def read_rope(turned: Turned, num_positions: int = UNBOUNDED) -> Rope | None:
     """Return the rotary embedding that ``turned`` applies; None if it turns nothing.
+
+    ``num_positions``: that ``turned`` knows.
 
     Raises:
         ValueError: it does something else than turning pairs of channels.
     """
-    rope = _read(turned)
+    rope = _read(turned, num_positions)
     stretch = _stretch(turned(1))
-    for position in TRIED_AT:
+    for position in (x for x in TRIED_AT if x < num_positions):
         found = turned(position)
         expected = _matrix(rope, len(found), position) * stretch[:, None]
         if not np.allclose(found, expected, atol=TOLERANCE):
@@ -60,22 +63,23 @@ def check_turning(instrument: Instrument, ropes: Sequence[Rope | None]) -> None:
     """
     token = (instrument.encode(" the") or [0])[-1]
     run = instrument.prefill([token] * NUM_EQUAL_TOKENS)
-    for rope, (keys, _) in zip(ropes, run, strict=True):
-        plain = _turned_back(widened(keys, instrument.layout), rope)[:, NUM_UNSETTLED:]
+    for rope, (keys, values) in zip(ropes, run, strict=True):
+        rotated = values if rope is not None and rope.side == "values" else keys
+        plain = _turned_back(widened(rotated, instrument.layout), rope)[:, NUM_UNSETTLED:]
         middle = plain.mean(1, keepdims=True)
         drift = np.median(np.linalg.norm(plain - middle, axis=-1), axis=1)
         if (drift > LARGEST_DRIFT * np.linalg.norm(middle[:, 0], axis=-1)).any():
             raise ValueError(NOT_UNDERSTOOD)
 
 
-def _read(turned: Turned) -> Rope | None:
+def _read(turned: Turned, num_positions: int) -> Rope | None:
     first = turned(1)
     dim = len(first)
     partners = np.abs(np.where(np.eye(dim, dtype=bool), 0, first)).argmax(1).tolist()
     pairs = {i: x for i, x in enumerate(partners) if x > i and abs(first[i, x]) > 0}
     if not pairs:
         return None
-    angles = _angles(turned, pairs)
+    angles = _angles(turned, pairs, num_positions)
     interleaved = all(partner == i + 1 for i, partner in pairs.items()) and dim > 2
     step = 1 if interleaved else max(partner - i for i, partner in pairs.items())
     count = max(pairs) // 2 + 1 if interleaved else step
@@ -83,15 +87,14 @@ def _read(turned: Turned) -> Rope | None:
     return Rope(tuple(angles.get(i, 0.0) for i in firsts), interleaved)
 
 
-def _angles(turned: Turned, pairs: dict[int, int]) -> dict[int, float]:
+def _angles(turned: Turned, pairs: dict[int, int], num_positions: int) -> dict[int, float]:
     """Radians per token, for the first channel of each pair."""
     firsts, seconds = np.array([*pairs]), np.array([*pairs.values()])
     found = np.zeros(len(pairs))
-    for doubling in range(DOUBLINGS):
-        position = 1 << doubling
+    for position in (1 << x for x in range(DOUBLINGS) if 1 << x < num_positions):
         matrix = turned(position).astype(np.float64)
         seen = np.arctan2(matrix[firsts, seconds], matrix[firsts, firsts])
-        turns = np.round((found * position - seen) / (2 * np.pi)) if doubling else 0.0
+        turns = np.round((found * position - seen) / (2 * np.pi)) if position > 1 else 0.0
         found = (seen + 2 * np.pi * turns) / position
     return dict(zip(pairs, found.tolist(), strict=True))
 

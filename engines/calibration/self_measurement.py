@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -29,11 +29,11 @@ from engines.calibration.measuring.freed_memory import (
     large_arrays_apart,
     return_freed_memory,
 )
-from engines.calibration.messages import CalibrationOrder
 from engines.calibration.one_thread import one_thread
 from engines.calibration.sharing.sharing import NO_SHARING, Sharing
-from engines.calibration.survey import CannotCalibrate, survey_report
+from engines.calibration.survey import CannotCalibrate, check_contexts, survey_report
 from engines.calibration.unfinished import Unfinished
+from engines.config import CalibrationOrder
 from engines.wire import CodecReport, MeasurementEnd
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.cores import lower_priority
@@ -122,6 +122,11 @@ class SelfMeasurement:
         self._thread.start()
 
     @property
+    def _is_awaited(self) -> bool:
+        """True if the report is awaited: every preset of the order is then kept."""
+        return bool(self._order.report_path)
+
+    @property
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
@@ -145,7 +150,8 @@ class SelfMeasurement:
     def _run(self) -> None:
         lower_priority()
         try:
-            with one_thread(), large_arrays_apart():
+            # An engine whose report is awaited was started to measure: no user needs the cores.
+            with nullcontext() if self._is_awaited else one_thread(), large_arrays_apart():
                 self._measure()
             self._ended = MeasurementEnd(time.time())
         except Interrupted:
@@ -167,6 +173,8 @@ class SelfMeasurement:
 
     def _measure(self) -> None:
         instrument = self._open_instrument()
+        if self._is_awaited:
+            check_contexts(instrument, self._order.contexts)
         with self._alone(instrument.fingerprint) as has_waited:
             if has_waited:  # the other may have found what is wanted
                 self._adopt()
@@ -206,7 +214,9 @@ class SelfMeasurement:
         began = time.monotonic()
         kept = Unfinished.of(order, instrument.fingerprint) if self._resumes else None
         known = (self._engine, kept, self._on_progress, self._partners, chosen)
-        survey_report(instrument, order, *known)
+        report = survey_report(instrument, order, *known)
+        if order.report_path:
+            Path(order.report_path).write_bytes(msgspec.json.encode(report))
         logger.info("%s in %.0f s", self._work_done, time.monotonic() - began)
         self._check()
         return_freed_memory()
@@ -231,7 +241,7 @@ class SelfMeasurement:
 
     def _better_than_known(self, instrument: Instrument) -> Callable[[Profile], Profile]:
         """Return what keeps tables that more texts taught where a few find hardly better ones."""
-        known = self._known(instrument)
+        known = None if self._is_awaited else self._known(instrument)
         if known is None or not was_learned_on(known):
             return _all_of_it
         return partial(worth_adopting, before=known)

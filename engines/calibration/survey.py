@@ -9,10 +9,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
+from engines.calibration.gate.bound import Bound, refusal, short_reach
 from engines.calibration.gate.profiles import make_folder, profile_path, save
 from engines.calibration.instrument import Instrument, StatefulInstrument, states_of
 from engines.calibration.learn import (
@@ -28,13 +30,15 @@ from engines.calibration.measuring.chains import chain_cases
 from engines.calibration.measuring.measure import OnProgress, measure, quiet
 from engines.calibration.measuring.scratch import Scratch
 from engines.calibration.measuring.trials import AnyCodec, least_context
-from engines.calibration.messages import CalibrationOrder, CalibrationReport, WaterFilling
+from engines.calibration.messages import CalibrationReport, WaterFilling
 from engines.calibration.unfinished import Unfinished
+from engines.config import CalibrationOrder
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.learning.state_sensitivity import StateSensitivities
 from kvstore.codecs.names import first_part, is_learned, parts_of, session_presets
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, Profile, load_profile
+from kvstore.codecs.quality import Quality
 from kvstore.codecs.session_codec import open_session_codec
 from kvstore.codecs.states.dealt import DEALT
 from kvstore.errors import Corrupt, Mismatch
@@ -131,33 +135,65 @@ def survey(
         if not any(len(x.prefix) == context and x.is_text for x in cases):
             needed = context + order.num_scored
             raise CannotCalibrate(f"no text has {needed} tokens; give longer ones by --eval-text")
-    profile, sticks = _learned(instrument, order, unfinished, on_progress)
-    codecs = codecs_to_measure(instrument, order.presets, profile)
-    folder = _folder(order) if unfinished is not None else None
-    rows = measure(
-        instrument,
-        codecs,
-        cases,
-        order.chunk_tokens,
-        sticks,
-        unfinished,
-        on_progress,
-        folder,
-        num_threads=order.num_threads,
-    )
+    before = unfinished.learned() if unfinished is not None else None
+    profile, sticks = _learned(instrument, order, before, unfinished, on_progress)
+    rows = _measured(instrument, order, profile, cases, sticks, unfinished, on_progress)
+    if order.fallbacks and not _serves(rows, profile, Bound(kl=order.max_kl)):
+        more = msgspec.structs.replace(order, presets=order.fallbacks, with_bounds=False)
+        profile, _ = _learned(instrument, more, profile, unfinished, on_progress)
+        known = {(x.preset, x.context) for x in rows}
+        found = _measured(instrument, more, profile, cases, sticks, unfinished, on_progress)
+        rows += [x for x in found if (x.preset, x.context) not in known]
     most_bits = max((x.bits_per_element for x in rows if x.residual_error), default=0.0)
     bounds = [_water_filling(x, most_bits) for x in dict.fromkeys(sticks.values())]
     return Survey(replace(profile, rows=tuple(rows)), tuple(bounds))
 
 
-def check_contexts(instrument: StatefulInstrument, contexts: Sequence[int]) -> None:
+def _measured(
+    instrument: Instrument,
+    order: CalibrationOrder,
+    profile: Profile,
+    cases: Sequence[Case],
+    sticks: Mapping[str, RateDistortionBound],
+    unfinished: Unfinished | None,
+    on_progress: OnProgress,
+) -> list[Quality]:
+    """Measure the presets of ``order``, with what ``profile`` has learned, on all cases."""
+    return measure(
+        instrument,
+        codecs_to_measure(instrument, order.presets, profile),
+        cases,
+        order.chunk_tokens,
+        sticks,
+        unfinished,
+        on_progress,
+        _folder(order) if unfinished is not None else None,
+        num_threads=order.num_threads,
+    )
+
+
+def _serves(rows: Sequence[Quality], profile: Profile, bound: Bound) -> bool:
+    """Return whether the first preset may serve in any of the forms in which it was measured."""
+    first = first_part(rows[0].preset) if rows else ""
+    return any(
+        not refusal(rows, x.preset, bound) and not short_reach(x.preset, profile)
+        for x in rows
+        if first_part(x.preset) == first
+    )
+
+
+def check_contexts(instrument: Instrument, contexts: Sequence[int]) -> None:
     """Refuse contexts in none of which a session can sleep as often as it is judged by.
 
-    An engine that serves may hold no longer ones; its sessions then sleep less often.
+    An engine's own order takes what it can hold; its sessions then sleep less often.
 
     Raises ``CannotCalibrate``.
     """
-    least = least_context(instrument.states, instrument.state_step)
+    states = states_of(instrument)
+    if states is None:
+        return
+    assert isinstance(instrument, StatefulInstrument)
+    least = least_context(states, instrument.state_step)
     if max(contexts) < least:
         raise _too_short(instrument.state_step, least)
 
@@ -214,15 +250,18 @@ def codecs_to_measure(
 def _learned(
     instrument: Instrument,
     order: CalibrationOrder,
+    before: Profile | None,
     unfinished: Unfinished | None,
     on_progress: OnProgress,
 ) -> tuple[Profile, dict[str, RateDistortionBound]]:
-    """The profile and the bounds; both empty, without a prefill, if no preset has to learn."""
+    """The profile and the bounds; both empty, without a prefill, if no preset has to learn.
+
+    ``before``: a profile of this model to which is added what is missing; None = an empty one.
+    """
     names = dict.fromkeys(map(first_part, order.presets))
     presets = [name for name in names if is_learned(name)]
     empty = Profile(instrument.fingerprint, instrument.layout, (), _known_costs(instrument, order))
     states = states_of(instrument)
-    before = unfinished.learned() if unfinished is not None else None
     if not instrument.layout.layers:
         profile = _with_states(instrument, order, before or empty, unfinished, on_progress)
         return _with_windows(instrument, order, profile, presets, unfinished, on_progress), {}

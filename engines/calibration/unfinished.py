@@ -16,7 +16,7 @@ import msgspec
 
 from engines.calibration.gate.profiles import make_folder
 from engines.calibration.measuring.case_result import CaseResult
-from engines.calibration.messages import CalibrationOrder
+from engines.config import CalibrationOrder
 from kvstore.codecs.calibrated import ARITHMETIC
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Corrupt, Mismatch

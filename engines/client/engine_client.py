@@ -23,7 +23,7 @@ from engines.client.address import HttpAddress
 from engines.client.control_link import SILENCE_S, ControlLink
 from engines.client.http_exchange import HttpExchange
 from engines.client.next_life import NextLife
-from engines.config import WorkerConfig
+from engines.config import CalibrationOrder, WorkerConfig
 from engines.headers import session_headers
 from engines.wire import (
     Adopt,
@@ -205,10 +205,11 @@ class EngineClient:
             raise _odd_answer(Adopt(), answer)
         return answer.codec
 
-    async def measure(self) -> CodecReport:
-        answer = await self._link.ask(Measure(), ANSWER_S)
+    async def measure(self, order: CalibrationOrder | None = None) -> CodecReport:
+        verb = Measure(order)
+        answer = await self._link.ask(verb, ANSWER_S)
         if not isinstance(answer, Adopted):
-            raise _odd_answer(Measure(), answer)
+            raise _odd_answer(verb, answer)
         return answer.codec
 
     async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from engines.config import CalibrationOrder
 from engines.headers import COLD_SOURCES, CacheOutcome, CacheSource
 from engines.wire import (
     CodecReport,
@@ -192,7 +193,7 @@ class FakeSessions:
     async def adopt(self) -> CodecReport:
         return self.codec
 
-    async def measure(self) -> CodecReport:
+    async def measure(self, order: CalibrationOrder | None = None) -> CodecReport:
         """Pretend to measure: each look at the figures is one case more.
 
         Then each one is a session more that is packed again.

@@ -36,6 +36,7 @@ from engines.base import (
     Welcome,
 )
 from engines.client.next_life import NextLife
+from engines.config import CalibrationOrder
 from engines.fleet.choice import Choice
 from engines.fleet.fleet_exchange import FleetExchange
 from engines.fleet.homes import Homes
@@ -329,9 +330,9 @@ class FleetEngine:
             raise EngineUnavailable(self.trouble)
         return (await asyncio.gather(*(x.engine.adopt() for x in there)))[0]
 
-    async def measure(self) -> CodecReport:
+    async def measure(self, order: CalibrationOrder | None = None) -> CodecReport:
         """See ``engines.base.Engine``. One replica measures; all adopt what it found."""
-        return await self._any().engine.measure()
+        return await self._any().engine.measure(order)
 
     async def notices(self) -> AsyncIterator[Notice | None]:
         while True:

@@ -17,6 +17,7 @@ from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
+from engines.config import CalibrationOrder
 from engines.host.sockets import private_socket, send_bounded
 from engines.wire import (
     PAGE_BYTES,
@@ -85,7 +86,7 @@ class SessionVerbs(Protocol):
 class Measures(Protocol):
     """The verb that only some engines have; their welcome says so."""
 
-    async def measure(self) -> CodecReport: ...
+    async def measure(self, order: CalibrationOrder | None) -> CodecReport: ...
 
 
 @runtime_checkable
@@ -202,7 +203,7 @@ class ControlServer:
             case Adopt():
                 return Adopted(await self._verbs.adopt())
             case Measure() if isinstance(self._verbs, Measures):
-                return Adopted(await self._verbs.measure())
+                return Adopted(await self._verbs.measure(verb.order))
             case SetBudgets() if isinstance(self._verbs, Budgeted):
                 await self._verbs.set_budgets(verb.hot_bytes, verb.ram_bytes)
                 return Stats(await self._verbs.stats())

@@ -10,7 +10,6 @@ The processes and the code that each runs:
                                      ``events/inventory.py``    reports packed blocks to routers
       each worker (a rank)           ``worker/``, ``device/``   the rank's cold store; copies
                                                                 between blocks and blobs
-    python -m ...calibrate           ``calibration/``           measures codecs; all in one process
 
 A return of a cold session on vLLM, from the request to the save of its turn:
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from gateway.config import GatewayConfig
 
+MAX_HEADER_BYTES = 32 << 10
 MAX_FIELDS = 200  # header lines, and as many trailer lines
 # Bytes on the wire for each byte of body: a chunk of one byte takes six.
 WIRE_PER_BODY = 8
@@ -18,8 +19,7 @@ class RequestBounds:
     """The counts of the request that a connection is receiving; ``restart`` begins the next."""
 
     def __init__(self, limits: GatewayConfig) -> None:
-        self._max_header_bytes = limits.max_header_bytes
-        self._max_wire_bytes = WIRE_PER_BODY * limits.max_body_bytes + limits.max_header_bytes
+        self._max_wire_bytes = WIRE_PER_BODY * limits.max_body_bytes + MAX_HEADER_BYTES
         self.restart()
 
     def restart(self) -> None:
@@ -44,7 +44,7 @@ class RequestBounds:
         self.in_head = False
         self._num_fields = 0
         self._beside_body_bytes = self._wire_bytes = 0
-        return nbytes <= self._max_header_bytes
+        return nbytes <= MAX_HEADER_BYTES
 
     def body(self) -> None:
         """Note that bytes of the body have come."""
@@ -53,7 +53,4 @@ class RequestBounds:
     @property
     def exceeded(self) -> bool:
         """True if the head, or what is beside or around the body, has become too large."""
-        return (
-            self._beside_body_bytes > self._max_header_bytes
-            or self._wire_bytes > self._max_wire_bytes
-        )
+        return self._beside_body_bytes > MAX_HEADER_BYTES or self._wire_bytes > self._max_wire_bytes

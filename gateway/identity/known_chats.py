@@ -31,6 +31,8 @@ DERIVED_PREFIX = "chat-"
 _TURN = 2  # an answer and a question
 _REWRITTEN = 3  # messages at the end, at most: files, a word on them, and the question
 
+MAX_KNOWN_CHATS = 50_000  # for each tenant
+
 _canonical = msgspec.json.Encoder(order="sorted")
 
 

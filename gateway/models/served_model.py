@@ -12,7 +12,7 @@ from engines.base import Engine, EngineError, EngineUnavailable, HasReplicas, Se
 from engines.openai.images import Sight
 from engines.wire import Welcome
 from gateway.config import GatewayConfig
-from gateway.identity.known_chats import KnownChats
+from gateway.identity.known_chats import MAX_KNOWN_CHATS, KnownChats
 from gateway.keys import Tenant
 from gateway.live.live import Live
 from gateway.live.requests import LiveRequest
@@ -76,7 +76,7 @@ class ServedModel:
             name=name,
             loading=lambda: str(on_demand.state.value) if on_demand else "",
         )
-        chats = KnownChats(config.max_known_chats)
+        chats = KnownChats(MAX_KNOWN_CHATS)
         return cls(
             engine, sessions, live, chats, config.remote_images, name, aliases, on_demand=on_demand
         )

@@ -1,26 +1,33 @@
 """The rotation that a model applies to its keys by position (RoPE, arXiv 2104.09864).
 
 RoPE rotates pairs of channels by position times frequency. This is only the description, a part of
-every profile; ``stages.un_rope`` uses it to rotate keys back.
+every profile; ``stages.un_rope`` uses it to rotate keys back. Latent attention keeps its rotated
+keys in the place of values.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
+
+RotatedSide: TypeAlias = Literal["values"]
 
 
 class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rotation that a model applies to the first channels of every head of its keys.
 
     ``frequencies``: radians per token, one for each pair of channels. ``interleaved``: channel 2i
-    is paired with 2i + 1, not channel i with i + len(frequencies).
+    is paired with 2i + 1, not channel i with i + len(frequencies). ``side``: "values" if the
+    rotated keys lie in the place of values; left out of a file otherwise.
     """
 
     frequencies: tuple[float, ...]
     interleaved: bool = False
+    side: RotatedSide | UnsetType = UNSET
 
     @property
     def num_channels(self) -> int:

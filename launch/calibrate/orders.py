@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from engines.calibration.messages import CalibrationOrder
+from engines.config import CalibrationOrder
 from engines.kv_budget import stated_context
 from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.codecs.names import CODECS, FLOOR, OWN, split_names
@@ -17,7 +17,7 @@ from kvstore.codecs.presets import canonical_name, check_name
 from kvstore.errors import UnknownCodec
 from kvstore.workers import restoring_threads
 from launch.errors import UsageError
-from launch.model import find_model
+from launch.model import Model
 from launch.settings.effective_settings import EffectiveSettings
 
 USUAL_CONTEXTS = "2048,6144"
@@ -42,33 +42,27 @@ class CalibrateOptions:
     needles: bool
 
 
-def order_of(effective: EffectiveSettings, options: CalibrateOptions) -> CalibrationOrder:
-    """The order that these options ask for.
+def order_of(
+    effective: EffectiveSettings, model: Model, options: CalibrateOptions
+) -> CalibrationOrder:
+    """The order that these options ask for, of this model.
 
     Raises:
         UsageError, LaunchError: it cannot be measured; the message gives the remedy.
     """
-    model = find_model(effective.settings.engine.model, effective.folders.cache)
-    model.require_weights()
     for path in (*options.texts, *options.eval_texts):
         _check_text(path)
     if both := {x.resolve() for x in options.texts} & {x.resolve() for x in options.eval_texts}:
         raise UsageError(f"{both.pop()} cannot be learned from and be judged by; take another")
     longest = stated_context(model.config())
     order = CalibrationOrder(
-        model_path=model.path,
-        dtype=effective.settings.engine.dtype,
-        vllm=effective.settings.engine.vllm,
         presets=presets_of(options.presets),
-        codec_modules=effective.settings.store.codec_modules,
         contexts=_contexts(options.contexts, longest),
         window_tokens=_window_tokens(longest),
         fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),
         eval_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.eval_texts)),
         chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
         num_threads=restoring_threads(effective.settings.store.num_threads),
-        data_path=str(effective.folders.data),
-        log_level=effective.settings.log_level,
     )
     return order if options.needles else replace(order, depths=())
 

@@ -1,96 +1,140 @@
-"""The calibration program of the chosen engine: its command line, its environment, and a run of it.
-
-The program loads the model and measures it in a process of its own, with the engine's interpreter.
-"""
+"""Has an engine of its own measure a model: starts it, orders the measurement, waits, ends it."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from engines.about_vllm.environment import import_path
-from engines.calibration.messages import CalibrationOrder, CalibrationReport
-from engines.runtime_folder import fresh_scratch
-from launch.calibrate.orders import CalibrateOptions, order_of
+from engines.base import Engine, EngineError, EngineUnavailable
+from engines.calibration.gate.profiles import make_folder
+from engines.calibration.messages import CalibrationReport
+from engines.config import REPORT, CalibrationOrder
+from engines.wire import MeasurementEnd, Welcome
+from kvstore.codecs.names import EXACT
+from launch.calibrate.orders import AFTER_CONTEXT, CalibrateOptions, order_of
 from launch.calibrate.profile_notes import write_note
+from launch.engine_start import compile_folders, engine_of
 from launch.errors import LaunchError, UsageError
-from launch.machine.blas import find_blas
-from launch.machine.interpreters import CHILD_ENV
-from launch.machine.private_folders import compile_environment, server_folder
+from launch.machine.private_folders import server_folder
+from launch.model import find_model
 from launch.settings.effective_settings import EffectiveSettings, require_installed
+from launch.settings.fields import Value
+from launch.settings.schema import laid_over
 
 log = logging.getLogger("thermocline.launch")
 
-# The module of each engine that has such a program.
-_MODULES: Final = {"mlx": "engines.mlx_worker.calibrate", "vllm": "engines.vllm_plugin.calibrate"}
-MEASURABLE: Final = tuple(_MODULES)
+MEASURABLE: Final = ("mlx", "vllm")
+LOOK_EVERY_S: Final = 0.5
+STORE_BYTES: Final = 16 << 20  # an engine without a cold store does not measure
 
 
 def calibrate(
     effective: EffectiveSettings, options: CalibrateOptions, environ: Mapping[str, str]
 ) -> CalibrationReport:
-    """Measure the model in a process of its own, and wait for the report. Takes minutes.
+    """Measure the model in an engine of its own, and wait for the report. Takes minutes.
 
     Raises:
         UsageError, LaunchError: it cannot be done; the message gives the remedy.
     """
-    command, env = program(effective, environ)
-    order = order_of(effective, options)
+    if effective.engine_kind not in MEASURABLE:
+        raise UsageError(
+            f"engine {effective.engine_kind} cannot calibrate; use --set engine.kind=mlx, or vllm"
+        )
+    require_installed(effective)
+    compile_folders(effective, environ)  # before the sample model is written beside them
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
+    model.require_weights()
+    order = order_of(effective, model, options)
+    _check_data(effective.folders.data)
+    own = _own_settings(effective, order)
     with server_folder(effective.folders.cache, environ) as folder:
-        env = {**env, "TMPDIR": str(fresh_scratch(folder))}
-        report = msgspec.json.decode(_answer(command, order, env), type=CalibrationReport)
+        engine, blas = engine_of(own, model, own.settings.store, folder, environ)
+        if blas is not None:
+            log.info("%s", blas.message)
+        asyncio.run(_measure(engine, order))
+        written = (folder / REPORT).read_bytes()
+    report = msgspec.json.decode(written, type=CalibrationReport)
     write_note(effective, report.fingerprint)
     return report
 
 
-def program(
-    effective: EffectiveSettings, environ: Mapping[str, str]
-) -> tuple[Sequence[str], Mapping[str, str]]:
-    """The command that measures this model, and the whole environment to run it in.
-
-    Raises:
-        UsageError, LaunchError: the engine has none, or is not installed.
-    """
-    kind = effective.engine_kind
-    if kind not in _MODULES:
-        raise UsageError(f"engine {kind} cannot calibrate; use --set engine.kind=mlx, or vllm")
-    require_installed(effective)
-    compiled = compile_environment(effective.folders.cache, environ)
-    if kind == "vllm":
-        python = effective.settings.engine.vllm.python or sys.executable
-        env: Mapping[str, str] = _path(environ)
-    else:
-        blas = find_blas(environ, effective.folders.cache)
-        log.info("%s", blas.message)
-        python, env = sys.executable, blas.env
-    return [python, "-m", _MODULES[kind]], {**environ, **compiled, **CHILD_ENV, **env}
+def _check_data(data: Path) -> None:
+    """Check that profiles can be kept, before minutes are spent. Raises ``LaunchError``."""
+    try:
+        make_folder(data)
+    except OSError as error:
+        where = f"nothing can be kept in {data}; choose another data_dir"
+        raise LaunchError(f"{where}: {error.strerror}") from error
 
 
-def _answer(command: Sequence[str], order: CalibrationOrder, env: Mapping[str, str]) -> bytes:
-    """Run the program and return what it wrote.
+def _own_settings(effective: EffectiveSettings, order: CalibrationOrder) -> EffectiveSettings:
+    """The settings as of a server, for an engine that measures and stores no sessions."""
+    settings = effective.settings
+    changed: dict[str, object] = {
+        # Lines of an engine that serves; the progress is logged here.
+        "log_level": "warning" if settings.log_level == "info" else settings.log_level,
+        "engine.hot_codec": "",
+        "store.codec": EXACT,
+        "store.disk_codec": "",
+        "store.redis_codec": "",
+        "store.calibrate": False,
+        "store.ram_bytes": STORE_BYTES,
+        "store.disk_bytes": 0,
+        "store.disk_path": str(effective.folders.data),
+        "store.redis_url": "",
+    }
+    if effective.engine_kind == "vllm":  # it refuses longer prompts
+        longest = max(*order.contexts, order.window_tokens) + AFTER_CONTEXT
+        changed["engine.max_context"] = longest
+    layer = {name: Value(value, "calibrate") for name, value in changed.items()}
+    return replace(effective, resolved=laid_over(effective.resolved, layer))
 
-    Its standard input stays open until then: the program ends when its input does. It has a session
-    of its own, so that Ctrl-C ends only us, without a traceback out of the program's imports.
-    """
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, env=env, start_new_session=True
-    ) as child:
-        assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(msgspec.json.encode(order) + b"\n")
-        child.stdin.flush()
-        answer = child.stdout.read()
-    if child.returncode:
-        raise LaunchError("the model could not be measured; the lines above say why")
-    return answer
+
+async def _measure(engine: Engine, order: CalibrationOrder) -> None:
+    """Start the engine, have it carry out the order, and end it. Raises ``LaunchError``."""
+    await engine.start()
+    try:
+        welcome = await _welcome(engine)
+        if not welcome.can_measure:
+            why = welcome.hibernation_reason or welcome.codec.why
+            raise LaunchError(f"the engine cannot measure this model: {why}")
+        await engine.measure(order)
+        end = await _end(engine, welcome)
+        if end.error:
+            raise LaunchError(end.error)
+    except EngineError as error:
+        raise LaunchError(f"the model could not be measured: {error}") from error
+    finally:
+        await engine.stop(0.0)
 
 
-def _path(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The PYTHONPATH by which vLLM's interpreter finds our plug-in."""
-    paths = [x for x in (import_path(), environ.get("PYTHONPATH", "")) if x]
-    return {"PYTHONPATH": ":".join(paths)} if paths else {}
+async def _welcome(engine: Engine) -> Welcome:
+    """Wait until the engine is ready. Raises ``LaunchError``: it will never be."""
+    while (welcome := engine.welcome) is None:
+        if engine.gave_up:
+            raise LaunchError("the model could not be measured; the lines above say why")
+        await asyncio.sleep(LOOK_EVERY_S)
+    return welcome
+
+
+async def _end(engine: Engine, welcome: Welcome) -> MeasurementEnd:
+    """Wait for the end of the measurement. Raises ``LaunchError``: the engine ended before it."""
+    shown = ""
+    while engine.welcome is welcome:
+        try:
+            codec = (await engine.stats()).codec
+        except EngineUnavailable:  # late, or gone: the welcome shows which
+            continue
+        if codec is not None and codec.ended is not None and not codec.progress:
+            return codec.ended
+        if codec is not None and codec.progress not in ("", shown):
+            shown = codec.progress
+            log.info("%s", shown)
+        await asyncio.sleep(LOOK_EVERY_S)
+    raise LaunchError("the engine ended while it measured; the lines above say why")

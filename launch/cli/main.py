@@ -260,6 +260,7 @@ def calibrate(
     from launch.cli.calibration_table import print_report
     from launch.cli.remote import Remote
     from launch.cli.served_measurement import measure_served
+    from launch.serve.logs import configure_logging
 
     if plot is not None:
         check_path(plot)
@@ -276,7 +277,9 @@ def calibrate(
         report = measure_served(remote, lambda words: print(words, file=sys.stderr))
     else:
         chosen = CalibrateOptions(text or (), eval_text or (), presets, contexts, needles)
-        report = run(options.chosen(context, os.environ), chosen, os.environ)
+        effective = options.chosen(context, os.environ)
+        configure_logging(effective.settings.log_level, effective.settings.log_format)
+        report = run(effective, chosen, os.environ)
     print_report(report)
     if json is not None:
         write_json(report, json)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,11 +13,9 @@ from pathlib import Path
 import msgspec
 from fastapi import FastAPI
 
-from engines.base import Engine, EngineError, TierName
-from engines.config import WorkerConfig
+from engines.base import Engine, TierName
 from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE, FleetEngine
 from engines.fleet.homes import FleetHomes, Homes, SaidMoves
-from engines.registry import UnknownEngine, create_engine
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.keys import BadKeyLine, Tenants
@@ -28,12 +25,12 @@ from gateway.models.served_model import ServedModel
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import is_exact
 from kvstore.config import AUTO, StoreConfig
-from launch.errors import LaunchError, UsageError
+from launch.engine_start import compile_folders, engine_of
+from launch.errors import UsageError
 from launch.families.cache_shape import NotUnderstood
-from launch.machine.blas import Blas, find_blas
-from launch.machine.interpreters import CHILD_ENV
+from launch.machine.blas import Blas
 from launch.machine.memory import machine_memory
-from launch.machine.private_folders import compile_environment, server_folder
+from launch.machine.private_folders import server_folder
 from launch.model import Model, find_model
 from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
 from launch.plan.served_cache import served_cache
@@ -103,7 +100,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     _check_admins(settings.gateway, tenants)
     entries = effective.engines or (EngineSettings(EngineEntry(name=""), effective),)
     for each in entries:
-        _compiled(each.effective, environ)  # before the sample model is written beside it
+        compile_folders(each.effective, environ)  # before the sample model is written beside it
     models = [_checked_model(x) for x in entries]
     _check_aliases(settings)
     _check_memory(entries, models, settings)
@@ -227,33 +224,16 @@ def _for_replicas(config: SchedulerConfig, num_replicas: int) -> SchedulerConfig
 def _replica(
     effective: EffectiveSettings, model: Model, environ: Mapping[str, str], stack: ExitStack
 ) -> BuiltEngine:
-    settings, kind = effective.settings, effective.engine_kind
-    cache, compiled = effective.folders.cache, _compiled(effective, environ)
-    blas = find_blas(environ, cache) if kind == "mlx" else None
+    kind = effective.engine_kind
     store = _store(effective, model)
     if kind in ("mlx", "vllm"):
-        ranks = settings.engine.vllm.tensor_parallel if kind == "vllm" else 0
+        ranks = effective.settings.engine.vllm.tensor_parallel if kind == "vllm" else 0
         check_tiers(store, vllm_ranks=ranks)
-    runtime_dir = "" if kind == "attached" else stack.enter_context(server_folder(cache, environ))
-    worker = WorkerConfig(
-        engine=settings.engine,
-        store=store,
-        model_path=model.path,
-        served_model_name=model.name,
-        runtime_dir=str(runtime_dir),
-        token=settings.engine.token or secrets.token_urlsafe(32),
-        data_path=str(effective.folders.data),
-        log_level=settings.log_level,
-    )
-    engine = _engine(kind, worker, {**compiled, **CHILD_ENV, **(blas.env if blas else {})})
+    runtime_dir = None
+    if kind != "attached":
+        runtime_dir = stack.enter_context(server_folder(effective.folders.cache, environ))
+    engine, blas = engine_of(effective, model, store, runtime_dir, environ)
     return BuiltEngine(effective, engine, model.name, blas)
-
-
-def _compiled(effective: EffectiveSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Check the folders into which an engine compiles; return the variables that name them."""
-    if effective.engine_kind == "attached":  # it has folders of its own
-        return {}
-    return compile_environment(effective.folders.cache, environ)
 
 
 def _on_demand(
@@ -274,15 +254,6 @@ def _on_demand(
         )
     timeout_s = settings.engine.start_timeout_s
     return OnDemand(entry.name, engine, sessions, entry.unload_after_s, timeout_s, rests_in)
-
-
-def _engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
-    try:
-        return create_engine(kind, worker, env)
-    except UnknownEngine as error:
-        raise UsageError(str(error)) from error
-    except EngineError as error:
-        raise LaunchError(str(error)) from error
 
 
 def _model(effective: EffectiveSettings) -> Model:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvstore.codecs.calibrated import learn_profile
+from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.presets import codec_by_name, open_codec, warm
 from kvstore.errors import Corrupt, UnknownCodec
-from kvstore.shapes import slice_tokens
+from kvstore.shapes import KVLayer, KVLayout, slice_tokens
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile, model_run
 from tests.unit.kvstore.codecs.samples import layout_of, values_of
 
@@ -55,6 +57,22 @@ def test_what_comes_back_resembles_what_went_in(name, dtype):
     payload = codec.encode(run, layout, 256)
     out = restored(codec, payload, 128, 256, layout)
     assert error(run, out, dtype) < ERRORS[name]
+
+
+@pytest.mark.parametrize("preset", ["dense3", "balanced", "safe"])
+def test_latents_as_wide_as_those_of_published_models(preset):
+    """DeepSeek, Kimi and GLM keep a latent of 512 values, and 64 rotated ones beside it."""
+    layout = KVLayout("float32", (KVLayer(1, 512, 64),) * 2)
+    texts = [layout.empty(160) for _ in range(2)]
+    for number, array in enumerate(x for text in texts for x in arrays(text)):
+        shape = (3, array.shape[2])
+        directions = np.random.default_rng(number % 4).standard_normal(shape).astype(np.float32)
+        array[0] = np.random.default_rng(100 + number).standard_normal((160, 3)) @ directions
+    codec = open_codec(preset, learn_profile(Samples(layout, (None,) * 2, texts), "mla", [preset]))
+    codec.check(layout)
+    payload = codec.encode(texts[0], layout, 256)
+    out = restored(codec, payload, 160, 256, layout)
+    assert error(texts[0], out, "float32") < 1e-3
 
 
 @pytest.mark.parametrize("first_token", [0, 2, 128])

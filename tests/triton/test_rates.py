@@ -132,6 +132,7 @@ SHAPES = {
     "head_dim 256, fp32": Shape(dim=256, rope=rope_of(256), dtype=torch.float32),
     "head_dim 32, not turned": Shape(dim=32, rope=None),
     "neighbours are turned": Shape(rope=Rope(tuple(2.0**-k for k in range(32)), True)),
+    "values are turned": Shape(rope=Rope(rope_of(64).frequencies, side="values")),
     "fp16": Shape(dtype=torch.float16),
     "fp32": Shape(dtype=torch.float32, heads=2),
     "several programs for a chunk": Shape(block=24, per_chunk=2),

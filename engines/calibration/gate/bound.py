@@ -71,14 +71,15 @@ def _chains_refusal(row: Quality, bound: Bound) -> str:
 def short_reach(preset: str, profile: Profile | None) -> str:
     """The reason why a preset holds only at positions near those measured; "" if it does not.
 
-    The turned part of a latent is learned as it lies at the positions of the texts, since only
-    keys are turned back. Beyond them it has another mean, and a learned preset loses many times
-    what was measured.
+    Where a model's rotation of the keys beside its latents was not found, they are learned as they
+    lie at the positions of the texts. Beyond them they have another mean, and a learned preset
+    loses many times what was measured.
     """
     layers = zip(profile.layout.layers, profile.ropes, strict=False) if profile is not None else ()
     if is_learned(first_part(preset)) and any(rope is None and is_latent(x) for x, rope in layers):
         return (
-            f"codec {preset} learned the turned parts of this model's latents at the positions of"
-            " short texts, and does not hold for longer sessions"
+            f"codec {preset} learned the rotated keys beside this model's latents at the positions"
+            " of short texts, since their rotation was not found, and does not hold for longer"
+            " sessions"
         )
     return ""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from engines.calibration.first_order import FALLBACKS
 from engines.calibration.gate.bound import Bound, refusal, short_reach
 from engines.calibration.gate.preference import UNTIMED, preferred
 from kvstore.codecs.base import Codec
@@ -246,12 +247,15 @@ def _offers(config: StoreConfig, model: _Model) -> _Offers:
     }
     first = model.first
     missing = "" if first in measured else f"{first} was not measured on this model yet"
+    good = {name: x for name, x in measured.items() if name not in refused}
+    # A fallback may keep a bound that was looser when the model was measured.
+    untried = first_part(first) == FIRST and not set(FALLBACKS) <= set(map(first_part, measured))
     if unmeasurable:
         missing = f"no codec can be measured here: {unmeasurable}"
     return _Offers(
-        good={name: x for name, x in measured.items() if name not in refused},
+        good=good,
         refused=refused,
-        unmeasured=first not in measured and not unmeasurable,
+        unmeasured=(first not in measured or (untried and not good)) and not unmeasurable,
         missing=missing,
         first=first,
     )

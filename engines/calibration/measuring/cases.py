@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from engines.calibration.corpus import Text
 from engines.calibration.measuring.prefixes import common_length
+from engines.config import DEPTHS
 
 Encode = Callable[[str], list[int]]
 
-DEPTHS = (0.1, 0.5, 0.9)  # positions of needles, as shares of the prefix
 _PLACES = ("vault", "archive", "garage", "library", "tower", "harbour", "cellar", "station")
 
 

@@ -24,7 +24,7 @@ from engines.calibration.gate.profiles import make_folder, profile_path, save
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.instrument import Instrument
 from engines.calibration.measuring.measure import OnProgress
-from engines.calibration.messages import CalibrationOrder
+from engines.config import CalibrationOrder
 from kvstore.codecs.names import first_part
 from kvstore.codecs.profile import BEFORE, OF_STATES, OF_WINDOWS, UNFINISHED, Profile, load_profile
 from kvstore.config import StoreConfig

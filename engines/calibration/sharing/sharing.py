@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.instrument import Instrument
 from engines.calibration.measuring.measure import OnProgress
-from engines.calibration.messages import CalibrationOrder
+from engines.config import CalibrationOrder
 from kvstore.config import StoreConfig
 from kvstore.tiers.seal import read_secret
 

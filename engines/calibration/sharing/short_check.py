@@ -19,7 +19,7 @@ from engines.calibration.instrument import Instrument
 from engines.calibration.measuring.cases import text_cases
 from engines.calibration.measuring.measure import OnProgress, measure
 from engines.calibration.measuring.trials import AnyCodec
-from engines.calibration.messages import CalibrationOrder
+from engines.config import CalibrationOrder
 from kvstore.codecs.quality import Quality
 
 NUM_TEXTS: Final = 2

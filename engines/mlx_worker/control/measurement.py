@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from engines.calibration.first_order import TooShort, first_order
 from engines.calibration.instrument import Interrupted
 from engines.calibration.sharing.sharing import NO_SHARING, Sharing, open_sharing
-from engines.config import WorkerConfig
+from engines.config import CalibrationOrder, WorkerConfig
 from engines.mlx_worker.measuring.serving_instrument import ServingInstrument
 from engines.mlx_worker.owner import Owner
 from engines.wire import CodecReport
@@ -63,36 +62,41 @@ class Measuring:
         if self.possible and self._owner.codecs is not None:
             self._sharing = open_sharing(self._config.store, self._owner.codecs, Path(self._folder))
         if wanted and self._folder:
-            self._begin(self._is_needed, self._learns_on, self._sharing)
+            self._begin(again=False)
 
-    def begin_again(self) -> None:
-        """Begin to measure, also if that was done before, unless it is being done already."""
+    def begin_again(self, order: CalibrationOrder | None = None) -> None:
+        """Begin to measure, also if that was done before, unless it is being done already.
+
+        ``order``: see ``engines.wire.Measure``.
+        """
         if self.possible and not self.is_running:
-            self._begin(lambda: self._owner.codecs is not None, lambda: False, NO_SHARING)
+            self._begin(order, again=True)
 
     @property
     def _folder(self) -> str:
         return self._config.data_path or self._config.store.disk_path
 
-    def _begin(
-        self, is_needed: Callable[[], bool], learns_on: Callable[[], bool], sharing: Sharing
-    ) -> None:
+    def _begin(self, order: CalibrationOrder | None = None, *, again: bool) -> None:
         # Arithmetic of calibration, which a measured model's engine never needs.
-        from engines.calibration.self_measurement import SelfMeasurement, Wanted
+        from engines.calibration.self_measurement import ALL, SelfMeasurement, Wanted
 
+        config, data = self._config, self._folder
         try:
-            order = first_order(self._config.store, self._owner.facts.max_context, self._folder)
+            if order is None:
+                wanted = first_order(config.store, self._owner.facts.max_context, data)
+            else:
+                wanted = order.within(config.runtime_dir, data)
         except TooShort as error:
             logger.warning("the model is not measured: %s", error)
             return
         self._running = SelfMeasurement(
-            order,
+            wanted,
             self._instrument,
             self._adopt,
             engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
-            resumes=True,
-            wanted=Wanted(is_needed, learns_on),
-            sharing=sharing,
+            resumes=order is None,
+            wanted=ALL if again else Wanted(self._is_needed, self._learns_on),
+            sharing=NO_SHARING if again else self._sharing,
         )
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from engines.config import CalibrationOrder
 from engines.mlx_worker.control.reports import SessionReports
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.hot_sessions import HotSession, SessionKey
@@ -41,7 +42,7 @@ class MlxVerbs:
         self,
         owner: Owner,
         reports: SessionReports,
-        begin_to_measure: Callable[[], None] = lambda: None,
+        begin_to_measure: Callable[[CalibrationOrder | None], None] = lambda order: None,
     ) -> None:
         self._owner = owner
         self._clock = time.monotonic
@@ -69,9 +70,9 @@ class MlxVerbs:
             await asyncio.to_thread(codecs.renew, store.adopt)
         return self._reports.codec()
 
-    async def measure(self) -> CodecReport:
+    async def measure(self, order: CalibrationOrder | None) -> CodecReport:
         """Begin to measure what the codecs cost this model, in idle moments."""
-        self._begin_to_measure()
+        self._begin_to_measure(order)
         codec = self._reports.codec()
         return msgspec.structs.replace(codec, progress=codec.progress or "measuring: it begins")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -173,7 +174,9 @@ def rope_readers(model: Any, plan: CachePlan, *, windows: bool) -> list[Callable
         raise ValueError("the model's layers are not those of its cache")
     read = _rope_if_found if plan.needs_state else rope_of
     return [
-        _not_turned if _keeps_latent(x, y) else partial(read, x, y.head_dim)
+        partial(_rope_of_latent, x, y.value_dim)
+        if _keeps_latent(x, y)
+        else partial(read, x, y.head_dim)
         for x, y in zip(layers, kept.layers, strict=True)
     ]
 
@@ -202,6 +205,12 @@ def _keeps_latent(layer: Any, kept: KVLayer) -> bool:
 
 def _attention_of(layer: Any) -> Any:
     return getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
+
+
+def _rope_of_latent(layer: Any, dim: int) -> Rope | None:
+    """Read how a layer rotates the ``dim`` channels beside its latents; None if not found."""
+    rope = _rope_if_found(layer, dim)
+    return None if rope is None else msgspec.structs.replace(rope, side="values")
 
 
 def _rope_if_found(layer: Any, head_dim: int) -> Rope | None:

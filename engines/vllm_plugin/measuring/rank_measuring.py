@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from engines.calibration.agreement import ALONE
-from engines.calibration.messages import CalibrationOrder
-from engines.calibration.self_measurement import SelfMeasurement, Wanted
+from engines.calibration.self_measurement import ALL, SelfMeasurement, Wanted
 from engines.calibration.sharing.sharing import NO_SHARING, Sharing
+from engines.config import CalibrationOrder
 from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.blocks.state_layers import StateBlocks
 from engines.vllm_plugin.groups import Groups
@@ -22,6 +22,20 @@ from engines.vllm_plugin.measuring.serving_instrument import EngineKV, ServingIn
 from engines.vllm_plugin.messages import ForwardDone, JointFindings
 from engines.vllm_plugin.plan import StepWork
 from engines.wire import CodecReport
+
+
+class Prepared(NamedTuple):
+    """The way in which a rank's share of the model is measured.
+
+    ``order``: makes that of a model's first start. ``within``: fills the rank's paths into another.
+    ``adopt``: see ``SelfMeasurement``.
+    """
+
+    order: Callable[[], CalibrationOrder]
+    within: Callable[[CalibrationOrder], CalibrationOrder]
+    groups: Groups
+    fingerprint: str
+    adopt: Callable[[], None]
 
 
 def longest_prompt(vllm_config: Any) -> int:
@@ -49,69 +63,53 @@ class RankMeasuring:
         self._states = states
         self._client = client
         self._measurement: SelfMeasurement | None = None
-        self._open: Callable[[Wanted, Sharing], SelfMeasurement] | None = None
+        self._prepared: Prepared | None = None
         self._sharing: Sharing = NO_SHARING
         # The same on every rank, and unknown to clients.
         self._salt = hashlib.sha256(f"measuring {token}".encode()).hexdigest()
 
-    def prepare(
-        self,
-        order: Callable[[], CalibrationOrder],
-        groups: Groups,
-        fingerprint: str,
-        adopt: Callable[[], None],
-        sharing: Sharing = NO_SHARING,
-    ) -> None:
-        """Set how this model is measured from now on: see ``SelfMeasurement``.
-
-        ``sharing`` is owned by this object.
-        """
+    def prepare(self, prepared: Prepared, sharing: Sharing = NO_SHARING) -> None:
+        """Set how this model is measured from now on. ``sharing`` is owned by this object."""
+        self._prepared = prepared
         self._sharing = sharing
 
-        def opened() -> ServingInstrument:
-            return ServingInstrument(
-                self._client,
-                EXCHANGE,
-                EngineKV(
-                    self._cache.layout,
-                    groups.layers,
-                    self._cache.block_tokens,
-                    self._states.layout if self._states is not None else None,
-                    tuple(x for y in groups.states if not y.recurrent for x in y.layers),
-                    self._cache.has_latents,
-                ),
-                fingerprint,
-                cached_tokenizer_from_config(self._config.model_config),
-                self._salt,
-            )
+    def open_instrument(self) -> ServingInstrument:
+        """Open the instrument for the thread that calls. Raises what ``ServingInstrument`` does."""
+        assert self._prepared is not None
+        groups, states = self._prepared.groups, self._states
+        kv = EngineKV(
+            self._cache.layout,
+            groups.layers,
+            self._cache.block_tokens,
+            states.layout if states is not None else None,
+            tuple(x for y in groups.states if not y.recurrent for x in y.layers),
+            self._cache.has_latents,
+        )
+        tokenizer = cached_tokenizer_from_config(self._config.model_config)
+        known = (self._prepared.fingerprint, tokenizer, self._salt)
+        return ServingInstrument(self._client, EXCHANGE, kv, *known)
 
-        # One rank may have kept results of an interrupted measurement that another rank lacks.
-        several = self._config.parallel_config.world_size > 1
-
-        def begun(wanted: Wanted, sharing: Sharing) -> SelfMeasurement:
-            return SelfMeasurement(
-                order(),
-                opened,
-                adopt,
-                engine=f"vllm {vllm.__version__}",
-                resumes=not several,
-                wanted=wanted,
-                partners=self._client if several else ALONE,
-                sharing=sharing,
-            )
-
-        self._open = begun
-
-    def begin(self, wanted: Wanted | None = None) -> None:
+    def begin(self, wanted: Wanted | None = None, *, order: CalibrationOrder | None = None) -> None:
         """Begin a measurement, unless one runs already or measuring is impossible.
 
         Without ``wanted`` the model is measured again, and no other engine is asked. Several ranks
-        do not continue to learn: every rank would need to have kept the same presets.
+        do not continue to learn: every rank would need to have kept the same presets. ``order``:
+        see ``engines.wire.Measure``.
         """
-        if self._open is None or self.is_running:
+        if self._prepared is None or self.is_running:
             return
-        sharing = NO_SHARING if wanted is None else self._sharing
-        self._measurement = self._open(wanted or Wanted(), sharing)
+        # One rank may have kept results of an interrupted measurement that another rank lacks.
+        several = self._config.parallel_config.world_size > 1
+        self._measurement = SelfMeasurement(
+            self._prepared.order() if order is None else self._prepared.within(order),
+            self.open_instrument,
+            self._prepared.adopt,
+            engine=f"vllm {vllm.__version__}",
+            resumes=order is None and not several,
+            wanted=wanted or ALL,
+            partners=self._client if several else ALONE,
+            sharing=NO_SHARING if wanted is None else self._sharing,
+        )
 
     def begin_step(self, step: StepWork) -> None:
         """Start to observe layers in the step, if the order needs it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -47,6 +48,28 @@ def ropes_if_found(
     return tuple(map(one, layer_names, head_dims))
 
 
+def ropes_of_latents(
+    model: nn.Module, layer_names: Sequence[str], dims: Sequence[int]
+) -> tuple[Rope | None, ...]:
+    """Return the rotation of the keys beside each layer's latents; None where it is not found.
+
+    ``dims``: channels of those keys, which lie in the place of values.
+    """
+
+    @functools.cache  # layers share their modules
+    def read(module: nn.Module, dim: int) -> Rope | None:
+        rope = _read(module, dim, heads=True)
+        return None if rope is None else msgspec.structs.replace(rope, side="values")
+
+    def one(name: str, dim: int) -> Rope | None:
+        try:
+            return read(_rotary_of(model, name), dim)
+        except ValueError:
+            return None
+
+    return tuple(map(one, layer_names, dims))
+
+
 def _rotary_of(model: nn.Module, layer_name: str) -> nn.Module:
     around, _, _ = layer_name.rpartition(".")
     try:
@@ -56,16 +79,23 @@ def _rotary_of(model: nn.Module, layer_name: str) -> nn.Module:
     return module
 
 
-def _read(module: nn.Module, dim: int) -> Rope | None:
-    return read_rope(lambda position: _turned(module, dim, position))
+def _read(module: nn.Module, dim: int, heads: bool = False) -> Rope | None:
+    table = getattr(module, "cos_sin_cache", None)  # a row for each position
+    known = () if table is None else (len(table),)
+    return read_rope(lambda position: _turned(module, dim, position, heads), *known)
 
 
-def _turned(module: nn.Module, dim: int, position: int) -> np.ndarray:
+def _turned(module: nn.Module, dim: int, position: int, heads: bool) -> np.ndarray:
+    """Return the matrix (dim, dim) that rotates a key at ``position``.
+
+    ``heads``: the module takes rows (tokens, heads, dim), as those of latent attention do.
+    """
     cache = next(iter(module.buffers()), torch.empty(0))
     device, dtype = cache.device, cache.dtype if cache.ndim else torch.float32
     with torch.inference_mode():
         identity = torch.eye(dim, device=device, dtype=dtype)
+        identity = identity[:, None] if heads else identity
         positions = torch.full((dim,), position, device=device, dtype=torch.long)
         turned = module(positions, identity.clone(), identity)[0]  # some modules work in place
-    found: np.ndarray = turned.float().cpu().numpy()
+    found: np.ndarray = turned.float().cpu().numpy().reshape(dim, dim)
     return found

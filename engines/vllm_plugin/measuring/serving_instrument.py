@@ -14,7 +14,11 @@ from engines.calibration.instrument import HeldSession, Note, NotObservable
 from engines.vllm_plugin.measuring.exchange import Exchange, Found
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.layer_views import LayerViews
-from engines.vllm_plugin.measuring.ropes import ropes_if_found, ropes_of
+from engines.vllm_plugin.measuring.ropes import (
+    ropes_if_found,
+    ropes_of,
+    ropes_of_latents,
+)
 from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout, slice_tokens
@@ -90,7 +94,8 @@ class ServingInstrument:
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
         if self._kv.has_latents:
-            return (None,) * len(self._kv.layout.layers)
+            dims = [x.value_dim for x in self._kv.layout.layers]
+            return ropes_of_latents(self._model, self._kv.layer_names, dims)
         return self._ropes_of(self._kv.layer_names, self._kv.layout)
 
     @property
@@ -116,12 +121,16 @@ class ServingInstrument:
         return list(self._tokenizer.encode(text))
 
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
-        """Return the KV of ``tokens``, ``STEP_TOKENS`` in a step; ``past`` is copied unchanged."""
+        """Return the KV of ``tokens``, step by step; ``past`` is copied unchanged.
+
+        Of a model with states vLLM goes on from whole blocks only, so a step takes one at least.
+        """
+        step = STEP_TOKENS if self._kv.states is None else self._step_tokens
         run = self._kv.layout.empty(len(tokens))
         done = past[0][0].shape[1] if past else 0
         _copy(past, run, 0)
         while done < len(tokens):
-            end = min(done + STEP_TOKENS, len(tokens))
+            end = min(done + step, len(tokens))
             _copy(self._computed(tokens[:end], done, run), run, done)
             done = end
         self._tokens = tuple(tokens)

@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from engines.config import CalibrationOrder
 from engines.vllm_plugin.messages import Look, RankAnswer, RankSession
 from engines.vllm_plugin.scheduler.hub.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions, SessionName, name_of
@@ -91,9 +92,9 @@ class VllmVerbs:
         """Make every rank adopt the codec that the profile of its share of the model allows."""
         return _codec([x.codec for x in await self._hub.ask(Adopt(), ADOPT_S)])
 
-    async def measure(self) -> CodecReport:
+    async def measure(self, order: CalibrationOrder | None) -> CodecReport:
         """Start a measurement of the codecs' errors on every rank's share, in idle moments."""
-        codec = _codec([x.codec for x in await self._hub.ask(Measure(), LOOK_S)])
+        codec = _codec([x.codec for x in await self._hub.ask(Measure(order), LOOK_S)])
         return msgspec.structs.replace(codec, progress=codec.progress or "measuring: it begins")
 
     async def codec(self) -> CodecReport:
@@ -258,11 +259,15 @@ class VllmVerbs:
 
 
 def _codec(ranks: list[CodecReport | None]) -> CodecReport:
-    """The engine's codec: that of a rank that waits for a measurement, if any, else the first."""
+    """The engine's codec: that of a rank that waits for a measurement, if any, else the first.
+
+    A measurement runs until every rank has ended it.
+    """
     known = [x for x in ranks if x is not None]
     found = next((x for x in known if x.unmeasured), known[0] if known else CodecReport(name=""))
     why_host = next((x.why_host for x in known if x.why_host), "")
-    return msgspec.structs.replace(found, why_host=why_host)
+    progress = next((x.progress for x in (found, *known) if x.progress), "")
+    return msgspec.structs.replace(found, why_host=why_host, progress=progress)
 
 
 def _merged(answers: list[RankAnswer]) -> dict[SessionName, RankSession]:

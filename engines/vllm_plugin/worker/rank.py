@@ -13,6 +13,7 @@ from typing import Final, Protocol
 import msgspec
 
 from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.config import CalibrationOrder
 from engines.vllm_plugin.events.resting_watch import RestingWatch
 from engines.vllm_plugin.messages import (
     Ask,
@@ -118,7 +119,7 @@ class Measurement(Protocol):
     def with_progress(self, report: CodecReport) -> CodecReport:
         """Return the report with the progress and the end of the measurement filled in."""
 
-    def begin(self) -> None:
+    def begin(self, *, order: CalibrationOrder | None = None) -> None:
         """Begin a measurement, unless one runs already or measuring is impossible."""
 
     def hear(self, news: ForwardDone | JointFindings) -> None:
@@ -337,8 +338,8 @@ class RankLink:
             case Adopt():
                 self.adopt()
                 return []
-            case Measure():
-                self._measurement.begin()
+            case Measure(order):
+                self._measurement.begin(order=order)
                 return []
             case Demote(session, tier) if tier is not None:
                 self._store.demote(session, tier)

@@ -45,7 +45,7 @@ from engines.vllm_plugin.events.resting_watch import RestingWatch
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.possible import unmeasurable
-from engines.vllm_plugin.measuring.rank_measuring import RankMeasuring, longest_prompt
+from engines.vllm_plugin.measuring.rank_measuring import Prepared, RankMeasuring, longest_prompt
 from engines.vllm_plugin.messages import RankHello, RankLost, RankPacked, RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.affinity import unbound_threads
@@ -93,7 +93,7 @@ class WorkerSide:
         self._transfer = transfer
         self._link = link
         self._store = store
-        self._measuring = measuring
+        self.measuring = measuring
         self._resting = resting
         self._monotonic = monotonic
         self._patience_s = 0.0
@@ -103,15 +103,15 @@ class WorkerSide:
 
     def begin_step(self, step: StepWork) -> None:
         """Start to observe the step, if a measurement needs it; called before the model runs."""
-        if self._measuring is not None:
-            self._measuring.begin_step(step)
+        if self.measuring is not None:
+            self.measuring.begin_step(step)
 
     def start_loads(self, step: StepWork) -> None:
         """Begin the step's loads."""
         self._patience_s = step.patience_s
         self._stepped_at = self._monotonic()
-        if self._measuring is not None:
-            self._measuring.fill(step)
+        if self.measuring is not None:
+            self.measuring.fill(step)
             self._transfer.filled(x.request_id for x in step.given)
         for load in step.loads:
             self._transfer.load(load)
@@ -120,8 +120,8 @@ class WorkerSide:
         """Begin the step's saves, after the model has run."""
         for save in step.saves:
             self._transfer.save(save, self._saved)
-        if self._measuring is not None:
-            for job in self._measuring.read(step):
+        if self.measuring is not None:
+            for job in self.measuring.read(step):
                 self._transfer.copied(job)
 
     def take_loaded(self) -> set[str]:
@@ -145,8 +145,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """End the saves first: they need the store, and the link to report how they ended."""
-        if self._measuring is not None:
-            self._measuring.close()
+        if self.measuring is not None:
+            self.measuring.close()
         self._transfer.close()
         if self._resting is not None:
             self._resting.close()
@@ -157,9 +157,7 @@ class WorkerSide:
         """True if vLLM has run no step for a moment, and no copy is under way. Any thread."""
         if self._monotonic() - self._stepped_at < QUIET_S or self._link.num_staging:
             return False
-        return self._transfer.is_settled and (
-            self._measuring is None or self._measuring.has_verdict
-        )
+        return self._transfer.is_settled and (self.measuring is None or self.measuring.has_verdict)
 
     def _packed(self, session: SessionRef) -> None:
         self._link.send(RankPacked(session))
@@ -244,9 +242,12 @@ def open_worker_side(
     # Several ranks neither continue to learn nor share their results.
     is_alone = vllm_config.parallel_config.world_size == 1
     if not why:
-        order = partial(first_order, settings.store, longest, str(data), least)
+        step = cache.block_tokens if layout is not None else 1
+        order = partial(first_order, settings.store, longest, str(data), least, step)
         sharing = open_sharing(config, codecs, data) if is_alone else NO_SHARING
-        measuring.prepare(order, groups, identity, link.adopt, sharing)
+        paths = settings.runtime_dir, str(data), rank
+        prepared = Prepared(order, lambda x: x.within(*paths), groups, identity, link.adopt)
+        measuring.prepare(prepared, sharing)
     if config.calibrate and (codecs.report.unmeasured or (is_alone and codecs.learns_on)):
         measuring.begin(Wanted(lambda: codecs.report.unmeasured, lambda: codecs.learns_on))
     resting = RestingWatch(store, rank, link.send) if wants_events(vllm_config) else None

@@ -38,6 +38,7 @@ from kvstore.codecs.stages.uniform import NUM_SHIFTS, UniformStep
 from kvstore.shapes import KVLayout
 
 MISSES_AT_A_TIME = 1024  # rows at a time
+MOST_RATIO = 1024  # of a deviation to the step
 SMALLEST_STEP = 1e-12  # for a model whose KV is the same for all tokens
 
 
@@ -135,7 +136,10 @@ def _expected_step(deviations: list[np.ndarray], bits: float) -> float:
 
 
 def _find_step(spectra: list[Spectrum], bits: float) -> float:
-    """Finds the step that takes so many bits, by bisection in octaves; finer steps take more."""
+    """Finds the step that takes so many bits, by bisection in octaves; finer steps take more.
+
+    Rows of low rank get fewer bits: with a finer step their levels would not fit 16 bits.
+    """
     size = sum(spectrum.left.size for spectrum in spectra)
     largest = max(spectrum.deviations.max() for spectrum in spectra)
     high = float(np.log2(max(largest, SMALLEST_STEP)))
@@ -144,7 +148,7 @@ def _find_step(spectra: list[Spectrum], bits: float) -> float:
         step = 2 ** ((low + high) / 2)
         spent = sum(_entropy(*spectrum.codes(step)) for spectrum in spectra) / size
         low, high = ((low + high) / 2, high) if spent > bits else (low, (low + high) / 2)
-    return 2 ** ((low + high) / 2)
+    return max(2 ** ((low + high) / 2), float(largest) / MOST_RATIO)
 
 
 def _misses(spectrum: Spectrum, step: float) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

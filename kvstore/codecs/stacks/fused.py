@@ -18,7 +18,7 @@ from kvstore.codecs import floats
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.rope import Rope, angle_tables
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
-from kvstore.codecs.stacks.stack_shape import KEY, StackShape
+from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.shapes import DType, KVLayout, KVRun
 
 logger = logging.getLogger(__name__)
@@ -87,14 +87,12 @@ class RopeTables:
 
 def rope_tables(shape: StackShape, ropes: Sequence[Rope | None]) -> RopeTables | None:
     """Makes the tables, or returns None if kernels do not support a rotation of some channels."""
-    used = tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+    of_units = [[vector.rope(ropes) for vector in unit] for unit in shape.units]
+    used = tuple(dict.fromkeys(rope for unit in of_units for rope in unit if rope is not None))
     if any(rope.interleaved or len(rope.frequencies) % VECTOR for rope in used):
         return None
-    numbers = {rope: number + 1 for number, rope in enumerate(used)}
-    numbers_of = [
-        [numbers[rope] if s.side == KEY and (rope := ropes[s.layer]) else 0 for s in unit]
-        for unit in shape.units
-    ]
+    numbers = {None: 0} | {rope: number + 1 for number, rope in enumerate(used)}
+    numbers_of = [[numbers[rope] for rope in unit] for unit in of_units]
     halves = np.array([0, *(len(rope.frequencies) for rope in used)], np.int64)
     return RopeTables(used, np.array(numbers_of, np.int64), halves)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.codecs import floats
 from kvstore.codecs.loops.compiled import compiled_stages
+from kvstore.codecs.rope import Rope
 from kvstore.shapes import DType, KVLayout, KVRun
 
 ScopeName: TypeAlias = Literal["head", "side", "layer", "group"]
@@ -53,6 +54,12 @@ class HeadVector:
     def array(self) -> int:
         """The index of its array among K of the first layer, its V, K of the second, ..."""
         return 2 * self.layer + self.side
+
+    def rope(self, ropes: Sequence[Rope | None]) -> Rope | None:
+        """The rotation of this vector; ``ropes``: one for each layer, None for one without."""
+        rope = ropes[self.layer]
+        side = VALUE if rope is not None and rope.side == "values" else KEY
+        return rope if self.side == side else None
 
 
 Unit: TypeAlias = tuple[HeadVector, ...]

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.codecs.reader import Reader
 
-MAX_WIDTH = 256
+MAX_WIDTH = 1024  # for which sums of products of bytes stay below 2^24
 LARGEST_INPUT = 32767
 MAX_BITS = 6
 NUM_MAGNITUDES = 1 << (MAX_BITS - 1)

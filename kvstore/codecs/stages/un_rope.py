@@ -14,7 +14,7 @@ import numpy as np
 from kvstore.codecs.loops.compiled import compiled_stages
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.rope import Rope, angle_tables
-from kvstore.codecs.stacks.stack_shape import KEY, StackShape
+from kvstore.codecs.stacks.stack_shape import StackShape
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class UnRope:
         turns: dict[tuple[int, Rope], list[int]] = {}
         for number, unit in enumerate(shape.units):
             for start, vector in zip(shape.starts, unit, strict=True):
-                rope = ropes[vector.layer] if vector.side == KEY else None
+                rope = vector.rope(ropes)
                 if rope is not None:
                     turns.setdefault((start, rope), []).append(number)
         self._turns = [_Turn(tuple(u), start, rope) for (start, rope), u in turns.items()]

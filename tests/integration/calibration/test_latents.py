@@ -10,14 +10,14 @@ import pytest
 
 from benchmarks.families.latent import write_latent
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.calibration.messages import CalibrationOrder
+from engines.config import CalibrationOrder
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.calibrate import calibrate
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
 from kvstore.shapes import KVLayer
+from tests.integration.calibration.surveys import surveyed
 from tests.integration.tiny_models import LATENTS, tiny_model, write_model
 
 pytestmark = pytest.mark.mlx
@@ -31,8 +31,6 @@ def test_latents_are_measured_and_packed(kind: str, tmp_path: Path) -> None:
     folder.mkdir()
     write_model(kind, folder)
     order = CalibrationOrder(
-        model_path=str(folder),
-        dtype="float32",
         presets=("dense3", "raw"),
         contexts=(128,),
         num_windows=2,
@@ -43,7 +41,7 @@ def test_latents_are_measured_and_packed(kind: str, tmp_path: Path) -> None:
         with_bounds=False,
         data_path=str(tmp_path),
     )
-    report = calibrate(order)
+    report = surveyed(folder, order)
     dense3, raw = report.rows
     assert (raw.kl, raw.top1) == (0, 1)
     assert dense3.kl > 0 and dense3.bits_per_element < 6

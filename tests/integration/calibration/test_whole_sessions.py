@@ -8,11 +8,12 @@ import pytest
 
 from engines.calibration.gate.earlier import earlier_codecs
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.calibration.messages import CalibrationOrder, CalibrationReport
+from engines.calibration.messages import CalibrationReport
+from engines.config import CalibrationOrder
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.calibrate import calibrate
 from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, load_profile
 from kvstore.config import StoreConfig
+from tests.integration.calibration.surveys import surveyed
 from tests.integration.tiny_models import tiny_model, write_model
 
 pytestmark = pytest.mark.mlx
@@ -23,8 +24,6 @@ def calibrated(kind: str, data: Path, num_windows: int = 2) -> CalibrationReport
     folder.mkdir(exist_ok=True)
     write_model(kind, folder)
     order = CalibrationOrder(
-        model_path=str(folder),
-        dtype="float32",
         presets=("dense3",),
         contexts=(128,),
         num_windows=num_windows,
@@ -35,7 +34,7 @@ def calibrated(kind: str, data: Path, num_windows: int = 2) -> CalibrationReport
         with_bounds=False,
         data_path=str(data),
     )
-    return calibrate(order)
+    return surveyed(folder, order)
 
 
 def served(kind: str, report: CalibrationReport, data: Path, max_kl: float) -> ServedCodecs:

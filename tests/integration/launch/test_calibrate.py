@@ -152,12 +152,26 @@ def test_ctrl_c_ends_both_without_a_word_about_our_code(folder: Path) -> None:
     assert b"Traceback" not in said
 
 
+def test_an_engine_that_ends_while_it_measures_is_reported(folder: Path) -> None:
+    with subprocess.Popen(
+        command(folder), env=environment(folder), stderr=subprocess.PIPE, text=True
+    ) as started:
+        child = _program(psutil.Process(started.pid))
+        assert started.stderr is not None
+        while "measuring: " not in started.stderr.readline():
+            assert started.poll() is None
+        child.kill()
+        _, said = started.communicate(timeout=60)
+    assert started.returncode == 1
+    assert "error: the engine ended while it measured" in said and "Traceback" not in said
+
+
 def _program(parent: psutil.Process) -> psutil.Process:
     """Once it runs. Before it, the parent tries libraries out in children that end at once."""
     while parent.is_running():
         for child in parent.children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "engines.mlx_worker.calibrate" in child.cmdline():
+                if "engines.mlx_worker" in child.cmdline():
                     return child
         time.sleep(0.05)
     raise AssertionError("it ended before it had started a program")

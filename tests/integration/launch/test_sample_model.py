@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.calibration.corpus import held_out_texts
-from engines.calibration.messages import CalibrationOrder
+from engines.config import CalibrationOrder
 from launch.calibrate.orders import USUAL_CONTEXTS
 from launch.errors import LaunchError
 from launch.machine.folders import default_cache_dir
@@ -95,7 +95,7 @@ def test_every_held_out_text_fills_the_usual_contexts(sample):
     """Or a codec would be judged there by fewer kinds of text than we say."""
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(sample)
-    order = CalibrationOrder(model_path=str(sample), presets=(), contexts=())
+    order = CalibrationOrder(presets=(), contexts=())
     needed = max(int(x) for x in USUAL_CONTEXTS.split(",")) + order.num_scored
     short = {x.name for x in held_out_texts() if len(tokenizer.tokenize(x.content)) < needed}
     assert not short

@@ -1,4 +1,4 @@
-"""A model's cache, taken out of vLLM and put back by the calibration's own engine."""
+"""A model's cache, taken out of a serving vLLM and put back, and measurements by order."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,22 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
-from engines.calibration.messages import CalibrationOrder, CalibrationReport
-from engines.config import WRONG_SETTINGS, VllmConfig
+from engines.calibration.messages import CalibrationReport
+from engines.config import REPORT, CalibrationOrder
+from engines.vllm_plugin.measuring.possible import LOGITS_PROCESSOR, WORKER_EXTENSION
+from engines.wire import CodecReport, Measure, MeasurementEnd
 from kvstore.codecs.profile import load_profile
+from kvstore.config import StoreConfig
 from tests.vllm.rig.byte_tokenizer import write_tokenizer
-from tests.vllm.rig.calibration_facts import CONTEXT, order
 from tests.vllm.rig.device import skip_without_device
-from tests.vllm.rig.engine import BLOCK, ROOT
+from tests.vllm.rig.engine import BLOCK, ROOT, RealEngine
+from tests.vllm.rig.instrument_facts import CONTEXT
+from tests.vllm.rig.measuring_front import MeasuringFront
 from tests.vllm.rig.session_facts import EARLIER
 from tests.vllm.rig.tiny_hybrids import write_gated_delta, write_recurrent, write_windowed
 from tests.vllm.rig.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, write_tiny_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
 
@@ -34,7 +40,8 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERR
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = write_tiny_model(tmp_path_factory.mktemp("model"))
-    return facts_of("calibration_facts", str(model))
+    write_tokenizer(model)
+    return facts_of("instrument_facts", str(model))
 
 
 def facts_of(program: str, *words: str) -> dict[str, Any]:
@@ -65,139 +72,140 @@ def test_how_keys_are_turned(facts):
     assert not facts["interleaved"]
 
 
-def test_the_profile_is_found_by_the_engine_that_serves(facts):
-    assert facts["fingerprint"] == facts["serving"]
+class Measured:
+    """An engine that measures by order."""
+
+    def __init__(self, engine: RealEngine) -> None:
+        self._engine = engine
+        self._front = MeasuringFront(engine)
+        self._last: MeasurementEnd | None = None
+
+    def end(self, order: CalibrationOrder) -> str:
+        """Carry out an order; returns the reason why it failed, "" if it did not."""
+        self._engine.control(Measure(order))
+        self._front.run_until(self._has_ended)
+        self._last = self._codec.ended
+        assert self._last is not None
+        return self._last.error
+
+    def report(self, **order: Any) -> CalibrationReport:
+        path = Path(self._engine.settings.runtime_dir) / REPORT
+        path.unlink(missing_ok=True)
+        assert self.end(self.order(**order)) == ""
+        return msgspec.json.decode(path.read_bytes(), type=CalibrationReport)
+
+    def order(self, **order: Any) -> CalibrationOrder:
+        usual = {
+            "presets": ("raw", "tq4", "dense3"),
+            "contexts": (256,),
+            "num_windows": 2,
+            "window_tokens": 256,
+            "num_scored": 32,
+            "depths": (),
+            "num_chains": 0,
+            "with_bounds": False,
+        }
+        return CalibrationOrder(**(usual | order))
+
+    @property
+    def _codec(self) -> CodecReport:
+        codec = self._engine.report().codec
+        assert codec is not None
+        return codec
+
+    def _has_ended(self) -> bool:
+        codec = self._codec
+        return codec.ended not in (None, self._last) and not codec.progress
+
+    def close(self) -> None:
+        self._front.close()
+        self._engine.close()
 
 
-def ordered(given: CalibrationOrder) -> subprocess.CompletedProcess[bytes]:
-    """Run the program with this order; its input stays open, because its end would end it."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "engines.vllm_plugin.calibrate"],
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as program:
-        assert program.stdin is not None and program.stderr is not None
-        program.stdin.write(msgspec.json.encode(given) + b"\n")
-        program.stdin.flush()
-        stderr = program.stderr.read()
-        assert program.stdout is not None
-        stdout = program.stdout.read()  # of one line: it waits in the pipe
-        return subprocess.CompletedProcess(program.args, program.wait(), stdout, stderr)
-
-
-def test_several_ranks_are_refused(tmp_path):
-    given = order(str(tmp_path))
-    several = msgspec.structs.replace(given, vllm=VllmConfig(tensor_parallel=2))
-    done = ordered(several)
-    assert done.returncode == WRONG_SETTINGS
-    assert b"thermocline calibrate --url" in done.stderr
-
-
-QUICK = {
-    "contexts": (256,),
-    "num_windows": 2,
-    "window_tokens": 256,
-    "num_scored": 32,
-    "depths": (),
-    "num_chains": 0,
-    "with_bounds": False,
-}
-# Block sizes that a tiny model's prompts have several of.
-FAMILIES: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "windows": (write_windowed, ()),
-    "convolutions": (write_recurrent, ("--mamba-block-size", str(BLOCK))),
-}
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> CalibrationOrder:
-    skip_without_device()
-    write, args = FAMILIES[request.param]
-    folder = tmp_path_factory.mktemp("family")
+@contextmanager
+def measured(folder: Path, write: Callable[[Path], Path], **options: Any) -> Iterator[Measured]:
     (folder / "model").mkdir()
+    (folder / "vllm").mkdir()
     write_tokenizer(write(folder / "model"))
-    order = CalibrationOrder(
-        model_path=str(folder / "model"),
-        vllm=VllmConfig(args=args),
-        presets=("raw", "tq4", "dense3"),
-        data_path=str(folder / "data"),
-        **QUICK,
+    engine = RealEngine(
+        str(folder / "model"),
+        folder / "vllm",
+        StoreConfig(codec="raw", calibrate=False, ram_bytes=1 << 24, disk_bytes=0),
+        logits_processors=[LOGITS_PROCESSOR],
+        worker_extension_cls=WORKER_EXTENSION,
+        **({"max_model_len": 400} | options),
     )
-    return order
+    found = Measured(engine)
+    yield found
+    found.close()
 
 
-def test_a_model_with_states_is_measured_whole(family):
-    done = ordered(family)
-    assert done.returncode == 0, done.stderr.decode()
-    report = msgspec.json.decode(done.stdout, type=CalibrationReport)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_order_is_carried_out_by_all_ranks(num_ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be one core for both
+    with measured(tmp_path, write_tiny_model, tensor_parallel_size=num_ranks) as engine:
+        report = engine.report()
+        rows = {x.preset: x for x in report.rows}
+        assert list(rows) == ["raw", "tq4", "dense3"]
+        assert rows["raw"].kl < 1e-6 < rows["tq4"].kl
+        assert load_profile(Path(report.profile)).fingerprint == report.fingerprint
+        profiles = [load_profile(x) for x in Path(report.profile).parent.glob("*.tcpf")]
+        assert len(profiles) == num_ranks
+        assert {x.rows[1].kl for x in profiles} == {rows["tq4"].kl}, "the ranks have one verdict"
+
+
+# Block sizes that a tiny model's prompts have several of.
+FAMILIES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
+    "windows": (write_windowed, {}),
+    "convolutions": (write_recurrent, {"mamba_block_size": BLOCK}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_with_states_is_measured_whole(name, tmp_path):
+    write, options = FAMILIES[name]
+    with measured(tmp_path, write, **options) as engine:
+        report = engine.report()
     rows = {x.preset: x for x in report.rows}
-    assert rows["raw"].kl == 0, "the rows that come back are the computed ones"
+    assert rows["raw"].kl < 1e-6, "the rows that come back are the computed ones"
     assert rows["tq4"].kl > 1e-6 and rows["dense3"].kl > 1e-6, "and a codec's loss is seen"
     assert load_profile(Path(report.profile)).fingerprint == report.fingerprint
 
 
-def test_a_context_without_a_state_is_refused(family):
-    large = VllmConfig(args=("--block-size", "512", "--mamba-block-size", "512"))
-    done = ordered(msgspec.structs.replace(family, vllm=large))
-    assert done.returncode == WRONG_SETTINGS
-    assert b"every 512th token" in done.stderr and b"Traceback" not in done.stderr
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_context_without_a_state_is_refused(name, tmp_path):
+    write, options = FAMILIES[name]
+    large = {**options, "block_size": 512, "mamba_block_size": 512}
+    with measured(tmp_path, write, **large) as engine:
+        assert "every 512th token" in engine.end(engine.order())
 
 
-@pytest.fixture(scope="module")
-def matrices(tmp_path_factory: pytest.TempPathFactory) -> CalibrationOrder:
-    skip_without_device()
-    folder = tmp_path_factory.mktemp("matrices")
-    (folder / "model").mkdir()
-    write_tokenizer(write_gated_delta(folder / "model"))
-    return CalibrationOrder(
-        model_path=str(folder / "model"),
-        dtype="bfloat16",
-        presets=("raw", "tq4"),
-        data_path=str(folder / "data"),
-        **{**QUICK, "contexts": (900,)},
-    )
-
-
-@pytest.fixture(scope="module")
-def state_step(matrices: CalibrationOrder) -> int:
-    """The tokens between two states, which vLLM chooses by the machine's processor.
-
-    Read off the refusal of a context that is too short by any choice.
-    """
-    done = ordered(msgspec.structs.replace(matrices, contexts=(256,)))
-    assert done.returncode == WRONG_SETTINGS
-    said = re.search(rb"every (\d+)th token only; ask for contexts of (\d+) tokens", done.stderr)
-    assert said is not None, done.stderr.decode()
-    step, least = map(int, said.groups())
-    assert least == 4 * step, "four sleeps judge a state"
-    return step
-
-
-def test_matrices_of_states_are_measured_packed(matrices, state_step):
-    done = ordered(matrices)
-    assert done.returncode == 0, done.stderr.decode()
-    rows = {x.preset: x for x in msgspec.json.decode(done.stdout, type=CalibrationReport).rows}
-    assert rows["raw"].kl == 0 and rows["tq4+state8"].kl > 1e-6
-    assert rows["raw"].context == 900 // state_step * state_step, "what follows is not packed"
+def test_matrices_of_states_are_measured_packed(tmp_path):
+    with measured(tmp_path, write_gated_delta, dtype="bfloat16", max_model_len=960) as engine:
+        # vLLM chooses the tokens between two states by the machine's processor.
+        said = re.search(
+            r"every (\d+)th token only; ask for contexts of (\d+) tokens or more",
+            engine.end(engine.order()),
+        )
+        assert said is not None
+        step, least = map(int, said.groups())
+        assert least == 4 * step, "four sleeps judge a state"
+        too_short = engine.order(contexts=(least - 1,))
+        assert f"contexts of {least} tokens or more" in engine.end(too_short)
+        report = engine.report(presets=("raw", "tq4"), contexts=(900,))
+    rows = {x.preset: x for x in report.rows}
+    assert rows["raw"].kl < 1e-6 < rows["tq4+state8"].kl
+    assert rows["raw"].context == 900 // step * step, "what follows is not packed"
     assert 16 < rows["raw"].bits_per_element < 20, "bf16, and states in float32"
     assert rows["tq4+state8"].bits_per_element < 6
 
 
-def test_a_context_with_fewer_sleeps_than_judge_a_state_is_refused(matrices, state_step):
-    done = ordered(msgspec.structs.replace(matrices, contexts=(4 * state_step - 1,)))
-    assert done.returncode == WRONG_SETTINGS
-    assert f"contexts of {4 * state_step} tokens or more".encode() in done.stderr
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_session_goes_on_from_the_state_it_is_given(name, tmp_path):
-    write, args = FAMILIES[name]
-    write(tmp_path)
-    found = facts_of("session_facts", str(tmp_path), *args)
+    write, options = FAMILIES[name]
+    (tmp_path / "model").mkdir()
+    write_tokenizer(write(tmp_path / "model"))
+    found = facts_of("session_facts", str(tmp_path / "model"), json.dumps(options))
     earlier = EARLIER // BLOCK * BLOCK
     assert found["tokens"] == [earlier, earlier, CONTEXT, CONTEXT]
     assert found["later"] < 1e-3 and found["rows alone"] < 1e-3

@@ -12,11 +12,17 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 import huggingface_hub
 import vllm
+from vllm import EngineArgs
 from vllm.config import CacheConfig, LoadConfig, ModelConfig, ParallelConfig
 from vllm.transformers_utils.repo_utils import resolve_revision
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from engines.config import EngineConfig, WorkerConfig
+from engines.vllm_plugin.process.command import command, is_cpu_build
 from engines.vllm_plugin.worker.fingerprint import fingerprint, model_digest
+from kvstore.config import StoreConfig
 from tests.vllm.rig.tiny_model import write_tiny_model
+from tests.vllm.rig.versions import make_arg_parser
 
 pytestmark = pytest.mark.vllm
 HUB_ID = "org/model"
@@ -165,3 +171,27 @@ def test_another_dtype_block_size_or_number_of_ranks_is_another_model(model, tmp
 def test_each_rank_is_a_model_of_its_own(model, tmp_path):
     ranks = [fingerprint(engine(model), rank, tmp_path / "remembered") for rank in range(3)]
     assert len(set(ranks)) == 3
+
+
+def test_an_engine_that_only_measures_is_the_one_that_serves(model, tmp_path):
+    """Context, budget and store are its own; the command is the same."""
+    found = []
+    for engine, store in [
+        (EngineConfig(hot_bytes=1 << 30), StoreConfig(codec="auto")),
+        (EngineConfig(hot_bytes=1 << 26, max_context=1536), StoreConfig(codec="raw", disk_bytes=0)),
+    ]:
+        worker = WorkerConfig(
+            engine=engine,
+            store=store,
+            model_path=str(model),
+            served_model_name="tiny",
+            runtime_dir="/nowhere",
+            token="x",
+        )
+        _, _, _, *argv = command(worker, Path("/nowhere"), cpu=is_cpu_build())
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+            [*argv, "--skip-tokenizer-init"]
+        )
+        config = EngineArgs.from_cli_args(args).create_engine_config()
+        found.append(fingerprint(config, 0, tmp_path / "remembered"))
+    assert found[0] == found[1]

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 from tests.vllm.calibration.test_calibration import facts_of
+from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.tiny_families import write_gemma2, write_gpt_oss, write_int8, write_qwen3
 from tests.vllm.rig.tiny_model import LAYERS, write_tiny_model
 
@@ -32,6 +33,7 @@ def facts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     model = MODELS[request.param](tmp_path_factory.mktemp("model"))
+    write_tokenizer(model)
     return facts_of("layer_facts", str(model))
 
 
@@ -43,10 +45,10 @@ def test_gradients_foretell_what_an_error_does_to_a_layer(facts: dict[str, Any])
 
 def test_every_layer_is_seen_and_nothing_is_left_behind(facts: dict[str, Any]) -> None:
     assert facts["layers"] == [*range(LAYERS)]
-    assert facts["shapes"] == [[3, heads, 150, dim] for heads, dim in facts["heads of layers"]]
+    assert facts["shapes"] == [[3, heads, 160, dim] for heads, dim in facts["heads of layers"]]
     assert len(facts["shapes"]) == LAYERS
     assert facts["same run"]
-    assert facts["hooks"] == 1, "the instrument's own, on the whole model"
+    assert facts["hooks"] == 1, "the one on the module of logits"
     assert facts["metrics"] == facts["heads"]
 
 

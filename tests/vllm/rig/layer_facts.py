@@ -1,17 +1,12 @@
-"""A process that looks at a tiny model's layers in vLLM, and prints what it saw.
-
-A process of its own: vLLM runs in one process here, and the tests' own engine does not.
-"""
+"""A process that looks at a tiny model's layers in a serving vLLM, and prints what it saw."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from engines.calibration.corpus import Text
@@ -19,41 +14,33 @@ from engines.calibration.instrument import Notice, NotObservable
 from engines.calibration.learn import Windows, samples_of
 from kvstore.codecs.states.matrices import fp32, narrowed
 from kvstore.shapes import DType, KVRun, slice_tokens
-from tests.vllm.rig.calibration_facts import TOKENS, order
+from tests.vllm.rig.instrument import seen_by
+from tests.vllm.rig.instrument_facts import TOKENS
 
-PAST, WINDOW = 150, 200  # no whole number of blocks
+PAST, WINDOW = 160, 200  # the first a whole number of blocks
 # Of K or V, relative to its size; attention bends with larger ones, and bf16 rounds smaller ones.
 CHANGES: dict[DType, float] = {"float32": 0.003, "bfloat16": 0.01}
 TEXTS = [Text("one", "ab cd " * 60), Text("two", "the quick brown fox " * 15)]
 
 
-def main(folder: Path) -> dict[str, object]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from engines.vllm_plugin.calibration.calibration_engine import open_engine
-    from engines.vllm_plugin.calibration.instrument import VllmInstrument, connector_here
+def look(instrument: Any) -> dict[str, object]:
+    from vllm.model_executor.layers.attention import Attention
+
+    from engines.vllm_plugin.measuring.exchange import EXCHANGE
     from engines.vllm_plugin.measuring.layer_views import LayerViews
 
-    class Spelling(VllmInstrument):
-        """The tiny model has no tokenizer."""
-
-        def encode(self, text: str) -> list[int]:
-            return [3 + x for x in text.encode()]
-
-    config = json.loads((folder / "config.json").read_text())
-    dtype = config.get("dtype") or config["torch_dtype"]
-    engine = open_engine(msgspec.structs.replace(order(str(folder)), dtype=dtype))
-    instrument = Spelling(engine, None)
-    names = connector_here().groups.layers
-    (model,) = engine.apply_model(lambda x: x)
+    model, dtype = EXCHANGE.model, instrument.layout.dtype
+    assert model is not None
+    names = [name for name, x in model.named_modules() if isinstance(x, Attention)]
     found: list[Notice] = []
     run = instrument.observe(TOKENS[:WINDOW], PAST, found.append)
     hooks = sum(len(x._forward_hooks) + len(x._forward_pre_hooks) for x in model.modules())
 
     def seen(past: KVRun) -> LayerViews:
         views = LayerViews(model, names, WINDOW - PAST, sum(TOKENS[:WINDOW]))
-        views.arm()
+        EXCHANGE.watch(views)
         instrument.prefill(TOKENS[:WINDOW], past)
-        views.disarm()
+        EXCHANGE.watch(None)
         return views
 
     past = slice_tokens(run, 0, PAST)
@@ -75,7 +62,7 @@ def main(folder: Path) -> dict[str, object]:
             slopes.append((change, float((done * gradient).sum())))
     unseen = LayerViews(model, names, WINDOW)
     samples = samples_of(instrument, TEXTS, Windows(2, 200))
-    facts = {
+    return {
         "layers": [x.layer for x in found],
         "heads of layers": [[x.num_kv_heads, x.head_dim] for x in instrument.layout.layers],
         "shapes": [list(x.gradients[0].shape) for x in found],
@@ -92,8 +79,6 @@ def main(folder: Path) -> dict[str, object]:
         "unseen": _refusal(unseen, run, instrument),
         "another prompt": _refusal(seen(past), [(k * 0, v) for k, v in run], instrument),
     }
-    instrument.close()
-    return facts
 
 
 def _with(run: KVRun, layer: int, side: int, rows: np.ndarray) -> KVRun:
@@ -129,4 +114,7 @@ def _refusal(views: object, run: KVRun, instrument: object) -> str:
 
 
 if __name__ == "__main__":
-    print(f"facts: {json.dumps(main(Path(sys.argv[1])))}", flush=True)
+    folder = Path(sys.argv[1])
+    config = json.loads((folder / "config.json").read_text())
+    dtype = config.get("dtype") or config["torch_dtype"]
+    print(f"facts: {json.dumps(seen_by(look, folder, dtype=dtype))}", flush=True)

@@ -61,8 +61,8 @@ from engines.vllm_plugin.grammar.backend import BoundedGrammar, TwoCompilers
 from engines.vllm_plugin.process.command import command
 from engines.vllm_plugin.stats import ColdMetrics, ColdStats
 from engines.vllm_plugin.support import Unsupported, check_version
-from engines.vllm_plugin.versions import make_arg_parser
 from kvstore.config import StoreConfig
+from tests.vllm.rig.versions import make_arg_parser
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvstore.codecs.fixed_rate.rate_pipeline import RatePipeline
 from kvstore.codecs.rope import Rope
-from kvstore.codecs.stacks.stack_shape import KEY, HeadVector, StackShape
+from kvstore.codecs.stacks.stack_shape import HeadVector, StackShape
 from kvstore.codecs.stages.integer_klt import NUM_MAGNITUDES
 from kvstore.codecs.stages.octave_gain import THRESHOLDS, ends_of
 
@@ -144,8 +144,7 @@ def _turns(pipeline: RatePipeline, ropes: Sequence[Rope]) -> dict[str, np.ndarra
 
 
 def _rope(pipeline: RatePipeline, unit: int) -> Rope | None:
-    vector = vector_of(pipeline.shape, unit)
-    return pipeline.ropes[vector.layer] if vector.side == KEY else None
+    return vector_of(pipeline.shape, unit).rope(pipeline.ropes)
 
 
 def vector_of(shape: StackShape, unit: int) -> HeadVector:

@@ -10,6 +10,7 @@ import pytest
 from engines.calibration import first_order as first_order_module
 from engines.calibration.first_order import (
     FIRST_CONTEXT,
+    FIRST_SCORED,
     FIRST_WINDOW_TOKENS,
     FIRST_WINDOWS,
     MOST_ROW_BYTES,
@@ -39,6 +40,16 @@ def test_how_long_its_prompts_are(
     assert (order.num_windows, order.window_tokens) == (windows, window_tokens), "to learn from"
 
 
+@pytest.mark.parametrize(
+    ("step", "window_tokens"), [(160, 512), (384, 512), (512, 640), (784, 912), (1500, 512)]
+)
+def test_texts_to_learn_from_reach_beyond_the_first_state(step: int, window_tokens: int) -> None:
+    """In one of 1,500 tokens there is no room for another step."""
+    order = first_order(StoreConfig(), 1600 + 2 * FIRST_SCORED, "", 1600, step)
+    assert order.contexts == (1536,)
+    assert order.window_tokens == window_tokens
+
+
 def test_an_engine_that_takes_next_to_nothing() -> None:
     with pytest.raises(TooShort, match="no more than 200 tokens"):
         first_order(StoreConfig(), 200, "")
@@ -48,7 +59,8 @@ def test_it_judges_by_the_same_cases(tmp_path: Path) -> None:
     order = first_order(StoreConfig(disk_codec="tq3"), 8192, str(tmp_path))
     more = further_order(order, 1)
     assert more.num_windows == MOST_WINDOWS > order.num_windows
-    assert set(more.presets) == {"dense3", "balanced", "safe", "max"}
+    assert set(more.presets) == {"dense3", "balanced", "max"}
+    assert more.fallbacks == order.fallbacks == ("tq4", "safe")
     assert 2 * more.window_tokens <= more.contexts[0], "other positions are judged, too"
     same = ("contexts", "num_scored", "depths", "num_chains", "chunk_tokens", "window_tokens")
     assert [getattr(more, x) for x in same] == [getattr(order, x) for x in same]

@@ -17,7 +17,9 @@ from engines.calibration.gate import adoption
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument, Interrupted
 from engines.calibration.measuring.metrics import widened
+from engines.calibration.messages import CalibrationReport
 from engines.calibration.self_measurement import SelfMeasurement, Wanted
+from engines.config import CalibrationOrder
 from engines.wire import CodecReport
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.codecs.quality import Quality
@@ -60,14 +62,12 @@ class Engine:
     def __init__(self, folder: Path, instrument: Instrument, **how: object) -> None:
         self.adopted = 0
         self._instrument, self._made = instrument, threading.Event()
-        order = first_order(StoreConfig(), 300, str(folder))
+        usual = {"order": first_order(StoreConfig(), 300, str(folder)), "resumes": True}
         self.measurement = SelfMeasurement(
-            order,
-            self._open,
-            self._adopt,
+            open_instrument=self._open,
+            adopt=self._adopt,
             engine="none",
-            resumes=True,
-            **how,  # type: ignore[arg-type]
+            **(usual | how),  # type: ignore[arg-type]
         )
         self._made.set()
 
@@ -109,7 +109,7 @@ def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
     two = Engine(tmp_path, second)
     assert two.ended() == "" and two.adopted == 1
     profile = load_profile(profile_path(tmp_path, second.fingerprint))
-    assert {x.preset for x in profile.rows} == {"dense3", "balanced", "tq4", "safe"}
+    assert {x.preset for x in profile.rows} == {"dense3", "balanced"}
     whole = Talking()
     Engine(tmp_path / "other", whole).ended()
     assert second.num_prefills < whole.num_prefills - 8, "texts were not read again"
@@ -118,6 +118,33 @@ def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
     alone = load_profile(profile_path(tmp_path / "other", whole.fingerprint))
     assert untimed(alone) == untimed(profile) and alone.ids == profile.ids
     assert not list((tmp_path / "profiles").glob("*.cases"))
+
+
+class Frail(Talking):
+    """Answers otherwise as soon as anything of its past was changed."""
+
+    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+        logits = super().log_probs(run, tokens)
+        past = np.concatenate([k.astype(np.float32).ravel() for k, _ in run])
+        logits[:, int(np.abs(past).sum() * 1e3) % 300] += 20
+        return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+def test_fallbacks_are_measured_where_the_first_preset_loses_too_much(tmp_path: Path) -> None:
+    whole = Frail()
+    assert Engine(tmp_path / "whole", whole).ended() == ""
+    profile = load_profile(profile_path(tmp_path / "whole", whole.fingerprint))
+    assert [x.preset for x in profile.rows] == ["dense3", "balanced", "tq4", "safe"]
+    assert min(x.kl for x in profile.rows) > 0.01
+    assert {"dense3", "balanced", "safe"} <= set(profile.learned)
+
+    first = Frail(stop_after=whole.num_answers - 3)
+    assert Engine(tmp_path, first).ended() is None
+    second = Frail()
+    assert Engine(tmp_path, second).ended() == ""
+    assert second.num_answers < 8, "presets and fallbacks go on where they were"
+    again = load_profile(profile_path(tmp_path, second.fingerprint))
+    assert untimed(again) == untimed(profile) and again.ids == profile.ids
 
 
 def test_it_learns_on_after_the_verdict_and_over_a_restart(
@@ -237,3 +264,40 @@ def test_arrays_learned_from_more_texts_outlive_a_measurement_by_hand(
     by_hand = Engine(tmp_path, Sensitive())
     assert by_hand.ended() == "" and by_hand.adopted == 1
     assert load_profile(path).ids == taught.ids
+
+
+def test_an_order_whose_report_is_awaited_replaces_what_was_learned_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adoption, "WORTH", 0.0)  # an engine itself would keep what it has
+    path = tmp_path / "report.json"
+    order = CalibrationOrder(
+        presets=("dense3", "max", "raw"),
+        contexts=(128,),
+        num_windows=2,
+        window_tokens=128,
+        num_scored=16,
+        depths=(),
+        num_chains=0,
+        data_path=str(tmp_path),
+        report_path=str(path),
+    )
+    for num_windows in (2, 3):
+        wanted = msgspec.structs.replace(order, num_windows=num_windows)
+        one = Engine(tmp_path, Talking(), order=wanted, resumes=False)
+        assert one.ended() == "" and one.adopted == 1
+        report = msgspec.json.decode(path.read_bytes(), type=CalibrationReport)
+        assert [x.preset for x in report.rows] == ["dense3", "max", "raw"] and report.bounds
+        profile = load_profile(Path(report.profile))
+        assert report.rows[0].codec_id.endswith(profile.ids["dense3"])
+    assert profile.before().ids["dense3"] != profile.ids["dense3"]
+
+
+def test_an_order_that_fails_leaves_no_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    order = CalibrationOrder(
+        presets=("raw",), contexts=(1 << 20,), data_path=str(tmp_path), report_path=str(path)
+    )
+    one = Engine(tmp_path, Talking(), order=order, resumes=False)
+    assert "no text has 1048832 tokens" in (one.ended() or "")
+    assert one.adopted == 0 and not path.exists()

@@ -11,8 +11,8 @@ import pytest
 from engines.calibration.first_order import first_order
 from engines.calibration.measuring.case_result import CaseResult, Positions, digest_of
 from engines.calibration.measuring.cases import Case
-from engines.calibration.messages import CalibrationOrder
 from engines.calibration.unfinished import Unfinished
+from engines.config import CalibrationOrder
 from kvstore.config import StoreConfig
 from tests.unit.kvstore.codecs.learning.calibration import FINGERPRINT, model_profile
 

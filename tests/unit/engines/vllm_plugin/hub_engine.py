@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from engines.config import CalibrationOrder
 from engines.host.control_server import ControlServer
 from engines.vllm_plugin.messages import (
     RankHello,
@@ -59,13 +62,15 @@ async def welcomed() -> Welcome:
 class Unmeasured:
     """A rank that measures nothing."""
 
-    num_begun = 0
+    def __init__(self) -> None:
+        self.begun: list[CalibrationOrder | None] = []
+        self.progress = ""
 
-    def begin(self) -> None:
-        self.num_begun += 1
+    def begin(self, *, order: CalibrationOrder | None = None) -> None:
+        self.begun.append(order)
 
     def with_progress(self, report: CodecReport) -> CodecReport:
-        return report
+        return msgspec.structs.replace(report, progress=self.progress)
 
     def hear(self, news: object) -> None:
         """The news is dropped."""

@@ -49,6 +49,15 @@ def with_digest(body):
     return body + blake2b(body, digest_size=DIGEST_BYTES).digest()
 
 
+def test_rotated_values_are_part_of_a_file_and_of_ids(tmp_path):
+    before = model_profile()
+    turned = tuple(msgspec.structs.replace(x, side="values") for x in before.ropes if x)
+    latent = dataclasses.replace(before, ropes=turned)
+    assert load_profile(file_of(tmp_path, latent)).ropes == turned
+    assert latent.ids.keys() == before.ids.keys()
+    assert set(latent.ids.values()).isdisjoint(before.ids.values())
+
+
 def test_a_saved_profile_is_loaded(tmp_path):
     path = file_of(tmp_path)
     before, after = model_profile(), load_profile(path)

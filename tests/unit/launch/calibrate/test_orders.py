@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from engines.config import CalibrationOrder
 from kvstore.codecs.names import LITERATURE, OWN
 from launch.calibrate.orders import CalibrateOptions, order_of, presets_of
 from launch.cli.options import layers
 from launch.errors import UsageError
+from launch.model import find_model
 from launch.settings.effective_settings import effective_settings
 
 
@@ -32,13 +34,18 @@ def test_a_name_that_no_codec_has() -> None:
         presets_of("")
 
 
+def ordered(folder: Path, options: CalibrateOptions) -> CalibrationOrder:
+    flags = {"--model": str(folder), "--engine": "mlx"}
+    settings = effective_settings(layers({}, flags=flags), {"HOME": str(folder)})
+    model = find_model(settings.settings.engine.model, settings.folders.cache)
+    return order_of(settings, model, options)
+
+
 def contexts_for(folder: Path, longest: int | None, wished: str | None) -> tuple[int, ...]:
     stated = f'"max_position_embeddings": {longest}' if longest else ""
     (folder / "config.json").write_text(f"{{{stated}}}")
     (folder / "model.safetensors").touch()
-    flags = {"--model": str(folder), "--engine": "mlx"}
-    settings = effective_settings(layers({}, flags=flags), {"HOME": str(folder)})
-    return order_of(settings, CalibrateOptions((), (), None, wished, False)).contexts
+    return ordered(folder, CalibrateOptions((), (), None, wished, False)).contexts
 
 
 @pytest.mark.parametrize(
@@ -65,13 +72,11 @@ def test_a_context_and_a_text_are_measured_once(tmp_path: Path) -> None:
     assert contexts_for(tmp_path, 4096, "256, 128,256") == (256, 128)
     text = tmp_path / "some.txt"
     text.write_text("Once.")
-    flags = {"--model": str(tmp_path), "--engine": "mlx"}
-    settings = effective_settings(layers({}, flags=flags), {"HOME": str(tmp_path)})
     twice = (text, tmp_path / "." / "some.txt")
-    assert order_of(settings, CalibrateOptions(twice, (), None, None, False)).fit_texts == (
+    assert ordered(tmp_path, CalibrateOptions(twice, (), None, None, False)).fit_texts == (
         str(text),
     )
-    assert order_of(settings, CalibrateOptions((), twice, None, None, False)).eval_texts == (
+    assert ordered(tmp_path, CalibrateOptions((), twice, None, None, False)).eval_texts == (
         str(text),
     )
 
@@ -92,13 +97,11 @@ def test_a_file_that_is_no_text_is_neither_learned_from_nor_judged_by(
     (tmp_path / "model.safetensors").touch()
     file = tmp_path / "some.txt"
     file.write_bytes(content)
-    flags = {"--model": str(tmp_path), "--engine": "mlx"}
-    settings = effective_settings(layers({}, flags=flags), {"HOME": str(tmp_path)})
     for wishes in (
         CalibrateOptions((file,), (), None, None, False),
         CalibrateOptions((), (file,), None, None, False),
     ):
         with pytest.raises(UsageError, match=said):
-            order_of(settings, wishes)
+            ordered(tmp_path, wishes)
     file.write_bytes("Grüße, in Latin-1".encode("latin-1"))
-    assert order_of(settings, wishes).eval_texts == (str(file),)
+    assert ordered(tmp_path, wishes).eval_texts == (str(file),)

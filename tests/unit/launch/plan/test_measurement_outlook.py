@@ -38,12 +38,12 @@ def test_it_names_the_presets_of_the_engines_own_order(effective):
     outlook = first_measurement(effective)
     order = first_order(effective.settings.store, LLAMA_8B["max_position_embeddings"], "")
     assert outlook.will_be and ", ".join(order.presets) in outlook.text
-    assert "27 prompts of 1,000 tokens" in outlook.text
+    assert "26 prompts of 1,000 tokens" in outlook.text
 
 
 def test_windows_are_learned_and_judged_by_more(tmp_path):
     text = first_measurement(settings_of(tmp_path, GEMMA3_27B)).text
-    assert "41 prompts of 1,000 tokens" in text
+    assert "39 prompts of 1,000 tokens" in text
 
 
 def test_a_context_too_short_to_pack_is_not_measured(tmp_path):

@@ -73,7 +73,8 @@ def timed(preset: str, share: float, **changes: object) -> Quality:
     return row(preset, prefill_s=1.0, restore_s=share, **changes)
 
 
-TIMED = (timed("dense3", 0.04), timed("balanced", 0.09), timed("max", 0.2), timed("safe", 0.3))
+SHARES = {"dense3": 0.04, "balanced": 0.09, "max": 0.2, "tq4": 0.3, "safe": 0.3}
+TIMED = tuple(timed(preset, share) for preset, share in SHARES.items())
 
 
 @pytest.mark.parametrize(
@@ -174,9 +175,14 @@ def test_else_the_densest_that_does_and_says_both() -> None:
 
 
 def test_else_an_exact_one() -> None:
-    choice = chosen(measured(row("dense3", kl=0.02), row("tq4", kl=0.02)))
+    choice = chosen(measured(row("dense3", kl=0.02), row("tq4", kl=0.02), row("safe", kl=0.02)))
     assert (choice.name, choice.codec.exact, choice.unmeasured) == ("raw", True, False)
     assert "KL of 0.0200" in choice.why
+
+
+def test_a_stricter_bound_has_the_fallbacks_measured() -> None:
+    choice = chosen(measured(row("dense3", kl=0.004), row("balanced", kl=0.004)), max_kl=0.002)
+    assert (choice.name, choice.unmeasured) == ("raw", True)
 
 
 def test_the_bound_is_the_operators() -> None:
@@ -313,6 +319,6 @@ def test_presets_that_learned_turned_parts_of_latents_never_serve() -> None:
     choice = choose("auto", StoreConfig(), layout, profile)
     assert (choice.name, choice.unmeasured) == ("tq4", False)
     assert "does not hold for longer sessions" in choice.why
-    with pytest.raises(CodecRefused, match="turned parts of this model's latents"):
+    with pytest.raises(CodecRefused, match="rotated keys beside this model.s latents"):
         choose("dense3", StoreConfig(), layout, profile)
     assert choose("dense3", StoreConfig(accept_loss=True), layout, profile).name == "dense3"

@@ -18,10 +18,10 @@ import redis
 from engines.calibration.first_order import first_order
 from engines.calibration.gate.profiles import origin, profile_path
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.calibration.messages import CalibrationOrder
 from engines.calibration.self_measurement import SelfMeasurement, Wanted
 from engines.calibration.sharing.fleet_profiles import FleetProfiles
 from engines.calibration.sharing.sharing import NO_SHARING, open_sharing
+from engines.config import CalibrationOrder
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
 from kvstore.published.publication import PublishedNames

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.codecs.fixed_rate.fused_rate import FusedRate
 from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.fused import proven_or_pipeline
 from kvstore.shapes import slice_tokens
@@ -51,6 +52,8 @@ def assert_same(codec, run, layout, first_token):
         ([(80, 80), (80, 80)], None),
         ([(96, 64), (96, 64)], rope_of(96)),  # two stacks
         ([(256, 256)], rope_of(256)),
+        ([(64, 64), (64, 64)], Rope(rope_of(64).frequencies, side="values")),
+        ([(512, 64)], Rope(rope_of(64).frequencies, side="values")),  # as latents have it
     ],
 )
 def test_kernels_give_the_bytes_of_the_pieces(dims, rope, dtype):
@@ -103,6 +106,13 @@ def test_layouts_that_kernels_cannot_do_stay_with_the_pieces(dims, rope):
     layout = layout_with(dims)
     codec = codec_of(layout, rope)
     assert not is_fused(codec)
+    assert_same(codec, run_of(layout, 20), layout, 9)
+
+
+def test_kernels_pack_latents_beside_keys_that_they_cannot_rotate():
+    layout = layout_with((512, 64), heads=1)
+    codec = codec_of(layout, Rope((1.0,) * 32, True, side="values"))
+    assert [isinstance(x, FusedRate) for x in codec.assemble(layout)] == [True, False]
     assert_same(codec, run_of(layout, 20), layout, 9)
 
 

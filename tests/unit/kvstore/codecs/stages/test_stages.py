@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from kvstore.codecs.literature.stages.rotated import SignHadamard
 from kvstore.codecs.reader import Reader
@@ -60,19 +61,20 @@ def test_gathered_rows_can_be_scattered(scope, dtype):
         assert np.array_equal(k[:, 2:], k2[:, 2:]) and np.array_equal(v[:, 2:], v2[:, 2:])
 
 
+@pytest.mark.parametrize("side", [UNSET, "values"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("num_frequencies", [8, 3])
-def test_keys_turned_back_do_not_depend_on_their_position(interleaved, num_frequencies):
-    rope = Rope(tuple(0.3**k for k in range(num_frequencies)), interleaved)
+def test_keys_turned_back_do_not_depend_on_their_position(interleaved, num_frequencies, side):
+    rope = Rope(tuple(0.3**k for k in range(num_frequencies)), interleaved, side)
     layout = layout_of(16)
     (shape,) = stack_shapes(Scope("layer"), layout)
     turn = UnRope(shape, (rope,))
     still = np.broadcast_to(uneven((1, 1, shape.width)), (1, 50, shape.width)).copy()
     turned = turn.backward(still.copy(), 70, None)
     moved = np.abs(turned - still).max(axis=(0, 1)) > 1e-4
-    keys = np.array([vector.side == KEY for vector in shape.units[0]])
+    own = np.array([(vector.side == KEY) == (side is UNSET) for vector in shape.units[0]])
     channels = np.arange(16) < rope.num_channels
-    assert np.array_equal(moved, (keys[:, None] & channels).reshape(-1))
+    assert np.array_equal(moved, (own[:, None] & channels).reshape(-1))
     assert np.allclose(turn.forward(turned, 70)[0], still, atol=1e-4)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from engines.config import CalibrationOrder
 from engines.vllm_plugin.messages import (
     RankLost,
 )
@@ -198,4 +199,13 @@ def test_every_rank_begins_to_measure_when_it_is_asked_to(engine: Engine) -> Non
     answer = engine.ask(Measure())
     assert isinstance(answer, Adopted)
     assert answer.codec.progress == "measuring: it begins"
-    assert [x.num_begun for x in engine.measurements] == [1, 1]
+    order = CalibrationOrder(presets=("raw",), contexts=(256,), report_path="/nowhere")
+    engine.ask(Measure(order))
+    assert [x.begun for x in engine.measurements] == [[None, order]] * 2
+
+
+def test_a_measurement_runs_until_every_rank_has_ended_it(engine: Engine) -> None:
+    engine.measurements[1].progress = "measuring: 1 of 8 cases"
+    answer = engine.ask(GetStats())
+    assert isinstance(answer, Stats) and answer.report.codec is not None
+    assert answer.report.codec.progress == "measuring: 1 of 8 cases"

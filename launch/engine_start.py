@@ -1,0 +1,63 @@
+"""Makes the engine of a model, which will run in a process of its own."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from engines.base import Engine, EngineError
+from engines.config import WorkerConfig
+from engines.registry import UnknownEngine, create_engine
+from kvstore.config import StoreConfig
+from launch.errors import LaunchError, UsageError
+from launch.machine.blas import Blas, find_blas
+from launch.machine.interpreters import CHILD_ENV
+from launch.machine.private_folders import compile_environment
+from launch.model import Model
+from launch.settings.effective_settings import EffectiveSettings
+
+
+def engine_of(
+    effective: EffectiveSettings,
+    model: Model,
+    store: StoreConfig,
+    runtime_dir: Path | None,
+    environ: Mapping[str, str],
+) -> tuple[Engine, Blas | None]:
+    """Make the engine; nothing is started yet. The second is the BLAS of an engine that needs one.
+
+    Args:
+        store: the settings of its cold store, with all paths filled in.
+        runtime_dir: the folder of its sockets; None if it runs elsewhere.
+
+    Raises:
+        UsageError, LaunchError: a setting cannot be followed; the message gives the remedy.
+    """
+    settings, kind = effective.settings, effective.engine_kind
+    compiled = compile_folders(effective, environ)
+    blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
+    worker = WorkerConfig(
+        engine=settings.engine,
+        store=store,
+        model_path=model.path,
+        served_model_name=model.name,
+        runtime_dir=str(runtime_dir or ""),
+        token=settings.engine.token or secrets.token_urlsafe(32),
+        data_path=str(effective.folders.data),
+        log_level=settings.log_level,
+    )
+    env = {**compiled, **CHILD_ENV, **(blas.env if blas else {})}
+    try:
+        return create_engine(kind, worker, env), blas
+    except UnknownEngine as error:
+        raise UsageError(str(error)) from error
+    except EngineError as error:
+        raise LaunchError(str(error)) from error
+
+
+def compile_folders(effective: EffectiveSettings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Check the folders into which an engine compiles; return the variables that name them."""
+    if effective.engine_kind == "attached":  # it has folders of its own
+        return {}
+    return compile_environment(effective.folders.cache, environ)

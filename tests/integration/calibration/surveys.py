@@ -1,0 +1,19 @@
+"""Has a model in this process carry out an order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engines.calibration.messages import CalibrationReport
+from engines.calibration.survey import survey_report
+from engines.config import CalibrationOrder
+from engines.mlx_worker.cache.layout import probe
+from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.model.loading import load_model
+
+
+def surveyed(folder: Path, order: CalibrationOrder) -> CalibrationReport:
+    """Measure the model of this folder, in float32."""
+    loaded = load_model(str(folder), "float32")
+    instrument = MlxInstrument(loaded, probe(loaded.model), Path(order.data_path))
+    return survey_report(instrument, order, "mlx")
