@@ -26,13 +26,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.families.fast_blas import begin_with_blas
-from kvstore.by_tokens.store import ColdStore
+from benchmarks.session_bytes import session_bytes
 from kvstore.codecs.base import NUM_SINKS, Codec
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVRun, StoredModel, slice_tokens
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
@@ -116,7 +117,7 @@ def weigh(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> Weighe
         token_ids = np.random.default_rng(1).integers(0, 49152, num_tokens).tolist()
         assert store.save(session, token_ids, slice_tokens(run, 0, num_tokens))
         assert store.flush(600)
-        counted = store.session_bytes(session)
+        counted = session_bytes(store, session)
         assert counted is not None
         ram, disk = (x.nbytes for x in store.stats().tiers)
         store.close()

@@ -43,13 +43,17 @@ from engines.wire import (
 from kvstore.blobs import format as blobs
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.snapshot import StateArray, decode_state, encode_state
-from kvstore.by_blocks.records import BlockRecord, decode_block_record, encode_block_record
-from kvstore.by_tokens.records import SessionRecord, decode_record, encode_record
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Unusable
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout
+from kvstore.store.records import (
+    BlockRecord,
+    SessionRecord,
+    decode_record,
+    encode_record,
+)
 
 LAYOUT = KVLayout("bfloat16", (KVLayer(1, 32, 32),) * 2)
 CHUNK = 16
@@ -159,13 +163,13 @@ def record_targets() -> Iterator[Target]:
     yield Target(
         "record by tokens",
         (encode_record(by_tokens),),
-        lambda x: decode_record(memoryview(x)),
+        lambda x: decode_record(memoryview(x), SessionRecord),
         (Unusable,),
     )
     yield Target(
         "record by blocks",
-        (encode_block_record(by_blocks),),
-        lambda x: decode_block_record(memoryview(x)),
+        (encode_record(by_blocks),),
+        lambda x: decode_record(memoryview(x), BlockRecord),
         (Unusable,),
     )
 

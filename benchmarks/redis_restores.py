@@ -25,11 +25,11 @@ import numpy as np
 import redis
 
 from benchmarks.stacks.product_stack import write_json
-from kvstore.by_tokens.store import ColdStore
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, StoredModel
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.registry import open_tiers
 from tests.redis_server import RedisServer
 

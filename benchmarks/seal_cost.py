@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.by_tokens.store import ColdStore
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair, StoredModel
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.seal import Seal

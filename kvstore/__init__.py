@@ -6,5 +6,5 @@ no tensor library. From the bottom to the top:
     codecs, tiers           KV as bytes; places that store bytes (neither imports the other)
     blobs                   one blob: key, header, checksum, codec
     ledger                  sessions as ordered blob keys, and every operation on them
-    by_tokens, by_blocks    the two stores: ``ColdStore`` (mlx), ``BlockStore`` (vLLM)
+    store                   the stores: ``ColdStore`` (mlx), ``BlockStore`` (vLLM)
 """

@@ -12,13 +12,14 @@ import numpy as np
 from engines.calibration.gate.served_codecs import ServedCodecs
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
-from kvstore.by_blocks.names import BlobSpan, BlockKeys
-from kvstore.by_blocks.store import BlockStore, Fetched
 from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair
+from kvstore.store.block_keys import BlockKeys
+from kvstore.store.block_store import BlockStore, Fetched
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
@@ -67,7 +68,7 @@ def open_store(
     keys = BlockKeys(fingerprint, BLOCK, PER_CHUNK)
     packer = Packer(codecs or codec_by_name(codec), LAYOUT, fingerprint, windows)
     tiers = tiers or [RamTier(1 << 26)]
-    return BlockStore(settings, packer, keys, fingerprint, tiers, clock=clock, has_state=has_state)
+    return BlockStore(settings, packer, keys, tiers, clock=clock, has_state=has_state)
 
 
 def served(codec: str = "raw", data: Path | None = None, **config) -> ServedCodecs:
@@ -91,7 +92,7 @@ def rows_behind(chain: Sequence[bytes], part: Sequence[int]) -> list[KVPair]:
 
 def save(
     store: BlockStore, session: SessionRef, chain: Sequence[bytes], part: Sequence[int] = ()
-) -> list[BlobSpan]:
+) -> list[Span]:
     """What a worker does at the end of a turn; the spans that were new."""
     missing = store.missing(chain, part=part)
     fresh = {x.key: pack(store, chain, x, part) for x in missing}
@@ -102,7 +103,7 @@ def save(
 def pack(
     store: BlockStore,
     chain: Sequence[bytes],
-    span: BlobSpan,
+    span: Span,
     part: Sequence[int] = (),
     codec: Codec | None = None,
 ) -> bytes:

@@ -8,9 +8,9 @@ from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.chain import TAIL
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import codec_in
-from kvstore.by_tokens.store import ColdStore, Restored
 from kvstore.session import SessionRef
 from kvstore.shapes import KVPair
+from kvstore.store.token_store import ColdStore, Restored
 from kvstore.tiers.base import Tier
 from tests.kv_sessions import (
     CHUNK,

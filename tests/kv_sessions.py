@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from kvstore.blobs.codec_set import CodecSet
-from kvstore.by_tokens.store import ColdStore, Match, Restored, Snapshot, StateArray, StateTree
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair, StoredModel
+from kvstore.store.token_store import ColdStore, Match, Restored, Snapshot, StateArray, StateTree
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier

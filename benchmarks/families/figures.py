@@ -40,11 +40,11 @@ from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.blobs.snapshot import Snapshot, StateArray, StateTree
-from kvstore.by_tokens.store import ColdStore
 from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import StoredModel
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.ram_tier import RamTier
 
 GIB = 1 << 30

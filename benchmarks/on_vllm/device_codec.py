@@ -43,8 +43,6 @@ from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts
 from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout
 from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
 from kvstore.blobs.packer import Packer
-from kvstore.by_blocks.names import BlockKeys
-from kvstore.by_blocks.store import BlockStore
 from kvstore.chunk_size import SMALL_TOKENS
 from kvstore.codecs.base import Codec
 from kvstore.codecs.calibrated import calibrated_codec, learn_profile
@@ -53,6 +51,8 @@ from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rope import Rope
 from kvstore.config import StoreConfig
+from kvstore.store.block_keys import BlockKeys
+from kvstore.store.block_store import BlockStore
 
 NO_DEVICE: Final = 2
 LAYERS: Final = 32
@@ -92,10 +92,10 @@ class Rig:
         chosen = codec_of(codec, self.cache)
         keys = BlockKeys("", BLOCK_TOKENS, chunk_tokens // BLOCK_TOKENS)
         self.packer = Packer(chosen, self.cache.layout, "")
-        self.store = BlockStore(StoreConfig(), self.packer, keys, "", [])
+        self.store = BlockStore(StoreConfig(), self.packer, keys, [])
         groups = view_groups(self.cache)
         assert groups is not None
-        self.layouts = StagingLayouts(groups, self.packer, BLOCK_TOKENS, self.cache.dtype)
+        self.layouts = StagingLayouts(groups, self.packer, self.cache.dtype)
         self.gpu = Cuda(device)
         self.blocks = DeviceBlocks(self.cache, self.layouts.of, self.store, self.gpu, STAGING_BYTES)
         ids = torch.randperm(num_blocks)[: SESSION_TOKENS // BLOCK_TOKENS].tolist()

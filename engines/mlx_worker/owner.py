@@ -38,8 +38,8 @@ from engines.mlx_worker.sessions.cold_sessions import ColdSessions
 from engines.mlx_worker.sessions.hot_cache import Cause
 from engines.mlx_worker.sessions.store_opening import OpenedStore
 from engines.wire import KVSize
-from kvstore.by_tokens.store import ColdStore
 from kvstore.session import SessionRef
+from kvstore.store.token_store import ColdStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

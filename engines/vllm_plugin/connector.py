@@ -41,8 +41,8 @@ from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
 from engines.vllm_plugin.stats import ColdMetrics, ColdStats, StatsFeed, source_of
 from engines.vllm_plugin.support import Unsupported, check, check_version
 from engines.vllm_plugin.worker.worker_side import WorkerSide, open_worker_side
-from kvstore.by_blocks.store import BlockStore
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
+from kvstore.store.block_store import BlockStore
 
 logger = logging.getLogger("thermocline.vllm")
 

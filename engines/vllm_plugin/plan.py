@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore.by_blocks.store import RestoredPart
 from kvstore.session import SessionRef
+from kvstore.store.block_store import RestoredPart
 
 
 @dataclass(frozen=True)

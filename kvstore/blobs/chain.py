@@ -101,6 +101,10 @@ class Chain:
             self._digests.append(_link(self._digests[-1], raw[first : first + step]))
 
     @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
     def num_chunks(self) -> int:
         return len(self._digests) - 1
 

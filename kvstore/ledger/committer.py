@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Generic
 
+from kvstore.blobs.codec_set import CodecSet
 from kvstore.ledger.claims import Claims
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.pins import PinnedSession, Pins
@@ -71,10 +72,37 @@ class Committer(Generic[R]):
             fresh = fresh_of(self._stack.name(level))
             tier.offer(self._delivery(record, fresh, obsolete))
 
-    def replace(self, record: R) -> None:
-        """Write a changed record over the same blobs, in every tier."""
-        if self.commit(record, {}, ()):
-            self.replicate(record, lambda tier: {}, ())
+    def save(
+        self,
+        record: R,
+        fresh: Mapping[bytes, Blob],
+        obsolete: Sequence[bytes],
+        codecs: CodecSet,
+        others: Iterable[tuple[str, Mapping[bytes, Blob]]],
+    ) -> bool:
+        """Write a session into all tiers; False if none takes it.
+
+        Args:
+            fresh: new blobs by key, in the codec of the fastest tier.
+            others: the same in other codecs of ``codecs``, by id. They may be made one by one while
+                they are asked for, once the fastest tier has the session. Tiers for whose codec
+                there is nothing get ``fresh``, also if one of them cannot be made.
+        """
+        if not self.commit(record, fresh, obsolete):
+            return False
+        forms: dict[str, Mapping[bytes, Blob]] = {}
+        try:
+            forms.update(others)
+        finally:
+            self.replicate(record, lambda tier: forms.get(codecs.of(tier).id, fresh), obsolete)
+        return True
+
+    def replace(self, record: R) -> bool:
+        """Write a changed record over the same blobs, in every tier; False if none takes it."""
+        if not self.commit(record, {}, ()):
+            return False
+        self.replicate(record, lambda tier: {}, ())
+        return True
 
     def follow_pin(self, record: R) -> None:
         """Pin the record's blobs if it is pinned; else release those of an older record."""

@@ -19,7 +19,7 @@ import msgspec
 from kvstore.blobs.chain import KEY_BYTES, RECORD
 from kvstore.errors import Corrupt, Mismatch, Unusable
 from kvstore.ledger.notices import Restorable
-from kvstore.ledger.record import R, RecordKind
+from kvstore.ledger.record import R, RecordKind, StoredSession
 from kvstore.ledger.stack import TierStack
 from kvstore.session import SessionRef
 from kvstore.stats import Counters
@@ -99,12 +99,11 @@ class SessionIndex(Generic[R]):
 
     def needed_keys(self, record: R) -> list[bytes]:
         """Keys of the blobs that a turn needs if it continues where the session ended."""
-        keys = self.blob_keys(record)
-        return keys[: len(keys) - self._kind.num_spare(record)]
+        return _needed(record, self.blob_keys(record))
 
     def owned(self, record: R) -> list[bytes]:
         """Keys of all blobs of the session: those it needs, and those it no longer uses."""
-        return [*self.blob_keys(record), *self._kind.left_behind(record)]
+        return [*self.blob_keys(record), *record.abandoned]
 
     def all(self) -> list[R]:
         """Every known record, the longest unused first."""
@@ -121,11 +120,10 @@ class SessionIndex(Generic[R]):
             entries = list(self._entries.items())
         for key, entry in entries:
             record = entry.record
-            first = self._kind.first_blob(record, entry.blob_keys)
-            if first is not None and self._kind.is_usable(record) and not self.is_over(record):
-                needed = len(entry.blob_keys) - self._kind.num_spare(record)
-                last = entry.blob_keys[needed - 1] if needed > 0 else first
-                yield Restorable(key, SessionRef(record.tenant, record.id, b""), first, last)
+            needed = _needed(record, entry.blob_keys)
+            if needed and self._kind.is_usable(record) and not self.is_over(record):
+                session = SessionRef(record.tenant, record.id, b"")
+                yield Restorable(key, session, needed[0], needed[-1])
 
     def get(self, key: bytes) -> R | None:
         """The record under this key, from memory only."""
@@ -302,7 +300,7 @@ class SessionIndex(Generic[R]):
         self._take_out(key)
         self._lapsed.pop(key, None)
         keys = tuple(blob_keys)
-        nbytes = ENTRY_BYTES + self._kind.nbytes(record) + BLOB_KEY_BYTES * len(keys)
+        nbytes = ENTRY_BYTES + record.nbytes + BLOB_KEY_BYTES * len(keys)
         self._entries[key] = _Entry(record, keys, nbytes)
         self._entries.move_to_end(key, last=not oldest)
         self._users.update(keys)
@@ -323,3 +321,9 @@ class SessionIndex(Generic[R]):
 
 def _is_newer(record: R, other: R | None) -> bool:
     return other is None or other.last_used_s < record.last_used_s
+
+
+def _needed(record: StoredSession, blob_keys: Sequence[bytes]) -> list[bytes]:
+    """Leave out the older states."""
+    num_spare = max(0, len({*record.state_positions}) - 1)
+    return list(blob_keys[: len(blob_keys) - num_spare])

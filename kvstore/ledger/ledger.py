@@ -19,7 +19,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.ledger.claims import Claims
 from kvstore.ledger.committer import Committer
 from kvstore.ledger.index import SessionIndex
-from kvstore.ledger.notices import Notices, OnNotice
+from kvstore.ledger.notices import Notices
 from kvstore.ledger.pins import Pins
 from kvstore.ledger.reading import Promotion
 from kvstore.ledger.record import R, RecordKind
@@ -29,7 +29,7 @@ from kvstore.ledger.upkeep import Upkeep
 from kvstore.ledger.write_behind import WriteBehind
 from kvstore.members.company import ALONE, Company
 from kvstore.periodic import Periodic
-from kvstore.session import SessionRef, TierName
+from kvstore.session import SessionRef
 from kvstore.stats import Counters, StoreStats
 from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
@@ -109,15 +109,15 @@ class Ledger(Generic[R]):
         for record in reversed(self.index.all()):  # if the share is smaller now, the newest stay
             self.committer.follow_pin(record)
         self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
-        self._notices = Notices(self.stack, self.index.restorable)
-        self._upkeep = Upkeep(
+        self.notices = Notices(self.stack, self.index.restorable)
+        self.upkeep = Upkeep(
             self.stack,
             self.index,
             self.committer,
             self.pins,
             self.claims,
             self.workers,
-            self._notices,
+            self.notices,
             is_awaited,
         )
         self.repacker = Repacker(
@@ -146,21 +146,21 @@ class Ledger(Generic[R]):
         """
         if not self._to_load:
             return
-        self._upkeep.retry_deletions()
+        self.upkeep.retry_deletions()
         found: list[R] = []
         for level in list(self._to_load):
-            self._upkeep.retry_records(level)
-            if not self._upkeep.owes_deletions(level):
+            self.upkeep.retry_records(level)
+            if not self.upkeep.owes_deletions(level):
                 found += self._load_from(level)
             if level not in self._to_load:
-                self._upkeep.retry_inherited(level)
+                self.upkeep.retry_inherited(level)
         self._say_whose_blobs(found)
         for record in found:
             if record.pinned:
                 self._follow_pin(self.index.key(record))
         if found:
             first = SessionRef(found[0].tenant, found[0].id, b"")
-            self._notices.report_found(first, map(self.index.key, found))
+            self.notices.report_found(first, map(self.index.key, found))
 
     def _load_from(self, level: int) -> list[R]:
         keys = self._to_load[level]
@@ -171,7 +171,7 @@ class Ledger(Generic[R]):
             keys = written[::-1]  # the most recently used first
         found: list[R] = []
         later: list[bytes] = []
-        while keys and not (self._closing.is_set() or self._upkeep.owes_deletions(level)):
+        while keys and not (self._closing.is_set() or self.upkeep.owes_deletions(level)):
             batch, keys = keys[:LOAD_BATCH], keys[LOAD_BATCH:]
             try:
                 loaded = self.index.load_written(level, batch)
@@ -216,9 +216,9 @@ class Ledger(Generic[R]):
     def _keep_house(self) -> None:
         self._load_earlier()
         if next(self._rounds) % HOUSEKEEPING_EVERY:
-            self._notices.look()
+            self.notices.look()
         else:
-            self._upkeep.expire()
+            self.upkeep.expire()
 
     def join(self, company: Company) -> None:
         """Set the other engines on the same Redis; ``company`` is closed with this ledger."""
@@ -233,40 +233,6 @@ class Ledger(Generic[R]):
     def find(self, session: SessionRef) -> R | None:
         """Return the session's record from memory, else from the local tiers."""
         return self.index.find(session.tenant, session.id)
-
-    def resting_here(self) -> list[R]:
-        """Sessions that can be restored here, as far as their records are known."""
-        return self._upkeep.resting_here()
-
-    def tier_of(self, record: R) -> TierName | None:
-        """Return the slowest tier that a restore must read; None if even the beginning is gone."""
-        return self._upkeep.tier_of(record)
-
-    def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
-        """Bring the session to ``tier`` and drop faster copies. Blocks; returns its tier then.
-
-        A pinned session, and one that ``tier`` cannot take as a whole, stays where it is.
-        """
-        return self._upkeep.demote(session, tier)
-
-    def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Keep the session's blobs from eviction, or stop that. Raises ``PinLimit``."""
-        self._upkeep.pin(session.tenant, session.id, self.record_key(session), pinned)
-
-    def forget(self, session: SessionRef) -> bool:
-        """Remove blobs that only this session uses from every tier; False if it was not known."""
-        return self._upkeep.forget(self.record_key(session))
-
-    def expire(self) -> None:
-        """Do now the work of every quarter of a minute: ttl, notices, pending deletions."""
-        self._upkeep.expire()
-
-    def listen(self, on_notice: OnNotice) -> None:
-        """Call ``on_notice`` on a thread of the ledger; see ``kvstore.ledger.notices``.
-
-        The call comes within a minute.
-        """
-        self._notices.listen(on_notice)
 
     def record_key(self, session: SessionRef) -> bytes:
         """The key under which the session's record is stored."""

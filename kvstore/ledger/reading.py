@@ -1,15 +1,13 @@
-"""Reads blobs: finds good copies, lists packed rows to take over, and promotes restored blobs."""
+"""Reads blobs: finds good copies, and promotes restored blobs."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from kvstore.blobs.chain import CHUNK
-from kvstore.blobs.packer import Packer
-from kvstore.blobs.segments import Segment
 from kvstore.errors import ForeignCodec, TierUnavailable, Unusable
 from kvstore.ledger.claims import Claims
 from kvstore.ledger.index import SessionIndex
@@ -80,47 +78,6 @@ class CopyReader:
     def _drop(self, level: int, key: bytes, error: Unusable) -> None:
         _log.warning("dropped a blob from %s: %s", self._stack.name(level), error)
         self._stack.delete(level, [key])
-
-
-class OlderRun(NamedTuple):
-    """A stored blob with rows of the tokens ``first_token ..`` that another blob continues.
-
-    ``shared_end``: the tokens of the two differ from this one on.
-    """
-
-    key: bytes
-    first_token: int
-    num_tokens: int
-    shared_end: int
-
-
-def packed_rows(
-    stack: TierStack, packer: Packer, runs: Iterable[OlderRun], codec_id: str
-) -> list[Segment]:
-    """List the segments of these runs that were packed with loss, as they are; none for lost blobs.
-
-    Of several copies the one in the codec of this id is preferred.
-    """
-    return [x for run in runs for x in _packed_rows(stack, packer, run, codec_id)]
-
-
-def _packed_rows(stack: TierStack, packer: Packer, run: OlderRun, codec_id: str) -> list[Segment]:
-    first: list[Segment] = []
-    for level in range(len(stack)):
-        blob = stack.find(level, [run.key])[0]
-        try:
-            found = _shared_segments(packer, blob, run) if blob is not None else []
-        except Unusable:  # a restore finds that, too, and removes the copy
-            continue
-        if found and all(x.codec_id == codec_id for x in found):
-            return found
-        first = first or found
-    return first
-
-
-def _shared_segments(packer: Packer, blob: Blob, run: OlderRun) -> list[Segment]:
-    found = packer.lossy_segments(blob, run.key, run.first_token, run.num_tokens)
-    return [x.cut(run.shared_end) for x in found if x.first < run.shared_end]
 
 
 class Promotion(Generic[R]):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Final, Protocol, TypeVar
+from collections.abc import Container, Iterable, Sequence
+from typing import Final, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -35,16 +35,56 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     @property
+    def nbytes(self) -> int:
+        """Memory that the record takes, in bytes."""
+        raise NotImplementedError
+
+    @property
     def pinned_bytes(self) -> int:
         """Bytes that the session takes of the share for pins while it is pinned."""
+        return self.packed_bytes
+
+    @property
+    def comparable_tokens(self) -> int:
+        """Number of its leading tokens that can be compared with a prompt."""
+        return self.num_tokens
+
+    @property
+    def state_positions(self) -> Sequence[int]:
+        """Numbers of tokens after which a state is stored."""
+        return ()
+
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of all its states."""
+        return 0
+
+    @property
+    def abandoned(self) -> Sequence[bytes]:
+        """Keys of blobs that an edited history no longer uses and that may still be requested."""
+        return ()
+
+    def abandoning(self, keys: Sequence[bytes]) -> Self:
+        """The record with other abandoned blobs."""
         raise NotImplementedError
+
+    def resized(self, run_bytes: int, tail_bytes: int, states_bytes: int) -> Self:
+        """The record with other sizes of its blobs.
+
+        Args:
+            run_bytes: of all blobs but states.
+            tail_bytes: of those of them that are not full chunks.
+            states_bytes: of all states.
+        """
+        packed_bytes = run_bytes + states_bytes
+        return msgspec.structs.replace(self, packed_bytes=packed_bytes, tail_bytes=tail_bytes)
 
 
 R = TypeVar("R", bound=StoredSession)
 
 
 class RecordKind(Protocol[R]):
-    """Answers a ledger's questions about the records of one store. Pure; any thread."""
+    """Names, reads and writes the records of one store. Pure; any thread."""
 
     def key(self, tenant: str, session_id: str) -> bytes:
         """The key under which the session's record is stored."""
@@ -52,26 +92,10 @@ class RecordKind(Protocol[R]):
     def blob_keys(self, record: R) -> list[bytes]:
         """Keys of all blobs of the session, in the order of their importance.
 
-        The order is that of use: evicting from the end loses the least.
+        The order is that of use: evicting from the end loses the least. Without the first nothing
+        can be restored; all states but the newest, which only a return to an earlier point needs,
+        are at the end.
         """
-
-    def num_spare(self, record: R) -> int:
-        """Count the keys at the end that only a return to an earlier point needs."""
-
-    def first_blob(self, record: R, blob_keys: Sequence[bytes]) -> bytes | None:
-        """The key of the blob without which nothing can be restored; None if nothing can.
-
-        ``blob_keys``: the result of the method of that name.
-        """
-
-    def left_behind(self, record: R) -> Sequence[bytes]:
-        """Keys of blobs that an edited history no longer uses and that may still be requested."""
-
-    def resized(self, record: R, sizes: Mapping[bytes, int]) -> R:
-        """The record with the present sizes of its blobs, given by key."""
-
-    def nbytes(self, record: R) -> int:
-        """Memory that the record takes, in bytes."""
 
     def is_usable(self, record: R) -> bool:
         """True if the session's blobs are of this model and in a codec that is known here."""
@@ -105,13 +129,3 @@ def abandoned_chunks(
     """
     keys = [x for x in dict.fromkeys([*old, *now]) if x not in current]
     return keys[-MAX_LEFT_BEHIND:], keys[:-MAX_LEFT_BEHIND]
-
-
-def bytes_of_leading(known: int, num_chunks: int, packed_bytes: int, other_bytes: int) -> int:
-    """Estimate the bytes of the first ``known`` of a session's ``num_chunks`` full chunks.
-
-    Args:
-        packed_bytes: of all blobs of the session, according to its record.
-        other_bytes: of those among them that are not full chunks: tail, part, states.
-    """
-    return max(packed_bytes - other_bytes, 0) * known // num_chunks if num_chunks else 0

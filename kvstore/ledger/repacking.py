@@ -262,7 +262,7 @@ class Repacker(Generic[R]):
             codecs = codecs_of(self._packer.readable, record.codecs)
             if set(codecs) <= set(record.codecs):
                 return True
-            return self._commit(msgspec.structs.replace(record, codecs=codecs))
+            return self._committer.replace(msgspec.structs.replace(record, codecs=codecs))
 
     def _pack_blob(self, resting: _Resting, tenant: str) -> int | None:
         """Exchange a blob's unpacked copies; return the bytes freed, None if a tier refused one."""
@@ -300,8 +300,8 @@ class Repacker(Generic[R]):
             now = self._index.get(key)
             if now is None or self._index.blob_keys(now) != list(sizes):
                 return False
-            resized = self._kind.resized(now, sizes)
-            return resized != now and self._commit(resized)
+            resized = _resized(now, sizes)
+            return resized != now and self._committer.replace(resized)
 
     def _sizes(self, record: R) -> dict[bytes, int] | None:
         """Get the sizes of all blobs, of each in the fastest tier that has it.
@@ -318,9 +318,10 @@ class Repacker(Generic[R]):
         known = {key: size for key in keys if (size := sizes.get(key)) is not None}
         return known if len(known) == len(levels) else None
 
-    def _commit(self, record: R) -> bool:
-        """Write a changed record of a claimed session over the same blobs, in every tier."""
-        if not self._committer.commit(record, {}, ()):
-            return False
-        self._committer.replicate(record, lambda tier: {}, ())
-        return True
+
+def _resized(record: R, sizes: Mapping[bytes, int]) -> R:
+    """The record with the present sizes of its blobs, given by key."""
+    states = sum(n for key, n in sizes.items() if key[:1] == SNAPSHOT)
+    chunks = sum(n for key, n in sizes.items() if key[:1] == CHUNK)
+    run_bytes = sum(sizes.values()) - states
+    return record.resized(run_bytes, run_bytes - chunks, states)

@@ -68,7 +68,8 @@ class Upkeep(Generic[R]):
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
         """Bring the session to ``tier``, then drop the faster copies; returns its tier then.
 
-        None if the session is not known.
+        None if the session is not known. A pinned session, and one that ``tier`` cannot take as a
+        whole, stays where it is.
         """
         level = self._stack.level(tier)
         with self._claims.claim(self._index.key_of(session)):  # else an older record could be sent
@@ -92,24 +93,26 @@ class Upkeep(Generic[R]):
             for faster in range(level):
                 self._stack.delete(faster, own)
 
-    def pin(self, tenant: str, session_id: str, key: bytes, pinned: bool) -> None:
-        """Pin or unpin a session; has no effect on one that was never saved.
+    def pin(self, session: SessionRef, pinned: bool) -> None:
+        """Keep the session's blobs from eviction, or stop that.
 
-        Raises ``PinLimit``: pinned sessions would take more than their share.
+        Has no effect on a session that was never saved. Raises ``PinLimit``: pinned sessions would
+        take more than their share.
         """
-        with self._claims.claim(key), self._pinning:
-            record = self._index.find_anywhere(tenant, session_id)
+        with self._claims.claim(self._index.key_of(session)), self._pinning:
+            record = self._index.find_anywhere(session.tenant, session.id)
             if record is None or record.pinned == pinned:
                 return
             if pinned:
                 self._pins.check(self._committer.pin_of(record))
             self._committer.replace(msgspec.structs.replace(record, pinned=pinned))
 
-    def forget(self, key: bytes) -> bool:
+    def forget(self, session: SessionRef) -> bool:
         """Remove every blob of the session that no other session here uses.
 
         False if the session was not known.
         """
+        key = self._index.key_of(session)
         with self._claims.claim(key):
             return self._remove(key)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -42,15 +42,15 @@ class SpanRecord(StoredSession, frozen=True, kw_only=True):
         return self.stored_tokens
 
     @property
-    def pinned_bytes(self) -> int:
-        return self.packed_bytes
+    def nbytes(self) -> int:
+        return 64
 
 
 _decoder = msgspec.msgpack.Decoder(SpanRecord)
 
 
 class SpanRecords:
-    """Answers a ledger's questions about such records: see ``kvstore.ledger.record.RecordKind``."""
+    """Names, reads and writes such records: see ``kvstore.ledger.record.RecordKind``."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self.chunk_tokens = chunk_tokens
@@ -66,21 +66,6 @@ class SpanRecords:
     def num_chunks(self, record: SpanRecord) -> int:
         """Count the full chunks."""
         return record.stored_tokens // self.chunk_tokens
-
-    def num_spare(self, record: SpanRecord) -> int:
-        return 0
-
-    def first_blob(self, record: SpanRecord, blob_keys: Sequence[bytes]) -> bytes | None:
-        return blob_keys[0] if blob_keys else None
-
-    def left_behind(self, record: SpanRecord) -> Sequence[bytes]:
-        return ()
-
-    def resized(self, record: SpanRecord, sizes: Mapping[bytes, int]) -> SpanRecord:
-        return msgspec.structs.replace(record, packed_bytes=sum(sizes.values()))
-
-    def nbytes(self, record: SpanRecord) -> int:
-        return 64
 
     def is_usable(self, record: SpanRecord) -> bool:
         return True

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvstore.by_blocks.store import BlockStore
-from kvstore.by_tokens.store import ColdStore
 from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.store.block_store import BlockStore
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.ram_tier import RamTier
 from tests import block_sessions, kv_sessions

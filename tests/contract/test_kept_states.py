@@ -11,10 +11,10 @@ import pytest
 
 from kvstore.blobs.chain import SNAPSHOT
 from kvstore.blobs.snapshot import StateArray
-from kvstore.by_blocks.store import BlockStore
-from kvstore.by_tokens.store import ColdStore
 from kvstore.kept_states import STATES_PER_SESSION
 from kvstore.session import SessionRef
+from kvstore.store.block_store import BlockStore
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
@@ -218,7 +218,7 @@ def _is_state_at(rig: StateRig, store: Store, name: bytes, position: int) -> boo
     record = store.record(ref())
     assert record is not None
     if isinstance(store, ColdStore):
-        key = store.keys.of(record).snapshots[position]
+        key = store.keys.chain(record).snapshot_key(position)
     else:
         key = store.keys.state(record.block_hashes, position // block_sessions.BLOCK).key
     return name.startswith(key)

@@ -91,9 +91,9 @@ def num_back(rig: Rig, store: Store, tokens: list[int], session: SessionRef | No
 
     fetched = store.fetch(session or ref(), block_sessions.hashes(tokens), 0)
     for span, blob in fetched.spans:
-        run = store.packer.layout.empty(store.keys.num_tokens(span))
+        run = store.packer.layout.empty(span.num_tokens)
         first = span.first_block * block_sessions.BLOCK
-        store.packer.unpack_run(blob, span.key, first, store.keys.num_tokens(span), run)
+        store.packer.unpack_run(blob, span.key, first, span.num_tokens, run)
     return fetched.end_block * block_sessions.BLOCK
 
 

@@ -20,8 +20,8 @@ import pytest
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.chain import RECORD, TAIL
 from kvstore.blobs.format import HEADER_BYTES, codec_in
-from kvstore.by_tokens.store import ColdStore
 from kvstore.errors import PinLimit
+from kvstore.store.token_store import ColdStore
 from tests.blob_names import all_named
 from tests.faults.packing_process import THIN
 from tests.faults.saving_process import BOTH

@@ -39,10 +39,11 @@ from engines.vllm_plugin.worker.rank import StagingArea  # noqa: E402
 from engines.vllm_plugin.worker.transfer import Transfer  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402
 from kvstore.blobs.segments import Lineage, squeezes  # noqa: E402
-from kvstore.by_blocks.names import BlobSpan, BlockKeys  # noqa: E402
-from kvstore.by_blocks.store import BlockStore  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
 from kvstore.config import StoreConfig  # noqa: E402
+from kvstore.store.block_keys import BlockKeys  # noqa: E402
+from kvstore.store.block_store import BlockStore  # noqa: E402
+from kvstore.store.spans import Span  # noqa: E402
 from kvstore.tiers.ram_tier import RamTier  # noqa: E402
 from tests.block_sessions import FINGERPRINT, hashes, ref  # noqa: E402
 from tests.lazy_device import device_here  # noqa: E402
@@ -86,20 +87,20 @@ class Rig:
         keys = BlockKeys(FINGERPRINT, self.shape.block, PER_CHUNK)
         packer = Packer(codec, self.cache.layout, FINGERPRINT)
         config = StoreConfig(chunk_tokens=self.shape.block * PER_CHUNK, num_threads=1)
-        self.store = BlockStore(config, packer, keys, FINGERPRINT, [RamTier(1 << 26)])
+        self.store = BlockStore(config, packer, keys, [RamTier(1 << 26)])
         groups = view_groups(self.cache)
         assert groups is not None
-        self.layouts = StagingLayouts(groups, packer, self.shape.block, self.cache.dtype)
+        self.layouts = StagingLayouts(groups, packer, self.cache.dtype)
         self.accelerator = device_here()
         self.device = DeviceBlocks(self.cache, self.layout_of, self.store, self.accelerator, 1)
         self.host = HostBlocks(self.cache, self.store, self.accelerator.stream())
 
-    def layout_of(self, span: BlobSpan) -> StagingLayout:
+    def layout_of(self, span: Span) -> StagingLayout:
         if self.is_broken and span.is_tail:
             raise RuntimeError("the device is gone")
         return self.layouts.of(span)
 
-    def spans(self, num_blocks: int = 5) -> list[BlobSpan]:
+    def spans(self, num_blocks: int = 5) -> list[Span]:
         """Two chunks, the first with the sinks, and a tail."""
         return self.store.keys.whole(hashes(list(range(4 * num_blocks))))
 
@@ -227,7 +228,7 @@ def test_chunks_that_were_packed_at_once_are_filled_by_the_device(rigs, monkeypa
     later = Packing(spans[0], ids[:2], Lineage(8, rig.store.packer.lossy_segments(
         at_once[0], spans[0].key, 0, 16)))  # fmt: skip
     (continued,) = (x.result() for x in rig.host.pack([later], rig.host.mark()))
-    by_device: list[BlobSpan] = []
+    by_device: list[Span] = []
     fill = rig.device.fill
     monkeypatch.setattr(
         rig.device, "fill", lambda x, mark: (by_device.extend(y.span for y in x), fill(x, mark))[1]

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from engines.vllm_plugin.device.device_check import blocks_on  # noqa: E402
 from engines.vllm_plugin.worker.transfer import Filling, Packing  # noqa: E402
 from kvstore.blobs.segments import Lineage  # noqa: E402
-from kvstore.by_blocks.names import BlobSpan  # noqa: E402
+from kvstore.store.spans import Span  # noqa: E402
 from tests.lazy_device import LazyDevice  # noqa: E402
 from tests.triton.test_device_blocks import EMPTY, Rig, Shape, bits  # noqa: E402
 
@@ -88,7 +88,7 @@ def test_what_the_host_does_beside_the_kernels_is_in_the_same_order(rig):
     (cache,) = rig.caches.values()
     blocks = blocks_on(model_of(rig), rig.cache, rig.store)
     spans = rig.spans()
-    part = BlobSpan(b"p" + spans[0].key[1:], len(IDS), 0, 3)
+    part = Span(b"p" + spans[0].key[1:], len(IDS) * rig.shape.block, 3, rig.shape.block)
     wanted = [
         Packing(spans[0], IDS[:2], Lineage(2 * rig.shape.block)),
         Packing(spans[1], IDS[2:4]),

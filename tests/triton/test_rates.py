@@ -37,11 +37,12 @@ from engines.vllm_plugin.worker.transfer import Packing  # noqa: E402
 from kvstore.blobs.codec_set import CodecSet  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402
 from kvstore.blobs.segments import squeezes  # noqa: E402
-from kvstore.by_blocks.names import BlobSpan, BlockKeys  # noqa: E402
-from kvstore.by_blocks.store import BlockStore  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
 from kvstore.codecs.rope import Rope  # noqa: E402
 from kvstore.config import StoreConfig  # noqa: E402
+from kvstore.store.block_keys import BlockKeys  # noqa: E402
+from kvstore.store.block_store import BlockStore  # noqa: E402
+from kvstore.store.spans import Span  # noqa: E402
 from kvstore.tiers.ram_tier import RamTier  # noqa: E402
 from tests.block_sessions import FINGERPRINT, hashes  # noqa: E402
 from tests.lazy_device import device_here  # noqa: E402
@@ -78,15 +79,15 @@ class Rig:
         packer = Packer(self.codec, self.cache.layout, FINGERPRINT)
         keys = BlockKeys(FINGERPRINT, shape.block, shape.per_chunk)
         config = StoreConfig(chunk_tokens=shape.block * shape.per_chunk, num_threads=1)
-        self.store = BlockStore(config, packer, keys, FINGERPRINT, [RamTier(1 << 26)])
+        self.store = BlockStore(config, packer, keys, [RamTier(1 << 26)])
         groups = view_groups(self.cache)
         assert groups is not None
-        self.layouts = StagingLayouts(groups, packer, shape.block, self.cache.dtype)
+        self.layouts = StagingLayouts(groups, packer, self.cache.dtype)
         self.accelerator = device_here()
         self.device = DeviceBlocks(self.cache, self.layouts.of, self.store, self.accelerator, 1)
         self.host = HostBlocks(self.cache, self.store, self.accelerator.stream())
 
-    def spans(self, num_blocks: int) -> list[BlobSpan]:
+    def spans(self, num_blocks: int) -> list[Span]:
         return self.store.keys.whole(hashes(list(range(4 * num_blocks))))
 
     def blobs(self, blocks: Blocks, ids: Sequence[int]) -> list[bytes]:

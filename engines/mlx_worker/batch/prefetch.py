@@ -13,8 +13,8 @@ from engines.mlx_worker.batch.request import PrefillTask
 from engines.mlx_worker.sessions.cold_sessions import ColdSessions
 from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
 from engines.mlx_worker.sessions.hot_sessions import SessionKey
-from kvstore.by_tokens.store import Restored
 from kvstore.session import SessionRef
+from kvstore.store.token_store import Restored
 
 logger = logging.getLogger(__name__)
 

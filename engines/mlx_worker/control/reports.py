@@ -22,9 +22,9 @@ from engines.wire import (
     TierReport,
     absent,
 )
-from kvstore.by_tokens.records import SessionRecord
 from kvstore.session import SessionRef, TierName
 from kvstore.stats import Repacking, StoreStats
+from kvstore.store.records import SessionRecord
 from kvstore.tiers.base import TierStats
 
 logger = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches
 from engines.mlx_worker.sessions.hot_sessions import HotSession
 from kvstore.blobs.snapshot import Snapshot
-from kvstore.by_tokens.records import SessionRecord
-from kvstore.by_tokens.store import ColdStore, Match, Restored
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.store.records import SessionRecord
+from kvstore.store.token_store import ColdStore, Match, Restored
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from engines.mlx_worker.cache.layout import CachePlan, CannotServe
 from engines.mlx_worker.model.fingerprint import fingerprint
 from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.sessions.selftest import restore_fault
-from kvstore.by_tokens.store import ColdStore
 from kvstore.chunk_size import chunk_tokens
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
 from kvstore.members.company import joined
 from kvstore.members.facts import Facts
 from kvstore.shapes import StoredModel
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.registry import open_usable_tiers
 

@@ -9,9 +9,9 @@ from typing import Protocol, TypeAlias
 
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage
-from kvstore.by_blocks.names import BlobSpan
 from kvstore.codecs.base import Codec
 from kvstore.shapes import KVPair
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
 
@@ -19,7 +19,7 @@ from kvstore.tiers.base import Blob
 class Packing:
     """A blob to be packed from these blocks; a part is packed from the first rows of one block."""
 
-    span: BlobSpan
+    span: Span
     block_ids: list[int]
     lineage: Lineage = FRESH  # of the rows, an argument of ``Packer.pack_run``
     hashes: Sequence[bytes] = ()  # for a state: those of the session's blocks up to it
@@ -28,7 +28,7 @@ class Packing:
 # The input for the codec of a slower tier, which packs again: for a blob its rows, (num_kv_heads,
 # num_tokens, head_dim) for K and V per layer, and for a state the function that packs it.
 PackState: TypeAlias = Callable[[Codec], Blob]
-Rows: TypeAlias = dict[BlobSpan, Sequence[KVPair] | PackState]
+Rows: TypeAlias = dict[Span, Sequence[KVPair] | PackState]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Filling:
     ``part_tokens``: for a part, the number of rows to fill; later rows do not change.
     """
 
-    span: BlobSpan
+    span: Span
     blob: AnyBlob
     skip: int
     block_ids: list[int]

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from engines.vllm_plugin.blocks.blocks import Filling, Packing, Rows
-from kvstore.by_blocks.store import BlockStore
 from kvstore.codecs.base import Codec
 from kvstore.errors import Unusable
 from kvstore.shapes import KVLayout, KVPair, slice_tokens
+from kvstore.store.block_store import BlockStore
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
@@ -173,8 +173,7 @@ class HostBlocks:
     def _read(self, packing: Packing) -> list[KVPair]:
         """Read the rows to pack. Rows after a part belong to an earlier request and are cut off."""
         run = self._access.read(packing.block_ids)
-        part_tokens = packing.span.part_tokens
-        return slice_tokens(run, 0, part_tokens) if packing.span.is_part else run
+        return slice_tokens(run, 0, packing.span.num_tokens) if packing.span.is_part else run
 
     def _write(self, fillings: Sequence[Filling], run: list[KVPair], first_block: int) -> None:
         first = fillings[0]
@@ -185,7 +184,7 @@ class HostBlocks:
             self._access.write(block_ids, run, first_block + first.skip)
 
     def _packed(self, packing: Packing, run: list[KVPair], home: Codec) -> Blob:
-        key, first = packing.span.key, packing.span.first_block * self._access.block_tokens
+        key, first = packing.span.key, packing.span.first_token
         return self._store.packer.pack_run(key, run, first, home, packing.lineage)
 
     def _decodes(self, wanted: Sequence[Filling]) -> Iterator[tuple[list[Filling], Decoded]]:
@@ -219,7 +218,7 @@ class HostBlocks:
     def _decoded(self, group: Sequence[Filling]) -> Decoded:
         if not group[0].span.is_chunk:
             (filling,) = group
-            tokens = filling.part_tokens or self._keys.num_tokens(filling.span)
+            tokens = filling.part_tokens or filling.span.num_tokens
             run = self._access.layout.empty(tokens)
             return run, [self._unpacked(filling, run)]
         run, size = self._runs.take(self._group_tokens), self._chunk_tokens
@@ -228,9 +227,8 @@ class HostBlocks:
 
     def _unpacked(self, filling: Filling, out: list[KVPair]) -> bool:
         span, packer = filling.span, self._store.packer
-        first = span.first_block * self._access.block_tokens
         try:
-            packer.unpack_run(filling.blob, span.key, first, self._keys.num_tokens(span), out)
+            packer.unpack_run(filling.blob, span.key, span.first_token, span.num_tokens, out)
         except Unusable as error:
             logger.warning("a verified blob cannot be decoded: %s", error)
             self._store.discard(span.key)

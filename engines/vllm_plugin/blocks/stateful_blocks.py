@@ -20,10 +20,10 @@ from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.blobs.snapshot import StateTree
-from kvstore.by_blocks.names import BlobSpan
-from kvstore.by_blocks.store import BlockStore
 from kvstore.codecs.base import Codec
 from kvstore.errors import Unusable
+from kvstore.store.block_store import BlockStore
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
@@ -78,14 +78,14 @@ class StatefulBlocks:
     def close(self) -> None:
         self._blocks.close()
 
-    def _packed(self, span: BlobSpan, tree: StateTree, lineage: Lineage, codec: Codec) -> Blob:
+    def _packed(self, span: Span, tree: StateTree, lineage: Lineage, codec: Codec) -> Blob:
         packer = self._store.packer
         how = packer.codecs.sessions.get(codec.id)
         return packer.pack_snapshot(
             span.key,
             tree,
             packer.layout.empty(0),
-            self._token(span),
+            span.end_token,
             0,
             codec=codec,
             how=how,
@@ -103,12 +103,7 @@ class StatefulBlocks:
         if not lossy_end:
             return FRESH
         span = self._store.keys.state(hashes, lossy_end)
-        segments = self._store.segments_of(span)
-        return Lineage(self._token(span), segments)
-
-    def _token(self, span: BlobSpan) -> int:
-        """The number of tokens before the state."""
-        return span.end_block * self._store.keys.block_tokens
+        return Lineage(span.end_token, self._store.older.windows(span))
 
     def _fill(self, filling: Filling, ready: object) -> bool:
         span = filling.span
@@ -130,7 +125,7 @@ class StatefulBlocks:
         names = [filling.hashes[i] for _, i in pairs]
         self._restored.note([x for x, _ in pairs], names, lossy=lossy)
 
-    def _unpacked(self, span: BlobSpan, blob: AnyBlob) -> StateTree:
+    def _unpacked(self, span: Span, blob: AnyBlob) -> StateTree:
         packer = self._store.packer
         out = packer.layout.empty(0)
-        return packer.unpack_snapshot(blob, span.key, self._token(span), 0, out)
+        return packer.unpack_snapshot(blob, span.key, span.end_token, 0, out)

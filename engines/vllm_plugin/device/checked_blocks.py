@@ -20,8 +20,8 @@ from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing, Rows
 from engines.vllm_plugin.process.affinity import unbind_thread
 from kvstore.blobs.format import codec_in
 from kvstore.blobs.segments import FRESH, is_first_chunk
-from kvstore.by_blocks.store import BlockStore
 from kvstore.errors import Unusable
+from kvstore.store.block_store import BlockStore
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
@@ -73,7 +73,7 @@ class _Checked:
         return span.is_tail or is_ours
 
     def _is_first_chunk(self, filling: Filling) -> bool:
-        num_tokens = self.store.keys.num_tokens(filling.span)
+        num_tokens = filling.span.num_tokens
         try:
             found = self.store.packer.open_segments(filling.blob, filling.span.key, 0, num_tokens)
         except Unusable:  # the host reports it

@@ -12,8 +12,8 @@ from torch import Tensor
 from engines.vllm_plugin.device.accelerator import Stream, sent
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout, TokenRun
 from engines.vllm_plugin.device.staging import Region, StagingRing, rounded_up
-from kvstore.by_blocks.names import BlobSpan
-from kvstore.by_blocks.store import BlockStore
+from kvstore.store.block_store import BlockStore
+from kvstore.store.spans import Span
 
 MOST_TOKENS: Final = 512  # of a batch, as of a page of ``kernels.angles``
 MOST_BYTES: Final = 8 << 20
@@ -23,7 +23,7 @@ class OneBlob(Protocol):
     """Names a blob and the blocks that a save reads for it, or a load fills from it."""
 
     @property
-    def span(self) -> BlobSpan: ...
+    def span(self) -> Span: ...
 
     @property
     def block_ids(self) -> list[int]: ...
@@ -37,7 +37,7 @@ class CopyStream:
     """The resources of one direction: a save must not wait for a restore, nor the reverse."""
 
     store: BlockStore
-    layout_of: Callable[[BlobSpan], StagingLayout]
+    layout_of: Callable[[Span], StagingLayout]
     ring: StagingRing
     side_stream: Stream
     device: torch.device
@@ -55,30 +55,22 @@ class CopyStream:
             if batch is None or not self._continues(batch, layout, x.span):
                 if batch is not None:
                     yield batch
-                    first += batch.num_blocks * self.block_tokens
+                    first += batch.num_tokens
                 batch = Batch(layout, first)
             batch.blobs.append(x)
         if batch is not None:
             yield batch
 
-    def _continues(self, batch: Batch[Wanted], layout: StagingLayout, span: BlobSpan) -> bool:
+    def _continues(self, batch: Batch[Wanted], layout: StagingLayout, span: Span) -> bool:
         if layout is not batch.layout or not layout.takes_many:
             return False
         most = min(
-            MOST_TOKENS // (span.num_blocks * self.block_tokens),
+            MOST_TOKENS // span.num_tokens,
             min(MOST_BYTES, self.ring.nbytes // 2) // rounded_up(layout.nbytes),
         )
         number = span.first_block // span.num_blocks
         follows = span.first_block == batch.blobs[-1].span.end_block
         return follows and bool(number % (1 << max(most, 1).bit_length() - 1))
-
-    @property
-    def block_tokens(self) -> int:
-        return self.store.keys.block_tokens
-
-    def first_token(self, span: BlobSpan) -> int:
-        """Return the position in its session of the first token of ``span``."""
-        return span.first_block * self.block_tokens
 
     def table(self, block_ids: list[int]) -> Tensor:
         """Return block ids as int64 (num_blocks,) on the device.
@@ -100,15 +92,15 @@ class Batch(Generic[Wanted]):
     blobs: list[Wanted] = field(default_factory=list)
 
     @property
-    def num_blocks(self) -> int:
-        return sum(x.span.num_blocks for x in self.blobs)
+    def num_tokens(self) -> int:
+        return sum(x.span.num_tokens for x in self.blobs)
 
-    def runs(self, blocks: Tensor, block_tokens: int) -> list[TokenRun]:
+    def runs(self, blocks: Tensor) -> list[TokenRun]:
         """Return the tokens of each blob; ``blocks`` is the table of the whole save or load."""
         at, found = self.first, []
         for x in self.blobs:
-            found.append(TokenRun(blocks, at, x.span.first_block * block_tokens))
-            at += x.span.num_blocks * block_tokens
+            found.append(TokenRun(blocks, at, x.span.first_token))
+            at += x.span.num_tokens
         return found
 
 

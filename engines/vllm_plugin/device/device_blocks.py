@@ -20,8 +20,8 @@ from engines.vllm_plugin.device.device_load import DeviceLoad
 from engines.vllm_plugin.device.device_save import DeviceSave
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import StagingRing
-from kvstore.by_blocks.names import BlobSpan
-from kvstore.by_blocks.store import BlockStore
+from kvstore.store.block_store import BlockStore
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
 
@@ -36,7 +36,7 @@ class DeviceBlocks:
     def __init__(
         self,
         cache: PagedCache,
-        layout_of: Callable[[BlobSpan], StagingLayout],
+        layout_of: Callable[[Span], StagingLayout],
         store: BlockStore,
         accelerator: Accelerator,
         staging_bytes: int,

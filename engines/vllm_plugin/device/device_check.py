@@ -27,9 +27,9 @@ from engines.vllm_plugin.device.checked_blocks import (
 )
 from engines.vllm_plugin.device.scratch_cache import scratch_for
 from kvstore.blobs.packer import Packer
-from kvstore.by_blocks.names import BlockKeys
-from kvstore.by_blocks.store import BlockStore
 from kvstore.config import StoreConfig
+from kvstore.store.block_keys import BlockKeys
+from kvstore.store.block_store import BlockStore
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -96,7 +96,7 @@ def device_blocks(
     groups = view_groups(cache)
     if groups is None:
         return None
-    layouts = StagingLayouts(groups, store.packer, store.keys.block_tokens, cache.dtype)
+    layouts = StagingLayouts(groups, store.packer, cache.dtype)
     return DeviceBlocks(cache, layouts.of, store, accelerator, staging_bytes)
 
 
@@ -107,7 +107,7 @@ def kernels_agree(accelerator: Accelerator, cache: PagedCache, store: BlockStore
     scratch = scratch_for(codec, cache, 2 * chunk + 1)
     keys = BlockKeys("", per_block, chunk)
     packer = Packer(codec, scratch.layout, "")
-    aside = BlockStore(StoreConfig(num_threads=1), packer, keys, "", [])
+    aside = BlockStore(StoreConfig(num_threads=1), packer, keys, [])
     try:
         on_device = device_blocks(accelerator, scratch, aside, staging_bytes=0)
         on_host = HostBlocks(scratch, aside, accelerator.stream())

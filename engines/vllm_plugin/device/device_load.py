@@ -95,7 +95,7 @@ class DeviceLoad:
         """
         span = filling.span
         try:
-            return layout.open(filling.blob, span, self._copy_stream.first_token(span), staged)
+            return layout.open(filling.blob, span, staged)
         except Unusable as error:
             logger.warning("a verified blob cannot be decoded: %s", error)
             self._copy_stream.store.discard(span.key)
@@ -107,7 +107,7 @@ class DeviceLoad:
         self._opening.popleft()
         self._in_flight.append(copy)
         stream, layout = self._copy_stream.side_stream, copy.batch.layout
-        runs = copy.batch.runs(blocks, self._copy_stream.block_tokens)
+        runs = copy.batch.runs(blocks)
         usable = [i for i, kept in enumerate(opened) if kept is not None]
         if usable:
             stream.ask(copy.region.upload)

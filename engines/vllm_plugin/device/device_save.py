@@ -13,7 +13,7 @@ from torch import Tensor
 from engines.vllm_plugin.blocks.blocks import Packing
 from engines.vllm_plugin.device.copy_stream import Batch, CopyStream, InFlight
 from engines.vllm_plugin.device.staging import Region
-from kvstore.by_blocks.names import BlobSpan
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
 
@@ -50,8 +50,8 @@ class DeviceSave:
             self._finish_oldest()
 
     def _read(self, copy: InFlight[Packing], blocks: Tensor) -> None:
-        stream, block_tokens = self._copy_stream.side_stream, self._copy_stream.block_tokens
-        first, *_ = copy.batch.runs(blocks, block_tokens)
+        stream = self._copy_stream.side_stream
+        first, *_ = copy.batch.runs(blocks)
         stream.ask(partial(copy.batch.layout.read, first, copy.region.device))
         stream.ask(copy.region.download)
         copy.wait_done = stream.completion()
@@ -87,11 +87,10 @@ class DeviceSave:
             self._give_back(copy, rest)
 
     def _seal(
-        self, copy: InFlight[Packing], span: BlobSpan, staged: np.ndarray, rescued: bytes
+        self, copy: InFlight[Packing], span: Span, staged: np.ndarray, rescued: bytes
     ) -> Blob:
         try:
-            first = self._copy_stream.first_token(span)
-            return copy.batch.layout.seal(span, first, staged, rescued)
+            return copy.batch.layout.seal(span, staged, rescued)
         finally:
             self._copy_stream.ring.give_back(copy.region)
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from engines.vllm_plugin.messages import RankRests
-from kvstore.by_blocks.resting import Resting
-from kvstore.by_blocks.store import BlockStore
 from kvstore.periodic import Periodic
 from kvstore.session import SessionRef
+from kvstore.store.block_store import BlockStore
+from kvstore.store.resting import Resting
 
 LOOK_S: Final = 0.25
 SWEEP_S: Final = 1.0  # between sweeps over all sessions, at least

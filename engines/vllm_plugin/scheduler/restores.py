@@ -19,7 +19,7 @@ from engines.vllm_plugin.plan import Load
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
 from engines.vllm_plugin.scheduler.tracked_request import Restore, TrackedRequest
-from kvstore.by_blocks.store import RestoredPart
+from kvstore.store.block_store import RestoredPart
 
 # A rank answers within its own deadline. After this many seconds more, a request stops waiting.
 RANK_GRACE_S: Final = 2.0

@@ -8,8 +8,8 @@ from typing import Any
 from engines.headers import COLD_SOURCES, CacheOutcome, CacheSource
 from engines.vllm_plugin.messages import Staged
 from engines.wire import RequestProgress
-from kvstore.by_blocks.store import RestoredPart
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
+from kvstore.store.block_store import RestoredPart
 
 
 @dataclass

@@ -15,8 +15,8 @@ from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.plan import Save, Wanted
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions, SessionName, name_of
 from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
-from kvstore.by_blocks.store import RestoredPart
 from kvstore.session import SessionRef
+from kvstore.store.block_store import RestoredPart
 
 MAX_POSTPONED: Final = 1024  # above it the oldest are given up until their next turn
 

@@ -47,11 +47,11 @@ from engines.wire import (
     Unpin,
     Verb,
 )
-from kvstore.by_blocks.records import BlockRecord, split_hashes
-from kvstore.by_blocks.store import BlockStore, Fetched
 from kvstore.errors import PinLimit, StoreClosed
 from kvstore.session import SessionRef
 from kvstore.stats import StoreStats
+from kvstore.store.block_store import BlockStore, Fetched
+from kvstore.store.records import BlockRecord, split_hashes
 
 logger = logging.getLogger("thermocline.vllm")
 

@@ -27,11 +27,12 @@ from engines.vllm_plugin.process.affinity import unbind_thread
 from engines.vllm_plugin.worker.rank import StagingArea
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage
-from kvstore.by_blocks.names import BlobSpan
-from kvstore.by_blocks.store import Again, BlockStore
 from kvstore.codecs.base import Codec
 from kvstore.session import SessionRef
 from kvstore.shapes import KVPair
+from kvstore.store.block_store import Again, BlockStore
+from kvstore.store.saving.packing import ToPack, pack_again
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
@@ -143,13 +144,13 @@ class Transfer:
         self._store.counters.add("chunks_kept", kept)
         blobs = {x.key: future.result() for x, future in zip(missing, packing, strict=True)}
         lineages = {x.span: x.lineage for x in wanted if x.lineage is not FRESH}
-        again = self._again(save, rows, blobs, lineages) if rows else None
+        again = self._again(save, rows, lineages) if rows else None
         states, part = [*save.states], save.part
         names = save.session, save.hashes
         record = self._store.commit(*names, blobs, states, part, again, save.ids)
         return record is not None
 
-    def _packing(self, save: Save, span: BlobSpan) -> Packing:
+    def _packing(self, save: Save, span: Span) -> Packing:
         packing, first = _packing(save, span), span.first_block
         if span.is_state:
             return packing
@@ -158,22 +159,15 @@ class Transfer:
         num_lossy = self._restored.num_lossy(packing.block_ids, hashes, before, size)
         if not num_lossy:
             return packing
-        lossy_tokens = first * size + num_lossy
-        return replace(packing, lineage=self._lineage(save, span, lossy_tokens))
+        lossy_tokens = span.first_token + num_lossy
+        lineage = self._lineage(save, span, lossy_tokens, self._store.home_codec)
+        return replace(packing, lineage=lineage)
 
-    def _lineage(
-        self, save: Save, span: BlobSpan, lossy_tokens: int, codec: Codec | None = None
-    ) -> Lineage:
-        codec, part = codec or self._store.home_codec, save.restored_part
+    def _lineage(self, save: Save, span: Span, lossy_tokens: int, codec: Codec) -> Lineage:
+        part = save.restored_part
         return self._store.lineage(save.session, save.hashes, span, lossy_tokens, codec, part)
 
-    def _again(
-        self,
-        save: Save,
-        rows: Rows,
-        blobs: Mapping[bytes, Blob],
-        lineages: Mapping[BlobSpan, Lineage],
-    ) -> Again | None:
+    def _again(self, save: Save, rows: Rows, lineages: Mapping[Span, Lineage]) -> Again | None:
         """A function that packs the rows again, for tiers with another codec.
 
         None if too much waits: these tiers then get copies of the blobs.
@@ -183,40 +177,22 @@ class Transfer:
         if others > self._max_queued_bytes // 2:
             self._store.counters.add("saves_copied")
             return None
-        return partial(self._packed_again, save, rows, blobs, lineages)
 
-    def _packed_again(
-        self,
-        save: Save,
-        rows: Rows,
-        blobs: Mapping[bytes, Blob],
-        lineages: Mapping[BlobSpan, Lineage],
-        codec: Codec,
-    ) -> Mapping[bytes, Blob]:
-        """Pack the same rows with the codec of a slower tier, a few chunks at a time."""
-        own = {
-            span: self._lineage(save, span, there.position, codec)
-            for span, there in lineages.items()
-        }
-        # The search may find no segments: the tier may lack a copy in its own codec, and the
-        # fastest tier no longer has the older tail. Then the save's first lineage is used.
-        known = {span: x if x.segments else lineages[span] for span, x in own.items()}
-        workers = self._store.workers
-        calls = (
-            (span.key, self._packed_by(codec, span, x, known.get(span, FRESH)))
-            for span, x in rows.items()
-        )
-        return {**blobs, **workers.few_at_once(calls, workers.num_spare)}
+        def to_pack(span: Span, what: Sequence[KVPair] | PackState) -> ToPack:
+            lossy_tokens = lineages.get(span, FRESH).position
 
-    def _packed_by(
-        self, codec: Codec, span: BlobSpan, what: Sequence[KVPair] | PackState, lineage: Lineage
-    ) -> Callable[[], Blob]:
-        if callable(what):
-            return partial(what, codec)
-        first = span.first_block * self._store.keys.block_tokens
-        return partial(self._store.packer.pack_run, span.key, what, first, codec, lineage)
+            def pack(codec: Codec, lineage: Lineage) -> Blob:
+                if callable(what):
+                    return what(codec)
+                packer = self._store.packer
+                return packer.pack_run(span.key, what, span.first_token, codec, lineage)
 
-    def _nbytes(self, save: Save, spans: Sequence[BlobSpan]) -> int:
+            return ToPack(span, pack, partial(self._lineage, save, span, lossy_tokens))
+
+        wanted = [to_pack(span, what) for span, what in rows.items()]
+        return partial(pack_again, self._store.workers, wanted, lineages)
+
+    def _nbytes(self, save: Save, spans: Sequence[Span]) -> int:
         num_blocks = sum(len(_packing(save, x).block_ids) for x in spans)
         return num_blocks * self._blocks.block_bytes
 
@@ -341,7 +317,7 @@ def _name(session: SessionRef) -> tuple[str, str]:
     return session.tenant, session.id
 
 
-def _packing(save: Save, span: BlobSpan) -> Packing:
+def _packing(save: Save, span: Span) -> Packing:
     """The blocks of the save that belong to this blob."""
     if span.is_state:
         hashes = save.hashes[: span.end_block]
@@ -352,7 +328,7 @@ def _packing(save: Save, span: BlobSpan) -> Packing:
 
 
 def _fillings(
-    load: Load, spans: Sequence[tuple[BlobSpan, AnyBlob]], hashes: Sequence[bytes]
+    load: Load, spans: Sequence[tuple[Span, AnyBlob]], hashes: Sequence[bytes]
 ) -> list[Filling]:
     """The part of each staged blob that the load needs; a load may begin and end inside a blob."""
     fillings = []

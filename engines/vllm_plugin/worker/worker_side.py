@@ -55,8 +55,6 @@ from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_
 from engines.vllm_plugin.worker.transfer import Transfer
 from engines.wire import BF16_BYTES, KVSize
 from kvstore.blobs.packer import Packer
-from kvstore.by_blocks.names import BlockKeys
-from kvstore.by_blocks.store import BlockStore
 from kvstore.chunk_size import chunk_tokens
 from kvstore.config import StoreConfig
 from kvstore.ledger.notices import StoreNotice
@@ -64,6 +62,8 @@ from kvstore.members.company import joined
 from kvstore.members.facts import Facts
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayout
+from kvstore.store.block_keys import BlockKeys
+from kvstore.store.block_store import BlockStore
 from kvstore.tiers.registry import open_usable_tiers
 
 logger = logging.getLogger("thermocline.vllm")
@@ -211,7 +211,7 @@ def open_worker_side(
     )
     company = joined(config, lambda: msgspec.structs.replace(facts, codec=codecs.codecs.redis.id))
     has_state = states is not None
-    store = BlockStore(config, packer, keys, identity, tiers, has_state=has_state)
+    store = BlockStore(config, packer, keys, tiers, has_state=has_state)
     store.ledger.join(company)
     staging = StagingArea()
     blocks = choose_blocks(cache, store, config.save_queue_bytes // SPARE_SHARE)

@@ -26,9 +26,9 @@ from engines.mlx_worker.generation import (
 )
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.store_opening import store_opener, tiers_of_settings
-from kvstore.by_tokens.store import ColdStore
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
 from tests.integration.tiny_models import tiny_model
 

@@ -13,9 +13,9 @@ import pytest
 from engines.mlx_worker.batch.request import Sequence
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
-from kvstore.by_tokens.records import SessionRecord
-from kvstore.by_tokens.store import Match, Restored
 from kvstore.session import SessionRef
+from kvstore.store.records import SessionRecord
+from kvstore.store.token_store import Match, Restored
 from tests.integration.mlx_owner.harness import engine, session, surround, text
 
 pytestmark = pytest.mark.mlx

@@ -103,13 +103,12 @@ def _segments(it: Engine) -> dict[int, list[bytes]]:
     """The packed segments of every state, by its position."""
     record = it.store.record(session("one"))
     assert record is not None
-    names, packer = it.store.keys.of(record), it.store.packer
+    chain, packer = it.store.keys.chain(record), it.store.packer
     found = {}
-    for position, key in names.snapshots.items():
-        blob = it.store.ledger.stack.get(0, [key])[0]
+    for position in record.snapshots:
+        span = it.store.keys.state(chain, position)
+        blob = it.store.ledger.stack.get(0, [span.key])[0]
         assert blob is not None
-        size = it.store.keys.space.chunk_tokens
-        first = position // size * size
-        segments = packer.segments_of(blob, key, first, position - first)
+        segments = packer.segments_of(blob, span.key, span.first_token, span.num_tokens)
         found[position] = [x.payload.tobytes() for x in segments]
     return found

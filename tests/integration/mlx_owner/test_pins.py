@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.by_tokens.store import Match, Restored
 from kvstore.errors import PinLimit
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef
+from kvstore.store.token_store import Match, Restored
 from tests.integration.mlx_owner.harness import ANY_CODEC, engine, session, surround, text
 
 pytestmark = pytest.mark.mlx

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.density import SHARES, SMOLLM2, measure, synthetic_run
+from benchmarks.session_bytes import session_bytes
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.shapes import KVLayout, slice_tokens
 from kvstore.tiers.ram_tier import ENTRY_BYTES
@@ -46,7 +47,7 @@ def test_the_record_has_the_bytes_of_the_session() -> None:
     for num_tokens in (44, 60, 64, 90):
         history = tokens(num_tokens)
         assert store.save(ref(), history, kv_of(history, layout)) and store.flush(20)
-        record, counted = store.record(ref()), store.session_bytes(ref())
+        record, counted = store.record(ref()), session_bytes(store, ref())
         assert record is not None and counted is not None
         assert record.packed_bytes == counted.chunks + counted.tail
         assert record.tail_bytes == counted.tail

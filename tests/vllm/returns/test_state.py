@@ -240,10 +240,10 @@ def test_a_later_state_takes_over_the_windows_rows_that_came_back():
     rank = PackedRank()
     rank.save({24: [11, 12, 13, 14]})
     rank.load(0, 24, [61, 62, 63, 60])
-    before = rank.store.segments_of(rank.store.keys.state(CHAIN, 24))
+    before = rank.store.older.windows(rank.store.keys.state(CHAIN, 24))
     # One block further: the newest of its window's blocks is new, the others came back.
     rank.save({25: [15, 63, 60, 16]})
-    after = rank.store.segments_of(rank.store.keys.state(CHAIN, 25))
+    after = rank.store.older.windows(rank.store.keys.state(CHAIN, 25))
     assert before and after[0] == before[0]
     rank.close()
 

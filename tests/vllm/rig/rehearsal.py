@@ -25,7 +25,7 @@ from engines.vllm_plugin.device.checked_blocks import CheckedBlocks
 from engines.vllm_plugin.device.device_check import blocks_on
 from engines.vllm_plugin.measuring.worker_extension import ModelView
 from engines.vllm_plugin.support import Unsupported
-from kvstore.by_blocks.store import BlockStore
+from kvstore.store.block_store import BlockStore
 from tests.lazy_device import LazyDevice
 
 REHEARSED: Final = "rehearsed"

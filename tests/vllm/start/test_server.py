@@ -12,7 +12,7 @@ import pytest
 from engines.headers import CACHE_HEADER
 from kvstore.blobs.chain import RECORD
 from kvstore.blobs.format import parse
-from kvstore.by_blocks.records import decode_block_record
+from kvstore.store.records import BlockRecord, decode_record
 from kvstore.tiers.registry import open_tiers
 from tests.vllm.conftest import FAULTY_RAW, model_path
 from tests.vllm.rig.faulty_codec import Faults
@@ -168,4 +168,4 @@ def test_a_stop_lets_saves_end(served, faults):
     disk = open_tiers(served.store, Path(served.store.disk_path) / "vllm-rank-0")[-1]
     blobs = [parse(blob)[1] for _, blob in disk.scan(RECORD)]
     disk.close()
-    assert "last words" in [decode_block_record(x).id for x in blobs]
+    assert "last words" in [decode_record(x, BlockRecord).id for x in blobs]

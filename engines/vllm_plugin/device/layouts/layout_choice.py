@@ -24,25 +24,22 @@ from engines.vllm_plugin.device.layouts.row_segment import RowSegmentLayout
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import squeezes
-from kvstore.by_blocks.names import BlobSpan
 from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.fixed_rate.rate_payload import plan_rates
 from kvstore.codecs.fixed_rate.rate_pipeline import rate_pipelines
 from kvstore.codecs.rows.payload import plan_payload
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
+from kvstore.store.spans import Span
 
 
 class StagingLayouts:
     """Makes the staging layouts of blobs, one for each length of first chunks and of others."""
 
-    def __init__(
-        self, groups: Sequence[KVViewGroup], packer: Packer, block_tokens: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, groups: Sequence[KVViewGroup], packer: Packer, dtype: torch.dtype) -> None:
         self._groups = groups
         self._packer = packer
         self._codec = packer.codec  # kept here, since the store may adopt another codec
-        self._block_tokens = block_tokens
         self._kernels = kernels_for(groups, packer, dtype)
         self._pipelines = rate_pipelines(self._codec, packer.layout)
         self._rates = group_rates(groups, self._pipelines, dtype)
@@ -50,9 +47,9 @@ class StagingLayouts:
         self._packed = lru_cache(maxsize=None)(self._new_packed)
         self._first = lru_cache(maxsize=None)(self._new_first)
 
-    def of(self, span: BlobSpan) -> StagingLayout:
+    def of(self, span: Span) -> StagingLayout:
         """Return the layout of a blob; the same object for blobs of one length and position."""
-        tokens, first = (x * self._block_tokens for x in (span.num_blocks, span.first_block))
+        tokens, first = span.num_tokens, span.first_token
         if span.is_tail or (self._kernels is None and self._rates is None):
             return self._raw(tokens)
         if first >= NUM_SINKS:

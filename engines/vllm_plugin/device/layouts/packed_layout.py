@@ -22,9 +22,9 @@ from engines.vllm_plugin.device.staging import rounded_up
 from kvstore.blobs.packer import AnyBlob, Packer
 from kvstore.blobs.segments import Segment, is_first_chunk
 from kvstore.blobs.whole_rows import ThinRows
-from kvstore.by_blocks.names import BlobSpan
 from kvstore.codecs.base import NUM_SINKS, Codec
 from kvstore.errors import Mismatch
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
 
@@ -79,14 +79,16 @@ class PackedLayout:
         self.write = segment.write
         self.write_kept = segment.write_kept
 
-    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> Blob:
+    def seal(self, span: Span, staged: np.ndarray, rescued: bytes) -> Blob:
         payload = self._segment.payload_of(staged, rescued)
-        return self._packer.seal_run(span.key, payload, first_token, self._num_tokens, self._codec)
+        return self._packer.seal_run(
+            span.key, payload, span.first_token, self._num_tokens, self._codec
+        )
 
-    def open(
-        self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
-    ) -> list[KeptRows]:
-        payload = self._packer.open_run(blob, span.key, first_token, self._num_tokens, self._codec)
+    def open(self, blob: AnyBlob, span: Span, staged: np.ndarray) -> list[KeptRows]:
+        payload = self._packer.open_run(
+            blob, span.key, span.first_token, self._num_tokens, self._codec
+        )
         return self._segment.stage(payload, staged)
 
 
@@ -125,7 +127,7 @@ class FirstChunkLayout:
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         return self._segment.rescue(block_ids, staged[self._head_end :])
 
-    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> Blob:
+    def seal(self, span: Span, staged: np.ndarray, rescued: bytes) -> Blob:
         thin = self._thin.encode(self._head.rows(staged))
         rest = memoryview(self._segment.payload_of(staged[self._head_end :], rescued))
         count = self._num_tokens - NUM_SINKS
@@ -135,9 +137,7 @@ class FirstChunkLayout:
         ]
         return self._packer.seal_segments(span.key, segments, 0, self._num_tokens)
 
-    def open(
-        self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
-    ) -> list[KeptRows]:
+    def open(self, blob: AnyBlob, span: Span, staged: np.ndarray) -> list[KeptRows]:
         found = self._packer.open_segments(blob, span.key, 0, self._num_tokens)
         if not is_first_chunk(found, self._codec_id, self._num_tokens):
             raise Mismatch("the segments are not those of a first chunk that was packed at once")

@@ -12,8 +12,8 @@ from engines.vllm_plugin.device.kv_views import KVViewGroup
 from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
 from engines.vllm_plugin.device.layouts.staging_layout import TokenRun, device_table
 from kvstore.blobs.packer import AnyBlob, Packer
-from kvstore.by_blocks.names import BlobSpan
 from kvstore.shapes import KVLayout, KVPair
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
 
@@ -41,14 +41,12 @@ class RawStagingLayout:
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         return b""
 
-    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> Blob:
-        return self._packer.pack_run(span.key, self.rows(staged), first_token)
+    def seal(self, span: Span, staged: np.ndarray, rescued: bytes) -> Blob:
+        return self._packer.pack_run(span.key, self.rows(staged), span.first_token)
 
-    def open(
-        self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
-    ) -> list[KeptRows]:
+    def open(self, blob: AnyBlob, span: Span, staged: np.ndarray) -> list[KeptRows]:
         rows = self.rows(staged)
-        self._packer.unpack_run(blob, span.key, first_token, self._num_tokens, rows)
+        self._packer.unpack_run(blob, span.key, span.first_token, self._num_tokens, rows)
         return []
 
     def write(self, run: TokenRun, staged: Tensor) -> None:

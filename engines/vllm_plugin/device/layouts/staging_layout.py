@@ -20,7 +20,7 @@ from torch import Tensor
 from engines.vllm_plugin.device.kv_views import KVViewGroup
 from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
 from kvstore.blobs.packer import AnyBlob
-from kvstore.by_blocks.names import BlobSpan
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob
 
 
@@ -44,7 +44,6 @@ class StagingLayout(Protocol):
 
     An array ``staged`` is the part of a region for one blob, uint8 (nbytes,). A tensor ``staged``
     has one row for each of some blobs that follow each other, uint8 (num_blobs, nbytes).
-    ``first_token`` counts from the session's beginning.
     """
 
     @property
@@ -61,12 +60,10 @@ class StagingLayout(Protocol):
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         """Return the rows that the device could not pack; called before the blocks are reused."""
 
-    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> Blob:
+    def seal(self, span: Span, staged: np.ndarray, rescued: bytes) -> Blob:
         """Make a blob from its part of a region and the rescued rows. On any thread."""
 
-    def open(
-        self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
-    ) -> list[KeptRows]:
+    def open(self, blob: AnyBlob, span: Span, staged: np.ndarray) -> list[KeptRows]:
         """Fill the part from a blob; return the rows that it cannot hold. On any thread.
 
         Raises:

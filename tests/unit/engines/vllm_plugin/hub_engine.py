@@ -36,9 +36,9 @@ from engines.wire import (
     frame,
     read_from_engine,
 )
-from kvstore.by_blocks.store import BlockStore
 from kvstore.session import SessionRef
 from kvstore.stats import Counters
+from kvstore.store.block_store import BlockStore
 from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref, save, served
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 

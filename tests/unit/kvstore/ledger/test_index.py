@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvstore.by_tokens.keys import TokenRecords
-from kvstore.by_tokens.records import SessionRecord
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
+from kvstore.store.records import SessionRecord
+from kvstore.store.token_keys import TokenRecords
 from tests.kv_sessions import Clock, come_back, open_store, ram, ref, save, tokens
 
 HISTORY = tokens(200)
@@ -41,8 +41,8 @@ def test_another_history_has_other_keys(store):
     save(store, ref(), [*HISTORY[:150], 1, 2])
     after = store.record(ref())
     listed = store.ledger.index.blob_keys
-    assert listed(before) == store.keys.of(before).in_order() != listed(after)
-    assert listed(after) == store.keys.of(after).in_order()
+    assert listed(before) == [x.key for x in store.keys.spans(before)] != listed(after)
+    assert listed(after) == [x.key for x in store.keys.spans(after)]
 
 
 def test_the_list_of_sessions_is_bounded_and_loses_the_oldest():

@@ -13,7 +13,6 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.by_tokens.store import ColdStore
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
@@ -23,6 +22,7 @@ from kvstore.members.facts import Facts
 from kvstore.members.membership import Membership
 from kvstore.members.roster import LEASE_S, SLOTS, Roster
 from kvstore.shapes import StoredModel
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.redis_server.link import RedisLink
 from tests import kv_sessions
 from tests.redis_server import RedisServer, find_binary

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.by_tokens.store import ColdStore
+from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
 from tests.codec_sessions import BOTH
 from tests.kv_sessions import open_store

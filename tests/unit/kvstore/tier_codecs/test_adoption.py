@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from benchmarks.session_bytes import session_bytes
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.raw import RawCodec
@@ -56,7 +57,7 @@ def test_old_chunks_are_read_and_new_ones_are_packed_by_the_new_codec(tiers):
     again = wake(store, ref(), longer)
     assert (again.num_tokens, again.lossy_tokens) == (240, 240)
     assert wear(again, longer)[:WHOLE] == [{0}] * WHOLE
-    record, counted = store.record(ref()), store.session_bytes(ref())
+    record, counted = store.record(ref()), session_bytes(store, ref())
     assert record.packed_bytes == counted.chunks + counted.tail
     store.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from benchmarks.session_bytes import session_bytes
 from kvstore.blobs.chain import TAIL
 from kvstore.blobs.codec_set import CodecSet
 from tests.blob_names import key_in
@@ -160,7 +161,7 @@ def test_after_a_restart_the_disk_is_read_in_its_own_codec(tmp_path, tiers):
     save(store, ref(), HISTORY)
     store.close()
     store = open_store([ram(), disk(tmp_path)], codecs=BOTH)
-    counted = store.session_bytes(ref())
+    counted = session_bytes(store, ref())
     assert [x.packed_bytes for x in store.records()] == [counted.chunks + counted.tail]
     restored = wake(store, ref(), HISTORY)
     assert (restored.num_tokens, wear(restored, HISTORY)[0]) == (200, {16})

@@ -11,9 +11,9 @@ import pytest
 
 from engines.vllm_plugin.events.resting_watch import SWEEP_S, RestingWatch
 from engines.vllm_plugin.messages import RankRests
-from kvstore.by_blocks.records import decode_block_record, encode_block_record
-from kvstore.by_blocks.store import BlockStore
 from kvstore.errors import Corrupt
+from kvstore.store.block_store import BlockStore
+from kvstore.store.records import BlockRecord, decode_record, encode_record
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, hashes, open_store, pack, ref, save
@@ -134,10 +134,10 @@ def test_of_a_model_with_states_blocks_count_up_to_a_stored_state():
 def test_records_of_earlier_releases_are_read_and_odd_ones_are_not(rank):
     save(rank.store, ref(), CHAIN)
     record, _ = rank.store.resting(ref())
-    fields = msgspec.msgpack.decode(encode_block_record(record))
+    fields = msgspec.msgpack.decode(encode_record(record))
     del fields["ids"]
-    assert decode_block_record(memoryview(msgspec.msgpack.encode(fields))).ids == b""
+    assert decode_record(memoryview(msgspec.msgpack.encode(fields)), BlockRecord).ids == b""
     for ids in (b"123", bytes(4 * BLOCK * 26)):
         odd = msgspec.structs.replace(record, ids=ids)
         with pytest.raises(Corrupt):
-            decode_block_record(memoryview(encode_block_record(odd)))
+            decode_record(memoryview(encode_record(odd)), BlockRecord)

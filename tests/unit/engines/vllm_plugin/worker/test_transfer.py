@@ -12,7 +12,7 @@ from engines.vllm_plugin.blocks.host_blocks import SPARE_BYTES, HostBlocks, RunP
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.worker.rank import StagingArea
 from engines.vllm_plugin.worker.transfer import Transfer
-from kvstore.by_blocks.names import BlobSpan
+from kvstore.store.spans import Span
 from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ref
@@ -52,7 +52,7 @@ class Rank:
         self.transfer.load(Load(ticket, "r", first, ids))
         return ended_loads(self.transfer), self.transfer.take_bad_blocks()
 
-    def stage(self, first: int = 0, ticket: int = 7) -> list[tuple[BlobSpan, Blob]]:
+    def stage(self, first: int = 0, ticket: int = 7) -> list[tuple[Span, Blob]]:
         """Stage the session for a load; a test may change the staged blobs."""
         fetched = self.store.fetch(ref(), CHAIN, first)
         self.staging.expect(ticket)

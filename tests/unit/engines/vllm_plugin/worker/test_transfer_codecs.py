@@ -17,10 +17,10 @@ from engines.vllm_plugin.worker.transfer import Transfer
 from kvstore.blobs.chain import CHUNK, PART, TAIL
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import codec_in
-from kvstore.by_blocks.names import BlobSpan
-from kvstore.by_blocks.store import RestoredPart
 from kvstore.codecs.presets import codec_by_name
 from kvstore.session import SessionRef
+from kvstore.store.block_store import RestoredPart
+from kvstore.store.spans import Span
 from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ram_and_disk, ref, rows_behind
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 from tests.unit.engines.vllm_plugin.worker.test_transfer import ended_loads
@@ -172,10 +172,10 @@ def test_of_a_chunk_with_some_restored_blocks_only_the_others_are_packed(rank):
     assert "segments.1" in rank.codecs_in(0, TAIL)
 
 
-def rows_in(rank: Rank, tier: int, span: BlobSpan) -> np.ndarray:
+def rows_in(rank: Rank, tier: int, span: Span) -> np.ndarray:
     """K of the first layer in the tier's blob."""
     ((_, blob),) = rank.tiers[tier].scan(span.key)
-    num_tokens = rank.store.keys.num_tokens(span)
+    num_tokens = span.num_tokens
     out = LAYOUT.empty(num_tokens)
     rank.store.packer.unpack_run(blob, span.key, span.first_block * BLOCK, num_tokens, out)
     return out[0][0]
