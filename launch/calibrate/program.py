@@ -127,6 +127,7 @@ async def _end(engine: Engine, welcome: Welcome) -> MeasurementEnd:
     """Wait for the end of the measurement. Raises ``LaunchError``: the engine ended before it."""
     shown = ""
     while engine.welcome is welcome:
+        await asyncio.sleep(LOOK_EVERY_S)
         try:
             codec = (await engine.stats()).codec
         except EngineUnavailable:  # late, or gone: the welcome shows which
@@ -136,5 +137,4 @@ async def _end(engine: Engine, welcome: Welcome) -> MeasurementEnd:
         if codec is not None and codec.progress not in ("", shown):
             shown = codec.progress
             log.info("%s", shown)
-        await asyncio.sleep(LOOK_EVERY_S)
     raise LaunchError("the engine ended while it measured; the lines above say why")
