@@ -22,6 +22,7 @@ import msgspec
 from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.first_order import further_order
 from engines.calibration.gate.adoption import was_learned_on, worth_adopting
+from engines.calibration.gate.bound import Bound
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 CLOSE_S: Final = 2.0
 LOG_EVERY_S: Final = 60.0  # in the log; ``progress`` always says the latest
 LOOK_EVERY_S: Final = 2.0
+REPORT_BYTES: Final = 1 << 20  # more than a report has
 
 
 def _always() -> bool:
@@ -69,6 +71,26 @@ class Wanted(NamedTuple):
 
 
 ALL: Final = Wanted()  # what is asked for by hand
+
+
+@contextmanager
+def _room_for(path: str) -> Iterator[Callable[[bytes], object]]:
+    """Reserve room for a report, so that a disk that is full by then takes it; "" = for none.
+
+    Yields the function that writes it. Raises ``OSError``: there is no room now.
+    """
+    if not path:
+        yield lambda report: None
+        return
+    with Path(path).open("wb", buffering=0) as file:
+        file.write(bytes(REPORT_BYTES))
+        file.seek(0)
+
+        def write(report: bytes) -> None:
+            file.write(report)
+            file.truncate()
+
+        yield write
 
 
 def _all_of_it(profile: Profile) -> Profile:
@@ -214,9 +236,8 @@ class SelfMeasurement:
         began = time.monotonic()
         kept = Unfinished.of(order, instrument.fingerprint) if self._resumes else None
         known = (self._engine, kept, self._on_progress, self._partners, chosen)
-        report = survey_report(instrument, order, *known)
-        if order.report_path:
-            Path(order.report_path).write_bytes(msgspec.json.encode(report))
+        with _room_for(order.report_path) as write:
+            write(msgspec.json.encode(survey_report(instrument, order, *known)))
         logger.info("%s in %.0f s", self._work_done, time.monotonic() - began)
         self._check()
         return_freed_memory()
@@ -229,9 +250,7 @@ class SelfMeasurement:
             if self._take_over(instrument):
                 return
             order = further_order(self._order, instrument.layout.elements_per_token)
-            self._carry_out(
-                order, instrument, partial(worth_adopting, before=self._known(instrument))
-            )
+            self._carry_out(order, instrument, self._worth_adopting(self._known(instrument)))
             self._share(instrument)
         except Interrupted:
             raise
@@ -244,7 +263,10 @@ class SelfMeasurement:
         known = None if self._is_awaited else self._known(instrument)
         if known is None or not was_learned_on(known):
             return _all_of_it
-        return partial(worth_adopting, before=known)
+        return self._worth_adopting(known)
+
+    def _worth_adopting(self, before: Profile | None) -> Callable[[Profile], Profile]:
+        return partial(worth_adopting, before=before, bound=Bound(kl=self._order.max_kl))
 
     def _known(self, instrument: Instrument) -> Profile | None:
         path = profile_path(Path(self._order.data_path), instrument.fingerprint)

@@ -134,13 +134,22 @@ class Planner(Generic[R]):
     # ---- the session's own record
 
     def _known(self, session: SessionRef, prompt: Prompt[R]) -> _Known[R]:
-        """Find this store's record, or another engine's if that matches more of the prompt."""
+        """Find this store's record, or another engine's if that matches more of the prompt.
+
+        An older one in a shared tier is this store's own, as long as the newer one is on its way.
+        """
         local = self._usable(session, self._index.find(session.tenant, session.id), prompt)
         if not self._stack.shared:
             return local
         elsewhere = self._index.find_shared(session.tenant, session.id)
         shared = self._usable(session, elsewhere, prompt)
-        if shared.record is None or (local.record and shared.common <= local.common):
+        if shared.record is None or (
+            local.record is not None
+            and (
+                shared.common <= local.common
+                or shared.record.last_used_s < local.record.last_used_s
+            )
+        ):
             return local
         self._ledger.committer.take(shared.record)
         return shared
@@ -228,5 +237,5 @@ class Planner(Generic[R]):
                 return "unavailable"
             return "evicted" if self._packer.reads_all(record.codecs) else "fingerprint"
         if known.common >= min(record.comparable_tokens, end):
-            return None
+            return "evicted" if self._needs_state and not found.reads else None
         return "diverged" if known.common else self._ledger.company.why_diverged()

@@ -124,17 +124,25 @@ async def _welcome(engine: Engine) -> Welcome:
 
 
 async def _end(engine: Engine, welcome: Welcome) -> MeasurementEnd:
-    """Wait for the end of the measurement. Raises ``LaunchError``: the engine ended before it."""
+    """Wait for the end of the measurement. Raises ``LaunchError``: the engine ended before it.
+
+    A connection may be lost and made anew while the engine goes on. An engine that was started
+    again does not measure.
+    """
     shown = ""
-    while engine.welcome is welcome:
+    while not engine.gave_up:
         await asyncio.sleep(LOOK_EVERY_S)
         try:
             codec = (await engine.stats()).codec
-        except EngineUnavailable:  # late, or gone: the welcome shows which
+        except EngineUnavailable:
             continue
-        if codec is not None and codec.ended is not None and not codec.progress:
+        if codec is None:
+            continue
+        if codec.ended is not None and not codec.progress:
             return codec.ended
-        if codec is not None and codec.progress not in ("", shown):
+        if codec.progress not in ("", shown):
             shown = codec.progress
             log.info("%s", shown)
+        if not codec.progress and engine.welcome is not welcome:
+            break
     raise LaunchError("the engine ended while it measured; the lines above say why")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -95,6 +95,13 @@ def reason(choices: Mapping[TierName, Choice], in_use: Collection[TierName]) -> 
     return "; ".join(f"{' and '.join(names)}: {why}" for why, names in tiers.items())
 
 
+class MeasuredModel(NamedTuple):
+    """The model whose profile counts: the served one, laid out as it is when it is measured."""
+
+    fingerprint: str
+    layout: KVLayout
+
+
 class ServedCodecs:
     """Chooses codecs by the model's profile and has the store adopt them. Thread-safe.
 
@@ -102,6 +109,8 @@ class ServedCodecs:
         fingerprint: of the model, as its store names it.
         data: the data folder with the profiles; None = there are none.
         unmeasurable, states: see ``choose``.
+        measured: the model that was measured, if its live cache was another one, which gives the
+            model another fingerprint and layout; None = the same.
 
     Raises:
         CodecRefused: a codec that was named must not serve; the message has the figures.
@@ -116,12 +125,14 @@ class ServedCodecs:
         data: Path | None,
         unmeasurable: str = "",
         states: StateLayout | None = None,
+        measured: MeasuredModel | None = None,
     ) -> None:
         import_registering(config.codec_modules)
         self._states = states
         self._config = config
         self.layout = layout
         self.fingerprint = fingerprint
+        self._measured = measured or MeasuredModel(fingerprint, layout)
         self._data = data
         self._unmeasurable = unmeasurable
         self._lock = threading.Lock()
@@ -251,7 +262,7 @@ class ServedCodecs:
         """The model's profile as it is now; None if there is none that can be used."""
         if self._data is None:
             return None
-        path = profile_path(self._data, self.fingerprint)
+        path = profile_path(self._data, self._measured.fingerprint)
         try:
             # All presets were learned, and one or two serve: only those get memory.
             profile = load_profile(path, mapped=True)
@@ -267,7 +278,7 @@ class ServedCodecs:
 
     def is_of_this_model(self, profile: Profile) -> bool:
         """Say whether a profile is of the model that is served, with its cache laid out alike."""
-        return profile.fingerprint == self.fingerprint and profile.layout == self.layout
+        return (profile.fingerprint, profile.layout) == self._measured
 
     def _say(self) -> None:
         report = self.report

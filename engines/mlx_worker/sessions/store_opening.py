@@ -8,17 +8,18 @@ a data folder that another engine has.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.mlx_worker.cache.layout import CachePlan, CannotServe
+from engines.calibration.gate.served_codecs import MeasuredModel, ServedCodecs
+from engines.mlx_worker.cache.layout import CachePlan, CannotServe, probe
 from engines.mlx_worker.model.fingerprint import fingerprint
 from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.sessions.selftest import restore_fault
 from kvstore.chunk_size import chunk_tokens
+from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
 from kvstore.members.company import joined
@@ -67,7 +68,9 @@ def store_opener(
         assert plan.layout is not None
         identity = fingerprint(loaded, plan, folder)
         try:
-            codecs = ServedCodecs(config, plan.layout, identity, data, states=plan.states)
+            measured = _measured_as(loaded, plan, folder)
+            known = (config, plan.layout, identity, data)
+            codecs = ServedCodecs(*known, states=plan.states, measured=measured)
         except CodecRefused as error:
             raise CannotServe(str(error)) from error
         except UnknownCodec as error:
@@ -94,3 +97,13 @@ def store_opener(
         return OpenedStore(store, codecs)
 
     return open_store
+
+
+def _measured_as(loaded: LoadedModel, plan: CachePlan, folder: Path | None) -> MeasuredModel | None:
+    """The model with a plain live cache, as it is measured; None = it has one."""
+    if not isinstance(plan.layout, PackedLayout):
+        return None
+    plain = replace(loaded, model=loaded.model.model)
+    plain_plan = probe(plain.model)
+    assert plain_plan.layout is not None
+    return MeasuredModel(fingerprint(plain, plain_plan, folder), plain_plan.layout)

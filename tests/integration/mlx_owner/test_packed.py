@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import cast
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from engines.config import EngineConfig
+from engines.calibration.survey import survey_report
+from engines.config import CalibrationOrder, EngineConfig
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, CannotServe, probe
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed_model import with_packed_caches
+from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.model.loading import load_model
+from engines.mlx_worker.sessions.store_opening import store_opener
 from kvstore.codecs import floats
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rows.packed_array import PackedArray
+from kvstore.config import StoreConfig
 from kvstore.shapes import KVPair, KVRun
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
-from tests.integration.tiny_models import tiny_model
+from tests.integration.tiny_models import tiny_model, write_model
 
 pytestmark = pytest.mark.mlx
 
@@ -191,3 +198,27 @@ async def test_packed_and_plain_engines_do_not_share_cold_sessions(tmp_path):
         answer = await it.turn([*LONG, 5], session("a"))
         assert answer.cache is not None
         assert answer.cache.source == "miss"
+
+
+def test_what_was_measured_with_a_plain_live_cache_counts_for_a_packed_one(tmp_path):
+    """``thermocline calibrate`` measures so; its figures decide whether ``hot_codec`` may serve."""
+    write_model("llama", tmp_path)
+    loaded = load_model(str(tmp_path), "float32")
+    plan = probe(loaded.model)
+    order = CalibrationOrder(
+        presets=("tq4",),
+        contexts=(128,),
+        num_scored=8,
+        depths=(),
+        num_chains=0,
+        data_path=str(tmp_path),
+    )
+    report = survey_report(MlxInstrument(loaded, plan, tmp_path), order, "mlx")
+    live, packed = with_packed_caches(loaded.model, plan, EngineConfig(hot_codec="tq4"))
+    served = replace(loaded, model=live)
+    config = StoreConfig(disk_path=str(tmp_path), ram_bytes=1 << 24, disk_bytes=0)
+    strict = msgspec.structs.replace(config, max_kl=report.rows[0].kl / 2)
+    with pytest.raises(CannotServe, match="above the bound"):
+        store_opener(strict, "tiny")(served, packed)
+    with pytest.raises(CannotServe, match="was not measured"):
+        store_opener(config, "tiny", str(tmp_path / "elsewhere"))(served, packed)

@@ -83,6 +83,12 @@ def test_nothing_before_the_first_state(store):
     assert fetched.reason is not None
 
 
+def test_a_prompt_that_ends_before_the_first_state_has_a_reason(store):
+    save(store, LONG, [20, 24])
+    fetched = store.fetch(ref(), LONG[:10], 0)
+    assert (fetched.end_block, fetched.spans, fetched.reason) == (0, [], "evicted")
+
+
 def test_a_state_that_the_engine_is_past(store):
     save(store, LONG, [20])
     assert store.fetch(ref(), LONG, 20).spans == []

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from kvstore.tiers.ram_tier import RamTier
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
     come_back,
@@ -49,6 +50,52 @@ def test_a_branch_left_behind_stays_while_another_session_is_on_it(store, tiers)
     save(store, ref("a"), tokens(50, 7))
     assert store.forget(ref("a"))
     assert come_back(store, ref("b"), HISTORY)[1].num_tokens == 90
+
+
+class SlowRedis(RamTier):
+    """A shared tier whose writes wait until ``gate`` is set."""
+
+    name = "redis"
+    persistent = True
+
+    def __init__(self) -> None:
+        super().__init__(1 << 24)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def put_many(self, *arguments, **options):
+        self.gate.wait(10)
+        return super().put_many(*arguments, **options)
+
+    def replace(self, *arguments, **options):
+        self.gate.wait(10)
+        return super().replace(*arguments, **options)
+
+
+def test_an_older_record_of_our_own_in_a_slow_tier_is_not_that_of_another_engine():
+    """Otherwise the newer record, which is on its way there, is forgotten with blobs of its own."""
+    redis, memory = SlowRedis(), RamTier(1 << 24)
+    store = open_store([memory, redis])
+    base = tokens(48)
+    first, edited, last = [*base, *tokens(5, 2)], [*base, *tokens(7, 3)], [*base, *tokens(9, 4)]
+    save(store, ref(), first)
+    assert store.flush(10)
+    redis.gate.clear()
+    _saved_here(store, edited)
+    store.match(ref(), ref().salt, first, len(first))
+    _saved_here(store, last)
+    redis.gate.set()
+    assert store.flush(10)
+    assert store.forget(ref())
+    assert store.flush(10)
+    assert everything(memory) == everything(redis) == {}
+    store.close()
+
+
+def _saved_here(store, prompt):
+    done = threading.Event()
+    assert store.save(ref(), prompt, kv_of(prompt), on_done=lambda record: done.set())
+    assert done.wait(10)
 
 
 def test_forgetting_takes_a_save_that_waits_along(store, tiers):
