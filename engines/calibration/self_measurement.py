@@ -82,15 +82,20 @@ def _room_for(path: str) -> Iterator[Callable[[bytes], object]]:
     if not path:
         yield lambda report: None
         return
-    with Path(path).open("wb", buffering=0) as file:
-        file.write(bytes(REPORT_BYTES))
-        file.seek(0)
+    reserved = Path(path).with_suffix(".reserved")
+    try:
+        with reserved.open("wb", buffering=0) as file:
+            file.write(bytes(REPORT_BYTES))
+            file.seek(0)
 
-        def write(report: bytes) -> None:
-            file.write(report)
-            file.truncate()
+            def write(report: bytes) -> None:
+                file.write(report)
+                file.truncate()
+                reserved.replace(path)
 
-        yield write
+            yield write
+    finally:
+        reserved.unlink(missing_ok=True)
 
 
 def _all_of_it(profile: Profile) -> Profile:

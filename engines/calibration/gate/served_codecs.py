@@ -132,7 +132,7 @@ class ServedCodecs:
         self._config = config
         self.layout = layout
         self.fingerprint = fingerprint
-        self._measured = measured or MeasuredModel(fingerprint, layout)
+        self.measured = measured or MeasuredModel(fingerprint, layout)
         self._data = data
         self._unmeasurable = unmeasurable
         self._lock = threading.Lock()
@@ -262,7 +262,7 @@ class ServedCodecs:
         """The model's profile as it is now; None if there is none that can be used."""
         if self._data is None:
             return None
-        path = profile_path(self._data, self._measured.fingerprint)
+        path = profile_path(self._data, self.measured.fingerprint)
         try:
             # All presets were learned, and one or two serve: only those get memory.
             profile = load_profile(path, mapped=True)
@@ -278,7 +278,7 @@ class ServedCodecs:
 
     def is_of_this_model(self, profile: Profile) -> bool:
         """Say whether a profile is of the model that is served, with its cache laid out alike."""
-        return (profile.fingerprint, profile.layout) == self._measured
+        return (profile.fingerprint, profile.layout) == self.measured
 
     def _say(self) -> None:
         report = self.report

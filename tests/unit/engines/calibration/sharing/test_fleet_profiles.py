@@ -17,7 +17,7 @@ import redis
 
 from engines.calibration.first_order import first_order
 from engines.calibration.gate.profiles import origin, profile_path
-from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.calibration.gate.served_codecs import MeasuredModel, ServedCodecs
 from engines.calibration.self_measurement import SelfMeasurement, Wanted
 from engines.calibration.sharing.fleet_profiles import FleetProfiles
 from engines.calibration.sharing.sharing import NO_SHARING, open_sharing
@@ -190,7 +190,7 @@ def test_a_profile_of_another_model_under_our_name_is_refused(
 ) -> None:
     """As by an engine with the secret and a defect."""
     with engine(tmp_path, server, "two") as two:
-        two.codecs.fingerprint = "another model"
+        two.codecs.measured = MeasuredModel("another model", two.codecs.layout)
         taken = two.sharing.take_over(
             two.instrument, quick_order(two.config, two.data), lambda _: None,
             learned_on=False,
