@@ -217,7 +217,7 @@ def of_playground() -> list[Claim]:
     return [
         Claim(
             project,
-            "rotated keys of three bits keep their direction whatever the channels' sizes",
+            "rotated keys of three bits keep their direction for channels of any sizes",
             f"cosine {even:.3f} for even channels, {uneven:.3f} for uneven ones",
             HOLDS if uneven > even - 0.003 else WRONG,
         ),

@@ -9,6 +9,7 @@ in the same way. If anything fails here, serving goes on unchanged.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,7 +78,7 @@ ALL: Final = Wanted()  # what is asked for by hand
 def _room_for(path: str) -> Iterator[Callable[[bytes], object]]:
     """Reserve room for a report, so that a disk that is full by then takes it; "" = for none.
 
-    Yields the function that writes it. Raises ``OSError``: there is no room now.
+    Yields the function that writes it. Raises ``CannotCalibrate``: there is no room now.
     """
     if not path:
         yield lambda report: None
@@ -85,7 +86,12 @@ def _room_for(path: str) -> Iterator[Callable[[bytes], object]]:
     reserved = Path(path).with_suffix(".reserved")
     try:
         with reserved.open("wb", buffering=0) as file:
-            file.write(bytes(REPORT_BYTES))
+            try:
+                file.write(bytes(REPORT_BYTES))
+                os.fsync(file.fileno())
+            except OSError as error:
+                where = f"no report can be written into {reserved.parent}; free some space"
+                raise CannotCalibrate(f"{where}: {error.strerror}") from error
             file.seek(0)
 
             def write(report: bytes) -> None:

@@ -11,6 +11,7 @@ decides which are evicted.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, Generic
 
@@ -27,7 +28,7 @@ from kvstore.workers import Workers
 CLOSE_FLUSH_S: Final = 10.0
 
 
-class Store(Generic[R]):
+class Store(ABC, Generic[R]):
     """Sessions between their turns. Thread-safe. Owns the tiers of its ledger and closes them."""
 
     def __init__(self, ledger: Ledger[R], packer: Packer) -> None:
@@ -48,9 +49,9 @@ class Store(Generic[R]):
 
     # ---- sessions
 
+    @abstractmethod
     def record(self, session: SessionRef) -> R | None:
         """The record of the session, here or in a shared tier."""
-        raise NotImplementedError
 
     def records(self) -> list[R]:
         """All known sessions of this model, in codecs known here, that a tier still has."""
