@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import msgspec
 import psutil
 
 from benchmarks.stacks.lifeline import Lifeline
+from benchmarks.stacks.product_stack import free_port
 from engines.config import EngineConfig, WorkerConfig
 from engines.registry import engine_factory
 from gateway.access.key_list import lines_of
@@ -48,7 +48,7 @@ class FakeStack:
 
     def __init__(self, folder: Path, **settings: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "log.txt"
         self._settings = folder / "settings.json"
@@ -123,12 +123,6 @@ class FakeStack:
             if time.monotonic() > end or self._process.poll() is not None:
                 raise AssertionError("the gateway is not ready:\n" + self.log.read_text()[-4000:])
             time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main(settings_file: str) -> None:

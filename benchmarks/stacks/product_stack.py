@@ -68,9 +68,15 @@ def prose(seed: int | str, num_words: int) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that a server may listen on; none of those that the system gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(22_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def toml_of(tables: dict[str, Any]) -> str:
