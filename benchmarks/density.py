@@ -35,7 +35,7 @@ from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVRun, StoredModel, slice_tokens
 from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 
 SMOLLM2 = KVLayout("bfloat16", tuple(KVLayer(3, 64, 64) for _ in range(30)))

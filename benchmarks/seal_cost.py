@@ -26,9 +26,8 @@ from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair, StoredModel
 from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
-from kvstore.tiers.seal import Seal
-from kvstore.tiers.sealed_tier import SealedTier
+from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.seal import Seal, SealedTier
 
 LAYOUT = KVLayout("bfloat16", (KVLayer(3, 64, 64),) * 30)
 CAPACITY = 1 << 30

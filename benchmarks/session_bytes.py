@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.blobs.chain import CHUNK, KEY_BYTES, SNAPSHOT, TAIL
-from kvstore.blobs.codec_tags import TAG_BYTES
+from kvstore.blobs.codec_set import TAG_BYTES
 from kvstore.session import SessionRef
 from kvstore.store.token_store import ColdStore
 

@@ -23,7 +23,7 @@ class Repacking(msgspec.Struct, frozen=True):
 class Difference(msgspec.Struct, frozen=True):
     """Something that keeps other engines on the same Redis apart from this one."""
 
-    kind: str  # a word of ``kvstore.members.differences.WORDS``
+    kind: str  # a word of ``kvstore.membership.WORDS``
     number: int  # of such engines
     text: str  # one sentence, with the remedy
 

@@ -1,24 +1,60 @@
-"""The store's thread pools: some for codecs, a few for reading tiers."""
+"""Threads of the cold store: the cores it may use, the codec threads, and tasks at intervals."""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvstore.cores import usable_cores
 from kvstore.errors import StoreClosed
 
+LEAST_PRIORITY: Final = 19
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 MAX_DEFAULT_THREADS: Final = 4
 # A tier that hangs occupies readers, never codec threads; with none left, restores time out.
 NUM_READERS: Final = 4
-
 _log = logging.getLogger(__name__)
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use: its affinity, cut to a container's CPU quota."""
+    if sys.platform == "linux":
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    try:
+        quota, period = cgroup.read_text().split()
+        return max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no cgroup v2, or its quota is "max"
+        return cores
+
+
+def lower_priority() -> None:
+    """Give all other threads priority; threads that this one starts inherit it (on Linux)."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+
+
+def memory_nodes(status: Path = Path("/proc/self/status")) -> int:
+    """NUMA nodes whose memory this process may use; 1 if the system does not report them.
+
+    A container may have fewer than the machine.
+    """
+    try:
+        found = re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", status.read_text(), re.MULTILINE)
+    except OSError:
+        return 1
+    spans = [span.split("-") for span in found[1].split(",")] if found else []
+    return max(1, sum(int(x[-1]) - int(x[0]) + 1 for x in spans))
 
 
 def default_threads() -> int:
@@ -97,3 +133,31 @@ def _submit(pool: ThreadPoolExecutor, call: Callable[..., T], *args: object) -> 
         return pool.submit(call, *args)
     except RuntimeError as error:  # raised by a pool that is shut down
         raise StoreClosed("the cold store is closed") from error
+
+
+class Periodic:
+    """Calls ``work`` every ``every_s`` seconds until ``close``; with ``at_once`` also at start."""
+
+    def __init__(
+        self, work: Callable[[], None], every_s: float, name: str, *, at_once: bool = False
+    ) -> None:
+        self._work = work
+        self._every_s = every_s
+        self._first_s = 0.0 if at_once else every_s
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; waits for a running call of ``work``."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        wait_s = self._first_s
+        while not self._closed.wait(wait_s):
+            wait_s = self._every_s
+            try:
+                self._work()
+            except Exception:  # the outermost frame of this thread: a bad round must not end it
+                _log.exception("a round of %s failed", self._thread.name)

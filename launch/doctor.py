@@ -26,7 +26,7 @@ import msgspec
 from engines.about_vllm.model_files import read_model_files
 from engines.about_vllm.parsers import needs_tool_template, parsers_for
 from kvstore.errors import CodecRefused, UnknownCodec
-from kvstore.tiers.disk.folder import left_behind
+from kvstore.tiers.disk_folder import left_behind
 from launch.calibrate.profile_notes import profile_origin
 from launch.calibrate.program import MEASURABLE
 from launch.capacity.wish import with_capacity

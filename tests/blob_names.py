@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.blobs.chain import KEY_BYTES
-from kvstore.blobs.codec_tags import tag_of, tagged
+from kvstore.blobs.codec_set import tag_of, tagged
 
 RAW = "raw.1"
 

@@ -19,9 +19,9 @@ from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair
 from kvstore.store.block_keys import BlockKeys
 from kvstore.store.block_store import BlockStore, Fetched
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 
 LAYOUT = KVLayout("float32", (KVLayer(2, 64, 64),) * 2)

@@ -14,8 +14,8 @@ from gateway.config import GatewayConfig
 from gateway.directory.directory import Directory
 from gateway.keys import Tenants
 from gateway.models.served_model import ServedModel
+from kvstore.directory.entries import Names
 from kvstore.directory.exchange import Command
-from kvstore.directory.names import Names
 from kvstore.tiers.redis_server.link import RedisLink
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager

@@ -20,7 +20,7 @@ from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair, StoredModel
 from kvstore.store.token_store import ColdStore, Match, Restored, Snapshot, StateArray, StateTree
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 
 CHUNK = 16

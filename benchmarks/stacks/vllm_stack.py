@@ -20,7 +20,7 @@ from engines.config import EngineConfig, WorkerConfig
 from engines.vllm_plugin.process.command import command, default_environment, environment
 from engines.vllm_plugin.process.server import SERVER
 from kvstore.config import StoreConfig
-from kvstore.cores import memory_nodes, usable_cores
+from kvstore.workers import memory_nodes, usable_cores
 from launch.machine.interpreters import CHILD_ENV, find_python
 from launch.sample.sample_model import sample_model
 

@@ -38,8 +38,8 @@ from engines.calibration.unfinished import Unfinished
 from engines.config import CalibrationOrder
 from engines.wire import CodecReport, MeasurementEnd
 from kvstore.codecs.profile import Profile, load_profile
-from kvstore.cores import lower_priority
 from kvstore.errors import Corrupt, Mismatch, UnknownCodec
+from kvstore.workers import lower_priority
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from ray.serve.llm import LLMConfig, build_llm_deployment
 from engines.on_ray.adapted import with_sessions
 from engines.on_ray.replica_directory import NAME, ReplicaDirectory
 from engines.vllm_plugin.process.command import is_cpu_build
-from kvstore.cores import usable_cores
+from kvstore.workers import usable_cores
 
 SHORT: Final = (
     *("model", "name", "replicas", "hot_bytes", "max_context", "redis_url", "secret_file"),

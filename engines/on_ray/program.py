@@ -21,7 +21,7 @@ from ray import serve
 
 from engines.on_ray.application import app
 from engines.on_ray.local_ray import local_ray
-from kvstore.cores import usable_cores
+from kvstore.workers import usable_cores
 
 HOST: Final = "127.0.0.1"
 APPLICATION: Final = "thermocline"

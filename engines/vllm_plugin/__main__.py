@@ -34,7 +34,7 @@ from engines.vllm_plugin.process.command import (
 )
 from engines.vllm_plugin.process.parent_death import adopt_orphans, die_with_parent
 from engines.vllm_plugin.process.process_tree import end_descendants
-from kvstore.cores import memory_nodes, usable_cores
+from kvstore.workers import memory_nodes, usable_cores
 
 END_S: Final = 25.0  # shorter than the gateway waits before it kills this process
 # By default vLLM kills its processes as soon as it gets SIGTERM, and saves that wait are lost.

@@ -19,7 +19,7 @@ from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, CodecReport, KVSize, Verb,
 from kvstore.codecs.quality import Quality
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
-from kvstore.store.resting import BlockRuns
+from kvstore.store.block_keys import BlockRuns
 
 
 class RankSession(msgspec.Struct, frozen=True):
@@ -211,7 +211,7 @@ class RankRests(msgspec.Struct, frozen=True, tag="rests"):
     """News of the tiers that hold a session's packed blocks on this rank, for readers of KV events.
 
     ``hashes``: those of its blocks, joined; empty if the session is gone. ``ids``: those of their
-    tokens, as far as the record has them. ``ram``, ``storage``: see ``kvstore.store.resting``.
+    tokens, as far as the record has them. ``ram``, ``storage``: see ``kvstore.store.block_keys``.
     """
 
     rank: int

@@ -25,12 +25,9 @@ from gateway.directory.verbs import Verbs
 from gateway.keys import Tenants
 from gateway.models.loading import Loading
 from gateway.models.served_model import ServedModel
-from kvstore.directory.board import LEASE_S, LIFE_BYTES, MAX_RECENT, Board, Order
-from kvstore.directory.deletions import Deletions
+from kvstore.directory.boards import LEASE_S, LIFE_BYTES, MAX_RECENT, Board, Order, Peers
+from kvstore.directory.entries import Deletions, Names, Row, page_of
 from kvstore.directory.exchange import Exchange, Seen, Server
-from kvstore.directory.names import Names
-from kvstore.directory.peers import Peers
-from kvstore.directory.rows import Row, page_of
 from kvstore.errors import TierUnavailable
 
 log = logging.getLogger("thermocline.directory")

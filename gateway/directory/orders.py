@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
-from kvstore.directory.board import MAX_ORDERS, Answer, Board, Order
+from kvstore.directory.boards import MAX_ORDERS, Answer, Board, Order
 from kvstore.session import TierName
 
 ORDER_S: Final = 30.0

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from engines.base import SessionRef
+from kvstore.directory.entries import Names, Row, page_of
 from kvstore.directory.exchange import PageName
-from kvstore.directory.names import Names
-from kvstore.directory.rows import Row, page_of
 from scheduler.observer import NullObserver
 from scheduler.view import SessionView
 
@@ -27,7 +26,7 @@ class OwnRows:
     """Rows by page, as many as the tables of sessions have. ``changed``: pages to be written."""
 
     def __init__(self, names: Names, clock: Callable[[], int]) -> None:
-        """``clock`` returns the reading of the logical clock of ``kvstore.directory.deletions``."""
+        """``clock`` returns the reading of the logical clock of ``kvstore.directory.entries``."""
         self._names = names
         self._clock = clock
         self._pages: dict[PageName, dict[OwnKey, Row]] = {}

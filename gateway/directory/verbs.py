@@ -15,7 +15,7 @@ from gateway.errors import FORESEEN, failure_of
 from gateway.keys import Tenants
 from gateway.models.loading import Loading
 from gateway.models.served_model import ServedModel
-from kvstore.directory.board import Order
+from kvstore.directory.boards import Order
 from scheduler.view import SessionView
 
 log = logging.getLogger("thermocline.directory")

@@ -22,10 +22,9 @@ from kvstore.blobs import format as blobs
 from kvstore.blobs import segments as rows_in_segments
 from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, PART, SNAPSHOT, TAIL
 from kvstore.blobs.codec_set import CodecSet, KnownCodecs, Rows, as_set, distinct
-from kvstore.blobs.segments import FRESH, Lineage, Segment
+from kvstore.blobs.segments import FRESH, Lineage, Segment, ThinRows, WholeRows
 from kvstore.blobs.snapshot import StateTree, decode_state, encode_state
 from kvstore.blobs.state_packer import StatePacker
-from kvstore.blobs.whole_rows import ThinRows, WholeRows
 from kvstore.codecs.base import Codec
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.errors import Corrupt, Mismatch

@@ -24,12 +24,12 @@ from kvstore.blobs.segments import (
     FRESH,
     Lineage,
     Segment,
+    WholeRows,
     check_length,
     cover,
     fill,
 )
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
-from kvstore.blobs.whole_rows import WholeRows
 from kvstore.codecs.base import Codec
 from kvstore.codecs.session_codec import AnyMatrixCodec, SessionCodec, matrix_codec_of
 from kvstore.errors import Corrupt, ForeignCodec, UnknownCodec

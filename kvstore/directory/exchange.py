@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from kvstore.directory import board as boards
-from kvstore.directory import deletions, rows
-from kvstore.directory.board import Board
-from kvstore.directory.names import NUM_SEATS, Names
-from kvstore.directory.rows import Row
+from kvstore.directory import boards as boards
+from kvstore.directory import entries
+from kvstore.directory.boards import Board
+from kvstore.directory.entries import NUM_SEATS, Names, Row
 from kvstore.errors import Corrupt, TierUnavailable
 
 KEPT_MS: Final = 24 * 3600 * 1000  # a server's values expire this long after their last writing
@@ -101,7 +100,7 @@ class Exchange:
         for (tenant, number), page in pages.items():
             name = self._names.rows(self._life, tenant, number)
             if page:
-                sealed = self._names.seal(tenant).close(name.encode(), rows.pack(page))
+                sealed = self._names.seal(tenant).close(name.encode(), entries.pack(page))
                 yield "SET", name, memoryview(sealed), "PX", KEPT_MS
             else:
                 yield "UNLINK", name
@@ -144,10 +143,10 @@ class Exchange:
 
     def _all_deletions(self, life: bytes) -> Iterator[tuple[bytes, int]]:
         name = self._names.deletions(life)
-        (sealed,) = self._run([("GETRANGE", name, 0, deletions.MAX_BYTES + _SEAL_BYTES)])
+        (sealed,) = self._run([("GETRANGE", name, 0, entries.MAX_BYTES + _SEAL_BYTES)])
         if sealed:
             try:
-                yield from deletions.unpack(self._names.seal().open(name.encode(), sealed))
+                yield from entries.deletions_in(self._names.seal().open(name.encode(), sealed))
             except Corrupt:
                 return
 
@@ -196,18 +195,18 @@ class Exchange:
 
         Raises ``TierUnavailable``.
         """
-        numbers = range(rows.NUM_PAGES) if session_id is None else [rows.page_of(session_id)]
+        numbers = range(entries.NUM_PAGES) if session_id is None else [entries.page_of(session_id)]
         seal, found = self._names.seal(tenant), []
         for life in lives:
             names = [self._names.rows(life, tenant, x) for x in numbers]
-            last = rows.MAX_PAGE_BYTES + _SEAL_BYTES
+            last = entries.MAX_PAGE_BYTES + _SEAL_BYTES
             for name, sealed in zip(
                 names, self._run(("GETRANGE", x, 0, last) for x in names), strict=True
             ):
                 if not sealed:
                     continue
                 try:
-                    page = rows.unpack(seal.open(name.encode(), sealed))
+                    page = entries.rows_of(seal.open(name.encode(), sealed))
                 except Corrupt:
                     continue
                 found += [(life, x) for x in page if session_id in (None, x.id)]

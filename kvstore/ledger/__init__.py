@@ -2,10 +2,10 @@
 
 Both kinds of store use it. When a session's turn ends:
 
-1. the store claims the session (``claims``) and hands over a record and new blobs;
-2. ``committer`` writes them to the fastest tier (``stack``), blobs first, the record last;
-3. ``index`` knows the session from then on, and which blobs it shares with others;
-4. ``write_behind`` brings both to each slower tier, on a thread of its own.
+1. the store claims the session (``index``) and hands over a record and new blobs;
+2. ``writing`` writes them to the fastest tier (``stack``), blobs first, the record last;
+3. the index knows the session from then on, and which blobs it shares with others;
+4. ``writing`` brings both to each slower tier, on a thread of its own.
 
 Between turns ``upkeep`` moves, pins (``pins``) and forgets sessions, and reports sessions that
 expired, were evicted or found (``notices``). On a return ``reading`` finds a good copy of each

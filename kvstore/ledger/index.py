@@ -1,10 +1,9 @@
-"""The sessions that a store knows, and the blobs that they share.
+"""The sessions that a store knows, the blobs that they share, and claims on sessions.
 
 The index is a belief. It avoids reading a record at every turn, lists the sessions, and knows which
 blobs more than one of them needs. Only the tiers know whether a session can be restored. The index
 is filled from the local tiers at the start, and from a shared tier as soon as that can list this
-engine's records. It is bounded in bytes; beyond that the longest unused sessions are dropped
-first.
+engine's records. It is bounded in bytes; beyond that the longest unused sessions are dropped first.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, Generic, NamedTuple
 
 import msgspec
@@ -28,6 +28,47 @@ from kvstore.tiers.base import Blob
 ENTRY_BYTES: Final = 512  # Python's memory for each session besides its record
 BLOB_KEY_BYTES: Final = KEY_BYTES + 152  # of a key as an object, and of its place in the counter
 MAX_LAPSED: Final = 4096  # sessions that are remembered as expired
+
+
+class Claims:
+    """Thread-safe; a thread must not claim one session twice.
+
+    ``changed`` is notified whenever a claim ends. Threads may use it to wait for other things, too.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._claimed: set[bytes] = set()
+
+    @contextmanager
+    def claim(self, record_key: bytes) -> Iterator[None]:
+        """Hold the session; waits until its present holder releases it."""
+        with self.changed:
+            self.changed.wait_for(lambda: record_key not in self._claimed)
+            self._claimed.add(record_key)
+        try:
+            yield
+        finally:
+            self.release(record_key)
+
+    def take(self, record_key: bytes) -> bool:
+        """Claim the session if it is free, without waiting; ``release`` ends it."""
+        with self.changed:
+            if record_key in self._claimed:
+                return False
+            self._claimed.add(record_key)
+            return True
+
+    def release(self, record_key: bytes) -> None:
+        """End a claim."""
+        with self.changed:
+            self._claimed.discard(record_key)
+            self.changed.notify_all()
+
+    def is_claimed(self, record_key: bytes) -> bool:
+        """True if a thread holds the session just now."""
+        with self.changed:
+            return record_key in self._claimed
 
 
 class _Entry(NamedTuple, Generic[R]):

@@ -11,14 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Final, Generic
 
 from kvstore.blobs.chain import RECORD
-from kvstore.blobs.codec_set import CodecSet
-from kvstore.blobs.codec_tags import CodecTags
+from kvstore.blobs.codec_set import CodecSet, CodecTags
 from kvstore.blobs.packer import Packer
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
-from kvstore.ledger.claims import Claims
-from kvstore.ledger.committer import Committer
-from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.notices import Notices
 from kvstore.ledger.pins import Pins
 from kvstore.ledger.reading import Promotion
@@ -26,13 +23,12 @@ from kvstore.ledger.record import R, RecordKind
 from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.upkeep import Upkeep
-from kvstore.ledger.write_behind import WriteBehind
-from kvstore.members.company import ALONE, Company
-from kvstore.periodic import Periodic
+from kvstore.ledger.writing import Committer, WriteBehind
+from kvstore.membership import ALONE, Company
 from kvstore.session import SessionRef
 from kvstore.stats import Counters, StoreStats
 from kvstore.tiers.base import Tier
-from kvstore.workers import Workers
+from kvstore.workers import Periodic, Workers
 
 LOAD_BATCH: Final = 32  # records that are read at once
 MOST_LOADS: Final = 20  # rounds in which a tier has records, but none that can be read

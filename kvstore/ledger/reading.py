@@ -9,8 +9,7 @@ from typing import Generic, TypeVar
 
 from kvstore.blobs.chain import CHUNK
 from kvstore.errors import ForeignCodec, TierUnavailable, Unusable
-from kvstore.ledger.claims import Claims
-from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.record import R
 from kvstore.ledger.stack import TierStack
 from kvstore.session import MissReason

@@ -22,16 +22,15 @@ from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK, SNAPSHOT
 from kvstore.blobs.packer import Packer
 from kvstore.codecs.base import Codec
-from kvstore.cores import lower_priority
 from kvstore.errors import Unusable
-from kvstore.ledger.claims import Claims
-from kvstore.ledger.committer import Committer
-from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.record import R, RecordKind, codecs_of
 from kvstore.ledger.stack import TierStack
+from kvstore.ledger.writing import Committer
 from kvstore.session import SessionRef
 from kvstore.stats import Counters, Repacking
 from kvstore.tiers.base import Blob
+from kvstore.workers import lower_priority
 
 LOOK_S: Final = 0.25  # while the machine is busy, how often to check whether it still is
 # Refused blobs, and sessions that came from another engine, are looked at again after this time.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
-from kvstore.blobs.codec_tags import CodecTags, tag_of, tagged
+from kvstore.blobs.codec_set import CodecTags, tag_of, tagged
 from kvstore.errors import TierUnavailable
 from kvstore.session import SHARED_TIERS, TIER_NAMES, TierName
 from kvstore.stats import Counters

@@ -1,16 +1,18 @@
-"""Names of blobs for an engine that hashes its own blocks.
+"""Names of blobs for an engine that hashes its own blocks, and where a session's blocks rest.
 
 vLLM cuts a request into blocks and gives each a hash over everything that its KV depends on: the
 hash before it, its token ids, the tenant's salt, adapters, images. Here ``chunk_blocks`` blocks in
 a row make one chunk, named by the hash of its *last* block, which through the chain covers all
-tokens before it. The blocks after the last full chunk are one tail. Layers that do not keep
-all tokens (recurrent ones, sliding windows) have a state, stored after a few of the blocks. Tokens
-after the last full block have no hash from the engine; they are the *part* of a block, named by
-the hash of the block before it and their ids.
+tokens before it. The blocks after the last full chunk are one tail. Layers that do not keep all
+tokens (recurrent ones, sliding windows) have a state, stored after a few of the blocks. Tokens
+after the last full block have no hash from the engine; they are the *part* of a block, named by the
+hash of the block before it and their ids.
 
     key = kind, H(version, fingerprint, tokens per block, number of blocks, last hash)
 
 The hash does not cover weights, dtype or ranks; the fingerprint does.
+
+The tiers' own answers are used, and like all of their answers the result is only a hint.
 """
 
 from __future__ import annotations
@@ -18,27 +20,33 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Final
+from typing import Final, TypeAlias
+
+import msgspec
 
 from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, PART, RECORD, SNAPSHOT, TAIL
 from kvstore.blobs.packer import RECORD_CODEC, Packer
 from kvstore.errors import Mismatch
 from kvstore.kept_states import by_worth
+from kvstore.ledger.stack import TierStack
 from kvstore.store.records import (
     HASH_BYTES,
     BlockRecord,
+    Span,
     common_blocks,
     decode_record,
     encode_record,
+    in_order,
 )
-from kvstore.store.spans import Span, in_order
 from kvstore.tiers.base import Blob
 
 _BLOCKS: Final = b"thermoclineblock"
 _STATE: Final = b"thermoclineblkst"
 _PART: Final = b"thermoclinepart"
 _SESSION: Final = b"thermoclineblkss"
+# Runs of blocks in order: the first block of each, and the one after its last.
+BlockRuns: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class BlockKeys:
@@ -183,3 +191,48 @@ class BlockRecords:
         if record.block_tokens != self._keys.block_tokens:
             raise Mismatch("the record has blocks of another size")
         return record
+
+
+class Resting(msgspec.Struct, frozen=True):
+    """The blocks of a session that are in memory, and those that are in slower tiers."""
+
+    ram: BlockRuns = ()
+    storage: BlockRuns = ()
+
+
+def resting_blocks(
+    keys: BlockKeys, stack: TierStack, record: BlockRecord, *, has_state: bool
+) -> Resting:
+    """Find the blocks of a session. A tier that does not answer has none of them.
+
+    ``has_state``: only a prefix that ends at a stored state can be used.
+    """
+    hashes = record.block_hashes
+    end = len(hashes)
+    if has_state:
+        states = [keys.state(hashes, x) for x in record.states]
+        levels = stack.locate([x.key for x in states]).levels
+        held = [x.end_block for x, level in zip(states, levels, strict=True) if level is not None]
+        end = max(held, default=0)
+    spans = [x for x in keys.whole(hashes) if x.first_block < end]
+    in_ram, slower = [False] * len(spans), [False] * len(spans)
+    for level, name in enumerate(stack.names):
+        known = in_ram if name == "ram" else slower
+        rest = [i for i, there in enumerate(known) if not there]
+        if rest:  # a slower tier is asked only for blobs that the faster ones lack
+            found = stack.holds(level, [spans[i].key for i in rest])
+            for i, there in zip(rest, found, strict=True):
+                known[i] = there
+    return Resting(_runs(spans, in_ram, end), _runs(spans, slower, end))
+
+
+def _runs(spans: Sequence[Span], held: Sequence[bool], end: int) -> BlockRuns:
+    runs: list[tuple[int, int]] = []
+    for span, there in zip(spans, held, strict=True):
+        if not there:
+            continue
+        if runs and runs[-1][1] == span.first_block:
+            runs[-1] = (runs[-1][0], min(span.end_block, end))
+        else:
+            runs.append((span.first_block, min(span.end_block, end)))
+    return tuple(runs)

@@ -25,14 +25,11 @@ from kvstore.kept_states import kept_states
 from kvstore.ledger.ledger import Ledger
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
-from kvstore.store.blob_reader import BlobReader
-from kvstore.store.block_keys import BlockKeys, BlockPrompt, BlockRecords
+from kvstore.store.block_keys import BlockKeys, BlockPrompt, BlockRecords, Resting, resting_blocks
+from kvstore.store.encoder import OlderCopies, OlderRun
 from kvstore.store.planner import BlobRead, Plan, Planner
-from kvstore.store.records import ID_BYTES, BlockRecord, common_blocks
-from kvstore.store.resting import Resting, resting_blocks
-from kvstore.store.saving.older_copies import OlderCopies, OlderRun
-from kvstore.store.saving.reviser import Reviser
-from kvstore.store.spans import Span
+from kvstore.store.records import ID_BYTES, BlockRecord, Reviser, Span, common_blocks
+from kvstore.store.restorer import BlobReader
 from kvstore.store.store import Store
 from kvstore.tiers.base import Blob, Tier
 

@@ -17,7 +17,7 @@ from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.record import R, StoredSession
 from kvstore.session import MissReason, SessionRef
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 
 PROBE_CHUNKS = 16  # looked up by content at first; then twice as many each time
 

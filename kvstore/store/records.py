@@ -1,24 +1,93 @@
-"""The record of a session: everything that a store remembers of it between its turns.
+"""The record of a session, the spans of its chain, and how a new save revises an older record.
 
 A session is a chain of tokens, or a chain of an engine's own blocks.
+
+The new record replaces the old one regardless of the tokens they share: the new chain may be longer
+(the usual update), shorter (an answer is generated again), or depart from the old one half-way (an
+edited message). An old tail or part is deleted, and so are states that are no longer kept, unless
+another session needs them. Chunks of an abandoned branch stay, since the user may return to it; the
+record remembers them so that ``forget`` finds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, Tokens
+from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, PART, SNAPSHOT, TAIL, Tokens
+from kvstore.blobs.packer import Packer
 from kvstore.errors import Corrupt
-from kvstore.ledger.record import MAX_CODECS, StoredSession
+from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.record import MAX_CODECS, R, StoredSession, abandoned_chunks, codecs_of
+from kvstore.tiers.base import Blob
 
 HASH_BYTES = 32
 MAX_TOKEN = (1 << 32) - 1
 ID_BYTES = 4  # of a token's id, little-endian
+
+
+class Span(NamedTuple):
+    """A blob of a session: a full chunk, the tail after them, a part of a block, or a state.
+
+    It has the rows of ``num_tokens`` tokens from ``first_token`` on. A state was taken after the
+    last of them; it has the rows since the last full chunk, or none. Positions in blocks are for
+    engines that have blocks; a part of a block covers none.
+    """
+
+    key: bytes
+    first_token: int
+    num_tokens: int
+    block_tokens: int = 1
+
+    @property
+    def end_token(self) -> int:
+        """The index after its last token."""
+        return self.first_token + self.num_tokens
+
+    @property
+    def first_block(self) -> int:
+        return self.first_token // self.block_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_tokens // self.block_tokens
+
+    @property
+    def end_block(self) -> int:
+        return self.end_token // self.block_tokens
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.key[:1] == CHUNK
+
+    @property
+    def is_tail(self) -> bool:
+        return self.key[:1] == TAIL
+
+    @property
+    def is_part(self) -> bool:
+        return self.key[:1] == PART
+
+    @property
+    def is_state(self) -> bool:
+        return self.key[:1] == SNAPSHOT
+
+
+def in_order(rows: Sequence[Span], states: Sequence[Span]) -> list[Span]:
+    """Order a session's spans by importance: the newest state, the rows, the older states.
+
+    That is the order of use: evicting from the end loses the least. Nothing can be restored without
+    a state. A turn that continues the answer needs only the newest, so under pressure the older
+    ones, which are large, are evicted first.
+
+    Args:
+        states: the newest first.
+    """
+    return [*states[:1], *rows, *states[1:]]
 
 
 class SessionRecord(StoredSession, frozen=True, kw_only=True):
@@ -193,3 +262,78 @@ def decode_record(payload: memoryview, kind: type[Session]) -> Session:
     if len(record.codecs) > MAX_CODECS or not record.makes_sense():
         raise Corrupt("a session record contradicts itself")
     return record
+
+
+class Reviser(Generic[R]):
+    """Completes the new record of a session at a save. Thread-safe."""
+
+    def __init__(self, index: SessionIndex[R], packer: Packer, chunk_tokens: int) -> None:
+        self._index = index
+        self._packer = packer
+        self._chunk_tokens = chunk_tokens
+
+    def revise(
+        self,
+        record: R,
+        old: R | None,
+        common: int,
+        spans: Sequence[Span],
+        fresh: Mapping[bytes, Blob],
+    ) -> tuple[R, list[bytes]]:
+        """Return the whole record, and keys of blobs that are unused once it is written.
+
+        Args:
+            record: the new record, without sizes, codecs and all else that follows from the old.
+            common: the leading tokens that the two share.
+            spans: all of the new record.
+            fresh: new blobs among them, by key.
+        """
+        rows = [x for x in spans if not x.is_state]
+        run_bytes, tail_bytes = self._run_bytes(rows, fresh, old, common)
+        states_bytes = _states_bytes([x for x in spans if x.is_state], fresh, old)
+        record = record.resized(run_bytes, tail_bytes, states_bytes)
+        if old is None:
+            return replace(record, codecs=codecs_of(self._packer.readable, ())), []
+        current = {x.key for x in spans}
+        before = [x for x in self._index.blob_keys(old) if x not in current]
+        chunks = [x for x in before if x[:1] == CHUNK]
+        left, overflow = abandoned_chunks(old.abandoned, chunks, current)
+        gone = [*(x for x in before if x[:1] != CHUNK), *overflow]
+        codecs = codecs_of(self._packer.readable, old.codecs)
+        record = replace(record.abandoning(left), codecs=codecs, pinned=old.pinned)
+        return record, self._index.unshared(gone, self._index.key(old))
+
+    def _run_bytes(
+        self, rows: Sequence[Span], fresh: Mapping[bytes, Blob], old: R | None, common: int
+    ) -> tuple[int, int]:
+        """Return the bytes of all rows, and of those after the last full chunk.
+
+        Older chunks are in the codec of their own save.
+        """
+        known, total, tail_bytes = 0, 0, 0
+        if old is not None and old.tail_bytes is not None:
+            known = min(common // self._chunk_tokens, sum(x.is_chunk for x in rows))
+            chunk_bytes = max(old.packed_bytes - old.tail_bytes - old.states_bytes, 0)
+            num_chunks = max(old.num_tokens // self._chunk_tokens, 1)
+            total = chunk_bytes * known // num_chunks
+        for span in rows[known:]:
+            blob = fresh.get(span.key)
+            if blob is not None:
+                nbytes = len(blob)
+            else:
+                nbytes = self._packer.run_nbytes(span.first_token, span.num_tokens)
+            total += nbytes
+            tail_bytes += 0 if span.is_chunk else nbytes
+        return total, tail_bytes
+
+
+def _states_bytes(
+    states: Sequence[Span], fresh: Mapping[bytes, Blob], old: StoredSession | None
+) -> int:
+    """Estimate the bytes of all states: those of one session are about equally large."""
+    sizes = [len(fresh[x.key]) for x in states if x.key in fresh]
+    if sizes:
+        return len(states) * sum(sizes) // len(sizes)
+    if old is None or not old.state_positions:
+        return 0
+    return old.states_bytes * len(states) // len(old.state_positions)

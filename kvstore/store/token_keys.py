@@ -10,8 +10,7 @@ from kvstore.blobs.chain import Chain, KeySpace, Tokens, common_prefix
 from kvstore.blobs.packer import RECORD_CODEC, Packer
 from kvstore.errors import Mismatch
 from kvstore.kept_states import by_worth
-from kvstore.store.records import SessionRecord, decode_record, encode_record
-from kvstore.store.spans import Span, in_order
+from kvstore.store.records import SessionRecord, Span, decode_record, encode_record, in_order
 from kvstore.tiers.base import Blob
 
 

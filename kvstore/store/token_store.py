@@ -21,19 +21,19 @@ from kvstore.chunk_size import chunk_tokens
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
 from kvstore.errors import StoreClosed
-from kvstore.ledger.claims import Claims
+from kvstore.ledger.index import Claims
 from kvstore.ledger.ledger import Ledger
 from kvstore.session import UNKNOWN_REASONS, SessionRef, TierName
 from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import StoreStats
+from kvstore.store.encoder import Encoder
 from kvstore.store.planner import Planner
 from kvstore.store.records import SessionRecord
 from kvstore.store.restorer import Match as Match
 from kvstore.store.restorer import Restored as Restored
 from kvstore.store.restorer import Restorer
-from kvstore.store.saving.encoder import Encoder
-from kvstore.store.saving.save_queue import Offered, OnDone, SaveJob, SaveQueue
-from kvstore.store.saving.saver import Saver
+from kvstore.store.save_queue import Offered, OnDone, SaveJob, SaveQueue
+from kvstore.store.saver import Saver
 from kvstore.store.store import Store
 from kvstore.store.token_keys import TokenKeys, TokenPrompt, TokenRecords
 from kvstore.tiers.base import Tier

@@ -8,7 +8,7 @@ The store calls a tier from its own threads, and a tier may fail at any time:
 4. ``touch``, ``pin`` and ``unpin`` mark blobs as in use; each tier evicts by itself (``lru``).
 5. ``delete_many`` overwrites or removes forgotten blobs, as far as the medium allows.
 
-Data that leaves the process is sealed with the server's secret (``seal``, ``sealed_tier``): without
+Data that leaves the process is sealed with the server's secret (``seal``): without
 the secret no data can be put there that is trusted.
 
 Every error of the medium becomes ``kvstore.errors.TierUnavailable``, or ``TierInUse`` for a

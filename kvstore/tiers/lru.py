@@ -18,9 +18,11 @@ Not thread-safe: the owning tier calls it under its own lock.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.tiers.base import EvictionCause, EvictionCauses
@@ -316,3 +318,50 @@ class RecencyIndex:
     def _next_stamp(self) -> int:
         self._last_stamp += 1
         return self._last_stamp
+
+
+class IndexedTier:
+    """The methods of ``Tier`` that a ``RecencyIndex`` implements, under the lock of the tier."""
+
+    _index: RecencyIndex
+    _lock: threading.Lock
+
+    @property
+    def owed_file(self) -> Path | None:
+        return None
+
+    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+        with self._lock:
+            self._index.own(owner, keys, idle_s)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._index.touch(keys)
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._index.pin(keys)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._index.unpin(keys)
+
+    def written(self, prefix: bytes) -> list[bytes] | None:
+        with self._lock:
+            return [key for key in self._index if key.startswith(prefix)]
+
+    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
+        with self._lock:
+            return self._index.why_evicted(keys)
+
+    @property
+    def pins(self) -> dict[bytes, int]:
+        """Pin count of each blob by name, including blobs that are not held."""
+        with self._lock:
+            return self._index.pins
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that cannot be evicted."""
+        with self._lock:
+            return self._index.pinned_bytes

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.tiers.base import Blob, TierStats
-from kvstore.tiers.indexed_tier import IndexedTier
-from kvstore.tiers.lru import IndexUpdate, RecencyIndex
+from kvstore.tiers.lru import IndexedTier, IndexUpdate, RecencyIndex
 
 # CPython's memory per blob besides the bytes of key and blob: object headers, an entry in two
 # dictionaries, the links of both orders (about 420 bytes measured with 20,000 blobs).

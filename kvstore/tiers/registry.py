@@ -11,11 +11,10 @@ import msgspec
 from kvstore.config import StoreConfig
 from kvstore.errors import TierInUse, TierUnavailable
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.budget import capacity_within
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_budget import capacity_within
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
-from kvstore.tiers.seal import Seal, read_secret
-from kvstore.tiers.sealed_tier import SealedTier
+from kvstore.tiers.seal import Seal, SealedTier, read_secret
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +72,8 @@ def open_usable_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
 
 
 def _redis(config: StoreConfig, folder: Path) -> Tier:
+    from kvstore.tiers.redis_server.book import WriterName
     from kvstore.tiers.redis_server.redis_tier import RedisTier  # redis-py is an extra
-    from kvstore.tiers.redis_server.writer_name import WriterName
 
     writer = WriterName(folder)
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engines.calibration.gate.choice import FIRST, Choice
 from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
 from kvstore.errors import CodecRefused, UnknownCodec
-from kvstore.tiers.disk.budget import file_bytes_limit
+from kvstore.tiers.disk_budget import file_bytes_limit
 from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import NotUnderstood
 from launch.model import find_model

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.config import LOOPBACK
-from kvstore.members.facts import release
+from kvstore.roster import release
 from kvstore.tiers.seal import LEAST_SECRET_BYTES, read_secret
 from launch.errors import LaunchError, UsageError
 from launch.serve.keys import key_lines

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvstore.errors import TierUnavailable
-from kvstore.members.differences import among, compared
-from kvstore.members.entry import EntrySeal
-from kvstore.members.facts import Facts
+from kvstore.membership import among, compared
+from kvstore.roster import EntrySeal, Facts
 from kvstore.stats import Difference
 from kvstore.tiers.seal import read_secret
 from launch.errors import LaunchError
@@ -35,7 +34,7 @@ def roll_call(effective: EffectiveSettings, environ: Mapping[str, str]) -> RollC
         LaunchError: redis-py is missing, the server does not answer, or the secret cannot be read.
     """
     try:
-        from kvstore.members.roster import Roster
+        from kvstore.roster import Roster
         from kvstore.tiers.redis_server.link import RedisLink
     except ImportError as error:
         raise LaunchError(str(error)) from error

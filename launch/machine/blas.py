@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-from kvstore.cores import usable_cores
+from kvstore.workers import usable_cores
 from launch.errors import LaunchError
 from launch.machine.private_folders import private_folder
 

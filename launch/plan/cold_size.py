@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.blobs.chain import KEY_BYTES
-from kvstore.blobs.codec_tags import TAG_BYTES
+from kvstore.blobs.codec_set import TAG_BYTES
 from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.packer import Packer
 from kvstore.chunk_size import chunk_tokens

@@ -19,8 +19,8 @@ from engines.config import vllm_rank_folder
 from kvstore.codecs.presets import check_name
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import TierInUse, TierUnavailable, UnknownCodec
-from kvstore.tiers.disk.budget import capacity_within
-from kvstore.tiers.disk.folder import DiskFolder
+from kvstore.tiers.disk_budget import capacity_within
+from kvstore.tiers.disk_folder import DiskFolder
 from launch.errors import LaunchError, UsageError
 from launch.settings.units import show_bytes
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvstore.config import StoreConfig
-from kvstore.tiers.disk.budget import MIN_FILE_BYTES
+from kvstore.tiers.disk_budget import MIN_FILE_BYTES
 from launch.settings.fields import Value
 from launch.settings.sources import Layer
 from launch.settings.units import show_bytes

@@ -9,8 +9,7 @@ from typing import Final
 from kvstore.blobs.chain import RECORD
 from kvstore.session import TierName
 from kvstore.tiers.base import Blob, TierStats
-from kvstore.tiers.indexed_tier import IndexedTier
-from kvstore.tiers.lru import IndexUpdate, RecencyIndex
+from kvstore.tiers.lru import IndexedTier, IndexUpdate, RecencyIndex
 
 ENTRY_BYTES: Final = 512  # of a blob besides its own bytes, as in the real tiers
 

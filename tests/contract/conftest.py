@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.contract.store_rig import MIB, BlockRig, Rig, Store, TokenRig
 

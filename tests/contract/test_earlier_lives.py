@@ -18,8 +18,7 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.registry import open_tiers
-from kvstore.tiers.seal import Seal
-from kvstore.tiers.sealed_tier import SealedTier
+from kvstore.tiers.seal import Seal, SealedTier
 from tests.contract.store_rig import LONG, MIB, Rig, Store, history, listed, ref
 from tests.redis_server import RedisServer
 

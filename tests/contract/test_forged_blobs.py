@@ -12,11 +12,10 @@ import pytest
 from kvstore.blobs.format import pack, parse
 from kvstore.config import StoreConfig
 from kvstore.tiers.base import Blob, Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from kvstore.tiers.registry import open_tiers
-from kvstore.tiers.seal import SEAL_BYTES, Seal
-from kvstore.tiers.sealed_tier import NOT_OURS, SealedTier
+from kvstore.tiers.seal import NOT_OURS, SEAL_BYTES, Seal, SealedTier
 from tests.contract.store_rig import FORK, LONG, LONGER, MIB, Rig, ref
 from tests.redis_server import RedisServer, find_binary
 

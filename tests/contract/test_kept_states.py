@@ -16,7 +16,7 @@ from kvstore.session import SessionRef
 from kvstore.store.block_store import BlockStore
 from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests import block_sessions, kv_sessions
 from tests.contract.store_rig import MIB, SALT, SlowRam, blobs_of, history, ref, resting

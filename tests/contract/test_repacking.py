@@ -17,7 +17,7 @@ from kvstore.blobs.segments import Lineage
 from kvstore.codecs.presets import codec_by_name
 from kvstore.session import SessionRef
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.contract.store_rig import (
     FORK,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.contract.store_rig import (

@@ -10,7 +10,7 @@ import pytest
 from kvstore.errors import PinLimit
 from kvstore.ledger import record
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.contract.store_rig import (
     FORK,

@@ -12,7 +12,7 @@ import redis
 
 from kvstore.ledger.notices import StoreNotice
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from kvstore.tiers.tenant_parts import ACTIVE_S

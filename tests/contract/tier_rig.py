@@ -12,11 +12,10 @@ from pathlib import Path
 import redis
 
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from kvstore.tiers.seal import Seal
-from kvstore.tiers.sealed_tier import SealedTier
+from kvstore.tiers.seal import Seal, SealedTier
 from tests.redis_server import RedisServer
 
 KINDS = ("ram", "disk", "redis", "signed disk", "sealed redis")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 
 MB = 1 << 20
 

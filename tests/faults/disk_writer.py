@@ -9,7 +9,7 @@ import random
 import sys
 from pathlib import Path
 
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 
 BATCH = 6
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 
 ROOT = Path(__file__).parents[2]
 BUDGET = 64 << 20

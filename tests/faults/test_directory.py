@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import redis as redis_py
 
-from kvstore.directory.board import LEASE_S
+from kvstore.directory.boards import LEASE_S
 from kvstore.errors import TierUnavailable
 from tests.directory_rig import OneServer, rounds
 from tests.redis_server import RedisServer, find_binary

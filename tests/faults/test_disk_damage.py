@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.disk.disk_tier import DiskTier
-from kvstore.tiers.disk.folder import KEEP_DAMAGED_S
+from kvstore.tiers.disk_folder import KEEP_DAMAGED_S
+from kvstore.tiers.disk_tier import DiskTier
 from tests.faults.disk_files import (
     MB,
     check_usable,
@@ -70,8 +70,8 @@ def test_a_damaged_reader_table_or_mark_does_not_matter(folder: Path) -> None:
 
 FLIPS = """
 import pathlib, random, shutil, sys
-from kvstore.tiers.disk.disk_tier import DiskTier
-from kvstore.tiers.disk.folder import KEEP_DAMAGED_S
+from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.disk_folder import KEEP_DAMAGED_S
 source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 whole = (source / "data.mdb").read_bytes()
 tree = [i for i in range(0, len(whole), 4096) if whole[i + 10] & 0x0B]  # branch, leaf, meta
@@ -102,8 +102,8 @@ def test_flipped_bits_never_end_the_process(folder: Path, tmp_path: Path) -> Non
 ROT = """
 import contextlib, pathlib, random, shutil, sys
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.disk.disk_tier import DiskTier
-from kvstore.tiers.disk.folder import KEEP_DAMAGED_S
+from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.disk_folder import KEEP_DAMAGED_S
 source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 whole = (source / "data.mdb").read_bytes()
 tree = [i for i in range(0, len(whole), 4096) if whole[i + 10] & 0x0B]  # branch, leaf, meta
@@ -165,7 +165,7 @@ def test_damage_under_an_open_tier_costs_its_blobs_and_not_the_tier(folder: Path
 
 UNREADABLE = """
 import os, pathlib, sys
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 folder = pathlib.Path(sys.argv[1])
 tier = DiskTier(folder, 64 << 20)
 os.truncate(folder / "data.mdb", int(sys.argv[2]))

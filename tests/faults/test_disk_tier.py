@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.disk.budget import file_bytes_limit
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_budget import file_bytes_limit
+from kvstore.tiers.disk_tier import DiskTier
 from tests.faults.disk_files import (
     MB,
     check_usable,
@@ -129,8 +129,8 @@ def test_closing_waits_for_those_inside(folder: Path) -> None:
 
 FULL_DISK = """
 import pathlib, resource, sys
-from kvstore.tiers.disk.disk_tier import DiskTier
-from kvstore.tiers.disk.folder import KEEP_DAMAGED_S
+from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.disk_folder import KEEP_DAMAGED_S
 tier = DiskTier(pathlib.Path(sys.argv[1]), 64 << 20)
 blobs = [(b"c%032d" % i, bytes([i]) * 200_000) for i in range(60)]
 assert tier.put_many(blobs[:4]) == 4
@@ -244,7 +244,7 @@ def test_a_read_only_file_system_is_refused_with_a_sentence(tmp_path: Path) -> N
 REFUSED = """
 import os, pathlib, resource, sys
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 folder, fault = pathlib.Path(sys.argv[1]), sys.argv[2]
 if fault == "descriptors":
     free = os.open("/dev/null", os.O_RDONLY)

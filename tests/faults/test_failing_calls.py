@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from tests.faults.disk_files import nothing_left
 from tests.faults.failing_calls import (
     BLOBS,

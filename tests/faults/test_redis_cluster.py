@@ -11,10 +11,10 @@ from redis.crc import key_slot
 from gateway.stored.redis_shelf import RedisShelf
 from gateway.stored.shelf import Limits, Row, Span
 from kvstore.errors import TierUnavailable
+from kvstore.tiers.redis_server.book import WriterName
 from kvstore.tiers.redis_server.fragments import manifest_name
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from kvstore.tiers.redis_server.writer_name import WriterName
 from tests.faults.redis_tiers import blobs, tier_at, until
 from tests.faults.test_redis_lines import doctors_word
 from tests.redis_server import RedisCluster, RedisServer, find_binary

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from kvstore.tiers.redis_server.book import Book
+from kvstore.tiers.redis_server.book import FILE_NAME, Book, WriterName
 from kvstore.tiers.redis_server.fragments import manifest_name, new_manifest, parse_manifest
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from kvstore.tiers.redis_server.writer_name import FILE_NAME, WriterName
 from tests.faults.redis_tiers import blobs, entries_for_ever, names, next_life, until
 from tests.faults.redis_writer import BUDGET, open_far
 from tests.redis_server import RedisServer, find_binary

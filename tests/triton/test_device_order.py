@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from engines.vllm_plugin.device.device_check import blocks_on  # noqa: E402
 from engines.vllm_plugin.worker.transfer import Filling, Packing  # noqa: E402
 from kvstore.blobs.segments import Lineage  # noqa: E402
-from kvstore.store.spans import Span  # noqa: E402
+from kvstore.store.records import Span  # noqa: E402
 from tests.lazy_device import LazyDevice  # noqa: E402
 from tests.triton.test_device_blocks import EMPTY, Rig, Shape, bits  # noqa: E402
 

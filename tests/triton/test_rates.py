@@ -42,7 +42,7 @@ from kvstore.codecs.rope import Rope  # noqa: E402
 from kvstore.config import StoreConfig  # noqa: E402
 from kvstore.store.block_keys import BlockKeys  # noqa: E402
 from kvstore.store.block_store import BlockStore  # noqa: E402
-from kvstore.store.spans import Span  # noqa: E402
+from kvstore.store.records import Span  # noqa: E402
 from kvstore.tiers.ram_tier import RamTier  # noqa: E402
 from tests.block_sessions import FINGERPRINT, hashes  # noqa: E402
 from tests.lazy_device import device_here  # noqa: E402

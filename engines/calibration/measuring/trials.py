@@ -30,9 +30,8 @@ from kvstore.blobs.snapshot import decode_state, encode_state, state_elements
 from kvstore.blobs.state_packer import StatePacker
 from kvstore.codecs.base import Codec
 from kvstore.codecs.session_codec import SessionCodec
-from kvstore.cores import usable_cores
 from kvstore.shapes import KVLayout, KVRun, StateLayout, slice_tokens
-from kvstore.workers import default_threads
+from kvstore.workers import default_threads, usable_cores
 
 SLEEPS: Final = 4
 TURN_TOKENS: Final = 16  # between two of them

@@ -29,10 +29,9 @@ from kvstore.codecs.names import first_part
 from kvstore.codecs.profile import BEFORE, OF_STATES, OF_WINDOWS, UNFINISHED, Profile, load_profile
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, Corrupt, Mismatch, TierUnavailable, UnknownCodec
-from kvstore.periodic import Periodic
-from kvstore.published.publication import MAX_BYTES, Publication, Stage
-from kvstore.published.shelf import Shelf, described
+from kvstore.published import MAX_BYTES, Publication, Shelf, Stage, described
 from kvstore.session import TierName
+from kvstore.workers import Periodic
 
 logger = logging.getLogger(__name__)
 

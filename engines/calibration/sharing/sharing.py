@@ -77,8 +77,7 @@ def open_sharing(config: StoreConfig, codecs: ServedCodecs, data: Path) -> Shari
     if not (config.redis_url and config.redis_bytes and config.secret_file):
         return NO_SHARING
     from engines.calibration.sharing.fleet_profiles import FleetProfiles  # redis-py is an extra
-    from kvstore.published.publication import PublishedNames
-    from kvstore.published.shelf import Shelf
+    from kvstore.published import PublishedNames, Shelf
     from kvstore.tiers.redis_server.link import RedisLink
 
     secret = read_secret(Path(config.secret_file))

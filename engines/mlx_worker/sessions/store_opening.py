@@ -22,8 +22,8 @@ from kvstore.chunk_size import chunk_tokens
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
-from kvstore.members.company import joined
-from kvstore.members.facts import Facts
+from kvstore.membership import joined
+from kvstore.roster import Facts
 from kvstore.shapes import StoredModel
 from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier

@@ -11,7 +11,7 @@ from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.codecs.base import Codec
 from kvstore.shapes import KVPair
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 from kvstore.tiers.base import Blob
 
 

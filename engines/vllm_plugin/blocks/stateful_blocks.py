@@ -23,7 +23,7 @@ from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.base import Codec
 from kvstore.errors import Unusable
 from kvstore.store.block_store import BlockStore
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")

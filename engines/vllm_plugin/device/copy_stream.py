@@ -13,7 +13,7 @@ from engines.vllm_plugin.device.accelerator import Stream, sent
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout, TokenRun
 from engines.vllm_plugin.device.staging import Region, StagingRing, rounded_up
 from kvstore.store.block_store import BlockStore
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 
 MOST_TOKENS: Final = 512  # of a batch, as of a page of ``kernels.angles``
 MOST_BYTES: Final = 8 << 20

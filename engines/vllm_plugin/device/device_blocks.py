@@ -21,7 +21,7 @@ from engines.vllm_plugin.device.device_save import DeviceSave
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import StagingRing
 from kvstore.store.block_store import BlockStore
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 from kvstore.tiers.base import Blob
 
 

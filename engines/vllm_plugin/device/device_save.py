@@ -13,7 +13,7 @@ from torch import Tensor
 from engines.vllm_plugin.blocks.blocks import Packing
 from engines.vllm_plugin.device.copy_stream import Batch, CopyStream, InFlight
 from engines.vllm_plugin.device.staging import Region
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 from kvstore.tiers.base import Blob
 
 

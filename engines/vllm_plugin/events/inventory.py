@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from engines.vllm_plugin.messages import RankRests
+from kvstore.store.block_keys import BlockRuns
 from kvstore.store.records import ID_BYTES, common_blocks, split_hashes
-from kvstore.store.resting import BlockRuns
 
 logger = logging.getLogger("thermocline.vllm")
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from engines.vllm_plugin.messages import RankRests
-from kvstore.periodic import Periodic
 from kvstore.session import SessionRef
+from kvstore.store.block_keys import Resting
 from kvstore.store.block_store import BlockStore
-from kvstore.store.resting import Resting
+from kvstore.workers import Periodic
 
 LOOK_S: Final = 0.25
 SWEEP_S: Final = 1.0  # between sweeps over all sessions, at least

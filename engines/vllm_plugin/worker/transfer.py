@@ -31,8 +31,8 @@ from kvstore.codecs.base import Codec
 from kvstore.session import SessionRef
 from kvstore.shapes import KVPair
 from kvstore.store.block_store import Again, BlockStore
-from kvstore.store.saving.packing import ToPack, pack_again
-from kvstore.store.spans import Span
+from kvstore.store.encoder import ToPack, pack_again
+from kvstore.store.records import Span
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")

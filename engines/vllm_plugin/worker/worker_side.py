@@ -58,8 +58,8 @@ from kvstore.blobs.packer import Packer
 from kvstore.chunk_size import chunk_tokens
 from kvstore.config import StoreConfig
 from kvstore.ledger.notices import StoreNotice
-from kvstore.members.company import joined
-from kvstore.members.facts import Facts
+from kvstore.membership import joined
+from kvstore.roster import Facts
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayout
 from kvstore.store.block_keys import BlockKeys

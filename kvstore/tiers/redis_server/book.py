@@ -1,4 +1,9 @@
-"""The book of one writer: the list of its blobs on the server, stored on the server itself.
+"""The book of one writer: its name, the list of its blobs on the server, and earlier lives' blobs.
+
+The name is stored in the engine's own folder, in a file that is held with flock while the engine
+lives: no other engine can use that name meanwhile, and the kernel releases it with the process. If
+the file is held or cannot be written, the name is a new one: then the blobs of this life are
+unknown to the next.
 
     thermocline.book:<writer>      a hash: <key><generation> -> its manifest, and when it was used
 
@@ -8,14 +13,23 @@ before its blob is visible and struck after the blob is gone, so the book may li
 too little: if the server evicted a manifest, the fragments are removed as well. The server may
 evict the whole book; it then has a ``maxmemory`` that bounds the rest. With a time to live the book
 expires, after twice that time without a write or a touch.
+
+Blobs of earlier lives are added on a thread while the tier serves. A server that is down is tried
+again until it has answered once; a server that came back empty has an empty book.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
+import re
+import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from kvstore.errors import Corrupt, TierUnavailable
@@ -23,16 +37,69 @@ from kvstore.tiers.redis_server.fragments import MANIFEST_BYTES, BlobManifest, p
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.servers import Command
 
-ENTRY_BYTES: Final = 150  # of the server's memory, estimated; measured 140 for names of 37 bytes
+FILE_NAME: Final = "redis-writer"
 
+_NAME_BYTES: Final = 16
+_NAME: Final = re.compile(rb"[0-9a-f]{%d}" % _NAME_BYTES)
+_log = logging.getLogger(__name__)
+ENTRY_BYTES: Final = 150  # of the server's memory, estimated; measured 140 for names of 37 bytes
 _SCAN_COUNT: Final = 500
 _MAX_PAGES: Final = 4000  # a bound on the work, two million blobs
 _GENERATION: Final = struct.Struct(">Q")
 _STAMP: Final = struct.Struct("<Q")
-
-
 # One write of a blob: its key and its manifest.
 Written: TypeAlias = tuple[bytes, BlobManifest]
+BATCH: Final = 256  # or a few more; the tier's writers wait for one batch at most
+FIRST_WAIT_S: Final = 2.0
+LONGEST_WAIT_S: Final = 60.0
+
+
+class WriterName:
+    """A name that no other engine has until ``release``."""
+
+    def __init__(self, folder: Path, file_name: str = FILE_NAME) -> None:
+        self._fd = -1
+        self.folder: Path | None = folder  # of this engine alone; None if it cannot be used
+        self.text = secrets.token_hex(_NAME_BYTES // 2)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = _held(folder / file_name)
+            self.text = _kept(self._fd, self.text)
+        except OSError as error:
+            self.release()
+            self.folder = None
+            _log.warning(
+                "what this life leaves in redis will not be known to the next: "
+                "%s cannot be used: %s",
+                folder / file_name,
+                error.strerror or error,
+            )
+
+    def release(self) -> None:
+        """Let another engine use this name. May be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _held(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _kept(fd: int, new: str) -> str:
+    """Return the name in the file; write ``new`` if there is none."""
+    found = os.pread(fd, _NAME_BYTES + 1, 0)
+    if _NAME.fullmatch(found):
+        return found.decode("ascii")
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, new.encode("ascii"), 0)
+    return new
 
 
 class BookEntry(NamedTuple):
@@ -130,3 +197,85 @@ def _parsed(listed: Iterable[tuple[bytes, bytes]]) -> Iterator[BookEntry]:
             continue
         if field.endswith(_GENERATION.pack(manifest.generation)):
             yield BookEntry(field[: -_GENERATION.size], manifest, stamp)
+
+
+class EarlierLives:
+    """Reads a book once, and passes its entries on in batches, the most recently used first.
+
+    Args:
+        enter: takes a batch. All writes of one key are in the same batch.
+        on_end: called once, when no more batches follow.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        enter: Callable[[Sequence[BookEntry]], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._book = book
+        self._enter = enter
+        self._on_end = on_end
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-redis-book", daemon=True)
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; waits for a page of the book, or a call of ``enter``, that has begun."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            num_found = self._read_when_there()
+            if num_found:
+                _log.info("redis: %d blobs of earlier lives count in the budget", num_found)
+        except Exception:  # the outermost frame of this thread: the tier serves without it
+            _log.exception("what earlier lives left in redis was not counted")
+        finally:
+            self._on_end()
+
+    def _read_when_there(self) -> int:
+        wait_s = FIRST_WAIT_S
+        while not self._closing.is_set():
+            try:
+                return self._read()
+            except TierUnavailable:
+                self._closing.wait(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        return 0
+
+    def _read(self) -> int:
+        entries: dict[BookEntry, None] = {}  # a server may list an entry twice
+        for page in self._book.pages():
+            if self._closing.is_set():
+                return 0
+            entries |= dict.fromkeys(page)
+        for batch in _batches(_by_last_use(entries)):
+            if self._closing.is_set():
+                return 0
+            self._enter(batch)
+        return len({x.key for x in entries})
+
+
+def _by_last_use(entries: Iterable[BookEntry]) -> Iterator[list[BookEntry]]:
+    """Yield all entries of each key, the most recently used key first."""
+    by_key: dict[bytes, list[BookEntry]] = {}
+    for entry in sorted(entries, key=lambda x: x.stamp, reverse=True):
+        by_key.setdefault(entry.key, []).append(entry)
+    yield from by_key.values()
+
+
+def _batches(keys: Iterable[list[BookEntry]]) -> Iterator[list[BookEntry]]:
+    batch: list[BookEntry] = []
+    for entries in keys:
+        batch += entries
+        if len(batch) >= BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

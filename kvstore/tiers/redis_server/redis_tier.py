@@ -6,7 +6,7 @@
 **Budget.** ``capacity_bytes`` bounds the blobs that one writer wrote and has not deleted, in all
 its lives. An engine with a ``WriterName`` has a ``book`` on the server. Blobs of earlier lives are
 entered from there, as less recent than all blobs of this life, on a thread of its own
-(``earlier_lives``). Blobs of another engine count in that engine's budget, and only it evicts them.
+(``book``). Blobs of another engine count in that engine's budget, and only it evicts them.
 Without a name the budget ends with this object. Blobs that no engine counts any more (of an engine
 that does not come back, or came back with another folder) are bounded by the server's own
 ``maxmemory`` and policy (``allkeys-lru`` suits) and by ``ttl_s``. A server that is full and may not
@@ -29,14 +29,18 @@ from typing import Final
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, TierStats
-from kvstore.tiers.indexed_tier import IndexedTier
-from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
+from kvstore.tiers.lru import IndexedTier, IndexUpdate, RecencyEntry, RecencyIndex
 from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs, WriteInterrupted
-from kvstore.tiers.redis_server.book import ENTRY_BYTES, Book, BookEntry, Written
-from kvstore.tiers.redis_server.earlier_lives import EarlierLives
+from kvstore.tiers.redis_server.book import (
+    ENTRY_BYTES,
+    Book,
+    BookEntry,
+    EarlierLives,
+    WriterName,
+    Written,
+)
 from kvstore.tiers.redis_server.fragments import BlobManifest, nbytes_on_server
 from kvstore.tiers.redis_server.link import RedisLink
-from kvstore.tiers.redis_server.writer_name import WriterName
 
 OWED_FILE: Final = "redis-deletions"  # in the engine's folder
 

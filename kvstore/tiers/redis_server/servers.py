@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 import redis
 from redis.exceptions import AskError, MovedError
 
-from kvstore.tiers.redis_server.cluster import CLUSTER, Cluster
-from kvstore.tiers.redis_server.pools import open_pool
+from kvstore.tiers.redis_server.primaries import CLUSTER, Cluster, open_pool
 
 Command: TypeAlias = tuple[bytes | str | int | memoryview, ...]
 # A reply as redis-py returns it; for a command that the server refused, the list has its error.

@@ -14,7 +14,7 @@ from gateway.keys import Tenants
 from gateway.models.loading import Loading
 from gateway.models.served_model import ServedModel
 from kvstore.config import StoreConfig
-from kvstore.directory.names import Names
+from kvstore.directory.entries import Names
 from launch.errors import UsageError
 from launch.settings.schema import Settings
 
@@ -66,8 +66,8 @@ def directory_of(
     if not store.redis_url:
         return None
     try:
+        from kvstore.tiers.redis_server.book import WriterName
         from kvstore.tiers.redis_server.link import RedisLink  # redis-py is an extra
-        from kvstore.tiers.redis_server.writer_name import WriterName
     except ImportError as error:
         log.warning("sessions of other servers are not known here: %s", error)
         return None

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kvstore.members.facts import Facts
-from kvstore.members.membership import Membership
+from kvstore.membership import Membership
+from kvstore.roster import Facts
 from kvstore.tiers.redis_server.link import RedisLink
 from tests.integration.launch.test_replicas import WORDS, until_in_redis
 from tests.integration.launch.test_serve import PROGRAM, Server

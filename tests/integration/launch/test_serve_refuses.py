@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from kvstore.tiers.disk.folder import DiskFolder
+from kvstore.tiers.disk_folder import DiskFolder
 from launch.serve.preflight import sole_server
 from tests.integration.launch.test_serve import Server
 from tests.integration.tiny_models import write_model

@@ -30,7 +30,7 @@ from kvstore.codecs.fixed_rate.rate_pipeline import rate_pipelines
 from kvstore.codecs.rows.payload import plan_payload
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 
 
 class StagingLayouts:

@@ -20,11 +20,10 @@ from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout
 from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
 from engines.vllm_plugin.device.staging import rounded_up
 from kvstore.blobs.packer import AnyBlob, Packer
-from kvstore.blobs.segments import Segment, is_first_chunk
-from kvstore.blobs.whole_rows import ThinRows
+from kvstore.blobs.segments import Segment, ThinRows, is_first_chunk
 from kvstore.codecs.base import NUM_SINKS, Codec
 from kvstore.errors import Mismatch
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 from kvstore.tiers.base import Blob
 
 

@@ -13,7 +13,7 @@ from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
 from engines.vllm_plugin.device.layouts.staging_layout import TokenRun, device_table
 from kvstore.blobs.packer import AnyBlob, Packer
 from kvstore.shapes import KVLayout, KVPair
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 from kvstore.tiers.base import Blob
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from engines.vllm_plugin.device.kv_views import KVViewGroup
 from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
 from kvstore.blobs.packer import AnyBlob
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 from kvstore.tiers.base import Blob
 
 

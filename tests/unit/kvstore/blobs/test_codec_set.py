@@ -6,8 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from kvstore.blobs.chain import CHUNK, RECORD, TAIL
-from kvstore.blobs.codec_set import CodecSet, as_set
-from kvstore.blobs.codec_tags import TAG_BYTES, CodecTags, tag_of
+from kvstore.blobs.codec_set import TAG_BYTES, CodecSet, CodecTags, as_set, tag_of
 from kvstore.blobs.format import Header, pack
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.raw import RawCodec

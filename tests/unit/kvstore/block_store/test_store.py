@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvstore.session import SessionRef
 from kvstore.store.records import common_blocks
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.blob_names import named
 from tests.block_sessions import (

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.errors import PinLimit
 from kvstore.ledger.notices import StoreNotice
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import check_rows, hashes, open_store, ram_and_disk, ref, save
 from tests.faulty_tier import FaultyTier

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.config import StoreConfig
 from kvstore.errors import TierInUse, TierUnavailable
-from kvstore.tiers.disk.budget import capacity_within
+from kvstore.tiers.disk_budget import capacity_within
 from kvstore.tiers.registry import open_tiers, open_usable_tiers
 
 LAZY_URL = "redis://127.0.0.1:1/0"  # no server listens there, and no call waits for one

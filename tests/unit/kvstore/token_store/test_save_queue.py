@@ -4,8 +4,8 @@ import threading
 
 import numpy as np
 
-from kvstore.ledger.claims import Claims
-from kvstore.store.saving.save_queue import Offered, SaveJob, SaveQueue
+from kvstore.ledger.index import Claims
+from kvstore.store.save_queue import Offered, SaveJob, SaveQueue
 from tests.kv_sessions import ref
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.keys import generate_key
-from kvstore.members.entry import EntrySeal
-from kvstore.members.facts import Facts
-from kvstore.members.roster import Roster
+from kvstore.roster import EntrySeal, Facts, Roster
 from kvstore.tiers.redis_server.link import RedisLink
 from launch.errors import LaunchError, UsageError
 from launch.joining.acceptance import accept

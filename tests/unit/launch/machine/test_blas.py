@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
 
-from kvstore.cores import usable_cores
+from kvstore.workers import usable_cores
 from launch.machine.blas import (
     PACKAGE,
     NoBlas,

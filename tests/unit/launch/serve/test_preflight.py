@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from kvstore.config import StoreConfig
-from kvstore.tiers.disk.folder import DiskFolder
+from kvstore.tiers.disk_folder import DiskFolder
 from launch.errors import LaunchError, UsageError
 from launch.machine.memory import machine_memory
 from launch.serve.preflight import check_memory, check_tiers, sole_server
 
 OWNER = (
-    "import sys; from pathlib import Path; from kvstore.tiers.disk.folder import DiskFolder;"
+    "import sys; from pathlib import Path; from kvstore.tiers.disk_folder import DiskFolder;"
     " folder = DiskFolder(Path(sys.argv[1])); print('mine', flush=True); sys.stdin.read()"
 )
 

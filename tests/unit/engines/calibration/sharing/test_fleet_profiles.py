@@ -24,8 +24,7 @@ from engines.calibration.sharing.sharing import NO_SHARING, open_sharing
 from engines.config import CalibrationOrder
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
-from kvstore.published.publication import PublishedNames
-from kvstore.published.shelf import Shelf
+from kvstore.published import PublishedNames, Shelf
 from kvstore.shapes import KVRun
 from kvstore.tiers.redis_server.link import RedisLink
 from tests.redis_server import RedisServer, find_binary

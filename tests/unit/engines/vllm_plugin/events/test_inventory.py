@@ -17,7 +17,7 @@ from engines.vllm_plugin.events.inventory import (
     Inventory,
 )
 from engines.vllm_plugin.messages import RankRests
-from kvstore.store.resting import BlockRuns
+from kvstore.store.block_keys import BlockRuns
 from tests.block_sessions import BLOCK, hashes, ref
 
 CHAIN = hashes(list(range(40)))  # ten blocks

@@ -14,7 +14,7 @@ from engines.vllm_plugin.messages import RankRests
 from kvstore.errors import Corrupt
 from kvstore.store.block_store import BlockStore
 from kvstore.store.records import BlockRecord, decode_record, encode_record
-from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, hashes, open_store, pack, ref, save
 

@@ -12,7 +12,7 @@ from engines.vllm_plugin.blocks.host_blocks import SPARE_BYTES, HostBlocks, RunP
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.worker.rank import StagingArea
 from engines.vllm_plugin.worker.transfer import Transfer
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ref

@@ -20,7 +20,7 @@ from kvstore.blobs.format import codec_in
 from kvstore.codecs.presets import codec_by_name
 from kvstore.session import SessionRef
 from kvstore.store.block_store import RestoredPart
-from kvstore.store.spans import Span
+from kvstore.store.records import Span
 from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ram_and_disk, ref, rows_behind
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 from tests.unit.engines.vllm_plugin.worker.test_transfer import ended_loads

@@ -1,0 +1,393 @@
+"""Writes a session into the tiers: at once to the fastest, soon to the slower ones.
+
+``deliver`` does it for one tier, at once. ``WriteBehind`` does it for a slower tier on a thread of
+its own, through a bounded queue. After a delivery that was skipped or cut short, the tier still has
+an older record that is valid, and perhaps some more chunks. The tier is then *behind* with this
+session. The next save, a demotion or a flush catches up: the missing blobs are then read from the
+faster tiers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Final, Generic, NamedTuple
+
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.ledger.index import Claims, SessionIndex
+from kvstore.ledger.pins import PinnedSession, Pins
+from kvstore.ledger.record import R, RecordKind
+from kvstore.ledger.stack import TierStack
+from kvstore.session import TierName
+from kvstore.stats import Counters
+from kvstore.tiers.base import Blob
+
+WRITE_BATCH: Final = 16  # blobs per call to a tier
+# Without a limit, a tier that is down for days would be behind with every session that ever was.
+# The session longest behind is dropped from the list; its next save brings all that is missing, as
+# any save does.
+MAX_BEHIND: Final = 65_536
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One session as of one save.
+
+    Args:
+        chain: keys of every blob that the record needs, in order.
+        fresh: those blobs that this save made, still in memory.
+        obsolete: keys of blobs that the older record needed and no record needs now.
+        tenant: the session's.
+    """
+
+    record_key: bytes
+    record: Blob
+    chain: Sequence[bytes]
+    fresh: Mapping[bytes, Blob] = field(default_factory=dict)
+    obsolete: Sequence[bytes] = ()
+    tenant: str = ""
+    done: Future[bool] = field(default_factory=Future)
+
+    @property
+    def nbytes(self) -> int:
+        """Packed bytes that wait in memory."""
+        return len(self.record) + sum(map(len, self.fresh.values()))
+
+
+class Delivered(NamedTuple):
+    recorded: bool  # the tier's record is now the new one
+    complete: bool  # and no blob that it needs is missing
+
+
+def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) -> Delivered:
+    """Make one tier hold the session. A tier that could not take all of it keeps an older record.
+
+    Args:
+        whole: also copy blobs of older saves that the tier lacks from the faster tiers. Without it
+            only the fresh blobs are written.
+    """
+    wanted = delivery.chain if whole else [x for x in delivery.chain if x in delivery.fresh]
+    held = stack.holds(level, wanted)
+    missing = [key for key, there in zip(wanted, held, strict=True) if not there]
+    complete = _write(stack, level, delivery, missing)
+    # Part of a session is better than none, but not better than an older one that is whole.
+    if not complete and stack.may_hold(level, delivery.record_key):
+        return Delivered(False, False)
+    if not stack.replace(level, delivery.record_key, delivery.record, delivery.tenant):
+        return Delivered(False, False)
+    keys = [delivery.record_key, *delivery.chain]
+    stack.own_in(level, delivery.tenant, keys)
+    stack.touch_in(level, keys)
+    return Delivered(True, stack.delete(level, delivery.obsolete) and complete)
+
+
+def _write(stack: TierStack, level: int, delivery: Delivery, missing: Sequence[bytes]) -> bool:
+    """Write the missing blobs, as far as a tier has them; True if that was all of them."""
+    # The chain is pinned meanwhile, so that the end of a long session never evicts its head.
+    with stack.pinned_in(level, delivery.chain):
+        done = [
+            _write_batch(stack, level, delivery, missing[i : i + WRITE_BATCH])
+            for i in range(0, len(missing), WRITE_BATCH)
+        ]
+    return all(done)
+
+
+def _write_batch(stack: TierStack, level: int, delivery: Delivery, keys: Sequence[bytes]) -> bool:
+    blobs = {key: delivery.fresh[key] for key in keys if key in delivery.fresh}
+    for faster in range(level):
+        rest = [key for key in keys if key not in blobs]
+        found = stack.find(faster, rest) if rest else []
+        blobs |= {key: x for key, x in zip(rest, found, strict=True) if x is not None}
+    items = [(key, blobs[key]) for key in keys if key in blobs]
+    return stack.put(level, items, delivery.tenant) and len(items) == len(keys)
+
+
+class WriteBehind:
+    """The queue and the thread of one slower tier. Before ``start`` it writes without a thread.
+
+    Args:
+        unused: picks those of some keys that no session needs by now.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        level: int,
+        max_bytes: int,
+        counters: Counters,
+        unused: Callable[[Sequence[bytes]], Sequence[bytes]] = list,
+        *,
+        max_behind: int = MAX_BEHIND,
+    ) -> None:
+        self._stack = stack
+        self._level = level
+        self._max_bytes = max_bytes
+        self._max_behind = max_behind
+        self._counters = counters
+        self._changed = threading.Condition()
+        self._unused = unused
+        self._waiting: deque[tuple[int, Delivery]] = deque()  # by number, see ``_num_offered``
+        self._num_offered = 0
+        self._nbytes = 0  # waiting and being written
+        self._current: bytes | None = None
+        self._behind: dict[bytes, int] = {}  # number of the missing save; longest behind first
+        # Keys that failed deliveries should have deleted: the session's next one deletes them.
+        self._obsolete: dict[bytes, Sequence[bytes]] = {}
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Write on a thread from now on. Call once."""
+        name = f"kvstore-write-{self._stack.name(self._level)}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def offer(self, delivery: Delivery) -> None:
+        """Queue a delivery without waiting; before ``start`` it is written at once.
+
+        The result of ``delivery.done`` is whether all of it was written.
+        """
+        with self._changed:
+            self._num_offered += 1
+            number = self._num_offered
+            full = self._nbytes and self._nbytes + delivery.nbytes > self._max_bytes
+            refused = full or self._closed
+            if not refused:
+                self._waiting.append((number, delivery))
+                self._nbytes += delivery.nbytes
+                self._changed.notify_all()
+        if refused:
+            self._settle(number, delivery, False)
+        elif self._thread is None:
+            self._write_next()
+
+    def take_behind(self) -> set[bytes]:
+        """Take the record keys of sessions whose newest save is missing; the caller sends them."""
+        with self._changed:
+            behind, self._behind = self._behind, {}
+            return set(behind)
+
+    def cancel(self, record_key: bytes) -> None:
+        """Drop waiting deliveries of this session; returns when none of it is being written."""
+        with self._changed:
+            dropped = [x for _, x in self._waiting if x.record_key == record_key]
+            self._waiting = deque(x for x in self._waiting if x[1].record_key != record_key)
+            self._nbytes -= sum(x.nbytes for x in dropped)
+            self._changed.wait_for(lambda: self._current != record_key)
+            self._behind.pop(record_key, None)
+            owed = self._obsolete.pop(record_key, ())
+        obsolete = [key for x in dropped for key in x.obsolete]
+        self._stack.delete(self._level, self._unused([*owed, *obsolete]))
+        for delivery in dropped:
+            delivery.done.set_result(False)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no delivery waits or is written; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._waiting and self._current is None, timeout_s
+            )
+
+    def close(self) -> None:
+        """Stop the thread; waiting deliveries are dropped."""
+        with self._changed:
+            self._closed = True
+            dropped, self._waiting = self._waiting, deque()
+            self._changed.notify_all()
+        for _, delivery in dropped:
+            delivery.done.set_result(False)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Write one delivery; False once closed.
+
+        A separate function, so that no local variable holds blobs while the next is awaited.
+        """
+        found = self._next()
+        if found is None:
+            return False
+        number, delivery = found
+        self._settle(number, delivery, self._is_delivered(delivery))
+        with self._changed:
+            self._nbytes -= delivery.nbytes
+            self._current = None
+            self._changed.notify_all()
+        return True
+
+    def _is_delivered(self, delivery: Delivery) -> bool:
+        try:
+            return deliver(self._stack, self._level, delivery, whole=True).complete
+        except Exception:  # the outermost frame of this thread: a defect in a tier must not end it
+            _log.exception("writing to %s failed", self._stack.name(self._level))
+            return False
+
+    def _next(self) -> tuple[int, Delivery] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if self._closed:
+                return None
+            number, delivery = self._waiting.popleft()
+            self._current = delivery.record_key
+            owed = self._obsolete.pop(delivery.record_key, ())
+        chain = set(delivery.chain)
+        # Another session may have taken some over since.
+        still = [x for x in self._unused([*owed, *delivery.obsolete]) if x not in chain]
+        return number, replace(delivery, obsolete=still)
+
+    def _settle(self, number: int, delivery: Delivery, complete: bool) -> None:
+        if not complete:
+            self._counters.add(f"behind.{self._stack.name(self._level)}")
+        key = delivery.record_key
+        with self._changed:
+            if self._behind.get(key, 0) <= number:  # else a newer save is missing already
+                self._behind.pop(key, None)
+                if not complete:
+                    self._behind[key] = number
+            if not complete and delivery.obsolete:
+                self._obsolete[key] = [*self._obsolete.get(key, ()), *delivery.obsolete]
+            for remembered in (self._behind, self._obsolete):
+                if len(remembered) > self._max_behind:
+                    del remembered[next(iter(remembered))]
+        delivery.done.set_result(complete)
+
+
+class Committer(Generic[R]):
+    """Thread-safe for different sessions; a caller has claimed the session that it commits.
+
+    A record reaches a slower tier only through that tier's queue, so an older record that still
+    waits there is never written after it.
+    """
+
+    def __init__(
+        self,
+        kind: RecordKind[R],
+        stack: TierStack,
+        slower: Sequence[WriteBehind],
+        index: SessionIndex[R],
+        pins: Pins,
+    ) -> None:
+        self._kind = kind
+        self._stack = stack
+        self._slower = slower
+        self._index = index
+        self._pins = pins
+
+    def commit(self, record: R, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]) -> bool:
+        """Write a session into the fastest tier; the caller then calls ``replicate``.
+
+        Args:
+            fresh: new blobs by key.
+            obsolete: keys of blobs that are unused once the record is written.
+
+        Returns:
+            False if no tier has the session or will try to write it; it then stays as it was.
+        """
+        if not len(self._stack):
+            return False
+        delivery = self._delivery(record, fresh, obsolete)
+        if not deliver(self._stack, 0, delivery, whole=False).recorded and not self._slower:
+            return False
+        self.take(record, delivery.chain)
+        return True
+
+    def take(self, record: R, blob_keys: Sequence[bytes] | None = None) -> None:
+        """Put this record into the index, and pin its blobs if it is pinned."""
+        self._index.put(record, blob_keys)
+        self.follow_pin(record)
+
+    def replicate(
+        self,
+        record: R,
+        fresh_of: Callable[[TierName], Mapping[bytes, Blob]],
+        obsolete: Sequence[bytes],
+    ) -> None:
+        """Queue a committed session for the slower tiers; each may have blobs of its own codec."""
+        for level, tier in enumerate(self._slower, 1):
+            fresh = fresh_of(self._stack.name(level))
+            tier.offer(self._delivery(record, fresh, obsolete))
+
+    def save(
+        self,
+        record: R,
+        fresh: Mapping[bytes, Blob],
+        obsolete: Sequence[bytes],
+        codecs: CodecSet,
+        others: Iterable[tuple[str, Mapping[bytes, Blob]]],
+    ) -> bool:
+        """Write a session into all tiers; False if none takes it.
+
+        Args:
+            fresh: new blobs by key, in the codec of the fastest tier.
+            others: the same in other codecs of ``codecs``, by id. They may be made one by one while
+                they are asked for, once the fastest tier has the session. Tiers for whose codec
+                there is nothing get ``fresh``, also if one of them cannot be made.
+        """
+        if not self.commit(record, fresh, obsolete):
+            return False
+        forms: dict[str, Mapping[bytes, Blob]] = {}
+        try:
+            forms.update(others)
+        finally:
+            self.replicate(record, lambda tier: forms.get(codecs.of(tier).id, fresh), obsolete)
+        return True
+
+    def replace(self, record: R) -> bool:
+        """Write a changed record over the same blobs, in every tier; False if none takes it."""
+        if not self.commit(record, {}, ()):
+            return False
+        self.replicate(record, lambda tier: {}, ())
+        return True
+
+    def follow_pin(self, record: R) -> None:
+        """Pin the record's blobs if it is pinned; else release those of an older record."""
+        if record.pinned:
+            self._pins.follow(self.pin_of(record))
+        else:
+            self._pins.release(self._index.key(record))
+
+    def pin_of(self, record: R) -> PinnedSession:
+        """The session in the form that ``Pins`` counts."""
+        key = self._index.key(record)
+        keys = [key, *self._index.blob_keys(record)]
+        return PinnedSession(key, record.tenant, keys, record.pinned_bytes)
+
+    def send(self, level: int, record: R) -> Future[bool]:
+        """Bring a claimed session as it is to one slower tier; the result: all of it is there."""
+        delivery = self._delivery(record, {}, ())
+        self._slower[level - 1].offer(delivery)
+        return delivery.done
+
+    def cancel(self, record_key: bytes) -> None:
+        """Drop waiting writes of this session; none of them is running when this returns."""
+        for tier in self._slower:
+            tier.cancel(record_key)
+
+    def catch_up(self, claims: Claims) -> None:
+        """Send sessions again that slower tiers did not take."""
+        for level, tier in enumerate(self._slower, 1):
+            for key in tier.take_behind():
+                with claims.claim(key):
+                    record = self._index.get(key)
+                    if record is not None:
+                        self.send(level, record)
+
+    def _delivery(
+        self, record: R, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]
+    ) -> Delivery:
+        key, blob = self._index.key(record), self._kind.pack(record)
+        return Delivery(key, blob, self._index.blob_keys(record), fresh, obsolete, record.tenant)

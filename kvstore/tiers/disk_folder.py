@@ -1,0 +1,297 @@
+"""The folder of a disk tier: private, owned by one process, verified before it is opened.
+
+    owner.lock    held with flock while the tier is open; the kernel drops it with the process
+    data.mdb      the LMDB file; lock.mdb is its reader table
+    closed        written at a clean close: size and time of data.mdb then
+    data.foreign  a data.mdb of another program, moved aside; at most one, under no limit
+    data.damaged  the last data.mdb that was damaged, kept for inspection; for a week, or
+                  until the first session is forgotten
+
+LMDB trusts its file: a wrong page number in a damaged tree, or a file that ends too early, is not
+an error there but an abort or a SIGBUS of the whole engine. So a file that we did not close with
+exactly its present size and time is first walked by py-lmdb's own verifier, which uses plain reads
+and trusts nothing (about 0.5 s per GB). A file that fails is put aside, and the tier starts empty.
+At most one file is put aside, never longer than the tier's own may be. It is removed at the first
+start after a week, and completely as soon as any session is forgotten, since its blobs cannot be
+assigned to owners. The verifier cannot check the blobs; the store verifies their checksums on every
+read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+import lmdb
+from lmdb.verify import VerifyError
+from lmdb.verify import verify as verify_pages
+
+from kvstore.errors import TierInUse, TierUnavailable
+from kvstore.tiers.lmdb_blobs import DATABASES
+
+log = logging.getLogger(__name__)
+
+_DAMAGED = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+)
+SPARE_MAP_BYTES = 64 << 20  # deletions need new pages, too
+KEEP_DAMAGED_S = 7 * 24 * 3600.0
+
+
+def left_behind(folder: Path) -> list[Path]:
+    """The paths in a tier's folder of files that the tier may leave there, unused and uncounted.
+
+    The first is another program's; the second was found damaged.
+    """
+    return [folder / "data.foreign", folder / "data.damaged"]
+
+
+class DiskFolder:
+    """Exclusive ownership of one folder, from construction until ``release``.
+
+    Raises:
+        TierInUse: another process owns it.
+        TierUnavailable: it cannot be created or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data_fd = -1
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.chmod(0o700)
+            self._lock_fd = self._take()
+        except OSError as error:
+            raise TierUnavailable(
+                f"the disk tier cannot use {path}: {error.strerror or error}; "
+                "choose another folder with disk_path, or set disk_bytes to 0"
+            ) from error
+
+    @property
+    def data(self) -> Path:
+        """The path of the LMDB file."""
+        return self.path / "data.mdb"
+
+    def _take(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.path / "owner.lock", flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise TierInUse(
+                f"{self.path} is in use by another process (pid {owner}): two engines cannot "
+                "share one disk tier; stop that one, or give this one another disk_path"
+            ) from error
+        os.ftruncate(fd, 0)
+        os.write(fd, b"%d\n" % os.getpid())
+        return fd
+
+    def open(self, map_bytes: int) -> lmdb.Environment:
+        """Open the database, verified; a new one if the existing one cannot be trusted.
+
+        A file longer than ``map_bytes`` (the budget was lowered) gets a map that holds it, so that
+        the tier can evict and then call ``compact``.
+
+        Raises:
+            TierUnavailable: the file system refuses.
+        """
+        if self.data.is_symlink():
+            raise TierUnavailable(f"{self.data} is a symbolic link; remove it to use this folder")
+        shutil.rmtree(self.path / "compact", ignore_errors=True)
+        # The reader table of a dead process; only this process can have a live one.
+        (self.path / "lock.mdb").unlink(missing_ok=True)
+        self._drop_old_quarantine()
+        damage = self._damage()
+        if damage:
+            self._quarantine(damage)
+        (self.path / "closed").unlink(missing_ok=True)
+        try:
+            try:
+                env = self._open(map_bytes)
+            except lmdb.VersionMismatchError as error:
+                self._set_aside(str(error))
+                env = self._open(map_bytes)
+            except lmdb.Error as error:
+                self._quarantine(self._damage_of(error))
+                env = self._open(map_bytes)
+            self.data_fd = os.open(self.data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except (lmdb.Error, OSError) as error:
+            raise TierUnavailable(f"the disk tier cannot open {self.data}: {error}") from error
+        return env
+
+    def _open(self, map_bytes: int) -> lmdb.Environment:
+        if self.data.exists() and self.data.stat().st_size > map_bytes:
+            map_bytes = self.data.stat().st_size + SPARE_MAP_BYTES
+        # metasync=False: one fdatasync per commit, which covers the blobs of this commit and the
+        # root page of the one before. A kill loses nothing; a power cut loses the last commit and
+        # never the file. (sync=False writes about 2.5 times as fast and risks the whole file.)
+        env = lmdb.Environment(
+            str(self.path),
+            map_size=map_bytes,
+            metasync=False,
+            mode=0o600,
+            max_dbs=len(DATABASES),
+            max_spare_txns=4,
+        )
+        try:
+            with env.begin() as txn:
+                strange = [name for name, _ in txn.cursor() if name not in DATABASES]
+            if strange:
+                raise lmdb.VersionMismatchError(f"it holds {strange[0]!r}, which is not ours")
+        except lmdb.Error:
+            env.close()
+            raise
+        return env
+
+    def _damage(self) -> str:
+        """Return why data.mdb must not be opened; empty if it may."""
+        if not self.data.exists() or self._size_and_time_at_close() == self._size_and_time():
+            return ""
+        return self._verify()
+
+    def _damage_of(self, error: lmdb.Error) -> str:
+        """Return the damage that caused an error, regardless of the file's time.
+
+        Raises:
+            lmdb.Error: the file is whole; the disk or the memory may be full.
+        """
+        if isinstance(error, _DAMAGED):
+            return str(error)
+        if problem := self._verify():
+            return f"{error}: {problem}"
+        raise error
+
+    def _verify(self) -> str:
+        started = time.monotonic()
+        try:
+            problems: list[str] = verify_pages(str(self.path))  # type: ignore[no-untyped-call]
+        except VerifyError as error:
+            return str(error)
+        except OSError as error:
+            if error.errno == errno.EIO:  # the medium's fault; all others may be temporary
+                return str(error)
+            raise TierUnavailable(f"the disk tier cannot read {self.data}: {error}") from error
+        elapsed_s = time.monotonic() - started
+        log.info("verified %s, not closed cleanly last time, in %.1f s", self.data, elapsed_s)
+        return problems[0] if problems else ""
+
+    def _discard(self, why: str) -> None:
+        if not self.data.exists():  # an earlier attempt stopped at this point
+            return
+        nbytes = self.data.stat().st_size
+        log.warning("the disk tier starts empty: %s, %d bytes, deleted: %s", self.data, nbytes, why)
+        self.data.unlink()
+
+    def _quarantine(self, why: str) -> None:
+        """Move a damaged file to a place where it is not read, in place of an older one."""
+        if not self.data.exists():  # an earlier attempt stopped at this point
+            return
+        aside = self.path / "data.damaged"
+        log.warning(
+            "the disk tier starts empty: %s is damaged, moved to data.damaged: %s", self.data, why
+        )
+        self.data.replace(aside)
+        aside.chmod(0o600)
+        os.utime(aside)  # the week of keeping it starts now
+
+    def drop_quarantine(self) -> None:
+        """Remove the file that was put aside, if there is one. Raises ``OSError``."""
+        (self.path / "data.damaged").unlink(missing_ok=True)
+
+    def _drop_old_quarantine(self) -> None:
+        with contextlib.suppress(OSError):  # usually there is none
+            if time.time() - (self.path / "data.damaged").lstat().st_mtime > KEEP_DAMAGED_S:
+                self.drop_quarantine()
+
+    def _set_aside(self, why: str) -> None:
+        log.warning("the disk tier starts empty: %s moved to data.foreign: %s", self.data, why)
+        self.data.replace(self.path / "data.foreign")
+
+    def start_over_if_damaged(
+        self, env: lmdb.Environment, map_bytes: int, error: lmdb.Error
+    ) -> lmdb.Environment:
+        """Close ``env``, and open an empty file if ``error`` comes from damage to the present one.
+
+        Raises:
+            lmdb.Error: ``error``; the file is whole.
+        """
+        env.close()
+        return self.start_over_damaged(env, map_bytes, why=self._damage_of(error))
+
+    def start_over(self, env: lmdb.Environment, map_bytes: int, why: str) -> lmdb.Environment:
+        """Close ``env``, delete its file, and open an empty one."""
+        env.close()
+        self._close_data()
+        self._discard(why)
+        return self.open(map_bytes)
+
+    def start_over_damaged(
+        self, env: lmdb.Environment, map_bytes: int, why: str
+    ) -> lmdb.Environment:
+        """Close ``env``, put its damaged file aside, and open an empty one."""
+        env.close()
+        self._close_data()
+        self._quarantine(why)
+        return self.open(map_bytes)
+
+    def compact(self, env: lmdb.Environment, map_bytes: int) -> lmdb.Environment:
+        """Close ``env``, rewrite its file without free pages, and open the new file.
+
+        LMDB files never shrink by themselves. If the new file exceeds ``map_bytes`` or cannot be
+        written (perhaps because the disk is full), an empty one is opened instead: the limit holds.
+        """
+        target = self.path / "compact"
+        target.mkdir(mode=0o700)
+        try:
+            env.copy(str(target), compact=True)
+            copy = target / "data.mdb"
+            if copy.stat().st_size > map_bytes:
+                return self.start_over(env, map_bytes, why="it cannot be shrunk")
+            copy.chmod(0o600)
+            env.close()
+            self._close_data()
+            copy.replace(self.data)
+            return self.open(map_bytes)
+        except lmdb.Error as error:
+            return self.start_over(env, map_bytes, why=f"it cannot be shrunk: {error}")
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
+
+    def _size_and_time(self) -> bytes:
+        stat = self.data.stat()
+        return b"%d %d" % (stat.st_size, stat.st_mtime_ns)
+
+    def _size_and_time_at_close(self) -> bytes:
+        try:
+            return (self.path / "closed").read_bytes()
+        except OSError:
+            return b""
+
+    def release(self, *, clean: bool) -> None:
+        """Give up ownership of the folder.
+
+        Args:
+            clean: the database was synced and closed without an error.
+        """
+        self._close_data()
+        if clean:
+            with contextlib.suppress(OSError):  # a failure costs the next start a verification
+                closed = self.path / "closed"
+                closed.touch(mode=0o600)
+                closed.write_bytes(self._size_and_time())
+        os.close(self._lock_fd)
+
+    def _close_data(self) -> None:
+        if self.data_fd >= 0:
+            os.close(self.data_fd)
+            self.data_fd = -1

@@ -1,0 +1,382 @@
+"""The disk tier: blobs in an LMDB file survive a restart, inside a budget of real file pages.
+
+**Crashes.** A kill -9 at any moment loses nothing that was committed; a batch in flight is whole or
+absent. A power cut may lose the last commit (``batch_bytes``), never the file. Recency is written
+along with the next commit; after a crash the order may be that old.
+
+**Budget.** ``capacity_bytes`` bounds the live blobs, counted in whole pages. The file also holds
+pages that are free but not reusable yet, and some gaps; it never exceeds ``file_bytes_limit``
+(see ``disk_budget``), because LMDB's map ends there. When a commit meets that end, the tier evicts
+first, lets the pages come free, and tries again, evicting more each time.
+
+**Faults.** A full disk or map: the blobs are refused and the error is counted. Any other error of
+the file system is counted and raised as ``TierUnavailable``. If a tree is found damaged, at the
+start or while in use, the file is put aside and the tier continues empty. A medium error
+*under* the map cannot be turned into a miss: it arrives as SIGBUS and ends the engine, whose next
+start verifies the file.
+
+Readers never wait for writers. Forgotten and replaced blobs are overwritten in place, evicted ones
+are not: see ``lmdb_blobs``. The map is read through the page cache: it shows as shared, reclaimable
+memory of the process, not as its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import lmdb
+
+from kvstore.errors import TierUnavailable
+from kvstore.tiers.base import Blob, TierStats
+from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit, first_batch
+from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder
+from kvstore.tiers.lmdb_blobs import CallGuard, FileExtent, LmdbBlobs, erase, is_want_of_room
+from kvstore.tiers.lru import IndexedTier, IndexUpdate, RecencyEntry, RecencyIndex
+
+MAX_READS = 4
+MAX_EVICT_RETRIES = 4  # a slow reader keeps pages from coming free; do not evict all for it
+
+
+class DiskTier(IndexedTier):
+    """Implements ``base.Tier`` in ``folder``, which belongs to this object alone until ``close``.
+
+    Raises:
+        TierUnavailable: the folder is in use by another process, or cannot be used.
+    """
+
+    name = "disk"
+    persistent = True
+
+    def __init__(self, folder: Path, capacity_bytes: int, guaranteed_share: float = 0.0) -> None:
+        self._guard = CallGuard()
+        self._writing = threading.Lock()  # one writer; always taken before the other lock
+        self._lock = threading.Lock()  # the fields below; held briefly
+        self._index = RecencyIndex(capacity_bytes, guaranteed_share)
+        self._batch_bytes = batch_bytes(capacity_bytes)
+        self._unsaved: set[bytes] = set()  # keys whose recency is not in the file yet
+        self._num_evictions = 0
+        self._erasing: frozenset[bytes] = frozenset()  # being overwritten before they are deleted
+        self._num_erasures = 0
+        self._folder = DiskFolder(folder)
+        try:
+            self._open()
+        except (lmdb.Error, OSError) as error:
+            self._folder.release(clean=False)
+            raise TierUnavailable(f"the disk tier cannot open {folder}: {error}") from error
+        except TierUnavailable:
+            self._folder.release(clean=False)
+            raise
+
+    def _open(self) -> None:
+        limit = file_bytes_limit(self._index.capacity_bytes)
+        self._env = self._folder.open(limit)
+        try:
+            try:
+                self._load(limit)
+            except lmdb.Error as error:
+                self._env = self._folder.start_over_if_damaged(self._env, limit, error)
+                self._load(limit)
+        except (lmdb.Error, OSError, TierUnavailable):
+            self._env.close()
+            raise
+
+    def _mend(self) -> None:
+        """Replace the file by an empty one if calls found it damaged and the new one opens."""
+        if not self._guard.damaged:
+            return
+        # Calls already inside end first, and some of them have yet to write.
+        with self._guard.mend() as damaged, self._writing:
+            if not damaged:
+                return
+            limit = file_bytes_limit(self._index.capacity_bytes)
+            self._env = self._folder.start_over_damaged(self._env, limit, why="found while in use")
+            self._blobs = LmdbBlobs(self._env)
+            self._env.set_mapsize(limit)
+            with self._lock:  # pins stay
+                for key in list(self._index):
+                    self._index.remove(key)
+                self._unsaved.clear()
+                self._num_erasures += 1
+
+    def _load(self, limit: int) -> None:
+        """Build the index, and bring the file inside the budget if that was lowered."""
+        self._index = self._index.emptied()
+        self._blobs = LmdbBlobs(self._env)
+        with self._env.begin(buffers=True) as txn:
+            found = sorted(self._blobs.entries(txn), key=lambda item: item[1].stamp)
+        for key, entry in found:
+            self._index.insert(key, self._blobs.nbytes(entry.length), entry.stamp)
+        evicted = [key for key, _ in self._index.shrink()]
+        try:
+            self._commit(evicted, {})
+            self._force_commit()
+        except lmdb.MapFullError:
+            self._env.set_mapsize(limit + SPARE_MAP_BYTES)
+            self._commit(evicted, {})
+        if self._folder.data.stat().st_size > limit:
+            self._env = self._folder.compact(self._env, limit)
+            self._load(limit)
+        else:
+            self._env.set_mapsize(limit)
+
+    @property
+    def overhead_bytes(self) -> int:
+        return self._blobs.nbytes(1)  # nearly all of it is overhead
+
+    # Reading
+
+    def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
+        """Return one blob per key, ``None`` for a miss.
+
+        Reads again if a blob was erased meanwhile, a few times at most; zeros that are returned
+        even then fail the store's checksum and are a miss.
+        """
+        with self._guard.call():
+            for _ in range(MAX_READS):
+                with self._lock:
+                    before, hidden = self._num_erasures, self._erasing
+                with self._env.begin(buffers=True) as txn:
+                    found = [None if x in hidden else self._blobs.read(txn, x) for x in keys]
+                with self._lock:
+                    if self._num_erasures == before:
+                        break
+            return list(found)
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [key in self._index for key in keys]
+
+    def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
+        with self._guard.call(), self._env.begin(buffers=True) as txn:
+            found = [self._blobs.entry(txn, key) for key in keys]
+        return [None if entry is None else entry.length for entry in found]
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
+        with self._lock:
+            found = sorted(key for key in self._index if key.startswith(prefix))
+        for key in found:
+            (blob,) = self.get_many([key])
+            if blob is not None:
+                yield key, blob
+
+    # Writing
+
+    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
+        blobs = {key: memoryview(blob).cast("B") for key, blob in items}
+        self._mend()
+        with self._guard.call(), self._writing:
+            with self._lock:
+                update = self._index.add(self._sizes(blobs), owner)
+                self._unsaved.update(blobs)
+            self._write(update, blobs, [])
+        with self._lock:
+            return sum(key in self._index for key in blobs)
+
+    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
+        blobs = {key: memoryview(blob).cast("B")}
+        before = instead_of or key
+        self._mend()
+        with self._guard.call(), self._writing:
+            remains = self._extents([before])
+            with self._lock:
+                if instead_of and instead_of not in self._index:
+                    return False
+                old = self._index.remove(before)
+                update = self._index.add(self._sizes(blobs), owner)
+                self._unsaved.add(key)
+                if old is not None:
+                    update.evicted.append((before, old))
+                if not update.added:
+                    self._index.undo(update)
+                    return False
+            # The replaced blob counts as spared: it goes in the same commit, and was not evicted.
+            return self._write(update, {before: memoryview(b"")} | blobs, remains)
+
+    def delete_many(self, keys: Iterable[bytes]) -> int:
+        self._mend()
+        with self._guard.call(), self._writing:
+            with self._lock:
+                present = [key for key in dict.fromkeys(keys) if key in self._index]
+                self._erasing = frozenset(present)
+                self._num_erasures += 1
+            try:
+                if present:
+                    self._erase(self._extents(present))
+                    self._commit(present, {})
+                with self._lock:
+                    for key in present:
+                        self._index.remove(key)
+            finally:
+                self._erasing = frozenset()
+            return len(present)
+
+    def drop_quarantine(self) -> None:
+        with self._guard.call(), self._writing:
+            self._folder.drop_quarantine()
+
+    def _sizes(self, blobs: Mapping[bytes, memoryview]) -> dict[bytes, int]:
+        return {key: self._blobs.nbytes(len(blob)) for key, blob in blobs.items()}
+
+    def _write(
+        self, update: IndexUpdate, blobs: Mapping[bytes, memoryview], remains: list[FileExtent]
+    ) -> bool:
+        """Carry out an update of the index, batch by batch; False if something was refused.
+
+        Blobs that could not be written or deleted are undone in the index.
+
+        Args:
+            remains: extents of an evicted blob, to be overwritten once it is deleted; emptied.
+
+        Raises:
+            lmdb.Error: any error except lack of space.
+        """
+        pending, evicted = list(update.added), list(update.evicted)
+        try:
+            while pending or evicted:
+                batch = first_batch(pending, blobs, self._batch_bytes)
+                self._commit_batch(evicted, batch, blobs, remains)
+                del pending[: len(batch)]
+        except lmdb.Error as error:
+            with self._lock:
+                self._index.undo(IndexUpdate(pending, evicted))
+            if not is_want_of_room(error):
+                raise
+            self._guard.count(error)
+        return not pending
+
+    def _commit_batch(
+        self,
+        evicted: list[tuple[bytes, RecencyEntry]],
+        batch: Mapping[bytes, memoryview],
+        spare: Mapping[bytes, memoryview],
+        remains: list[FileExtent],
+    ) -> None:
+        """Delete the evicted blobs and write a batch; if the file is too full, evict more.
+
+        Args:
+            evicted: blobs to delete; emptied as soon as they are gone.
+            spare: keys that must not be evicted for ``batch``.
+        """
+        try:
+            self._commit_and_erase(evicted, batch, spare, remains)
+            return
+        except lmdb.MapFullError:
+            nbytes = sum(self._sizes(batch).values())
+        for attempt in range(1, MAX_EVICT_RETRIES + 1):
+            if evicted:
+                self._commit_and_erase(evicted, {}, spare, remains)
+            self._force_commit()
+            try:
+                self._commit([], batch)
+                return
+            except lmdb.MapFullError:
+                if attempt == MAX_EVICT_RETRIES:
+                    raise
+            with self._lock:
+                evicted += self._index.evict(nbytes, spare)
+
+    def _commit_and_erase(
+        self,
+        evicted: list[tuple[bytes, RecencyEntry]],
+        batch: Mapping[bytes, memoryview],
+        spare: Mapping[bytes, memoryview],
+        remains: list[FileExtent],
+    ) -> None:
+        self._commit([key for key, _ in evicted], batch)
+        with self._lock:
+            self._num_evictions += sum(key not in spare for key, _ in evicted)
+            self._num_erasures += bool(
+                remains
+            )  # after the commit: a read that starts now finds the new blob
+        evicted.clear()
+        self._erase(remains)
+        remains.clear()
+
+    def _commit(self, gone: Iterable[bytes], new: Mapping[bytes, memoryview]) -> None:
+        """Delete, write and save the recency that changed since the last commit, all in one."""
+        with self._lock:
+            changed, self._unsaved = self._unsaved, set()
+            entries = {key: self._index.entry(key) for key in changed.union(new)}
+        stamps = {key: entry.stamp for key, entry in entries.items() if entry is not None}
+        try:
+            with self._env.begin(write=True, buffers=True) as txn:
+                for key in gone:
+                    self._blobs.delete(txn, key)
+                for key, blob in new.items():
+                    self._blobs.write(txn, key, blob, stamps[key])
+                for key in stamps.keys() - new.keys():
+                    self._blobs.restamp(txn, key, stamps[key])
+        except lmdb.Error:
+            with self._lock:
+                self._unsaved |= changed
+            raise
+
+    def _force_commit(self) -> None:
+        """Commit without a change: LMDB reuses pages two commits after the one that freed them."""
+        with self._env.begin(write=True, buffers=True) as txn:
+            self._blobs.force_commit(txn)
+
+    def _extents(self, keys: Iterable[bytes]) -> list[FileExtent]:
+        with self._env.begin(buffers=True) as txn:
+            return [extent for key in keys for extent in self._blobs.extents(txn, key)]
+
+    def _erase(self, extents: Iterable[FileExtent]) -> None:
+        """Overwrite blobs with zeros; a failure is only counted, and the blob still deleted."""
+        for extent in extents:
+            try:
+                if not erase(extent, self._folder.data_fd):
+                    self._guard.count(OSError("cannot find a forgotten blob to overwrite it"))
+            except OSError as error:
+                self._guard.count(error)
+
+    # Recency
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._index.touch(keys)
+            self._unsaved.update(keys)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        keys = list(keys)
+        with self._lock:
+            self._index.unpin(keys)
+            self._unsaved.update(keys)
+
+    # Life
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            return TierStats(
+                name=self.name,
+                nbytes=self._index.nbytes,
+                capacity_bytes=self._index.capacity_bytes,
+                num_blobs=len(self._index),
+                evictions=self._num_evictions,
+                errors=self._guard.num_errors,
+                available=not self._guard.damaged,
+            )
+
+    def flush(self) -> None:
+        with self._guard.call(), self._writing:
+            self._sync()
+
+    def _sync(self) -> None:
+        if self._unsaved:
+            self._commit([], {})
+        self._env.sync(True)
+
+    def close(self) -> None:
+        """Wait for the calls inside, sync, and release the folder. May be called twice."""
+        if not self._guard.close():
+            return
+        clean = not self._guard.damaged
+        try:
+            if clean:
+                self._sync()
+        except lmdb.Error as error:
+            self._guard.count(error)
+            clean = False
+        self._env.close()
+        self._folder.release(clean=clean)

@@ -1,0 +1,76 @@
+"""Deletions that a tier owes, as the next life of the engine reads them."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from kvstore.ledger.upkeep import MAX_KEYS, Owed, OwedDeletions
+
+ONE = Owed(1.5, b"r" + bytes(32), [b"r" + bytes(32), b"\xff\x00"])
+TWO, THREE = Owed(2.0, b"r2", [b"c\n"]), Owed(3.0, b"r3", [])
+
+
+def test_the_next_life_finds_them_in_order(tmp_path: Path):
+    path = tmp_path / "owed"
+    owed = OwedDeletions(path)
+    assert not path.exists()
+    owed.add(ONE)
+    owed.add(TWO)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = OwedDeletions(path)
+    assert (again.inherited, again.take(), len(again)) == ([ONE, TWO], [], 2)
+    again.add(THREE)
+    again.inherited = [TWO]
+    again.settle()
+    assert OwedDeletions(path).inherited == [TWO, THREE]
+
+
+def test_what_could_not_be_done_comes_first_again(tmp_path: Path):
+    owed = OwedDeletions(tmp_path / "owed")
+    owed.add(ONE)
+    owed.add(TWO)
+    taken = owed.take()
+    assert OwedDeletions(tmp_path / "owed").inherited == [ONE, TWO]  # until it is settled
+    owed.add(THREE)
+    owed.put_back(taken[1:])
+    owed.settle()
+    assert OwedDeletions(tmp_path / "owed").inherited == [TWO, THREE]
+
+
+def test_what_cannot_be_read_is_ignored(tmp_path: Path):
+    path = tmp_path / "owed"
+    owed = OwedDeletions(path)
+    owed.add(ONE)
+    whole = path.read_bytes()
+    path.write_bytes(b'["no hex"]\n[7]\n\xff\n[1,"zz",[]]' + whole + whole[: len(whole) // 2])
+    torn = OwedDeletions(path)
+    assert torn.inherited == [ONE]
+    torn.add(TWO)
+    assert OwedDeletions(path).inherited == [ONE, TWO]
+    path.unlink()
+    path.symlink_to(tmp_path / "other")
+    (tmp_path / "other").write_bytes(whole)
+    assert OwedDeletions(path).inherited == []
+
+
+def test_the_oldest_are_dropped_where_there_are_too_many():
+    owed = OwedDeletions(None)
+    third = [b"k"] * (MAX_KEYS // 3)
+    for number in range(5):
+        owed.add(Owed(float(number), b"r", third))
+    assert [x.at_s for x in owed.take()] == [2.0, 3.0, 4.0]
+
+
+def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path, caplog):
+    folder = tmp_path / "absent"
+    for path in (folder / "owed", None):
+        owed = OwedDeletions(path)
+        owed.add(ONE)
+        owed.add(TWO)
+        assert owed.take() == [ONE, TWO]
+    assert len(caplog.records) == 2
+    folder.mkdir()
+    later = OwedDeletions(folder / "owed")
+    later.add(ONE)
+    assert OwedDeletions(folder / "owed").inherited == [ONE]

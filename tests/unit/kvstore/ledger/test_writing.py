@@ -1,0 +1,220 @@
+"""Bringing sessions to slower tiers: order, bounds, and deliveries that are made good later."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.blobs.chain import CHUNK as CHUNK_KIND
+from kvstore.blobs.chain import RECORD
+from kvstore.ledger.stack import TierStack
+from kvstore.ledger.writing import Delivery, WriteBehind, deliver
+from kvstore.stats import Counters
+from kvstore.tiers.ram_tier import RamTier
+from tests.blob_names import all_named
+from tests.faulty_tier import FaultyTier
+from tests.kv_sessions import come_back, kv_of, open_store, ram, ref, save, tokens
+
+HISTORY = tokens(200)
+KEYS = [CHUNK_KIND + bytes([i]) * 32 for i in range(40)]
+RECORD_KEY = RECORD + bytes(32)
+
+
+def delivery(keys=KEYS, fresh=KEYS, obsolete=(), record=b"new") -> Delivery:
+    return Delivery(RECORD_KEY, record, keys, dict.fromkeys(fresh, b"blob"), obsolete)
+
+
+def stack_of(*tiers) -> TierStack:
+    return TierStack(tiers, Counters())
+
+
+def slow(nbytes: int = 1 << 26) -> FaultyTier:
+    return FaultyTier(ram(nbytes), "disk")
+
+
+def test_the_record_is_written_last_and_the_obsolete_go_after_it():
+    tier = slow()
+    tier.inner.put_many([(KEYS[0], b"blob"), (b"t" + bytes(32), b"old tail")])
+    assert deliver(stack_of(tier), 0, delivery(obsolete=[b"t" + bytes(32)]), whole=True) == (
+        True,
+        True,
+    )
+    assert [x for x in tier.calls if x not in ("touch", "contains_many")] == [
+        *["put_many"] * 3,
+        "replace",
+        "delete_many",
+    ]
+    assert tier.inner.contains_many([*KEYS, RECORD_KEY, b"t" + bytes(32)]) == [True] * 41 + [False]
+
+
+def test_blobs_that_are_not_fresh_are_read_from_faster_tiers():
+    near, far = ram(), slow()
+    near.put_many([(x, b"blob") for x in KEYS[:30]])
+    assert deliver(stack_of(near, far), 1, delivery(fresh=KEYS[30:]), whole=True) == (True, True)
+    assert all(far.inner.contains_many(KEYS))
+
+
+def test_blobs_that_no_tier_has_any_more_leave_part_of_the_session():
+    near, far = ram(), slow()
+    near.put_many([(x, b"blob") for x in KEYS[:30]])
+    assert not deliver(stack_of(near, far), 1, delivery(fresh=[]), whole=True).complete
+    assert far.inner.contains_many([RECORD_KEY, KEYS[29], KEYS[30]]) == [True, True, False]
+
+
+@pytest.mark.parametrize("method", ["put_many", "replace"])
+def test_a_tier_that_goes_away_keeps_its_older_record_and_tail(method):
+    tier, old_tail = slow(), b"t" + bytes(32)
+    tier.inner.put_many([(RECORD_KEY, b"old"), (old_tail, b"old tail")])
+    tier.fails = lambda number, called: called == method
+    assert not deliver(stack_of(tier), 0, delivery(obsolete=[old_tail]), whole=True).complete
+    assert tier.inner.get_many([RECORD_KEY, old_tail]) == [b"old", b"old tail"]
+
+
+def test_a_session_larger_than_its_tier_keeps_its_head():
+    tier = RamTier(20 * 558)
+    assert not deliver(stack_of(tier), 0, delivery(), whole=True).complete
+    held = tier.contains_many(KEYS)
+    assert held.index(False) >= 15
+    assert tier.contains_many([RECORD_KEY]) == [True]
+
+
+def test_the_queue_is_bounded_and_says_who_is_behind():
+    stack = stack_of(ram(), slow())
+    tier = stack._tiers[1]
+    tier.go_on.clear()
+    tier.inner.put_many([])
+    counters = Counters()
+    queue = WriteBehind(stack, 1, 1000, counters)
+    queue.start()
+    blocked = Delivery(b"r1", b"x" * 900, KEYS, {})
+    stack._tiers[0].put_many([(x, b"blob") for x in KEYS])
+    first = FaultyTier(stack._tiers[0])
+    stack._tiers = (first, tier)
+    first.go_on.clear()  # the read of the blobs to be written
+    queue.offer(blocked)
+    refused = Delivery(b"r2", b"x" * 900, KEYS, {})
+    queue.offer(refused)
+    assert refused.done.result(5) is False
+    assert queue.take_behind() == {b"r2"}
+    assert counters.as_dict() == {"behind.disk": 1}
+    first.go_on.set()
+    assert blocked.done.result(5) is True
+    assert queue.wait_idle(5)
+    assert queue.nbytes == 0
+    queue.close()
+
+
+def test_of_a_tier_that_stays_away_only_so_many_sessions_are_remembered():
+    stack = stack_of(ram(), slow())
+    stack._tiers[1].fails = lambda number, method: True
+    queue = WriteBehind(stack, 1, 1000, Counters(), max_behind=3)
+    queue.start()
+    for name in (b"r1", b"r2", b"r3", b"r1", b"r4"):
+        late = Delivery(name, b"record", KEYS, {})
+        queue.offer(late)
+        assert late.done.result(5) is False
+    assert queue.take_behind() == {b"r1", b"r3", b"r4"}
+    queue.close()
+
+
+def test_what_another_session_has_taken_over_since_is_not_deleted():
+    tier, kept, gone = ram(), *(CHUNK_KIND + bytes([i]) * 32 for i in (98, 99))
+    tier.put_many([(kept, b"blob"), (gone, b"blob")])
+    queue = WriteBehind(
+        stack_of(ram(), tier), 1, 1 << 20, Counters(), lambda keys: [x for x in keys if x != kept]
+    )
+    queue.offer(delivery(obsolete=[kept, gone]))
+    assert tier.contains_many([kept, gone]) == [True, False]
+    queue.close()
+
+
+def test_before_it_starts_a_delivery_is_written_at_once():
+    tier = RamTier(1 << 20)
+    queue = WriteBehind(stack_of(ram(), tier), 1, 1 << 20, Counters())
+    first = delivery()
+    queue.offer(first)
+    assert (first.done.result(0), queue.nbytes) == (True, 0)
+    assert tier.contains_many([RECORD_KEY, *KEYS]) == [True] * (len(KEYS) + 1)
+    queue.close()
+
+
+def test_closing_drops_waiting_deliveries():
+    stack = stack_of(ram(), slow())
+    queue = WriteBehind(stack, 1, 1000, Counters())
+    queue.start()
+    queue.close()
+    late = delivery()
+    queue.offer(late)
+    assert late.done.result(5) is False
+
+
+def test_a_tier_that_was_down_is_caught_up_by_a_flush():
+    tier = slow()
+    store = open_store([ram(), tier])
+    tier.fails = lambda number, method: True
+    store.save(ref(), HISTORY, kv_of(HISTORY))
+    store.flush(10)
+    assert store.stats().counters["behind.disk"] >= 1
+    assert not any(tier.inner.scan(b""))
+    tier.fails = lambda number, method: False
+    assert store.flush(10)
+    assert all(
+        tier.inner.contains_many(all_named(store.ledger.index.blob_keys(store.record(ref()))))
+    )
+    store.close()
+
+
+def test_a_tier_that_was_down_is_caught_up_by_the_next_save():
+    tier = slow()
+    store = open_store([ram(), tier])
+    tier.fails = lambda number, method: True
+    store.save(ref(), HISTORY[:100], kv_of(HISTORY[:100]))
+    store.flush(10)
+    tier.fails = lambda number, method: False
+    save(store, ref(), HISTORY)
+    assert store.demote(ref(), "disk") == "disk"
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    store.close()
+
+
+def test_a_tier_that_was_down_is_caught_up_by_a_demotion():
+    tier = slow()
+    store = open_store([ram(), tier])
+    tier.fails = lambda number, method: True
+    store.save(ref(), HISTORY, kv_of(HISTORY))
+    store.flush(10)
+    assert store.demote(ref(), "disk") == "ram"
+    tier.fails = lambda number, method: False
+    assert store.demote(ref(), "disk") == "disk"
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    store.close()
+
+
+def test_deletions_a_tier_missed_are_made_good():
+    tier = slow()
+    store = open_store([ram(), tier])
+    save(store, ref(), HISTORY)
+    tier.fails = lambda number, method: method == "delete_many"
+    assert store.forget(ref())
+    assert any(tier.inner.scan(b""))
+    tier.fails = lambda number, method: False
+    store.expire()
+    assert not any(tier.inner.scan(b""))
+    store.close()
+
+
+def test_an_older_delivery_does_not_hide_that_a_newer_one_was_refused():
+    tier = slow()
+    tier.hanging = "put_many"
+    tier.go_on.clear()
+    queue = WriteBehind(stack_of(ram(), tier), 1, 400, Counters())
+    queue.start()
+    older, newer = delivery(), delivery(record=b"n" * 1000)
+    queue.offer(older)
+    assert tier.entered.wait(10)
+    queue.offer(newer)
+    assert newer.done.result(10) is False
+    tier.go_on.set()
+    assert older.done.result(10) is True
+    assert queue.wait_idle(10)
+    assert queue.take_behind() == {RECORD_KEY}
+    queue.close()
