@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from gateway.stored.forms import Entry, Item, stored_form
 from gateway.stored.objects import Objects
-from gateway.stored.shelf import Kind, Limits, Steps
+from gateway.stored.shelf import Entry, Item, Kind, Limits, Steps, stored_form
 from gateway.stored.sqlite_shelf import SqliteShelf
 
 T = TypeVar("T")

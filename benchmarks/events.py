@@ -22,9 +22,9 @@ from typing import Any
 from engines.base import SessionReport
 from engines.headers import CacheOutcome
 from engines.wire import CodecReport, KVSize, SessionRef, Welcome
-from gateway.live.live import Live
-from gateway.live.scope import Scope
-from gateway.metrics import PromptDetails, Usage
+from gateway.watch.live import Live
+from gateway.watch.metrics import PromptDetails, Usage
+from gateway.watch.scope import Scope
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
 

@@ -43,7 +43,7 @@ from engines.mlx_worker.cache.packed_model import PackedCacheModel, with_packed_
 from engines.mlx_worker.model.loading import LoadedModel, load_model
 from launch.machine.blas import find_blas
 from launch.machine.folders import folders
-from launch.sample.sample_model import sample_model
+from launch.model import sample_model
 
 NUM_SCORED = 48
 PREFILL_STEP = 128

@@ -149,7 +149,7 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.model is None:
         from launch.machine.folders import default_cache_dir
-        from launch.sample.sample_model import sample_model
+        from launch.model import sample_model
 
         arguments.model = sample_model(default_cache_dir(os.environ))
     return arguments

@@ -27,13 +27,12 @@ from kvstore.codecs.profile import load_profile
 from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.config import StoreConfig
 from launch.calibrate.orders import USUAL_CONTEXTS, CalibrateOptions
-from launch.calibrate.output_files import write_json
-from launch.calibrate.plot import check_path, draw
+from launch.calibrate.plot import check_path, draw, write_json
 from launch.calibrate.program import calibrate
-from launch.cli.calibration_table import print_report
+from launch.cli.calibrate import print_report
 from launch.cli.options import layers
 from launch.errors import LaunchError, UsageError
-from launch.machine.interpreters import find_python
+from launch.machine.installation import find_python
 from launch.settings.effective_settings import effective_settings
 
 HEAD = (

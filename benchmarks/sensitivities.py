@@ -41,7 +41,7 @@ from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.quality import Quality
 from launch.machine.folders import default_cache_dir
-from launch.sample.sample_model import sample_model
+from launch.model import sample_model
 
 NUM_CHAINS: Final = 4
 GATE_SCORED: Final = 64  # tokens that the gate of a first start scores

@@ -33,7 +33,7 @@ from benchmarks.stacks.product_stack import (
     write_json,
 )
 from launch.machine.folders import folders
-from launch.sample.sample_model import sample_model
+from launch.model import sample_model
 
 HOT_BYTES, RAM_BYTES, DISK_BYTES = 256 * MIB, 64 * MIB, 2048 * MIB
 LOOK_EVERY_S = 0.5

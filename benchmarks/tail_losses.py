@@ -30,7 +30,7 @@ from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import load_profile
 from kvstore.shapes import KVLayout, KVRun, slice_tokens
 from launch.machine.folders import default_cache_dir
-from launch.sample.sample_model import sample_model
+from launch.model import sample_model
 
 CHUNK_TOKENS = 128
 SCORED, FIRST = 64, 8

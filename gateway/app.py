@@ -12,49 +12,36 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from engines.headers import CACHE_HEADER, SESSION_HEADER
-from gateway import health, sessions
-from gateway.access.key_list import KeyList
-from gateway.admin import findings, keys, log_tail, measuring
-from gateway.anthropic import messages, token_count
+from gateway import events, openapi, sessions
+from gateway.admin import findings, health
+from gateway.admin import routes as admin
+from gateway.anthropic import routes as anthropic
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, prepare
 from gateway.dashboard import routes as dashboard
-from gateway.description import openapi
 from gateway.edge.body_budget import BodyBudget
+from gateway.edge.key_limits import KeyLimits, usual_limits
+from gateway.edge.shared_limits import SharedLimits
 from gateway.errors import FORESEEN, respond
-from gateway.events import routes as events
 from gateway.front import FrontMiddleware
-from gateway.keys import Tenants
-from gateway.limits.key_limits import KeyLimits, usual_limits
-from gateway.limits.shared_limits import SharedLimits
-from gateway.live.places import StreamPlaces
-from gateway.metrics import Metrics
+from gateway.keys import KeyList, Tenants
 from gateway.models.loading import Loading
-from gateway.models.models import Models
-from gateway.models.served_model import ServedModel
-from gateway.openai import (
-    chat,
-    compaction,
-    conversations,
-    embeddings,
-    models,
-    stored_chats,
-    tokenizing,
-)
-from gateway.openai.responses import counting
+from gateway.models.served_model import Models, ServedModel
+from gateway.openai import chat, conversations, models, stored_chats
+from gateway.openai.responses import compaction
 from gateway.openai.responses import routes as responses
 from gateway.relay.answer_format import STORED_HEADER
 from gateway.stored.stored import Stored
+from gateway.watch.metrics import Metrics
+from gateway.watch.scope import StreamPlaces
 from scheduler.headroom import Headroom
 
 log = logging.getLogger("thermocline.gateway")
 
 RESTART_LOOP_S = 1.0
 ROUTES = (
-    *(chat, stored_chats, counting, compaction, responses, conversations, tokenizing, embeddings),
-    *(messages, token_count, models, sessions, events, health, openapi),
-    *(keys, findings, log_tail, measuring),
-    *(dashboard,),
+    *(chat, stored_chats, compaction, responses, conversations, models, anthropic),
+    *(sessions, events, health, openapi, admin, findings, dashboard),
 )
 
 

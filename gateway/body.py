@@ -19,8 +19,8 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.requests import Json, parse_json
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, gateway_of
+from gateway.edge.accounts import account_of
 from gateway.edge.body_budget import LARGE_BODY_BYTES, body_share_of, check_weight
-from gateway.limits.accounts import account_of
 from gateway.models.served_model import ServedModel
 
 T = TypeVar("T")

@@ -15,23 +15,21 @@ from starlette.types import Scope
 from engines.asgi import while_client_stays
 from engines.openai.requests import InvalidRequest
 from engines.wire import Welcome
-from gateway.access.key_list import KeyList
-from gateway.access.log_ring import LogRing
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.directory.directory import Directory
+from gateway.edge.accounts import account_of
 from gateway.edge.body_budget import BodyBudget, body_share_of
+from gateway.edge.key_limits import KeyLimits, KeyShare, key_share_of
 from gateway.errors import Failure, Refused
-from gateway.keys import Tenant, Tenants
-from gateway.limits.accounts import account_of
-from gateway.limits.key_limits import KeyLimits, KeyShare, key_share_of
-from gateway.live.places import StreamPlaces
-from gateway.metrics import Metrics
+from gateway.keys import KeyList, Tenant, Tenants
 from gateway.models.loading import Loading, OnDemand
-from gateway.models.models import Models
-from gateway.models.served_model import ENGINE_POLL_S, ServedModel
+from gateway.models.served_model import ENGINE_POLL_S, Models, ServedModel
 from gateway.stored.seal import SealedText
 from gateway.stored.stored import Stored
-from gateway.telemetry.tracing import PassOn, Tracing
+from gateway.watch.log_ring import LogRing
+from gateway.watch.metrics import Metrics
+from gateway.watch.scope import StreamPlaces
+from gateway.watch.tracing import PassOn, Tracing
 
 LAST_WORDS_S = 1.0  # for all streams to send their ending
 _CALLER = "caller"  # where a request's tenant is in the scope's state

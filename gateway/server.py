@@ -18,8 +18,7 @@ from fastapi import FastAPI
 
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
-from gateway.edge.connections import Connections
-from gateway.edge.open_files import most_connections, open_files_limit
+from gateway.edge.connections import Connections, most_connections, open_files_limit
 from gateway.edge.protocol import EdgeProtocol
 
 log = logging.getLogger("thermocline.gateway")

@@ -31,14 +31,14 @@ from gateway.directory.beyond import (
     used_later,
 )
 from gateway.directory.directory import Elsewhere
-from gateway.directory.verbs import done, shown, sleeps
+from gateway.directory.orders import done, shown, sleeps
+from gateway.identity.agents import SUFFIX
 from gateway.identity.names import checked_name
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
-from gateway.prefixes.beside import SUFFIX
 from gateway.stored.shelf import StoreFailed
+from scheduler.session import SessionView
 from scheduler.sessions import Overloaded, Place
-from scheduler.view import SessionView
 
 router = APIRouter()
 MAX_ROWS = 1000  # of one list: some milliseconds of work, for which all other requests wait

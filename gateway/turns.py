@@ -1,7 +1,7 @@
 """One walk from a request to the engine and back, for every dialect that asks for an answer.
 
-authenticate -> read the body -> recall, translate, validate -> find the session (here)
--> wait for a slot -> open the engine -> relay its answer          (gateway.relay.turn_response)
+authenticate -> read the body -> recall, translate, validate -> find the session (here) -> wait for
+a slot -> open the engine -> relay its answer (gateway.relay.turn_response)
 
 A dialect is an ``Operation``: how its body becomes a body that engines know, and how the engine's
 answer becomes one of its own. Where the translation needs what is stored, the operation recalls it
@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from engines.base import Engine, SessionRef
 from engines.openai.errors import unknown_model
@@ -29,26 +30,42 @@ from engines.wire import TemplateRules
 from gateway.body import ParsedBody, body_for_engine
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of
-from gateway.errors import Failure
-from gateway.front import request_id_of
-from gateway.identity.agents import NamedSession, by_headers, by_user_id, named_by_agent
+from gateway.errors import FORESEEN, Failure, failure_of
+from gateway.front import body_send_of, request_id_of
+from gateway.identity.agents import (
+    SUFFIX,
+    NamedSession,
+    by_headers,
+    by_user_id,
+    named_by_agent,
+    row_of,
+)
 from gateway.identity.known_chats import message_chain
-from gateway.identity.names import MAX_ID_BYTES, checked_id, client_name, group_of, named_in_body
-from gateway.identity.retention import asked_seconds
+from gateway.identity.names import (
+    MAX_ID_BYTES,
+    asked_seconds,
+    checked_id,
+    client_name,
+    group_of,
+    named_in_body,
+)
+from gateway.identity.outline import Compared, Outline, outline_of
 from gateway.keys import Tenant
-from gateway.live.history import title_of
 from gateway.models.loading import OnDemand
 from gateway.models.served_model import ServedModel
-from gateway.prefixes.beside import SUFFIX, row_of
-from gateway.prefixes.inline_system import fitted
-from gateway.prefixes.kept_reasoning import keep_reasoning
-from gateway.prefixes.outline import Outline, outline_of
-from gateway.prefixes.prefix_watch import Compared
-from gateway.relay.answer_format import AnswerFormat, AsItIs, Keep
-from gateway.relay.hidden_usage import HiddenUsage, asks_for_usage
-from gateway.relay.nothing_said import NothingSaid, asks_for_nothing
+from gateway.relay.answer_format import (
+    AnswerFormat,
+    AsItIs,
+    HiddenUsage,
+    Keep,
+    NothingSaid,
+    asks_for_nothing,
+    asks_for_usage,
+)
+from gateway.relay.passthrough import EVENT_STREAM, NO_CACHE, body_part, send_end, send_head
+from gateway.relay.template_fit import fitted, keep_reasoning
 from gateway.relay.turn_response import TurnRequest, TurnResponse
-from gateway.relay.while_loading import WhileLoading
+from gateway.watch.rows import title_of
 from scheduler.session import TurnHints
 
 # Fields that only the gateway may set for an engine, and names of sessions, which it has read.
@@ -59,9 +76,58 @@ _PRIVATE_FIELDS = frozenset(
     # How vLLM reads images, and where from; those that ask for something were refused.
     | {"ec_transfer_params", "media_io_kwargs", "mm_payload", "mm_processor_kwargs"}
 )
-
-
 _RETRIES = "x-stainless-retry-count"  # of the official SDKs
+_LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+class WhileLoading(Response):
+    """Shows life in comments until a turn can begin, so that clients do not give up.
+
+    What fails before the first comment is an error answer; after it, an event.
+    """
+
+    def __init__(
+        self,
+        preparing: asyncio.Task[TurnResponse],
+        progress: Callable[[], str],
+        failed: Callable[[Failure], bytes],
+        every_s: float,
+    ) -> None:
+        """
+        Args:
+            preparing: makes the turn, once its model is loaded.
+            progress: says in a sentence how far that is.
+            failed: makes the event that ends a stream, of the request's dialect.
+            every_s: seconds between two comments.
+        """
+        super().__init__()
+        self._preparing = preparing
+        self._progress = progress
+        self._failed = failed
+        self._every_s = every_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send_body, begun = body_send_of(scope, send), False
+        try:
+            while True:
+                await asyncio.wait((self._preparing,), timeout=self._every_s)
+                if self._preparing.done():
+                    break
+                if not begun:
+                    kind = (b"content-type", EVENT_STREAM.encode())
+                    await send_head(send, 200, [kind, NO_CACHE])
+                    begun = True
+                await send_body(body_part(f": {self._progress()}\n\n".encode()))
+            turn = self._preparing.result()
+        except FORESEEN as error:
+            if not begun:
+                raise
+            await send_end(send_body, self._failed(failure_of(error)))
+            return
+        finally:
+            self._preparing.cancel()
+        turn.head_sent = begun
+        await turn(scope, receive, send)
 
 
 class Translated(NamedTuple):
@@ -265,9 +331,6 @@ def _encode(engine: Engine, raw: Json, session: SessionRef) -> tuple[bytes, byte
     """Write the body for the engine, and the hash that tells it from others."""
     body = msgspec.json.encode(engine.prepare_body(raw, session))
     return body, hashlib.blake2b(body, digest_size=16, person=b"the same request").digest()
-
-
-_LIMITS = ("max_tokens", "max_completion_tokens")
 
 
 def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:

@@ -29,27 +29,29 @@ from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk_folder import left_behind
 from launch.calibrate.profile_notes import profile_origin
 from launch.calibrate.program import MEASURABLE
-from launch.capacity.wish import with_capacity
 from launch.errors import LaunchError
 from launch.families.cache_shape import NotUnderstood
-from launch.joining.roll_call import roll_call
+from launch.joining import roll_call
 from launch.machine.blas import find_blas
-from launch.machine.installation import DISTRIBUTION, HOME, installed, require_own_packages
-from launch.machine.interpreters import require_vllm
-from launch.machine.memory import available_memory, free_disk
-from launch.machine.open_files import COMFORTABLE, least_for, too_low
-from launch.machine.private_folders import compile_environment, server_folder
-from launch.model import find_model
-from launch.plan.expected_codec import expected_choices
-from launch.plan.measurement_outlook import first_measurement, in_words
+from launch.machine.folders import compile_environment, server_folder
+from launch.machine.installation import (
+    DISTRIBUTION,
+    HOME,
+    installed,
+    require_own_packages,
+    require_vllm,
+)
+from launch.machine.resources import COMFORTABLE, available_memory, free_disk, least_for, too_low
+from launch.model import find_gguf, find_model
+from launch.model import folder_in as sample_folder
+from launch.plan.expected_codec import expected_choices, first_measurement, in_words
+from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_served
-from launch.plan.served_cache import served_cache
-from launch.sample.sample_model import find_gguf
-from launch.sample.sample_model import folder_in as sample_folder
+from launch.plan.wish import with_capacity
 from launch.serve.port import take_port
+from launch.settings.budgets import at_once
 from launch.settings.effective_settings import EffectiveSettings, require_installed
 from launch.settings.schema import Settings, masked
-from launch.settings.several_engines import at_once
 from launch.settings.units import show_bytes
 
 PINNED = ("mlx", "mlx-lm")

@@ -1,4 +1,4 @@
-"""Makes the engine of a model, which will run in a process of its own."""
+"""Makes the engine of a model: a process of its own, or a router to replicas started elsewhere."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from engines.base import Engine, EngineError
 from engines.config import WorkerConfig
+from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE
+from engines.fleet.homes import LastHomes
+from engines.fleet.listed_fleet import ListedFleet
+from engines.fleet.listing import ListedReplica
+from engines.fleet.replica_list import ReplicaList
 from engines.registry import UnknownEngine, create_engine
+from engines.replica_tokens import engine_token, list_token
 from kvstore.config import StoreConfig
 from launch.errors import LaunchError, UsageError
 from launch.machine.blas import Blas, find_blas
-from launch.machine.interpreters import CHILD_ENV
-from launch.machine.private_folders import compile_environment
+from launch.machine.folders import compile_environment
+from launch.machine.installation import CHILD_ENV
 from launch.model import Model
 from launch.settings.effective_settings import EffectiveSettings
+from launch.settings.schema import Settings
 
 
 def engine_of(
@@ -61,3 +70,35 @@ def compile_folders(effective: EffectiveSettings, environ: Mapping[str, str]) ->
     if effective.engine_kind == "attached":  # it has folders of its own
         return {}
     return compile_environment(effective.folders.cache, environ)
+
+
+def listed_fleet(settings: Settings, secret: bytes, model_name: str) -> ListedFleet:
+    """Make the engine that ``engine.replica_list`` lists; nothing is started yet.
+
+    Args:
+        secret: all tokens follow from it.
+
+    Raises:
+        UsageError: the list's address is none.
+    """
+    worker = WorkerConfig(
+        engine=settings.engine,
+        store=settings.store,
+        model_path="",
+        served_model_name=model_name,
+        runtime_dir="",
+        token=engine_token(secret),
+        log_level=settings.log_level,
+    )
+
+    def client(replica: ListedReplica) -> Engine:
+        own = msgspec.structs.replace(settings.engine, url=replica.url, control=replica.control)
+        return create_engine("attached", msgspec.structs.replace(worker, engine=own), {})
+
+    try:
+        listed = ReplicaList(settings.engine.replica_list, list_token(secret))
+    except EngineError as error:
+        raise UsageError(str(error).replace("engine.url", "engine.replica_list")) from error
+    homes = LastHomes(settings.scheduler.max_sessions)
+    moves_at = MOVES_AT if settings.store.redis_url else MOVES_AT_ALONE
+    return ListedFleet(listed.read, client, homes, moves_at)

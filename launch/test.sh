@@ -32,7 +32,7 @@ run_ray_tests() {
 run_vllm_tests() {
     bash launch/install.sh vllm
     # They need the sample model, which the gateway's environment makes.
-    SAMPLE_MODEL=$("$venv/bin/python" -m launch.sample.sample_model)
+    SAMPLE_MODEL=$("$venv/bin/python" -m launch.model)
     export SAMPLE_MODEL
     if [ $# -gt 0 ]; then
         in_vllms_environment -o testpaths=tests/vllm "$@"

@@ -1,4 +1,4 @@
-"""A chat session's life as one table, and the only place that writes a session's state.
+"""A chat session's life as one table, the only writer of a session's state, and its view.
 
     active       at least one turn is being served; its KV is in the engine's batch
     idle         quiet, and its KV is still hot: the next turn prefills only the new text
@@ -25,8 +25,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from engines.base import SessionRef, SessionReport, TierName
 from scheduler.observer import Step
+
+Listener = Callable[["Session", Step], None]  # the row as it is now, and its change
 
 
 class State(enum.Enum):
@@ -102,9 +106,6 @@ class TurnHints(NamedTuple):
     parent: str | None = None  # the id of the session that started this one
     is_child: bool = False  # it serves another session, and is the first to be given up
     retain_s: float = 0.0  # keep it at least this long, as far as budgets allow
-
-
-Listener = Callable[["Session", Step], None]  # the row as it is now, and its change
 
 
 class IllegalTransition(Exception):
@@ -206,3 +207,34 @@ class Session:
         self.cold_tokens = report.cold_tokens or (report.tokens if report.cold_bytes else 0)
         self.tier = report.tier
         self.pinned = report.pinned
+
+
+class SessionView(msgspec.Struct, frozen=True):
+    """A row without its private fields."""
+
+    id: str
+    state: str
+    tier: TierName | None  # slowest tier that a restore reads; None = no cold copy
+    tokens: int
+    bytes: int  # hot bytes while hot, packed bytes while cold
+    idle_s: float
+    pinned: bool
+    kind: str  # main, or child of another session
+    parent: str | None
+    retain_s: float  # for how much longer its client asks to keep it
+
+
+def view_of(session: Session, now: float) -> SessionView:
+    """Make the view of a row; ``now`` is a reading of the scheduler's clock."""
+    return SessionView(
+        id=session.ref.id,
+        state=session.state.value,
+        tier=session.tier,
+        tokens=session.tokens,
+        bytes=session.hot_bytes if session.hot else session.cold_bytes,
+        idle_s=0.0 if session.num_turns else round(max(0.0, now - session.last_used), 3),
+        pinned=session.pinned,
+        kind="child" if session.is_child else "main",
+        parent=session.parent,
+        retain_s=round(max(0.0, session.retain_until - now), 3),
+    )

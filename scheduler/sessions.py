@@ -27,10 +27,9 @@ from scheduler.headroom import Headroom
 from scheduler.headroom import MemoryScarce as MemoryScarce
 from scheduler.moves import Moves
 from scheduler.observer import Observer, Observers
-from scheduler.session import Event, Session, State, TurnHints
+from scheduler.session import Event, Session, SessionView, State, TurnHints, view_of
 from scheduler.sweeps import Sweeps
 from scheduler.table import SessionTable
-from scheduler.view import SessionView, view_of
 
 # The settings that can change while sessions are served.
 RELOADABLE = ("idle_after_s", "high_water", "low_water", "value_half_life_s")

@@ -1,4 +1,19 @@
-"""The loop that puts sessions to sleep: it looks at the table, and starts jobs for some sessions.
+"""Chooses sessions to put to sleep, and looks at the table in a loop to do so.
+
+The value of keeping a session hot is the time that waking it would cost, per byte it holds, halved
+for every ``half_life_s`` of silence:
+
+    value = wake_s / hot_bytes * 2 ** (-idle_s / half_life_s)
+
+A session with a cold copy wakes by unpacking, which costs far less than a prefill; one without is
+expensive to lose. Prefill grows faster than linearly with the prompt since every token attends to
+all before it. Only the order of the values matters, so the rates are plain constants.
+
+A session's rank comes before its value. Children of other sessions go first, since they end with
+their task. Sessions that their clients ask to keep go late. A parent goes last while a child of it
+is being served, since it continues when the child is done. A request to keep counts only within the
+tenant's share of the memory in question. Otherwise tenants that ask to keep everything would push
+out those that ask for nothing.
 
 A look only starts jobs. So an engine that takes a minute to release a session does not delay the
 next look at the machine's memory. Jobs that are to free memory are urgent: they have a gate of
@@ -9,19 +24,156 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+import math
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain, islice, takewhile
 
 from engines.base import Engine, EngineError, EngineReport, TierName
 from scheduler.config import SchedulerConfig
 from scheduler.headroom import Headroom
 from scheduler.moves import Moves
 from scheduler.observer import Observer
-from scheduler.policy import bytes_in_memory, bytes_over, leaving_memory, long_idle, victims
-from scheduler.session import Session
+from scheduler.session import Session, State
 from scheduler.table import Queue, SessionTable
 
+PREFILL_S_PER_TOKEN = 1e-3
+PREFILL_QUADRATIC_TOKENS = 8192  # context at which attention doubles the price of a token
+MAX_RANKED = 4096  # of the longest quiet; limits the time of a sweep, however many sessions exist
+UNPACK_SHARE = {"ram": 0.01, "disk": 0.02, "redis": 0.05}  # of the prefill it replaces
 MIN_SWEEP_GAP_S = 0.05  # turns that end in a burst share a sweep
+
+
+def wake_seconds(session: Session) -> float:
+    """Estimate how long the next turn would wait if the session were dropped now.
+
+    The unit is relative: only the order of results has a meaning.
+    """
+    tokens = session.tokens
+    prefill = tokens * (1 + tokens / PREFILL_QUADRATIC_TOKENS) * PREFILL_S_PER_TOKEN
+    return prefill * UNPACK_SHARE[session.tier] if session.tier else prefill
+
+
+def value(session: Session, now: float, half_life_s: float) -> float:
+    """Weigh keeping the session hot; see above."""
+    idle_s = max(0.0, now - session.last_used)
+    per_byte = wake_seconds(session) / max(1, session.hot_bytes)
+    return float(per_byte * 2.0 ** (-idle_s / half_life_s))
+
+
+def rank(session: Session, now: float) -> int:
+    """Return the group in which the session is given up, the lowest first. See above."""
+    if session.num_children:
+        return 3
+    if now < session.retain_until:
+        return 2
+    return 0 if session.is_child else 1
+
+
+def ranks(
+    sessions: Sequence[Session], size: Callable[[Session], int], now: float
+) -> dict[int, int]:
+    """Rank sessions among each other; returns ranks by the rows' numbers.
+
+    The latest used sessions of a tenant keep a rank that their clients asked for, as far as the
+    tenant's share of all their bytes reaches: an equal part for each tenant.
+    """
+    found = {x.number: rank(x, now) for x in sessions}
+    tenants = {x.ref.tenant for x in sessions}
+    left = dict.fromkeys(tenants, sum(map(size, sessions)) / max(1, len(tenants)))
+    for session in sorted(sessions, key=lambda x: -x.last_used):
+        if found[session.number] > 1:
+            left[session.ref.tenant] -= size(session)
+            if left[session.ref.tenant] < 0:
+                found[session.number] = 0 if session.is_child else 1
+    return found
+
+
+def may_sleep(session: Session, now: float) -> bool:
+    """True if the session is idle and its hot copy may be dropped."""
+    return session.state is State.IDLE and not session.pinned and now >= session.keep_until
+
+
+def long_idle(sessions: Iterable[Session], now: float, idle_after_s: float) -> list[Session]:
+    """Choose sessions that were idle for ``idle_after_s``, without a reason to keep them.
+
+    The first one that is too young ends the search, so the cost does not grow with the table.
+
+    Args:
+        sessions: the longest idle first.
+    """
+    old = takewhile(lambda x: now - x.last_used >= idle_after_s, sessions)
+    return [x for x in old if may_sleep(x, now) and rank(x, now) < 2]
+
+
+def victims(
+    sessions: Iterable[Session],
+    need_bytes: int,
+    now: float,
+    half_life_s: float,
+    idle_after_s: float = math.inf,
+) -> list[Session]:
+    """Choose idle sessions that together free ``need_bytes``; never pinned ones.
+
+    They are ordered by rank. Within a rank, those that are idle for ``idle_after_s`` come first,
+    since they would go anyway; then the least valuable ones.
+    """
+    if need_bytes <= 0:
+        return []
+    candidates = [x for x in sessions if may_sleep(x, now) and x.hot_bytes > 0]
+    order = ranks(candidates, lambda x: x.hot_bytes, now)
+    candidates.sort(
+        key=lambda x: (
+            order[x.number],
+            now - x.last_used < idle_after_s,
+            value(x, now, half_life_s),
+        )
+    )
+    return _enough(candidates, need_bytes, lambda x: x.hot_bytes)
+
+
+def may_leave_memory(session: Session, now: float) -> bool:
+    """True if the session is quiet and holds memory, hot or packed, that it may give up."""
+    in_ram = session.state is State.COLD and session.tier == "ram" and not session.pinned
+    return may_sleep(session, now) or (in_ram and now >= session.keep_until)
+
+
+def leaving_memory(sessions: Iterable[Session], need_bytes: int, now: float) -> list[Session]:
+    """Choose quiet sessions, hot or packed in memory, that together hold ``need_bytes``.
+
+    Args:
+        sessions: the longest quiet first; within a rank, those are worth the least.
+    """
+    quiet = (x for x in sessions if may_leave_memory(x, now))
+    looked_at = list(islice(quiet, MAX_RANKED))
+    order = ranks(looked_at, bytes_in_memory, now)
+    looked_at.sort(key=lambda x: order[x.number])
+    return _enough(chain(looked_at, quiet), need_bytes, bytes_in_memory)
+
+
+def bytes_in_memory(session: Session) -> int:
+    """Count the bytes that the machine gets back when a session moves to disk."""
+    return (session.hot_bytes if session.hot else 0) + session.cold_bytes
+
+
+def _enough(
+    sessions: Iterable[Session], need_bytes: int, size: Callable[[Session], int]
+) -> list[Session]:
+    """Take sessions from the first on until they hold ``need_bytes``."""
+    chosen: list[Session] = []
+    for session in sessions:
+        if need_bytes <= 0:
+            break
+        chosen.append(session)
+        need_bytes -= size(session)
+    return chosen
+
+
+def bytes_over(hot_bytes: int, capacity_bytes: int, high_water: float, low_water: float) -> int:
+    """Count the bytes to be freed: 0 up to high water, else all above low water."""
+    if hot_bytes <= capacity_bytes * high_water:
+        return 0
+    return int(hot_bytes - capacity_bytes * low_water)
 
 
 class Sweeps:

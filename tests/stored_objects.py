@@ -16,9 +16,8 @@ import msgspec
 import pytest
 
 from gateway.keys import Tenants
-from gateway.stored.forms import Entry, stored_form
 from gateway.stored.objects import Item, Objects, Page, Query
-from gateway.stored.shelf import Kind, Limits, Shelf, Steps
+from gateway.stored.shelf import Entry, Kind, Limits, Shelf, Steps, stored_form
 from gateway.stored.sqlite_shelf import SqliteShelf
 from gateway.stored.stored import Stored
 

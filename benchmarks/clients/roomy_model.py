@@ -25,7 +25,7 @@ _ADDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def sample_folder() -> Path:
-    command = [sys.executable, "-m", "launch.sample.sample_model"]
+    command = [sys.executable, "-m", "launch.model"]
     return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
 
 

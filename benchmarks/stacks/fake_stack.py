@@ -26,15 +26,14 @@ from benchmarks.stacks.lifeline import Lifeline
 from benchmarks.stacks.product_stack import free_port
 from engines.config import EngineConfig, WorkerConfig
 from engines.registry import engine_factory
-from gateway.access.key_list import lines_of
 from gateway.app import create_app
 from gateway.config import GatewayConfig
-from gateway.keys import Tenants
-from gateway.metrics import Metrics
+from gateway.keys import Tenants, lines_of
 from gateway.models.served_model import ServedModel
 from gateway.server import serve
+from gateway.watch.metrics import Metrics
 from kvstore.config import StoreConfig
-from launch.serve.stored import stored_objects
+from launch.serve.sharing import stored_objects
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
 

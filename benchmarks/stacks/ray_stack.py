@@ -15,7 +15,7 @@ import psutil
 from benchmarks.stacks.lifeline import Lifeline
 from benchmarks.stacks.product_stack import free_port
 from launch.machine.folders import folders
-from launch.sample.sample_model import sample_model
+from launch.model import sample_model
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("THERMOCLINE_RAY_PYTHON", str(ROOT / ".venv-ray/bin/python"))

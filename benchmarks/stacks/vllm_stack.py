@@ -21,8 +21,8 @@ from engines.vllm_plugin.process.command import command, default_environment, en
 from engines.vllm_plugin.process.server import SERVER
 from kvstore.config import StoreConfig
 from kvstore.workers import memory_nodes, usable_cores
-from launch.machine.interpreters import CHILD_ENV, find_python
-from launch.sample.sample_model import sample_model
+from launch.machine.installation import CHILD_ENV, find_python
+from launch.model import sample_model
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 START_S = 900.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from docs.generators.tables import code, page, table
 from gateway.app import ROUTES
-from gateway.limits.accounts import ACCOUNTS, VERBS, Work
+from gateway.edge.accounts import ACCOUNTS, VERBS, Work
 
 INTRODUCTION = """
 A request is charged to its caller's key once, before its body is read. *Requests* are those of

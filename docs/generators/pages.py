@@ -11,8 +11,8 @@ from docs.generators.cli_page import cli_page
 from docs.generators.decisions_page import decisions_page
 from docs.generators.errors_page import errors_page
 from docs.generators.headers_page import headers_page
+from docs.generators.metrics_page import table as metrics_page
 from docs.generators.settings_page import settings_page
-from gateway.description.metrics_table import table as metrics_page
 
 DOCS = Path(__file__).parents[1]
 PAGES: Final[Mapping[Path, Callable[[], str]]] = {

@@ -1,1 +1,1 @@
-"""Serves the server's operators, under ``/admin``: keys, findings, the log, measuring."""
+"""Serves the server's operators: ``/admin``, and the paths that say how the server is."""

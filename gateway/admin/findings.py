@@ -13,9 +13,9 @@ from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.admin.answers import answer, for_admin
+from gateway.admin.routes import answer, for_admin
 from gateway.context import Gateway
-from gateway.edge.open_files import most_connections, open_files_limit
+from gateway.edge.connections import most_connections, open_files_limit
 from gateway.models.served_model import ServedModel
 
 router = APIRouter()

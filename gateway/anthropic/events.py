@@ -15,10 +15,18 @@ from typing import Final
 import msgspec
 
 from engines.openai.requests import Json
-from gateway.anthropic.message import Asked, Call, Said, empty_message, ending, signature
-from gateway.anthropic.usage import EngineUsage, message_usage
+from gateway.anthropic.message import (
+    Asked,
+    Call,
+    EngineUsage,
+    Said,
+    empty_message,
+    ending,
+    message_usage,
+    signature,
+)
 from gateway.errors import Failure
-from gateway.metrics import PromptDetails, Usage
+from gateway.watch.metrics import PromptDetails, Usage
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 MAX_HELD_BYTES: Final = 16 << 20  # of one line

@@ -13,13 +13,11 @@ from engines.base import EngineUnavailable
 from engines.openai.errors import InvalidRequest
 from engines.openai.images import BLIND, Sight
 from engines.openai.requests import Json, checked
-from gateway.anthropic.conversation import chat_messages
 from gateway.anthropic.events import PING, MessageEvents
-from gateway.anthropic.message import Asked, whole_message
-from gateway.anthropic.request import CountRequest, MessagesRequest, ToolChoice
-from gateway.anthropic.usage import EngineUsage, PromptDetails, Ttl
+from gateway.anthropic.message import Asked, EngineUsage, PromptDetails, Ttl, whole_message
+from gateway.anthropic.request import CountRequest, MessagesRequest, ToolChoice, chat_messages
 from gateway.errors import ANTHROPIC_PATH, Failure
-from gateway.identity.retention import seconds_of
+from gateway.identity.names import seconds_of
 from gateway.turns import Translated
 
 # Fields of the same name and meaning in both dialects.

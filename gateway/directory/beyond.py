@@ -15,7 +15,7 @@ from gateway.directory.directory import Directory, Elsewhere
 from gateway.errors import RETRY_LATER_S, Failure, Refused
 from gateway.models.served_model import ServedModel
 from kvstore.errors import TierUnavailable
-from scheduler.view import SessionView
+from scheduler.session import SessionView
 
 LATER_S: Final = 1.0  # of two servers that use the same engines, each has its own sessions
 

@@ -18,10 +18,8 @@ from typing import Final, NamedTuple
 
 from engines.base import SessionRef, SessionReport, TierName
 from engines.fleet.homes import FleetHomes, Move, SaidMoves
-from gateway.directory.orders import Orders, Result, TooManyOrders
-from gateway.directory.own_rows import Changes, OwnKey, OwnRows
-from gateway.directory.removals import Removals
-from gateway.directory.verbs import Verbs
+from gateway.directory.orders import Orders, Result, TooManyOrders, Verbs
+from gateway.directory.own_rows import Changes, OwnKey, OwnRows, Removals
 from gateway.keys import Tenants
 from gateway.models.loading import Loading
 from gateway.models.served_model import ServedModel

@@ -1,11 +1,15 @@
-"""uvicorn's HTTP/1.1 protocol, with every part of a request bounded on every path.
+r"""uvicorn's HTTP/1.1 protocol, with every part of a request bounded on every path.
 
     idle -> head -> body -> framing and trailers -> idle       each with a clock and a count
-                     \\-> answered before it was whole -> rest dropped for a while -> closed
+                     \-> answered before it was whole -> rest dropped for a while -> closed
 
 uvicorn counts and times nothing after a head, takes trailers for headers, and keeps a connection
 whose client never ends its request. Here a request that was answered before it was whole ends its
 connection, trailers are dropped unread, and a client that takes no answer is cut off, too.
+
+A request is a head, a body, and for chunked bodies framing and trailers around it. The parser under
+the protocol bounds none of them, and keeps each name and value until it is whole, so what belongs
+to no body is counted from the last byte of body on.
 """
 
 from __future__ import annotations
@@ -20,13 +24,14 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.config import GatewayConfig
-from gateway.edge.closing import AnswerTransport, HalfClosed, Lingering, close_soon
-from gateway.edge.connections import Connections
-from gateway.edge.request_bounds import RequestBounds
+from gateway.edge.connections import AnswerTransport, Connections, HalfClosed, Lingering, close_soon
 from gateway.errors import Failure
 
+MAX_HEADER_BYTES = 32 << 10
+MAX_FIELDS = 200  # header lines, and as many trailer lines
+# Bytes on the wire for each byte of body: a chunk of one byte takes six.
+WIRE_PER_BODY = 8
 log = logging.getLogger("thermocline.gateway")
-
 MAX_PIPELINED = 32  # requests that wait for the one that is being answered
 APP_FIRST_S = 0.5  # the app began to count later, and has the better words
 _HEAD_TOO_LARGE = Failure(431, "The request's head is too large.", None, "head_too_large")
@@ -44,6 +49,47 @@ _REASONS = {
     503: "Service Unavailable",
 }
 Fields = Sequence[tuple[bytes, bytes]]
+
+
+class RequestBounds:
+    """The counts of the request that a connection is receiving; ``restart`` begins the next."""
+
+    def __init__(self, limits: GatewayConfig) -> None:
+        self._max_wire_bytes = WIRE_PER_BODY * limits.max_body_bytes + MAX_HEADER_BYTES
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the last request: what comes next is a head."""
+        self.in_head = True
+        self._num_fields = 0
+        self._beside_body_bytes = 0  # since the last byte of body
+        self._wire_bytes = 0
+
+    def received(self, nbytes: int) -> None:
+        """Count bytes of which the parser has not said yet what they are."""
+        self._beside_body_bytes += nbytes
+        self._wire_bytes += nbytes
+
+    def field(self) -> bool:
+        """Count a header or trailer line; False if it is one too many."""
+        self._num_fields += 1
+        return self._num_fields <= MAX_FIELDS
+
+    def head_ended(self, nbytes: int) -> bool:
+        """Note that the head is whole; False if its ``nbytes`` are too many."""
+        self.in_head = False
+        self._num_fields = 0
+        self._beside_body_bytes = self._wire_bytes = 0
+        return nbytes <= MAX_HEADER_BYTES
+
+    def body(self) -> None:
+        """Note that bytes of the body have come."""
+        self._beside_body_bytes = 0
+
+    @property
+    def exceeded(self) -> bool:
+        """True if the head, or what is beside or around the body, has become too large."""
+        return self._beside_body_bytes > MAX_HEADER_BYTES or self._wire_bytes > self._max_wire_bytes
 
 
 class EdgeProtocol(HttpToolsProtocol):

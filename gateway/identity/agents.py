@@ -1,21 +1,27 @@
-"""The sessions that coding agents name in their own headers, and whose children they are.
+"""The sessions that coding agents name in their headers, their children, and rows beside them.
 
 An agent's helpers (*subagents*) talk under the session id of their parent; they are distinguished
 by an id of their own beside it. A session is the two together, or helper and parent would overwrite
 each other's KV at every turn.
+
+Agents ask short things under the id of their conversation: a title, a summary of a page, whether
+the server is there. Such a request shares nothing with the conversation, and in its row it would
+take the place of all that was computed for it. So an id has two rows, ``ID`` and ``ID/beside``; a
+request goes to the one that begins as it does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 
 from engines.openai.requests import Json
 from gateway.identity.names import SESSION_ID_HEADER, checked_id, id_from_header
+from gateway.identity.outline import DIGEST_BYTES, Outline
 
 PARENT_HEADER = "x-parent-session-id"
 TYPE_HEADER = "x-session-type"
@@ -26,6 +32,8 @@ _CLAUDE_PARENT = "x-claude-code-parent-agent-id"
 _PLAIN = ("x-session-affinity", "session-id", "session_id")
 _CHILDREN = ("child", "subagent")
 _OLD_CLAUDE = re.compile(r"_session_([A-Za-z0-9][A-Za-z0-9._-]{0,127})$")
+SUFFIX: Final = "/beside"
+_MUCH_SHORTER: Final = 2  # times
 
 
 class NamedSession(NamedTuple):
@@ -111,3 +119,48 @@ def _session_in(user_id: str) -> str | None:
         return None
     named = _OLD_CLAUDE.search(f"_session_{fields.get('session_id')}")
     return named[1] if named and isinstance(fields.get("session_id"), str) else None
+
+
+class Row(NamedTuple):
+    """The row of a request."""
+
+    id: str
+    is_lesser: bool = False  # the other row holds more
+
+
+def row_of(
+    session_id: str,
+    now: Outline,
+    latest: Callable[[str], Outline | None],
+    is_quiet: Callable[[str], bool],
+) -> Row:
+    """Choose the row of a request that names ``session_id``.
+
+    Args:
+        latest: the latest request of a row; None if none is remembered.
+        is_quiet: says whether nothing of a row is being served.
+    """
+    beside = session_id + SUFFIX
+    held = latest(session_id)
+    if held is None or begin_alike(held, now):
+        return _row(session_id, now, latest(beside))
+    other = latest(beside)
+    if other is not None and begin_alike(other, now):
+        return _row(beside, now, held)
+    largest = max(held.size, other.size if other else 0)
+    if now.size * _MUCH_SHORTER >= largest and is_quiet(session_id):
+        return Row(session_id)  # as a client does that begins anew
+    if other is not None and other.size > held.size:
+        return _row(session_id, now, other)
+    return _row(beside, now, held)
+
+
+def begin_alike(one: Outline, other: Outline) -> bool:
+    """Say whether two requests have a system text or a first message in common."""
+    if one.system and one.system == other.system:
+        return True
+    return one.messages[:DIGEST_BYTES] == other.messages[:DIGEST_BYTES]
+
+
+def _row(id: str, now: Outline, other: Outline | None) -> Row:
+    return Row(id, other is not None and now.size < other.size)

@@ -1,26 +1,73 @@
-"""Lends the memory of models that are not loaded to those that are, and takes it back in time.
+"""Divides a machine's memory among loaded models, and lends what others leave free.
 
 Each model is guaranteed its part of the machine's budgets while it is loaded, from before its
 engine starts until that has ended. What no loaded model is guaranteed is lent to loaded ones whose
 engines can change their budgets while they run. A loan is counted before an engine learns of it,
-and counted no more only once the engine has said that it holds to less: so all that engines may
-use together is at no moment more than the machine's budgets, whichever of them dies meanwhile.
+and counted no more only once the engine has said that it holds to less: so all that engines may use
+together is at no moment more than the machine's budgets, whichever of them dies meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from engines.base import Engine, EngineError, HasBudgets, Welcome
-from gateway.models.budget import NOTHING, Budget, loans, total
 
 log = logging.getLogger("thermocline.gateway")
-
 AGAIN_S: Final = 0.2  # until an engine that did not give memory back is asked once more
+
+
+class Budget(NamedTuple):
+    """Bytes for live KV, and for packed sessions in memory."""
+
+    hot: int
+    ram: int
+
+    def plus(self, other: Budget) -> Budget:
+        """Add another one up."""
+        return Budget(self.hot + other.hot, self.ram + other.ram)
+
+    def within(self, other: Budget) -> Budget:
+        """Return the lesser of both, of each kind of memory."""
+        return Budget(min(self.hot, other.hot), min(self.ram, other.ram))
+
+    def fits(self, other: Budget) -> bool:
+        """Say whether it is no more than another one."""
+        return self.within(other) == self
+
+
+NOTHING: Final = Budget(0, 0)
+
+
+def total(parts: Iterable[Budget]) -> Budget:
+    """Add budgets up."""
+    hot, ram = zip(*parts, strict=True) if (parts := [*parts]) else ((), ())
+    return Budget(sum(hot), sum(ram))
+
+
+def loans(
+    all_of_it: Budget, guaranteed: Iterable[Budget], shares: Mapping[str, int]
+) -> dict[str, Budget]:
+    """Divide what no loaded model is guaranteed among those that can take it.
+
+    Args:
+        all_of_it: of the machine.
+        guaranteed: to each model that is loaded, or about to be.
+        shares: of the models that can take more, by name.
+
+    Returns:
+        What each of them gets beside its own, in proportion to its share.
+    """
+    taken, num_shares = total(guaranteed), sum(shares.values())
+    free = Budget(max(0, all_of_it.hot - taken.hot), max(0, all_of_it.ram - taken.ram))
+    return {
+        name: Budget(free.hot * share // num_shares, free.ram * share // num_shares)
+        for name, share in shares.items()
+    }
 
 
 @dataclass(eq=False)

@@ -26,8 +26,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from engines.base import Engine, EngineError, EngineUnavailable, TierName
-from gateway.models.budget import NOTHING
-from gateway.models.lending import Lending
+from gateway.models.lending import NOTHING, Lending
 from scheduler.sessions import Overloaded, SessionManager
 
 log = logging.getLogger("thermocline.gateway")

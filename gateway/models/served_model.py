@@ -1,25 +1,26 @@
-"""One model that is served: its engine, its sessions, and the outlines of their prompts."""
+"""The models that are served, each with its engine and sessions, and which one a request means."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engines.base import Engine, EngineError, EngineUnavailable, HasReplicas, SessionRef
+from engines.openai.errors import unknown_model
 from engines.openai.images import Sight
 from engines.wire import Welcome
-from gateway.config import GatewayConfig
+from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.identity.known_chats import MAX_KNOWN_CHATS, KnownChats
+from gateway.identity.outline import PrefixWatch
+from gateway.identity.twins import Twins
 from gateway.keys import Tenant
-from gateway.live.live import Live
-from gateway.live.requests import LiveRequest
 from gateway.models.loading import OnDemand, State
-from gateway.prefixes.prefix_watch import PrefixWatch
-from gateway.prefixes.twins import Twins
-from gateway.telemetry.gauges import Gauges
+from gateway.watch.gauges import Gauges
+from gateway.watch.live import Live
+from gateway.watch.requests import LiveRequest
 from scheduler.sessions import SessionManager
 
 ENGINE_POLL_S = 0.05
@@ -227,3 +228,58 @@ class ServedModel:
             return {}
         ready = [x.ready for x in self.engine.replicas]
         return {"ready": ready.count(True), "away": ready.count(False)}
+
+
+class Models:
+    """All models of one server, the default one first."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        """``models``: at least one. Requests that name none mean the first."""
+        self._models = list(models)
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    @property
+    def default(self) -> ServedModel:
+        """The model of requests that name none."""
+        return self._models[0]
+
+    @property
+    def only(self) -> ServedModel | None:
+        """The one model, if there is one, and it is loaded for as long as the server runs."""
+        return self.default if len(self) == 1 and self.default.on_demand is None else None
+
+    def meant(self, asked: object, config: GatewayConfig) -> ServedModel:
+        """Return the model that a body's ``model`` means.
+
+        Where there is only one, it is that one for any name: ``served_name`` looks at the name
+        once the body has been checked.
+
+        Raises:
+            InvalidRequest: 404, no model goes by that name.
+        """
+        if len(self._models) == 1 or not isinstance(asked, str):
+            return self.default
+        return self.named(asked, config)
+
+    def named(self, asked: str, config: GatewayConfig) -> ServedModel:
+        """Return the model of that name or alias.
+
+        Raises:
+            InvalidRequest: 404, no model goes by that name.
+            EngineUnavailable: there is one model, whose engine has not said its name yet.
+        """
+        for model in self._models:
+            if model.goes_by(asked):
+                return model
+        if asked in config.model_aliases or ANY_MODEL in config.model_aliases:
+            return self.default
+        raise unknown_model(asked[:100], *self.names())
+
+    def names(self) -> list[str]:
+        """List the models' names. Raises ``EngineUnavailable`` as ``ServedModel.name`` does."""
+        return [x.name for x in self._models]

@@ -1,1 +1,1 @@
-"""OpenAI's endpoints: chat and text completions, and the list of models."""
+"""OpenAI's endpoints: chat and text completions, responses, and other uses of a model."""

@@ -1,4 +1,9 @@
-"""OpenAI's chat request, made into fields that engines know.
+"""OpenAI's chat request and the tools of both its dialects, made into fields that engines know.
+
+- A *custom* tool takes free text: a function with one string argument, ``input``. Its grammar, if
+  it has one, is shown to the model and not enforced.
+- ``allowed_tools`` offers some of the tools only.
+- Kinds that only OpenAI's own servers run are left out, and counted by who calls.
 
 Deprecated ``functions`` become tools, custom tools functions, ``allowed_tools`` a shorter list.
 What only OpenAI's own servers run (``web_search_options``) is left out and counted. All else goes
@@ -8,6 +13,7 @@ cannot change the answer here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +21,125 @@ import msgspec
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from gateway.openai.stored_objects import Metadata
-from gateway.openai.tools import custom_arguments, offer
+
+_CUSTOM_SCHEMA = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+
+
+class Offer(NamedTuple):
+    """The tools of a request as engines know them."""
+
+    tools: list[Json]
+    choice: str | Json | None
+    customs: frozenset[str]  # names of custom tools among them
+    skipped: list[str]  # kinds that were left out
+
+
+def custom_arguments(text: str) -> str:
+    """Write the input of a custom tool as a function's arguments."""
+    return msgspec.json.encode({"input": text}).decode()
+
+
+def custom_input(arguments: str) -> str:
+    """Read the input of a custom tool; arguments of another form are taken as they stand."""
+    try:
+        said = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    text = said.get("input") if isinstance(said, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def offer(tools: Sequence[Json], choice: str | Json | None, *, nested: bool) -> Offer:
+    """Make functions of ``tools``, and of ``choice`` one that names them.
+
+    Args:
+        nested: a tool's own fields stand under the name of its kind, as in a chat.
+
+    Raises:
+        InvalidRequest: the choice is none, or names what is not offered.
+    """
+    functions: dict[str, Json] = {}
+    customs: set[str] = set()
+    skipped: list[str] = []
+    for i, tool in enumerate(tools):
+        kind = tool.get("type", "function")
+        spec = tool.get(kind) if nested and isinstance(kind, str) else tool
+        if kind not in ("function", "custom") or not isinstance(spec, dict):
+            skipped.append(str(kind)[:40])
+            continue
+        name = spec.get("name")
+        if not isinstance(name, str) or name in functions:
+            raise InvalidRequest(
+                f"tools[{i}].name: a name of its own is needed", f"tools[{i}].name"
+            )
+        functions[name] = _function(spec) if kind == "function" else _custom(name, spec)
+        customs |= {name} if kind == "custom" else set()
+    names, wanted = _chosen(choice, list(functions), skipped)
+    shown = [{"type": "function", "function": functions[x]} for x in names]
+    if wanted == "required" and not shown:
+        raise InvalidRequest("tool_choice: none of the tools can be run here", "tool_choice")
+    return Offer(shown, wanted if shown else None, frozenset(customs), skipped)
+
+
+def _function(spec: Json) -> Json:
+    return {key: spec[key] for key in _FUNCTION_FIELDS if spec.get(key) is not None}
+
+
+def _custom(name: str, spec: Json) -> Json:
+    words = [str(spec["description"])] if spec.get("description") else []
+    form = spec.get("format")
+    form = form.get("grammar", form) if isinstance(form, dict) else None
+    if isinstance(form, dict) and form.get("definition"):
+        words.append(f"The input follows this grammar ({form.get('syntax', 'lark')}):")
+        words.append(str(form["definition"]))
+    described = {"description": "\n".join(words)} if words else {}
+    return {"name": name, **described, "parameters": _CUSTOM_SCHEMA}
+
+
+def _chosen(
+    choice: str | Json | None, names: list[str], skipped: Sequence[str]
+) -> tuple[list[str], str | Json | None]:
+    """Return the tools to offer, and the choice among them as a chat writes it."""
+    if not isinstance(choice, dict):
+        return names, choice
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        return _allowed(choice.get("allowed_tools", choice), names, skipped)
+    if kind in ("function", "custom"):
+        name = _name(choice)
+        if name not in names:
+            message = f"tool_choice names {str(name)[:128]!r}, which is not in tools"
+            raise InvalidRequest(f"tool_choice: {message}", "tool_choice")
+        return names, {"type": "function", "function": {"name": name}}
+    message = f"tools of type {str(kind)[:40]!r} are not run here"
+    raise InvalidRequest(f"tool_choice: {message}", "tool_choice")
+
+
+def _allowed(
+    choice: object, names: list[str], skipped: Sequence[str]
+) -> tuple[list[str], str | Json | None]:
+    mode = choice.get("mode", "auto") if isinstance(choice, dict) else None
+    tools = choice.get("tools") if isinstance(choice, dict) else None
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        raise InvalidRequest("tool_choice: allowed_tools needs mode and tools", "tool_choice")
+    wanted = {_name(x) for x in tools if isinstance(x, dict)}
+    unknown = {x for x in wanted if x is not None} - set(names)
+    if unknown and not skipped:
+        message = f"allowed_tools names {str(min(unknown))[:128]!r}, which is not in tools"
+        raise InvalidRequest(f"tool_choice: {message}", "tool_choice")
+    return [x for x in names if x in wanted], str(mode)
+
+
+def _name(tool: Json) -> str | None:
+    spec = tool.get(str(tool.get("type")), tool)
+    name = spec.get("name") if isinstance(spec, dict) else None
+    return name if isinstance(name, str) else None
 
 
 class ChatCalls(NamedTuple):

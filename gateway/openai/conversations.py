@@ -20,14 +20,12 @@ from engines.openai.messages import Json
 from engines.openai.requests import checked
 from gateway.body import parsed
 from gateway.context import caller_of, gateway_of
-from gateway.openai.lists import shown, shown_list
 from gateway.openai.responses.history import full_items, rows_of
 from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import new_id
-from gateway.openai.stored_objects import Metadata, StoredKind
-from gateway.stored.forms import Entry, Item, stored_form
+from gateway.openai.stored_objects import Metadata, StoredKind, shown, shown_list
 from gateway.stored.objects import MAX_ITEMS, Objects, Outgrown, Page
-from gateway.stored.shelf import Steps
+from gateway.stored.shelf import Entry, Item, Steps, stored_form
 
 router = APIRouter()
 _ALL = "/v1/conversations"

@@ -1,8 +1,13 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""What a model offers beside answers: its entry in /v1/models, embeddings, and tokens of a text.
+
+None of these is a turn: they have no session, and nothing of them is kept.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,11 +16,37 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import HasReplicas
-from gateway.config import ANY_MODEL
+from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
+from engines.openai.errors import context_too_long
+from engines.openai.images import Sight
+from engines.openai.messages import with_known_parts
+from engines.openai.requests import ChatRequest, Json
+from engines.openai.tokenizing import (
+    DETOKENIZE_PATH,
+    MAX_CONTEXTS,
+    TOKENIZE_PATH,
+    Detokenize,
+    validate_detokenize,
+    validate_tokenize,
+)
+from gateway.body import body_for_engine
+from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of, sees_all
+from gateway.edge.body_budget import body_share_of
+from gateway.edge.key_limits import key_share_of
 from gateway.models.served_model import ServedModel
+from gateway.relay.chat_chunks import parse_usage
+from gateway.relay.question import answer_to
+from gateway.turns import served_name
 
 router = APIRouter()
+_OPERATION = "embeddings"  # OpenTelemetry's name
+_EMBEDDINGS_TAKE = ("input", "encoding_format", "dimensions")
+# Fields that reach an engine; a client's own chat template would be code that we run.
+_TAKEN = frozenset(
+    {"messages", "tools", "chat_template_kwargs", "reasoning_effort", "prompt", "tokens"}
+    | {"add_special_tokens", "return_token_strs"}
+)
 
 
 @router.get("/v1/models")
@@ -69,3 +100,93 @@ def _model(gateway: Gateway, model: ServedModel, name: str, with_replicas: bool)
 
 def _json(body: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def embeddings(request: Request) -> Response:
+    """Embed texts, or token ids, with the served model."""
+    model, answer = await _answer(request)
+    body_share_of(request.scope).give_back()  # the question is gone
+    if usage := parse_usage(answer):
+        welcome = model.engine.welcome  # it may be gone by now
+        gateway_of(request).metrics.used(_OPERATION, welcome.model if welcome else "", usage)
+        if place := key_share_of(request.scope):
+            place.used_tokens(usage.prompt_tokens)
+    return Response(answer, media_type="application/json")
+
+
+async def _answer(request: Request) -> tuple[ServedModel, bytes]:
+    """Ask the engine. The question is held until the answer is there, and counts for so long."""
+    model, question = await _embeddings_question(request)
+    limit_s = gateway_of(request).config.request_timeout_s
+    return model, await answer_to(request, model.engine, EMBEDDINGS_PATH, question, limit_s)
+
+
+async def _embeddings_question(request: Request) -> tuple[ServedModel, bytes]:
+    caller_of(request)
+    config = gateway_of(request).config
+    async with body_for_engine(request, check=_check_embeddings) as body:
+        made = await body.beside(partial(_embeddings_for_engine, body.model, config, body.json))
+        return body.model, made
+
+
+def _check_embeddings(model: ServedModel, raw: Json) -> None:
+    validate_embeddings(raw)
+
+
+def _embeddings_for_engine(model: ServedModel, config: GatewayConfig, raw: Json) -> bytes:
+    name = served_name(model, config, validate_embeddings(raw).model)
+    question = {name: raw[name] for name in _EMBEDDINGS_TAKE if raw.get(name) is not None}
+    return msgspec.json.encode({**question, "model": name})
+
+
+router.add_route(EMBEDDINGS_PATH, embeddings, methods=["POST"])
+
+
+async def tokenize(request: Request) -> Response:
+    return await _ask(request, TOKENIZE_PATH, validate_tokenize)
+
+
+async def detokenize(request: Request) -> Response:
+    return await _ask(request, DETOKENIZE_PATH, validate_detokenize)
+
+
+async def _ask(request: Request, path: str, validate: Callable[[Json, Sight], Any]) -> Response:
+    # The parsed body is gone while the engine works.
+    model, question = await _question(request, validate)
+    answer = await answer_to(request, model.engine, path, question)
+    return Response(answer, media_type="application/json")
+
+
+async def _question(
+    request: Request, validate: Callable[[Json, Sight], Any]
+) -> tuple[ServedModel, bytes]:
+    caller_of(request)
+    config = gateway_of(request).config
+    check = partial(_check_early, validate)
+    async with body_for_engine(request, check=check) as body:
+        made = await body.beside(partial(_for_engine, body.model, config, validate, body.json))
+        return body.model, made
+
+
+def _check_early(validate: Callable[[Json, Sight], Any], model: ServedModel, raw: Json) -> None:
+    raw.setdefault("model", model.label)
+    validate(raw, model.last_sight)
+
+
+def _for_engine(
+    model: ServedModel, config: GatewayConfig, validate: Callable[[Json, Sight], Any], raw: Json
+) -> bytes:
+    raw.setdefault("model", model.served.model)  # optional, as in vLLM
+    asked = validate(raw, model.sight)
+    if isinstance(asked, Detokenize) and len(asked.tokens) > (
+        MAX_CONTEXTS * model.served.max_context
+    ):
+        raise context_too_long(model.served.max_context, len(asked.tokens), "tokens")
+    question = {name: raw[name] for name in _TAKEN & raw.keys()}
+    if isinstance(asked, ChatRequest):
+        question["messages"] = with_known_parts(raw["messages"], asked.messages)
+    return msgspec.json.encode({**question, "model": served_name(model, config, asked.model)})
+
+
+router.add_route(TOKENIZE_PATH, tokenize, methods=["POST"])
+router.add_route(DETOKENIZE_PATH, detokenize, methods=["POST"])

@@ -16,11 +16,9 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from gateway.context import caller_of, gateway_of
 from gateway.edge.body_budget import body_share_of
-from gateway.openai.lists import query_of, shown_list
-from gateway.openai.stored_objects import StoredKind
-from gateway.stored.forms import Entry, Item, Labels, label_of, stored_form
+from gateway.openai.stored_objects import StoredKind, query_of, shown_list
 from gateway.stored.objects import Objects, Page
-from gateway.stored.shelf import Steps, StoreFailed
+from gateway.stored.shelf import Entry, Item, Labels, Steps, StoreFailed, label_of, stored_form
 from gateway.stored.stored import Stored
 
 log = logging.getLogger("thermocline.gateway")

@@ -1,4 +1,4 @@
-"""The routes of all kinds of stored objects: show, label anew, delete, list the items.
+"""The routes of all kinds of stored objects: list, show, label anew, delete, list the items.
 
 An object is found by the caller's tenant and the id in the request's path; one that is not there,
 and one of another tenant, get the same 404.
@@ -20,16 +20,51 @@ from engines.openai.requests import checked
 from gateway.body import parsed
 from gateway.context import caller_of, gateway_of
 from gateway.edge.body_budget import body_share_of
-from gateway.openai.lists import query_of, shown, shown_list
-from gateway.stored.forms import Form, stored_form
 from gateway.stored.objects import Objects, Page, Query
-from gateway.stored.shelf import Kind, Steps
+from gateway.stored.shelf import Form, Kind, Steps, stored_form
 
+MAX_ROWS = 100
 T = TypeVar("T")
 MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
 MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], msgspec.Meta(max_length=16)]
 _SHOWN = 128  # characters of an id in an error
+
+
+def query_of(request: Request, *, ascending: bool) -> Query:
+    """Read ``limit``, ``after`` and ``order``; ``ascending`` is the order if none is named.
+
+    Raises:
+        InvalidRequest: one of them is wrong.
+    """
+    given = request.query_params
+    order = given.get("order") or ("asc" if ascending else "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order: use asc or desc", "order")
+    limit = given.get("limit") or "20"
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 0 < int(limit) <= MAX_ROWS):
+        raise InvalidRequest(f"limit: use a number from 1 to {MAX_ROWS}", "limit")
+    return Query(int(limit), given.get("after") or None, order == "asc")
+
+
+def shown_list(page: Page) -> Response:
+    """Answer with a page of bodies as they were stored."""
+    ids = [x.id for x in page.rows]
+    return shown(
+        {
+            "object": "list",
+            "data": [msgspec.Raw(x.body) for x in page.rows],
+            "first_id": ids[0] if ids else None,
+            "last_id": ids[-1] if ids else None,
+            "has_more": page.more,
+        }
+    )
+
+
+def shown(body: Json | bytes) -> Response:
+    """Answer with one object; bytes are JSON already."""
+    encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return Response(encoded, media_type="application/json")
 
 
 class MetadataChange(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Asks the engine something that is no turn: no session, no slot, a small answer."""
+"""Asks the engine something that is no turn, such as how many tokens a prompt would have."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import asyncio
 from functools import partial
 from typing import Final
 
+import msgspec
 from starlette.requests import Request
 
 from engines.asgi import while_client_stays
-from engines.base import Engine
+from engines.base import Engine, EngineUnavailable
 from engines.headers import payer_headers
 from engines.openai.errors import InvalidRequest
+from engines.openai.requests import Json
+from engines.openai.tokenizing import PROMPT_FIELDS, TOKENIZE_PATH
+from engines.wire import TemplateRules
 from gateway.context import caller_of
 from gateway.relay.passthrough import engine_failure
+from gateway.relay.template_fit import fitted, keep_reasoning
 
 QUESTION_S: Final = 60.0
 
@@ -49,3 +54,40 @@ async def _ask(
         if upstream.status in (404, 405) and failure.code == "engine":  # not in our shape: no path
             raise InvalidRequest(f"This engine has no {path}.", code="not_supported", status=404)
         raise InvalidRequest(failure.message, failure.param, failure.code, failure.status)
+
+
+class _Counted(msgspec.Struct, frozen=True):
+    count: int
+
+
+def count_question(rules: TemplateRules, keeps_reasoning: bool, chat: Json) -> bytes:
+    """Write what the engine is asked, of the prompt as it would be served.
+
+    Args:
+        rules: the engine's, of its template.
+        keeps_reasoning: ``gateway.keep_reasoning``.
+        chat: a chat's body, validated, with the served model's name.
+    """
+    question = {name: chat[name] for name in PROMPT_FIELDS & chat.keys()}
+    question["messages"] = fitted(chat["messages"], rules)
+    if keeps_reasoning:
+        keep_reasoning(question, rules)
+    effort = question.get("reasoning_effort")
+    if effort is not None:  # vLLM looks for it here when it only tokenizes
+        switches = {"reasoning_effort": effort, **question.get("chat_template_kwargs", {})}
+        question["chat_template_kwargs"] = switches
+    return msgspec.json.encode(question)
+
+
+async def prompt_tokens(request: Request, engine: Engine, question: bytes) -> int:
+    """Ask an engine a ``count_question``, for the caller of a request.
+
+    Raises:
+        InvalidRequest: the engine refused it, or does not count.
+        EngineUnavailable: there is no engine, or its count cannot be read.
+    """
+    answer = await answer_to(request, engine, TOKENIZE_PATH, question)
+    try:
+        return msgspec.json.decode(answer, type=_Counted).count
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise EngineUnavailable("its count cannot be read") from error

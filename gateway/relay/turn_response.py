@@ -24,19 +24,18 @@ from engines.headers import (
 )
 from gateway.context import Gateway
 from gateway.edge.body_budget import body_share_of
+from gateway.edge.key_limits import key_share_of
 from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
-from gateway.limits.key_limits import key_share_of
-from gateway.live.requests import LiveRequest
-from gateway.metrics import Usage
+from gateway.identity.outline import Change, Compared
+from gateway.identity.twins import FirstLeft, Key, SharedTurn
 from gateway.models.served_model import ServedModel
-from gateway.prefixes.outline import Change
-from gateway.prefixes.prefix_watch import Compared
-from gateway.prefixes.twins import FirstLeft, Key, SharedTurn
 from gateway.relay.answer_format import AnswerFormat, HearsOfPrompt, Keep, NotStored
+from gateway.relay.chat_chunks import parse_usage
 from gateway.relay.passthrough import (
     Deadline,
+    StreamOut,
     engine_failure,
     is_event_stream,
     passed_on,
@@ -45,9 +44,9 @@ from gateway.relay.passthrough import (
     send_response,
     send_whole,
 )
-from gateway.relay.sse_framer import parse_usage
-from gateway.relay.stream_out import StreamOut
-from gateway.telemetry.tracing import context_of
+from gateway.watch.metrics import Usage
+from gateway.watch.requests import LiveRequest
+from gateway.watch.tracing import context_of
 from scheduler.session import TurnHints
 from scheduler.sessions import Turn
 

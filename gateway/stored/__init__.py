@@ -1,7 +1,6 @@
 """Stores responses, conversations and chat completions for clients that ask for it.
 
 ``stored`` gives the event loop its ``objects``, in steps, on threads that tenants take in turns.
-These are sealed (``entry_seal``) before they lie on a ``shelf``: ``sqlite_shelf`` or
-``redis_shelf``, which see no content. Every lookup is one tenant's. ``forms`` says how an object is
-taken apart, ``older`` seals older entries. ``seal`` is for texts that clients keep for us, too.
+These are sealed (``seal``) before they lie on a ``shelf``: ``sqlite_shelf`` or ``redis_shelf``,
+which see no content. Every lookup is one tenant's.
 """

@@ -14,15 +14,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.stored.entry_seal import SUM_BYTES, EntrySeal, Head, KeyOf, Seals, added
-from gateway.stored.forms import Entry, Form, Item, Labels, shown_form
-from gateway.stored.older import Older
-from gateway.stored.seal import NotOurs
+from gateway.stored.seal import SUM_BYTES, EntrySeal, Head, KeyOf, NotOurs, Older, Seals, added
 from gateway.stored.shelf import (
     SLICE_ITEMS,
     Change,
+    Entry,
+    Form,
     Found,
+    Item,
     Kind,
+    Labels,
     Misshapen,
     Part,
     Row,
@@ -30,6 +31,7 @@ from gateway.stored.shelf import (
     Span,
     Steps,
     StoreFailed,
+    shown_form,
 )
 
 MAX_TRIES = 16  # of a change that others come between

@@ -1,8 +1,11 @@
-"""A place where entries lie, each with a list of items, under their tenants' names.
+"""A place where entries lie under their tenants' names, and the forms that objects have there.
 
 An entry has a small head, a body, and items; a shelf takes all three for opaque bytes (``objects``
 seals them). An entry that is not there, one that was evicted and another tenant's are the same:
 None. Every method is one short piece of work: where there may be more to do, its result says so.
+
+The output items of a response are items of their own, so that they are found by id, and read
+without the rest of it. ``stored_form`` also takes what an older release stored in one piece.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
+
+import msgspec
 
 T = TypeVar("T")
 # Work in steps: between two of them others have their turn. It yields the number of bytes that
@@ -23,6 +28,8 @@ Trouble: TypeAlias = Literal["unavailable", "busy", "full"]
 # About what one piece of work reads or removes.
 SLICE_BYTES = 512 << 10
 SLICE_ITEMS = 512
+Labels: TypeAlias = Collection[tuple[str, str]]
+Json: TypeAlias = dict[str, Any]
 
 
 class StoreFailed(Exception):
@@ -194,3 +201,73 @@ def slice_of(sizes: Iterable[tuple[T, int]]) -> list[T]:
             break
         rows.append(row)
     return rows
+
+
+class Item(NamedTuple):
+    """One of an object's items; its id is unique within the object."""
+
+    id: str
+    body: bytes
+
+
+class Form(NamedTuple):
+    """An object's parts."""
+
+    body: bytes
+    about: dict[str, str] = {}  # a few words that are read without the body
+    labels: Labels | None = None  # None: it is in no list
+    outputs: Sequence[Item] = ()
+
+
+class Entry(NamedTuple):
+    """An object as a caller stores it."""
+
+    kind: Kind
+    id: str
+    session: str  # it goes when this session is forgotten
+    form: Form
+
+
+def stored_form(kind: Kind, object: Json) -> Form:
+    """Take an object apart."""
+    if kind == "completion":
+        return Form(msgspec.json.encode(object), labels=_labels(object))
+    if kind == "conversation":
+        return Form(msgspec.json.encode(object))
+    body = {name: x for name, x in object.items() if name != "output"}
+    before = object.get("conversation")
+    links = {
+        "previous": object.get("previous_response_id"),
+        "conversation": before.get("id") if isinstance(before, dict) else None,
+    }
+    about = {name: x for name, x in links.items() if isinstance(x, str)}
+    outputs = [Item(x["id"], msgspec.json.encode(x)) for x in object.get("output") or ()]
+    return Form(msgspec.json.encode(body), about, None, outputs)
+
+
+def older_form(kind: Kind, body: bytes) -> Form | None:
+    """Take an object apart that was stored in one piece; None if it is none of ours."""
+    try:
+        return stored_form(kind, msgspec.json.decode(body, type=dict[str, Any]))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
+        return None
+
+
+def shown_form(kind: Kind, body: bytes, outputs: Sequence[Item]) -> bytes:
+    """Put an object's parts together again."""
+    if kind != "response":
+        return body
+    return b'%b,"output":[%b]}' % (body[:-1], b",".join(x.body for x in outputs))
+
+
+def label_of(name: str, value: str) -> tuple[str, str]:
+    """Return the label of the objects that have a value in their metadata."""
+    return f"metadata.{name}", value
+
+
+def _labels(object: Json) -> Labels:
+    metadata = object.get("metadata")
+    pairs = metadata.items() if isinstance(metadata, dict) else ()
+    labels = [label_of(name, x) for name, x in pairs if isinstance(x, str)]
+    model = object.get("model")
+    return [*labels, ("model", model)] if isinstance(model, str) else labels

@@ -46,7 +46,7 @@ class Owed(msgspec.Struct, frozen=True):
 
     @property
     def is_record(self) -> bool:
-        """True if the session's record is what is to be deleted."""
+        """True if the deletion includes the session's record."""
         return self.keys == [self.record_key]
 
 
@@ -57,7 +57,7 @@ class OwedDeletions:
         path: the file in which they outlive the process; None = they end with it.
 
     Attributes:
-        inherited: those of earlier lives, which know nothing of what was saved since.
+        inherited: those of earlier lives, which know no later saves.
     """
 
     def __init__(self, path: Path | None) -> None:

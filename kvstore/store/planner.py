@@ -73,7 +73,7 @@ class Plan(NamedTuple, Generic[R]):
 
     reads: list[BlobRead]
     end_token: int
-    reason: MissReason | None  # why no more of what was once stored can be restored
+    reason: MissReason | None  # why no more of the session can be restored
     record: R | None  # of the session, if it is usable for this prompt
     common: int  # leading tokens that record and prompt share
 

@@ -16,8 +16,7 @@ import msgspec
 
 from launch.bench.workload import prose
 from launch.errors import LaunchError
-from launch.remote.address import Address
-from launch.remote.turn import Message, Turn, take_turn
+from launch.remote import Address, Message, Turn, take_turn
 
 KEPT_SHARE: Final = 0.5  # of its beginning that a returning session has to reuse
 QUICK_SHARE: Final = (

@@ -21,10 +21,9 @@ from rich.progress import (
 )
 
 from launch.bench.capacity import Found, Search
-from launch.bench.figures import Report, report_of
-from launch.bench.users import Result, Run
+from launch.bench.figures import Report, Result, Run, report_of
 from launch.bench.workload import Workload
-from launch.remote.address import Address
+from launch.remote import Address
 
 
 @dataclass(frozen=True)

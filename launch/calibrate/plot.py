@@ -1,18 +1,23 @@
-"""Plots rate against distortion: what each preset costs a model, and how far from the bounds."""
+"""Plots rate against distortion: what each preset costs a model, and how far from the bounds.
+
+An output path that exists and is no regular file (a pipe, ``/dev/stdout``) is written to directly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 
 from engines.calibration.messages import CalibrationReport, WaterFilling
 from kvstore.codecs.names import FLOOR, OWN, first_part
 from kvstore.codecs.quality import Quality
-from launch.calibrate.output_files import check_output, whole_file
-from launch.errors import UsageError
+from launch.errors import LaunchError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +43,47 @@ _OFFSETS: Final = [
     for up in ups
     for side in (1, -1)
 ]
+
+
+def check_output(option: str, path: Path) -> None:
+    """Check that ``path`` can be written. Raises ``UsageError`` if it cannot."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: this is a folder; give the name of a file")
+    if not _is_special(path) and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{option} {path}: nothing may be written into {path.parent}")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield the path to write to, and put it in the place of ``path`` when the block ends.
+
+    Readers see the older file until the new one is whole. Raises ``LaunchError`` if it cannot be
+    written.
+    """
+    if _is_special(path):
+        yield path
+        return
+    target = path.resolve()  # a link stays a link
+    fresh = target.with_name(f".{target.stem}.{os.getpid()}.new{target.suffix}")
+    try:
+        yield fresh
+        fresh.replace(target)
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be written: {error}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def write_json(content: msgspec.Struct, path: Path) -> None:
+    """Write ``content`` as indented JSON. Raises ``LaunchError`` if that fails."""
+    with whole_file(path) as file:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
 
 
 def check_path(path: Path) -> None:

@@ -1,18 +1,24 @@
-"""Has an engine of its own measure a model: starts it, orders the measurement, waits, ends it."""
+"""Has an engine of its own measure a model, and a serving one choose again when that was done.
+
+Where nothing was measured, a serving engine begins with an exact codec and measures its model, in
+its idle moments. Others may be quicker: ``thermocline calibrate``, another gateway's engine. If
+anything fails here, serving goes on unchanged.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from engines.base import Engine, EngineError, EngineUnavailable
-from engines.calibration.gate.profiles import make_folder
+from engines.base import CodecReport, Engine, EngineError, EngineRefused, EngineUnavailable
+from engines.calibration.gate.profiles import make_folder, profile_path
 from engines.calibration.messages import CalibrationReport
 from engines.config import REPORT, CalibrationOrder
 from engines.wire import MeasurementEnd, Welcome
@@ -21,7 +27,7 @@ from launch.calibrate.orders import AFTER_CONTEXT, CalibrateOptions, order_of
 from launch.calibrate.profile_notes import write_note
 from launch.engine_start import compile_folders, engine_of
 from launch.errors import LaunchError, UsageError
-from launch.machine.private_folders import server_folder
+from launch.machine.folders import server_folder
 from launch.model import find_model
 from launch.settings.effective_settings import EffectiveSettings, require_installed
 from launch.settings.fields import Value
@@ -32,6 +38,8 @@ log = logging.getLogger("thermocline.launch")
 MEASURABLE: Final = ("mlx", "vllm")
 LOOK_EVERY_S: Final = 0.5
 STORE_BYTES: Final = 16 << 20  # an engine without a cold store does not measure
+watch_log = logging.getLogger("thermocline.calibration")
+WATCH_EVERY_S: Final = 2.0
 
 
 def calibrate(
@@ -146,3 +154,52 @@ async def _end(engine: Engine, welcome: Welcome) -> MeasurementEnd:
         if not codec.progress and engine.welcome is not welcome:
             break
     raise LaunchError("the engine ended while it measured; the lines above say why")
+
+
+class ProfileWatch:
+    """Watches the engine and its model's profile. Belongs to one event loop."""
+
+    def __init__(
+        self, effective: EffectiveSettings, engine: Engine, *, look_every_s: float = WATCH_EVERY_S
+    ) -> None:
+        self._effective = effective
+        self._engine = engine
+        self._look_every_s = look_every_s
+        self._seen: object = None  # the profile's file, as it was when the engine last looked
+        self._remembered = ""
+
+    async def run(self) -> None:
+        """Watch until cancelled. Returns at once if this kind of engine cannot be measured."""
+        while self._effective.engine_kind in MEASURABLE:
+            try:
+                if (codec := self._engine.codec) is not None and codec.fingerprint:
+                    await self._look(codec)
+            except (EngineError, LaunchError, OSError) as error:
+                watch_log.warning("what was measured of the model is not looked for: %s", error)
+            except Exception:  # the edge of this task: nothing here may end the service
+                watch_log.exception("what was measured of the model is not looked for")
+            await asyncio.sleep(self._look_every_s)
+
+    async def _look(self, codec: CodecReport) -> None:
+        if codec.fingerprint != self._remembered:
+            self._remembered = codec.fingerprint
+            await asyncio.to_thread(write_note, self._effective, codec.fingerprint)
+            if not codec.unmeasured:
+                self._seen = self._stamp(codec.fingerprint)
+        stamp = self._stamp(codec.fingerprint)
+        if stamp is not None and stamp != self._seen:
+            with suppress(EngineRefused):  # its log says why; the next file may be better
+                adopted = await self._engine.adopt()
+                # An engine that measured it by itself has adopted it, and said so.
+                if adopted.id != codec.id and not codec.progress:
+                    watch_log.info(
+                        "sessions are packed from now on by %s: %s", adopted.name, adopted.why
+                    )
+            self._seen = stamp
+
+    def _stamp(self, fingerprint: str) -> object:
+        """A value that changes when the profile's file does; None while there is no file."""
+        with suppress(OSError):
+            found = profile_path(self._effective.folders.data, fingerprint).stat()
+            return found.st_ino, found.st_mtime_ns, found.st_size
+        return None

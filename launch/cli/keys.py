@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from launch.cli import key_file
+from gateway.keys import BadKeyLine, generate_key
 from launch.cli.options import Json
-from launch.cli.printing import print_json, print_table
 from launch.cli.sessions import DEFAULT_URL, Key, Url
-from launch.errors import UsageError
+from launch.errors import LaunchError, UsageError
+from launch.printing import print_json, print_table
+
+
+def made_key(tenant: str) -> tuple[str, str]:
+    """A new key, and its line for the key file. Raises ``UsageError`` for an unusable name."""
+    try:
+        return generate_key(tenant)
+    except BadKeyLine:
+        raise UsageError(
+            f"{tenant!r} cannot be a tenant's name: use up to 64 letters, digits, '.', '_' and '-',"
+            " beginning with a letter or digit"
+        ) from None
+
+
+def append_line(file: Path, line: str) -> None:
+    """Add ``line``; a new file is readable by its owner only. Raises ``LaunchError``."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "r+b") as stream:
+            held = stream.read()
+            separator = b"" if not held or held.endswith(b"\n") else b"\n"
+            stream.write(separator + line.encode() + b"\n")
+    except OSError as error:
+        raise LaunchError(f"the key file {file} cannot be written: {error.strerror}") from error
 
 
 def new_key(
@@ -30,9 +54,9 @@ def new_key(
             raise UsageError("--append and --url exclude each other: a server keeps its own file")
         _new_on_server(tenant, url, api_key)
         return
-    key, line = key_file.new_key(tenant)
+    key, line = made_key(tenant)
     if append is not None:
-        key_file.append_line(append, line)
+        append_line(append, line)
     print(f"key:  {key}")
     print(f"line: {line}")
     if append is None:

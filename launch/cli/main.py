@@ -17,13 +17,11 @@ import typer
 
 from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
-from launch.cli.connect import connect
-from launch.cli.printing import print_json, print_table
-from launch.cli.tools.bench import bench
-from launch.cli.tools.chat import chat
-from launch.cli.tools.join import join
-from launch.cli.tools.top import top
+from launch.cli.bench import bench
+from launch.cli.connect import connect, join
+from launch.cli.screens import chat, top
 from launch.errors import LaunchError, UsageError
+from launch.printing import print_json, print_table
 from launch.settings.schema import flat, masked
 from launch.settings.units import shown
 
@@ -190,8 +188,8 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Say beforehand how many sessions fit, from config.json alone."""
-    from launch.cli.plans.fleet_plan import FleetWanted
-    from launch.cli.plans.plan_command import Wanted, run_plan
+    from launch.cli.fleet_plan import FleetWanted
+    from launch.cli.plan import Wanted, run_plan
 
     of_fleet = FleetWanted(fleet or "", users, think, bandwidth, prefill, lengths)
     wanted = Wanted(named, sessions, lengths, machines, weights, plot, as_json, of_fleet)
@@ -254,12 +252,10 @@ def calibrate(
 ) -> None:
     """Measure what each codec costs this model. Takes minutes."""
     from launch.calibrate.orders import CalibrateOptions
-    from launch.calibrate.output_files import check_output, write_json
-    from launch.calibrate.plot import check_path, draw
+    from launch.calibrate.plot import check_output, check_path, draw, write_json
     from launch.calibrate.program import calibrate as run
-    from launch.cli.calibration_table import print_report
+    from launch.cli.calibrate import measure_served, print_report
     from launch.cli.remote import Remote
-    from launch.cli.served_measurement import measure_served
     from launch.serve.logs import configure_logging
 
     if plot is not None:

@@ -12,7 +12,7 @@ import msgspec
 
 from engines.wire import CodecReport
 from launch.errors import LaunchError
-from launch.remote.address import key_headers, server_url
+from launch.remote import key_headers, server_url
 
 TIMEOUT_S = 120.0  # a demote may have to write to a slow tier first
 

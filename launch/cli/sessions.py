@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.cli.options import Json
-from launch.cli.printing import print_json, print_table
 from launch.errors import UsageError
+from launch.printing import print_json, print_table
 from launch.settings.units import show_bytes, show_duration
 
 if TYPE_CHECKING:

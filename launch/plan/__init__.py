@@ -1,6 +1,7 @@
-"""Predicts from a model's config.json alone what its sessions take and which codec will serve it.
+"""Predicts what a model's sessions take, which codec will serve it, and how many sessions fit.
 
 ``launch/families`` turns config.json into a shape of caches; from that ``hot_budget.py`` counts
 live KV and ``cold_size.py`` packed KV; ``capacity_plan.py`` puts them together for
-``thermocline plan``.
+``thermocline plan``. ``needs.py`` counts sessions of one length; by it ``fit.py`` chooses
+budgets for as many as are wished (``wish.py``), and ``machines.py`` looks at other machines.
 """

@@ -27,10 +27,9 @@ from launch.families.weights import estimated_weights
 from launch.model import find_model
 from launch.plan.cold_size import cold_size
 from launch.plan.expected_codec import expected_choices
-from launch.plan.hot_budget import HotBudget, hot_budget_of
+from launch.plan.hot_budget import HotBudget, hot_budget_of, served_cache, served_dtype
 from launch.plan.serve_checks import check_family, check_hot_codec
-from launch.plan.served_cache import served_cache, served_dtype
-from launch.settings.default_budgets import weights_bytes
+from launch.settings.budgets import weights_bytes
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import show_bytes
 

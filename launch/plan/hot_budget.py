@@ -1,10 +1,10 @@
-"""Computes the contexts that fit into the budget for live KV, counted as the engine counts it.
+"""The contexts that fit into the budget for live KV, by the shape of the live cache.
 
 mlx_lm takes its working memory out of the same budget: a running row has room to grow, and exists
 twice for a moment when it joins or leaves a batch. The other engines' pools hold only KV.
 
-Both engines cut the model's context down to the longest that fits. But vLLM does not start when
-the settings name a context that does not fit, so ``refusal`` reports it before vLLM is started.
+Both engines cut the model's context down to the longest that fits. But vLLM does not start when the
+settings name a context that does not fit, so ``refusal`` reports it before vLLM is started.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from engines.cache_classes import LATENT_ON_CPU
+from engines.config import EngineConfig
 from engines.kv_budget import (
     SMALLEST_CONTEXT,
     UNSTATED_CONTEXT,
@@ -23,10 +25,45 @@ from engines.kv_budget import (
     too_little,
 )
 from engines.packed_budget import HOT_CODECS, packed_cost
-from kvstore.shapes import NUMPY_DTYPES
-from launch.families.cache_shape import CacheShape
-from launch.plan.served_cache import served_dtype
+from kvstore.shapes import NUMPY_DTYPES, DType
+from launch.families.cache_shape import CacheShape, ModelRefused
+from launch.families.table import cache_shape
+from launch.machine.resources import has_matrix_tiles
 from launch.settings.effective_settings import EffectiveSettings
+
+
+def served_cache(effective: EffectiveSettings, content: Mapping[str, Any]) -> CacheShape:
+    """The cache of the model with this config.json (``content``), as the chosen engine keeps it.
+
+    Raises:
+        ModelRefused, NotUnderstood: see ``cache_shape``.
+    """
+    on_vllm = effective.engine_kind == "vllm"
+    shape = cache_shape(content, "vllm" if on_vllm else "mlx")
+    if on_vllm and shape.has_latents and effective.widens and not has_matrix_tiles():
+        raise ModelRefused(LATENT_ON_CPU)
+    return shape
+
+
+def served_dtype(effective: EffectiveSettings, content: Mapping[str, Any]) -> DType:
+    """The dtype of its elements, where they have no dtype of their own."""
+    engine = effective.settings.engine
+    dtype = live_dtype(engine, content, effective.widens)
+    narrows = effective.engine_kind == "vllm" and engine.dtype == "auto" and not effective.widens
+    # Of a float32 checkpoint vLLM makes what its device computes fastest.
+    return "bfloat16" if narrows and dtype == "float32" else dtype
+
+
+def live_dtype(engine: EngineConfig, content: Mapping[str, Any], widens: bool) -> DType:
+    """The dtype of the live cache: the one that is set, else the platform's, else the model's."""
+    if engine.dtype != "auto":
+        return engine.dtype
+    if widens:
+        return "float32"
+    text = content.get("text_config") or content
+    stored = text.get("dtype") or text.get("torch_dtype") or content.get("torch_dtype")
+    names: tuple[DType, ...] = get_args(DType)
+    return next((name for name in names if name == stored), "bfloat16")
 
 
 @dataclass(frozen=True)

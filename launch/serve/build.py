@@ -19,40 +19,33 @@ from engines.fleet.homes import FleetHomes, Homes, SaidMoves
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.keys import BadKeyLine, Tenants
-from gateway.metrics import Metrics
 from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ServedModel
+from gateway.watch.metrics import Metrics
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import is_exact
 from kvstore.config import AUTO, StoreConfig
-from launch.engine_start import compile_folders, engine_of
+from launch.engine_start import compile_folders, engine_of, listed_fleet
 from launch.errors import UsageError
 from launch.families.cache_shape import NotUnderstood
 from launch.machine.blas import Blas
-from launch.machine.memory import machine_memory
-from launch.machine.private_folders import server_folder
+from launch.machine.folders import server_folder
+from launch.machine.resources import machine_memory
 from launch.model import Model, find_model
+from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
-from launch.plan.served_cache import served_cache
-from launch.serve.keys import key_lines
-from launch.serve.lending import lending_of
-from launch.serve.preflight import check_codecs, check_memory, check_tiers
-from launch.serve.secret import secret_of, secret_path
-from launch.serve.sharing.directory import directory_of, homes_for
-from launch.serve.sharing.limits import shared_limits
-from launch.serve.sharing.listed import listed_fleet
-from launch.serve.stored import stored_objects
-from launch.serve.tracing import tracing_of
-from launch.settings.default_budgets import weights_bytes
+from launch.serve.keys import key_lines, secret_of, secret_path
+from launch.serve.logs import tracing_of
+from launch.serve.preflight import check_codecs, check_memory, check_tiers, lending_of
+from launch.serve.sharing import directory_of, homes_for, shared_limits, stored_objects
+from launch.settings.budgets import at_once, weights_bytes
 from launch.settings.effective_settings import (
     EffectiveSettings,
     EngineSettings,
     require_installed,
 )
-from launch.settings.engine_entry import EngineEntry
 from launch.settings.replicas import replica_settings
-from launch.settings.schema import Settings
-from launch.settings.several_engines import at_once
+from launch.settings.schema import EngineEntry, Settings
 from scheduler.config import SchedulerConfig
 from scheduler.headroom import Headroom
 from scheduler.sessions import SessionManager

@@ -1,10 +1,97 @@
-"""The API keys of a server: gathered at its start."""
+"""The server's secret, and the API keys gathered at its start.
+
+The secret is made once. Losing it makes every cold session unreadable, which costs a recompute;
+leaking it lets a tenant compute the cache keys of another, so no other user may read the file.
+"""
 
 from __future__ import annotations
 
-from gateway.access.key_list import KeyLines, lines_of
+import contextlib
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
 from gateway.config import GatewayConfig
-from launch.errors import UsageError
+from gateway.keys import KeyLines, lines_of
+from kvstore.tiers.seal import read_secret
+from launch.errors import LaunchError, UsageError
+from launch.settings.schema import Settings
+
+NUM_BYTES = 32
+
+
+def secret_path(data_dir: Path) -> Path:
+    return data_dir / "secret"
+
+
+def secret_of(settings: Settings, data_dir: Path) -> bytes:
+    """Return the secret that salts and seals come from: the server's own, or one that is shared."""
+    if not settings.store.secret_file:
+        return server_secret(data_dir)
+    try:
+        return read_secret(Path(settings.store.secret_file))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def server_secret(data_dir: Path, sync: Callable[[int], None] = os.fsync) -> bytes:
+    """The 32 bytes of the secret; made if there is none yet.
+
+    Args:
+        sync: writes an open file or folder (a descriptor) to the disk, as ``os.fsync``.
+
+    Raises:
+        LaunchError: others can read it, it was cut short, or the folder cannot be written.
+    """
+    path = secret_path(data_dir)
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _create(path, sync)
+        content = path.read_bytes()
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise LaunchError(
+            f"the server's secret {path} cannot be used: {error.strerror}; give this user a"
+            " data folder of its own with --data-dir or THERMOCLINE_DATA_DIR"
+        ) from error
+    if mode & 0o077:
+        raise LaunchError(f"other users can read the server's secret; run: chmod 600 {path}")
+    if len(content) != NUM_BYTES:
+        raise LaunchError(f"{path} is damaged; remove it (cold sessions will be computed anew)")
+    return content
+
+
+def _create(path: Path, sync: Callable[[int], None]) -> None:
+    """Write a new secret to ``path``, unless it exists.
+
+    It is linked into place, so that no reader sees half of it, and synced to the disk before that:
+    after a power cut there is all of it or none. An empty file would keep the server from starting.
+    """
+    if path.exists():
+        return
+    descriptor, draft_name = tempfile.mkstemp(prefix=".secret.", dir=path.parent)  # 0600
+    draft = Path(draft_name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(NUM_BYTES))
+            file.flush()
+            sync(file.fileno())
+        with contextlib.suppress(FileExistsError):  # another server was faster; take its secret
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+    _sync_folder(path.parent, sync)
+
+
+def _sync_folder(folder: Path, sync: Callable[[int], None]) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def key_lines(config: GatewayConfig) -> KeyLines:

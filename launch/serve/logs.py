@@ -1,6 +1,6 @@
-"""Logs on standard error, one line per event, for any message.
+"""Logs on standard error, one line per event, and spans to a collector, if one is set.
 
-2026-01-31T12:00:00.000Z info  gateway: POST /v1/chat/completions 200 ...
+2026-01-31T12:00:00.000Z info gateway: POST /v1/chat/completions 200 ...
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ import json
 import logging
 import sys
 import time
+from importlib.metadata import version
 
-from gateway.access.log_ring import LogRing
+from gateway.config import GatewayConfig
+from gateway.watch.log_ring import LogRing
+from gateway.watch.tracing import PassOn, Tracing
+from launch.errors import UsageError
 
 # Line ends, escape sequences and other controls come from clients and engines; in a log they
 # would forge lines or steer a terminal.
@@ -70,3 +74,16 @@ def configure_logging(level: str, form: str = "text") -> None:
     logging.captureWarnings(True)
     for name in _QUIET:  # they repeat what we say, at the level of our own important lines
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def tracing_of(config: GatewayConfig) -> Tracing:
+    """Make what traces turns. Raises ``UsageError``: its packages are not installed."""
+    if not config.otlp_endpoint:
+        return PassOn()
+    try:
+        from gateway.watch.otlp import OtlpTracing
+    except ImportError as error:
+        raise UsageError(
+            "gateway.otlp_endpoint needs OpenTelemetry's packages: pip install 'thermocline[otlp]'"
+        ) from error
+    return OtlpTracing(config.otlp_endpoint, version("thermocline"))

@@ -10,10 +10,10 @@ import msgspec
 
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
+from gateway.edge.key_limits import usual_limits
 from gateway.keys import BadKeyLine
-from gateway.limits.key_limits import usual_limits
 from launch.errors import LaunchError
-from launch.settings.default_budgets import DERIVED
+from launch.settings.budgets import DERIVED
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.schema import Settings, flat, masked
 from scheduler.sessions import RELOADABLE as OF_SCHEDULER

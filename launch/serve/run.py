@@ -20,9 +20,9 @@ from engines.wire import Welcome
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
 from gateway.server import DrainingServer, server_of
-from launch.calibrate.profile_watch import ProfileWatch
+from launch.calibrate.program import ProfileWatch
 from launch.machine.installation import require_own_packages
-from launch.machine.open_files import raise_open_files
+from launch.machine.resources import raise_open_files
 from launch.serve.build import BuiltServer, build
 from launch.serve.logs import configure_logging, keep_lines
 from launch.serve.port import listen, take_path, take_port, url_of

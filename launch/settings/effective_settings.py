@@ -17,15 +17,25 @@ from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import UnknownCodec
 from launch.errors import LaunchError, UsageError
 from launch.machine.folders import Folders, folders
-from launch.machine.gpus import Gpu, find_gpus
-from launch.machine.interpreters import find_python, require_vllm
-from launch.machine.memory import available_memory, free_disk
-from launch.sample.sample_model import WEIGHTS_BYTES
-from launch.settings.default_budgets import default_budgets, weights_bytes
-from launch.settings.engine_entry import EngineEntry, check_entries
+from launch.machine.installation import find_python, require_vllm
+from launch.machine.resources import Gpu, available_memory, find_gpus, free_disk
+from launch.model import WEIGHTS_BYTES
+from launch.settings.budgets import (
+    at_once,
+    budget_layers,
+    default_budgets,
+    entry_layer,
+    weights_bytes,
+)
 from launch.settings.fields import Value
-from launch.settings.schema import Resolved, Settings, laid_over, resolve
-from launch.settings.several_engines import at_once, budget_layers, entry_layer
+from launch.settings.schema import (
+    EngineEntry,
+    Resolved,
+    Settings,
+    check_entries,
+    laid_over,
+    resolve,
+)
 from launch.settings.sources import Layer
 
 ATTACHABLE = ("auto", "mlx", "vllm", "attached")

@@ -22,9 +22,8 @@ from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE
 from engines.fleet.homes import LastHomes
 from engines.fleet.replica import Replica
 from launch.simulation.conditions import Conditions, ModelSize
-from launch.simulation.link import Link
 from launch.simulation.machine import Reuse, SimulatedEngine
-from launch.simulation.sized_tier import SizedTier
+from launch.simulation.sized_tier import Link, SizedTier
 
 AWAY_S: Final = 120.0  # until a machine that was lost is there again
 TENANT: Final = "local"  # as a gateway without keys calls its only one

@@ -1,8 +1,9 @@
-"""A tier that knows how long blobs are, and keeps none of them."""
+"""The tiers of a simulated fleet: they keep lengths instead of blobs; one is behind a link."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
@@ -12,6 +13,7 @@ from kvstore.tiers.base import Blob, TierStats
 from kvstore.tiers.lru import IndexedTier, IndexUpdate, RecencyIndex
 
 ENTRY_BYTES: Final = 512  # of a blob besides its own bytes, as in the real tiers
+WINDOW_S: Final = 10.0
 
 
 class SizedBlob(bytes):
@@ -119,3 +121,32 @@ class SizedTier(IndexedTier):
 
 def _size(key: bytes, blob: Blob) -> int:
     return len(key) + len(blob) + ENTRY_BYTES
+
+
+class Link:
+    """Carries so many bytes a second, first come, first served.
+
+    Args:
+        bytes_s: in both directions together; 0: there is none.
+    """
+
+    def __init__(self, bytes_s: float) -> None:
+        self._bytes_s = bytes_s
+        self._free_at = 0.0
+        self.read_bytes: Counter[int] = Counter()  # by the number of the window
+        self.written_bytes: Counter[int] = Counter()
+
+    def done_at(self, now_s: float, nbytes: int) -> float:
+        """Say when so many bytes would have come through."""
+        return max(now_s, self._free_at) + nbytes / self._bytes_s
+
+    def read(self, now_s: float, nbytes: int) -> None:
+        """Carry what a restore reads."""
+        self._free_at = self.done_at(now_s, nbytes)
+        self.read_bytes[int(now_s / WINDOW_S)] += nbytes
+
+    def write(self, now_s: float, nbytes: int) -> None:
+        """Carry what a turn's end writes."""
+        if nbytes:
+            self._free_at = self.done_at(now_s, nbytes)
+            self.written_bytes[int(now_s / WINDOW_S)] += nbytes

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from engines import wire
 from gateway.app import ROUTES
-from gateway.limits.accounts import ACCOUNTS, VERBS, Work
+from gateway.edge.accounts import ACCOUNTS, VERBS, Work
 
 ROOT = Path(__file__).parents[2]
 

@@ -39,7 +39,7 @@ def test_imports_go_one_way():
     [
         "launch.cli.main",
         "launch.serve.run",
-        "launch.cli.plans.plan_table",
+        "launch.cli.plan",
         "launch.doctor",
         "gateway.app",
     ],

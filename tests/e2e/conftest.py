@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.stacks.product_stack import MIB, Stack
 from engines.about_vllm.environment import inspect_environment
-from launch.machine.interpreters import find_python
+from launch.machine.installation import find_python
 
 SETTINGS = {
     "engine": {"hot_bytes": 1024 * MIB},

@@ -15,7 +15,7 @@ import pytest
 from engines.about_vllm.environment import inspect_environment
 from engines.calibration.corpus import held_out_texts
 from kvstore.codecs.profile import load_profile
-from launch.machine.interpreters import find_python
+from launch.machine.installation import find_python
 from tests.integration.tiny_models import write_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.mlx, pytest.mark.slow, pytest.mark.timeout(900)]

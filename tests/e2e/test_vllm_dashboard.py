@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.stacks.product_stack import MIB, Stack, prose
 from engines.about_vllm.environment import inspect_environment
-from launch.machine.interpreters import find_python
+from launch.machine.installation import find_python
 from tests.integration.dashboard.browser import Browser, chromium
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from engines.about_vllm.environment import inspect_environment
-from launch.machine.interpreters import find_python
+from launch.machine.installation import find_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

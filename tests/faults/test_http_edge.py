@@ -22,7 +22,7 @@ CHUNKED = b"transfer-encoding: chunked\r\n"
 MIB = 1 << 20
 BODY_TIMEOUT_S = 1.0
 STALL_S = 1.0
-LINGER_S = 5.0  # gateway.edge.closing
+LINGER_S = 5.0  # gateway.edge.connections
 PER_ADDRESS = 40
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.machine.memory import CGROUP, available_memory
+from launch.machine.resources import CGROUP, available_memory
 from tests.faults.cgroups import Group, limited_group
 from tests.integration.launch.test_serve import Server
 

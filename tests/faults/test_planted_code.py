@@ -14,7 +14,7 @@ import pytest
 from engines.client.child.servers import MlxServer
 from engines.config import EngineConfig, WorkerConfig
 from kvstore.config import StoreConfig
-from launch.machine.private_folders import compile_environment
+from launch.machine.folders import compile_environment
 from tests.integration.mlx_owner.harness import session
 from tests.integration.test_mlx_worker_process import complete, until_ready
 from tests.integration.tiny_models import write_model

@@ -25,13 +25,12 @@ from gateway.body import ParsedBody
 from gateway.context import Gateway
 from gateway.edge.body_budget import check_weight
 from gateway.keys import Tenant
-from gateway.openai.responses.fields import MAX_ITEMS, ResponseFields
 from gateway.openai.responses.items import kind_of
 from gateway.openai.responses.output import new_id
-from gateway.stored.entry_seal import Head
-from gateway.stored.forms import Entry, Item, stored_form
+from gateway.openai.responses.response import MAX_ITEMS, ResponseFields
 from gateway.stored.objects import Objects, Outgrown
-from gateway.stored.shelf import Steps, StoreFailed
+from gateway.stored.seal import Head
+from gateway.stored.shelf import Entry, Item, Steps, StoreFailed, stored_form
 from gateway.stored.stored import Stored
 
 log = logging.getLogger("thermocline.gateway")

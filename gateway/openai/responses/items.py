@@ -15,7 +15,7 @@ import msgspec
 from engines.openai.errors import InvalidRequest
 from engines.openai.images import SHOWN_BELOW, Sight
 from engines.openai.messages import Json
-from gateway.openai.tools import custom_arguments
+from gateway.openai.chat_fields import custom_arguments
 from gateway.stored.seal import NotOurs, Open
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})

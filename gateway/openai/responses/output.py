@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Collection, Iterator
 
 from engines.openai.messages import Json
-from gateway.openai.tools import custom_input
+from gateway.openai.chat_fields import custom_input
 from gateway.relay.chat_chunks import CallPart, MessagePart
 
 

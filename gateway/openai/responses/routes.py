@@ -1,4 +1,4 @@
-"""POST /v1/responses, and the routes of a response that was stored."""
+"""POST /v1/responses and /v1/responses/input_tokens, and the routes of a stored response."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.images import Sight
 from engines.openai.requests import Json, checked
-from gateway.body import ParsedBody, read_json_body
-from gateway.context import Gateway, gateway_of
+from gateway.body import ParsedBody, body_for_engine, read_json_body
+from gateway.context import Gateway, caller_of, gateway_of
 from gateway.edge.body_budget import body_share_of
 from gateway.errors import Failure
-from gateway.identity.retention import asked_seconds
+from gateway.identity.names import asked_seconds
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
-from gateway.openai.lists import shown
-from gateway.openai.responses.answer import ResponseAnswer
-from gateway.openai.responses.event_writer import EventWriter
-from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import (
     Context,
     KeptTurn,
+    context_of,
     full_items,
     keep_response,
     recalled,
     rows_of,
 )
-from gateway.openai.responses.translation import Known, translation, validate
-from gateway.openai.stored_objects import StoredKind
+from gateway.openai.responses.response import ResponseFields
+from gateway.openai.responses.translation import (
+    EventWriter,
+    Known,
+    ResponseAnswer,
+    translation,
+    validate,
+)
+from gateway.openai.stored_objects import StoredKind, shown
 from gateway.relay.answer_format import NotStored
 from gateway.relay.passthrough import EVENT_STREAM
+from gateway.relay.question import count_question, prompt_tokens
 from gateway.turns import Operation, Translate, Translated, accept
 
 router = APIRouter()
@@ -204,3 +209,34 @@ def _part_events(index: int, item: Json) -> Iterator[Json]:
             yield {"type": f"{event}.delta", **where, "delta": part["text"], **scores}
             yield {"type": f"{event}.done", **where, "text": part["text"], **scores}
         yield {"type": "response.content_part.done", **where, "part": part}
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(request: Request) -> Response:
+    """Count the tokens of a request's whole input; nothing is answered or stored."""
+    model, question = await _question(request)  # what was parsed is gone while the engine works
+    try:
+        count = await prompt_tokens(request, model.engine, question)
+    except InvalidRequest as error:  # the engine's words are of a chat
+        raise InvalidRequest(error.message, "input", error.code, error.status) from error
+    return shown({"object": "response.input_tokens", "input_tokens": count})
+
+
+async def _question(request: Request) -> tuple[ServedModel, bytes]:
+    gateway, tenant = gateway_of(request), caller_of(request)
+    async with body_for_engine(request, empty=b"{}") as body:
+        if body.json.get("model") is None:
+            body.json["model"] = body.model.served.model
+        fields = await body.beside(lambda: checked(body.json, ResponseFields))
+        context = await context_of(gateway.stored, tenant, fields, body)
+        known = Known(gateway.sealed_texts(tenant).open, body.model.sight)
+        asked = partial(translation, fields, body.json, context, known)
+        keeps = gateway.config.keep_reasoning
+        made = await body.beside(lambda: _for_engine(body.model, keeps, asked().chat, known))
+        return body.model, made
+
+
+def _for_engine(model: ServedModel, keeps_reasoning: bool, chat: Json, known: Known) -> bytes:
+    validate(chat, known.sight)
+    chat["model"] = model.served.model
+    return count_question(model.served.template, keeps_reasoning, chat)

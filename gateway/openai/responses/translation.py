@@ -1,21 +1,36 @@
-"""Makes the body of a chat of a request for a response."""
+"""Makes a chat of a request for a response, and a response of the chat's answer."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
+
+import msgspec
+from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.images import Sight
 from engines.openai.messages import Json
 from engines.openai.requests import ChatRequest, validate_chat
-from gateway.openai.responses.answer import ResponseAnswer, renamed
-from gateway.openai.responses.fields import ResponseFields
+from gateway.errors import Failure
+from gateway.openai.chat_fields import offer
 from gateway.openai.responses.history import Context
 from gateway.openai.responses.items import MessageWriter, check_nesting
-from gateway.openai.responses.response import Draft
-from gateway.openai.tools import offer
+from gateway.openai.responses.output import Output
+from gateway.openai.responses.response import Draft, ResponseFields, cut_short, shown_error
+from gateway.relay.chat_chunks import DONE, KEEPALIVE, Choice, EventReader, read_chunk
 from gateway.stored.seal import Open
+from gateway.watch.metrics import Usage
 
+_encode = msgspec.json.Encoder().encode
+# Fields of the chat that a response is made of, and the client's names for them.
+_RENAMED = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
+}
 # Taken as they are: a chat has them under the same name. Those after the first line are not
 # OpenAI's, but engines and their users know them.
 _SAME = (
@@ -23,6 +38,159 @@ _SAME = (
     *("top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "ignore_eos", "min_tokens", "chat_template_kwargs"),
 )
+
+
+class EventWriter:
+    """Numbers the events of one stream."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def write(self, events: Iterable[Json], after: int = -1) -> bytes:
+        """Write events as they go out; those with numbers up to ``after`` are only counted."""
+        lines = []
+        for event in events:
+            event["sequence_number"] = self._number
+            self._number += 1
+            if event["sequence_number"] > after:
+                lines.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event)))
+        return b"".join(lines)
+
+    def write_again(self, events: Collection[Json]) -> bytes:
+        """Write the last events anew, with the numbers that they had."""
+        self._number -= len(events)
+        return self.write(events)
+
+
+class ResponseEvents:
+    """Translates one stream; see ``gateway.relay.answer_format.EventStream``.
+
+    After ``ending`` the whole response is there as ``response``, unless it failed.
+    """
+
+    def __init__(self, draft: Draft, output: Output) -> None:
+        self._draft = draft
+        self._output = output
+        self._reader = EventReader()
+        self._writer = EventWriter()
+        self._usage: Usage | None = None
+        self._finish_reason = ""
+        self._error: str | None = None  # what the engine reported
+        self._ending: list[Json] = []
+        self.begun = False
+        self.complete = False
+        self.response: Json | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def opening(self) -> bytes:
+        shown = self._draft.shown("in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return self._writer.write({"type": kind, "response": shown} for kind in kinds)
+
+    def feed(self, chunk: bytes) -> bytes:
+        return b"".join(self._translated(data) for data in self._reader.feed(chunk))
+
+    def ending(self, failure: Failure | None) -> bytes:
+        if self._error is not None:  # says more than that the stream broke off after it
+            failure = Failure(502, self._error, None, "engine")
+        if failure is not None:
+            failed = self._draft.shown(
+                "failed", self._output.items, self._usage, shown_error(failure)
+            )
+            return self._writer.write([{"type": "response.failed", "response": failed}])
+        last = list(self._output.close(whole=not cut_short(self._finish_reason)))
+        whole = self._draft.finished(self._output.items, self._usage, self._finish_reason)
+        self.response = whole
+        self._ending = [*last, {"type": f"response.{whole['status']}", "response": whole}]
+        return self._writer.write(self._ending)
+
+    def unstored(self) -> bytes:
+        """Return the end anew, of a response that could not be stored."""
+        assert self.response is not None
+        self.response["store"] = False
+        return self._writer.write_again(self._ending)
+
+    def usage(self) -> Usage | None:
+        return self._usage
+
+    def _translated(self, data: bytes) -> bytes:
+        if data == DONE:
+            self.complete = True
+            return b""
+        if data == KEEPALIVE:
+            return data
+        chunk = read_chunk(data)
+        if chunk.error is not None:
+            self._error = _words(chunk.error)
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        if not chunk.choices:
+            return b""
+        choice = chunk.choices[0]
+        self._finish_reason = choice.finish_reason or self._finish_reason
+        written = self._writer.write(self._output.add(choice.part, choice.scores))
+        self.begun = self.begun or bool(written)
+        return written
+
+
+def _words(error: object) -> str:
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) else "The engine failed; its log says why."
+
+
+def renamed(param: str | None) -> str | None:
+    """Return the client's name of a chat's field; what it is inside the field is left out."""
+    if param is None:
+        return None
+    field = param.partition("[")[0].partition(".")[0]
+    if field == "tools":
+        return param.replace(".function.", ".")
+    return _RENAMED.get(field, param)
+
+
+class ResponseAnswer:
+    """See ``gateway.relay.answer_format.AnswerFormat``."""
+
+    def __init__(self, draft: Draft, customs: Collection[str]) -> None:
+        self._draft = draft
+        self._customs = customs
+        self._events: ResponseEvents | None = None
+        self._whole: Json | None = None
+
+    @property
+    def response(self) -> Json | None:
+        """The whole response; None as long as it is not, and if it failed."""
+        return self._events.response if self._events else self._whole
+
+    def unstored(self) -> bytes:
+        """Return the whole answer, or its last events, anew: it could not be stored."""
+        if self._events is not None:
+            return self._events.unstored()
+        assert self._whole is not None
+        self._whole["store"] = False
+        return msgspec.json.encode(self._whole)
+
+    def events(self) -> ResponseEvents:
+        self._events = ResponseEvents(self._draft, Output(self._customs))
+        return self._events
+
+    def whole(self, body: bytes) -> bytes:
+        said = read_chunk(body)
+        choice = said.choices[0] if said.choices else Choice()
+        reason = choice.finish_reason or ""
+        output = Output(self._customs)
+        for _ in output.add(choice.part, choice.scores):
+            pass  # the client gets no steps
+        for _ in output.close(whole=not cut_short(reason)):
+            pass
+        self._whole = self._draft.finished(output.items, said.usage, reason)
+        return msgspec.json.encode(self._whole)
+
+    def refusal(self, failure: Failure) -> Response:
+        return msgspec.structs.replace(failure, param=renamed(failure.param)).response()
 
 
 class Known(NamedTuple):

@@ -20,11 +20,10 @@ from typer.testing import CliRunner
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
 from gateway.keys import generate_key
 from launch.bench.capacity import Search
-from launch.bench.presets import STRESS_REQUESTS
+from launch.bench.workload import STRESS_REQUESTS
 from launch.cli.main import app
 from launch.errors import LaunchError, UsageError
-from launch.remote.address import Address
-from launch.remote.turn import take_turn
+from launch.remote import Address, take_turn
 
 KEY, LINE = generate_key("alice")
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.stacks.fake_stack import FakeStack
-from launch.chat.program import PROMPT
-from launch.chat.screen import Screen
-from launch.remote.turn import Turn
+from launch.chat import PROMPT, Screen
+from launch.remote import Turn
 
 COMMAND = [sys.executable, "-m", "launch", "chat"]
 

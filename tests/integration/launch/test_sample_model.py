@@ -11,10 +11,10 @@ from engines.calibration.corpus import held_out_texts
 from engines.config import CalibrationOrder
 from launch.calibrate.orders import USUAL_CONTEXTS
 from launch.errors import LaunchError
+from launch.gguf_convert import convert
 from launch.machine.folders import default_cache_dir
-from launch.sample.gguf_convert import convert
-from launch.sample.sample_model import sample_model
-from tests.unit.launch.sample.tiny_gguf import CONTEXT, TEMPLATE, TOKENS, write_gguf
+from launch.model import sample_model
+from tests.unit.launch.tiny_gguf import CONTEXT, TEMPLATE, TOKENS, write_gguf
 
 pytestmark = pytest.mark.mlx
 

@@ -21,9 +21,9 @@ from benchmarks.stacks.fake_stack import MODEL, FakeStack
 from gateway.keys import generate_key
 from launch.cli.main import app
 from launch.errors import LaunchError
-from launch.remote.address import Address
-from launch.top.program import EventReader
-from launch.top.view import View
+from launch.remote import Address
+from launch.top import EventReader
+from launch.top_frame import View
 
 KEYS = {tenant: generate_key(tenant) for tenant in ("alice", "bob")}
 LINES = [line for _, line in KEYS.values()]

@@ -87,7 +87,7 @@ def test_it_serves(commands, tmp_path):
 
 
 def test_a_file_that_is_not_the_installed_one_is_named(commands, tmp_path):
-    (file,) = commands.parent.glob("lib/*/site-packages/scheduler/policy.py")
+    (file,) = commands.parent.glob("lib/*/site-packages/scheduler/sweeps.py")
     before = file.read_text()
     file.unlink()  # it may be a link to the installer's cache
     file.write_text(before + "\n")

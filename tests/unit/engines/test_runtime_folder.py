@@ -23,7 +23,7 @@ from engines.runtime_folder import (
     remove_abandoned,
     runtime_folder,
 )
-from launch.machine.private_folders import server_folder
+from launch.machine.folders import server_folder
 
 GATEWAY = (
     "import sys, time\n"

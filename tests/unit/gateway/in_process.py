@@ -13,14 +13,13 @@ from starlette.types import ASGIApp, Message
 
 from engines.base import SAVE_S, Demoted, EngineUnavailable, SessionRef, TierName, Upstream
 from engines.wire import CodecReport, EngineReport, Notice, SessionReport, Welcome
-from gateway.access.key_list import lines_of
 from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
-from gateway.keys import Tenants
-from gateway.metrics import Metrics
+from gateway.keys import Tenants, lines_of
 from gateway.models.served_model import ServedModel
 from gateway.stored.stored import Stored
+from gateway.watch.metrics import Metrics
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
 

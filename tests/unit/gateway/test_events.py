@@ -15,8 +15,7 @@ from engines.base import SessionRef
 from engines.wire import KVSize
 from gateway.context import caller_of, sees_all
 from gateway.edge.body_budget import BODY_SHARE, BodyShare
-from gateway.events.event_stream import GOODBYE, LiveEvents
-from gateway.events.routes import events, page_rows
+from gateway.events import GOODBYE, LiveEvents, events, page_rows
 from gateway.keys import ANONYMOUS, Tenant, generate_key
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 

@@ -1,10 +1,163 @@
 from __future__ import annotations
 
+import os
+import threading
+from dataclasses import replace
+
 import pytest
 
 from launch.errors import LaunchError, UsageError
 from launch.machine.folders import default_cache_dir, default_data_dir, folders
-from launch.model import Model, find_model
+from launch.model import (
+    MANIFEST,
+    SEEN,
+    Damaged,
+    Model,
+    find_gguf,
+    find_model,
+    folder_in,
+    sample_model,
+    verify,
+    write_manifest,
+)
+from tests.unit.launch.tiny_gguf import install_package
+
+
+@pytest.fixture
+def generated(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"weights")
+    (tmp_path / "b.json").write_bytes(b"{}")
+    write_manifest(tmp_path, "source 1")
+    return tmp_path
+
+
+def test_a_written_manifest_is_accepted_again_and_again(generated):
+    verify(generated, "source 1")
+    verify(generated, "source 1")
+
+
+@pytest.mark.parametrize("name", ["a.bin", "b.json"])
+def test_a_changed_byte_is_found(generated, name):
+    verify(generated, "source 1")
+    content = bytearray((generated / name).read_bytes())
+    content[0] ^= 1
+    (generated / name).write_bytes(content)
+    with pytest.raises(Damaged, match=name):
+        verify(generated, "source 1")
+
+
+def test_a_changed_length_is_found_without_hashing(generated):
+    times = (generated / "a.bin").stat()
+    (generated / "a.bin").write_bytes(b"weight")
+    os.utime(generated / "a.bin", ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(Damaged, match="6 bytes instead of 7"):
+        verify(generated, "source 1")
+
+
+def test_a_file_that_was_only_touched_is_hashed_and_accepted(generated):
+    verify(generated, "source 1")
+    os.utime(generated / "a.bin", ns=(1, 1))
+    verify(generated, "source 1")
+
+
+def test_a_seen_file_is_not_hashed_again(generated):
+    verify(generated, "source 1")
+    times = (generated / "a.bin").stat()
+    (generated / "a.bin").write_bytes(b"WEIGHTS")  # same length
+    os.utime(generated / "a.bin", ns=(times.st_atime_ns, times.st_mtime_ns))
+    verify(generated, "source 1")
+    (generated / SEEN).unlink()
+    with pytest.raises(Damaged, match="another content"):
+        verify(generated, "source 1")
+
+
+def test_another_source_a_missing_file_and_no_manifest(generated):
+    with pytest.raises(Damaged, match="another source"):
+        verify(generated, "source 2")
+    (generated / "b.json").unlink()
+    with pytest.raises(Damaged, match=r"b\.json cannot be read"):
+        verify(generated, "source 1")
+    (generated / MANIFEST).write_bytes(b"{")
+    with pytest.raises(Damaged, match="missing or unreadable"):
+        verify(generated, "source 1")
+
+
+@pytest.fixture
+def sample(tmp_path, monkeypatch):
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+    return install_package(site)
+
+
+def make(tmp_path, sample, said=None):
+    said = [] if said is None else said
+    return sample_model(tmp_path / "cache", said.append, sample)
+
+
+def test_it_is_converted_once(tmp_path, sample):
+    said: list[str] = []
+    folder = make(tmp_path, sample, said)
+    assert folder == folder_in(tmp_path / "cache", sample)
+    assert [text.partition(" ")[0] for text in said] == ["Converting"]
+    before = (folder / "model.safetensors").stat()
+    assert make(tmp_path, sample, said) == folder
+    assert len(said) == 1
+    assert (folder / "model.safetensors").stat().st_ino == before.st_ino
+    assert [x.name for x in folder.parent.iterdir() if x.name not in (folder.name, ".lock")] == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "manifest.json"])
+def test_damage_is_repaired(tmp_path, sample, name):
+    folder = make(tmp_path, sample)
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[:-1])
+    said: list[str] = []
+    make(tmp_path, sample, said)
+    assert "is converted again" in said[0]
+    assert (folder / name).read_bytes() == whole
+    verify(folder, sample.source)
+
+
+def test_the_draft_of_a_crash_is_removed(tmp_path, sample):
+    parent = folder_in(tmp_path / "cache", sample).parent
+    (parent / ".Tiny.new").mkdir(parents=True)
+    (parent / ".Tiny.new" / "half").write_bytes(b"x")
+    folder = make(tmp_path, sample)
+    assert sorted(x.name for x in parent.iterdir()) == [".lock", folder.name]
+
+
+def test_two_at_once_convert_once(tmp_path, sample):
+    said: list[str] = []
+    threads = [threading.Thread(target=make, args=(tmp_path, sample, said)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(text.startswith("Converting") for text in said) == 1
+
+
+def test_a_missing_package_says_what_to_install(sample):
+    with pytest.raises(LaunchError, match="package no-such-package is missing; install it"):
+        find_gguf(replace(sample, package="no-such-package"))
+
+
+def test_a_damaged_package_is_refused(tmp_path, sample):
+    (tmp_path / "site" / "tiny_sample" / "tiny.gguf").write_bytes(b"GGUF")
+    with pytest.raises(LaunchError, match="damaged or of another version"):
+        make(tmp_path, sample)
+    assert not folder_in(tmp_path / "cache", sample).exists()
+
+
+def test_a_full_disk_is_reported_before_converting(tmp_path, sample):
+    with pytest.raises(LaunchError, match="are free; make room"):
+        make(tmp_path, replace(sample, needed_bytes=1 << 60))
+
+
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path, sample):
+    (tmp_path / "cache").write_bytes(b"a file, not a folder")
+    with pytest.raises(LaunchError, match="THERMOCLINE_CACHE_DIR"):
+        make(tmp_path, sample)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import parse_json, validate_chat
-from gateway.anthropic.token_count import chat_of
+from gateway.anthropic.routes import chat_of
 from gateway.anthropic.translation import translated
 from tests.unit.gateway.in_process import MODEL, App
 

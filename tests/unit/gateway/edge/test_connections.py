@@ -7,8 +7,13 @@ import logging
 import pytest
 
 from gateway.config import GatewayConfig
-from gateway.edge.connections import ADMIN_PLACES, LOG_EVERY_S, Connections
-from gateway.edge.open_files import MAX_CONNECTIONS, most_connections
+from gateway.edge.connections import (
+    ADMIN_PLACES,
+    LOG_EVERY_S,
+    MAX_CONNECTIONS,
+    Connections,
+    most_connections,
+)
 
 
 class Held:

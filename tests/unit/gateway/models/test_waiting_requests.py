@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from gateway.app import create_app
-from gateway.limits.accounts import ACCOUNTS
-from gateway.limits.key_limits import key_share_of
+from gateway.edge.accounts import ACCOUNTS
+from gateway.edge.key_limits import key_share_of
 from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ServedModel
 from scheduler.config import SchedulerConfig

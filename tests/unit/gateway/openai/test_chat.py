@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engines.wire import FillIn
-from gateway.openai.chat_answer import ChatEvents
+from gateway.openai.chat import ChatEvents
 from gateway.openai.chat_fields import ChatCalls
 from tests.stored_objects import stored_in
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine, Reply

@@ -11,6 +11,7 @@ from starlette.types import Message
 
 from engines.asgi import ClientGone
 from engines.base import EngineStalled, EngineUnavailable
+from gateway.relay.chat_chunks import SseFramer
 from gateway.relay.passthrough import (
     SLICE_BYTES,
     Deadline,
@@ -18,7 +19,6 @@ from gateway.relay.passthrough import (
     relay_events,
     send_whole,
 )
-from gateway.relay.sse_framer import SseFramer
 
 EVENT = b'data: {"choices":[]}\n\n'
 DONE = b"data: [DONE]\n\n"

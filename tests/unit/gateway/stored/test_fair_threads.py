@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.stored.fair_threads import FairThreads, LineFull
 from gateway.stored.objects import Objects
 from gateway.stored.shelf import Steps, StoreFailed
-from gateway.stored.stored import MAX_WAITING, NUM_THREADS, Stored
+from gateway.stored.stored import MAX_WAITING, NUM_THREADS, FairThreads, LineFull, Stored
 from tests.stored_objects import entry, stored_in
 
 

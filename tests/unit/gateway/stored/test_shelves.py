@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 import redis
 
-from gateway.stored.forms import Entry, Form, label_of, stored_form
 from gateway.stored.objects import MAX_ITEMS, PAGE_BYTES, Objects, Outgrown, Page, Query
 from gateway.stored.redis_shelf import RedisShelf
-from gateway.stored.shelf import KINDS, Limits, Shelf, StoreFailed
+from gateway.stored.shelf import (
+    KINDS,
+    Entry,
+    Form,
+    Limits,
+    Shelf,
+    StoreFailed,
+    label_of,
+    stored_form,
+)
 from tests.redis_server import RedisServer
 from tests.stored_objects import (
     KEY_OF,

@@ -12,11 +12,10 @@ import pytest
 import redis
 
 from gateway.keys import Tenants
-from gateway.stored.forms import Entry, stored_form
 from gateway.stored.objects import Objects
 from gateway.stored.redis_keys import Keys
 from gateway.stored.redis_shelf import RedisShelf
-from gateway.stored.shelf import Limits, Steps
+from gateway.stored.shelf import Entry, Limits, Steps, stored_form
 from gateway.stored.stored import Stored
 from tests.redis_server import RedisServer
 from tests.stored_objects import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.disk_folder import capacity_within, file_bytes_limit
+from kvstore.tiers.disk_budget import capacity_within, file_bytes_limit
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.lmdb_blobs import FRAGMENT_BYTES
 

@@ -4,12 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.bench.figures import Percentiles, label, percentiles, report_of
-from launch.bench.presets import PRESETS, STRESS_REQUESTS, workload_of
-from launch.bench.users import Result
-from launch.bench.workload import Habits, Workload, prose
+from launch.bench.figures import Percentiles, Result, label, percentiles, report_of
+from launch.bench.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, prose, workload_of
 from launch.errors import UsageError
-from launch.remote.turn import Turn
+from launch.remote import Turn
 
 
 def result(source: str = "hot", step: int = 1, **fields) -> Result:

@@ -7,7 +7,7 @@ from kvstore.codecs.names import READY
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.shapes import NUMPY_DTYPES, KVLayer
-from launch.cli.plans.plan_table import print_plan
+from launch.cli.plan import print_plan
 from launch.families.cache_shape import CacheShape
 from launch.families.table import cache_shape
 from launch.plan.capacity_plan import Plan, make_plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ from engines.config import EngineConfig
 from engines.kv_budget import alone_bytes, longest_context
 from engines.packed_budget import packed_cost
 from kvstore.shapes import KVLayer
-from launch.families.cache_shape import CacheShape, Window
+from launch.families.cache_shape import CacheShape, ModelRefused, Window
 from launch.families.table import cache_shape
-from launch.plan.hot_budget import HotBudget, hot_budget_of
-from launch.plan.served_cache import live_dtype
+from launch.machine.resources import has_matrix_tiles
+from launch.plan.hot_budget import HotBudget, hot_budget_of, live_dtype, served_cache
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
 from launch.settings.fields import Value
+from tests.unit.launch.plan.published import DEEPSEEK_V3
+from tests.unit.launch.plan.test_serve_checks import served_settings
 
 MIB = 1 << 20
 SMOLLM2 = CacheShape((KVLayer(3, 64, 64),) * 30)
@@ -121,3 +124,24 @@ def test_the_plan_counts_packed_sessions_as_the_engine_does(tmp_path):
 )
 def test_the_dtype_of_the_live_cache(content, engine, widens, expected):
     assert live_dtype(engine, content, widens) == expected
+
+
+def test_vllm_keeps_latents_on_gpus_and_on_processors_with_matrix_tiles(tmp_path):
+    on_vllm = {"engine__hot_codec": "", "engine__kind": "vllm"}
+    effective = served_settings(tmp_path, DEEPSEEK_V3, on_vllm)
+    on_gpu = dataclasses.replace(effective, widens=False)
+    assert served_cache(on_gpu, DEEPSEEK_V3).has_latents
+    on_cpu = dataclasses.replace(effective, widens=True)
+    if has_matrix_tiles():
+        assert served_cache(on_cpu, DEEPSEEK_V3).has_latents
+    else:
+        with pytest.raises(ModelRefused, match="no prefixes of models with latents"):
+            served_cache(on_cpu, DEEPSEEK_V3)
+
+
+@pytest.mark.parametrize(("flags", "found"), [("fma amx_tile avx", True), ("fma avx", False)])
+def test_matrix_tiles_are_read_off_the_flags(tmp_path, flags, found):
+    about = tmp_path / "cpuinfo"
+    about.write_text(f"flags\t\t: {flags}\n")
+    assert has_matrix_tiles(about) is found
+    assert not has_matrix_tiles(tmp_path / "none")

@@ -10,14 +10,12 @@ import pytest
 from engines.config import EngineConfig
 from gateway.config import GatewayConfig
 from gateway.keys import generate_key
-from gateway.models.models import Models
-from gateway.models.served_model import ServedModel
+from gateway.models.served_model import Models, ServedModel
 from launch.errors import UsageError
 from launch.machine.folders import Folders
 from launch.serve.reload import Reload
 from launch.settings.effective_settings import EffectiveSettings
-from launch.settings.engine_entry import EngineEntry
-from launch.settings.schema import Resolved, Settings
+from launch.settings.schema import EngineEntry, Resolved, Settings
 from scheduler.config import SchedulerConfig
 from tests.unit.gateway.in_process import MODEL, App
 

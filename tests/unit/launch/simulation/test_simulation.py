@@ -7,7 +7,7 @@ import pytest
 
 from launch.simulation.conditions import Conditions, Habits, ModelSize, Speeds
 from launch.simulation.figures import FleetFigures, simulate
-from launch.simulation.link import Link
+from launch.simulation.sized_tier import Link
 
 MIB = 1 << 20
 # A turn brings 800 new tokens and 200 of an answer: 1000 a turn.

@@ -12,11 +12,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from gateway.errors import Failure
-from gateway.openai.responses.answer import ResponseAnswer
-from gateway.openai.responses.event_writer import EventWriter
-from gateway.openai.responses.fields import ResponseFields
-from gateway.openai.responses.response import Draft
+from gateway.openai.responses.response import Draft, ResponseFields
 from gateway.openai.responses.routes import replayed
+from gateway.openai.responses.translation import EventWriter, ResponseAnswer
 
 typed: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 

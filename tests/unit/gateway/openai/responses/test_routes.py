@@ -15,6 +15,7 @@ SAID = {
     "choices": [{"message": {"content": "yo"}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 3, "completion_tokens": 1},
 }
+PATH = "/v1/responses/input_tokens"
 
 
 def app_of(**settings: Any) -> App:
@@ -152,3 +153,42 @@ async def test_a_refusal_of_the_engine_names_the_clients_field() -> None:
     app = App(RecordingEngine(Answered(400, {}, said)))
     reply = await respond(app)
     assert (reply.status, reply.error["param"], reply.error["code"]) == (400, "input", "c")
+
+
+def counting_app(status: int, body: bytes) -> App:
+    return App(RecordingEngine(Answered(status, {"content-type": "application/json"}, body)))
+
+
+async def count(app: App) -> Reply:
+    body = {"input": "hi", "instructions": "brief", "tools": [{"type": "function", "name": "a"}]}
+    return await app.post(PATH, body)
+
+
+async def test_the_engine_counts() -> None:
+    app = counting_app(200, b'{"count": 12, "tokens": [1]}')
+    reply = await count(app)
+    assert reply.json == {"object": "response.input_tokens", "input_tokens": 12}
+    (asked,) = app.engine.asked
+    assert asked.path == "/tokenize"
+    assert [x["role"] for x in asked.body["messages"]] == ["system", "user"]
+    assert asked.body["tools"][0]["function"]["name"] == "a"
+    assert (asked.body["model"], "max_tokens" in asked.body) == (MODEL, False)
+
+
+async def test_an_engine_that_cannot_count() -> None:
+    reply = await count(counting_app(404, b"{}"))
+    assert (reply.status, reply.error["code"]) == (404, "not_supported")
+    reply = await count(counting_app(400, b'{"error": {"message": "too long", "code": "c"}}'))
+    assert (reply.status, reply.error["code"]) == (400, "c")
+    assert (await counting_app(200, b"{}").post(PATH, {"input": 5})).error["param"] == "input"
+
+
+async def test_an_engine_that_knows_no_path_is_no_failure_of_the_gateway() -> None:
+    reply = await counting_app(404, b"404: Not Found").post("/detokenize", {"tokens": [1]})
+    assert (reply.status, reply.error["code"]) == (404, "not_supported")
+    assert "/detokenize" in reply.error["message"]
+
+
+async def test_a_count_that_is_none() -> None:
+    reply = await count(counting_app(200, b"[]"))
+    assert (reply.status, reply.error["code"]) == (503, "engine_unavailable")

@@ -1,0 +1,158 @@
+"""/admin/keys, /admin/log and /admin/measure: keys, log lines and measurements, for admins only.
+
+A key is shown once, when it is made; a list has ids and limits, never a hash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engines.openai.requests import InvalidRequest
+from gateway.body import read_json_body
+from gateway.context import Gateway, admin_of, gateway_of, model_asked
+from gateway.errors import Failure, Refused
+from gateway.keys import BadKeyLine, KeyFacts, KeyListFixed, Limits, generate_key, key_facts
+
+router = APIRouter()
+log = logging.getLogger("thermocline.admin")
+T = TypeVar("T")
+USUAL_LINES = 200
+MOST_LINES = 2000
+
+
+def for_admin(request: Request) -> Gateway:
+    """Return the parts of the app. Raises ``InvalidRequest`` (401, 403) for other callers."""
+    admin_of(request)
+    return gateway_of(request)
+
+
+def answer(body: Any, status: int = 200) -> Response:
+    return Response(
+        msgspec.json.encode(body),
+        status,
+        {"cache-control": "no-store"},
+        media_type="application/json",
+    )
+
+
+class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of a new key: whose it is, and its limits (0 = any number)."""
+
+    tenant: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    sessions: int | None = None
+
+
+@router.get("/admin/keys")
+async def list_keys(request: Request) -> Response:
+    """List the API keys by their ids, with their limits."""
+    gateway = for_admin(request)
+    facts = await _changed(gateway.keys.facts)
+    return answer({"object": "list", "data": [_shown(x, where) for x, where in facts]})
+
+
+@router.post("/admin/keys")
+async def make_key(request: Request) -> Response:
+    """Make an API key; this answer is the only one that shows it."""
+    gateway = for_admin(request)
+    body = await read_json_body(request, gateway.config)
+    try:
+        wanted = msgspec.json.decode(body or b"{}", type=NewKey)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The body is {{'tenant': NAME}}: {error}.", "tenant") from error
+    try:
+        key, line = generate_key(wanted.tenant)
+        line += _words(wanted)
+        made = key_facts(line)
+    except BadKeyLine as error:
+        raise InvalidRequest(
+            "'tenant' has up to 64 letters, digits, '.', '_' and '-' and begins with a letter or"
+            " digit; limits are numbers from 0 on.",
+            "tenant",
+        ) from error
+    await _changed(lambda: gateway.keys.add(line))
+    log.info("a key of tenant %s was made: %s", made.tenant, made.id)
+    return answer({**_shown(made, "file"), "key": key}, 201)
+
+
+@router.delete("/admin/keys/{key_id}")
+async def revoke_key(request: Request) -> Response:
+    """Revoke an API key, for the next request on."""
+    gateway, key_id = for_admin(request), str(request.path_params["key_id"])
+    if not await _changed(lambda: gateway.keys.revoke(key_id)):
+        raise InvalidRequest("There is no such key.", "key_id", "key_not_found", 404)
+    log.info("a key was revoked: %s", key_id)
+    return answer({"id": key_id, "object": "key.deleted", "deleted": True})
+
+
+async def _changed(change: Callable[[], T]) -> T:
+    """Do something to the list, beside the event loop: it reads and writes a file.
+
+    Raises:
+        Refused: 409, the list cannot be changed so.
+    """
+    try:
+        return await asyncio.to_thread(change)
+    except KeyListFixed as error:
+        raise Refused(Failure(409, str(error), None, "keys_fixed")) from error
+    except BadKeyLine as error:
+        raise Refused(Failure(409, f"Nothing was changed: {error}.", None, "bad_key")) from error
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"The file of API keys cannot be read or written: {error}. Nothing was changed."
+        raise Refused(Failure(503, message, None, "key_file")) from error
+
+
+def _words(wanted: NewKey) -> str:
+    given = {name: getattr(wanted, name) for name in Limits._fields}
+    return "".join(f" {name}={number}" for name, number in given.items() if number is not None)
+
+
+def _shown(facts: KeyFacts, where: str) -> dict[str, object]:
+    return {
+        "object": "key",
+        "id": facts.id,
+        "tenant": facts.tenant,
+        "admin": facts.admin,
+        "limits": facts.limits._asdict() if facts.limits else None,
+        "kept_in": where,
+    }
+
+
+@router.get("/admin/log")
+async def show_log(request: Request) -> Response:
+    """Show the last lines of the log; ``after`` is the number of the last one that is known."""
+    gateway = for_admin(request)
+    after = _number(request, "after", 0, 1 << 53)
+    limit = _number(request, "limit", USUAL_LINES, MOST_LINES)
+    lines = gateway.log_ring.lines(after, limit) if limit else []
+    return answer({"object": "list", "data": lines, "last": lines[-1].n if lines else after})
+
+
+def _number(request: Request, name: str, usual: int, most: int) -> int:
+    given = request.query_params.get(name, str(usual))
+    if not given.isdecimal() or len(given) > 16 or int(given) > most:
+        raise InvalidRequest(f"'{name}' is a number from 0 to {most}.", name)
+    return int(given)
+
+
+@router.post("/admin/measure")
+async def measure(request: Request) -> Response:
+    """Begin to measure what each codec costs this model; the events show how far it is."""
+    gateway = for_admin(request)
+    await read_json_body(request, gateway.config)
+    model = model_asked(request) or gateway.models.default
+    if not model.served.can_measure:
+        message = "This engine cannot measure on request. Run `thermocline calibrate` instead."
+        raise Refused(Failure(409, message, None, "cannot_measure"))
+    codec = await model.engine.measure()
+    return answer({"object": "measurement", "progress": codec.progress, "codec": codec.name}, 202)

@@ -1,0 +1,151 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engines.openai.images import BLIND, Sight
+from engines.openai.requests import Json, checked, validate_chat
+from gateway.anthropic.request import CountRequest
+from gateway.anthropic.translation import MessageFormat, prompt_fields, translated
+from gateway.body import ParsedBody, body_for_engine
+from gateway.config import GatewayConfig
+from gateway.context import Gateway, caller_of, gateway_of
+from gateway.errors import ANTHROPIC_PATH, Failure
+from gateway.front import request_id_of
+from gateway.identity.outline import Compared, change_between
+from gateway.keys import Tenant
+from gateway.models.served_model import ServedModel
+from gateway.relay.answer_format import AnswerFormat
+from gateway.relay.question import count_question, prompt_tokens
+from gateway.turns import Operation, Translate, accept, served_name
+
+router = APIRouter()
+
+# Of any date: what they once made possible is always so here.
+KNOWN_BETAS = (
+    "cache-diagnosis-",
+    "effort-",
+    "extended-cache-ttl-",
+    "fine-grained-tool-streaming-",
+    "interleaved-thinking-",
+    "mid-conversation-system-",
+    "prompt-caching-",
+    "structured-outputs-",
+    "token-counting-",
+)
+
+
+def operation(request_id: str) -> Operation:
+    """Return the operation of one message; its prompt is a chat's."""
+    return Operation(
+        "chat",
+        "/v1/chat/completions",
+        validate_chat,
+        lambda raw: raw["messages"],
+        recall=partial(_recall, request_id),
+        check_early=partial(_check_early, request_id),
+        failed=Failure.anthropic_event,
+        compared=_compared,
+    )
+
+
+async def _recall(request_id: str, gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
+    strip, sight = gateway.config.strip_attribution, body.model.sight
+    return partial(translated, strip_attribution=strip, sight=sight, request_id=request_id)
+
+
+def _check_early(request_id: str, model: ServedModel, asked: Json) -> None:
+    sight = model.last_sight
+    made = translated(asked, strip_attribution=False, sight=sight, request_id=request_id)
+    validate_chat(made.raw, sight)
+
+
+def _compared(model: ServedModel, tenant: Tenant, answer: AnswerFormat, now: Compared) -> None:
+    """Let the request be found by its answer's id, and compare it with the one it names."""
+    assert isinstance(answer, MessageFormat)
+    model.prefixes.name(tenant.name, answer.asked.message_id, now)
+    if answer.asked.previous_id is not None:
+        earlier = model.prefixes.answered_as(tenant.name, answer.asked.previous_id)
+        answer.diagnose = partial(diagnosis, earlier, now)
+
+
+def num_unknown(betas: str) -> int:
+    """Count the values of an ``anthropic-beta`` header that nothing here corresponds to."""
+    names = [x.strip() for x in betas.split(",") if x.strip()]
+    return sum(not name.startswith(KNOWN_BETAS) for name in names)
+
+
+async def messages(request: Request) -> Response:
+    """Answer with a message, or the events of one."""
+    unknown = num_unknown(request.headers.get("anthropic-beta", ""))
+    gateway = gateway_of(request)
+    gateway.metrics.left_out(["beta"] * unknown)
+    return await accept(request, operation(request_id_of(request.scope)))
+
+
+# A plain route: FastAPI's own resolve dependencies, which are not used here, for every request.
+router.add_route(ANTHROPIC_PATH, messages, methods=["POST"])
+
+
+def diagnosis(earlier: Compared | None, now: Compared) -> Json | None:
+    """Make ``diagnostics``; None if nothing diverged.
+
+    Args:
+        earlier: None if that request is not remembered.
+    """
+    if earlier is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    change = change_between(earlier.outline, now.outline)
+    if change is None:
+        return None
+    missed = max(0, earlier.prompt_tokens - now.cached_tokens)
+    reason = {"type": f"{change.part}_changed", "cache_missed_input_tokens": missed}
+    return {"cache_miss_reason": reason}
+
+
+def chat_of(asked: Json, strip_attribution: bool, sight: Sight = BLIND) -> Json:
+    """Translate a body into the chat whose tokens an engine is asked for.
+
+    Raises:
+        InvalidRequest: it is no request for a message.
+    """
+    request = checked(asked, CountRequest)
+    fields, _ = prompt_fields(request, strip_attribution, sight)
+    chat = {"model": request.model, **fields}
+    validate_chat(chat, sight)
+    return chat
+
+
+async def count_tokens(request: Request) -> Response:
+    """Answer with the number of tokens; nothing is computed or kept."""
+    model, question = await _question(request)  # what was parsed is gone while the engine works
+    counted = {"input_tokens": await prompt_tokens(request, model.engine, question)}
+    return Response(msgspec.json.encode(counted), media_type="application/json")
+
+
+async def _question(request: Request) -> tuple[ServedModel, bytes]:
+    gateway = gateway_of(request)
+    caller_of(request)
+    check = partial(_check_count_early, gateway.config)
+    async with body_for_engine(request, check=check) as body:
+        made = await body.beside(partial(_for_engine, body.model, gateway.config, body.json))
+        return body.model, made
+
+
+def _check_count_early(config: GatewayConfig, model: ServedModel, asked: Json) -> None:
+    chat_of(asked, config.strip_attribution, model.last_sight)
+
+
+def _for_engine(model: ServedModel, config: GatewayConfig, asked: Json) -> bytes:
+    chat = chat_of(asked, config.strip_attribution, model.sight)
+    chat["model"] = served_name(model, config, chat["model"])
+    return count_question(model.served.template, config.keep_reasoning, chat)
+
+
+router.add_route(f"{ANTHROPIC_PATH}/count_tokens", count_tokens, methods=["POST"])

@@ -1,1 +1,0 @@
-"""Describes the HTTP API to its readers: programs and people."""

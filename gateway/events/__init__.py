@@ -1,1 +1,0 @@
-"""Serves ``GET /v1/events``: what happens, as server-sent events, to each caller its own part."""

@@ -1,0 +1,161 @@
+"""A request as hashes of its parts, and its comparison with the one before it in its session.
+
+It helps an operator find the client that changes its own prompt: which part changed, at which
+message, and how many tokens were reused. Bounded in bytes; the longest unused go first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from engines.openai.requests import Json
+
+DIGEST_BYTES: Final = 8
+Part: TypeAlias = Literal["model", "system", "tools", "messages"]
+_encode = msgspec.json.Encoder().encode
+CAPACITY_BYTES = 16 << 20
+_ENTRY_BYTES = 400  # of the objects around an outline's digests, about
+
+
+class Outline(NamedTuple):
+    """Hashes of a request's parts, under the tenant's salt."""
+
+    model: bytes
+    system: bytes  # b"" if there is none
+    tools: bytes
+    messages: bytes  # ``DIGEST_BYTES`` for each message after the system's, in order
+    size: int = 0  # of messages and tools as JSON, in bytes
+
+    @property
+    def num_messages(self) -> int:
+        return len(self.messages) // DIGEST_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return 3 * DIGEST_BYTES + len(self.messages)
+
+
+class Change(NamedTuple):
+    """The first part in which a request does not go on where the one before ended."""
+
+    part: Part
+    at_message: int  # the first of ``messages`` that differs; 0 where another part changed
+
+
+def outline_of(raw: Json, salt: bytes) -> Outline:
+    """Hash the parts of a chat that engines know."""
+    messages = raw.get("messages") or []
+    parts = [_encode(message) for message in messages]
+    has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
+    tools = _encode(raw.get("tools"))
+    return Outline(
+        model=_digest(_encode(raw.get("model")), salt),
+        system=_digest(parts[0], salt) if has_system else b"",
+        tools=_digest(tools, salt),
+        messages=b"".join([_digest(part, salt) for part in parts[has_system:]]),
+        size=sum(map(len, parts)) + len(tools),
+    )
+
+
+def _digest(part: bytes, salt: bytes) -> bytes:
+    return hashlib.blake2b(part, digest_size=DIGEST_BYTES, key=salt[:64]).digest()
+
+
+def change_between(before: Outline, now: Outline) -> Change | None:
+    """Name the first part that changed; None if ``now`` goes on where ``before`` ended."""
+    parts: tuple[Part, ...] = ("model", "system", "tools")
+    for part in parts:
+        if getattr(before, part) != getattr(now, part):
+            return Change(part, 0)
+    if now.messages.startswith(before.messages):
+        return None
+    for at in range(0, len(before.messages), DIGEST_BYTES):
+        if before.messages[at : at + DIGEST_BYTES] != now.messages[at : at + DIGEST_BYTES]:
+            return Change("messages", at // DIGEST_BYTES)
+    raise AssertionError("equal messages are a beginning of themselves")
+
+
+class Compared:
+    """One request: its outline, where it left the one before, and how many tokens it reused."""
+
+    __slots__ = ("cached_tokens", "change", "outline", "prompt_tokens")
+
+    def __init__(self, outline: Outline, change: Change | None) -> None:
+        self.outline = outline
+        self.change = change
+        self.prompt_tokens = 0  # both are 0 until the engine reports them
+        self.cached_tokens = 0
+
+
+class PrefixReport(msgspec.Struct, frozen=True):
+    """The part of a session's latest request that its owner is shown."""
+
+    changed: str | None  # model, system, tools or messages; None: it went on where it had ended
+    at_message: int | None  # of those after the system message, from 0
+    num_messages: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class PrefixWatch:
+    """The latest request of each session, and those that an answer's id still names."""
+
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self._capacity = capacity_bytes
+        self._held: OrderedDict[tuple[str, str, str], Compared] = OrderedDict()
+        self._nbytes = 0
+
+    def compare(self, tenant: str, session_id: str, outline: Outline) -> Compared:
+        """Compare a request with the one before it in its session, and remember it instead."""
+        before = self._held.get(("session", tenant, session_id))
+        change = change_between(before.outline, outline) if before else None
+        compared = Compared(outline, change)
+        self._put(("session", tenant, session_id), compared)
+        return compared
+
+    def latest(self, tenant: str, session_id: str) -> Outline | None:
+        """Return the outline of a session's latest request; None if it is not remembered."""
+        found = self._held.get(("session", tenant, session_id))
+        return found.outline if found else None
+
+    def name(self, tenant: str, answer_id: str, compared: Compared) -> None:
+        """Let a request be found by the id of its answer."""
+        self._put(("answer", tenant, answer_id), compared)
+
+    def answered_as(self, tenant: str, answer_id: str) -> Compared | None:
+        """Find a request by the id of its answer; None if it is not remembered."""
+        return self._held.get(("answer", tenant, answer_id))
+
+    def report(self, tenant: str, session_id: str) -> PrefixReport | None:
+        """Show a session's latest request; None if it is not remembered."""
+        found = self._held.get(("session", tenant, session_id))
+        if found is None:
+            return None
+        change = found.change
+        return PrefixReport(
+            changed=change.part if change else None,
+            at_message=change.at_message if change and change.part == "messages" else None,
+            num_messages=found.outline.num_messages,
+            prompt_tokens=found.prompt_tokens,
+            cached_tokens=found.cached_tokens,
+        )
+
+    def forget(self, tenant: str, session_id: str) -> None:
+        """Drop what is known of a session."""
+        self._drop(("session", tenant, session_id))
+
+    def _put(self, key: tuple[str, str, str], compared: Compared) -> None:
+        self._drop(key)
+        self._held[key] = compared
+        self._nbytes += _ENTRY_BYTES + compared.outline.nbytes
+        while self._nbytes > self._capacity:
+            self._drop(next(iter(self._held)))
+
+    def _drop(self, key: tuple[str, str, str]) -> None:
+        found = self._held.pop(key, None)
+        if found is not None:
+            self._nbytes -= _ENTRY_BYTES + found.outline.nbytes

@@ -1,1 +1,0 @@
-"""Turns events into the data that operators' tools read: gauges of a moment, spans of turns."""

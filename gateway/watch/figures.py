@@ -1,0 +1,240 @@
+"""The figures shown of memory and of the gate: sums of sessions, and the engine's own reports.
+
+Figures of the whole machine would show a tenant how busy the others are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
+
+from engines.base import EngineReport, TierName
+from engines.calibration.gate.bound import Bound
+from engines.wire import CodecReport, TierReport
+from gateway.watch.rows import Key
+from gateway.watch.shape import (
+    BoundShown,
+    HotShown,
+    MemoryShown,
+    QualityRow,
+    QualityShown,
+    RepackingShown,
+    TierShown,
+    VerdictShown,
+)
+from kvstore.codecs.quality import Quality
+from scheduler.session import Session, State
+
+K = TypeVar("K", bound=Hashable)
+Counts: TypeAlias = Mapping[str, Mapping[str, int]]
+MAX_VERDICTS: Final = 20
+
+
+class _Share(NamedTuple):
+    """One session's part of the sums."""
+
+    state: str
+    tier: TierName | None
+    hot_bytes: int
+    idle_bytes: int
+    cold_bytes: int
+    bf16_bytes: int  # that what is cold would take
+
+
+class Sums(Generic[K]):
+    """The sums over the sessions of one scope."""
+
+    def __init__(self) -> None:
+        self._shares: dict[K, _Share] = {}
+        self.states: Counter[str] = Counter()
+        self.tier_sessions: Counter[TierName] = Counter()
+        self.tier_bytes: Counter[TierName] = Counter()
+        self.hot_bytes = self.idle_bytes = self.cold_bytes = self.bf16_bytes = 0
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._shares)
+
+    def take(
+        self, name: K, session: Session | None, hot_bytes: int = 0, bf16_bytes: int = 0
+    ) -> None:
+        """Count a session as it is now; None if it is gone.
+
+        Args:
+            hot_bytes: that it takes while it is hot.
+            bf16_bytes: that its cold KV would take in bf16.
+        """
+        before = self._shares.pop(name, None)
+        if before is not None:
+            self._count(before, -1)
+        if session is not None:
+            share = self._shares[name] = _share_of(session, hot_bytes, bf16_bytes)
+            self._count(share, 1)
+
+    def _count(self, share: _Share, by: int) -> None:
+        self.states[share.state] += by
+        if not self.states[share.state]:
+            del self.states[share.state]
+        self.hot_bytes += by * share.hot_bytes
+        self.idle_bytes += by * share.idle_bytes
+        self.cold_bytes += by * share.cold_bytes
+        self.bf16_bytes += by * share.bf16_bytes
+        if share.tier is not None:
+            self.tier_sessions[share.tier] += by
+            self.tier_bytes[share.tier] += by * share.cold_bytes
+
+
+def _share_of(session: Session, hot_bytes: int, bf16_bytes: int) -> _Share:
+    hot_bytes = hot_bytes if session.hot else 0
+    return _Share(
+        session.state.value,
+        session.tier,
+        hot_bytes,
+        hot_bytes if session.state is State.IDLE else 0,
+        session.cold_bytes,
+        bf16_bytes,
+    )
+
+
+def memory_shown(
+    sums: Sums[Key],
+    report: EngineReport | None,
+    codec: CodecReport | None,
+    outcomes: Counts,
+    departures: Counts,
+    water: tuple[float, float],
+    *,
+    admin: bool,
+) -> MemoryShown:
+    """Show memory.
+
+    Args:
+        report: the engine's latest; None if it has sent none.
+        water: the scheduler's high and low mark.
+    """
+    tiers = report.tiers if report else []
+    return MemoryShown(
+        hot=_hot(sums, report, water, admin),
+        tiers=[_tier(x, sums, codec, admin) for x in tiers],
+        cold_bytes=sums.cold_bytes,
+        bf16_bytes=sums.bf16_bytes or (None if sums.cold_bytes else 0),
+        sessions=dict(sorted(sums.states.items())),
+        outcomes={source: dict(reasons) for source, reasons in outcomes.items()},
+        departures={place: dict(whys) for place, whys in departures.items()},
+        repacking=_repacking(report) if report and admin else None,
+    )
+
+
+def _repacking(report: EngineReport) -> RepackingShown:
+    now = report.repacking
+    return RepackingShown(now.sessions_left, now.bytes_left, now.sessions_done, now.freed_bytes)
+
+
+def _hot(
+    sums: Sums[Key], report: EngineReport | None, water: tuple[float, float], admin: bool
+) -> HotShown:
+    shown = report if admin else None
+    return HotShown(
+        bytes=shown.hot_bytes if shown else sums.hot_bytes,
+        idle_bytes=shown.idle_hot_bytes if shown else sums.idle_bytes,
+        capacity_bytes=report.hot_capacity_bytes if report else None,
+        high_water=water[0],
+        low_water=water[1],
+        save_queue_bytes=shown.save_queue_bytes if shown else None,
+    )
+
+
+def _tier(tier: TierReport, sums: Sums[Key], codec: CodecReport | None, admin: bool) -> TierShown:
+    return TierShown(
+        name=tier.name,
+        bytes=tier.nbytes if admin else sums.tier_bytes[tier.name],
+        sessions=sums.tier_sessions[tier.name],
+        capacity_bytes=tier.capacity_bytes,
+        blobs=tier.num_blobs if admin else None,
+        evictions=tier.evictions if admin else None,
+        errors=tier.errors if admin else None,
+        available=tier.available,
+        codec=codec.tiers.get(tier.name) if codec else None,
+    )
+
+
+class Verdicts:
+    """Remembers what the gate decided, and when; the latest ``MAX_VERDICTS``."""
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
+        self._last: tuple[object, ...] | None = None
+        self._heard: deque[VerdictShown] = deque(maxlen=MAX_VERDICTS)
+
+    def hear(self, codec: CodecReport | None) -> list[VerdictShown]:
+        """Note the engine's report, if it is another verdict; return all that are known."""
+        if codec is None or not codec.id:
+            return list(self._heard)
+        verdict = (codec.tiers, codec.why, codec.unmeasured)
+        if verdict != self._last:
+            self._last = verdict
+            self._heard.append(
+                VerdictShown(
+                    at=round(self._wall(), 1),
+                    tiers=codec.tiers or {},
+                    why=codec.why,
+                    measured=not codec.unmeasured,
+                    worst_kl=max((x.kl for x in codec.rows), default=None),
+                )
+            )
+        return list(self._heard)
+
+
+def quality_shown(
+    codec: CodecReport | None, can_measure: bool, history: list[VerdictShown]
+) -> QualityShown | None:
+    """Show the codecs and their measured cost; None while no engine reports it."""
+    if codec is None:
+        return None
+    in_use = {codec.id, *codec.tiers.values()}
+    return QualityShown(
+        name=codec.name,
+        tiers=codec.tiers,
+        why=codec.why,
+        measured=not codec.unmeasured,
+        progress=codec.progress,
+        can_measure=can_measure,
+        bound=_bound(codec.max_kl) if codec.max_kl is not None else None,
+        rows=[_row(x, x.codec_id in in_use) for x in (*codec.rows, *codec.others)],
+        history=history,
+    )
+
+
+def prefill_speed(codec: CodecReport | None) -> float | None:
+    """Return tokens a second of a prefill, as timed when codecs were measured; None if not."""
+    timed = [x.prefill_s for x in codec.rows if x.prefill_s] if codec else []
+    return 1000 / max(timed) if timed else None
+
+
+def _bound(max_kl: float) -> BoundShown:
+    bound = Bound(kl=max_kl)
+    chain_kl = bound.chain_factor * bound.kl
+    return BoundShown(bound.kl, bound.top1, chain_kl, bound.chain_top1)
+
+
+def _row(row: Quality, in_use: bool) -> QualityRow:
+    return QualityRow(
+        preset=row.preset,
+        codec_id=row.codec_id,
+        context=row.context,
+        in_use=in_use,
+        bits_per_element=row.bits_per_element,
+        kl=row.kl,
+        top1=row.top1,
+        perplexity_change_pct=row.perplexity_change_pct,
+        delta_p=row.delta_p,
+        needle_found=row.needle_found,
+        needle_total=row.needle_total,
+        chain_kl=row.chain_kl,
+        chain_top1=row.chain_top1,
+        chain_delta_p=row.chain_delta_p,
+        restore_share=row.restore_share,
+        prefill_s=row.prefill_s,
+        restore_s=row.restore_s,
+    )

@@ -1,0 +1,385 @@
+"""Hears of everything that happens to requests and sessions, and lets readers see their part.
+
+Without readers, all that this costs is a few sums and a bounded memory of each session's past.
+With readers, it looks for changes once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib.metadata import version
+
+import msgspec
+from msgspec import UNSET
+
+from engines.base import Engine, EngineError, EngineReport, SessionRef
+from gateway.watch.figures import Sums, Verdicts, memory_shown, prefill_speed, quality_shown
+from gateway.watch.requests import LiveRequest, of_tenant
+from gateway.watch.rows import Histories, Key, Rows
+from gateway.watch.scope import Parts, Scope
+from gateway.watch.shape import (
+    HourShown,
+    MoveShown,
+    NowShown,
+    Place,
+    RequestShown,
+    ServerShown,
+    SessionDetail,
+)
+from gateway.watch.tally import HOUR_S, STEP_S, PrefillSpeed, Tally
+from scheduler.observer import Step
+from scheduler.sessions import SessionManager
+
+log = logging.getLogger("thermocline.live")
+
+LOOK_EVERY_S = 1.0
+STALE_S = 3.0  # of the engine's figures
+LINGER_S = 60.0  # without a reader: one that comes back by then goes on where it was
+MAX_REQUESTS = 400  # shown
+DIALECTS = ("chat.completions", "completions", "responses", "messages")
+COARSE_BYTES = 64 << 20  # the machine's memory changes all the time; smaller steps mean nothing
+
+
+class Live:
+    """The live state of one app; a ``scheduler.observer.Observer``. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: SessionManager,
+        *,
+        on_saved: Callable[[str, float], None] = lambda source, seconds: None,
+        name: str = "",
+        loading: Callable[[], str] = lambda: "",
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            on_saved: hears of the seconds that a turn was spared, and by which source.
+            name: of the model; "" = as the engine says.
+            loading: returns the state of a model on demand, such as "unloaded"; "" of others.
+            clock: the scheduler's.
+        """
+        self._name = name
+        self._loading = loading
+        self._on_saved = on_saved
+        self._engine = engine
+        self._sessions = sessions
+        self._clock = clock
+        self._wall = wall
+        self._started_at = round(wall(), 3)
+        self._started = clock()
+        self._version = version("thermocline")
+        self._requests: dict[LiveRequest, None] = {}
+        self._serving: defaultdict[Key, dict[LiveRequest, None]] = defaultdict(dict)
+        self.histories = Histories(wall)
+        self._rows = Rows(
+            sessions.table,
+            self.histories,
+            lambda key: self._serving.get(key, {}),
+            lambda: engine.welcome,
+            clock,
+            wall,
+        )
+        self._num_moves = 0
+        self._speed = PrefillSpeed()
+        self._tallies: defaultdict[str | None, Tally] = defaultdict(partial(Tally, wall))
+        self.report: EngineReport | None = None  # the latest
+        self._verdicts = Verdicts(wall)
+        self._reported_at = float("-inf")
+        self._scopes: dict[str | None, Scope] = {}
+        self._unread_since: dict[str | None, float] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._ended = False
+        self._epoch = 0  # of the latest scope; no two have the same
+        sessions.observe(self)
+
+    # ---- requests
+
+    @contextmanager
+    def request(
+        self, ref: SessionRef, id: str, operation: str, client: str, title: str = ""
+    ) -> Iterator[LiveRequest]:
+        """Follow a request while it is served; at its end its session's history has one more.
+
+        Args:
+            title: for its session; "" where the settings do not ask for titles.
+        """
+        request = LiveRequest(ref, id, operation, client, self._wall(), self._clock, title)
+        key = (ref.tenant, ref.id)
+        self._requests[request] = self._serving[key][request] = None
+        try:
+            yield request
+        finally:
+            self._count(request)
+            del self._requests[request], self._serving[key][request]
+            if not self._serving[key]:
+                del self._serving[key]
+            self._take(request)
+
+    def _count(self, request: LiveRequest) -> None:
+        for stretch in request.uncounted():
+            for tenant in (None, request.ref.tenant):
+                self._tallies[tenant].count(stretch)
+
+    def _take(self, request: LiveRequest) -> None:
+        if request.shares is not None:  # the other one is counted
+            return
+        if request.phase == "waiting":  # the engine never had it: refused, or its client left
+            return
+        self._speed.learn(request)
+        self._speed.reported = prefill_speed(self._engine.codec)
+        saved_s = self._speed.saved_s(request)
+        if saved_s and request.cache is not None:
+            self._on_saved(request.cache.source, saved_s)
+        for tenant in (None, request.ref.tenant):
+            self._tallies[tenant].add(request, saved_s)
+        key = (request.ref.tenant, request.ref.id)
+        if self._rows.session(key) is not None:
+            self.histories.turned(key, request.turn(saved_s), request.title)
+            self.row_changed(request.ref)
+
+    # ---- scheduler.observer.Observer
+
+    def transition(self, ref: SessionRef, step: Step) -> None:
+        key = (ref.tenant, ref.id)
+        if step.left:
+            for tenant in (None, ref.tenant):
+                self._tallies[tenant].left(step.left, step.why)
+        if step.after in ("gone", "leaving"):
+            self.histories.forget(key)
+            return
+        before, after = self.histories.stepped(key, step)
+        if before != after:
+            self._moved(key, step, before, after)
+
+    def _moved(self, key: Key, step: Step, before: Place, after: Place) -> None:
+        session = self._rows.session(key)
+        if session is None or not session.known:  # the engine refused its first turn
+            return
+        self._num_moves += 1
+        hot_bytes = self._rows.hot_bytes(session)
+        moved = MoveShown(
+            number=self._num_moves,
+            at=round(self._wall(), 3),
+            id=session.ref.id,
+            tenant=session.ref.tenant,
+            before=before,
+            after=after,
+            event=step.event,
+            why=step.why,
+            tokens=session.tokens,
+            bytes=hot_bytes if after == "hot" else session.cold_bytes,
+            bf16_bytes=self._rows.bf16_bytes(session.tokens),
+        )
+        self._tallies[None].moves.append(moved)
+        own = msgspec.structs.replace(moved, tenant=UNSET)
+        self._tallies[session.ref.tenant].moves.append(own)
+        for scope in self._scopes.values():
+            if scope.sees(session.ref.tenant):
+                scope.moved(moved if scope.tenant is None else own)
+
+    def row_changed(self, ref: SessionRef) -> None:
+        for scope in self._scopes.values():
+            if scope.sees(ref.tenant):
+                scope.mark((ref.tenant, ref.id))
+
+    def engine_reported(self, report: EngineReport) -> None:
+        self.report = report
+        self._verdicts.hear(self._engine.codec)
+        self._reported_at = self._clock()
+        reported = {(x.tenant, x.session): x for x in report.requests}
+        for request in self._requests:
+            key = (request.ref.tenant, request.ref.id)
+            request.progress = reported.get(key, request.progress)
+
+    def turn_waited(self, seconds: float) -> None:
+        pass
+
+    def decision(self, name: str) -> None:
+        pass
+
+    def memory(self, level: str, available_bytes: int) -> None:
+        pass
+
+    # ---- readers
+
+    @contextmanager
+    def reading(self, tenant: str | None) -> Iterator[Scope]:
+        """Read what a tenant may see, or everything for None, inside the context."""
+        scope = self._scopes.get(tenant)
+        if scope is None:
+            self._epoch = max(self._epoch + 1, int(self._wall() * 1000))
+            look, past = self._parts, self._past
+            scope = self._scopes[tenant] = Scope(tenant, self._rows, look, past, self._epoch)
+        scope.num_readers += 1
+        self._unread_since.pop(tenant, None)
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look_on(), name="live")
+        try:
+            yield scope
+        finally:
+            scope.num_readers -= 1
+            if not scope.num_readers:
+                self._unread_since[tenant] = self._clock()
+
+    @property
+    def ended(self) -> bool:
+        """True once readers are to leave."""
+        return self._ended
+
+    def end(self) -> None:
+        """Let every reader leave: the server is shutting down."""
+        self._ended = True
+        for scope in self._scopes.values():
+            scope.wake()
+
+    async def close(self) -> None:
+        """Stop looking."""
+        self.end()
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+
+    async def _look_on(self) -> None:
+        while self._scopes:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await self._ask_engine()
+                self.look()
+            except Exception:  # the edge of this task: what is shown must not end for a defect
+                log.exception("the live view failed; looking again")
+        self._looking = None
+
+    async def _ask_engine(self) -> None:
+        """Ask the engine for its figures where the sweeps do not: it serves without sleep."""
+        if not self._engine.ready:
+            self.report = None
+        elif self._clock() - self._reported_at > STALE_S:
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S / 2):
+                    self.engine_reported(await self._engine.stats())
+
+    def look(self) -> None:
+        """Look once for changes, for every scope that has readers; drop those without."""
+        for tenant, since in list(self._unread_since.items()):
+            if self._clock() - since > LINGER_S:
+                del self._scopes[tenant], self._unread_since[tenant]
+        for request in self._requests:
+            self._count(request)
+            if self._rows.session((request.ref.tenant, request.ref.id)) is not None:
+                self.row_changed(request.ref)
+        for scope in self._scopes.values():
+            scope.look()
+
+    def detail(self, ref: SessionRef, *, admin: bool) -> SessionDetail | None:
+        """Show one session with its past; None if it is unknown."""
+        key = (ref.tenant, ref.id)
+        session = self._rows.session(key)
+        if session is None:
+            return None
+        past = self.histories.of(key)
+        return SessionDetail(
+            row=self._rows.shown(session, admin=admin),
+            timeline=list(past.steps) if past else [],
+            last_turns=list(past.turns) if past else [],
+        )
+
+    # ---- the parts of a moment
+
+    def _parts(self, tenant: str | None, sums: Sums[Key]) -> Parts:
+        admin, welcome = tenant is None, self._engine.welcome
+        return Parts(
+            server=self._server(tenant),
+            now=self._now(tenant),
+            memory=memory_shown(
+                sums,
+                self.report,
+                self._engine.codec,
+                self._tallies[tenant].outcomes,
+                self._tallies[tenant].departures,
+                self._sessions.water_marks,
+                admin=admin,
+            ),
+            quality=quality_shown(
+                self._engine.codec,
+                welcome is not None and welcome.can_measure,
+                self._verdicts.hear(self._engine.codec),
+            ),
+        )
+
+    def _past(self, tenant: str | None) -> tuple[HourShown, list[MoveShown]]:
+        """Show the last hour, which is in no change."""
+        tally, now, wall = self._tallies[tenant], self._clock(), self._wall()
+        since, prompts, answers = tally.hour(now, self._started)
+        hour = HourShown(
+            since=round(wall - (now - since), 3),
+            step_s=STEP_S,
+            prompt_tokens_per_s=prompts,
+            answer_tokens_per_s=answers,
+        )
+        return hour, [x for x in tally.moves if x.at > wall - HOUR_S]
+
+    def _server(self, tenant: str | None) -> ServerShown:
+        welcome = self._engine.welcome
+        return ServerShown(
+            model=self._name or (welcome.model if welcome else None),
+            engine=welcome.engine if welcome else None,
+            engine_version=welcome.engine_version if welcome else None,
+            version=self._version,
+            started_at=self._started_at,
+            ready=self._engine.ready,
+            loading=self._loading(),
+            trouble=self._engine.trouble,
+            draining=self._ended,
+            max_context=welcome.max_context if welcome else None,
+            hibernation=welcome.hibernation if welcome else None,
+            hibernation_reason=welcome.hibernation_reason if welcome else "",
+            dialects=DIALECTS,
+            admin=tenant is None,
+            tenant=tenant,
+        )
+
+    def _now(self, tenant: str | None) -> NowShown:
+        mine, tally = of_tenant(self._requests, tenant), self._tallies[tenant]
+        tokens, seconds, turns = tally.today
+        waiting = sum(x.computed.phase == "waiting" for x in mine)
+        speed = self._speed.tokens_per_s
+        available = self._sessions.headroom.available_bytes if tenant is None else None
+        return NowShown(
+            running=len(mine) - waiting,
+            waiting=waiting,
+            requests=[_shown(x, tenant is None) for x in mine[:MAX_REQUESTS]],
+            prompt_tokens_per_s=tally.prompts.rate(self._clock()),
+            answer_tokens_per_s=tally.answers.rate(self._clock()),
+            memory_available_bytes=available and available // COARSE_BYTES * COARSE_BYTES,
+            prefill_tokens_per_s=round(speed, 1) if speed else None,
+            saved_tokens_today=tokens,
+            saved_s_today=seconds,
+            turns_today=turns,
+        )
+
+
+def _shown(request: LiveRequest, admin: bool) -> RequestShown:
+    computed = request.computed
+    return RequestShown(
+        id=request.id,
+        tenant=request.ref.tenant if admin else UNSET,
+        session=request.ref.id,
+        client=request.client,
+        operation=request.operation,
+        started_at=round(request.at, 3),
+        phase=computed.phase_now,
+        prompt_tokens=computed.prompt_tokens,
+        prefilled_tokens=computed.prefilled_tokens,
+        answered_tokens=computed.answered_tokens,
+        source=computed.cache.source if computed.cache else None,
+        reason=computed.cache.reason if computed.cache else None,
+    )

@@ -1,0 +1,330 @@
+"""The gateway's counters, histograms and gauges, for Prometheus.
+
+Figures of requests have OpenTelemetry's names for generative AI servers (``gen_ai.server.*``), all
+others begin with ``thermocline_``. Labels never hold ids, keys or anything else that a client
+chooses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from engines.headers import CacheOutcome
+from engines.wire import EngineReport, SessionRef
+from gateway.watch.gauges import GaugeCollector
+from gateway.watch.gauges import Gauges as Gauges
+from scheduler.observer import Step
+
+log = logging.getLogger("thermocline.sessions")
+
+# The buckets that OpenTelemetry asks for.
+_DURATION_S = tuple(0.01 * 2**i for i in range(14))
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_TOKENS = tuple(4**i for i in range(14))
+_WAIT_S = _DURATION_S
+PROVIDER = "thermocline"
+_GEN_AI = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+# A label is never what a client chose.
+_LEFT_OUT_KINDS = frozenset(
+    {"attribution", "beta", "tool", "container"}
+    | {"web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"}
+    | {"local_shell", "shell", "apply_patch", "mcp", "namespace", "tool_search", "computer"}
+    | {"computer_use_preview", "web_search_call", "file_search_call", "image_generation_call"}
+    | {"compaction", "mcp_list_tools", "additional_tools"}
+)
+_OF_BLOCKS = "block_"  # Anthropic's, which are few
+_EVERY_TURN = ("turn", "quiet")  # the request's own log line says as much
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """The part of ``Usage`` that says how much of the prompt was not computed."""
+
+    cached_tokens: int | None = None
+    cache_write_tokens: int | None = None  # newly stored; few engines report it
+
+
+class AnswerDetails(msgspec.Struct, frozen=True):
+    """The part of ``Usage`` that says how much of the answer was reasoning."""
+
+    reasoning_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """The counted part of OpenAI's ``usage``."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: AnswerDetails | None = None
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were not computed."""
+        return (self.prompt_tokens_details or _NO_DETAILS).cached_tokens or 0
+
+    @property
+    def cache_written(self) -> int:
+        """Tokens of the prompt that were newly stored."""
+        return (self.prompt_tokens_details or _NO_DETAILS).cache_write_tokens or 0
+
+    @property
+    def reasoning(self) -> int:
+        """Tokens of the answer that were reasoning."""
+        details = self.completion_tokens_details
+        return (details.reasoning_tokens if details else None) or 0
+
+
+_NO_DETAILS = PromptDetails()
+
+
+class Defined(NamedTuple):
+    """A metric as ``docs/metrics.md`` describes it."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    words: str
+
+
+class Metrics:
+    """The metrics of one app, in a registry of its own; also the scheduler's ``Observer``."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.defined: list[Defined] = []
+        self._duration = self._histogram(
+            "gen_ai_server_request_duration_seconds",
+            "From the request's arrival to the end of the answer.",
+            (*_GEN_AI, "error_type"),
+            _DURATION_S,
+        )
+        self._first_token = self._histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "From the request's arrival to the first token of a stream.",
+            (*_GEN_AI, "cache"),
+            _FIRST_TOKEN_S,
+        )
+        self._per_token = self._histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Of a stream, from its first token to its end, for each token after the first.",
+            _GEN_AI,
+            _TOKEN_S,
+        )
+        self._usage = self._histogram(
+            "gen_ai_client_token_usage",
+            "Tokens of a turn; of its prompt those read from KV, newly stored, and neither.",
+            (*_GEN_AI, "gen_ai_token_type", "gen_ai_token_cache"),
+            _TOKENS,
+        )
+        self._waited = self._histogram(
+            "thermocline_turn_wait_seconds", "Time in the gateway's waiting line.", (), _WAIT_S
+        )
+        self._saved = self._counter(
+            "thermocline_saved_prefill_seconds",
+            "Seconds of prefill that reused KV spared, at the engine's measured speed (estimated).",
+            ("source",),
+        )
+        self._http = self._counter("thermocline_http_requests", "Answers.", ("route", "status"))
+        self._transitions = self._counter(
+            "thermocline_session_transitions", "Changes of state.", ("before", "event", "after")
+        )
+        self._departures = self._counter(
+            "thermocline_session_departures",
+            "Sessions whose KV left a place (hot, or a tier), and why.",
+            ("place", "why"),
+        )
+        self._decisions = self._counter(
+            "thermocline_decisions", "What the scheduler decided.", ("decision",)
+        )
+        self._memory = self._counter(
+            "thermocline_memory_levels",
+            "How often the machine's memory became low, scarce, or enough again.",
+            ("level",),
+        )
+        self._outcomes = self._counter(
+            "thermocline_cache_outcomes",
+            "Turns by where the reused KV came from, and why not more of it.",
+            ("source", "reason"),
+        )
+        self._tokens = self._counter(
+            "thermocline_tokens", "Tokens of prompts and answers.", ("kind",)
+        )
+        self._loads = self._counter(
+            "thermocline_model_loads",
+            "Models on demand that were loaded, or were not.",
+            ("model", "outcome"),
+        )
+        self._load_s = self._counter(
+            "thermocline_model_load_seconds", "Time that loading models took.", ("model",)
+        )
+        self._left_out = self._counter(
+            "thermocline_left_out",
+            "Parts of requests that engines have no use for, left out before the prompt.",
+            ("kind",),
+        )
+
+        self._divergences = self._counter(
+            "thermocline_prompt_divergences",
+            "Turns whose prompt did not go on where the session's last one ended.",
+            ("changed",),
+        )
+
+        self._connections = Gauge(
+            "thermocline_connections", "Open connections.", registry=self._registry
+        )
+        self.defined.append(Defined("thermocline_connections", "gauge", (), "Open connections."))
+        words = "1 while keys' limits hold over all gateways of one Redis; 0: at this one alone."
+        self._shared_limits = Gauge("thermocline_limits_shared", words, registry=self._registry)
+        self.defined.append(Defined("thermocline_limits_shared", "gauge", (), words))
+        self._connection_ends = self._counter(
+            "thermocline_connections_ended", "Connections refused or cut.", ("reason",)
+        )
+
+    # ---- gateway.edge.connections.ConnectionObserver
+
+    def connections_open(self, number: int) -> None:
+        self._connections.set(number)
+
+    def connection_ended(self, reason: str) -> None:
+        self._connection_ends(reason).inc()
+
+    def limits_shared(self, is_shared: bool) -> None:
+        """Note whether keys' limits are shared with other gateways."""
+        self._shared_limits.set(is_shared)
+
+    # ---- scheduler.observer.Observer
+
+    def transition(self, ref: SessionRef, step: Step) -> None:
+        level = logging.DEBUG if step.event in _EVERY_TURN else logging.INFO
+        words = "session %s: %s -> %s (%s)"
+        event = f"{step.event}, {step.why}" if step.why else step.event
+        log.log(level, words, ref.id, step.before, step.after, event, extra={"session": ref.id})
+        self._transitions(step.before, step.event, step.after).inc()
+        if step.left:
+            self._departures(step.left, step.why).inc()
+
+    def row_changed(self, ref: SessionRef) -> None:
+        pass
+
+    def engine_reported(self, report: EngineReport) -> None:
+        pass
+
+    def turn_waited(self, seconds: float) -> None:
+        self._waited().observe(seconds)
+
+    def decision(self, name: str) -> None:
+        self._decisions(name).inc()
+
+    def memory(self, level: str, available_bytes: int) -> None:
+        log.log(
+            logging.INFO if level == "enough" else logging.WARNING,
+            "memory is %s: %.1f GiB of the machine's are available%s",
+            level,
+            available_bytes / (1 << 30),
+            "; no turns are taken" if level == "scarce" else "",
+        )
+        self._memory(level).inc()
+
+    # ---- requests
+
+    def answered(self, route: str, status: int) -> None:
+        """Count an answer. ``route`` is the handler's name, never a path."""
+        self._http(route, str(status)).inc()
+
+    def turn_ended(self, operation: str, model: str, seconds: float, error: str) -> None:
+        """Count a turn and its duration. ``error`` is one of few words, "" for a good end.
+
+        ``model`` is the served one's name here and below, not the client's name for it.
+        """
+        self._duration(operation, PROVIDER, model, error).observe(seconds)
+
+    def first_token(
+        self, operation: str, model: str, seconds: float, cache: CacheOutcome | None
+    ) -> None:
+        """Count the time to a stream's first event.
+
+        Args:
+            cache: None if the engine's header was missing or of no known form.
+        """
+        source = _source_and_reason(cache)[0]
+        self._first_token(operation, PROVIDER, model, source).observe(seconds)
+
+    def per_token(self, operation: str, model: str, seconds: float) -> None:
+        """Count the time that each token after the first took, of one stream."""
+        self._per_token(operation, PROVIDER, model).observe(seconds)
+
+    def saved(self, source: str, seconds: float) -> None:
+        """Count the prefill that a turn was spared."""
+        self._saved(source).inc(seconds)
+
+    def cache_outcome(self, cache: CacheOutcome | None) -> None:
+        """Count where a turn's KV came from; None if the engine's header had no known form."""
+        self._outcomes(*_source_and_reason(cache)).inc()
+
+    def left_out(self, kinds: Iterable[str]) -> None:
+        """Count parts of a request that were left out; unknown kinds as "other"."""
+        for kind in kinds:
+            known = kind in _LEFT_OUT_KINDS or kind.startswith(_OF_BLOCKS)
+            self._left_out(kind if known else "other").inc()
+
+    def loaded(self, model: str, seconds: float, is_loaded: bool) -> None:
+        """Count a model that was loaded, or was not; ``model`` is its name in the settings."""
+        self._loads(model, "loaded" if is_loaded else "failed").inc()
+        self._load_s(model).inc(seconds)
+
+    def diverged(self, part: str) -> None:
+        """Count a prompt that left its session's; ``part`` is model, system, tools or messages."""
+        self._divergences(part).inc()
+
+    def used(self, operation: str, model: str, usage: Usage) -> None:
+        """Count the tokens of one answer."""
+        cached = min(usage.cached, usage.prompt_tokens)
+        stored = min(usage.cache_written, usage.prompt_tokens - cached)
+        rest = usage.prompt_tokens - cached - stored
+        whose = (operation, PROVIDER, model)
+        for kind, cache_use, number in (
+            ("input", "read", cached),
+            ("input", "creation", stored),
+            ("input", "none", rest),
+            ("output", "none", usage.completion_tokens),
+        ):
+            if number:
+                self._usage(*whose, kind, cache_use).observe(number)
+        self._tokens("cached").inc(usage.cached)
+        self._tokens("prefilled").inc(max(0, usage.prompt_tokens - usage.cached))
+        self._tokens("answered").inc(usage.completion_tokens)
+
+    def render(self, *gauges: Gauges) -> bytes:
+        """Write all metrics in Prometheus' text format; ``gauges`` are those of each model."""
+        now = CollectorRegistry()
+        now.register(GaugeCollector(*gauges))
+        return generate_latest(self._registry) + generate_latest(now)
+
+    def _histogram(
+        self, name: str, words: str, labels: tuple[str, ...], buckets: tuple[float, ...]
+    ) -> Callable[..., Histogram]:
+        self.defined.append(Defined(name, "histogram", labels, words))
+        histogram = Histogram(name, words, labels, registry=self._registry, buckets=buckets)
+        return cache(histogram.labels) if labels else lambda: histogram
+
+    def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Callable[..., Counter]:
+        """Make a counter, as a function of its label values.
+
+        The lookup is cached: the library's own takes a lock every time.
+        """
+        self.defined.append(Defined(f"{name}_total", "counter", labels, words))
+        return cache(Counter(name, words, labels, registry=self._registry).labels)
+
+
+def _source_and_reason(cache: CacheOutcome | None) -> tuple[str, str]:
+    """Return two labels; ``CacheOutcome`` has let only plain words through."""
+    return (cache.source, cache.reason or "") if cache else ("unknown", "")

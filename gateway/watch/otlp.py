@@ -1,0 +1,63 @@
+"""Sends a span for each turn to an OpenTelemetry collector; needs the extra ``otlp``.
+
+Only ``launch`` imports this, and only where ``gateway.otlp_endpoint`` is set. Spans have the
+attributes that OpenTelemetry names for generative AI, and never the text of a chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Span, Tracer, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from gateway.watch.tracing import Attributes, TurnTrace
+
+CLOSE_MS = 3000
+SEND_S = 3.0  # with all tries; a server that ends waits for it
+_context = TraceContextTextMapPropagator()
+
+
+class OtlpTracing:
+    """Makes spans of turns; a thread of the library's sends them, and drops them where it lags."""
+
+    def __init__(self, endpoint: str, version: str, exporter: SpanExporter | None = None) -> None:
+        """
+        Args:
+            endpoint: the collector's URL for traces, such as http://localhost:4318/v1/traces.
+            exporter: instead of one to that endpoint.
+        """
+        resource = Resource.create({"service.name": "thermocline", "service.version": version})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = exporter or OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer: Tracer = self._provider.get_tracer("thermocline", version)  # type: ignore[assignment]
+
+    def begin(self, name: str, context: Mapping[str, str]) -> TurnTrace:
+        parent = _context.extract(context)
+        return _TurnSpan(self._tracer.start_span(name, parent, SpanKind.SERVER))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._provider.force_flush(CLOSE_MS)
+        self._provider.shutdown()
+
+
+class _TurnSpan:
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def headers(self) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        _context.inject(headers, set_span_in_context(self._span))
+        return headers
+
+    def end(self, attributes: Attributes, error: str) -> None:
+        self._span.set_attributes(dict(attributes))
+        if error:
+            self._span.set_attribute("error.type", error)
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()

@@ -1,0 +1,277 @@
+"""Follows every request from its arrival to the end of its answer; numbers and times only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from engines.headers import CacheOutcome
+from engines.wire import RequestProgress, SessionRef
+from gateway.identity.outline import Change
+from gateway.watch.metrics import PromptDetails, Usage
+from gateway.watch.shape import Phase, TurnShown
+
+_LONGEST_COMMENT = 60
+
+
+class Stretch(NamedTuple):
+    """Tokens that came between two moments, in seconds of the request's clock."""
+
+    begin: float
+    end: float
+    computed: int = 0
+    answered: int = 0
+
+
+class _Counted:
+    """The tokens of one kind that were counted, and the moment until which."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._until = float("-inf")
+
+    def rise(self, num_tokens: int, begin: float, end: float) -> list[tuple[float, float, int]]:
+        """Count all up to ``num_tokens``; gives those that are new, and between which moments."""
+        new, begin = num_tokens - self._num_tokens, max(begin, self._until)
+        if new <= 0:
+            return []
+        self._num_tokens, self._until = num_tokens, max(begin, end)
+        return [(begin, self._until, new)]
+
+
+class LiveRequest:
+    """One request that is being served. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        ref: SessionRef,
+        request_id: str,
+        operation: str,
+        client: str,
+        at: float,
+        clock: Callable[[], float] = time.perf_counter,
+        title: str = "",
+    ) -> None:
+        """
+        Args:
+            at: the Unix time of its arrival.
+            title: for its session; shown to readers of that session only.
+        """
+        self.ref = ref
+        self.id = request_id
+        self.operation = operation
+        self.client = client
+        self.at = at
+        self.title = title
+        self.phase: Phase = "waiting"
+        self.cache: CacheOutcome | None = None
+        self.usage: Usage | None = None
+        self.change: Change | None = None
+        self.first_token_s: float | None = None
+        self.waited_s = 0.0
+        self.error = ""
+        self.shares: LiveRequest | None = None  # the request whose answer this one gets
+        self.progress: RequestProgress | None = None  # the engine's latest report
+        self.reported_prompt_tokens: int | None = None  # by the head of the engine's answer
+        self.num_events = 0  # of a stream, each about a token
+        self._clock = clock
+        self._began = clock()
+        self._opened = self._began
+        self._prefilled_s: float | None = None  # from there to the last word of the prefill
+        self._computed, self._answered = _Counted(), _Counted()
+
+    def admitted(self) -> None:
+        """Its slot was free: the engine has it from now on."""
+        self.phase = "prefill"
+        self._opened = self._clock()
+        self.waited_s = self._opened - self._began
+
+    @property
+    def computed(self) -> LiveRequest:
+        """The request that the engine computes for this one: another if it shares that one's."""
+        return self.shares or self
+
+    @property
+    def is_own_turn(self) -> bool:
+        """True while the engine serves it, and not another one whose answer it gets."""
+        return self.shares is None and self.phase != "waiting"
+
+    @property
+    def tokens_so_far(self) -> int:
+        """The length of its session, answer included; 0 until the engine reports it."""
+        return (self.prompt_tokens or 0) + self.answered_tokens if self.is_own_turn else 0
+
+    def uncounted(self) -> list[Stretch]:
+        """Count the tokens that came since this was called last, and between which moments."""
+        if not self.is_own_turn:
+            return []
+        now, begin = self._clock(), self._opened
+        if self.phase_now == "decode" or self.usage is not None:
+            num_computed = self.computed_tokens or 0
+        else:
+            num_computed = max(0, (self.prefilled_tokens or 0) - self.reused_tokens)
+        first = None if self.first_token_s is None else self._began + self.first_token_s
+        computed = self._computed.rise(num_computed, begin, now if first is None else first)
+        answered = self._answered.rise(self.answered_tokens, begin if first is None else first, now)
+        return [
+            *(Stretch(begin, end, computed=n) for begin, end, n in computed),
+            *(Stretch(begin, end, answered=n) for begin, end, n in answered),
+        ]
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Seconds from the engine's taking it to the first token; None if that was not seen."""
+        return None if self.first_token_s is None else self.first_token_s - self.waited_s
+
+    @property
+    def prefill_seen(self) -> tuple[int, float]:
+        """The tokens that were computed of the prompt, and the seconds that this took."""
+        if self.prefill_s is not None:
+            return self.computed_tokens or 0, self.prefill_s
+        if self.progress is None or self._prefilled_s is None:
+            return 0, 0.0
+        return self.progress.prefilled_tokens - self.reused_tokens, self._prefilled_s
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds for each token after the first, so far; None where that was not seen."""
+        rest = self.answered_tokens - 1
+        if self.first_token_s is None or rest < 1:
+            return None
+        return (self._clock() - self._began - self.first_token_s) / rest
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.cache.cached_tokens if self.cache else 0
+
+    @property
+    def computed_tokens(self) -> int | None:
+        """The part of the prompt that was not reused; None while its length is not known."""
+        if self.prompt_tokens is None:
+            return None
+        cached = self.usage.cached if self.usage else 0
+        return max(0, self.prompt_tokens - max(cached, self.reused_tokens))
+
+    @property
+    def answered_tokens(self) -> int:
+        """The tokens of the answer so far, by its events or as the engine last reported."""
+        if self.usage is not None:
+            return self.usage.completion_tokens
+        return max(self.num_events, self.progress.answered_tokens if self.progress else 0)
+
+    @property
+    def phase_now(self) -> Phase:
+        """The phase; the engine knows better where an answer is not streamed."""
+        answers = self.progress is not None and self.progress.answered_tokens > 0
+        return "decode" if answers and self.phase == "prefill" else self.phase
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        if self.usage is not None:
+            return self.usage.prompt_tokens
+        return self.progress.prompt_tokens if self.progress else self.reported_prompt_tokens
+
+    @property
+    def prefilled_tokens(self) -> int | None:
+        """The finished part of the prompt, reused or computed; None until it is reported."""
+        if self.phase == "decode":
+            return self.prompt_tokens
+        return self.progress.prefilled_tokens if self.progress else None
+
+    def used_so_far(self) -> Usage:
+        """Estimate the counts of an answer that ended before the engine reported them.
+
+        Of a prefill that was broken off only what was computed counts.
+        """
+        prompt = self.reported_prompt_tokens or self.prompt_tokens or 0
+        if self.phase_now != "decode":
+            prompt = self.prefilled_tokens or min(prompt, self.reused_tokens)
+        cached = PromptDetails(cached_tokens=min(prompt, self.reused_tokens))
+        return Usage(prompt, self.answered_tokens, cached)
+
+    def attributes(self, model: str) -> dict[str, str | int | float]:
+        """Describe it by OpenTelemetry's names, as far as it is known."""
+        known: dict[str, str | int | float | None] = {
+            "gen_ai.operation.name": self.operation,
+            "gen_ai.provider.name": "thermocline",
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+            "gen_ai.conversation.id": self.ref.id,
+            "gen_ai.response.time_to_first_chunk": self.first_token_s,
+            "thermocline.client": self.client,
+            "thermocline.waited_s": round(self.waited_s, 6),
+        }
+        if self.cache is not None:
+            known["thermocline.cache.source"] = self.cache.source
+            known["thermocline.cache.reason"] = self.cache.reason
+        if (usage := self.usage) is not None:
+            known |= {
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens,
+                "gen_ai.usage.cache_read.input_tokens": usage.cached,
+                "gen_ai.usage.cache_creation.input_tokens": usage.cache_written,
+                "gen_ai.usage.reasoning.output_tokens": usage.reasoning,
+            }
+        return {name: value for name, value in known.items() if value is not None}
+
+    def took(self, chunk: bytes) -> bool:
+        """Look at some bytes of the engine's answer; return True if they hold the first token.
+
+        Comments of the engine's show how far a prefill is. The first event holds the role only.
+        """
+        if self.first_token_s is not None:
+            self.num_events += chunk.count(b"data: {")
+            return False
+        for line in chunk.splitlines():
+            if line.startswith(b": prefill "):
+                self._prefilled(line)
+            elif line.startswith(b"data: {") and not _is_opening(line):
+                self.num_events += 1
+        if self.num_events:
+            self.phase = "decode"
+            self.first_token_s = self._clock() - self._began
+        return self.num_events > 0
+
+    def _prefilled(self, comment: bytes) -> None:
+        """Read ``: prefill 128/1905``."""
+        done, _, whole = comment.rpartition(b" ")[2].partition(b"/")
+        if done.isdigit() and whole.isdigit() and len(comment) < _LONGEST_COMMENT:
+            self.progress = RequestProgress(
+                self.ref.tenant, self.ref.id, int(whole), min(int(done), int(whole)), 0
+            )
+            self._prefilled_s = self._clock() - self._opened
+
+    def turn(self, saved_s: float | None) -> TurnShown:
+        """Sum it up when it is over."""
+        cache, usage, change = self.cache, self.usage, self.change
+        restored = cache is not None and cache.source.startswith("cold")
+        return TurnShown(
+            at=round(self.at, 3),
+            client=self.client,
+            operation=self.operation,
+            source=cache.source if cache else None,
+            reason=cache.reason if cache else None,
+            prompt_tokens=self.prompt_tokens,
+            reused_tokens=self.reused_tokens,
+            restored_tokens=self.reused_tokens if restored else 0,
+            computed_tokens=self.computed_tokens,
+            answered_tokens=self.answered_tokens or (0 if usage else None),
+            waited_s=round(self.waited_s, 3),
+            first_token_s=None if self.first_token_s is None else round(self.first_token_s, 3),
+            total_s=round(self._clock() - self._began, 3),
+            saved_s=None if saved_s is None else round(saved_s, 3),
+            changed=change.part if change else None,
+            at_message=change.at_message if change and change.part == "messages" else None,
+            error=self.error,
+        )
+
+
+def _is_opening(event: bytes) -> bool:
+    """Say whether an event only begins an answer, and holds none of it."""
+    return b'"role"' in event and (b'"content":""' in event or b'"content":null' in event)
+
+
+def of_tenant(requests: Iterable[LiveRequest], tenant: str | None) -> list[LiveRequest]:
+    """Choose a tenant's requests; all of them for None."""
+    return [x for x in requests if tenant is None or x.ref.tenant == tenant]

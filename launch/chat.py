@@ -1,0 +1,343 @@
+"""A chat in the terminal: reads a line, sends it or carries it out, shows the answer.
+
+Answers go to standard output and all else to standard error, so a pipe gets the answers alone.
+Standard input may be a pipe; each of its lines is a message then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote
+
+import aiohttp
+from rich.console import Console
+from rich.text import Text
+
+from launch.errors import LaunchError
+from launch.remote import MISS, UNKNOWN, Address, Message, Turn, take_turn, words_of
+from launch.settings.units import show_bytes, show_duration
+
+BUSY_ROUNDS, BUSY_S = 20, 0.25
+NO_SESSIONS = "this server has no sessions to look at; is it a Thermocline gateway?"
+_STYLES = {"hot": "green", "miss": "yellow", "unknown": "dim"}
+HELP: Final = {
+    "/sleep": "let the session sleep now: its KV leaves the engine's memory",
+    "/wake": "bring it back before the next message",
+    "/pin": "keep it from being evicted",
+    "/unpin": "take the pin back",
+    "/info": "what the server knows of the session",
+    "/forget": "remove it from every tier, and begin anew",
+    "/new": "begin anew; the old session stays",
+    "/quit": "leave (or Ctrl-D)",
+    "/help": "this list; a line that begins with // is sent as it is, less one slash",
+}
+_VERBS: Final = {"/sleep": "demote", "/wake": "prefetch", "/pin": "pin", "/unpin": "unpin"}
+PROMPT = "> "
+MOST_CHARACTERS = 1 << 20  # of a line
+
+
+class Talk:
+    """A conversation; an answer that failed or was stopped leaves it as it was."""
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        address: Address,
+        model: str,
+        *,
+        session: str = "",
+        system: str = "",
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self._fields = dict(fields or {})  # more of each request's body
+        self._http = http
+        self._address = address
+        self._system = system
+        self.session = ""
+        self.messages: list[Message] = []
+        self.begin(session)
+
+    def begin(self, session: str = "") -> None:
+        """Begin anew, in a session of its own."""
+        self.session = session or f"chat-{secrets.token_hex(4)}"
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    async def ask(self, text: str, on_text: Callable[[str], None]) -> Turn:
+        """Say ``text`` and read the answer. What goes wrong is in the turn."""
+        said = {"role": "user", "content": text}
+        turn = await take_turn(
+            self._http,
+            self._address,
+            self.model,
+            [*self.messages, said],
+            session=self.session,
+            fields=self._fields,
+            on_text=on_text,
+        )
+        if turn.ok:
+            self.messages += [said, {"role": "assistant", "content": turn.text}]
+        return turn
+
+    async def look(self) -> dict[str, Any] | None:
+        """The session as the server sees it; None if it knows none of that name."""
+        status, content = await self._address.get(self._http, self._path())
+        return content if status == 200 and isinstance(content, dict) else None
+
+    async def act(self, verb: str) -> dict[str, Any]:
+        """Post ``verb`` for the session. Raises ``LaunchError`` if the server does not follow."""
+        path = f"{self._path()}/{verb}"
+        for _ in range(BUSY_ROUNDS):
+            status, content = await self._address.ask(self._http, "POST", path, {})
+            if status != 409:  # else what the last turn added is still being saved
+                break
+            await asyncio.sleep(BUSY_S)
+        return _checked(status, content)
+
+    async def forget(self) -> None:
+        """Remove the session from every tier, and begin anew."""
+        _checked(*await self._address.ask(self._http, "DELETE", self._path()))
+        self.begin()
+
+    def _path(self) -> str:
+        return f"/v1/sessions/{quote(self.session, safe='')}"
+
+
+def _checked(status: int, content: Any) -> dict[str, Any]:
+    if status == 200 and isinstance(content, dict):
+        return content
+    if isinstance(content, dict) and "error" in content:
+        raise LaunchError(f"{status}: {words_of(content)}")
+    raise LaunchError(NO_SESSIONS)
+
+
+class Screen:
+    """The user's terminal, or what stands in its place."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._notes = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._quiet = quiet
+
+    def piece(self, text: str) -> None:
+        """Show a piece of an answer. Control characters in it have no effect."""
+        sys.stdout.write(safe(text))
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def note(self, text: str, style: str = "dim") -> None:
+        """Show something that is not part of the chat."""
+        if not self._quiet:
+            self._notes.print(Text(safe(text), style=style))
+
+    def error(self, text: str) -> None:
+        self._notes.print(Text(f"error: {safe(text)}", style="red"))
+
+    def turn(self, turn: Turn, session: dict[str, Any] | None) -> None:
+        """Show in a line where the prompt's KV came from, how fast it was, and the session."""
+        style = _STYLES.get(turn.source, "cyan")
+        self.note(" · ".join([*_turn_words(turn), *_session_words(session)]), style)
+
+    def session(self, session: dict[str, Any] | None, name: str) -> None:
+        words = _session_words(session) or [f"{name}: the server does not know it yet"]
+        self.note(" · ".join(words))
+
+
+def safe(text: str) -> str:
+    """Replace the control characters of ``text`` that a terminal would obey."""
+    return "".join(x if x.isprintable() or x in "\n\t" else "?" for x in text)
+
+
+def _turn_words(turn: Turn) -> list[str]:
+    words = [] if turn.source == UNKNOWN else [turn.source]
+    if turn.cached_tokens is not None and turn.prompt_tokens:
+        words.append(f"{turn.cached_tokens} of {turn.prompt_tokens} tokens reused")
+    if turn.reason:
+        words.append(f"{'because' if turn.source == MISS else 'not more'}: {turn.reason}")
+    if turn.ttft_s is not None:
+        words.append(f"first token {turn.ttft_s:.2f} s")
+        rest = turn.total_s - turn.ttft_s
+        if rest > 0 and turn.answer_tokens > 1:
+            words.append(f"{(turn.answer_tokens - 1) / rest:.0f} tok/s")
+    return words
+
+
+def _session_words(session: dict[str, Any] | None) -> list[str]:
+    """Words for the server's report of a session; the server may be of another version."""
+    if not session:
+        return []
+    words = [f"session {session.get('id')} is {session.get('state')}"]
+    if session.get("tier"):
+        words.append(f"cold copy in {session['tier']}")
+    if session.get("tokens"):
+        size = f" in {show_bytes(session['bytes'])}" if session.get("bytes") else ""
+        words.append(f"{session['tokens']} tokens{size}")
+    if float(session.get("idle_s") or 0) >= 1:
+        words.append(f"quiet for {show_duration(round(float(session['idle_s']), 1))}")
+    if session.get("pinned"):
+        words.append("pinned")
+    return words
+
+
+class Quit(Exception):
+    """The user wants to leave."""
+
+
+async def obey(line: str, talk: Talk, screen: Screen) -> None:
+    """Carry out a command.
+
+    Raises:
+        Quit: leave the chat.
+        LaunchError: the server did not follow; in its own words.
+    """
+    name = line.split()[0].lower()
+    if name in _VERBS:
+        screen.session(await talk.act(_VERBS[name]), talk.session)
+    elif name in _OTHERS:
+        await _OTHERS[name](talk, screen)
+    else:
+        screen.error(f"there is no {name}; there are: {', '.join(HELP)}")
+
+
+async def _info(talk: Talk, screen: Screen) -> None:
+    screen.session(await talk.look(), talk.session)
+
+
+async def _forget(talk: Talk, screen: Screen) -> None:
+    old = talk.session
+    await talk.forget()
+    screen.note(f"{old} is forgotten; this is {talk.session}")
+
+
+async def _new(talk: Talk, screen: Screen) -> None:
+    talk.begin()
+    screen.note(f"a new conversation: session {talk.session}")
+
+
+async def _quit(talk: Talk, screen: Screen) -> None:
+    raise Quit
+
+
+async def _help(talk: Talk, screen: Screen) -> None:
+    for name, text in HELP.items():
+        screen.note(f"{name:<8} {text}")
+
+
+_OTHERS: Final[Mapping[str, Callable[[Talk, Screen], Awaitable[None]]]] = {
+    "/info": _info,
+    "/forget": _forget,
+    "/new": _new,
+    "/quit": _quit,
+    "/exit": _quit,
+    "/help": _help,
+}
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """The wishes of the command line; "" and 0 = the server's own."""
+
+    model: str = ""
+    session: str = ""
+    system: str = ""
+    max_tokens: int = 0
+    temperature: float | None = None
+    quiet: bool = False
+
+
+def chat(address: Address, options: ChatOptions) -> int:
+    """Chat until the end of input; returns the exit code, which is 1 if a turn failed in a pipe.
+
+    Raises:
+        UsageError, LaunchError: the server cannot be used; says why.
+    """
+    screen, read = Screen(quiet=options.quiet), reader()
+    with asyncio.Runner() as runner:
+        http = runner.run(_http())
+        try:
+            model = runner.run(address.model(http, options.model))
+            talk = Talk(
+                http,
+                address,
+                model,
+                session=options.session,
+                system=options.system,
+                fields=_fields(options),
+            )
+            screen.note(f"{model} at {address.base}, session {talk.session}; /help lists commands")
+            return _loop(runner, talk, screen, read)
+        finally:
+            runner.run(http.close())
+
+
+def _fields(options: ChatOptions) -> dict[str, Any]:
+    fields = {"max_tokens": options.max_tokens or None, "temperature": options.temperature}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+async def _http() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession()
+
+
+def reader() -> Callable[[], str | None]:
+    """A function that reads the next line; None at the end of input."""
+    if not sys.stdin.isatty():
+        return lambda: sys.stdin.readline(MOST_CHARACTERS) or None
+    with contextlib.suppress(ImportError):  # a Python without it still reads lines
+        import readline  # noqa: F401 - gives input() a history and keys for editing
+
+    def ask() -> str | None:
+        try:
+            return f"{input(PROMPT)}\n"
+        except EOFError:
+            return None
+
+    return ask
+
+
+def _loop(
+    runner: asyncio.Runner, talk: Talk, screen: Screen, read: Callable[[], str | None]
+) -> int:
+    failed = 0
+    while True:
+        try:
+            line = read()
+        except KeyboardInterrupt:  # at the prompt it means: leave
+            line = None
+        if line is None:
+            return failed if not sys.stdin.isatty() else 0
+        try:
+            failed |= runner.run(_line(line.strip(), talk, screen))
+        except KeyboardInterrupt:
+            screen.end()
+            screen.note("stopped; the session is as it was before this message")
+        except Quit:
+            return failed
+        except LaunchError as error:
+            screen.error(str(error))
+            failed = 1
+
+
+async def _line(line: str, talk: Talk, screen: Screen) -> int:
+    """Take one line; 1 if its turn failed."""
+    if not line:
+        return 0
+    if line.startswith("/") and not line.startswith("//"):
+        await obey(line, talk, screen)
+        return 0
+    turn = await talk.ask(line.removeprefix("/") if line[0] == "/" else line, screen.piece)
+    if turn.text:
+        screen.end()
+    if not turn.ok:
+        screen.error(f"{turn.status}: {turn.error}" if turn.status else turn.error)
+        return 1
+    screen.turn(turn, await talk.look())
+    return 0

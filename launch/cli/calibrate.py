@@ -1,0 +1,115 @@
+"""Has a running server measure its model, and prints the report of ``thermocline calibrate``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from engines.calibration.messages import CalibrationReport
+from engines.wire import CodecReport
+from kvstore.codecs.quality import Quality
+from launch.cli.remote import Remote
+from launch.errors import LaunchError
+from launch.printing import print_table
+
+LOOK_EVERY_S: Final = 2.0
+# An engine reports now and then how far it is; one that was restarted reports nothing more.
+SILENCE_S: Final = 60.0
+COLUMNS: Final = (
+    *("preset", "tokens", "bits", "KL", "perplexity", "delta p", "top 1", "needles"),
+    *("chains: KL", "top 1", "restore", "cos K", "cos V", "of Gaussian", "of bound"),
+)
+
+
+def measure_served(
+    remote: Remote,
+    on_progress: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> CalibrationReport:
+    """Have the server begin, and return its figures when it has ended. Takes minutes.
+
+    The measurement goes on if this is interrupted. The report has no bounds and no single texts,
+    and beside the new figures those that older runs have left of other presets.
+
+    Args:
+        on_progress: called with the progress, whenever that changes.
+
+    Raises:
+        LaunchError: the server cannot measure, or has given up.
+    """
+    before = remote.codec()
+    shown, heard = remote.measure(), clock()
+    on_progress(shown)
+    while True:
+        sleep(LOOK_EVERY_S)
+        codec = _looked(remote)
+        if codec is not None and codec.progress:
+            heard = clock()
+            if codec.progress != shown:
+                shown = codec.progress
+                on_progress(shown)
+        elif codec is not None and _has_ended(codec, before):
+            return _report(codec)
+        elif clock() - heard > SILENCE_S:
+            raise LaunchError(
+                "the server measures no more, and does not say why: its engine may have been"
+                " restarted; look at its log, and ask again"
+            )
+
+
+def _looked(remote: Remote) -> CodecReport | None:
+    """Ask what the server says now; None if it does not answer, which may pass."""
+    try:
+        return remote.codec()
+    except LaunchError:
+        return None
+
+
+def _has_ended(codec: CodecReport, before: CodecReport | None) -> bool:
+    return codec.ended is not None and (before is None or codec.ended != before.ended)
+
+
+def _report(codec: CodecReport) -> CalibrationReport:
+    """The report of a measurement that has ended. Raises ``LaunchError``: it found nothing."""
+    if codec.ended is not None and codec.ended.error:
+        raise LaunchError(f"the server has not measured its model: {codec.ended.error}")
+    rows = (*codec.rows, *codec.others)
+    if not rows:
+        raise LaunchError("this server's engine has no codecs to measure")
+    return CalibrationReport(fingerprint=codec.fingerprint, engine="", dtype="", rows=rows)
+
+
+def print_report(report: CalibrationReport) -> None:
+    print_table(COLUMNS, [_cells(row) for row in report.rows], right=COLUMNS[1:])
+    times = {row.context: row.prefill_s for row in report.rows if row.prefill_s is not None}
+    for context, seconds in times.items():
+        print(f"prefill of {context} tokens: {seconds * context / 1000:.2f} s")
+    if report.profile:
+        print(f"learned: {report.profile}")
+
+
+def _cells(row: Quality) -> list[str]:
+    return [
+        row.preset,
+        str(row.context),
+        f"{row.bits_per_element:.3f}",
+        f"{row.kl:.5f}",
+        f"{row.perplexity_change_pct:+.2f} %",
+        _or_blank(row.delta_p, ".2%"),
+        f"{row.top1:.1%}",
+        f"{row.needle_found}/{row.needle_total}",
+        _or_blank(row.chain_kl, ".5f"),
+        _or_blank(row.chain_top1, ".1%"),
+        _or_blank(row.restore_share, ".1%"),  # of a prefill
+        f"{row.cos_k:.4f}",
+        f"{row.cos_v:.4f}",
+        "" if row.gaussian_gap_db is None else f"{row.gaussian_gap_db:+.2f} dB",
+        "" if row.above_bound_bits is None else f"{row.above_bound_bits:+.3f} bits",
+    ]
+
+
+def _or_blank(figure: float | None, form: str) -> str:
+    return "" if figure is None else format(figure, form)

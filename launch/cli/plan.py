@@ -1,0 +1,239 @@
+"""``thermocline plan``: how many sessions fit here, or on other machines, in words and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import typer
+
+from launch.cli import options
+from launch.cli.fleet_plan import FleetWanted, print_fleet
+from launch.errors import UsageError
+from launch.plan.capacity_plan import ColdPlan, ContextPlan, Plan, plan_of
+from launch.plan.machines import MachinePlan, machine_plans
+from launch.plan.picture import LABELS, Bars, bars_of, draw_bars, machine_bars
+from launch.printing import print_json, print_table
+from launch.settings.effective_settings import EffectiveSettings
+from launch.settings.units import parse_bytes, show_bytes
+
+SERVED: Final = ("tokens", "tier", "codec", "bytes", "states", "vs live", "sessions")
+MACHINES: Final = ("machine", "tokens", "for KV", "no sleep", "awake", "in RAM", "on disk", "codec")
+BAR_WIDTH: Final = 40
+BAR: Final = "█"
+RATIOS: Final = ("KV vs bf16", "all vs bf16")
+
+
+def print_plan(plan: Plan) -> None:
+    print(
+        f"{plan.model} ({plan.model_type}): {plan.growing_layers} growing layers,"
+        f" {show_bytes(plan.live_bytes_per_token)} per token live in {plan.dtype}"
+    )
+    if plan.state_bytes:
+        print(
+            f"and {show_bytes(plan.state_bytes)} of state that does not grow"
+            f" ({plan.window_layers} sliding windows, {plan.state_layers} recurrent layers)"
+        )
+    print("budgets: " + ", ".join(f"{k} {show_bytes(v)}" for k, v in plan.budgets.items()))
+    print(_usable(plan))
+    for note in plan.notes:
+        print(f"note: {note}")
+    print()
+    tiers = [tier for tier in plan.budgets if tier != "hot"]
+    print_table(
+        SERVED, [x for context in plan.contexts for x in _served(context)], right=SERVED[2:]
+    )
+    print()
+    print_bars(bars_of(plan))
+    print("\nwhat each codec would take:")
+    columns = ("tokens", "kept", "KL", "bytes", "states", *RATIOS, "per GiB", "hot", *tiers)
+    rows = [row for context in plan.contexts for row in _rows(context, tiers)]
+    print_table(columns, rows, right=[x for x in columns if x != "kept"])
+    refusals = {cold.codec: cold.refused for x in plan.contexts for cold in x.cold if cold.refused}
+    for codec, reason in refusals.items():
+        print(f"{codec}: {reason}")
+
+
+def print_bars(bars: Bars) -> None:
+    """Print sessions as bars, all to one scale: a tier with few of them is a sliver."""
+    most = max((count for _, counts in bars for count in counts.values()), default=0)
+    for name, counts in bars:
+        for number, (tier, count) in enumerate(counts.items()):
+            bar = BAR * max(1 if count else 0, round(BAR_WIDTH * count / max(1, most)))
+            print(f"{name if number == 0 else '':<14} {LABELS[tier]:<17} {bar} {count}")
+
+
+def print_machines(model: str, rows: Sequence[MachinePlan]) -> None:
+    """Print what several machines would keep of a model's sessions."""
+    print(f"{model}: sessions that other machines would keep alive (counted, not measured)")
+    if rows and rows[0].weights_estimated:
+        print(f"weights: {show_bytes(rows[0].weights_bytes)}, estimated from config.json")
+    print_table(MACHINES, [_machine(row) for row in rows], right=MACHINES[1:7])
+    print(
+        "no sleep: all memory for KV holds live bf16, without a cold store. awake, in RAM: the same"
+        "\nmemory shared between sessions that are answered and sleepers."
+    )
+    if disk := max((row.disk_bytes for row in rows), default=0):
+        print(f"on disk: in {show_bytes(disk)}.")
+
+
+def _machine(row: MachinePlan) -> list[str]:
+    if row.refused:
+        return [row.machine, str(row.context), "", "", "", "", "", row.refused]
+    counts = [str(x) for x in (row.hot_only, row.hot, row.ram, row.disk)]
+    return [
+        row.machine,
+        str(row.context),
+        show_bytes(row.kv_bytes),
+        *counts,
+        row.codec,
+    ]
+
+
+def _usable(plan: Plan) -> str:
+    words = f"usable context: {plan.usable_context} of {plan.wanted_context} tokens"
+    if plan.usable_context == plan.wanted_context:
+        return words
+    mib = -(-plan.wanted_hot_bytes >> 20)
+    return f"{words}; all of them need --hot {mib}MiB"
+
+
+def _served(context: ContextPlan) -> list[list[str]]:
+    """One row for live KV, and one for each tier."""
+    nbytes, count = context.hot_bytes_per_session, context.hot_sessions
+    rows = [[str(context.context), "hot", "", show_bytes(nbytes), "", "", str(count)]]
+    for x in context.served:
+        states = show_bytes(x.state_bytes) if x.state_bytes else ""
+        size = [show_bytes(x.bytes_per_session), states, f"{x.times_smaller_than_live:.2f}x"]
+        rows.append(["", x.tier, x.codec, *size, str(x.sessions)])
+    return rows
+
+
+def _rows(context: ContextPlan, tiers: list[str]) -> list[list[str]]:
+    nbytes = context.hot_bytes_per_session
+    live = ["live", "", show_bytes(nbytes), "", "", "", str((1 << 30) // max(1, nbytes))]
+    first = [str(context.context), *live, str(context.hot_sessions), *("" for _ in tiers)]
+    return [first, *(_cold_row(cold, tiers) for cold in context.cold)]
+
+
+def _cold_row(cold: ColdPlan, tiers: list[str]) -> list[str]:
+    if cold.refused:
+        return ["", cold.codec, "", "refused", *("" for _ in range(5 + len(tiers)))]
+    return [
+        "",
+        cold.codec,
+        "" if cold.kl is None else f"{cold.kl:.4f}",
+        show_bytes(cold.bytes_per_session),
+        show_bytes(cold.state_bytes) if cold.state_bytes else "",
+        f"{cold.kv_times_smaller_than_bf16:.2f}x",
+        f"{cold.times_smaller_than_bf16:.2f}x",
+        str(cold.sessions_per_gib),
+        "",
+        *(str(cold.sessions[tier]) for tier in tiers),
+    ]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The wishes of a plan that are no settings."""
+
+    model: str | None
+    sessions: int | None
+    lengths: str | None
+    machines: bool
+    weights: str | None
+    plot: Path | None
+    as_json: bool
+    fleet: FleetWanted
+
+
+def run_plan(context: typer.Context, wanted: Wanted, environ: Mapping[str, str]) -> None:
+    """Print the plan, and draw it where that is asked. Raises ``UsageError``, ``LaunchError``."""
+    if wanted.plot is not None:
+        from launch.calibrate.plot import check_path
+
+        check_path(wanted.plot)
+    if wanted.model and context.params["model"]:
+        raise UsageError("name the model once, as an argument or with --model")
+    context.params["model"] = [wanted.model] if wanted.model else context.params["model"]
+    if wanted.machines and wanted.sessions is not None:
+        raise UsageError("--sessions counts for this machine; leave it out with --machines")
+    if wanted.sessions is not None:
+        context.params["session_context"] = _one_length(wanted.lengths)
+    if wanted.weights and not wanted.machines:
+        raise UsageError("--weights is for --machines; this machine's files say what they take")
+    of_fleet = (
+        wanted.fleet.users,
+        wanted.fleet.think,
+        wanted.fleet.bandwidth,
+        wanted.fleet.prefill,
+    )
+    if any(x is not None for x in of_fleet) and not wanted.fleet.fleet:
+        raise UsageError("--users, --think, --bandwidth and --prefill are for --fleet")
+    if wanted.fleet.fleet:
+        if wanted.machines or wanted.sessions is not None:
+            raise UsageError("--fleet simulates users; leave out --machines and --sessions")
+        effective = options.fitted(context, environ, as_profiled=True)
+        print_fleet(effective, wanted.fleet, wanted.plot, wanted.as_json)
+    elif wanted.machines:
+        _print_machines(options.chosen(context, environ), wanted)
+    else:
+        _print_plan(options.fitted(context, environ, as_profiled=True), wanted)
+
+
+def _one_length(lengths: str | None) -> int:
+    try:
+        return int(lengths or "")
+    except ValueError:
+        raise UsageError(
+            "--sessions wants one length of session beside it, such as --context 8192"
+        ) from None
+
+
+def _print_plan(effective: EffectiveSettings, wanted: Wanted) -> None:
+    several = {x.entry.name: plan_of(x.effective, wanted.lengths) for x in effective.engines}
+    found = several or {"": plan_of(effective, wanted.lengths)}
+    if wanted.as_json:
+        print_json(several or found[""])
+    else:
+        for line in effective.capacity:
+            print(line)
+        loads = {x.entry.name: x.entry.load for x in effective.engines}
+        for name, plan in found.items():
+            if name:
+                typer.echo(f"{name} ({loads[name]}), with its part of this machine:")
+            print_plan(plan)
+    if wanted.plot is not None:
+        names = ", ".join(several or [found[""].model])
+        draw_bars(f"{names}: sessions on this machine", _bars(found), wanted.plot)
+
+
+def _bars(plans: Mapping[str, Plan]) -> Bars:
+    """The bars of one plan, or of several, each with its name."""
+    return [
+        (f"{name}, {context}" if name else context, counts)
+        for name, plan in plans.items()
+        for context, counts in bars_of(plan)
+    ]
+
+
+def _print_machines(effective: EffectiveSettings, wanted: Wanted) -> None:
+    if effective.engines:
+        raise UsageError("--machines counts for one model; name it with --model")
+    try:
+        weights = parse_bytes(wanted.weights) if wanted.weights else None
+        lengths = [int(x) for x in wanted.lengths.split(",")] if wanted.lengths else None
+    except ValueError as error:
+        raise UsageError(f"--weights or --context: {error}") from None
+    if lengths is not None and min(lengths) < 1:
+        raise UsageError("--context: a session has one token or more")
+    rows = machine_plans(effective, lengths, weights)
+    name = Path(effective.settings.engine.model or "the sample model").name
+    if wanted.as_json:
+        print_json(rows)
+    else:
+        print_machines(name, rows)
+    if wanted.plot is not None:
+        draw_bars(f"{name}: sessions kept alive (counted)", machine_bars(rows), wanted.plot)

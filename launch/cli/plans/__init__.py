@@ -1,1 +1,0 @@
-"""``thermocline plan``: this machine, other machines, and a fleet of them."""

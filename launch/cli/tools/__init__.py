@@ -1,1 +1,0 @@
-"""Commands that look at running servers from outside: ``bench``, ``chat``, ``join``, ``top``."""

@@ -1,0 +1,182 @@
+"""Chooses budgets for a number of sessions within this machine's, or says how many would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.machine.resources import free_disk
+from launch.plan.needs import MIB, Needs
+from launch.settings.budgets import DISK_SHARE
+from launch.settings.effective_settings import EffectiveSettings
+from launch.settings.units import show_bytes
+
+_DERIVED = "derived:"  # how the origin of a budget begins that was not set
+HOT_SHARE = 0.5  # of the memory for KV: sleepers leave live KV as much, where it is needed
+# Above high water sessions are put to sleep, so that "so many hot" needs somewhat more than these.
+HEADROOM = 1.2
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Bytes. ``given_*``: a budget that the operator set, which stays; None = it may be chosen."""
+
+    hot: int  # the most that live KV may have
+    ram: int  # the most that sleeping sessions in memory may have
+    shared: int  # the most of both together; on a GPU with memory of its own they share nothing
+    disk: int
+    given_hot: int | None = None
+    given_ram: int | None = None
+    given_disk: int | None = None
+    redis: int = 0  # 0 = there is none
+    awake: int = 16  # sessions that should find room to be answered at once
+
+
+def rooms_of(effective: EffectiveSettings) -> Rooms:
+    """Find this machine's room. Half of the memory left by the weights stays free, as always."""
+    engine, store = effective.settings.engine, effective.settings.store
+    hot, ram = engine.hot_bytes, store.ram_bytes
+    given_hot = _given(effective, "engine.hot_bytes", hot)
+    given_ram = _given(effective, "store.ram_bytes", ram)
+    shared = hot + ram
+    apart = effective.hot_on_gpu
+    most_hot = hot if apart or given_ram is not None else shared
+    most_ram = ram if apart or given_hot is not None else shared
+    folder = Path(store.disk_path) if store.disk_path else effective.folders.data
+    return Rooms(
+        hot=most_hot,
+        ram=most_ram,
+        shared=most_hot + most_ram if apart else shared,
+        disk=int((free_disk(folder) + _held(folder)) * DISK_SHARE),
+        given_hot=given_hot,
+        given_ram=given_ram,
+        given_disk=_given(effective, "store.disk_bytes", store.disk_bytes),
+        redis=store.redis_bytes if store.redis_url else 0,
+        awake=engine.max_batch,
+    )
+
+
+def _given(effective: EffectiveSettings, name: str, value: int) -> int | None:
+    return None if effective.resolved.origin(name).startswith(_DERIVED) else value
+
+
+def _held(folder: Path) -> int:
+    """Bytes that the disk tier holds there already: they count as free, being its own."""
+    return sum(file.stat().st_size for file in folder.glob("**/cold/*.mdb"))
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The chosen bytes, and how many sessions each tier holds then."""
+
+    hot: int
+    ram: int
+    disk: int
+    num_hot: int  # at once, while one of them is answered
+    num_held: dict[str, int]  # asleep, by tier
+    num_at_first: int = 0  # that come back as long as the model was not measured
+
+    @property
+    def most(self) -> int:
+        """Sessions that come back, whichever tier they sleep in."""
+        return max(self.num_held.values(), default=0)
+
+
+def choose_budgets(needs: Needs, rooms: Rooms, num_sessions: int) -> Budgets:
+    """The budgets that suit ``num_sessions`` best; ``most`` may be fewer than these."""
+    hot, ram = _memory(needs, rooms, num_sessions)
+    disk = rooms.given_disk
+    if disk is None:  # where it can, it holds all of them before the model was measured, too
+        wanted = max(needs.cold_bytes("disk", num_sessions, meanwhile=x) for x in (False, True))
+        disk = min(wanted, _whole(rooms.disk))
+    budgets = {"ram": ram, "disk": disk, "redis": rooms.redis}
+    held = {
+        tier: needs.num_asleep(tier, nbytes)
+        for tier, nbytes in budgets.items()
+        if nbytes and tier in needs.asleep
+    }
+    at_first = [needs.num_asleep(tier, budgets[tier], meanwhile=True) for tier in held]
+    return Budgets(hot, ram, disk, needs.num_hot(hot), held, max(at_first, default=0))
+
+
+def _memory(needs: Needs, rooms: Rooms, num_sessions: int) -> tuple[int, int]:
+    """Share memory out: one session has to run; then sleepers in memory; the rest is live KV."""
+    all_hot = _up(int(needs.hot_bytes(num_sessions) * HEADROOM))
+    awake = int(needs.hot_bytes(min(num_sessions, rooms.awake)) * HEADROOM)
+    floor = _up(max(needs.running_bytes, min(awake, int(rooms.shared * HOT_SHARE), rooms.hot)))
+    ram = rooms.given_ram
+    if ram is None:
+        left = rooms.ram if rooms.given_hot is not None else min(rooms.ram, rooms.shared - floor)
+        ram = min(needs.cold_bytes("ram", num_sessions), _whole(left))
+    hot = rooms.given_hot
+    if hot is None:
+        hot = min(all_hot, _whole(min(rooms.hot, max(floor, rooms.shared - ram))))
+    return hot, max(0, ram)
+
+
+def refusal(needs: Needs, rooms: Rooms, num_sessions: int) -> str:
+    """The reason why so many sessions cannot be kept, in words with figures; "" if they can."""
+    found = choose_budgets(needs, rooms, num_sessions)
+    if found.hot < needs.running_bytes:
+        return (
+            f"one session of {needs.context} tokens takes {show_bytes(needs.running_bytes)} of live"
+            f" KV while it is answered, and {show_bytes(found.hot)} may be used"
+        )
+    if found.most >= num_sessions:
+        return ""
+    parts = [
+        f"{show_bytes(needs.cold_bytes(tier, num_sessions))} of {tier} ({needs.asleep[tier].codec};"
+        f" {show_bytes(_budget(found, rooms, tier))} may be used)"
+        for tier in found.num_held
+    ]
+    return "asleep they take " + " or ".join(parts or ["a tier, and there is none"])
+
+
+def what_would(
+    needs_at: Callable[[int], Needs], rooms: Rooms, num_sessions: int, context: int
+) -> list[str]:
+    """List what this machine could do instead, nearest to the wish first."""
+    found = choose_budgets(needs_at(context), rooms, num_sessions)
+    ways = []
+    if found.hot >= needs_at(context).running_bytes and found.most:
+        ways.append(f"--sessions {found.most} --context {context}")
+    shorter = _longest(needs_at, rooms, num_sessions, context)
+    if shorter:
+        ways.append(f"--sessions {num_sessions} --context {shorter}")
+    if found.hot < needs_at(context).running_bytes:
+        ways.append(f"--hot {_size(needs_at(context).running_bytes)}, where that is free")
+    elif rooms.given_disk is not None and rooms.given_disk < rooms.disk:
+        ways.append(f"--disk {_size(needs_at(context).cold_bytes('disk', num_sessions))}")
+    else:
+        wanted = needs_at(context).cold_bytes("disk", num_sessions)
+        ways.append(f"--disk {_size(wanted)} in a folder with room for it (store.disk_path)")
+    return ways
+
+
+def _longest(
+    needs_at: Callable[[int], Needs], rooms: Rooms, num_sessions: int, context: int
+) -> int:
+    """The most tokens, in steps of 64, that so many sessions may have; 0 = not even the fewest."""
+    low, high = 0, context // 64
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = not refusal(needs_at(middle * 64), rooms, num_sessions)
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * 64
+
+
+def _budget(found: Budgets, rooms: Rooms, tier: str) -> int:
+    return {"ram": found.ram, "disk": found.disk, "redis": rooms.redis}[tier]
+
+
+def _size(nbytes: int) -> str:
+    return f"{-(-nbytes // MIB)}MiB" if nbytes < 10 << 30 else f"{-(-nbytes // (1 << 30))}GiB"
+
+
+def _whole(nbytes: int) -> int:
+    return max(0, nbytes // MIB * MIB)
+
+
+def _up(nbytes: int) -> int:
+    return -(-nbytes // MIB) * MIB

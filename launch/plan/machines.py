@@ -1,0 +1,300 @@
+"""How many sessions of a model other machines would keep: the same arithmetic, other memory.
+
+Nothing is measured there. Of such a machine, with nothing else running, KV gets as much as ours
+gives it by default, or what the command line says, shared out as ``fit.py`` does for more sessions
+than there is room for; the codec is the one that most models get, or the one that is named.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from engines.calibration.gate.choice import FIRST
+from engines.kv_budget import UNSTATED_CONTEXT, stated_context
+from kvstore.chunk_size import chunk_tokens
+from kvstore.codecs.names import EXACT
+from kvstore.codecs.presets import open_codec
+from kvstore.config import AUTO, StoreConfig
+from kvstore.errors import UnknownCodec
+from launch.calibrate.profile_notes import find_profile
+from launch.errors import LaunchError, UsageError
+from launch.families.cache_shape import CacheShape, NotUnderstood
+from launch.families.table import cache_shape
+from launch.families.weights import estimated_weights
+from launch.model import Model, find_model
+from launch.plan.cold_size import cold_size
+from launch.plan.fit import Budgets, Rooms, choose_budgets
+from launch.plan.hot_budget import HotBudget
+from launch.plan.needs import Asleep, Needs, just_below
+from launch.settings.budgets import default_budgets, weights_bytes
+from launch.settings.effective_settings import EffectiveSettings
+from launch.settings.units import show_bytes
+
+GB: Final = 10**9
+BF16_BYTES: Final = 2
+FREE: Final = 0.9  # of the machine's memory, beside its system
+DISK_FREE: Final = 64 << 30  # of which half is used
+MANY: Final = 10_000_000  # sessions, more than any of them keeps
+INDEX: Final = "model.safetensors.index.json"
+
+
+class Machine(NamedTuple):
+    """``gpu_gb``: memory of its own that a GPU has; 0 = it shares the machine's."""
+
+    name: str
+    engine: Literal["mlx", "vllm"]
+    memory_gb: int
+    gpu_gb: int = 0
+
+
+MACHINES: Final = (
+    Machine("GB10 (DGX Spark), 128 GB unified", "vllm", 128),
+    Machine("GPU of 24 GB, 64 GB of memory", "vllm", 64, 24),
+    Machine("GPU of 48 GB, 128 GB of memory", "vllm", 128, 48),
+    Machine("GPU of 80 GB, 256 GB of memory", "vllm", 256, 80),
+    Machine("GPU of 96 GB, 256 GB of memory", "vllm", 256, 96),
+    Machine("Mac, 32 GB unified", "mlx", 32),
+    Machine("Mac, 64 GB unified", "mlx", 64),
+    Machine("Mac, 128 GB unified", "mlx", 128),
+)
+
+
+class MachinePlan(msgspec.Struct, frozen=True):
+    """One row: sessions of one length on one machine; ``refused``: why there are none."""
+
+    machine: str
+    engine: str
+    context: int
+    kv_bytes: int = 0  # memory that live KV and sleepers share
+    hot_only: int = 0  # sessions, if live KV had all of that, and nothing slept
+    hot: int = 0  # of ours: awake at once
+    ram: int = 0  # asleep in memory
+    disk: int = 0  # asleep on disk
+    codec: str = ""
+    refused: str = ""
+    disk_bytes: int = 0
+    weights_bytes: int = 0
+    weights_estimated: bool = False  # from config.json
+
+
+class OnMachine(NamedTuple):
+    """A machine and sessions of one length: their bytes, and budgets for many of them."""
+
+    needs: Needs
+    budgets: Budgets
+    rooms: Rooms
+    hot_only: int  # sessions, if live KV had all memory, and nothing slept
+
+
+class Given(NamedTuple):
+    """Budgets of the command line, in bytes; None = as ours is by default.
+
+    Those of files and the environment are this machine's.
+    """
+
+    hot: int | None
+    ram: int | None
+    disk: int | None
+
+
+def machine_plans(
+    effective: EffectiveSettings, contexts: list[int] | None = None, weights: int | None = None
+) -> list[MachinePlan]:
+    """The rows of every machine, for each length of session.
+
+    Args:
+        weights: bytes of the model's weights; None = what its folder says.
+
+    Raises:
+        UsageError, LaunchError: no such model, or its size or cache is not known.
+    """
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
+    content = model.config()
+    known = weights or known_weights(model)
+    nbytes = known or estimated_weights(content)
+    if nbytes is None:
+        raise UsageError(
+            f"{model.name} is here without weights, and what they take cannot be estimated from its"
+            " config.json: say it, for instance --weights 18GiB"
+        )
+    longest = stated_context(content) or UNSTATED_CONTEXT
+    lengths = [min(x, longest) for x in contexts or [min(8192, longest)]]
+    rows = [
+        _row(effective, content, machine, length, longest, nbytes)
+        for machine in MACHINES
+        for length in dict.fromkeys(lengths)
+    ]
+    weighed = {"weights_bytes": nbytes, "weights_estimated": not known}
+    return [msgspec.structs.replace(row, **weighed) for row in rows]
+
+
+def known_weights(model: Model) -> int | None:
+    """Bytes of a model's weights, from its files or from the index that stands for them."""
+    if model.folder is None:
+        return None
+    if found := weights_bytes(model.folder, widened=False):
+        return found
+    return _indexed(model.folder / INDEX)
+
+
+def _indexed(file: Path) -> int | None:
+    try:
+        total = json.loads(file.read_text("utf-8"))["metadata"]["total_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return int(total) if isinstance(total, int | float) and total > 0 else None
+
+
+def budgets_on(effective: EffectiveSettings, named: str, context: int) -> OnMachine:
+    """Count what a machine would give sessions of one length of the model.
+
+    Args:
+        named: a machine by the beginning of its name, or a word of it: GB10, "Mac, 64".
+
+    Raises:
+        UsageError, LaunchError: no such machine, or the model does not fit there.
+    """
+    machine = next((x for x in MACHINES if named.casefold() in x.name.casefold()), None)
+    if machine is None:
+        raise UsageError(
+            f"no machine is called {named!r}; there are: {'; '.join(x.name for x in MACHINES)}"
+        )
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
+    content = model.config()
+    weights = known_weights(model) or estimated_weights(content) or 0
+    longest = stated_context(content) or UNSTATED_CONTEXT
+    found = _counted(effective, content, machine, context, longest, weights)
+    if isinstance(found, str):
+        raise UsageError(f"{machine.name}: {found}")
+    return found
+
+
+def _row(
+    effective: EffectiveSettings,
+    content: dict[str, object],
+    machine: Machine,
+    context: int,
+    longest: int,
+    weights: int,
+) -> MachinePlan:
+    found = _counted(effective, content, machine, context, longest, weights)
+    if isinstance(found, str):
+        return MachinePlan(machine.name, machine.engine, context, refused=found)
+    budgets, rooms = found.budgets, found.rooms
+    return MachinePlan(
+        machine.name,
+        machine.engine,
+        context,
+        rooms.shared,
+        hot_only=found.hot_only,
+        hot=budgets.num_hot,
+        ram=budgets.num_held.get("ram", 0),
+        disk=budgets.num_held.get("disk", 0),
+        codec=found.needs.asleep["ram"].codec,
+        disk_bytes=rooms.disk if rooms.given_disk is None else rooms.given_disk,
+    )
+
+
+def _counted(
+    effective: EffectiveSettings,
+    content: dict[str, object],
+    machine: Machine,
+    context: int,
+    longest: int,
+    weights: int,
+) -> OnMachine | str:
+    """Count what a machine gives a model; a sentence says why it cannot."""
+    try:
+        shape = cache_shape(content, machine.engine)
+    except NotUnderstood as error:
+        return str(error)
+    available, gpu = int(machine.memory_gb * GB * FREE), int(machine.gpu_gb * GB * FREE)
+    if weights >= (gpu or available):
+        return "the weights do not fit"
+    given = _given(effective)
+    if refused := _too_much(given, available, gpu, weights):
+        return refused
+    rooms = _rooms(given, available, gpu, weights)
+    hot = HotBudget(shape, BF16_BYTES, rooms.hot, longest, machine.engine == "mlx")
+    if not hot.sessions(context):
+        return f"{context} tokens do not fit beside the weights"
+    codec, nbytes = _asleep(effective, shape, context)
+    asleep = dict.fromkeys(("ram", "disk", "redis"), Asleep(codec, nbytes, planned=True))
+    needs = Needs(context, hot.running_bytes(context), hot.idle_bytes(context), asleep)
+    return OnMachine(needs, choose_budgets(needs, rooms, MANY), rooms, hot.sessions(context))
+
+
+def _given(effective: EffectiveSettings) -> Given:
+    settings = effective.settings
+    named = {
+        "engine.hot_bytes": settings.engine.hot_bytes,
+        "store.ram_bytes": settings.store.ram_bytes,
+        "store.disk_bytes": settings.store.disk_bytes,
+    }
+    return Given(*(x if _is_asked(effective, name) else None for name, x in named.items()))
+
+
+def _is_asked(effective: EffectiveSettings, name: str) -> bool:
+    """True for a setting of the command line."""
+    return effective.resolved.origin(name).startswith("--")
+
+
+def _too_much(given: Given, available: int, gpu: int, weights: int) -> str:
+    """The reason why a machine has no room for these budgets; "" if it has."""
+    hot, ram = given.hot or 0, given.ram or 0
+    if gpu:
+        flags = {"--hot": (hot, gpu - weights), "--ram": (ram, available)}
+    else:
+        flags = {"--hot and --ram": (hot + ram, available - weights)}
+    for flag, (nbytes, free) in flags.items():
+        if nbytes > free:
+            return f"{flag} would take {show_bytes(nbytes)}, and {show_bytes(free)} are free"
+    return ""
+
+
+def _rooms(given: Given, available: int, gpu: int, weights: int) -> Rooms:
+    """The rooms of a machine, by our defaults where nothing is given."""
+    layer = default_budgets(available, weights, DISK_FREE, gpu)
+    hot, ram, disk = (
+        int(layer[x].value) for x in ("engine.hot_bytes", "store.ram_bytes", "store.disk_bytes")
+    )
+    hot = hot if given.hot is None else given.hot
+    if given.ram is not None:
+        ram = given.ram
+        hot = hot if gpu else min(hot, available - weights - ram)
+    together = 0 if gpu else hot + ram  # one memory: what one does not take is the other's
+    return Rooms(
+        hot=hot if given.ram is not None else max(hot, together),
+        ram=ram if given.hot is not None else max(ram, together),
+        shared=hot + ram,
+        disk=disk,
+        given_hot=given.hot,
+        given_ram=given.ram,
+        given_disk=given.disk,
+    )
+
+
+def _asleep(effective: EffectiveSettings, shape: CacheShape, context: int) -> tuple[str, int]:
+    """The codec, and the bytes of a sleeping session with it."""
+    store = StoreConfig()
+    lengths = [context, *just_below(context, chunk_tokens(store))]
+    named = effective.settings.store.codec
+    if _is_asked(effective, "store.codec") and named != AUTO:
+        try:
+            codec = open_codec(named, find_profile(effective))
+            return named, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
+        except UnknownCodec as error:
+            raise LaunchError(f"--codec {named} cannot be counted: {error}") from error
+    try:
+        codec = open_codec(FIRST, find_profile(effective))
+        return FIRST, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
+    except UnknownCodec:
+        codec = open_codec(EXACT, None)
+    try:
+        return EXACT, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
+    except UnknownCodec as error:
+        raise LaunchError(f"its sessions cannot sleep: {error}") from error

@@ -1,0 +1,370 @@
+"""A running OpenAI server: its address, one streamed turn with its times, and its events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import aiohttp
+import msgspec
+
+from engines.headers import CACHE_HEADER, SESSION_HEADER, CacheOutcome
+from launch.errors import LaunchError, UsageError
+
+_FIRST_ANSWER = aiohttp.ClientTimeout(total=30, sock_connect=5)
+_MOST_BYTES = 4 << 20  # of an answer that is no stream
+_SHOWN = 300  # characters of a server's own words
+MOST_BYTES = 8 << 20  # of one event
+_PIECE_BYTES = 64 << 10
+PATH: Final = "/v1/chat/completions"
+UNKNOWN: Final = "unknown"
+CACHED: Final = "cached"  # reused, from where is not said
+MISS: Final = "miss"
+MOST_CHARACTERS: Final = 1 << 20  # of an answer
+MOST_GAPS: Final = 4096  # times between two chunks that are kept of an answer
+_ERROR_BYTES: Final = 64 << 10
+Message = Mapping[str, Any]
+
+
+def server_url(given: str) -> str:
+    """The URL of a server without a path: ``localhost:8080`` -> ``http://localhost:8080``.
+
+    ``/v1``, which clients have at the end, may stand there.
+
+    Raises:
+        UsageError: it is no address.
+    """
+    url = given.strip() if "://" in given else f"http://{given.strip()}"
+    base = url.rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        parts = urlsplit(base)
+        parts.port  # noqa: B018  # raises for a malformed port
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname or given.startswith("unix:"):
+        raise UsageError(f"{given!r} is no address; write http://host:port")
+    return base
+
+
+def key_headers(api_key: str) -> dict[str, str]:
+    """The header that carries a key, if there is one.
+
+    Raises:
+        UsageError: no header can hold it. It is not repeated.
+    """
+    if not all("!" <= character <= "~" for character in api_key):
+        raise UsageError(
+            "the API key holds a space, a line break or another character that no key has;"
+            " look at THERMOCLINE_API_KEY, or --api-key"
+        )
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+class Address:
+    """One server, on behalf of one caller; see ``server_url``."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        """Raises ``UsageError`` for a malformed address, and for a key that no header can hold."""
+        self.base = server_url(url)
+        self.headers = key_headers(api_key)
+
+    async def model(self, http: aiohttp.ClientSession, wanted: str = "") -> str:
+        """Find the model to ask for: ``wanted`` if it is served, else the first one.
+
+        Raises:
+            LaunchError: no server answers, or it refuses.
+            UsageError: there is no such model; says which there are.
+        """
+        status, content = await self.get(http, "/v1/models")
+        if status == 404 and wanted:  # a server without the list
+            return wanted
+        if status != 200:
+            raise self.refused(status, content)
+        rows = content.get("data") if isinstance(content, dict) else None
+        names = [
+            x["id"] for x in rows or () if isinstance(x, dict) and isinstance(x.get("id"), str)
+        ]
+        if wanted in names or (wanted and not names):
+            return wanted
+        if wanted or not names:
+            there = f"there are: {', '.join(names[:20])}" if names else "it lists none"
+            raise UsageError(f"{self.base} serves no model {wanted!r}; {there} (--model)")
+        return str(names[0])
+
+    async def get(self, http: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
+        return await self.ask(http, "GET", path)
+
+    async def ask(
+        self, http: aiohttp.ClientSession, method: str, path: str, body: Any = None
+    ) -> tuple[int, Any]:
+        """Ask for JSON; returns status and content. Raises ``LaunchError`` if no server answers."""
+        try:
+            async with http.request(
+                method, self.base + path, json=body, headers=self.headers, timeout=_FIRST_ANSWER
+            ) as answer:
+                raw = await answer.content.read(_MOST_BYTES)
+                while len(raw) < _MOST_BYTES and (piece := await answer.content.read(_MOST_BYTES)):
+                    raw += piece
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self.unreachable(error) from error
+        try:
+            return answer.status, _parsed(raw)
+        except ValueError:
+            return answer.status, raw.decode("utf-8", "replace")
+
+    def unreachable(self, error: BaseException) -> LaunchError:
+        reason = str(error) or type(error).__name__
+        return LaunchError(
+            f"{self.base} does not answer ({reason}); is a server running there? Name another"
+            " address"
+        )
+
+    def refused(self, status: int, content: Any) -> LaunchError:
+        """The error for an answer that is no success."""
+        said = words_of(content)
+        if status in (401, 403):
+            return LaunchError(
+                f"{self.base} wants another API key ({status}: {said}); give it with --api-key or"
+                " THERMOCLINE_API_KEY"
+            )
+        if status == 404:
+            return LaunchError(f"{self.base} is no OpenAI server ({status}: {said})")
+        return LaunchError(f"{self.base} refuses ({status}: {said})")
+
+
+def words_of(content: Any) -> str:
+    """The server's own words in an error's body, cut to a line."""
+    error = content.get("error") if isinstance(content, dict) else None
+    if isinstance(error, dict):
+        error = error.get("message")
+    text = str(error if error is not None else content).strip()
+    return " ".join(text.split())[:_SHOWN] or "no reason given"
+
+
+def _parsed(raw: bytes) -> Any:
+    import msgspec
+
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+
+
+class NotEvents(ValueError):
+    """The answer is no stream of events; the message says why."""
+
+
+class Event(NamedTuple):
+    """One event; ``name`` is ``message`` where the server names none."""
+
+    name: str
+    data: bytes
+    id: str
+
+
+async def events_of(content: aiohttp.StreamReader) -> AsyncIterator[Event]:
+    """Yield the events of a stream until it ends; comments are left out.
+
+    Raises:
+        NotEvents: an event is larger than ``MOST_BYTES``.
+    """
+    rest = b""
+    lines: list[bytes] = []
+    async for piece in content.iter_chunked(_PIECE_BYTES):
+        *whole, rest = (rest + piece).split(b"\n")
+        if len(rest) + sum(map(len, lines)) > MOST_BYTES:
+            raise NotEvents(f"an event of more than {MOST_BYTES >> 20} MiB")
+        for line in whole:
+            line = line.removesuffix(b"\r")
+            if line:
+                lines.append(line)
+            elif lines:
+                if (event := _event(lines)) is not None:
+                    yield event
+                lines = []
+    if lines and (event := _event(lines)) is not None:
+        yield event
+
+
+def _event(lines: list[bytes]) -> Event | None:
+    name, number, data = "message", "", []
+    for line in lines:
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            data.append(value)
+        elif field == b"event":
+            name = value.decode("utf-8", "replace")
+        elif field == b"id":
+            number = value.decode("utf-8", "replace")
+    return Event(name, b"\n".join(data), number) if data else None
+
+
+class Turn(msgspec.Struct):
+    """One turn as its client saw it. Times are seconds; None = there was none."""
+
+    status: int = 0  # of HTTP; 0 = no answer
+    error: str = ""
+    text: str = ""
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    gaps_s: list[float] = []  # between chunks of the answer
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not say
+    answer_tokens: int = 0
+    source: str = UNKNOWN  # of the prompt's KV
+    reason: str = ""  # why it was not more
+    judged_by: str = ""  # what ``source`` was read from: header, usage, or "" for nothing
+    session: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200 and not self.error
+
+
+async def take_turn(
+    http: aiohttp.ClientSession,
+    address: Address,
+    model: str,
+    messages: Sequence[Message],
+    *,
+    session: str = "",
+    max_tokens: int = 0,
+    fields: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+    on_text: Callable[[str], None] | None = None,
+) -> Turn:
+    """Take one turn. An error is stored in ``Turn.error``, never raised.
+
+    Args:
+        session: goes along as ``X-Session-ID``; other servers ignore that.
+        max_tokens: of the answer; 0 = as many as the server gives.
+        fields: more of the request's body.
+        on_text: called with each piece of the answer.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": list(messages),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"max_tokens": max_tokens} if max_tokens else {}),
+        **(fields or {}),
+    }
+    headers = address.headers | ({"x-session-id": session} if session else {})
+    turn, began = Turn(), time.perf_counter()
+    try:
+        async with http.post(
+            address.base + PATH,
+            json=body,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10),
+        ) as answer:
+            await _take(turn, answer, began, on_text)
+    except TimeoutError:
+        turn.error = f"no end of the answer within {timeout_s:g} s"
+    except NotEvents as error:
+        turn.error = f"the answer is no stream of events: {error}"
+    except (aiohttp.ClientError, OSError) as error:
+        turn.error = f"the connection failed: {str(error) or type(error).__name__}"
+    turn.total_s = time.perf_counter() - began
+    return turn
+
+
+async def _take(
+    turn: Turn,
+    answer: aiohttp.ClientResponse,
+    began: float,
+    on_text: Callable[[str], None] | None,
+) -> None:
+    turn.status = answer.status
+    turn.session = unquote(answer.headers.get(SESSION_HEADER, ""))
+    outcome = CacheOutcome.parse(answer.headers.get(CACHE_HEADER, ""))
+    if outcome is not None:
+        turn.source, turn.reason, turn.judged_by = outcome.source, outcome.reason or "", "header"
+        turn.cached_tokens = outcome.cached_tokens
+    if answer.status != 200:
+        turn.error = _words(await answer.content.read(_ERROR_BYTES))
+        return
+    reader = _Reader(turn, began, on_text)
+    done = False
+    async for event in events_of(answer.content):
+        if event.data == b"[DONE]":
+            done = True
+            break
+        reader.take(event.data)
+        if turn.error:
+            return
+    if not done and not reader.finished:
+        turn.error = "the answer was cut off"
+    turn.answer_tokens = turn.answer_tokens or reader.num_pieces
+    if not turn.judged_by and turn.cached_tokens is not None:
+        turn.source, turn.judged_by = (CACHED if turn.cached_tokens else MISS), "usage"
+
+
+class _Reader:
+    """Puts the chunks of one answer into its ``Turn``."""
+
+    def __init__(self, turn: Turn, began: float, on_text: Callable[[str], None] | None) -> None:
+        self.finished = False
+        self.num_pieces = 0
+        self._turn = turn
+        self._began = began
+        self._last: float | None = None
+        self._on_text = on_text
+
+    def take(self, data: bytes) -> None:
+        try:
+            chunk = msgspec.json.decode(data)
+        except msgspec.DecodeError as error:
+            raise NotEvents(str(error)) from error
+        if not isinstance(chunk, dict):
+            raise NotEvents("a chunk is no object")
+        if chunk.get("error"):
+            self._turn.error = words_of(chunk)
+            return
+        if isinstance(usage := chunk.get("usage"), dict):
+            self._usage(usage)
+        for choice in chunk.get("choices") or ():
+            if isinstance(choice, dict):
+                self._choice(choice)
+
+    def _choice(self, choice: Mapping[str, Any]) -> None:
+        delta = choice.get("delta") or {}
+        said = delta.get("content") or ""
+        other = delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
+        self.finished = self.finished or bool(choice.get("finish_reason"))
+        if said or other:
+            self._time()
+            self.num_pieces += 1
+        elif self.finished and self._turn.ttft_s is None:  # an empty answer: its end comes first
+            self._time()
+        if said:
+            room = MOST_CHARACTERS - len(self._turn.text)
+            self._turn.text += said[:room]
+            if self._on_text is not None:
+                self._on_text(said)
+
+    def _time(self) -> None:
+        now = time.perf_counter()
+        if self._last is None:
+            self._turn.ttft_s = now - self._began
+        elif len(self._turn.gaps_s) < MOST_GAPS:
+            self._turn.gaps_s.append(now - self._last)
+        self._last = now
+
+    def _usage(self, usage: Mapping[str, Any]) -> None:
+        turn = self._turn
+        turn.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        turn.answer_tokens = int(usage.get("completion_tokens") or 0)
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+            turn.cached_tokens = details["cached_tokens"]
+
+
+def _words(raw: bytes) -> str:
+    try:
+        return words_of(msgspec.json.decode(raw))
+    except msgspec.DecodeError:
+        return words_of(raw.decode("utf-8", "replace"))

@@ -1,1 +1,0 @@
-"""Speaks to a running server as its clients do: an address, a streamed turn, events."""

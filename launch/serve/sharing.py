@@ -1,0 +1,147 @@
+"""Opens what servers share on one Redis: the directory, keys' limits, and stored responses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from engines.fleet.homes import FleetHomes, Homes, LastHomes, SharedHomes
+from gateway.config import GatewayConfig
+from gateway.directory.directory import Directory
+from gateway.edge.shared_limits import SharedLimits
+from gateway.edge.stock import Command, Reply
+from gateway.keys import Tenants
+from gateway.models.loading import Loading
+from gateway.models.served_model import ServedModel
+from gateway.stored.seal import KeyOf
+from gateway.stored.shelf import Limits, Shelf, StoreFailed
+from gateway.stored.sqlite_shelf import SqliteShelf
+from gateway.stored.stored import Stored
+from kvstore.config import StoreConfig
+from kvstore.directory.entries import Names
+from kvstore.errors import TierUnavailable
+from launch.errors import LaunchError, UsageError
+from launch.settings.schema import Settings
+
+NAME_FILE: Final = "directory-name"
+LONGEST_WAIT_S: Final = 1.0  # until a server that was away is asked again
+
+log = logging.getLogger("thermocline.launch")
+DEADLINE_S: Final = 0.5  # for the task that asks; requests wait for a part of it at most
+_PURPOSE: Final = b"limits"
+FILE = "stored.sqlite"
+MARK = "stored.sealed"  # in the data folder, where the secret is
+_DAY_S = 86400.0
+
+
+def homes_for(
+    replicas: Iterable[str], settings: Settings, tenants: Tenants, shared: FleetHomes
+) -> Homes:
+    """Make what knows the homes of a fleet's sessions.
+
+    Engines that run elsewhere may be used by other servers, too, under the same addresses: then
+    these say to each other where they have moved sessions.
+    """
+    most = settings.scheduler.max_sessions
+    if not (settings.engine.url and settings.store.redis_url):
+        return LastHomes(most)
+    names = Names(tenants.key_of)
+    homes = SharedHomes(
+        most,
+        lambda tenant, id: names.mark(tenant, "", id),
+        {names.engine(x): x for x in replicas},
+        shared.said,
+    )
+    shared.fleets.append(homes)
+    return homes
+
+
+def directory_of(
+    store: StoreConfig,
+    models: Sequence[ServedModel],
+    tenants: Tenants,
+    loading: Loading | None,
+    homes: FleetHomes,
+    data_dir: Path,
+    stack: ExitStack,
+) -> Directory | None:
+    """Make it; nothing is connected yet. None where no Redis server is shared.
+
+    Raises ``UsageError``: the URL is none.
+
+    Args:
+        data_dir: its name lies there, so that each life of this server goes by the same one.
+        stack: lets go of name and connections at its end.
+    """
+    if not store.redis_url:
+        return None
+    try:
+        from kvstore.tiers.redis_server.book import WriterName
+        from kvstore.tiers.redis_server.link import RedisLink  # redis-py is an extra
+    except ImportError as error:
+        log.warning("sessions of other servers are not known here: %s", error)
+        return None
+    try:
+        link = RedisLink(store.redis_url, store.redis_deadline_s, longest_wait_s=LONGEST_WAIT_S)
+    except ValueError as error:
+        raise UsageError(f"store.{error}") from error
+    stack.callback(link.close)
+    name = WriterName(data_dir, NAME_FILE)
+    stack.callback(name.release)
+    return Directory(models, tenants, link, name.text, loading, homes)
+
+
+def shared_limits(store: StoreConfig, tenants: Tenants) -> SharedLimits | None:
+    """Make what keeps limits together; nothing is connected yet. None: there is no Redis.
+
+    Raises:
+        LaunchError: redis-py is missing, or ``store.redis_url`` is no URL of a Redis.
+    """
+    if not store.redis_url:
+        return None
+    try:
+        from kvstore.tiers.redis_server.link import RedisLink  # redis-py is an extra
+
+        link = RedisLink(store.redis_url, DEADLINE_S)
+    except (ImportError, ValueError) as error:
+        raise LaunchError(str(error)) from error
+
+    def ask(commands: Sequence[Command]) -> Sequence[Reply]:
+        try:
+            return link.run(commands)
+        except TierUnavailable as error:
+            raise ConnectionError(str(error)) from None
+
+    return SharedLimits(ask, lambda name: tenants.key_of(name, _PURPOSE).hex()[:24])
+
+
+def stored_objects(
+    config: GatewayConfig, store: StoreConfig, data_dir: Path, key_of: KeyOf
+) -> Stored:
+    """Make the store of responses, conversations and chat completions; nothing is opened yet.
+
+    It is on the server of the cold store's Redis tier if there is one, so that several gateways
+    have it in common. ``key_of`` makes the keys that it is sealed with.
+    """
+    if not config.stored_bytes:
+        return Stored()
+    limits = Limits(config.stored_bytes, config.stored_days * _DAY_S)
+    if store.redis_url:
+        return Stored(partial(_redis_shelf, store, limits), key_of)
+    folder = Path(config.stored_path).expanduser() if config.stored_path else data_dir / "stored"
+    shelf = partial(
+        SqliteShelf, folder / FILE, limits, mark=data_dir / MARK, keeps_damaged=not store.encrypt
+    )
+    return Stored(shelf, key_of)
+
+
+def _redis_shelf(store: StoreConfig, limits: Limits) -> Shelf:
+    try:
+        from gateway.stored.redis_shelf import RedisShelf  # redis-py is an extra
+    except ImportError as error:
+        raise StoreFailed(str(error)) from error
+    return RedisShelf(store.redis_url, limits, store.redis_deadline_s)

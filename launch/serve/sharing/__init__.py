@@ -1,1 +1,0 @@
-"""Joins what servers and replicas share: the directory, keys' limits, lists of replicas."""

@@ -1,0 +1,373 @@
+"""One frame of ``thermocline top``, drawn from the state that a server's events add up to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from launch.settings.units import show_bytes, show_duration
+
+Row = Mapping[str, Any]
+_MOST_MOVES: Final = 60
+_PARTS: Final = ("server", "now", "memory", "quality", "num_sessions", "hour", "moves")
+FILTERS: Final[Mapping[str, Callable[[Row], bool]]] = {
+    "all": lambda row: True,
+    "awake": lambda row: row.get("state") in ("active", "idle", "waking"),
+    "asleep": lambda row: row.get("state") in ("cold", "hibernating"),
+    "pinned": lambda row: bool(row.get("pinned")),
+}
+BAR_CELLS: Final = 24
+MOST_REQUESTS: Final = 6
+STYLES: Final = {
+    "active": "bold green",
+    "idle": "green",
+    "hibernating": "blue",
+    "cold": "cyan",
+    "waking": "yellow",
+}
+REQUESTS: Final = ("request", "session", "client", "prompt", "answered", "since")
+LEAST_NAME: Final = 16  # characters of a session's name that are seen in any case
+GAP: Final = 2  # between two columns
+
+
+class Unreadable(ValueError):
+    """An event is not as docs/events.md says."""
+
+
+class View:
+    """Everything that is known of one server. Unknown fields stay; missing ones are None."""
+
+    def __init__(self) -> None:
+        self.whole: dict[str, Any] = {}
+        self.rows: dict[tuple[str, str], Row] = {}
+        self.last_id = ""
+
+    @property
+    def known(self) -> bool:
+        return bool(self.whole)
+
+    def part(self, name: str) -> Mapping[str, Any]:
+        """One of ``server``, ``now``, ``memory`` and ``quality``; empty while it is not known."""
+        found = self.whole.get(name)
+        return found if isinstance(found, dict) else {}
+
+    def apply(self, name: str, data: bytes, number: str = "") -> None:
+        """Take one event in. Raises ``Unreadable``."""
+        if name not in ("snapshot", "change"):
+            return
+        try:
+            received = msgspec.json.decode(data)
+        except msgspec.DecodeError as error:
+            raise Unreadable(str(error)) from error
+        if not isinstance(received, dict):
+            raise Unreadable("it is no object")
+        if name == "snapshot":
+            self.whole, self.rows = {}, {}
+        earlier = objects(self.whole.get("moves"))
+        self.whole |= {x: received[x] for x in _PARTS if x in received}
+        if "moves" in received:
+            self.whole["moves"] = (earlier + objects(received["moves"]))[-_MOST_MOVES:]
+        for row in objects(received.get("sessions")):
+            self.rows[_key(row)] = row
+        for row in objects(received.get("gone")):
+            self.rows.pop(_key(row), None)
+        self.last_id = number or self.last_id
+
+    def as_json(self) -> dict[str, Any]:
+        """All that is known, in the shape of a snapshot."""
+        return {**self.whole, "sessions": list(self.rows.values())}
+
+
+def objects(rows: object) -> list[dict[str, Any]]:
+    """The rows of a field that should be a list of them."""
+    return [x for x in rows if isinstance(x, dict)] if isinstance(rows, list) else []
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return str(row.get("tenant") or ""), str(row.get("id"))
+
+
+def number(value: object) -> float:
+    """A field as a number; 0 for null and for anything else that is none."""
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _recent(row: Row) -> float:
+    """Served ones first, then those that were used last."""
+    idle = row.get("idle_since")
+    return float("-inf") if idle is None else -number(idle)
+
+
+ORDERS: Final[Mapping[str, Callable[[Row], Any]]] = {
+    "recent": _recent,
+    "tokens": lambda row: -number(row.get("tokens")),
+    "bytes": lambda row: -number(row.get("bytes")),
+    "saved": lambda row: -number(row.get("saved_s")),
+    "turns": lambda row: -number(row.get("turns")),
+    "id": lambda row: str(row.get("id")),
+}
+
+
+def chosen(view: View, order: str, kept: str) -> list[Row]:
+    """The rows that are to be seen, in their order."""
+    return sorted(filter(FILTERS[kept], view.rows.values()), key=ORDERS[order])
+
+
+class Column(NamedTuple):
+    """A column of the table of sessions."""
+
+    name: str
+    side: Literal["left", "right"]
+    goes: int = 0  # as which one, where room is short; 0 = never
+
+
+COLUMNS: Final = (
+    Column("session", "left"),
+    Column("client", "left", 4),
+    Column("where", "left"),
+    Column("tokens", "right", 6),
+    Column("size", "right"),
+    Column("vs bf16", "right", 5),
+    Column("quiet", "right"),
+    Column("pin", "left", 1),
+    Column("last turn", "left", 7),
+    Column("saved", "right", 2),
+    Column("turns", "right", 3),
+)
+
+
+def frame(
+    view: View,
+    *,
+    order: str = "recent",
+    kept: str = "all",
+    most_rows: int = 50,
+    trouble: str = "",
+    keys: bool = False,
+    now: float | None = None,
+    width: int = 100,
+) -> RenderableType:
+    """One frame.
+
+    Args:
+        most_rows: sessions that are shown.
+        width: of the terminal, in columns.
+        trouble: what is wrong with the connection, in words.
+        keys: say which keys there are.
+        now: Unix time; None = now.
+    """
+    if not view.known:
+        return Text(trouble or "waiting for the server", style="dim")
+    moment = time.time() if now is None else now
+    rows = chosen(view, order, kept)
+    parts: list[RenderableType] = [_head(view, moment), _now(view), _memory(view)]
+    if view.part("quality").get("name"):
+        parts.append(_quality(view))
+    if trouble:
+        parts.append(_text(trouble, "red"))
+    requests = objects(view.part("now").get("requests"))
+    if requests:
+        parts += [Text(), _requests(requests, moment)]
+    parts += [Text(), _sessions(rows[:most_rows], moment, _has_tenants(rows), width)]
+    count = int(number(view.whole.get("num_sessions"))) or len(view.rows)
+    words = f"{min(len(rows), most_rows)} of {_sessions_of(count)}, {kept}, by {order}"
+    if keys:
+        words += "    q quit   s sort   f filter"
+    parts.append(_text(words, "dim"))
+    return Group(*parts)
+
+
+def _sessions_of(count: int) -> str:
+    return "1 session" if count == 1 else f"{count:,} sessions"
+
+
+def _text(words: str, style: str = "") -> Text:
+    """Words of a server: control characters in them have no effect."""
+    return Text("".join(x if x.isprintable() else "?" for x in words), style=style)
+
+
+def _head(view: View, moment: float) -> Text:
+    server = view.part("server")
+    state = "ready" if server.get("ready") else str(server.get("trouble") or "not ready")
+    if server.get("draining"):
+        state = "shutting down"
+    whose = server.get("tenant")
+    words = [
+        f"{server.get('model') or 'no model yet'} on {server.get('engine') or 'no engine yet'}",
+        f"thermocline {server.get('version')}",
+        state,
+        f"up {_since(server.get('started_at'), moment)}",
+        "all tenants" if whose is None else f"tenant {whose}",
+    ]
+    return _text(" · ".join(words), "bold")
+
+
+def _now(view: View) -> Text:
+    now = view.part("now")
+    words = [
+        f"{int(number(now.get('running')))} running, {int(number(now.get('waiting')))} waiting",
+        f"prompts {number(now.get('prompt_tokens_per_s')):.0f} tok/s",
+        f"answers {number(now.get('answer_tokens_per_s')):.0f} tok/s",
+        f"saved today {_seconds(now.get('saved_s_today'))} of prefill"
+        f" ({int(number(now.get('saved_tokens_today'))):,} tokens)",
+    ]
+    if now.get("memory_available_bytes") is not None:
+        words.append(f"memory free {show_bytes(number(now['memory_available_bytes']))}")
+    return _text(" · ".join(words))
+
+
+def _memory(view: View) -> Table:
+    memory = view.part("memory")
+    table = Table.grid(padding=(0, 2))
+    hot = memory.get("hot")
+    if isinstance(hot, dict):
+        idle = f"{show_bytes(number(hot.get('idle_bytes')))} of idle sessions"
+        table.add_row(*_bar("hot", hot, number(hot.get("high_water"))), _text(idle, "dim"))
+    for tier in objects(memory.get("tiers")):
+        notes = [str(tier.get("codec") or ""), _sessions_of(int(number(tier.get("sessions"))))]
+        if not tier.get("available", True):
+            notes.append("not available")
+        row = _bar(str(tier.get("name")), tier)
+        table.add_row(*row, _text(", ".join(x for x in notes if x), "dim"))
+    packed, plain = number(memory.get("cold_bytes")), number(memory.get("bf16_bytes"))
+    if packed and plain:
+        words = f"{show_bytes(packed)} packed, {show_bytes(plain)} in bf16: {plain / packed:.1f}x"
+        table.add_row(_text("asleep"), _text(""), _text(words), _text(""))
+    return table
+
+
+def _quality(view: View) -> Text:
+    """The gate's verdict: the codec, what it was measured to cost, and how far a measurement is."""
+    quality = view.part("quality")
+    words = [f"codec {quality.get('name')}"]
+    in_use = [x for x in objects(quality.get("rows")) if x.get("in_use")]
+    if not quality.get("measured"):
+        words.append("not measured on this model")
+    elif in_use:
+        bound = quality.get("bound")
+        most = f" of at most {number(bound.get('kl')):g}" if isinstance(bound, dict) else ""
+        words.append(f"measured: KL {max(number(x.get('kl')) for x in in_use):.4f}{most}")
+    if quality.get("progress"):
+        words.append(str(quality["progress"]))
+    return _text(" · ".join(words))
+
+
+def _bar(name: str, tier: Mapping[str, Any], mark: float = 0.0) -> tuple[Text, Text, Text]:
+    """The name, the bar with its mark, and the figures of a place for KV."""
+    used, most = number(tier.get("bytes")), number(tier.get("capacity_bytes"))
+    share = max(0.0, min(1.0, used / most)) if most else 0.0
+    full = round(share * BAR_CELLS)
+    cells = ["█"] * full + ["░"] * (BAR_CELLS - full)
+    if 0 < mark < 1:
+        cells[min(BAR_CELLS - 1, int(mark * BAR_CELLS))] = "┃"
+    style = "red" if share > 0.95 else "yellow" if mark and share > mark else "green"
+    figures = f"{show_bytes(used)} of {show_bytes(most)}" if most else show_bytes(used)
+    return _text(name), Text("".join(cells), style=style), _text(figures)
+
+
+def _requests(requests: Sequence[Row], moment: float) -> Table:
+    table = _table(REQUESTS, right=("answered", "since"))
+    for row in requests[:MOST_REQUESTS]:
+        table.add_row(
+            _text(str(row.get("phase"))),
+            _text(str(row.get("session") or "")),
+            _text(str(row.get("client") or "")),
+            _text(_progress(row)),
+            _text(str(int(number(row.get("answered_tokens"))))),
+            _text(_since(row.get("started_at"), moment)),
+        )
+    if len(requests) > MOST_REQUESTS:
+        table.add_row(_text(f"and {len(requests) - MOST_REQUESTS} more", "dim"))
+    return table
+
+
+def _progress(row: Row) -> str:
+    source = str(row.get("source") or "")
+    if row.get("prompt_tokens") is None:
+        return source
+    prompt, done = int(number(row["prompt_tokens"])), row.get("prefilled_tokens")
+    words = f"{prompt} tokens" if done is None else f"{int(number(done))} of {prompt} tokens"
+    return f"{words} {source}".strip()
+
+
+def _sessions(rows: Sequence[Row], moment: float, with_tenants: bool, width: int) -> Table:
+    cells = [_cells(row, moment, with_tenants) for row in rows]
+    widths = {x.name: max([len(x.name), *(y[x.name].cell_len for y in cells)]) for x in COLUMNS}
+    columns, name = list(COLUMNS), COLUMNS[0].name
+    room = width - sum(widths[x.name] + GAP for x in columns[1:])
+    for x in sorted((x for x in COLUMNS if x.goes), key=lambda x: x.goes):
+        if room >= min(widths[name], LEAST_NAME):
+            break
+        columns.remove(x)
+        room += widths[x.name] + GAP
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for x in columns:
+        # A name is cut where it has to be: its beginning distinguishes it from others.
+        most = max(1, min(widths[name], room)) if x.name == name else widths[x.name]
+        table.add_column(x.name, justify=x.side, no_wrap=True, width=most)
+    for row in cells:
+        table.add_row(*(row[x.name] for x in columns))
+    return table
+
+
+def _cells(row: Row, moment: float, with_tenants: bool) -> dict[str, Text]:
+    """One session, by the columns' names."""
+    tenant = f"{row.get('tenant')}/" if with_tenants else ""
+    state, idle = str(row.get("state")), row.get("idle_since")
+    return {
+        "session": _text(f"{'  ' if row.get('parent') else ''}{tenant}{row.get('id')}"),
+        "client": _text(str(row.get("client") or "")),
+        "where": _text(_where(row), STYLES.get(state, "")),
+        "tokens": _text(str(int(number(row.get("tokens"))))),
+        "size": _text(show_bytes(number(row.get("bytes")))),
+        "vs bf16": _text(f"{number(row['ratio']):.1f}x" if row.get("ratio") else ""),
+        "quiet": _text("" if idle is None else _since(idle, moment)),
+        "pin": _text("pin" if row.get("pinned") else ""),
+        "last turn": _text(_last_turn(row)),
+        "saved": _text(_seconds(row.get("saved_s")) if row.get("saved_s") else ""),
+        "turns": _text(str(int(number(row.get("turns"))))),
+    }
+
+
+def _where(row: Row) -> str:
+    """The fastest place that has the session: hot memory, else the tier of its cold copy."""
+    state = str(row.get("state"))
+    if state == "active":
+        return "answering"
+    if state in ("waking", "hibernating"):
+        return state
+    return "hot" if state == "idle" else str(row.get("tier") or state)
+
+
+def _last_turn(row: Row) -> str:
+    """Say where its prompt came from; *missed* is said of returns only."""
+    source, reason = str(row.get("last_source") or ""), str(row.get("last_reason") or "")
+    if source == "miss":
+        return "first" if reason == "never-stored" else f"missed {reason}".strip()
+    return f"{source.removeprefix('cold-')} {reason}".strip()
+
+
+def _table(columns: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        justify = "right" if name in right else "left"
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    return table
+
+
+def _has_tenants(rows: Sequence[Row]) -> bool:
+    return len({row.get("tenant") for row in rows}) > 1
+
+
+def _since(moment: object, now: float) -> str:
+    return show_duration(float(round(max(0.0, now - number(moment)))))
+
+
+def _seconds(value: object) -> str:
+    return show_duration(round(number(value), 1))

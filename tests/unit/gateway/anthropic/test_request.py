@@ -1,0 +1,251 @@
+"""Anthropic's system text and messages become a chat's, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines.openai.errors import InvalidRequest
+from engines.openai.requests import validate_chat
+from gateway.anthropic.request import ATTRIBUTION
+from gateway.anthropic.translation import translated
+
+HI = {"role": "user", "content": "hi"}
+NONCE = f"{ATTRIBUTION} cc_version=2.1; cch=a1b2c;"
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+
+
+def chat(*messages: Any, strip: bool = True, **fields: Any) -> dict[str, Any]:
+    raw = {"model": "m", "max_tokens": 9, "messages": list(messages), **fields}
+    made = translated(raw, strip).raw
+    validate_chat(made)
+    return made
+
+
+def said(*messages: Any, **fields: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = chat(*messages, **fields)["messages"]
+    return found
+
+
+def test_a_plain_question() -> None:
+    made = chat(HI, system="be brief", stop_sequences=["x"], temperature=0.5, top_k=3, stream=True)
+    assert made["messages"] == [{"role": "system", "content": "be brief"}, HI]
+    assert (made["stop"], made["temperature"], made["top_k"]) == (["x"], 0.5, 3)
+    assert made["stream_options"] == {"include_usage": True}
+    assert made["max_tokens"] == 9
+
+
+def test_a_text_is_the_same_as_one_block_of_it() -> None:
+    block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    assert said({"role": "user", "content": [block]}) == said(HI)
+    assert said(HI, system=[{"type": "text", "text": "s"}]) == said(HI, system="s")
+
+
+def test_a_tool_call_and_its_results_in_order() -> None:
+    call = {"type": "tool_use", "id": "t1", "name": "ls", "input": {"b": 1, "a": [2]}}
+    failed = {"type": "tool_result", "tool_use_id": "t1", "content": "gone", "is_error": True}
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    fine = {"type": "tool_result", "tool_use_id": "t2", "content": parts}
+    empty = {"type": "tool_result", "tool_use_id": "t3"}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    found = said(
+        HI,
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "ok"}, call]},
+        {"role": "user", "content": [failed, fine, empty, {"type": "text", "text": "go on"}]},
+    )
+    assert found[1] == {
+        "role": "assistant",
+        "content": "ok",
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {
+                "id": "t1",
+                "type": "function",
+                "function": {"name": "ls", "arguments": '{"b":1,"a":[2]}'},
+            }
+        ],
+    }
+    assert found[2:] == [
+        {"role": "tool", "content": "Error: gone", "tool_call_id": "t1"},
+        {"role": "tool", "content": "x\ny", "tool_call_id": "t2"},
+        {"role": "tool", "content": "", "tool_call_id": "t3"},
+        {"role": "user", "content": "go on"},
+    ]
+
+
+def test_system_messages_in_the_middle_stay_there() -> None:
+    reminder = {"type": "mid_conv_system", "content": [{"type": "text", "text": "note"}]}
+    found = said(
+        HI,
+        {"role": "system", "content": "9 tokens left"},
+        {"role": "assistant", "content": "yo"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, reminder]},
+        system="top",
+    )
+    assert [x["role"] for x in found] == [
+        "system",
+        "user",
+        "system",
+        "assistant",
+        "user",
+        "system",
+    ]
+    assert (found[2]["content"], found[5]["content"]) == ("9 tokens left", "note")
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        [{"type": "text", "text": NONCE}, {"type": "text", "text": "You are"}],
+        [{"type": "text", "text": f"{NONCE}\nYou are"}],
+        f"{NONCE}\n\nYou are",
+    ],
+)
+def test_the_attribution_line_is_taken_out_of_the_top(system: Any) -> None:
+    assert said(HI, system=system)[0] == {"role": "system", "content": "You are"}
+    assert NONCE in said(HI, system=system, strip=False)[0]["content"]
+    raw = {"model": "m", "max_tokens": 1, "messages": [HI], "system": system}
+    assert translated(raw, True).left_out == ["attribution"]
+    assert translated(raw, False).left_out == []
+
+
+def test_attribution_lines_elsewhere_are_the_clients_own_words() -> None:
+    found = said({"role": "user", "content": NONCE}, {"role": "system", "content": NONCE})
+    assert [x["content"] for x in found] == [NONCE, NONCE]
+    text = f"as they say: {NONCE}"
+    assert said(HI, system=text)[0]["content"] == text
+
+
+def test_parts_that_mean_nothing_to_a_model_are_left_out_and_counted() -> None:
+    blocks = [
+        {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}},
+        {"type": "invented_yesterday"},
+        {"type": "text", "text": "rest"},
+    ]
+    tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    raw = {"model": "m", "max_tokens": 1, "tools": tools}
+    raw = {
+        **raw,
+        "messages": [{"role": "user", "content": blocks}],
+        "container": {"id": "c"},
+        "mcp_servers": [{"name": "x"}],
+    }
+    made = translated(raw, True)
+    assert made.left_out == [
+        "block_server_tool_use",
+        "block_other",
+        "tool",
+        "container",
+        "mcp_servers",
+    ]
+    assert made.raw["messages"] == [{"role": "user", "content": "rest"}]
+    assert "tools" not in made.raw
+
+
+def test_a_turn_of_which_nothing_is_left_stays_a_turn() -> None:
+    found = said({"role": "user", "content": [{"type": "fallback"}]})
+    assert found == [{"role": "user", "content": ""}]
+
+
+def test_documents_of_text_are_read() -> None:
+    document = {"type": "document", "title": "T", "source": {"type": "text", "data": "D"}}
+    result = {
+        "type": "search_result",
+        "title": "R",
+        "source": "u",
+        "content": [{"type": "text", "text": "C"}],
+    }
+    found = said({"role": "user", "content": [document, result]})
+    assert found == [{"role": "user", "content": "T\nD\nR\nu\nC"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "param"),
+    [
+        ([{"role": "user", "content": [IMAGE]}], {}, "messages[0].content[0].type"),
+        (
+            [HI, {"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}],
+            {},
+            "messages[1].content[0]",
+        ),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}],
+                }
+            ],
+            {},
+            "messages[0].content[0].content[0].type",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "tool_result"}]}],
+            {},
+            "messages[0].content[0].tool_use_id",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], {}, "messages[0].content[0].text"),
+        (
+            [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "x"}]},
+                {"role": "assistant", "content": [{"type": "tool_use", "input": 3}]},
+                HI,
+            ],
+            {},
+            "messages[1].content[0].input",
+        ),
+        ([HI, {"role": "assistant", "content": "I am"}], {}, "messages"),
+        ([HI], {"temperature": 1.5}, "temperature"),
+        ([HI], {"tools": [{"name": "x"}]}, "tools[0]"),
+        ([HI], {"tool_choice": {"type": "any"}}, "tools"),
+        ([HI], {"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ([{"role": "tool", "content": "x"}], {}, "messages[0].role"),
+        ([], {}, "messages"),
+        ([{"role": "user", "content": ["text"]}], {}, "messages[0].content[0]"),
+    ],
+)
+def test_refusals_name_the_field(messages: Any, fields: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(*messages, **fields)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+
+
+def test_tools_and_their_choice() -> None:
+    tool = {
+        "name": "f",
+        "description": "d",
+        "input_schema": {"type": "object"},
+        "strict": True,
+        "cache_control": {"type": "ephemeral"},
+        "defer_loading": True,
+        "input_examples": [],
+    }
+    made = chat(HI, tools=[tool], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    function = {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object"},
+        "strict": True,
+    }
+    assert made["tools"] == [{"type": "function", "function": function}]
+    assert (made["tool_choice"], made["parallel_tool_calls"]) == ("required", False)
+    named = chat(HI, tools=[tool], tool_choice={"type": "tool", "name": "f"})
+    assert named["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert chat(HI, tools=[tool], tool_choice={"type": "none"})["tool_choice"] == "none"
+    assert "tool_choice" not in chat(HI, tools=[tool])
+
+
+def test_thinking_and_output() -> None:
+    assert chat(HI, thinking={"type": "disabled"})["chat_template_kwargs"] == {
+        "enable_thinking": False
+    }
+    made = chat(
+        HI,
+        thinking={"type": "enabled", "budget_tokens": 2048},
+        output_config={"effort": "high", "format": {"type": "json_schema", "schema": {"a": 1}}},
+    )
+    assert made["chat_template_kwargs"] == {"enable_thinking": True}
+    assert made["reasoning_effort"] == "high"
+    assert made["response_format"]["json_schema"]["schema"] == {"a": 1}
+    assert "chat_template_kwargs" not in chat(HI)

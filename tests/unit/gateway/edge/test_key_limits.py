@@ -1,0 +1,296 @@
+"""The limits of one key, by a clock that the tests move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.edge.accounts import ACCOUNTS, Account
+from gateway.edge.key_limits import Bucket, KeyLimits, KeyShare, key_share_of
+from gateway.errors import Refused
+from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
+from gateway.models.served_model import Models, ServedModel
+from scheduler.config import SchedulerConfig
+from tests.unit.gateway.in_process import Answered, App, RecordingEngine
+
+ALICE = Tenant("alice", b"salt", "a1")
+OTHER_KEY = Tenant("alice", b"salt", "a2")
+TURN, READ = ACCOUNTS["chat_completions"], ACCOUNTS["show_response"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def enter(limits: KeyLimits, tenant: Tenant = ALICE, account: Account = TURN) -> KeyShare:
+    scope: dict[str, Any] = {"state": {}}
+    limits.enter(tenant, scope, account)
+    share = key_share_of(scope)
+    assert share is not None
+    return share
+
+
+def refusal(limits: KeyLimits, tenant: Tenant = ALICE) -> Refused:
+    with pytest.raises(Refused) as caught:
+        enter(limits, tenant)
+    assert (caught.value.failure.status, caught.value.failure.code) == (429, "rate_limit_exceeded")
+    return caught.value
+
+
+def test_requests_per_minute() -> None:
+    clock = Clock()
+    limits = KeyLimits(Limits(requests_per_minute=3), clock)
+    shares = [enter(limits) for _ in range(3)]
+    assert dict(shares[-1].headers())["x-ratelimit-remaining-requests"] == "0"
+    assert refusal(limits).failure.retry_after_s == pytest.approx(20.0)
+    enter(limits, OTHER_KEY)  # each key has its own
+    clock.now += 20.0
+    enter(limits)
+    refusal(limits)
+
+
+def test_tokens_are_counted_after_the_answer() -> None:
+    clock = Clock()
+    limits = KeyLimits(Limits(tokens_per_minute=600), clock)
+    share = enter(limits)
+    enter(limits).used_tokens(900)  # not known before
+    share.used_tokens(0)
+    wait_s = refusal(limits).failure.retry_after_s
+    assert wait_s == pytest.approx(30.1)
+    clock.now += 30.2
+    enter(limits)
+
+
+def test_requests_at_once() -> None:
+    limits = KeyLimits(Limits(concurrent_requests=2), Clock())
+    one, two = enter(limits), enter(limits)
+    refusal(limits)
+    one.leave()
+    one.leave()
+    three = enter(limits)
+    refusal(limits)
+    for share in (two, three):
+        share.leave()
+    enter(limits)
+
+
+def test_reads_cost_a_part_of_a_request_and_need_no_place() -> None:
+    limits = KeyLimits(Limits(requests_per_minute=2, concurrent_requests=1), Clock())
+    turn = enter(limits)
+    for _ in range(10):
+        enter(limits, account=READ).leave()
+    with pytest.raises(Refused) as caught:
+        enter(limits, account=READ)
+    assert caught.value.failure.retry_after_s == pytest.approx(3.0)
+    refusal(limits)  # the reads that left gave back no place of the turn
+    turn.leave()
+
+
+def test_a_key_that_owes_tokens_may_read_but_not_compute() -> None:
+    limits = KeyLimits(Limits(tokens_per_minute=600), Clock())
+    enter(limits).used_tokens(900)
+    enter(limits, account=READ)
+    refusal(limits)
+
+
+def test_a_path_that_is_open_to_all_is_charged_to_no_key() -> None:
+    scope: dict[str, Any] = {"state": {}}
+    KeyLimits(Limits(requests_per_minute=1), Clock()).enter(ALICE, scope, ACCOUNTS["livez"])
+    assert key_share_of(scope) is None
+
+
+def test_a_keys_own_line_goes_before_the_usual_limits_and_may_change() -> None:
+    clock = Clock()
+    limits = KeyLimits(Limits(concurrent_requests=1), clock)
+    mine = ALICE._replace(limits=Limits(concurrent_requests=2))
+    enter(limits, mine)
+    second = enter(limits, mine)
+    refusal(limits, mine)
+    refusal(limits, ALICE)  # the line was taken back: those that run still count
+    limits.usual = Limits(concurrent_requests=3)
+    enter(limits, ALICE)
+    second.leave()
+
+
+def test_requests_that_began_under_other_limits_make_room_when_they_end() -> None:
+    limits = KeyLimits(Limits(), Clock())
+    before = [enter(limits, ALICE._replace(limits=Limits(concurrent_requests=2))) for _ in "ab"]
+    changed = ALICE._replace(limits=Limits(60, 600, concurrent_requests=2))
+    refusal(limits, changed)
+    for share in before:
+        share.leave()
+    share = enter(limits, changed)
+    assert dict(share.headers())["x-ratelimit-limit-requests"] == "60"
+    enter(limits, changed)
+    refusal(limits, changed)
+
+
+@given(
+    st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 90), st.integers(0, 3000)), max_size=20)
+)
+def test_a_bucket_never_gives_more_than_its_rate(
+    per_minute: int, steps: list[tuple[float, int]]
+) -> None:
+    clock = Clock()
+    bucket, began, taken = Bucket(per_minute, clock), clock.now, 0
+    for pause_s, wanted in steps:
+        clock.now += pause_s
+        number = min(wanted, bucket.remaining)
+        bucket.use(number)
+        taken += number
+        assert 0 <= bucket.remaining <= per_minute
+        assert 0 <= bucket.reset_s <= 60.0 + 1e-6
+    assert taken <= per_minute * (1 + (clock.now - began) / 60.0) + 1e-6
+
+
+# ---- in the lines of the keys
+
+
+def test_a_line_may_have_limits() -> None:
+    key, line = generate_key("alice")
+    tenants = Tenants(b"sixteen bytes or more", [line + " requests_per_minute=60  sessions=5"])
+    assert tenants.authenticate(f"Bearer {key}").limits == Limits(60, 0, 0, 5)
+
+
+@pytest.mark.parametrize(
+    "words", [" rpm=5", " sessions=-1", " sessions", " sessions=x", "sessions=1"]
+)
+def test_a_line_with_other_words_is_refused(words: str) -> None:
+    _, line = generate_key("alice")
+    with pytest.raises(BadKeyLine):
+        Tenants(b"sixteen bytes or more", [line + words])
+
+
+# ---- in answers
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/chat/completions"),
+        ("GET", "/v1/responses/resp_1"),
+        ("GET", "/v1/conversations/conv_1/items"),
+        ("POST", "/v1/conversations"),
+        ("DELETE", "/v1/conversations/conv_1"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/sessions"),
+        ("POST", "/v1/sessions/x/demote"),
+        ("DELETE", "/v1/sessions/x"),
+    ],
+)
+async def test_requests_that_are_no_turn_count_too(method: str, path: str) -> None:
+    app = App(RecordingEngine(), requests_per_minute=1)
+    body = b"{}" if method == "POST" else b""
+    headers = {"content-type": "application/json"}
+    statuses = [(await app.call(method, path, body, headers)).status for _ in range(11)]
+    assert 429 not in statuses[:2] and statuses[-1] == 429
+
+
+async def test_asking_for_the_caller_twice_charges_once() -> None:
+    """The handlers of conversations look at the caller at several places."""
+    app = App(RecordingEngine(), requests_per_minute=1)
+    first = await app.post("/v1/conversations", {})
+    assert first.headers["x-ratelimit-remaining-requests"] == "0"
+    assert (await app.post("/v1/conversations", {})).status != 429
+
+
+async def test_answers_say_how_much_is_left_and_refusals_when_to_come_back() -> None:
+    usage = b'{"usage": {"prompt_tokens": 90, "completion_tokens": 20}}'
+    engine = RecordingEngine(Answered(200, {"content-type": "application/json"}, usage))
+    app = App(engine, requests_per_minute=2, tokens_per_minute=100)
+    first = await app.chat()
+    assert first.status == 200
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    second = await app.chat()
+    assert (second.status, second.error["code"]) == (429, "rate_limit_exceeded")
+    assert "100 tokens a minute" in second.error["message"]
+    assert int(second.headers["retry-after"]) > 0
+    assert second.headers["x-ratelimit-remaining-tokens"] == "0"
+    assert len(engine.asked) == 1
+
+
+async def test_a_request_that_has_ended_makes_room_however_it_ended() -> None:
+    app = App(concurrent_requests=1)
+    for _ in range(3):
+        assert (await app.post("/v1/chat/completions", b"nonsense")).status == 400
+        assert (await app.chat()).status == 200
+
+
+async def test_requests_at_once_of_one_key() -> None:
+    going_on = asyncio.Event()
+
+    class Slow(Answered):
+        async def chunks(self) -> AsyncIterator[bytes]:
+            await going_on.wait()
+            yield b"{}"
+
+    app = App(
+        RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}")),
+        concurrent_requests=1,
+    )
+    first = asyncio.create_task(app.chat())
+    await asyncio.sleep(0.05)
+    assert (await app.chat()).status == 429
+    assert (await app.get("/v1/models")).status == 200  # costs the engine nothing
+    going_on.set()
+    assert (await first).status == 200
+
+
+async def test_sessions_that_come_together() -> None:
+    """A row is there only once its turn has a slot; until then the ids count."""
+    going_on = asyncio.Event()
+
+    class Slow(Answered):
+        async def chunks(self) -> AsyncIterator[bytes]:
+            await going_on.wait()
+            yield b"{}"
+
+    engine = RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}"))
+    app = App(engine, SchedulerConfig(max_running=1), sessions_per_tenant=1)
+    names = ["a", "b", "c", "a", "d"]
+    asked = [asyncio.create_task(app.chat(f"{i}", session_id=x)) for i, x in enumerate(names)]
+    async with asyncio.timeout(10):
+        while sum(x.done() for x in asked) < 3 or not app.sessions.num_waiting:
+            await asyncio.sleep(0)
+    going_on.set()
+    assert [(await x).status for x in asked] == [200, 429, 429, 200, 429]
+    assert app.sessions.num_sessions("local") == 1
+
+
+async def test_a_session_that_came_to_nothing_leaves_its_place() -> None:
+    app = App(sessions_per_tenant=1)
+    app.sessions.stop_admitting()
+    assert (await app.chat(session_id="b")).status == 503
+    assert (await app.chat(session_id="c")).status == 503  # not 429
+    assert not app.gateway.limits.coming(app.gateway.tenants.operator())
+
+
+async def test_sessions_of_one_tenant() -> None:
+    app = App(sessions_per_tenant=2)
+    for name, status in [("a", 200), ("b", 200), ("c", 429), ("a", 200)]:
+        answer = await app.chat(session_id=name)
+        assert answer.status == status, name
+    assert answer.status == 200
+
+
+async def test_one_name_on_two_models_is_two_sessions() -> None:
+    app = App(sessions_per_tenant=1)
+    gateway, tenant = app.gateway, app.gateway.tenants.operator()
+    one, two = (
+        ServedModel.of(app.engine, app.sessions, gateway.config, name=x) for x in ("one", "two")
+    )
+    gateway.models = Models([one, two])
+    gateway.limits._coming[tenant.name] = Counter([one.coming("s")])
+    assert gateway.has_room_for(tenant, one, "s")
+    assert not gateway.has_room_for(tenant, two, "s")

@@ -1,0 +1,305 @@
+"""A request finds the session that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from yarl import URL
+
+from engines.openai.requests import InvalidRequest
+from gateway.identity.known_chats import KnownChats, message_chain
+from gateway.identity.names import (
+    MAX_RETAIN_S,
+    asked_seconds,
+    checked_id,
+    id_from_header,
+    id_to_header,
+    named_in_body,
+)
+from gateway.keys import Tenant
+from tests.unit.gateway.in_process import MODEL, App
+
+ALICE = Tenant("alice", b"a" * 32)
+BOB = Tenant("bob", b"b" * 32)
+
+
+def none_known(session_id: str) -> bool:
+    return False
+
+
+def identify(
+    chats: KnownChats, tenant: Tenant, messages: Sequence[object], exists: Callable[[str], bool]
+) -> str:
+    return chats.identify(tenant, message_chain(tenant.salt, messages), exists)
+
+
+def said(*texts: str) -> list[dict[str, Any]]:
+    """Messages that alternate between user and assistant."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_first_name_wins() -> None:
+    raw = {"session_id": "b", "prompt_cache_key": "c", "conversation": {"id": "d"}}
+    assert named_in_body(raw) == "b"
+    del raw["session_id"]
+    assert named_in_body(raw) == "d"
+    del raw["conversation"]
+    assert named_in_body(raw) is None
+
+
+def test_conversation_may_be_a_plain_string() -> None:
+    assert named_in_body({"conversation": "abc"}) == "abc"
+
+
+def test_null_names_count_as_absent() -> None:
+    assert named_in_body({"session_id": None, "conversation": "k"}) == "k"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "a\nb", "a\r\nset-cookie: x", "x\x00", "\u202egnp", "\ud800", 7, ["a"], {"a": 1}]
+    + ["y" * 257, "ü" * 129, "🙂" * 65],
+)
+def test_unfit_ids_are_refused(value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        named_in_body({"session_id": value})
+    assert caught.value.status == 400
+    assert caught.value.param == "session_id"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["etc/..passwd", "a b", "ümlaut:@x", "x" * 256, "🙂" * 64, "50%25"]
+    + ["...", "a/", "/a", "a//b", "%2e%2e"],
+)
+def test_odd_but_printable_ids_are_taken(value: str) -> None:
+    assert checked_id(value, "session_id") == value
+
+
+@pytest.mark.parametrize("value", [".", "..", "./a", "a/..", "a/../b", "../../etc/passwd"])
+async def test_ids_that_clients_resolve_in_a_path_are_refused_wherever_they_are_named(
+    value: str,
+) -> None:
+    app = App()
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    text = {"model": MODEL, "prompt": "hi", "prompt_cache_key": value}
+    for reply in (
+        await app.post("/v1/chat/completions", chat, x_session_id=value),
+        await app.post("/v1/chat/completions", chat, session_id=value),
+        await app.post("/v1/chat/completions", {**chat, "session_id": value}),
+        await app.post("/v1/chat/completions", {**chat, "conversation": {"id": value}}),
+        await app.post("/v1/completions", text),
+    ):
+        assert reply.status == 400
+        assert "any other printable" in reply.error["message"]
+    assert app.engine.asked == []
+
+
+@given(st.text(st.sampled_from("./%2ea"), min_size=1, max_size=12))
+def test_the_path_of_an_id_is_the_same_after_a_client_has_resolved_it(value: str) -> None:
+    try:
+        checked_id(value, "session_id")
+    except InvalidRequest:
+        return
+    assert URL(f"http://h/v1/sessions/{value.replace('%', '%25')}").path == f"/v1/sessions/{value}"
+    assert URL(f"http://h/v1/sessions/{quote(value, safe='')}").path == f"/v1/sessions/{value}"
+
+
+@given(st.text(min_size=1, max_size=256).filter(str.isprintable))
+def test_ids_survive_headers(session_id: str) -> None:
+    text = id_to_header(session_id)
+    assert text.isascii() and text.isprintable()
+    assert id_from_header(text) == session_id
+
+
+def test_plain_ids_stand_in_headers_as_they_are() -> None:
+    assert id_to_header("user-17/chat:3 (b)") == "user-17/chat:3 (b)"
+
+
+def test_header_with_broken_utf8_is_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        id_from_header("%ff%fe")
+
+
+def test_a_chat_keeps_its_id_from_turn_to_turn() -> None:
+    chats = KnownChats(100)
+    first = identify(chats, ALICE, said("hi"), none_known)
+    second = identify(chats, ALICE, said("hi", "hello", "more"), none_known)
+    third = identify(chats, ALICE, said("hi", "hello", "more", "sure", "thanks"), none_known)
+    assert first == second == third
+
+
+def test_a_retry_finds_the_same_session() -> None:
+    chats = KnownChats(100)
+    identify(chats, ALICE, said("hi"), none_known)
+    turn = said("hi", "hello", "more")
+    assert identify(chats, ALICE, turn, none_known) == identify(chats, ALICE, turn, none_known)
+
+
+def test_an_edited_old_turn_is_a_fork_and_leaves_the_chat_alone() -> None:
+    chats = KnownChats(100)
+    chat = identify(chats, ALICE, said("hi"), none_known)
+    assert identify(chats, ALICE, said("hi", "hello", "more"), none_known) == chat
+    fork = identify(chats, ALICE, said("hi", "hello", "something else"), none_known)
+    assert fork != chat
+    assert identify(chats, ALICE, said("hi", "hello", "more", "yes", "go on"), none_known) == chat
+    assert (
+        identify(chats, ALICE, said("hi", "hello", "something else", "ok", "so"), none_known)
+        == fork
+    )
+
+
+def test_chats_that_begin_alike_are_separated_once_they_differ() -> None:
+    chats = KnownChats(100)
+    one = identify(chats, ALICE, said("hi"), none_known)
+    assert identify(chats, ALICE, said("hi", "hello", "about cats"), none_known) == one
+    two = identify(chats, ALICE, said("hi"), none_known)
+    assert two != one
+    assert identify(chats, ALICE, said("hi", "hey", "about dogs"), none_known) == two
+
+
+def test_a_last_question_that_is_written_anew_goes_on_in_its_session() -> None:
+    """As aider does: the question without its reminder, and the files after the conversation."""
+    chats, quiet = KnownChats(9), True
+
+    def ask(*texts: str) -> str:
+        chain = message_chain(ALICE.salt, said(*texts))
+        return chats.identify(ALICE, chain, none_known, lambda session_id: quiet)
+
+    begin, files = ("rules", "yes", "example", "ok"), ("files", "seen")
+    first = ask(*begin, *files, "one? obey")
+    assert ask(*begin, "one?", "1", *files, "two? obey") == first
+    assert ask(*begin, "one?", "1", "two?", "2", *files, "three? obey") == first
+    assert ask(*begin, *files, "another? obey") != first  # as long as the first was
+    assert ask(*begin, "one?", "1", "two?", "2", *files, "edited? obey") != first
+    quiet = False
+    longer = ("one?", "1", "two?", "2", "three?", "3", *files, "four? obey")
+    assert ask(*begin, *longer) != first
+
+
+def test_a_shared_first_message_is_no_sign_of_a_question_written_anew() -> None:
+    chats = KnownChats(9)
+    one, other = (said("rules", *texts) for texts in (["hi"], ["you", "me", "ho"]))
+    found = [
+        chats.identify(ALICE, message_chain(ALICE.salt, x), none_known, lambda session_id: True)
+        for x in (one, other)
+    ]
+    assert found[0] != found[1]
+
+
+def test_a_shared_system_prompt_does_not_join_chats() -> None:
+    chats = KnownChats(100)
+    system = [{"role": "system", "content": "be brief"}]
+    one = identify(chats, ALICE, system + said("cats"), none_known)
+    assert identify(chats, ALICE, system + said("dogs"), none_known) != one
+
+
+def test_a_key_that_chats_share_is_no_identity_but_keeps_them_together() -> None:
+    chats = KnownChats(100)
+
+    def of(*texts: str, group: str | None) -> str:
+        return chats.identify(ALICE, message_chain(ALICE.salt, said(*texts), group), none_known)
+
+    one = of("cats", group="k")
+    two = of("dogs", group="k")
+    assert one != two
+    assert of("cats", "nice", "more", group="k") == one
+    assert of("dogs", "good", "more", group="k") == two
+    assert of("cats", "nice", "more", "sure", "so", group="k") == one
+    assert of("cats", group="other") not in (one, two)
+    assert of("cats", group=None) not in (one, two)
+
+
+def test_tenants_never_share_a_session() -> None:
+    chats = KnownChats(100)
+    assert identify(chats, ALICE, said("hi"), none_known) != identify(
+        chats, BOB, said("hi"), none_known
+    )
+
+
+def test_empty_fields_and_key_order_do_not_matter() -> None:
+    chats = KnownChats(100)
+    sent = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    echoed = [
+        {"content": "hi", "role": "user", "name": None},
+        {"content": "yo", "role": "assistant", "refusal": None},
+    ]
+    more = [{"role": "user", "content": "more"}]
+    chat = identify(chats, ALICE, sent, none_known)
+    assert identify(chats, ALICE, echoed + more, none_known) == chat
+
+
+def test_after_a_restart_a_chat_is_found_by_its_derived_id() -> None:
+    before = KnownChats(100)
+    chat = identify(before, ALICE, said("hi"), none_known)
+    identify(before, ALICE, said("hi", "hello", "more"), none_known)
+    after = KnownChats(100)
+    turn = said("hi", "hello", "more", "sure", "thanks")
+    assert identify(after, ALICE, turn, lambda x: x == chat) == chat
+    # Another chat that begins alike does not get a session that is in use by now.
+    assert identify(after, ALICE, said("hi"), lambda x: x == chat) != chat
+
+
+def test_the_longest_unused_chat_is_forgotten_first() -> None:
+    chats = KnownChats(2)
+    first = identify(chats, ALICE, said("a"), none_known)
+    second = identify(chats, ALICE, said("b"), none_known)
+    assert identify(chats, ALICE, said("a", "x", "y"), none_known) == first
+    identify(chats, ALICE, said("c"), none_known)
+    assert identify(chats, ALICE, said("a", "x", "y", "z", "w"), none_known) == first
+    assert identify(chats, ALICE, said("b", "x", "y"), none_known) != second
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=6), max_size=40))
+def test_a_request_and_its_retry_are_one_session_after_any_requests(
+    requests: list[list[str]],
+) -> None:
+    chats = KnownChats(5)
+    for texts in requests:
+        session_id = identify(chats, ALICE, said(*texts), none_known)
+        assert checked_id(session_id, "derived") == session_id
+        assert identify(chats, ALICE, said(*texts), none_known) == session_id
+
+
+@pytest.mark.parametrize(
+    ("body", "seconds"),
+    [
+        ({}, 0.0),
+        ({"prompt_cache_options": {"ttl": "30m"}}, 1800.0),
+        ({"prompt_cache_options": {"ttl": "9d"}}, MAX_RETAIN_S),
+        ({"prompt_cache_options": "30m", "prompt_cache_retention": "24h"}, 0.0),
+    ],
+)
+def test_openais_field(body, seconds):
+    assert asked_seconds(body) == seconds
+
+
+def directive(priority: object, **more: object) -> dict[str, object]:
+    return {"start": 0, "end": 100, "priority": priority, **more}
+
+
+@pytest.mark.parametrize(
+    ("directives", "seconds"),
+    [
+        ([directive(90, duration=60.0)], 60.0),
+        ([directive(70, duration=60), directive(50, duration=90.5)], 90.5),  # the longest one
+        ([directive(90)], MAX_RETAIN_S),
+        ([directive(90, duration=1e9)], MAX_RETAIN_S),
+        ([directive(90, duration=-5)], 0.0),
+        ([directive(49, duration=60)], 0.0),  # may go sooner than others
+        ([], 0.0),
+        ("90", 0.0),
+        ([None, "90", [90], directive("90"), directive(True), directive(90, duration="60")], 0.0),
+        ([directive(90, duration=None)], MAX_RETAIN_S),
+    ],
+)
+def test_directives_of_a_router(directives, seconds):
+    assert asked_seconds({"retention_directives": directives}) == seconds
+    both = {"retention_directives": directives, "prompt_cache_options": {"ttl": "30s"}}
+    assert asked_seconds(both) == max(seconds, 30.0)

@@ -1,0 +1,101 @@
+"""A stream on its way through: whole events, the same bytes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.relay.chat_chunks import MAX_HELD_BYTES, SseFramer, parse_usage
+
+STREAM = (
+    b": keep-alive\n\n"
+    b'data: {"choices":[{"delta":{"content":"caf\xc3\xa9"}}]}\n\n'
+    b'data: {"choices":[{"delta":{}}],"usage":null}\n\n'
+    b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2,'
+    b'"prompt_tokens_details":{"cached_tokens":5}}}\n\n'
+    b"data: [DONE]\n\n"
+)
+
+
+@given(st.lists(st.integers(1, len(STREAM) - 1), max_size=30))
+def test_any_cut_gives_the_same_bytes_in_whole_events(cuts: list[int]) -> None:
+    events = SseFramer()
+    edges = [0, *sorted(set(cuts)), len(STREAM)]
+    sent = [events.feed(STREAM[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    assert b"".join(sent) == STREAM
+    assert all(x.endswith(b"\n\n") for x in sent if x)
+    assert events.complete
+
+
+def test_byte_by_byte() -> None:
+    events = SseFramer()
+    sent = [events.feed(STREAM[i : i + 1]) for i in range(len(STREAM))]
+    assert b"".join(sent) == STREAM
+    usage = events.usage()
+    assert usage is not None and usage.prompt_tokens == 7
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 5
+
+
+def test_carriage_returns_end_events_too() -> None:
+    events = SseFramer()
+    assert events.feed(b"data: 1\r\n\r\ndata: 2\r\n") == b"data: 1\r\n\r\n"
+    assert events.feed(b"\r\n") == b"data: 2\r\n\r\n"
+
+
+def test_half_an_event_is_held_back() -> None:
+    events = SseFramer()
+    assert events.feed(b"data: 1\n\ndata: {hal") == b"data: 1\n\n"
+    assert events.feed(b"f}") == b""
+    assert not events.complete
+
+
+def test_a_huge_event_is_passed_on_in_pieces() -> None:
+    events = SseFramer()
+    piece = b"x" * (MAX_HELD_BYTES // 2)
+    sent = [events.feed(x) for x in (b"data: ", piece, piece, piece, b"\n\n")]
+    assert b"".join(sent) == b"data: " + piece * 3 + b"\n\n"
+    assert len(sent[-1]) < MAX_HELD_BYTES
+
+
+def test_a_keep_alive_is_no_first_event() -> None:
+    events = SseFramer()
+    events.feed(b": prefill 1/3\n\n")
+    assert not events.begun
+    events.feed(b"data: 1\n\n")
+    assert events.begun
+
+
+def test_the_word_done_inside_a_text_is_not_the_end() -> None:
+    events = SseFramer()
+    events.feed(b'data: {"choices":[{"delta":{"content":"say: data: [DONE]"}}], "padding": "')
+    events.feed(b"y" * 100 + b'"}\n\n')
+    assert not events.complete
+
+
+def test_an_answer_that_says_done_has_not_ended() -> None:
+    for text in (b"data: [DONE]", b"x\\ndata: [DONE]", b"\\n\\ndata: [DONE]\\n\\n"):
+        events = SseFramer()
+        events.feed(b'data: {"choices":[{"delta":{"content":"' + text + b'"}}]}\n\n')
+        assert not events.complete
+        events.feed(b"data: [DONE]\n\n")
+        assert events.complete
+
+
+def test_an_end_with_carriage_returns_or_a_comment_after_it_is_one() -> None:
+    for end in (b"data: [DONE]\r\n\r\n", b"data: [DONE]\n\n: bye\n\n"):
+        events = SseFramer()
+        events.feed(end)
+        assert events.complete
+
+
+def test_an_error_of_the_engine_is_noticed() -> None:
+    events = SseFramer()
+    events.feed(b'data: {"choices":[]}\n\ndata: {"error":{"message":"x"}}\n\ndata: [DONE]\n\n')
+    assert events.failed and events.complete
+
+
+def test_usage_that_cannot_be_read_is_none() -> None:
+    for body in (b"", b"\xff", b"[]", b'{"usage": 3}', b'{"usage": {"prompt_tokens": "x"}}'):
+        assert parse_usage(body) is None
+    assert parse_usage(b'{"usage": null}') is None

@@ -1,0 +1,38 @@
+"""The gate's verdicts over time."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engines.wire import CodecReport
+from gateway.watch.figures import MAX_VERDICTS, Verdicts
+from tests.unit.engines.calibration.gate.test_bound import GOOD
+
+RAW = CodecReport(
+    name="raw", id="raw.1", tiers={"ram": "raw.1"}, why="not measured", unmeasured=True
+)
+DENSE = CodecReport(
+    name="dense3", id="dense3.1", tiers={"ram": "dense3.1"}, why="within the bound", rows=(GOOD,)
+)
+
+
+def test_each_verdict_is_remembered_once_with_its_time():
+    now = [100.0]
+    verdicts = Verdicts(lambda: now[0])
+    assert verdicts.hear(None) == []
+    for _ in range(3):
+        verdicts.hear(RAW)
+        now[0] += 60
+    measuring = msgspec.structs.replace(RAW, progress="measuring: 3 of 12 cases")
+    assert len(verdicts.hear(measuring)) == 1, "that is no verdict"
+    before, after = verdicts.hear(DENSE)
+    assert (before.at, before.measured, before.worst_kl) == (100.0, False, None)
+    assert (after.at, after.measured, after.worst_kl) == (280.0, True, GOOD.kl)
+    assert after.tiers == {"ram": "dense3.1"}
+
+
+def test_the_oldest_verdicts_go():
+    verdicts = Verdicts(lambda: 1.0)
+    for i in range(MAX_VERDICTS + 5):
+        verdicts.hear(msgspec.structs.replace(RAW, why=str(i)))
+    assert [x.why for x in verdicts.hear(None)] == [str(i) for i in range(5, MAX_VERDICTS + 5)]

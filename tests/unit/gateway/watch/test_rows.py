@@ -1,0 +1,236 @@
+"""Sessions' pasts are bounded, and go when their session is forgotten."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.headers import CacheOutcome
+from engines.wire import SessionRef
+from gateway.watch.metrics import PromptDetails, Usage
+from gateway.watch.requests import LiveRequest, Stretch
+from gateway.watch.rows import MAX_STEPS, MAX_TURNS, Histories, title_of
+from gateway.watch.shape import TurnShown
+from gateway.watch.tally import Pace, PrefillSpeed, Tally
+from scheduler.observer import Step
+
+REF = SessionRef("alice", "s", b"")
+KEY = ("alice", "s")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(clock: Clock, source: str, cached: int, prompt: int, first_s: float) -> LiveRequest:
+    """A streamed turn that is over, which waited for 1 s before the engine had it."""
+    made = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
+    clock.now += 1.0
+    made.admitted()
+    made.cache = CacheOutcome(source, cached)  # type: ignore[arg-type]
+    clock.now += first_s
+    assert not made.took(b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n')
+    assert made.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+    clock.now += 0.5
+    made.usage = Usage(prompt, 7, PromptDetails(cached))
+    return made
+
+
+def turn(clock: Clock) -> TurnShown:
+    return request(clock, "hot", 10, 12, 0.1).turn(saved_s=2.0)
+
+
+def test_a_turn_says_where_its_prompt_came_from_and_how_long_it_took():
+    shown = request(Clock(), "cold-disk", 400, 500, 0.25).turn(saved_s=None)
+    assert (shown.reused_tokens, shown.restored_tokens, shown.computed_tokens) == (400, 400, 100)
+    assert (shown.waited_s, shown.first_token_s, shown.total_s) == (1.0, 1.25, 1.75)
+
+
+def test_the_saved_time_is_a_prefill_at_the_measured_speed_less_the_time_to_restore():
+    clock, speed = Clock(), PrefillSpeed()
+    back = request(clock, "cold-ram", 900, 1000, 0.5)
+    assert speed.saved_s(back) is None, "no speed is known yet"
+    speed.learn(request(clock, "miss", 0, 1000, 2.0))
+    assert speed.tokens_per_s == 500.0
+    # 900 tokens are 1.8 s; 0.5 s until the first token, 0.2 s of it for the 100 computed ones.
+    assert speed.saved_s(back) == 1.8 - 0.3
+
+
+def test_an_engines_comments_say_how_far_a_prefill_is_and_its_speed():
+    clock, speed = Clock(), PrefillSpeed()
+    made = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
+    made.admitted()
+    made.cache = CacheOutcome("miss", 0)
+    clock.now += 2.0
+    assert not made.took(b": prefill 500/2000\n\n")
+    for odd in (b": prefill x/y\n\n", b": prefill 9\n\n", b": prefill " + b"9" * 99 + b"/1\n\n"):
+        assert not made.took(odd)
+    assert (made.prompt_tokens, made.prefilled_tokens) == (2000, 500)
+    assert made.phase_now == "prefill"
+    speed.learn(made)  # the client gave up, and yet something was learned
+    assert speed.tokens_per_s == 250.0
+
+
+def test_pasts_are_bounded_each_and_together():
+    clock = Clock()
+    pasts = Histories(clock, max_records=200)
+    for _ in range(100):
+        pasts.turned(KEY, turn(clock))
+        pasts.stepped(KEY, Step("idle", "turn", "active"))
+    past = pasts.of(KEY)
+    assert past is not None
+    assert (len(past.turns), len(past.steps)) == (MAX_TURNS, MAX_STEPS)
+    assert past.num_turns == 100 and past.saved_s == 200.0
+    for i in range(100):
+        pasts.turned(("bob", str(i)), turn(clock))
+    assert pasts.of(KEY) is None, "the longest quiet goes first"
+    assert sum(pasts.of(("bob", str(i))) is not None for i in range(100)) == 100
+
+
+def test_a_forgotten_session_leaves_no_past():
+    pasts = Histories(Clock())
+    pasts.turned(KEY, turn(Clock()))
+    pasts.forget(KEY)
+    pasts.forget(KEY)
+    assert pasts.of(KEY) is None
+
+
+def test_sums_of_today_begin_again_at_midnight():
+    clock = Clock()
+    tally = Tally(clock)
+    tally.add(request(Clock(), "hot", 30, 40, 0.1), 3.0)
+    assert tally.today == (30, 3.0, 1)
+    assert tally.outcomes == {"hot": {"": 1}}
+    clock.now += 86_400
+    assert tally.today == (0, 0.0, 0)
+
+
+def paced(made: LiveRequest, tally: Tally) -> None:
+    for stretch in made.uncounted():
+        tally.count(stretch)
+
+
+def rates(tally: Tally, clock: Clock) -> tuple[float, float]:
+    return tally.prompts.rate(clock.now), tally.answers.rate(clock.now)
+
+
+def test_the_first_rate_of_an_answer_is_its_own_speed_after_any_time_without_readers():
+    clock, pace = Clock(), Tally(Clock())
+    paced(request(clock, "miss", 0, 100, 0.5), pace)  # an earlier turn, seen by a reader
+    clock.now += 160.0
+    assert rates(pace, clock) == (0.0, 0.0)
+    made = LiveRequest(REF, "req_2", "chat", "curl", 5.0, clock)
+    made.admitted()
+    made.cache = CacheOutcome("miss", 0)
+    made.reported_prompt_tokens = 90
+    clock.now += 9.0
+    assert made.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+    paced(made, pace)
+    assert rates(pace, clock)[0] == 10.0, "90 tokens in 9 s"
+    for _ in range(63):
+        clock.now += 17 / 64
+        made.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+        paced(made, pace)
+        assert 2.0 <= rates(pace, clock)[1] <= 5.0
+    assert rates(pace, clock)[1] == 3.8, "64 tokens in 17 s"
+
+
+def test_an_answer_that_comes_whole_counts_over_the_time_that_it_took():
+    clock, pace = Clock(), Tally(Clock())
+    made = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
+    made.admitted()
+    clock.now += 20.0
+    assert made.uncounted() == [], "nothing is known yet"
+    made.usage = Usage(100, 60, PromptDetails(0))
+    paced(made, pace)
+    assert rates(pace, clock) == (5.0, 3.0)
+    paced(made, pace)
+    assert rates(pace, clock) == (5.0, 3.0), "nothing counts twice"
+    clock.now += 5.0
+    assert rates(pace, clock) == (2.5, 1.5)
+    clock.now += 6.0
+    assert rates(pace, clock) == (0.0, 0.0)
+
+
+def test_a_request_that_waits_or_gets_anothers_answer_is_not_counted():
+    clock = Clock()
+    waiting = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
+    waiting.reported_prompt_tokens = 10
+    joined = request(clock, "miss", 0, 100, 0.5)
+    joined.shares = waiting
+    for made in (waiting, joined):
+        assert (made.uncounted(), made.tokens_so_far, made.is_own_turn) == ([], 0, False)
+
+
+def test_the_last_hour_is_given_in_steps_without_any_readers():
+    tally, start = Tally(Clock()), 995.0
+    tally.count(Stretch(1000.0, 1020.0, computed=200))
+    tally.count(Stretch(1015.0, 1025.0, answered=20))
+    assert tally.hour(1031.0, start) == (990.0, [0.0, 10.0, 10.0, 0.0], [0.0, 0.0, 1.0, 1.0])
+    since, prompts, answers = tally.hour(1000.0 + 4000.0, start)
+    assert since == 1400.0 and len(prompts) == 360 and not any(prompts + answers)
+    assert tally.hour(start, start)[1:] == ([], [])
+
+
+def test_a_pace_is_bounded_and_a_long_answer_spreads_over_an_hour():
+    pace = Pace()
+    for i in range(20_000):
+        pace.add(i * 1.0, i + 1.0, 3)
+    assert pace.rate(20_000.0) == 3.0
+    assert sum(len(x._tokens) for x in (pace._recent, pace._hour)) <= 2 * (11 + 360) + 2
+    pace.add(0.0, 30_000.0, 30_000)
+    assert pace.rate(30_000.0) == 1.0
+    assert pace.hour(2640, 3000) == [1.0] * 360
+
+
+@pytest.mark.parametrize(
+    ("steps", "moves"),
+    [
+        ([("active", "quiet", "idle", None)], [("", "hot")]),
+        ([("idle", "turn", "active", "ram"), ("active", "quiet", "idle", "ram")], []),
+        (
+            [("cold", "wake", "waking", "disk"), ("waking", "woken", "idle", "ram")],
+            [("disk", "hot")],
+        ),
+        (
+            [
+                ("idle", "hibernate", "hibernating", "ram"),
+                ("hibernating", "evicted", "cold", "disk"),
+            ],
+            [("hot", "disk")],
+        ),
+        ([("cold", "moved", "cold", "redis")], []),  # adopted there; it was seen nowhere else
+        (
+            [("idle", "evicted", "cold", "ram"), ("cold", "moved", "cold", "redis")],
+            [("hot", "ram"), ("ram", "redis")],
+        ),
+    ],
+)
+def test_steps_say_from_where_to_where_a_session_went(steps, moves):
+    pasts = Histories(Clock())
+    places = [pasts.stepped(KEY, Step(*step)) for step in steps]
+    assert [x for x in places if x[0] != x[1]] == moves
+
+
+@pytest.mark.parametrize(
+    ("messages", "title"),
+    [
+        ([], ""),
+        ([{"role": "system", "content": "be nice"}, {"role": "user", "content": " a\n b "}], "a b"),
+        ([{"role": "user", "content": "w" * 61}], "w" * 59 + "…"),
+        ([{"role": "user", "content": "\u202eevil\x1b[2J"}], "evil[2J"),
+        (
+            [
+                {"role": "user", "content": [{"type": "text", "text": "<env>x</env>"}]},
+                {"role": "user", "content": [{"type": "image_url"}, {"text": "fix the tests"}]},
+            ],
+            "fix the tests",
+        ),
+        ([{"role": "user", "content": None}, "x", {"role": "user", "content": ["x", 3]}], ""),
+    ],
+)
+def test_a_title_is_the_first_that_a_user_said(messages, title):
+    assert title_of(messages) == title

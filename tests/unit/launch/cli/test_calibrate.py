@@ -1,0 +1,88 @@
+"""``calibrate --url`` reads the reports of a server that measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engines.wire import CodecReport, MeasurementEnd
+from kvstore.codecs.quality import Quality
+from launch.cli.calibrate import LOOK_EVERY_S, SILENCE_S, measure_served
+from launch.cli.remote import Remote
+from launch.errors import LaunchError
+
+OLD = MeasurementEnd(1.0)
+ROW = Quality(
+    preset="tq4",
+    codec_id="tq4.1",
+    context=512,
+    bits_per_element=4.3,
+    kl=0.005,
+    perplexity_change_pct=0.1,
+    top1=0.95,
+    needle_found=1,
+    needle_total=1,
+    cos_k=0.99,
+    cos_v=0.99,
+)
+
+
+class Reporting(Remote):
+    """A server that says one thing after the other, and the last for ever; None = no answer."""
+
+    def __init__(self, *said: CodecReport | None) -> None:
+        super().__init__("http://127.0.0.1:9")
+        self._said: Iterator[CodecReport | None] = iter(said)
+        self._last: CodecReport | None = None
+        self.now_s = 0.0
+
+    def codec(self) -> CodecReport | None:
+        self._last = next(self._said, self._last)
+        if self._last is None:
+            raise LaunchError("it does not answer")
+        return self._last
+
+    def measure(self) -> str:
+        return "measuring: it begins"
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def report(progress: str = "", ended: MeasurementEnd | None = None, *rows: Quality) -> CodecReport:
+    return CodecReport(name="raw", progress=progress, ended=ended, rows=rows)
+
+
+def run(server: Reporting) -> tuple[list[str], tuple[Quality, ...]]:
+    printed: list[str] = []
+    found = measure_served(server, printed.append, clock=lambda: server.now_s, sleep=server.sleep)
+    return printed, found.rows
+
+
+def test_progress_is_printed_and_rows_are_found() -> None:
+    new = report("", MeasurementEnd(2.0), ROW)
+    server = Reporting(
+        report(), report("1 of 2"), report("1 of 2"), None, report("2 of 2"), report(), new
+    )
+    assert run(server) == (["measuring: it begins", "1 of 2", "2 of 2"], (ROW,))
+
+
+def test_figures_of_an_older_measurement_are_not_taken_for_new() -> None:
+    server = Reporting(report("", OLD, ROW), report("1 of 2", None, ROW), report("", OLD, ROW))
+    with pytest.raises(LaunchError, match="restarted"):
+        run(server)
+    assert SILENCE_S < server.now_s < 2 * SILENCE_S + LOOK_EVERY_S
+
+
+def test_a_measurement_that_failed_says_why() -> None:
+    failed = MeasurementEnd(2.0, "No space left on device")
+    server = Reporting(report("", OLD, ROW), report("", failed, ROW))
+    with pytest.raises(LaunchError, match="No space left"):
+        run(server)
+    assert server.now_s == LOOK_EVERY_S
+
+
+def test_an_engine_without_codecs() -> None:
+    with pytest.raises(LaunchError, match="no codecs"):
+        run(Reporting(report(), report("", MeasurementEnd(2.0))))

@@ -1,0 +1,143 @@
+"""Folders that engines compile into and load from: only this user may write them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.errors import LaunchError
+from launch.machine.folders import (
+    MAX_RUNTIME_DIR,
+    compile_environment,
+    private_folder,
+    server_folder,
+)
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o7777
+
+
+def test_it_is_made_for_this_user_alone_with_all_that_is_missing_above(tmp_path):
+    folder = private_folder(tmp_path / "new" / "cache" / "run")
+    assert [mode(x) for x in (folder, folder.parent, folder.parent.parent)] == [0o700] * 3
+
+
+def test_one_that_others_could_only_read_is_closed(tmp_path):
+    (tmp_path / "run").mkdir(mode=0o755)
+    assert mode(private_folder(tmp_path / "run")) == 0o700
+
+
+@pytest.mark.parametrize("bits", [0o777, 0o1777, 0o703])
+def test_one_that_others_can_write_is_refused(tmp_path, bits):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(bits)
+    with pytest.raises(LaunchError, match=rf"other users can write {folder} \(mode .*chmod go-w"):
+        private_folder(folder)
+
+
+def test_one_that_others_could_replace_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(LaunchError, match=f"other users can write {tmp_path} "):
+        private_folder(tmp_path / "cache" / "run")
+    assert not (tmp_path / "cache").exists()  # nothing was made there
+    tmp_path.chmod(0o1777)  # as /tmp: others add names, and cannot change ours
+    private_folder(tmp_path / "cache" / "run")
+
+
+def test_a_link_counts_by_where_it_leads(tmp_path):
+    real, seen = tmp_path / "real", tmp_path / "seen"
+    (real / "cache").mkdir(parents=True)
+    seen.symlink_to(real)
+    assert private_folder(seen / "cache") == real / "cache"
+    real.chmod(0o777)
+    with pytest.raises(LaunchError, match=f"other users can write {real} "):
+        private_folder(seen / "cache")
+
+
+def test_one_that_cannot_be_made_is_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match=r"cannot be made: Not a directory; choose another cache"):
+        private_folder(tmp_path / "file" / "run")
+
+
+@as_root
+@pytest.mark.parametrize("of_parent", [False, True])
+def test_one_of_another_user_is_refused(tmp_path, of_parent):
+    folder = tmp_path / "cache" / "run"
+    folder.mkdir(parents=True)
+    theirs = folder.parent if of_parent else folder
+    os.chown(theirs, NOBODY, NOBODY)
+    with pytest.raises(LaunchError, match=f"{theirs} belongs to user nobody"):
+        private_folder(folder)
+
+
+@as_root
+def test_one_that_the_first_user_closed_is_a_sentence_for_the_second(tmp_path):
+    """An error here kept the second user's engine in a crash loop."""
+    tmp_path.chmod(0o1777)
+    for parent in list(tmp_path.parents)[:2]:
+        parent.chmod(0o711)
+    private_folder(tmp_path / "cache" / "run")
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from launch.errors import LaunchError\n"
+        "from launch.machine.folders import private_folder\n"
+        f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        "try:\n"
+        "    private_folder(Path(sys.argv[1]))\n"
+        "except LaunchError as error:\n"
+        "    print(error)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "cache" / "run")],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert f"{tmp_path}/cache" in run.stdout and "choose another cache folder" in run.stdout
+
+
+def test_compilers_get_folders_below_a_private_one(tmp_path):
+    env = compile_environment(tmp_path, {})
+    needed = {"NUMBA_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"}
+    assert needed | {"CUTE_DSL_CACHE_DIR", "TILELANG_CACHE_DIR"} <= {*env}
+    assert all(Path(x).parent == tmp_path / "compiled" for x in env.values())
+    assert mode(tmp_path / "compiled") == 0o700
+
+
+def test_a_folder_that_the_operator_chose_stays_and_is_checked(tmp_path):
+    given = tmp_path / "given"
+    given.mkdir(mode=0o755)
+    environ = {"VLLM_CACHE_ROOT": str(given), "TRITON_CACHE_DIR": str(given / "not-there-yet")}
+    assert "VLLM_CACHE_ROOT" not in compile_environment(tmp_path, environ)
+    given.chmod(0o1777)
+    with pytest.raises(LaunchError, match="VLLM_CACHE_ROOT=.* be used: other users can write"):
+        compile_environment(tmp_path, {"VLLM_CACHE_ROOT": str(given)})
+
+
+def test_a_server_has_its_folder_in_the_cache_where_the_path_is_short(tmp_path_factory):
+    cache = Path("/tmp") / f"tc-{os.getpid()}"
+    try:
+        with server_folder(cache, {}) as folder:
+            assert folder.parent == cache.resolve() / "run"
+    finally:
+        (cache / "run").rmdir()
+        cache.rmdir()
+
+
+def test_else_it_is_elsewhere_under_a_name_that_cannot_be_foreseen(tmp_path):
+    cache = tmp_path / ("x" * MAX_RUNTIME_DIR)
+    with server_folder(cache, {"XDG_RUNTIME_DIR": str(tmp_path / "none")}) as folder:
+        assert folder.parent == Path("/tmp").resolve() and folder.name.startswith("thermocline-")
+        assert mode(folder) == 0o700 and len(str(folder)) <= MAX_RUNTIME_DIR
+    assert not folder.exists()

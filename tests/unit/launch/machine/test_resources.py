@@ -1,0 +1,135 @@
+"""Memory, disk and open files that this process may have, containers' limits included."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.machine.resources import available_memory, machine_memory
+
+V1_UNLIMITED = 9223372036854771712
+ROOT = Path(__file__).parents[4]
+# Gives up all privileges: root could raise a hard limit.
+PROGRAM = """
+import os, resource, sys
+from launch.machine.resources import LaunchError, raise_open_files
+soft, hard, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    print(raise_open_files(kind), *resource.getrlimit(resource.RLIMIT_NOFILE))
+except LaunchError as error:
+    print("refused:", error)
+"""
+
+
+def write_v1(folder: Path, limit: int, used: int, **stat: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text("".join(f"{x} {n}\n" for x, n in stat.items()))
+
+
+def write_v2(folder: Path, limit: int | str, used: int, **stat: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text("".join(f"{x} {n}\n" for x, n in stat.items()))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own"
+    path.write_text("")
+    return path
+
+
+def test_a_limit_of_the_first_version_counts(tmp_path: Path, own: Path) -> None:
+    unlimited = available_memory(tmp_path, own)
+    write_v1(tmp_path / "memory", 1_000_000, 400_000)
+    assert available_memory(tmp_path, own) == 600_000 < unlimited
+    write_v1(tmp_path / "memory", 1_000_000, 1_000_001)
+    assert available_memory(tmp_path, own) == 0
+    write_v1(tmp_path / "memory", V1_UNLIMITED, 400_000)
+    assert available_memory(tmp_path, own) > 600_000
+
+
+def test_the_smallest_of_all_groups_above_counts(tmp_path: Path, own: Path) -> None:
+    own.write_text("9:cpu,cpuacct:/x\n4:memory:/slice/unit\n0::/slice/unit\n")
+    write_v1(tmp_path / "memory" / "slice" / "unit", 900_000, 0)
+    write_v1(tmp_path / "memory" / "slice", 500_000, 100_000)
+    assert available_memory(tmp_path, own) == 400_000
+    write_v2(tmp_path / "slice" / "unit", 300_000, 0)
+    write_v2(tmp_path / "slice", "max", 0)
+    assert available_memory(tmp_path, own) == 300_000
+    write_v2(tmp_path / "x", 1, 0)  # another's, and none of memory's
+    write_v1(tmp_path / "memory" / "x", 1, 0)
+    assert available_memory(tmp_path, own) == 300_000
+
+
+def test_a_name_from_outside_of_the_container_finds_its_root(tmp_path: Path, own: Path) -> None:
+    own.write_text("4:memory:/docker/0123abcd\n")
+    write_v1(tmp_path / "memory", 1_000_000, 0)
+    assert available_memory(tmp_path, own) == 1_000_000
+
+
+def test_pages_of_files_are_left(tmp_path: Path, own: Path) -> None:
+    write_v1(
+        tmp_path / "memory", 1_000_000, 900_000, total_inactive_file=50_000, total_active_file=5_000
+    )
+    assert available_memory(tmp_path, own) == 155_000
+    write_v2(tmp_path, 1_000_000, 950_000, inactive_file=60_000, active_file=4_000, anon=9)
+    assert available_memory(tmp_path, own) == 114_000
+
+
+def test_the_watched_memory_is_the_smaller_of_machine_and_container(
+    tmp_path: Path, own: Path
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable:   2048 kB\n")
+    write_v2(tmp_path, 3 << 20, 2 << 20)
+    assert machine_memory(meminfo, tmp_path, own) == 1 << 20
+    write_v2(tmp_path, 9 << 20, 0)
+    assert machine_memory(meminfo, tmp_path, own) == 2 << 20
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", "\n\n", "memory"])
+def test_files_of_another_form_are_no_limit(tmp_path: Path, own: Path, content: str) -> None:
+    own.write_text(content)
+    for name in ("memory.max", "memory.current", "memory.stat"):
+        (tmp_path / name).write_text(content)
+    assert available_memory(tmp_path, own) > 0
+
+
+def limits(soft: int, hard: int, kind: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(soft), str(hard), kind],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout.strip()
+
+
+def test_the_soft_limit_becomes_the_hard_one() -> None:
+    # Not above this process's own limit, which mlx_lm lowers where a test has imported it.
+    assert limits(200, 4096, "mlx") == "4096 4096 4096"
+
+
+@pytest.mark.parametrize(("hard", "kind"), [(1024, "mlx"), (200, "fake")])
+def test_too_low_a_limit_is_refused_with_a_sentence(hard: int, kind: str) -> None:
+    said = limits(hard, hard, kind)
+    assert said.startswith(f"refused: only {hard} files may be open")
+    assert ("mlx_lm" in said) == (kind == "mlx")
+
+
+def test_other_engines_need_less_than_mlx_lm() -> None:
+    assert limits(256, 1024, "fake") == "1024 1024 1024"

@@ -1,0 +1,129 @@
+"""The place that is chosen for clients' stored objects, which no other user can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from gateway.config import GatewayConfig
+from gateway.stored.objects import Objects
+from gateway.stored.shelf import Steps
+from kvstore.config import StoreConfig
+from launch.serve.sharing import stored_objects
+from tests.old_stored import OldFile
+from tests.redis_server import RedisServer
+from tests.stored_objects import KEY_OF, content_of, entry, items
+
+MARKER = "the words of a prompt"
+
+
+def put(objects: Objects) -> Steps[bool]:
+    made = entry("1", kind="completion", text=MARKER, metadata={MARKER: MARKER})
+    return objects.put("a", made, items("i", text=MARKER))
+
+
+def found(objects: Objects) -> Steps[bytes | None]:
+    return objects.show("a", "completion", "1")
+
+
+async def test_a_file_in_the_data_folder(tmp_path: Path) -> None:
+    for config, path in (
+        (GatewayConfig(), tmp_path / "stored" / "stored.sqlite"),
+        (GatewayConfig(stored_path=str(tmp_path / "x")), tmp_path / "x" / "stored.sqlite"),
+    ):
+        stored = stored_objects(config, StoreConfig(), tmp_path, KEY_OF)
+        assert stored.enabled and not path.exists()
+        assert await stored.ask("a", put, False)
+        assert path.exists()
+        assert (tmp_path / "stored.sealed").exists()  # beside the secret, and not in their folder
+        await stored.close()
+
+
+async def test_nowhere(tmp_path: Path) -> None:
+    stored = stored_objects(GatewayConfig(stored_bytes=0), StoreConfig(), tmp_path, KEY_OF)
+    assert not stored.enabled
+    assert await stored.ask("a", put, False) is False
+    await stored.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.redis
+async def test_redis_if_there_is_one(tmp_path: Path) -> None:
+    with RedisServer() as server:
+        store = StoreConfig(redis_url=server.url)
+        one, other = (stored_objects(GatewayConfig(), store, tmp_path, KEY_OF) for _ in range(2))
+        assert await one.ask("a", put, False)
+        assert MARKER.encode() in (await other.ask("a", found, None) or b"")
+        assert MARKER.encode() not in all_of(server)
+        await one.close()
+        await other.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+async def test_no_file_has_a_word_of_a_prompt(tmp_path: Path, encrypt: bool) -> None:
+    """Looked for while the file is in use, its log beside it, as a copy of the folder would."""
+    stored = stored_objects(GatewayConfig(), StoreConfig(encrypt=encrypt), tmp_path, KEY_OF)
+    assert await stored.ask("a", put, False)
+    assert MARKER.encode() in (await stored.ask("a", found, None) or b"")
+    assert (tmp_path / "stored" / "stored.sqlite-wal").stat().st_size
+    assert MARKER.encode() not in content_of(tmp_path)
+    await stored.close()
+    assert MARKER.encode() not in content_of(tmp_path)
+
+
+async def test_nor_one_that_an_older_release_left(tmp_path: Path) -> None:
+    """Its log, and a damaged file that it put aside, hold plain text at first."""
+    path = tmp_path / "stored" / "stored.sqlite"
+    old = OldFile(path)
+    old.put("a", "completion", {"id": "1", "text": MARKER, "metadata": {}}, [{"id": MARKER[:3]}])
+    (path.parent / "stored.sqlite.damaged").write_bytes(MARKER.encode())
+    old.commit()  # and no more: as after a kill
+    assert content_of(tmp_path).count(MARKER.encode()) >= 2
+    store = StoreConfig(encrypt=True)
+    stored = stored_objects(GatewayConfig(), store, tmp_path, KEY_OF)
+    await stored.ask("a", chores, 0)
+    assert MARKER.encode() in (await stored.ask("a", found, None) or b"")
+    assert MARKER.encode() not in content_of(tmp_path)
+    old.close()
+    await stored.close()
+
+
+async def test_a_deletion_reaches_the_file_that_was_put_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "stored"
+    folder.mkdir()
+    (folder / "stored.sqlite").write_bytes(b"no database" * 400)
+    stored = stored_objects(GatewayConfig(), StoreConfig(), tmp_path, KEY_OF)
+    aside = folder / "stored.sqlite.damaged"
+    deletions: list[Callable[[Objects], Steps[int]]] = [
+        lambda objects: objects.delete("a", "response", "of the lost ones"),
+        lambda objects: objects.forget("a", "a session"),
+    ]
+    for delete in deletions:
+        aside.write_bytes(b"no database")
+        assert await stored.ask("a", put, False)
+        assert aside.exists()
+        assert await stored.ask("a", delete, 1) == 0
+        assert not aside.exists()
+    await stored.close()
+
+
+def chores(objects: Objects) -> Steps[int]:
+    for _ in objects.chores():
+        yield 0
+    return 0
+
+
+def all_of(server: RedisServer) -> bytes:
+    """All names and values that a server holds."""
+    with redis.Redis.from_url(server.url) as client:
+        read = {
+            b"string": client.get,
+            b"hash": client.hgetall,
+            b"zset": lambda key: client.zrange(key, 0, -1),
+        }
+        values = [read[client.type(key)](key) for key in client.scan_iter()]
+        return b" ".join(client.scan_iter()) + repr(values).encode()

@@ -1,0 +1,142 @@
+"""A client's own settings keep all that they had."""
+
+from __future__ import annotations
+
+import json
+import stat
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.clients import BACKUP_SUFFIX, CLIENTS, NO_KEY, Change, Server, connection, merged, write
+from launch.errors import LaunchError, UsageError
+
+SERVER = Server("http://127.0.0.1:8080", "org/model-1", 32768, "tc-key")
+
+
+@pytest.mark.parametrize("client", sorted(CLIENTS))
+def test_the_shown_lines_name_address_model_and_key(client: str, tmp_path: Path) -> None:
+    text = "\n".join(connection(client, SERVER, tmp_path).lines)
+    for word in (SERVER.url, SERVER.model, SERVER.key):
+        assert word in text
+
+
+@pytest.mark.parametrize("client", sorted(set(CLIENTS) - {"cline"}))
+def test_a_file_that_is_not_there_is_made_private(client: str, tmp_path: Path) -> None:
+    change = connection(client, SERVER, tmp_path).change
+    assert change is not None
+    assert write(change) is None
+    text = change.path.read_text()
+    assert SERVER.model in text
+    assert stat.S_IMODE(change.path.stat().st_mode) == 0o600
+    assert write(change) is not None  # again: the same text
+    assert change.path.read_text() == text
+
+
+def test_codex_names_its_variable_only_where_there_is_a_key(tmp_path: Path) -> None:
+    """It ends with "Missing environment variable" where one is named and not set."""
+    keyed = connection("codex", SERVER, tmp_path)
+    assert any("env_key" in x for x in keyed.lines) and keyed.notes
+    keyless = connection("codex", replace(SERVER, key=NO_KEY), tmp_path)
+    assert not any("KEY" in x or "env_key" in x for x in keyless.lines) and not keyless.notes
+    assert keyed.change is not None and keyless.change is not None
+    for change, named in [(keyless.change, False), (keyed.change, True), (keyless.change, False)]:
+        write(change)
+        provider = tomllib.loads(change.path.read_text())["model_providers"]["thermocline"]
+        assert ("env_key" in provider) == named
+
+
+@pytest.mark.parametrize(
+    ("client", "tokens"),
+    [("claude", "20,000"), ("qwen-code", "16,000"), ("opencode", "7,600"), ("codex", "6,400")],
+)
+def test_a_context_that_is_too_short_for_the_first_prompt_is_noted(
+    client: str, tokens: str, tmp_path: Path
+) -> None:
+    notes = connection(client, replace(SERVER, max_context=4096), tmp_path).notes
+    assert f"about {tokens} tokens, and this server's context is 4,096" in notes[-1]
+    assert not any("context" in x for x in connection(client, SERVER, tmp_path).notes)
+
+
+def test_json_keeps_its_own_values(tmp_path: Path) -> None:
+    change = connection("claude", SERVER, tmp_path).change
+    assert change is not None
+    own = {"permissions": {"allow": ["Bash(ls)"]}, "env": {"MINE": "1", "ANTHROPIC_MODEL": "x"}}
+    change.path.parent.mkdir()
+    change.path.write_text(json.dumps(own))
+    change.path.chmod(0o644)
+    backup = write(change)
+    assert backup is not None and json.loads(backup.read_text()) == own
+    now = json.loads(change.path.read_text())
+    assert now["permissions"] == own["permissions"]
+    assert (now["env"]["MINE"], now["env"]["ANTHROPIC_MODEL"]) == ("1", SERVER.model)
+    assert stat.S_IMODE(change.path.stat().st_mode) == 0o644
+    write(change)
+    assert json.loads(backup.read_text()) == own  # the first one stays
+
+
+def test_toml_keeps_comments_and_tables(tmp_path: Path) -> None:
+    own = (
+        '# mine\nmodel = "o9"  # the best\napproval_policy = "never"\n\n'
+        '[model_providers.other]\nname = "Other"\n\n[profiles.x]\nmodel = "y"\n'
+    )
+    change = connection("codex", SERVER, tmp_path).change
+    assert change is not None
+    text = merged(own, change)
+    assert "# mine" in text and "# the best" in text
+    now = tomllib.loads(text)
+    assert (now["model"], now["model_provider"]) == (SERVER.model, "thermocline")
+    assert now["approval_policy"] == "never"
+    assert now["model_providers"]["other"] == {"name": "Other"}
+    assert now["model_providers"]["thermocline"]["wire_api"] == "responses"
+    assert now["profiles"]["x"] == {"model": "y"}
+    assert merged(text, change) == text
+
+
+def test_lines_keep_their_neighbours(tmp_path: Path) -> None:
+    change = connection("qwen-code", SERVER, tmp_path).change
+    assert change is not None
+    text = merged("# mine\nexport OPENAI_MODEL=old\nOTHER=1\nOPENAI_MODEL_2=x", change)
+    lines = text.splitlines()
+    assert lines[:4] == ["# mine", f"OPENAI_MODEL={SERVER.model}", "OTHER=1", "OPENAI_MODEL_2=x"]
+    assert sorted(lines[4:]) == [
+        f"OPENAI_API_KEY={SERVER.key}",
+        f"OPENAI_BASE_URL={SERVER.url}/v1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("client", "text"),
+    [
+        ("claude", "// comment\n{}"),
+        ("claude", "[1]"),
+        ("claude", '{"env": 3}'),
+        ("codex", "model = "),
+        ("codex", 'model_providers = "x"'),
+    ],
+)
+def test_a_file_that_cannot_be_merged_is_left_alone(client: str, text: str, tmp_path: Path) -> None:
+    change = connection(client, SERVER, tmp_path).change
+    assert change is not None
+    change.path.parent.mkdir(parents=True)
+    change.path.write_text(text)
+    with pytest.raises(LaunchError):
+        write(change)
+    assert change.path.read_text() == text
+    assert not change.path.with_name(change.path.name + BACKUP_SUFFIX).exists()
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    real = tmp_path / "dotfiles.env"
+    real.write_text("A=1\n")
+    link = tmp_path / "link.env"
+    link.symlink_to(real)
+    write(Change(link, "lines", {"B": "2"}))
+    assert link.is_symlink() and real.read_text() == "A=1\nB=2\n"
+
+
+def test_an_unknown_client(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="claude"):
+        connection("emacs", SERVER, tmp_path)
