@@ -14,6 +14,7 @@ from gateway.config import GatewayConfig
 from gateway.directory.directory import Directory
 from gateway.keys import Tenants
 from gateway.models.served_model import ServedModel
+from gateway.watch.metrics import Metrics
 from kvstore.directory.entries import Names
 from kvstore.directory.exchange import Command
 from kvstore.tiers.redis_server.link import RedisLink
@@ -64,6 +65,7 @@ class OneServer:
             self.engine,  # type: ignore[arg-type]
             self.sessions,
             GatewayConfig(),
+            Metrics(),
         )
         self._link = RedisLink(url, 2.0, longest_wait_s=0.1)
         self.redis = ShiftedTime(self._link)

@@ -146,7 +146,7 @@ def main(settings_file: str) -> None:
         observer=metrics,
     )
     stored = stored_objects(config, StoreConfig(), Path(settings_file).parent, tenants.key_of)
-    model = ServedModel.of(engine, sessions, config, metrics.saved)
+    model = ServedModel.of(engine, sessions, config, metrics)
     serve(create_app(config, [model], tenants, metrics, stored), config)
     logging.info("ended in good order")
 

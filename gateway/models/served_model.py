@@ -20,6 +20,7 @@ from gateway.keys import Tenant
 from gateway.models.loading import OnDemand, State
 from gateway.watch.gauges import Gauges
 from gateway.watch.live import Live
+from gateway.watch.metrics import Metrics
 from gateway.watch.requests import LiveRequest
 from scheduler.sessions import SessionManager
 
@@ -58,7 +59,7 @@ class ServedModel:
         engine: Engine,
         sessions: SessionManager,
         config: GatewayConfig,
-        on_saved: Callable[[str, float], None] = lambda source, seconds: None,
+        metrics: Metrics,
         *,
         name: str = "",
         aliases: Sequence[str] = (),
@@ -67,13 +68,12 @@ class ServedModel:
         """Make a model of its engine and its sessions; nothing is started.
 
         Args:
-            on_saved: called with each prefill that a turn was spared; see ``Live``.
             name: "" = as its engine says, once it is ready.
         """
         live = Live(
             engine,
             sessions,
-            on_saved=on_saved,
+            metrics,
             name=name,
             loading=lambda: str(on_demand.state.value) if on_demand else "",
         )

@@ -86,7 +86,7 @@ async def relay_events(
     *,
     deadline: Deadline,
     client_stall_s: float,
-    on_chunk: Callable[[bytes], None],
+    on_chunk: Callable[[bytes], object],
 ) -> Failure | None:
     """Pass a stream's events on until it ends; the caller sends the head before and the end after.
 
@@ -115,7 +115,7 @@ async def _pump(
     events: EventStream,
     send: Send,
     client_stall_s: float,
-    on_chunk: Callable[[bytes], None],
+    on_chunk: Callable[[bytes], object],
 ) -> None:
     reader = asyncio.timeout(None)
     watchdog = StallWatchdog(client_stall_s, lambda: reader.reschedule(0.0))

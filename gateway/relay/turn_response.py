@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -14,10 +13,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from engines.asgi import ClientGone, while_client_stays
-from engines.base import CacheOutcome, EngineUnavailable, SessionRef, Upstream
+from engines.base import EngineUnavailable, SessionRef, Upstream
 from engines.headers import (
-    CACHE_HEADER,
-    PROMPT_HEADER,
     SESSION_HEADER,
     patience_header,
     weight_header,
@@ -28,7 +25,7 @@ from gateway.edge.key_limits import key_share_of
 from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
-from gateway.identity.outline import Change, Compared
+from gateway.identity.outline import Compared
 from gateway.identity.twins import FirstLeft, Key, SharedTurn
 from gateway.models.served_model import ServedModel
 from gateway.relay.answer_format import AnswerFormat, HearsOfPrompt, Keep, NotStored
@@ -91,30 +88,27 @@ class TurnResponse(Response):
         super().__init__()
         self._gateway = gateway
         self._model = model
-        self._metrics = gateway.metrics
-        self._operation, self._path, self._session = turn.operation, turn.path, turn.session
-        self._body, self._hints, self._compared = turn.body, turn.hints, turn.compared
-        self._client, self._title = turn.client, turn.title
+        self._turn_asked = turn._replace(body=b"")  # as asked, without its body
+        self._path, self._session = turn.path, turn.session
+        self._body, self._hints = turn.body, turn.hints
         self._key: Key = (turn.session.tenant, turn.session.id, turn.path.encode() + turn.digest)
         self._may_join = turn.shared
         self._shared: SharedTurn[LiveRequest] | None = None  # set while twins may join this turn
         self._left = False  # its client; the turn may go on for twins
         self._weight = turn.weight
-        welcome = model.engine.welcome
-        self._named = self._operation, welcome.model if welcome else ""  # for metrics
         self._request_id = request_id
         self._answer = answer
         self._keep = keep
-        self._began = time.perf_counter()
         self.head_sent = False  # by ``WhileLoading``
-        self._error = "cancelled"  # until it is known better
-        self._cache: CacheOutcome | None = None  # what the engine's head said, if it did
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        live, asked = self._model.live, (self._request_id, self._operation, self._client)
-        name = " ".join(self._named).strip()
-        self._trace = self._gateway.tracing.begin(name, context_of(scope["headers"]))
-        with live.request(self._session, *asked, self._title) as self._live:
+        asked, request = self._turn_asked, self._model.live.request
+        with request(self._session, self._request_id, asked.operation, asked.client) as live:
+            live.title, live.compared = asked.title, asked.compared
+            live.error = "cancelled"  # until it is known better
+            self._live = live
+            name = f"{live.operation} {live.model}".strip()
+            self._trace = self._gateway.tracing.begin(name, context_of(scope["headers"]))
             await self._answered(scope, receive, send)
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,15 +119,13 @@ class TurnResponse(Response):
             end = await while_client_stays(receive, serve, self._twins_left)
             await end(send)
         except ClientGone:
-            self._error = "client_gone"
+            self._live.error = "client_gone"
             raise
         except Exception as error:  # the app's handlers answer it; it is counted here
-            self._error = _word(failure_of(error))
+            self._live.error = _word(failure_of(error))
             raise
         finally:
-            self._live.error = self._error
-            self._trace.end(self._live.attributes(self._named[1]), self._error)
-            self._metrics.turn_ended(*self._named, self._seconds(), self._error)
+            self._trace.end(self._live.attributes(), self._live.error)
 
     async def _serve(self, send: Send, send_body: Send) -> Ending:
         config = self._gateway.config
@@ -206,9 +198,7 @@ class TurnResponse(Response):
             async with opening as upstream:
                 self._taken(upstream)
                 if upstream.status < 400:
-                    turn.engine_answered(self._cache)
-                if CACHE_HEADER in upstream.headers:
-                    self._metrics.cache_outcome(self._cache)
+                    turn.engine_answered(self._live.cache)
                 try:
                     yield turn, upstream
                 finally:
@@ -226,24 +216,16 @@ class TurnResponse(Response):
 
     def _taken(self, upstream: Upstream) -> None:
         """Read what the engine says of its cache."""
-        said = upstream.headers.get(CACHE_HEADER, "")
-        self._cache = self._live.cache = CacheOutcome.parse(said)
-        if self._cache is None:
-            return
-        if self._compared is not None:
-            self._compared.cached_tokens = self._cache.cached_tokens
-        prompt_tokens = upstream.headers.get(PROMPT_HEADER, "")
-        if not prompt_tokens.isdecimal():
-            return
-        self._live.reported_prompt_tokens = int(prompt_tokens)
-        if isinstance(self._answer, HearsOfPrompt):
-            self._answer.prompt_taken(int(prompt_tokens), self._cache.cached_tokens)
+        self._live.engine_answered(upstream.headers)
+        prompt_tokens = self._live.reported_prompt_tokens
+        if isinstance(self._answer, HearsOfPrompt) and prompt_tokens is not None:
+            self._answer.prompt_taken(prompt_tokens, self._live.reused_tokens)
 
     async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:
         failure = engine_failure(upstream.status, await upstream.read())
         if out.begun:
             return self._broken_off(out, failure)
-        self._error = _word(failure)
+        self._live.error = _word(failure)
         return partial(send_response, response=self._answer.refusal(failure))
 
     async def _whole(self, turn: Turn | None, upstream: Upstream) -> Ending:
@@ -253,7 +235,7 @@ class TurnResponse(Response):
         if lost := await self._kept():
             shown = shown if lost.body is None else lost.body
             head.append(lost.header)
-        self._error = ""
+        self._live.error = ""
         return partial(
             send_whole,
             headers=head,
@@ -263,7 +245,7 @@ class TurnResponse(Response):
 
     def _broken_off(self, out: StreamOut, failure: Failure) -> Ending:
         """End an answer whose head went out before it was known that it would fail."""
-        self._error = _word(failure)
+        self._live.error = _word(failure)
         return partial(send_end, body=out.events.ending(failure))
 
     async def _stream(self, turn: Turn | None, upstream: Upstream, out: StreamOut) -> Ending:
@@ -275,7 +257,7 @@ class TurnResponse(Response):
             events,
             deadline=self._deadline,
             client_stall_s=self._gateway.config.client_stall_s,
-            on_chunk=self._heard,
+            on_chunk=self._live.took,
         )
         try:
             failure = await relay(out.send)
@@ -285,9 +267,7 @@ class TurnResponse(Response):
             for_twins = partial(relay, _nowhere)
             failure = await while_client_stays(_gone, for_twins, self._twins_left)
         self._used(turn, events.usage())
-        if (pace := self._live.token_s) is not None:
-            self._metrics.per_token(*self._named, pace)
-        self._error = _word(failure) if failure else "engine" if events.failed else ""
+        self._live.error = _word(failure) if failure else "engine" if events.failed else ""
         if failure is not None:
             log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
         ending = events.ending(failure)
@@ -295,55 +275,28 @@ class TurnResponse(Response):
             ending = lost.body
         return _to_no_client if self._left else partial(send_end, body=ending)
 
-    def _heard(self, chunk: bytes) -> None:
-        if self._live.took(chunk):  # the first tokens
-            self._metrics.first_token(*self._named, self._seconds(), self._cache)
-
     async def _kept(self) -> NotStored | None:
         if self._keep is None or self._left:  # a twin keeps its own answer
             return None
         return await self._keep(self._session)
 
     def _used(self, turn: Turn | None, usage: Usage | None) -> None:
-        if usage is not None:
-            self._live.usage = usage
-            if turn is not None:  # else they are the other request's
-                self._count(turn, usage)
-            if self._compared is not None:
-                self._compared.prompt_tokens = usage.prompt_tokens
-        if self._compared is not None and self._compared.change is not None:
-            self._diverged(self._compared, self._compared.change)
+        self._live.answered(usage)
+        if usage is not None and turn is not None:  # else they are the other request's
+            self._count(turn, usage)
 
     def _count(self, turn: Turn, usage: Usage) -> None:
-        self._metrics.used(*self._named, usage)
+        self._live.count(usage)
         num_tokens = usage.prompt_tokens + usage.completion_tokens
         turn.used(num_tokens)
         if self._place is not None:
             self._place.used_tokens(num_tokens)
-
-    def _diverged(self, compared: Compared, change: Change) -> None:
-        """Count and log that the prompt left the one before it; numbers only, no content."""
-        self._live.change = change
-        self._metrics.diverged(change.part)
-        log.info(
-            "session %s: the %s changed (message %d of %d): %d of %d tokens were reused",
-            self._session.id,
-            change.part,
-            change.at_message,
-            compared.outline.num_messages,
-            compared.cached_tokens,
-            compared.prompt_tokens,
-            extra={"request_id": self._request_id, "session": self._session.id},
-        )
 
     def _head(self, upstream: Upstream) -> list[tuple[bytes, bytes]]:
         return [*passed_on(upstream), self._session_header()]
 
     def _session_header(self) -> tuple[bytes, bytes]:
         return SESSION_HEADER.encode(), id_to_header(self._session.id).encode()
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._began
 
 
 async def _gone() -> Message:

@@ -20,6 +20,7 @@ from msgspec import UNSET
 
 from engines.base import Engine, EngineError, EngineReport, SessionRef
 from gateway.watch.figures import Sums, Verdicts, memory_shown, prefill_speed, quality_shown
+from gateway.watch.metrics import Metrics
 from gateway.watch.requests import LiveRequest, of_tenant
 from gateway.watch.rows import Histories, Key, Rows
 from gateway.watch.scope import Parts, Scope
@@ -53,8 +54,8 @@ class Live:
         self,
         engine: Engine,
         sessions: SessionManager,
+        metrics: Metrics,
         *,
-        on_saved: Callable[[str, float], None] = lambda source, seconds: None,
         name: str = "",
         loading: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
@@ -62,14 +63,13 @@ class Live:
     ) -> None:
         """
         Args:
-            on_saved: hears of the seconds that a turn was spared, and by which source.
             name: of the model; "" = as the engine says.
             loading: returns the state of a model on demand, such as "unloaded"; "" of others.
             clock: the scheduler's.
         """
         self._name = name
         self._loading = loading
-        self._on_saved = on_saved
+        self._metrics = metrics
         self._engine = engine
         self._sessions = sessions
         self._clock = clock
@@ -105,19 +105,18 @@ class Live:
 
     @contextmanager
     def request(
-        self, ref: SessionRef, id: str, operation: str, client: str, title: str = ""
+        self, ref: SessionRef, id: str, operation: str, client: str
     ) -> Iterator[LiveRequest]:
-        """Follow a request while it is served; at its end its session's history has one more.
-
-        Args:
-            title: for its session; "" where the settings do not ask for titles.
-        """
-        request = LiveRequest(ref, id, operation, client, self._wall(), self._clock, title)
+        """Follow a request while it is served; at its end its session's history has one more."""
+        model = self._engine.welcome.model if self._engine.welcome else ""
+        at, clock = self._wall(), self._clock
+        request = LiveRequest(ref, id, operation, client, at, clock, self._metrics, model)
         key = (ref.tenant, ref.id)
         self._requests[request] = self._serving[key][request] = None
         try:
             yield request
         finally:
+            request.ended()
             self._count(request)
             del self._requests[request], self._serving[key][request]
             if not self._serving[key]:
@@ -138,7 +137,7 @@ class Live:
         self._speed.reported = prefill_speed(self._engine.codec)
         saved_s = self._speed.saved_s(request)
         if saved_s and request.cache is not None:
-            self._on_saved(request.cache.source, saved_s)
+            self._metrics.saved(request.cache.source, saved_s)
         for tenant in (None, request.ref.tenant):
             self._tallies[tenant].add(request, saved_s)
         key = (request.ref.tenant, request.ref.id)

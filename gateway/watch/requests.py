@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from engines.headers import CacheOutcome
+from engines.headers import CACHE_HEADER, PROMPT_HEADER, CacheOutcome
 from engines.wire import RequestProgress, SessionRef
-from gateway.identity.outline import Change
-from gateway.watch.metrics import PromptDetails, Usage
+from gateway.identity.outline import Change, Compared
+from gateway.watch.metrics import Metrics, PromptDetails, Usage
 from gateway.watch.shape import Phase, TurnShown
+
+log = logging.getLogger("thermocline.gateway")
 
 _LONGEST_COMMENT = 60
 
@@ -41,7 +43,10 @@ class _Counted:
 
 
 class LiveRequest:
-    """One request that is being served. Belongs to the event loop."""
+    """One request that is being served: hears of it, and counts it in the metrics.
+
+    Belongs to the event loop.
+    """
 
     def __init__(
         self,
@@ -50,24 +55,28 @@ class LiveRequest:
         operation: str,
         client: str,
         at: float,
-        clock: Callable[[], float] = time.perf_counter,
-        title: str = "",
+        clock: Callable[[], float],
+        metrics: Metrics,
+        model: str = "",
     ) -> None:
         """
         Args:
+            operation: OpenTelemetry's name.
+            client: a word for the program that asks.
             at: the Unix time of its arrival.
-            title: for its session; shown to readers of that session only.
+            model: the served one's name.
         """
         self.ref = ref
         self.id = request_id
         self.operation = operation
         self.client = client
         self.at = at
-        self.title = title
+        self.model = model
+        self.title = ""  # for its session; shown to readers of that session only
+        self.compared: Compared | None = None  # with the request before it in its session
         self.phase: Phase = "waiting"
         self.cache: CacheOutcome | None = None
         self.usage: Usage | None = None
-        self.change: Change | None = None
         self.first_token_s: float | None = None
         self.waited_s = 0.0
         self.error = ""
@@ -75,6 +84,7 @@ class LiveRequest:
         self.progress: RequestProgress | None = None  # the engine's latest report
         self.reported_prompt_tokens: int | None = None  # by the head of the engine's answer
         self.num_events = 0  # of a stream, each about a token
+        self._metrics = metrics
         self._clock = clock
         self._began = clock()
         self._opened = self._began
@@ -86,6 +96,53 @@ class LiveRequest:
         self.phase = "prefill"
         self._opened = self._clock()
         self.waited_s = self._opened - self._began
+
+    def engine_answered(self, headers: Mapping[str, str]) -> None:
+        """Read in the head of the engine's answer how much of the prompt is reused."""
+        self.cache = CacheOutcome.parse(headers.get(CACHE_HEADER, ""))
+        if self.shares is None and CACHE_HEADER in headers:
+            self._metrics.cache_outcome(self.cache)
+        if self.cache is None:
+            return
+        if self.compared is not None:
+            self.compared.cached_tokens = self.cache.cached_tokens
+        prompt_tokens = headers.get(PROMPT_HEADER, "")
+        if prompt_tokens.isdecimal():
+            self.reported_prompt_tokens = int(prompt_tokens)
+
+    def answered(self, usage: Usage | None) -> None:
+        """Take the engine's counts, if it sent any, at the end of its answer."""
+        if usage is not None:
+            self.usage = usage
+            if self.compared is not None:
+                self.compared.prompt_tokens = usage.prompt_tokens
+        if self.compared is not None and self.compared.change is not None:
+            self._diverged(self.compared, self.compared.change)
+        if (pace := self.token_s) is not None:
+            self._metrics.per_token(self.operation, self.model, pace)
+
+    def _diverged(self, compared: Compared, change: Change) -> None:
+        """Count and log that the prompt left the one before it; numbers only, no content."""
+        self._metrics.diverged(change.part)
+        log.info(
+            "session %s: the %s changed (message %d of %d): %d of %d tokens were reused",
+            self.ref.id,
+            change.part,
+            change.at_message,
+            compared.outline.num_messages,
+            compared.cached_tokens,
+            compared.prompt_tokens,
+            extra={"request_id": self.id, "session": self.ref.id},
+        )
+
+    def count(self, usage: Usage) -> None:
+        """Count the tokens of a turn that the engine served."""
+        self._metrics.used(self.operation, self.model, usage)
+
+    def ended(self) -> None:
+        """Count the request once it is over, by its ``error``."""
+        seconds = self._clock() - self._began
+        self._metrics.turn_ended(self.operation, self.model, seconds, self.error)
 
     @property
     def computed(self) -> LiveRequest:
@@ -190,13 +247,13 @@ class LiveRequest:
         cached = PromptDetails(cached_tokens=min(prompt, self.reused_tokens))
         return Usage(prompt, self.answered_tokens, cached)
 
-    def attributes(self, model: str) -> dict[str, str | int | float]:
+    def attributes(self) -> dict[str, str | int | float]:
         """Describe it by OpenTelemetry's names, as far as it is known."""
         known: dict[str, str | int | float | None] = {
             "gen_ai.operation.name": self.operation,
             "gen_ai.provider.name": "thermocline",
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
+            "gen_ai.request.model": self.model,
+            "gen_ai.response.model": self.model,
             "gen_ai.conversation.id": self.ref.id,
             "gen_ai.response.time_to_first_chunk": self.first_token_s,
             "thermocline.client": self.client,
@@ -231,6 +288,7 @@ class LiveRequest:
         if self.num_events:
             self.phase = "decode"
             self.first_token_s = self._clock() - self._began
+            self._metrics.first_token(self.operation, self.model, self.first_token_s, self.cache)
         return self.num_events > 0
 
     def _prefilled(self, comment: bytes) -> None:
@@ -244,7 +302,8 @@ class LiveRequest:
 
     def turn(self, saved_s: float | None) -> TurnShown:
         """Sum it up when it is over."""
-        cache, usage, change = self.cache, self.usage, self.change
+        cache, usage = self.cache, self.usage
+        change = self.compared.change if self.compared else None
         restored = cache is not None and cache.source.startswith("cold")
         return TurnShown(
             at=round(self.at, 3),

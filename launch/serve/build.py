@@ -123,7 +123,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
                     built.engine,
                     sessions,
                     settings.gateway,
-                    metrics.saved,
+                    metrics,
                     name=entry.name,
                     aliases=entry.aliases,
                     on_demand=on_demand[-1] if entry.load == "on-demand" else None,

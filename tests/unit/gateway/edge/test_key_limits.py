@@ -288,7 +288,8 @@ async def test_one_name_on_two_models_is_two_sessions() -> None:
     app = App(sessions_per_tenant=1)
     gateway, tenant = app.gateway, app.gateway.tenants.operator()
     one, two = (
-        ServedModel.of(app.engine, app.sessions, gateway.config, name=x) for x in ("one", "two")
+        ServedModel.of(app.engine, app.sessions, gateway.config, gateway.metrics, name=x)
+        for x in ("one", "two")
     )
     gateway.models = Models([one, two])
     gateway.limits._coming[tenant.name] = Counter([one.coming("s")])

@@ -43,7 +43,9 @@ class TwoModels(App):
         self.on_demand = on_demand
         models = [
             self.model,
-            ServedModel.of(self.slow, sessions, config, name=SLOW, on_demand=on_demand),
+            ServedModel.of(
+                self.slow, sessions, config, self.gateway.metrics, name=SLOW, on_demand=on_demand
+            ),
         ]
         gateway = self.gateway
         made = create_app(config, models, gateway.tenants, gateway.metrics, None, self.loading)

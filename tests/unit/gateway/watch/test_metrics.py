@@ -30,7 +30,7 @@ REPORT = EngineReport(
     tiers=[TierReport("disk", 7, 70, 2, 1, 0, True)],
     counters={"saves": 5},
 )
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 DASHBOARD = json.loads((DOCS / "grafana/thermocline.json").read_text())
 ALERTS = (DOCS / "grafana/alerts.yml").read_text()
 _NAME = re.compile(r"\b(?:thermocline|gen_ai)_[a-z_0-9]+(?=[\[{ )]|$)", re.MULTILINE)

@@ -6,7 +6,7 @@ import pytest
 
 from engines.headers import CacheOutcome
 from engines.wire import SessionRef
-from gateway.watch.metrics import PromptDetails, Usage
+from gateway.watch.metrics import Metrics, PromptDetails, Usage
 from gateway.watch.requests import LiveRequest, Stretch
 from gateway.watch.rows import MAX_STEPS, MAX_TURNS, Histories, title_of
 from gateway.watch.shape import TurnShown
@@ -25,9 +25,13 @@ class Clock:
         return self.now
 
 
+def live_request(id: str, clock: Clock) -> LiveRequest:
+    return LiveRequest(REF, id, "chat", "curl", 5.0, clock, Metrics())
+
+
 def request(clock: Clock, source: str, cached: int, prompt: int, first_s: float) -> LiveRequest:
     """A streamed turn that is over, which waited for 1 s before the engine had it."""
-    made = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
+    made = live_request("req_1", clock)
     clock.now += 1.0
     made.admitted()
     made.cache = CacheOutcome(source, cached)  # type: ignore[arg-type]
@@ -61,7 +65,7 @@ def test_the_saved_time_is_a_prefill_at_the_measured_speed_less_the_time_to_rest
 
 def test_an_engines_comments_say_how_far_a_prefill_is_and_its_speed():
     clock, speed = Clock(), PrefillSpeed()
-    made = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
+    made = live_request("req_1", clock)
     made.admitted()
     made.cache = CacheOutcome("miss", 0)
     clock.now += 2.0
@@ -122,7 +126,7 @@ def test_the_first_rate_of_an_answer_is_its_own_speed_after_any_time_without_rea
     paced(request(clock, "miss", 0, 100, 0.5), pace)  # an earlier turn, seen by a reader
     clock.now += 160.0
     assert rates(pace, clock) == (0.0, 0.0)
-    made = LiveRequest(REF, "req_2", "chat", "curl", 5.0, clock)
+    made = live_request("req_2", clock)
     made.admitted()
     made.cache = CacheOutcome("miss", 0)
     made.reported_prompt_tokens = 90
@@ -140,7 +144,7 @@ def test_the_first_rate_of_an_answer_is_its_own_speed_after_any_time_without_rea
 
 def test_an_answer_that_comes_whole_counts_over_the_time_that_it_took():
     clock, pace = Clock(), Tally(Clock())
-    made = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
+    made = live_request("req_1", clock)
     made.admitted()
     clock.now += 20.0
     assert made.uncounted() == [], "nothing is known yet"
@@ -157,7 +161,7 @@ def test_an_answer_that_comes_whole_counts_over_the_time_that_it_took():
 
 def test_a_request_that_waits_or_gets_anothers_answer_is_not_counted():
     clock = Clock()
-    waiting = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
+    waiting = live_request("req_1", clock)
     waiting.reported_prompt_tokens = 10
     joined = request(clock, "miss", 0, 100, 0.5)
     joined.shares = waiting

@@ -17,6 +17,7 @@ from engines.base import EngineReport, SessionRef, SessionReport
 from engines.headers import CacheOutcome
 from engines.wire import KVSize
 from gateway.watch.live import LINGER_S, Live
+from gateway.watch.metrics import Metrics
 from gateway.watch.scope import ChangeLog, Scope
 from scheduler.config import SchedulerConfig
 from scheduler.session import Event
@@ -66,7 +67,7 @@ class Watched:
         self.sessions = SessionManager(
             engine, SchedulerConfig(), salt_of=lambda name: b"", clock=self.clock
         )
-        self.live = Live(engine, self.sessions, clock=self.clock, wall=self.clock)
+        self.live = Live(engine, self.sessions, Metrics(), clock=self.clock, wall=self.clock)
 
     def turn(self, id: str, tenant: str = "alice", tokens: int = 10) -> None:
         """A turn from its begin to its end."""
@@ -357,13 +358,14 @@ async def test_a_session_that_the_engine_refused_has_moved_nowhere(watched: Watc
 async def test_a_title_is_shown_to_its_tenant_and_goes_with_its_session(watched: Watched):
     ref = SessionRef("alice", "s", b"")
     with watched.reader("alice") as mine, watched.reader("bob") as his:
-        with watched.live.request(ref, "r", "chat", "curl", "my secret plan") as it:
+        with watched.live.request(ref, "r", "chat", "curl") as it:
+            it.title = "my secret plan"
             row = watched.sessions.table.begin(ref)
             it.admitted()
             row.known = True
             assert snapshot(mine)["sessions"][0]["title"] == "my secret plan"
             watched.sessions.table.end(row)
-            assert "secret" not in str(it.attributes("m"))
+            assert "secret" not in str(it.attributes())
         assert snapshot(mine)["sessions"][0]["title"] == "my secret plan"
         assert b"secret" not in b"".join(his.snapshot())
         watched.forget("s")

@@ -102,7 +102,8 @@ async def test_models_take_their_aliases_and_derived_budgets_are_no_change(
 ):
     caplog.set_level("INFO")
     app = App()
-    two = ServedModel.of(app.engine, app.sessions, app.gateway.config, name="two")
+    config, metrics = app.gateway.config, app.gateway.metrics
+    two = ServedModel.of(app.engine, app.sessions, config, metrics, name="two")
     app.gateway.models = Models([app.model, two])
     reload = Reload(
         app.gateway,
