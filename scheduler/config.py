@@ -21,7 +21,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     # valuable first, until low water is reached.
     high_water: Fraction = 0.85
     low_water: Fraction = 0.65
-    sweep_every_s: PositiveSeconds = 1.0
     max_hibernations: Positive = 4  # at once, and as many more when memory is short
     max_prefetches: Positive = 2  # at once
     # Turns inside the engine, batched or in its own waiting line. If one tenant holds them all,

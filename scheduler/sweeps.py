@@ -41,6 +41,7 @@ PREFILL_S_PER_TOKEN = 1e-3
 PREFILL_QUADRATIC_TOKENS = 8192  # context at which attention doubles the price of a token
 MAX_RANKED = 4096  # of the longest quiet; limits the time of a sweep, however many sessions exist
 UNPACK_SHARE = {"ram": 0.01, "disk": 0.02, "redis": 0.05}  # of the prefill it replaces
+SWEEP_EVERY_S = 1.0
 MIN_SWEEP_GAP_S = 0.05  # turns that end in a burst share a sweep
 
 
@@ -215,7 +216,7 @@ class Sweeps:
             while True:
                 with suppress(TimeoutError):
                     # Not wait_for: before Python 3.12 it can lose a cancellation.
-                    async with asyncio.timeout(self._config.sweep_every_s):
+                    async with asyncio.timeout(SWEEP_EVERY_S):
                         await self._wanted.wait()
                 self._wanted.clear()
                 await self.look(jobs)

@@ -142,14 +142,15 @@ class Ledger(Generic[R]):
         """
         if not self._to_load:
             return
-        self.upkeep.retry_deletions()
+        deletions = self.upkeep.deletions
+        deletions.retry()
         found: list[R] = []
         for level in list(self._to_load):
-            self.upkeep.retry_records(level)
-            if not self.upkeep.owes_deletions(level):
+            deletions.retry_records(level)
+            if not deletions.is_owed(level):
                 found += self._load_from(level)
             if level not in self._to_load:
-                self.upkeep.retry_inherited(level)
+                deletions.retry_inherited(level)
         self._say_whose_blobs(found)
         for record in found:
             if record.pinned:
@@ -167,7 +168,7 @@ class Ledger(Generic[R]):
             keys = written[::-1]  # the most recently used first
         found: list[R] = []
         later: list[bytes] = []
-        while keys and not (self._closing.is_set() or self.upkeep.owes_deletions(level)):
+        while keys and not (self._closing.is_set() or self.upkeep.deletions.is_owed(level)):
             batch, keys = keys[:LOAD_BATCH], keys[LOAD_BATCH:]
             try:
                 loaded = self.index.load_written(level, batch)

@@ -155,7 +155,7 @@ class Upkeep(Generic[R]):
         self._workers = workers
         self._notices = notices
         self._is_awaited = is_awaited
-        self._deletions = _Deletions(stack, index, index.clock)
+        self.deletions = Deletions(stack, index, index.clock)
         self._pinning = threading.Lock()  # checking the share and taking it is one step
 
     def tier_of(self, record: R) -> TierName | None:
@@ -228,23 +228,7 @@ class Upkeep(Generic[R]):
             if self._index.is_over(record):
                 self._let_lapse(self._index.key(record))
         self._notices.look()
-        self._deletions.retry()
-
-    def retry_deletions(self) -> None:
-        """Try each pending deletion once more."""
-        self._deletions.retry()
-
-    def owes_deletions(self, level: int) -> bool:
-        """True if sessions are still to be deleted from a tier that did not answer."""
-        return self._deletions.is_owed(level)
-
-    def retry_records(self, level: int) -> None:
-        """Delete records that earlier lives owe a tier; call it before the tier's are read."""
-        self._deletions.retry_records(level)
-
-    def retry_inherited(self, level: int) -> None:
-        """Delete other blobs that earlier lives owe a tier, once all its records are known."""
-        self._deletions.retry_inherited(level)
+        self.deletions.retry()
 
     def _let_lapse(self, key: bytes) -> None:
         with self._claims.claim(key):
@@ -267,7 +251,7 @@ class Upkeep(Generic[R]):
         # A reader may have found the record again meanwhile, since it is deleted last, so that an
         # interrupted caller can begin again. So the session itself does not count as a user.
         for keys in (self._index.unshared(doomed, key), [key]):
-            self._deletions.everywhere(key, keys)
+            self.deletions.everywhere(key, keys)
         self._index.remove(key)
         return bool(copies)
 
@@ -280,7 +264,7 @@ def _is_taken(sent: Future[bool]) -> bool:
         return False
 
 
-class _Deletions(Generic[R]):
+class Deletions(Generic[R]):
     """Removes blobs from every tier, later also from one that is down now. Thread-safe."""
 
     def __init__(

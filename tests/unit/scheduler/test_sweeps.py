@@ -182,16 +182,18 @@ async def test_a_session_the_engine_will_not_let_go_is_not_asked_every_second(
 
 
 async def test_the_loop_survives_an_engine_that_is_away(manager_with, engine, clock, ref, talk):
-    manager = manager_with(idle_after_s=1.0, sweep_every_s=0.01)
+    manager = manager_with(idle_after_s=1.0)
     await talk(manager, ref("a"))
     clock.now += 5
     engine.down = True
     loop = asyncio.create_task(manager.run())
+    manager.sweeps.hurry()
     await asyncio.sleep(0.1)
     assert manager.get(ref("a")).state == "idle"
     engine.down = False
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         while manager.get(ref("a")).state != "cold":
+            manager.sweeps.hurry()
             await asyncio.sleep(0.01)
     loop.cancel()
     with suppress(asyncio.CancelledError):
@@ -215,9 +217,7 @@ async def test_memory_pressure_does_not_wait_for_sessions_that_are_slow_to_sleep
     engine, clock, log, ref, talk
 ):
     available = 5000
-    config = SchedulerConfig(
-        idle_after_s=60.0, max_hibernations=1, sweep_every_s=0.001, memory_low_bytes=1000
-    )
+    config = SchedulerConfig(idle_after_s=60.0, max_hibernations=1, memory_low_bytes=1000)
     manager = SessionManager(
         engine, config, salt_of=salt_of, clock=clock, observer=log, memory=lambda: available
     )
@@ -228,10 +228,12 @@ async def test_memory_pressure_does_not_wait_for_sessions_that_are_slow_to_sleep
     loop = asyncio.create_task(manager.sweeps.run())
     async with asyncio.timeout(30):
         while engine.demoted != ["quiet"]:  # under way, and the engine takes its time
+            manager.sweeps.hurry()
             await asyncio.sleep(0.001)
         available = 900
         clock.now += LOOK_EVERY_S
         while engine.demoted != ["quiet", "recent"]:
+            manager.sweeps.hurry()
             await asyncio.sleep(0.001)
     assert log.decisions == ["hibernate-idle", "hibernate-memory"]  # and each of them once
     loop.cancel()
