@@ -1,8 +1,8 @@
-"""The protocol through which the scheduler reports to logs, metrics and other listeners."""
+"""The interface through which the scheduler reports to logs, metrics and other listeners."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from engines.base import EngineReport, SessionRef, TierName
 
@@ -18,8 +18,11 @@ class Step(NamedTuple):
     why: str = ""  # it left: idle, pressure, memory, asked, engine, budget, expired, forgotten, ...
 
 
-class Observer(Protocol):
-    """Receives every action of the scheduler. Called on the event loop; must not block."""
+class Observer:
+    """Receives every action of the scheduler, and ignores those that a subclass does not take.
+
+    Called on the event loop; must not block.
+    """
 
     def transition(self, ref: SessionRef, step: Step) -> None:
         """A session changed state, or the tier where it sleeps; called once for every change."""
@@ -40,29 +43,7 @@ class Observer(Protocol):
         """The machine's memory became scarce, low, or enough again."""
 
 
-class NullObserver:
-    """Ignores every report."""
-
-    def transition(self, ref: SessionRef, step: Step) -> None:
-        pass
-
-    def row_changed(self, ref: SessionRef) -> None:
-        pass
-
-    def engine_reported(self, report: EngineReport) -> None:
-        pass
-
-    def turn_waited(self, seconds: float) -> None:
-        pass
-
-    def decision(self, name: str) -> None:
-        pass
-
-    def memory(self, level: str, available_bytes: int) -> None:
-        pass
-
-
-class Observers:
+class Observers(Observer):
     """Passes every report on to several observers, in the order in which they were added."""
 
     def __init__(self, *observers: Observer) -> None:

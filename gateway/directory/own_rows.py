@@ -14,7 +14,7 @@ from gateway.keys import Tenants
 from gateway.models.served_model import ServedModel
 from kvstore.directory.entries import Names, Row, page_of
 from kvstore.directory.exchange import PageName
-from scheduler.observer import NullObserver
+from scheduler.observer import Observer
 from scheduler.session import SessionView
 
 log = logging.getLogger("thermocline.directory")
@@ -110,7 +110,7 @@ def _same(row: Row, other: Row) -> bool:
     return near and msgspec.structs.replace(row, used=other.used, retain_s=other.retain_s) == other
 
 
-class Changes(NullObserver):
+class Changes(Observer):
     """Notes which rows of a model's table have changed."""
 
     def __init__(self, number: int, changes: dict[tuple[int, str, str], None]) -> None:

@@ -34,7 +34,7 @@ from gateway.watch.shape import (
     SessionDetail,
 )
 from gateway.watch.tally import HOUR_S, STEP_S, PrefillSpeed, Tally
-from scheduler.observer import Step
+from scheduler.observer import Observer, Step
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.live")
@@ -47,8 +47,8 @@ DIALECTS = ("chat.completions", "completions", "responses", "messages")
 COARSE_BYTES = 64 << 20  # the machine's memory changes all the time; smaller steps mean nothing
 
 
-class Live:
-    """The live state of one app; a ``scheduler.observer.Observer``. Belongs to the event loop."""
+class Live(Observer):
+    """The live state of one app. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Live:
             self.histories.turned(key, request.turn(saved_s), request.title)
             self.row_changed(request.ref)
 
-    # ---- scheduler.observer.Observer
+    # ---- reports of the scheduler
 
     def transition(self, ref: SessionRef, step: Step) -> None:
         key = (ref.tenant, ref.id)
@@ -198,15 +198,6 @@ class Live:
         for request in self._requests:
             key = (request.ref.tenant, request.ref.id)
             request.progress = reported.get(key, request.progress)
-
-    def turn_waited(self, seconds: float) -> None:
-        pass
-
-    def decision(self, name: str) -> None:
-        pass
-
-    def memory(self, level: str, available_bytes: int) -> None:
-        pass
 
     # ---- readers
 

@@ -16,10 +16,10 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from engines.headers import CacheOutcome
-from engines.wire import EngineReport, SessionRef
+from engines.wire import SessionRef
 from gateway.watch.gauges import GaugeCollector
 from gateway.watch.gauges import Gauges as Gauges
-from scheduler.observer import Step
+from scheduler.observer import Observer, Step
 
 log = logging.getLogger("thermocline.sessions")
 
@@ -95,8 +95,8 @@ class Defined(NamedTuple):
     words: str
 
 
-class Metrics:
-    """The metrics of one app, in a registry of its own; also the scheduler's ``Observer``."""
+class Metrics(Observer):
+    """The metrics of one app, in a registry of its own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -201,7 +201,7 @@ class Metrics:
         """Note whether keys' limits are shared with other gateways."""
         self._shared_limits.set(is_shared)
 
-    # ---- scheduler.observer.Observer
+    # ---- reports of the scheduler
 
     def transition(self, ref: SessionRef, step: Step) -> None:
         level = logging.DEBUG if step.event in _EVERY_TURN else logging.INFO
@@ -211,12 +211,6 @@ class Metrics:
         self._transitions(step.before, step.event, step.after).inc()
         if step.left:
             self._departures(step.left, step.why).inc()
-
-    def row_changed(self, ref: SessionRef) -> None:
-        pass
-
-    def engine_reported(self, report: EngineReport) -> None:
-        pass
 
     def turn_waited(self, seconds: float) -> None:
         self._waited().observe(seconds)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import CacheOutcome, EngineRefused, SessionRef
-from scheduler.observer import NullObserver
+from scheduler.observer import Observer
 from scheduler.session import Event, State, TurnHints
 from scheduler.table import Queue, SessionTable
 
@@ -57,7 +57,7 @@ async def test_running_turns_keep_their_rows(manager_with, clock, ref):
 
 def make_table(max_rows: int = 100) -> tuple[SessionTable, Clock]:
     clock = Clock()
-    return SessionTable(max_rows, clock, NullObserver()), clock
+    return SessionTable(max_rows, clock, Observer()), clock
 
 
 def named(id: str) -> SessionRef:
