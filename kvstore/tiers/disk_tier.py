@@ -29,7 +29,7 @@ from pathlib import Path
 import lmdb
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.base import Blob, TierStats
+from kvstore.tiers.base import Blob
 from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit, first_batch
 from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder
 from kvstore.tiers.lmdb_blobs import CallGuard, FileExtent, LmdbBlobs, erase, is_want_of_room
@@ -346,17 +346,8 @@ class DiskTier(IndexedTier):
 
     # Life
 
-    def stats(self) -> TierStats:
-        with self._lock:
-            return TierStats(
-                name=self.name,
-                nbytes=self._index.nbytes,
-                capacity_bytes=self._index.capacity_bytes,
-                num_blobs=len(self._index),
-                evictions=self._num_evictions,
-                errors=self._guard.num_errors,
-                available=not self._guard.damaged,
-            )
+    def _health(self) -> tuple[int, bool]:
+        return self._guard.num_errors, not self._guard.damaged
 
     def flush(self) -> None:
         with self._guard.call(), self._writing:

@@ -25,7 +25,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.tiers.base import EvictionCause, EvictionCauses
+from kvstore.session import TierName
+from kvstore.tiers.base import EvictionCause, EvictionCauses, TierStats
 from kvstore.tiers.tenant_parts import TenantParts
 
 
@@ -323,8 +324,27 @@ class RecencyIndex:
 class IndexedTier:
     """The methods of ``Tier`` that a ``RecencyIndex`` implements, under the lock of the tier."""
 
+    name: TierName
     _index: RecencyIndex
     _lock: threading.Lock
+    _num_evictions: int
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            num_errors, is_available = self._health()
+            return TierStats(
+                name=self.name,
+                nbytes=self._index.nbytes,
+                capacity_bytes=self._index.capacity_bytes,
+                num_blobs=len(self._index),
+                evictions=self._num_evictions,
+                errors=num_errors,
+                available=is_available,
+            )
+
+    def _health(self) -> tuple[int, bool]:
+        """Count errors of the medium, and say whether it answers."""
+        return 0, True
 
     @property
     def owed_file(self) -> Path | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvstore.tiers.base import Blob, TierStats
+from kvstore.tiers.base import Blob
 from kvstore.tiers.lru import IndexedTier, IndexUpdate, RecencyIndex
 
 # CPython's memory per blob besides the bytes of key and blob: object headers, an entry in two
@@ -104,18 +104,6 @@ class RamTier(IndexedTier):
         with self._lock:
             found = sorted(item for item in self._blobs.items() if item[0].startswith(prefix))
         yield from found
-
-    def stats(self) -> TierStats:
-        with self._lock:
-            return TierStats(
-                name=self.name,
-                nbytes=self._index.nbytes,
-                capacity_bytes=self._index.capacity_bytes,
-                num_blobs=len(self._blobs),
-                evictions=self._num_evictions,
-                errors=0,
-                available=True,
-            )
 
     def flush(self) -> None:
         pass

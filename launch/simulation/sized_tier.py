@@ -9,7 +9,7 @@ from typing import Final
 
 from kvstore.blobs.chain import RECORD
 from kvstore.session import TierName
-from kvstore.tiers.base import Blob, TierStats
+from kvstore.tiers.base import Blob
 from kvstore.tiers.lru import IndexedTier, IndexUpdate, RecencyIndex
 
 ENTRY_BYTES: Final = 512  # of a blob besides its own bytes, as in the real tiers
@@ -99,17 +99,6 @@ class SizedTier(IndexedTier):
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         yield from sorted(x for x in self._records.items() if x[0].startswith(prefix))
-
-    def stats(self) -> TierStats:
-        return TierStats(
-            name=self.name,
-            nbytes=self._index.nbytes,
-            capacity_bytes=self._index.capacity_bytes,
-            num_blobs=len(self._index),
-            evictions=self._num_evictions,
-            errors=0,
-            available=True,
-        )
 
     def flush(self) -> None:
         """Do nothing: all is written at once."""

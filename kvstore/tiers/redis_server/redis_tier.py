@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.base import Blob, TierStats
+from kvstore.tiers.base import Blob
 from kvstore.tiers.lru import IndexedTier, IndexUpdate, RecencyEntry, RecencyIndex
 from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs, WriteInterrupted
 from kvstore.tiers.redis_server.book import (
@@ -369,17 +369,8 @@ class RedisTier(IndexedTier):
 
     # Life
 
-    def stats(self) -> TierStats:
-        with self._lock:
-            return TierStats(
-                name=self.name,
-                nbytes=self._index.nbytes,
-                capacity_bytes=self._index.capacity_bytes,
-                num_blobs=len(self._index),
-                evictions=self._num_evictions,
-                errors=self._link.num_errors,
-                available=self._link.available,
-            )
+    def _health(self) -> tuple[int, bool]:
+        return self._link.num_errors, self._link.available
 
     def flush(self) -> None:
         """Do nothing: a writing call returns only when the server has the blob."""
