@@ -1,6 +1,6 @@
 """Stored objects: entries and items, sealed for their tenant before they lie on a shelf.
 
-What was changed there, or moved to another place, is not there (``entry_seal``). Labels, by which
+What was changed there, or moved to another place, is not there (``seal``). Labels, by which
 objects are listed, lie on the shelf as keyed hashes.
 
 Methods are made of steps: between two of them another tenant has its turn (see ``stored``). A step

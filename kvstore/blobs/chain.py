@@ -10,7 +10,7 @@ chunk size. The hash of each full chunk covers the digest before it and the chun
 
 so equal keys mean equal tokens from the very first one on, and one tenant can never name another
 tenant's chunk. The key does not depend on how KV is packed: the same chunk may be stored in several
-codecs, distinguished by their tags (``codec_tags``). The keys of the tail and the snapshots are
+codecs, distinguished by their tags (``codec_set``). The keys of the tail and the snapshots are
 derived from the same chain; only the tail's key also covers its session, because the tail is
 replaced each turn. A session record is found without the salt: by tenant, session id and model
 name, so that a change of weights is *detected* (and reported as a miss) instead of hiding the

@@ -56,7 +56,7 @@ class Board(msgspec.Struct, frozen=True, array_like=True):
     life: bytes
     number: int  # grows with each writing
     at: float  # seconds of the Redis server's clock
-    clock: int  # see ``deletions``
+    clock: int  # see ``entries``
     num_deletions: int  # reported so far, the recent ones included
     recent: list[tuple[bytes, int]] = []  # marks and epochs; all others are in its ``deletions``
     orders: list[Order] = []

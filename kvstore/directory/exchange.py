@@ -53,7 +53,7 @@ class Exchange:
 
         Args:
             name: of this gateway, the same in all its lives.
-            life: of this process; ``board.LIFE_BYTES`` random bytes.
+            life: of this process; ``boards.LIFE_BYTES`` random bytes.
         """
         self._server = server
         self._names = names

@@ -2,7 +2,7 @@
 
 A tier is identified here by its level in the stack: 0 is the fastest. Tiers are inclusive: several
 may hold the same blob, and the fastest copy is the one to read. Callers name blobs by keys; only
-this module knows under which codec's tag a blob is stored (``codec_tags``). A key usually has one
+this module knows under which codec's tag a blob is stored (``codec_set``). A key usually has one
 blob in a tier, and never two with different contents.
 """
 

@@ -127,7 +127,7 @@ class RedisLink:
     """Runs command batches against one server, or the nodes of a cluster. Thread-safe.
 
     Args:
-        url: see ``pools`` and ``cluster``. Nothing is connected before the first run.
+        url: see ``primaries``. Nothing is connected before the first run.
         deadline_s: for one batch, connecting included. A silent server is given up after half of
             it, so that a batch never takes longer than one and a half times this.
         longest_wait_s: until a server that did not answer is tried again.

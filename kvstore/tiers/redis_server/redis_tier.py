@@ -15,7 +15,7 @@ blobs from our own eviction only; the server does not know them.
 
 **Time.** Each exchange with the server has ``deadline_s``. ``get_many`` has one such deadline for
 the whole call and returns the blobs that came in time. After three failures in a row every call
-raises ``TierUnavailable`` at once, until a probe succeeds (``breaker``).
+raises ``TierUnavailable`` at once, until a probe succeeds (``link.Breaker``).
 """
 
 from __future__ import annotations
