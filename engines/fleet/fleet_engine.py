@@ -35,13 +35,12 @@ from engines.base import (
     TierName,
     Welcome,
 )
-from engines.client.next_life import NextLife
+from engines.client.http_exchange import NextLife
 from engines.config import CalibrationOrder
 from engines.fleet.choice import Choice
 from engines.fleet.fleet_exchange import FleetExchange
 from engines.fleet.homes import Homes
-from engines.fleet.joined import difference, joined_report, joined_welcome
-from engines.fleet.replica import Replica
+from engines.fleet.replica import Replica, difference, joined_report, joined_welcome
 from engines.headers import session_from
 
 log = logging.getLogger("thermocline.engines")

@@ -19,9 +19,8 @@ import uvicorn
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
 from engines.host.control_server import ControlServer
-from engines.host.fill_in import fill_in_of
 from engines.host.lifeline import Lifeline, read_settings, runtime_folder
-from engines.host.template_rules import rules_of
+from engines.host.template_rules import fill_in_of, rules_of
 from engines.mlx_worker.cache.layout import CannotServe
 from engines.mlx_worker.control.measurement import Measuring
 from engines.mlx_worker.control.reports import Notifier, SessionReports

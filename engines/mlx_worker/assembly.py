@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.config import EngineConfig
-from engines.host.fair_shares import FairShares
-from engines.host.line_order import length_class
+from engines.host.fair_shares import FairShares, length_class
 from engines.host.tenant_line import QueueLimit
 from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batch_loop import BatchLoop

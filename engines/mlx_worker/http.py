@@ -65,6 +65,8 @@ from engines.mlx_worker.prompt.tools import grammar_wanted
 from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.errors import unknown_model
 from engines.openai.requests import (
+    DETOKENIZE_PATH,
+    TOKENIZE_PATH,
     Body,
     CompletionRequest,
     InvalidRequest,
@@ -73,10 +75,6 @@ from engines.openai.requests import (
     parse_chat,
     parse_completion,
     parse_json,
-)
-from engines.openai.tokenizing import (
-    DETOKENIZE_PATH,
-    TOKENIZE_PATH,
     validate_detokenize,
     validate_tokenize,
 )

@@ -15,7 +15,7 @@ from ray.serve.llm import LLMConfig, LLMServer
 
 from engines.client.engine_client import EngineClient
 from engines.config import EngineConfig, WorkerConfig
-from engines.fleet.listing import ListedReplica
+from engines.fleet.replica_list import ListedReplica
 from engines.on_ray.drain import save_all
 from engines.on_ray.front import Front
 from engines.on_ray.own_settings import OwnSettings, own_settings

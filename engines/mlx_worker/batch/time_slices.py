@@ -19,8 +19,7 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from engines.host.fair_shares import PROMPT_TOKEN, QUANTUM, FairShares
-from engines.host.line_order import LONG_ANSWER
+from engines.host.fair_shares import LONG_ANSWER, PROMPT_TOKEN, QUANTUM, FairShares
 from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batches import Batches, StepOutput
 from engines.mlx_worker.batch.memory_budget import MemoryBudget

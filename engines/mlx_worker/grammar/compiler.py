@@ -16,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
-from engines.host.grammar.matchers import Verdict
-from engines.host.grammar.program import Vocabulary as TrialVocabulary
-from engines.host.grammar.source import GrammarSource, GrammarWish, source_of
-from engines.host.grammar.trial import GrammarTrials
+from engines.host.grammar import GrammarSource, GrammarWish, Verdict, source_of
+from engines.host.grammar_program import Vocabulary as TrialVocabulary
+from engines.host.grammar_trial import GrammarTrials
 from engines.host.tenant_line import Payer, QueueFull, TenantLine, to_its_end
 from engines.mlx_worker.grammar.grammar import Grammar, GrammarFailed
 from engines.mlx_worker.model.vocabulary import Vocabulary

@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLMatcher
 from mlx_lm.generate import StopSequences
 
-from engines.host.grammar.matchers import FREE_MASK_S, MAX_MASKS_S, new_matcher, reason_of
+from engines.host.grammar import FREE_MASK_S, MAX_MASKS_S, new_matcher, reason_of
 from engines.mlx_worker.model.vocabulary import Vocabulary
 
 

@@ -9,8 +9,7 @@ from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.chat_template import PromptWriter
 from engines.mlx_worker.prompt.tools import plan_tools
 from engines.openai.errors import InvalidRequest
-from engines.openai.requests import ChatRequest
-from engines.openai.tokenizing import MAX_CONTEXTS, Detokenize, TokenizeText
+from engines.openai.requests import MAX_CONTEXTS, ChatRequest, Detokenize, TokenizeText
 
 
 class PromptTokens:

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from engines.host.grammar.source import GrammarWish, answer_schema
+from engines.host.grammar import GrammarWish, answer_schema
 from engines.mlx_worker.answer.tool_calls import (
     BareCalls,
     CallReader,

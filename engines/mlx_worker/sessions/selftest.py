@@ -15,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from engines.kv_budget import MOST_EXACT
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches, leaves
-from engines.packed_budget import MOST_EXACT
 from kvstore.blobs.snapshot import decode_state, encode_state
 from kvstore.codecs.rows.packed_layout import PackedLayout
 

@@ -26,7 +26,7 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from engines.host.grammar.matchers import FREE_MASK_S, MAX_MASKS_S
+from engines.host.grammar import FREE_MASK_S, MAX_MASKS_S
 from engines.vllm_plugin.grammar.compiling import guided
 
 _GUIDED: Final = {

@@ -7,8 +7,7 @@ import json
 import llguidance
 from llguidance import LLMatcher
 
-from engines.host.grammar.matchers import LIMITS, new_matcher
-from engines.host.grammar.source import GrammarWish, source_of
+from engines.host.grammar import LIMITS, GrammarWish, new_matcher, source_of
 
 
 def guided(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> LLMatcher | None:

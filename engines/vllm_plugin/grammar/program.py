@@ -1,7 +1,7 @@
 """``python -m engines.vllm_plugin.grammar.program``: tries grammars that vLLM would compile.
 
 It repeats the work that vLLM does for a grammar in its API server and, with our ``backend``, in its
-EngineCore. ``host.grammar.program`` is the frame: this process ends when a grammar takes too much.
+EngineCore. ``host.grammar_program`` is the frame: this process ends when a grammar takes too much.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import llguidance
 import msgspec
 import xgrammar
 
-from engines.host.grammar.matchers import MAX_MASK_S, TOO_MUCH, Verdict, first_steps, reason_of
-from engines.host.grammar.program import Judge, serve
+from engines.host.grammar import MAX_MASK_S, TOO_MUCH, Verdict, first_steps, reason_of
+from engines.host.grammar_program import Judge, serve
 from engines.vllm_plugin.grammar.compiling import guided
 from engines.vllm_plugin.grammar.wanted import Wanted
 

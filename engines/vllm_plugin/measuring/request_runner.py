@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
-from engines.about_vllm.fields import PARAMS_FIELD
+from engines.headers import PARAMS_FIELD
 from engines.vllm_plugin.identity import TICKET_FIELD
 from engines.vllm_plugin.messages import ForwardDone, RunForward
 

@@ -28,7 +28,7 @@ from vllm.renderers.registry import RENDERER_REGISTRY
 
 from engines.host.control_tokens import ControlTokens
 from engines.host.tenant_line import TenantLine, to_its_end
-from engines.openai.tokenizing import MAX_CONTEXTS
+from engines.openai.requests import MAX_CONTEXTS
 from engines.vllm_plugin.identity import PAYER
 
 LONG_CHARS: Final = 1 << 16  # takes some 20 ms

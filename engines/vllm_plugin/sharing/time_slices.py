@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from engines.about_vllm.fields import PARAMS_FIELD
-from engines.host.fair_shares import PROMPT_TOKEN, QUANTUM, FairShares
-from engines.host.line_order import (
+from engines.headers import PARAMS_FIELD
+from engines.host.fair_shares import (
     LONG_ANSWER,
+    PROMPT_TOKEN,
+    QUANTUM,
+    FairShares,
     after_those_who_ran,
     in_fair_order,
     in_turns,
@@ -86,7 +88,7 @@ class TimeSlices:
 
         Within a tenant, requests that ran already come first, in the order in which they made way,
         but one of every four is a request that has not begun; these are in the order of
-        ``line_order``.
+        ``host.fair_shares``.
         """
         lines: dict[str, list[Any]] = {}
         for request in waiting:

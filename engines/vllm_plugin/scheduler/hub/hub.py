@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from engines.host.sockets import private_socket, send_bounded
+from engines.host.control_server import private_socket, send_bounded
 from engines.vllm_plugin.messages import (
     Ask,
     ForwardDone,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engines.about_vllm.fields import PARAMS_FIELD, with_session
-from engines.host.fair_shares import QUANTUM
-from engines.host.line_order import LONG_ANSWER
+from engines.headers import PARAMS_FIELD, with_session
+from engines.host.fair_shares import LONG_ANSWER, QUANTUM
 from engines.vllm_plugin.identity import TICKET_FIELD, answer_id_of, marked_id, weight_of
 from engines.vllm_plugin.sharing.time_slices import TimeSlices, tenant_of
 from kvstore.session import SessionRef

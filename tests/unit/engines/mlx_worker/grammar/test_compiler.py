@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from engines.host.grammar.source import GrammarWish
-from engines.host.grammar.trial import PROGRAM
+from engines.host.grammar import GrammarWish
+from engines.host.grammar_trial import PROGRAM
 from engines.host.tenant_line import Payer
 from engines.mlx_worker.grammar.compiler import GrammarCompiler
 from engines.mlx_worker.model.vocabulary import Vocabulary

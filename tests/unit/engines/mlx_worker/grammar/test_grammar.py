@@ -8,8 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engines.host.grammar.matchers import Verdict, tried
-from engines.host.grammar.source import GrammarWish, answer_schema, source_of
+from engines.host.grammar import GrammarWish, Verdict, answer_schema, source_of, tried
 from engines.mlx_worker.grammar import grammar as grammar_module
 from engines.mlx_worker.grammar.grammar import Grammar, GrammarFailed, GrammarProcessor
 from engines.mlx_worker.model.vocabulary import Vocabulary

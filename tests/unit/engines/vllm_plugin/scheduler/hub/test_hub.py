@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.host.control_server import ControlServer
-from engines.host.sockets import MAX_UNSENT_BYTES
+from engines.host.control_server import MAX_UNSENT_BYTES, ControlServer
 from engines.vllm_plugin.messages import (
     FrontHello,
     RankHello,

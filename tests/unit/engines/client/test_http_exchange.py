@@ -11,10 +11,9 @@ import msgspec
 import pytest
 
 from engines.base import EngineStalled, EngineUnavailable
-from engines.client.address import HttpAddress
+from engines.client.connection import HttpAddress
 from engines.client.engine_client import EngineClient
-from engines.client.http_exchange import HttpExchange
-from engines.client.next_life import NextLife
+from engines.client.http_exchange import HttpExchange, NextLife
 from engines.wire import Welcome
 from tests.unit.engines.conftest import WELCOME, FakeProcess, until
 

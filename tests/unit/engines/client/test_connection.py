@@ -1,4 +1,4 @@
-"""Reading an engine's response off a connection, however its bytes are cut."""
+"""Reads responses of an engine, over real sockets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import EngineError, EngineStalled, EngineUnavailable
-from engines.client.address import HttpAddress
-from engines.client.http_response import FAST_S, GATHER_S, MAX_HELD_BYTES, HttpResponse
+from engines.client.connection import FAST_S, GATHER_S, MAX_HELD_BYTES, HttpAddress, HttpResponse
 
 BODY = "data: größer 思考\n\n".encode() * 3
 STREAM_HEAD = (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.about_vllm.tool_template import with_tools
+from engines.about_vllm.model_files import with_tools
 
 pytestmark = pytest.mark.mlx
 

@@ -11,10 +11,10 @@ from typing import Final, Protocol
 
 import msgspec
 
-from engines.host.grammar.matchers import TOO_MUCH, Verdict
-from engines.host.grammar.program import TOO_LARGE, TOO_LONG
+from engines.host.grammar import TOO_MUCH, Verdict
+from engines.host.grammar_program import TOO_LARGE, TOO_LONG
 
-PROGRAM: Final = "engines.host.grammar.program"
+PROGRAM: Final = "engines.host.grammar_program"
 # A process that is silent for so long got no core. Its own bounds are of the work that it does.
 SILENT_S: Final = 30.0
 BEGIN_S: Final = 120.0  # on a busy machine the libraries of vLLM's take long to import

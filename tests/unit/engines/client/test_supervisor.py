@@ -16,8 +16,7 @@ import psutil
 import pytest
 import uvloop
 
-from engines.client.child.restarts import RestartPolicy, RestartRules
-from engines.client.child.supervisor import Supervisor
+from engines.client.supervisor import RestartPolicy, RestartRules, Supervisor
 from engines.config import WRONG_SETTINGS
 
 QUICK = RestartRules(first_delay_s=0.01, longest_delay_s=0.05, stable_after_s=60, loop_after=3)
@@ -256,7 +255,7 @@ async def test_the_child_sees_the_end_of_a_gateway_that_was_killed(tmp_path: Pat
     program = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
-        "from engines.client.child.supervisor import Supervisor\n"
+        "from engines.client.supervisor import Supervisor\n"
         "async def main():\n"
         f"    s = Supervisor([sys.executable, '-c', {LISTEN!r}], b'x\\n', {{}}, name='t',"
         f" folder=Path({str(tmp_path)!r}))\n"

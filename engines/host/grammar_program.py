@@ -1,4 +1,4 @@
-"""``python -m engines.host.grammar.program``: compiles grammars, and ends if one is too much.
+"""``python -m engines.host.grammar_program``: compiles grammars, and ends if one is too much.
 
 It reads a vocabulary, then grammars, each with its length in front, and writes a ``Verdict`` for
 each; ``serve`` does so with any compiler. None can be interrupted, so a thread beside it ends the
@@ -20,8 +20,7 @@ import llguidance
 import msgspec
 import psutil
 
-from engines.host.grammar.matchers import Verdict, tried
-from engines.host.grammar.source import GrammarSource
+from engines.host.grammar import GrammarSource, Verdict, tried
 
 # Compiling 128 functions of 39 optional properties each takes a fifth of a second of a core.
 MAX_CPU_S: Final = 1.0

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from engines.about_vllm.environment import inspect_environment
-from engines.about_vllm.fields import with_session
-from engines.client.child.servers import FakeServer, VllmServer
+from engines.client.child_engine import FakeServer, VllmServer
 from engines.client.engine_client import AttachedEngine
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.fake_worker.fake_sessions import FakeSessions
+from engines.headers import with_session
 from engines.host.control_server import ControlServer
 from engines.registry import engine_factory
 from engines.vllm_plugin.config import BadSettings, settings_from, write_settings

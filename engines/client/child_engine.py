@@ -1,4 +1,4 @@
-"""An engine that is a child process of the gateway: a client and a supervisor in one."""
+"""The engines that the gateway starts as child processes: each a client and a supervisor in one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import ClassVar
 
 import msgspec
 
+from engines.about_vllm.environment import import_path
 from engines.base import SAVE_S
-from engines.client.child.restarts import RestartRules
-from engines.client.child.supervisor import Supervisor
 from engines.client.engine_client import EngineClient
+from engines.client.supervisor import RestartRules, Supervisor
 from engines.config import WorkerConfig
+from engines.headers import with_session
+from engines.wire import SessionRef
 
 LOOK_EVERY_S = 1.0
 
@@ -95,3 +97,41 @@ class ChildEngine(EngineClient):
             if now - absent_since > limit_s:
                 self._supervisor.kill(f"no answer for {limit_s:.0f} s")
                 absent_since = now
+
+
+class MlxServer(ChildEngine):
+    """mlx_lm, in a worker process of ours."""
+
+    module = "engines.mlx_worker"
+
+
+class VllmServer(ChildEngine):
+    """vLLM's own OpenAI server with our plug-in, in an environment of its own."""
+
+    module = "engines.vllm_plugin"
+
+    def __init__(
+        self,
+        worker: WorkerConfig,
+        env: Mapping[str, str] | None = None,
+        *,
+        rules: RestartRules | None = None,
+    ) -> None:
+        path = {"PYTHONPATH": ours} if (ours := import_path()) else {}
+        super().__init__(worker, {**(env or {}), **path}, rules=rules)
+
+    def interpreter(self, worker: WorkerConfig) -> str:
+        return worker.engine.vllm.python or sys.executable
+
+    def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
+        return with_session(body, session)
+
+
+class FakeServer(ChildEngine):
+    """An engine without a model: deterministic text, real processes, real sockets.
+
+    It lets the gateway and the scheduler be tried, tested and measured where no model is at hand
+    (``--engine fake``). ``engines.fake_worker.echo_answer`` says how to make it fail.
+    """
+
+    module = "engines.fake_worker"
