@@ -19,7 +19,7 @@ from engines.calibration.first_order import first_order
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.measuring.trials import least_context
 from engines.calibration.self_measurement import Wanted
-from engines.calibration.sharing.sharing import NO_SHARING, open_sharing
+from engines.calibration.sharing import NO_SHARING, open_sharing
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.blocks.block_layout import (
     BlockLayout,
