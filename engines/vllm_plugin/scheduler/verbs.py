@@ -17,7 +17,7 @@ import msgspec
 
 from engines.config import CalibrationOrder
 from engines.vllm_plugin.messages import Look, RankAnswer, RankSession
-from engines.vllm_plugin.scheduler.hub.hub import Hub
+from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions, SessionName, name_of
 from engines.wire import (
     Adopt,

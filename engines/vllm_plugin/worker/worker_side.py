@@ -40,18 +40,18 @@ from engines.vllm_plugin.blocks.state_layers import (
 from engines.vllm_plugin.blocks.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device.accelerator import stream_of
-from engines.vllm_plugin.events.inventory import wants_events
-from engines.vllm_plugin.events.resting_watch import RestingWatch
 from engines.vllm_plugin.groups import Groups
+from engines.vllm_plugin.inventory import wants_events
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
-from engines.vllm_plugin.measuring.possible import unmeasurable
 from engines.vllm_plugin.measuring.rank_measuring import Prepared, RankMeasuring, longest_prompt
+from engines.vllm_plugin.measuring.request_runner import unmeasurable
 from engines.vllm_plugin.messages import RankHello, RankLost, RankPacked, RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
-from engines.vllm_plugin.process.affinity import unbound_threads
+from engines.vllm_plugin.process.processes import unbound_threads
 from engines.vllm_plugin.support import layer_specs
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
+from engines.vllm_plugin.worker.resting_watch import RestingWatch
 from engines.vllm_plugin.worker.transfer import Transfer
 from engines.wire import BF16_BYTES, KVSize
 from kvstore.blobs.packer import Packer

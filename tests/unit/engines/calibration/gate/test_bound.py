@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import msgspec
 import pytest
 
-from engines.calibration.gate.bound import Bound, refusal, worth_adopting
-from kvstore.codecs.profile import Profile
+from engines.calibration.gate.bound import Bound, refusal
 from kvstore.codecs.quality import Quality
-from kvstore.codecs.rope import Rope
-from tests.unit.engines.calibration.gate.test_choice import measured, row
-from tests.unit.kvstore.codecs.learning.calibration import model_profile
 
 GOOD = Quality(
     preset="tq3",
@@ -30,12 +25,12 @@ GOOD = Quality(
 BOUND = Bound()
 
 
-def good(**changes: object) -> Quality:
+def row(**changes: object) -> Quality:
     return msgspec.structs.replace(GOOD, **changes)
 
 
 def test_within_the_bound() -> None:
-    assert refusal([GOOD, good(context=6144)], "tq3", BOUND) == ""
+    assert refusal([GOOD, row(context=6144)], "tq3", BOUND) == ""
 
 
 @pytest.mark.parametrize(
@@ -48,7 +43,7 @@ def test_within_the_bound() -> None:
     ],
 )
 def test_one_bad_context_is_enough(change: dict[str, object], said: str) -> None:
-    found = refusal([GOOD, good(context=6144, **change)], "tq3", BOUND)
+    found = refusal([GOOD, row(context=6144, **change)], "tq3", BOUND)
     assert said in found and "at 6144 tokens" in found
 
 
@@ -56,7 +51,7 @@ CHAINS = {"chain_tokens": 100, "chain_kl": 0.02, "chain_top1": 0.97}
 
 
 def test_chains_within_the_bound() -> None:
-    assert refusal([good(**CHAINS)], "tq3", BOUND) == ""
+    assert refusal([row(**CHAINS)], "tq3", BOUND) == ""
 
 
 @pytest.mark.parametrize(
@@ -69,7 +64,7 @@ def test_chains_within_the_bound() -> None:
 )
 def test_pass_keys_are_not_enough(change: dict[str, object], said: str) -> None:
     """Texts and needles as good as before; the thread of reasoning is lost."""
-    found = refusal([GOOD, good(context=6144, **{**CHAINS, **change})], "tq3", BOUND)
+    found = refusal([GOOD, row(context=6144, **{**CHAINS, **change})], "tq3", BOUND)
     assert said in found and found.startswith("codec tq3 at 6144 tokens loses the thread")
 
 
@@ -77,13 +72,13 @@ def test_a_codec_that_finds_every_pass_key_and_loses_the_thread_is_refused() -> 
     """The figures of ``tq3`` on SmolLM2-135M at 1,024 tokens, under a bound that its texts keep."""
     measured = {"kl": 0.023, "top1": 0.916, "needle_found": 3, "needle_total": 3}
     loose = Bound(kl=0.03)
-    assert refusal([good(**measured)], "tq3", loose) == ""
+    assert refusal([row(**measured)], "tq3", loose) == ""
     chains = {"chain_tokens": 264, "chain_kl": 0.1676, "chain_top1": 0.795}
-    assert "79.5% of the answers" in refusal([good(**measured, **chains)], "tq3", loose)
+    assert "79.5% of the answers" in refusal([row(**measured, **chains)], "tq3", loose)
 
 
 def test_the_bound_of_chains_follows_the_operators() -> None:
-    rows = [good(kl=0.0001, **{**CHAINS, "chain_kl": 0.02})]
+    rows = [row(kl=0.0001, **{**CHAINS, "chain_kl": 0.02})]
     assert refusal(rows, "tq3", Bound(kl=0.01)) == ""
     assert "above the bound of 0.01" in refusal(rows, "tq3", Bound(kl=0.001))
 
@@ -94,44 +89,3 @@ def test_a_row_without_chains_is_judged_by_its_other_figures() -> None:
 
 def test_a_codec_that_was_not_measured_is_refused() -> None:
     assert "thermocline calibrate" in refusal([GOOD], "tq4", BOUND)
-
-
-def found(**kls: float) -> Profile:
-    return measured(*(row(name, kl=kl) for name, kl in kls.items()))
-
-
-def test_only_a_preset_that_is_a_tenth_closer_gets_another_form() -> None:
-    before = found(dense3=0.005, balanced=0.004, safe=0.001)
-    after = worth_adopting(
-        found(dense3=0.0049, balanced=0.003, safe=0.002, max=0.006), before, Bound()
-    )
-    assert {x.preset for x in after.rows} == {"balanced", "max"}
-    assert {"balanced", "max"} == {x for x in after.learned if "@" not in x} & {
-        "dense3",
-        "balanced",
-        "safe",
-        "max",
-    }
-    assert worth_adopting(found(dense3=0.02), None, Bound()).rows
-
-
-def test_windows_go_with_their_preset() -> None:
-    known = model_profile()
-    windows = dataclasses.replace(known, learned={"dense3": known.learned["dense3"]})
-    after = found(dense3=0.0049, max=0.006).with_windows(windows)
-    kept = worth_adopting(after, found(dense3=0.005), Bound())
-    assert "dense3@windows" in after.learned and "dense3@windows" not in kept.learned
-
-
-def test_a_form_that_keeps_the_bound_replaces_one_that_does_not() -> None:
-    """Else the fallbacks, which are not measured where the new form serves, would be missing."""
-    before = found(dense3=0.0104, balanced=0.003)
-    after = found(dense3=0.0097, balanced=0.0029)
-    kept = worth_adopting(after, before, Bound(kl=0.01))
-    assert {x.preset for x in kept.rows} == {"dense3"}
-
-
-def test_forms_of_keys_that_were_rotated_in_another_way_are_not_compared() -> None:
-    before = dataclasses.replace(found(dense3=0.005), ropes=(None,))
-    after = dataclasses.replace(found(dense3=0.0049), ropes=(Rope((1.0,), side="values"),))
-    assert worth_adopting(after, before, Bound()) is after

@@ -30,6 +30,7 @@ MEDIA: Final = (CPU, STORAGE)
 MAX_BLOCKS: Final = 1 << 19
 # Blocks in one step's events: vLLM's thread makes the events while the model waits.
 MAX_TAKEN: Final = 4096
+SessionName: TypeAlias = tuple[str, str]  # tenant and session id
 
 
 def wants_events(vllm_config: Any) -> bool:
@@ -60,7 +61,6 @@ class BlocksRemoved:
     hashes: Sequence[bytes]
 
 
-SessionName: TypeAlias = tuple[str, str]  # tenant and session id
 Change: TypeAlias = BlocksStored | BlocksRemoved
 
 

@@ -17,8 +17,8 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-from engines.vllm_plugin.events.inventory import BlocksRemoved, Change, Inventory
 from engines.vllm_plugin.groups import Groups
+from engines.vllm_plugin.inventory import BlocksRemoved, Change, Inventory
 from engines.vllm_plugin.support import layer_specs
 
 

@@ -1,6 +1,6 @@
-"""The payload of a segment of a calibrated fixed rate in a staging region, for its kernels.
+"""The payload of a packed segment in a staging region, of rotated rows or a calibrated fixed rate.
 
-    region: gains and planes as in a payload without kept rows | a bit for each row
+    region of a fixed rate: gains and planes as in a payload without kept rows | a bit for each row
 
 The bits mark the rows that cannot be packed. Such rows are very rare; their values are fetched from
 the blocks, and the host then assembles the payload.
@@ -18,13 +18,93 @@ from torch import Tensor
 from engines.vllm_plugin.device.kernels.angles import Angles
 from engines.vllm_plugin.device.kernels.rate_tables import rate_tables, ropes_of, vector_of
 from engines.vllm_plugin.device.kernels.triton_rates import RatePlaces, RateRun, TritonRates
+from engines.vllm_plugin.device.kernels.triton_rows import TritonRows
 from engines.vllm_plugin.device.kv_views import KVViewGroup
-from engines.vllm_plugin.device.layouts.kept_rows import KeptRows, fetch_rows, put_rows
-from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
+from engines.vllm_plugin.device.staging_layout import (
+    KeptRows,
+    TokenRun,
+    device_table,
+    fetch_rows,
+    put_rows,
+)
 from kvstore.codecs import floats
 from kvstore.codecs.fixed_rate.rate_payload import Kept, RatePayload
 from kvstore.codecs.fixed_rate.rate_pipeline import RatePipeline
+from kvstore.codecs.rows.payload import KEPT_DTYPE, PayloadPlan
+from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.shapes import KVLayout
+
+
+class RowSegmentLayout:
+    """Implements ``SegmentLayout``: a payload of rotated rows without its kept rows.
+
+    Args:
+        plan: of the segment, which has no first tokens of a session.
+        skipped: tokens of the blob before the segment.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVViewGroup],
+        kernels: Sequence[TritonRows],
+        codec: RowCodec,
+        plan: PayloadPlan,
+        skipped: int,
+    ) -> None:
+        self._groups = groups
+        self._kernels = kernels
+        self._codec = codec
+        self._plan = plan
+        self._skipped = skipped
+        self._num_tokens = plan.slots[0].num_tokens
+        self.nbytes = plan.nbytes
+        slots = [[plan.slots[i] for i in x.side_numbers] for x in groups]
+        rows = [[(s.packed_at, s.scales_at // 2) for s in x] for x in slots]
+        self._offsets = [device_table(x, group) for x, group in zip(rows, groups, strict=True)]
+
+    def read(self, run: TokenRun, staged: Tensor) -> None:
+        first = run.first + self._skipped
+        for group, kernels, at in zip(self._groups, self._kernels, self._offsets, strict=True):
+            kernels.pack(group, run.blocks, first, self._num_tokens, staged, at)
+
+    def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
+        found = []
+        for number, rows in self._plan.split_rows(self._plan.kept_rows(staged)):
+            slot = self._plan.slots[number]
+            slot.packed(staged)[rows] = 0
+            heads, tokens = slot.positions(rows)
+            values = fetch_rows(self._groups, number, block_ids, heads, tokens + self._skipped)
+            found.append(values.tobytes())
+        return b"".join(found)
+
+    def payload_of(self, staged: np.ndarray, rescued: bytes) -> bytes | memoryview:
+        return b"".join((staged.data, rescued)) if rescued else staged.data
+
+    def stage(self, payload: memoryview, staged: np.ndarray) -> list[KeptRows]:
+        view = np.frombuffer(payload, np.uint8)
+        kept = self._codec.check_payload(view, self._plan)
+        staged[:] = view[: self.nbytes]
+        return self._kept(kept, view)
+
+    def write(self, run: TokenRun, staged: Tensor) -> None:
+        first = run.first + self._skipped
+        for group, kernels, at in zip(self._groups, self._kernels, self._offsets, strict=True):
+            kernels.unpack(group, run.blocks, first, self._num_tokens, staged, at)
+
+    def write_kept(self, run: TokenRun, kept: list[KeptRows]) -> None:
+        for rows in kept:
+            put_rows(self._groups, rows, run.blocks, run.first)
+
+    def _kept(self, kept: np.ndarray, payload: np.ndarray) -> list[KeptRows]:
+        at, found = self.nbytes, []
+        for number, rows in self._plan.split_rows(kept):
+            slot = self._plan.slots[number]
+            end = at + len(rows) * slot.dim * KEPT_DTYPE.itemsize
+            values = payload[at:end].view(KEPT_DTYPE).reshape(len(rows), slot.dim).copy()
+            heads, tokens = slot.positions(rows)
+            found.append(KeptRows(number, heads, tokens + self._skipped, values))
+            at = end
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engines.vllm_plugin.events.resting_watch import SWEEP_S, RestingWatch
 from engines.vllm_plugin.messages import RankRests
+from engines.vllm_plugin.worker.resting_watch import SWEEP_S, RestingWatch
 from kvstore.errors import Corrupt
 from kvstore.store.block_store import BlockStore
 from kvstore.store.records import BlockRecord, decode_record, encode_record

@@ -1,6 +1,6 @@
 """vLLM's scheduler with fair shares: a tenant's requests make way while another tenant waits.
 
-    --scheduler-cls engines.vllm_plugin.sharing.fair_scheduler.fair_scheduler
+    --scheduler-cls engines.vllm_plugin.scheduler.fair_scheduler.fair_scheduler
 
 vLLM's own policies only order the waiting requests; they preempt a running request only when blocks
 are short. Here, before each step, a request beyond its tenant's share is preempted in the same way
@@ -21,7 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from engines.vllm_plugin.grammar.backend import choose_compilers
-from engines.vllm_plugin.sharing.time_slices import TimeSlices
+from engines.vllm_plugin.scheduler.time_slices import TimeSlices
 
 
 class FairShareMixin(Scheduler):

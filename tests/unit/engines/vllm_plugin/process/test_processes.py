@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engines.vllm_plugin.process.affinity import unbind_thread, unbound_threads
+from engines.vllm_plugin.process.processes import unbind_thread, unbound_threads
 
 if sys.platform != "linux" or len(os.sched_getaffinity(os.getppid())) < 2:
     pytest.skip("needs two different CPUs", allow_module_level=True)

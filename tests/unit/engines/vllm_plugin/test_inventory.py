@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from engines.vllm_plugin.events.inventory import (
+from engines.vllm_plugin.inventory import (
     CPU,
     MEDIA,
     STORAGE,

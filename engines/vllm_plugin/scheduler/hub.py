@@ -2,7 +2,8 @@
 
 These are the workers ("ranks") and the HTTP server ("front"). vLLM's thread passes messages to the
 hub and collects answers without waiting for the socket. The same event loop serves the gateway's
-control connection, so that it works while the engine sleeps.
+control connection, so that it works while the engine sleeps. A save is complete when all ranks have
+stored their share.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -32,6 +34,7 @@ from engines.vllm_plugin.messages import (
     Probe,
     RankAnswer,
     RankHello,
+    RankSaved,
     RankSession,
     Release,
     RequestAdmitted,
@@ -45,10 +48,42 @@ from engines.vllm_plugin.messages import (
 from engines.wire import MAX_FRAME_BYTES, KVSize, Verb, WireError
 from kvstore.session import TIER_NAMES, TierName
 
+# A rank that lost its connection never reports a save; the oldest such saves are forgotten.
+MAX_OPEN: Final = 1024
 logger = logging.getLogger("thermocline.vllm")
 CLOSE_S: Final = 10.0
 T = TypeVar("T")
 _TIERS: Final[list[TierName | None]] = [None, *TIER_NAMES]
+
+
+@dataclass
+class _Tally:
+    num_ended: int = 0
+    is_kept: bool = True  # by every rank so far
+
+
+class SaveAcks:
+    """The saves that at least one rank has not reported yet; bounded. On the hub's event loop."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._open: dict[int, _Tally] = {}  # by job, the oldest first
+
+    def __len__(self) -> int:
+        """The number of saves that at least one rank has not reported yet."""
+        return len(self._open)
+
+    def completes(self, saved: RankSaved) -> bool:
+        """Note the answer of one rank; True if it was the last one and all ranks kept the save."""
+        tally = self._open.setdefault(saved.job, _Tally())
+        tally.num_ended += 1
+        tally.is_kept &= saved.kept
+        if tally.num_ended >= self._num_ranks:
+            del self._open[saved.job]
+            return tally.is_kept
+        if len(self._open) > MAX_OPEN:
+            del self._open[next(iter(self._open))]
+        return False
 
 
 class RankCall:

@@ -1,25 +1,34 @@
-"""A logits processor that forces the answers of measuring requests and notes their scores.
+"""The measuring thread's access to vLLM's model: forced answers, scores of prompts, its modules.
 
-For a request whose prompt is scored, it only notes that the request is in the step: vLLM computes
-the logits of that prompt next, and ``worker_extension`` notes them.
+    --logits-processors engines.vllm_plugin.measuring.model_access:ForcedTokens
+    --worker-extension-cls engines.vllm_plugin.measuring.model_access.ModelView
 
-    --logits-processors engines.vllm_plugin.measuring.forced_tokens:ForcedTokens
+The logits processor forces the answers of measuring requests and notes their scores. For a request
+whose prompt is scored, it only notes that the request is in the step: vLLM computes the logits of
+that prompt next, and the worker extension notes them. It does not change other requests. vLLM runs
+it after the model, outside its graphs, on every rank, and with asynchronous scheduling too. With
+speculative decoding vLLM allows no logits processors, and the plug-in does not support speculative
+decoding either.
 
-It does not change other requests. vLLM runs it after the model, outside its graphs, on every rank,
-and with asynchronous scheduling too. With speculative decoding vLLM allows no logits processors,
-and the plug-in does not support speculative decoding either.
+vLLM mixes the worker extension into its worker and calls the method by ``collective_rpc``. A
+connector has no access to the model, and only the model shows how it rotates its keys. vLLM returns
+only a few of a prompt's scores for each token; all of them pass through the model's last module.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.model_executor.layers import logits_processor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from engines.vllm_plugin.measuring.exchange import EXCHANGE
 from engines.vllm_plugin.measuring.request_runner import FORCED_FIELD
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -79,3 +88,27 @@ class ForcedTokens(LogitsProcessor):
                 logits[index] = float("-inf")
                 logits[index, row.tokens[step]] = 0.0
         return logits
+
+
+class ModelView:
+    """Adds one method to vLLM's worker."""
+
+    get_model: Any  # the worker's own
+    vllm_config: Any
+
+    def thermocline_show_model(self) -> None:
+        """Put the model into ``EXCHANGE``, where the rank's measuring thread reads it."""
+        model: nn.Module = self.get_model()
+        EXCHANGE.model = model
+        last = [x for x in model.modules() if isinstance(x, logits_processor.LogitsProcessor)]
+        # With several modules it is unclear which one vLLM calls; the option excludes scored
+        # prompts.
+        forbidden = self.vllm_config.cache_config.kv_sharing_fast_prefill
+        EXCHANGE.sees_rows = len(last) == 1 and not forbidden
+        if EXCHANGE.sees_rows:
+            last[0].register_forward_hook(_note)
+
+
+def _note(module: nn.Module, args: object, logits: torch.Tensor | None) -> None:
+    if logits is not None and EXCHANGE.wants_rows():
+        EXCHANGE.note_rows(torch.log_softmax(logits.float(), -1).cpu().numpy())

@@ -14,12 +14,13 @@ from engines.host.control_server import MAX_UNSENT_BYTES, ControlServer
 from engines.vllm_plugin.messages import (
     FrontHello,
     RankHello,
+    RankSaved,
     Release,
     RequestAdmitted,
     Stage,
 )
 from engines.vllm_plugin.messages import frame as message_frame
-from engines.vllm_plugin.scheduler.hub.hub import Hub
+from engines.vllm_plugin.scheduler.hub import MAX_OPEN, Hub, SaveAcks
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea
@@ -165,3 +166,35 @@ def test_the_socket_is_for_this_user_only(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
     hub.close()
     assert not path.exists()
+
+
+def completed(acks: SaveAcks, job: int, *kept: bool) -> list[bool]:
+    return [acks.completes(RankSaved(job, ref(), x)) for x in kept]
+
+
+def test_the_last_rank_makes_a_save_complete() -> None:
+    acks = SaveAcks(2)
+    assert completed(acks, 1, True, True) == [False, True]
+    assert len(acks) == 0
+
+
+def test_a_rank_that_skipped_leaves_nothing_behind_for_the_next_save() -> None:
+    acks = SaveAcks(3)
+    assert completed(acks, 1, False, True, True) == [False, False, False]
+    assert completed(acks, 2, True, False, False) == [False, False, False]
+    assert len(acks) == 0
+    assert completed(acks, 3, True, True, True) == [False, False, True]
+
+
+def test_saves_of_one_session_are_kept_apart() -> None:
+    acks = SaveAcks(2)
+    assert completed(acks, 1, True) + completed(acks, 2, True) == [False, False]
+    assert completed(acks, 1, True) + completed(acks, 2, True) == [True, True]
+
+
+def test_saves_that_a_lost_rank_never_reports_are_bounded() -> None:
+    acks = SaveAcks(2)
+    for job in range(2 * MAX_OPEN):
+        completed(acks, job, True)
+    assert len(acks) == MAX_OPEN
+    assert completed(acks, 2 * MAX_OPEN - 1, True) == [True]
