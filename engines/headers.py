@@ -37,6 +37,7 @@ _OUTCOME: Final = re.compile(
     r"(?P<source>hot|cold-(?:ram|disk|redis)|miss)"
     r"(?:; tokens=(?P<tokens>\d{1,18}))?(?:; reason=(?P<reason>[a-z-]+))?"
 )
+PARAMS_FIELD: Final = "thermocline"
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,6 @@ def weight_from(headers: Mapping[str, str]) -> int:
     if not re.fullmatch(r"[0-9]{1,7}", said) or not 1 <= int(said) <= MAX_WEIGHT:
         raise InvalidRequest(f"The header {WEIGHT_HEADER} is no weight from 1 to {MAX_WEIGHT}.")
     return int(said)
-
-
-PARAMS_FIELD: Final = "thermocline"
 
 
 def with_session(body: Mapping[str, object], session: SessionRef) -> dict[str, object]:

@@ -17,6 +17,13 @@ STEP = 256  # ``step`` of mlx_lm's caches
 SMALLEST_CONTEXT = 64  # tokens; a budget with less room than this is a mistake
 # A model that states no limit (a pure state-space model) still gets one: memory is finite.
 UNSTATED_CONTEXT = 32_768
+# Bits per element of each ``engine.hot_codec``.
+HOT_CODECS: Final[Mapping[str, int]] = {"tq3": 3, "tq4": 4}
+# At least NUM_RECENT and less than NUM_RECENT + BLOCK of the newest tokens stay unpacked. The
+# packed part ends at a multiple of BLOCK tokens, so a row's bytes do not depend on its company.
+NUM_RECENT: Final = 64
+BLOCK: Final = 64
+MOST_EXACT: Final = NUM_SINKS + NUM_RECENT + BLOCK  # tokens of one session, between two calls
 
 
 @dataclass(frozen=True)
@@ -103,16 +110,6 @@ def stated_context(config: Mapping[str, Any]) -> int | None:
         if isinstance(text.get(key), int):
             return int(text[key])
     return None
-
-
-# Bits per element of each ``engine.hot_codec``.
-HOT_CODECS: Final[Mapping[str, int]] = {"tq3": 3, "tq4": 4}
-
-# At least NUM_RECENT and less than NUM_RECENT + BLOCK of the newest tokens stay unpacked. The
-# packed part ends at a multiple of BLOCK tokens, so a row's bytes do not depend on its company.
-NUM_RECENT: Final = 64
-BLOCK: Final = 64
-MOST_EXACT: Final = NUM_SINKS + NUM_RECENT + BLOCK  # tokens of one session, between two calls
 
 
 def packed_cost(

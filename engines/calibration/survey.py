@@ -156,7 +156,7 @@ def _measured(
     unfinished: Unfinished | None,
     on_progress: OnProgress,
 ) -> list[Quality]:
-    """Measure the presets of ``order``, with what ``profile`` has learned, on all cases."""
+    """Measure the presets of ``order``, as ``profile`` has learned them, on all cases."""
     return measure(
         instrument,
         codecs_to_measure(instrument, order.presets, profile),

@@ -13,6 +13,14 @@ from engines.base import EngineStalled, EngineUnavailable, EngineUnreached
 from engines.client.connection import HttpAddress, HttpResponse
 
 LOOKS_PER_LIMIT = 4
+POLL_S = 0.05
+# The two connections of an engine that ends are closed together, but not heard of in one order.
+NOTICED_S = 0.2
+log = logging.getLogger("thermocline.engines")
+CONNECT_S = 5.0
+ERROR_EVENT = b'data: {"error"'  # vLLM's first event, if its core died before it
+END_OF_COMMENT = b"\n\n"  # of a comment that was cut, perhaps
+MAX_KEPT_BYTES = 1 << 20  # of a body that is held to be sent once more; some 250,000 tokens of text
 
 
 class StallWatchdog:
@@ -50,11 +58,6 @@ class StallWatchdog:
             self._give_up()
         else:
             self._timer = self._loop.call_later(self._gap_s, self._look)
-
-
-POLL_S = 0.05
-# The two connections of an engine that ends are closed together, but not heard of in one order.
-NOTICED_S = 0.2
 
 
 class NextLife:
@@ -100,14 +103,6 @@ class NextLife:
                 return False
             await asyncio.sleep(POLL_S)
         return False
-
-
-log = logging.getLogger("thermocline.engines")
-
-CONNECT_S = 5.0
-ERROR_EVENT = b'data: {"error"'  # vLLM's first event, if its core died before it
-END_OF_COMMENT = b"\n\n"  # of a comment that was cut, perhaps
-MAX_KEPT_BYTES = 1 << 20  # of a body that is held to be sent once more; some 250,000 tokens of text
 
 
 class HttpExchange:

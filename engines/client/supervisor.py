@@ -26,10 +26,16 @@ from engines.log_lines import read_line
 from engines.runtime_folder import SCRATCH, fresh_scratch
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+log = logging.getLogger("thermocline.engines")
+TERM_GRACE_S = 5.0
+MAX_LOG_LINE = 4096
+# What a write raises when the child has closed its input, as at its end. uvloop: RuntimeError.
+_HAS_ENDED = (ConnectionError, RuntimeError)
+_CONTROL_CHARACTERS = {code: "?" for code in [*range(32), *range(0x7F, 0xA0)] if code != 9}
 
 
 class RestartRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The delays between restarts, and what counts as a crash loop."""
+    """The delays between restarts, and the length of a crash loop."""
 
     first_delay_s: Seconds = 0.5
     longest_delay_s: Seconds = 30.0
@@ -81,15 +87,6 @@ class RestartPolicy:
         delay_s = rules.first_delay_s * float(2 ** min(self._num_short_lives, 32))
         self._num_short_lives += 1
         return min(rules.longest_delay_s, delay_s)
-
-
-log = logging.getLogger("thermocline.engines")
-
-TERM_GRACE_S = 5.0
-MAX_LOG_LINE = 4096
-# What a write raises when the child has closed its input, as at its end. uvloop: RuntimeError.
-_HAS_ENDED = (ConnectionError, RuntimeError)
-_CONTROL_CHARACTERS = {code: "?" for code in [*range(32), *range(0x7F, 0xA0)] if code != 9}
 
 
 class Supervisor:

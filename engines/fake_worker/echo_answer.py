@@ -31,6 +31,9 @@ Fault: TypeAlias = Literal[
     "error-400",
     "bytes",  # the stream comes byte by byte
 ]
+CREATED = 1_700_000_000  # answers are the same every time
+IMAGE = "<image>"
+DONE = b"data: [DONE]\n\n"
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,11 +55,6 @@ def read_script(raw: dict[str, Any]) -> Script:
         return msgspec.convert(pairs, Script, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"metadata.fake: {error}", "metadata") from error
-
-
-CREATED = 1_700_000_000  # answers are the same every time
-IMAGE = "<image>"
-DONE = b"data: [DONE]\n\n"
 
 
 class EchoAnswer:

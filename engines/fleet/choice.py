@@ -21,6 +21,8 @@ from engines.fleet.replica import Replica
 POINTS: Final = 128
 _POINT_BYTES: Final = 8
 _AT_ONCE: Final = 64 // _POINT_BYTES  # points of one hash
+T = TypeVar("T")
+NEAR: Final = 3  # replicas that are compared
 
 
 class Ring:
@@ -52,11 +54,6 @@ def _points(name: str) -> Iterator[int]:
         digest = blake2b(f"{i} {name}".encode(), digest_size=64, person=b"replica").digest()
         for at in range(0, len(digest), _POINT_BYTES):
             yield int.from_bytes(digest[at : at + _POINT_BYTES], "big")
-
-
-T = TypeVar("T")
-
-NEAR: Final = 3  # replicas that are compared
 
 
 def least_behind(near: Sequence[T], load: Callable[[T], int], moves_at: int) -> T:

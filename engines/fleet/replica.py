@@ -12,6 +12,10 @@ from engines.wire import EngineReport, TierReport, Welcome
 from kvstore.stats import Repacking, most_different
 
 AVOID_S = 5.0  # a replica that took no connection comes last for so long
+_SUMS = (
+    *("hot_bytes", "idle_hot_bytes", "hot_capacity_bytes", "active_bytes"),
+    *("num_running", "num_waiting", "save_queue_bytes"),
+)
 
 
 class Replica:
@@ -82,12 +86,6 @@ class Replica:
     def counters(self) -> Counter[str]:
         """Its counters, all lives together."""
         return self._earlier + self._counters
-
-
-_SUMS = (
-    *("hot_bytes", "idle_hot_bytes", "hot_capacity_bytes", "active_bytes"),
-    *("num_running", "num_waiting", "save_queue_bytes"),
-)
 
 
 def joined_welcome(welcomes: Sequence[Welcome]) -> Welcome:

@@ -18,6 +18,10 @@ from engines.base import EngineUnavailable
 from engines.client.connection import HttpAddress
 from engines.client.http_exchange import HttpExchange
 
+MAX_REPLICAS: Final = 1000
+MAX_LISTING_BYTES: Final = 1 << 20
+READ_S: Final = 5.0
+
 
 def engine_token(secret: bytes) -> str:
     """Return the bearer token of both addresses of a replica."""
@@ -36,10 +40,6 @@ def ray_token(secret: bytes) -> str:
 
 def _token(secret: bytes, purpose: str) -> str:
     return hmac.digest(secret, f"thermocline token: {purpose}".encode(), "sha256").hex()
-
-
-MAX_REPLICAS: Final = 1000
-MAX_LISTING_BYTES: Final = 1 << 20
 
 
 class ListedReplica(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,9 +70,6 @@ def read_listing(body: bytes) -> list[ListedReplica]:
     if len({x.name for x in replicas}) < len(replicas):
         raise ValueError("two replicas have one name")
     return replicas
-
-
-READ_S: Final = 5.0
 
 
 class ReplicaList:

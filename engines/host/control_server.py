@@ -56,6 +56,8 @@ from engines.wire import (
 from kvstore.errors import PinLimit
 
 MAX_UNSENT_BYTES: Final = 16 << 20
+logger = logging.getLogger(__name__)
+MAX_WORDS: Final = 2000  # characters of an error
 
 
 def private_socket(path: Path) -> socket.socket:
@@ -78,11 +80,6 @@ def send_bounded(writer: asyncio.StreamWriter, body: bytes) -> None:
     writer.write(body)
     if writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
         writer.transport.abort()
-
-
-logger = logging.getLogger(__name__)
-
-MAX_WORDS: Final = 2000  # characters of an error
 
 
 class SessionVerbs(Protocol):

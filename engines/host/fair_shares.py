@@ -28,6 +28,15 @@ PROMPT_TOKEN: Final = 0.25
 # Tenants whose counts are remembered while they have nothing here.
 MAX_ABSENT: Final = 4096
 NO_PLACES: Final[Mapping[str, int]] = {}
+T = TypeVar("T")
+OLDEST_EVERY: Final = 4
+# Of so many of a tenant that come in while its rows take turns, one is a prompt that has not begun.
+FRESH_EVERY: Final = 4
+# An answer of so many tokens is a long one: it makes way for requests of its own tenant that have
+# not begun.
+LONG_ANSWER: Final = int(4 * QUANTUM)
+# Prompts below it are all equally short; from here on each doubling is another length.
+SHORT_TOKENS: Final = 512
 
 
 class FairShares:
@@ -144,18 +153,6 @@ class FairShares:
 
     def _weight(self, tenant: str) -> int:
         return self._weights.get(tenant, 1)
-
-
-T = TypeVar("T")
-
-OLDEST_EVERY: Final = 4
-# Of so many of a tenant that come in while its rows take turns, one is a prompt that has not begun.
-FRESH_EVERY: Final = 4
-# An answer of so many tokens is a long one: it makes way for requests of its own tenant that have
-# not begun.
-LONG_ANSWER: Final = int(4 * QUANTUM)
-# Prompts below it are all equally short; from here on each doubling is another length.
-SHORT_TOKENS: Final = 512
 
 
 def length_class(num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Grammars of answers: their text, and what llguidance makes of it.
+"""Grammars of answers: their text, and their compilation by llguidance.
 
 A grammar holds calls of given functions, or JSON that obeys a schema. The language is llguidance's
 Lark, in which every schema is a grammar of its own. Neither mlx nor anything of the engine is
@@ -33,6 +33,19 @@ _LISTED_SCHEMAS: Final = frozenset({"anyOf", "oneOf", "prefixItems"})
 _OPENING: Final = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf"}
 )
+# Some kilobytes each, made while an answer is written; llguidance would make 250,000.
+MAX_LEXER_STATES: Final = 20_000
+# The seconds of a core that it may take to find out which tokens may come next.
+MAX_MASK_S: Final = 0.1
+TRIED_TOKENS: Final = 8
+# All answers wait while a mask is made, so one may take this much of a core for nothing, and an
+# answer's masks together so many seconds more.
+FREE_MASK_S: Final = 0.02
+MAX_MASKS_S: Final = 2.0
+# Above this the one schema at fault is not searched: that means compiling them all again.
+_MAX_BLAMED_CHARS: Final = 1 << 17
+LIMITS: Final = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+TOO_MUCH: Final = "it is too large or too complex"
 
 
 class GrammarWish(NamedTuple):
@@ -163,21 +176,6 @@ def _is_closable(node: Json) -> bool:
     if not isinstance(named, dict) or not named or _OPENING & node.keys():
         return False
     return isinstance(required, list) and all(x in named for x in required)
-
-
-# Some kilobytes each, made while an answer is written; llguidance would make 250,000.
-MAX_LEXER_STATES: Final = 20_000
-# The seconds of a core that it may take to find out which tokens may come next.
-MAX_MASK_S: Final = 0.1
-TRIED_TOKENS: Final = 8
-# All answers wait while a mask is made, so one may take this much of a core for nothing, and an
-# answer's masks together so many seconds more.
-FREE_MASK_S: Final = 0.02
-MAX_MASKS_S: Final = 2.0
-# Above this the one schema at fault is not searched: that means compiling them all again.
-_MAX_BLAMED_CHARS: Final = 1 << 17
-LIMITS: Final = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-TOO_MUCH: Final = "it is too large or too complex"
 
 
 class Verdict(msgspec.Struct, frozen=True):

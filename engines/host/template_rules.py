@@ -15,16 +15,6 @@ _REFUSALS: Final = (TemplateError, TypeError, ValueError, KeyError, AttributeErr
 
 
 _SAID: Final = "words-number-"
-
-
-def _chat(*roles: str) -> Chat:
-    return [{"role": role, "content": f"{_SAID}{i}"} for i, role in enumerate(roles)]
-
-
-_PLAIN: Final = _chat("user", "assistant", "user")
-# After a question, as agents append them to tool results.
-_INLINE: Final = _chat("system", "user", "system", "assistant", "user", "system")
-_REPEATED: Final = _chat("user", "assistant", "user", "user")
 # Reasoning of a turn before the last question, which many templates leave out.
 _THOUGHT: Final = f"{_SAID}thought"
 _REASONED: Final = [
@@ -39,6 +29,24 @@ _SWITCHES: Final = (
     {"truncate_history_thinking": False},
     {"drop_thinking": False},
 )
+# Before the text in front, between it and the text after, and where the model goes on. Of Qwen and
+# CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek, whose second one marks the hole.
+_KNOWN: Final = (
+    FillIn("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    FillIn("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    FillIn("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    FillIn("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+
+
+def _chat(*roles: str) -> Chat:
+    return [{"role": role, "content": f"{_SAID}{i}"} for i, role in enumerate(roles)]
+
+
+_PLAIN: Final = _chat("user", "assistant", "user")
+# After a question, as agents append them to tool results.
+_INLINE: Final = _chat("system", "user", "system", "assistant", "user", "system")
+_REPEATED: Final = _chat("user", "assistant", "user", "user")
 
 
 class Render(Protocol):
@@ -79,16 +87,6 @@ def _takes(render: Render, chat: Chat) -> bool:
     # Some templates refuse by leaving a message out, or by moving it to the top.
     places = [str(text).find(message["content"]) for message in chat]
     return -1 not in places and places == sorted(places)
-
-
-# Before the text in front, between it and the text after, and where the model goes on. Of Qwen and
-# CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek, whose second one marks the hole.
-_KNOWN: Final = (
-    FillIn("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    FillIn("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    FillIn("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
-    FillIn("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-)
 
 
 def fill_in_of(vocabulary: Container[str]) -> FillIn | None:

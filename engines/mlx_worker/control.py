@@ -1,4 +1,4 @@
-"""The engine's end of the control connection: the gateway's verbs, and reports on what there is.
+"""The engine's end of the control connection: the gateway's verbs, reports and notices.
 
 Verbs run on the event loop. What touches hot KV is a short command to the owner thread; what may
 wait for a disk or a network runs on a thread of its own. Nothing here holds up a running sequence.

@@ -12,6 +12,11 @@ from engines.openai.errors import FieldError, InvalidRequest
 Json: TypeAlias = dict[str, Any]
 DETAILS: Final = ("auto", "low", "high")  # of an image, as OpenAI knows them
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+# What a tool's result says if it is an image: that stands in a message of the user after it.
+SHOWN_BELOW: Final = "(The result is the image in the next message.)"
+_SHOWN_BY: Final = ("user", "tool")  # templates have no place for others' images, or drop them
+_HERE: Final = "data:image/"
+_ELSEWHERE: Final = ("http://", "https://")
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
@@ -150,13 +155,6 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.type == "json_schema" and self.json_schema is None:
             raise FieldError("json_schema", "type json_schema needs json_schema")
-
-
-# What a tool's result says if it is an image: that stands in a message of the user after it.
-SHOWN_BELOW: Final = "(The result is the image in the next message.)"
-_SHOWN_BY: Final = ("user", "tool")  # templates have no place for others' images, or drop them
-_HERE: Final = "data:image/"
-_ELSEWHERE: Final = ("http://", "https://")
 
 
 class Sight(NamedTuple):

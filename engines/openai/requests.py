@@ -49,6 +49,27 @@ _TEMPLATE_KEYS_OF_OURS = frozenset(
     | {"add_generation_prompt", "continue_final_message", "return_tensors", "tokenizer_kwargs"}
     | {"padding", "truncation", "max_length", "return_assistant_tokens_mask", "processor_kwargs"}
 )
+R = TypeVar("R", bound=msgspec.Struct)
+_WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(\w+)`")
+# What msgspec cannot say: the values that would have been right.
+_CHOICES = {
+    "role": "use system, developer, user, assistant or tool",
+    "tool_choice": "use none, auto, required or {type: function, function: {name}}",
+    "response_format.type": "use text, json_object or json_schema",
+    "reasoning_effort": "use none, minimal, low, medium, high, xhigh or max",
+    "type": "only function is known here",
+}
+TOKENIZE_PATH: Final = "/tokenize"
+DETOKENIZE_PATH: Final = "/detokenize"
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+# The most that is tokenized, in contexts of the model: a client that counts wants to know by how
+# much its prompt is too long, but not of any prompt.
+MAX_CONTEXTS: Final = 4
+# The fields of a chat that make its prompt.
+PROMPT_FIELDS: Final = frozenset(
+    {"model", "messages", "tools", "chat_template_kwargs", "reasoning_effort"}
+)
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,19 +288,6 @@ def parse_json(body: bytes) -> Json:
     return raw
 
 
-R = TypeVar("R", bound=msgspec.Struct)
-_WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
-_MISSING = re.compile(r"missing required field `(\w+)`")
-# What msgspec cannot say: the values that would have been right.
-_CHOICES = {
-    "role": "use system, developer, user, assistant or tool",
-    "tool_choice": "use none, auto, required or {type: function, function: {name}}",
-    "response_format.type": "use text, json_object or json_schema",
-    "reasoning_effort": "use none, minimal, low, medium, high, xhigh or max",
-    "type": "only function is known here",
-}
-
-
 def checked(raw: Json, kind: type[R]) -> R:
     """Check parsed JSON against the fields of ``kind``. Raises ``InvalidRequest``."""
     try:
@@ -307,18 +315,6 @@ def _readable(error: msgspec.ValidationError) -> InvalidRequest:
 
 def _choices(param: str) -> str:
     return _CHOICES.get(param) or _CHOICES.get(param.rpartition(".")[2], "see OpenAI's reference")
-
-
-TOKENIZE_PATH: Final = "/tokenize"
-DETOKENIZE_PATH: Final = "/detokenize"
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-# The most that is tokenized, in contexts of the model: a client that counts wants to know by how
-# much its prompt is too long, but not of any prompt.
-MAX_CONTEXTS: Final = 4
-# The fields of a chat that make its prompt.
-PROMPT_FIELDS: Final = frozenset(
-    {"model", "messages", "tools", "chat_template_kwargs", "reasoning_effort"}
-)
 
 
 class TokenizeText(msgspec.Struct, frozen=True):

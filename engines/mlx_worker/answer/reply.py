@@ -1,4 +1,4 @@
-"""A planned request, and what the owner thread generates for it until all choices have ended."""
+"""A planned request, and the events of its choices until all of them have ended."""
 
 from __future__ import annotations
 

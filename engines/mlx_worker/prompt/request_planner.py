@@ -1,4 +1,4 @@
-"""Plans a checked request: what the owner thread is asked for, and who reads its answers.
+"""Plans a checked request: the generations to ask for, and the readers of their answers.
 
 Plans are made on one thread: one piece of work at a time, and tenants take turns. Templates hold
 the GIL, and tokenizers are not fully thread-safe, so one thread is all that helps.
