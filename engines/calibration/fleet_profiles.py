@@ -148,7 +148,6 @@ class FleetProfiles:
         config: StoreConfig,
         data: Path,
         machine: str = "",
-        keep_every_s: float = KEEP_EVERY_S,
     ) -> None:
         self._shelf = shelf
         self._codecs = codecs
@@ -161,7 +160,7 @@ class FleetProfiles:
         self._damaged: dict[Stage, bytes] = {}
         self._refused: set[bytes] = set()  # digests of publications that did not pass
         self._seen: _Seen | None = None
-        self._keeper = Periodic(self._keep, keep_every_s, "thermocline-profiles", at_once=True)
+        self._keeper = Periodic(self._keep, KEEP_EVERY_S, "thermocline-profiles", at_once=True)
 
     def take_over(
         self,

@@ -218,7 +218,7 @@ class EngineClient:
             raise _odd_answer(verb, answer)
 
     def notices(self) -> AsyncIterator[Notice | None]:
-        return self._link.notices()
+        return self._link.notices.read()
 
     async def _done(self, verb: Verb, deadline_s: float) -> Done:
         answer = await self._link.ask(verb, deadline_s)

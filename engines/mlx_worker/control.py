@@ -55,7 +55,6 @@ class SessionReports:
     def __init__(
         self,
         owner: Owner,
-        wall_clock: Callable[[], float] = time.time,
         measuring: Callable[[CodecReport], CodecReport] = lambda report: report,
     ) -> None:
         """``measuring`` adds what is to be said of a measurement of the model."""
@@ -63,7 +62,6 @@ class SessionReports:
         self._measuring = measuring
         self._hot = owner.parts.hot_cache.sessions
         self._store = owner.store
-        self._wall_clock = wall_clock
 
     def session(self, session: SessionRef) -> SessionReport | None:
         """The report on one session; None if neither the engine nor the store knows it."""
@@ -103,7 +101,7 @@ class SessionReports:
     def _idle_s(self, hot: HotSession | None, record: SessionRecord | None) -> float:
         if hot is not None:
             return self._hot.idle_s(hot)
-        return max(0.0, self._wall_clock() - record.last_used_s) if record else 0.0
+        return max(0.0, time.time() - record.last_used_s) if record else 0.0
 
     # ---- the engine
 
@@ -224,7 +222,6 @@ class MlxVerbs:
         begin_to_measure: Callable[[CalibrationOrder | None], None] = lambda order: None,
     ) -> None:
         self._owner = owner
-        self._clock = time.monotonic
         self._begin_to_measure = begin_to_measure
         self._reports = reports
         self._hot_cache = owner.parts.hot_cache
@@ -264,9 +261,9 @@ class MlxVerbs:
         hot_bytes = max(hot_bytes, self._owner.least_hot_bytes)
         if store := self._owner.store:
             await asyncio.to_thread(store.resize_memory, ram_bytes)
-        until = self._clock() + SHRINK_WAIT_S
+        until = time.monotonic() + SHRINK_WAIT_S
         while not await self._owner.call(lambda: self._holds_to(hot_bytes)):
-            if self._clock() > until:
+            if time.monotonic() > until:
                 raise TimeoutError("more than the new budget is still in use; ask again")
             await asyncio.sleep(SHRINK_LOOK_S)
 

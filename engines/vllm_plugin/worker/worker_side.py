@@ -87,7 +87,6 @@ class WorkerSide:
         store: BlockStore,
         measuring: RankMeasuring | None = None,
         resting: RestingWatch | None = None,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """``resting``: reports the store's blocks, if vLLM reports KV events."""
         self._transfer = transfer
@@ -95,7 +94,6 @@ class WorkerSide:
         self._store = store
         self.measuring = measuring
         self._resting = resting
-        self._monotonic = monotonic
         self._patience_s = 0.0
         self._stepped_at = float("-inf")  # monotonic
         store.listen(self._store_changed)
@@ -109,7 +107,7 @@ class WorkerSide:
     def start_loads(self, step: StepWork) -> None:
         """Begin the step's loads."""
         self._patience_s = step.patience_s
-        self._stepped_at = self._monotonic()
+        self._stepped_at = time.monotonic()
         if self.measuring is not None:
             self.measuring.fill(step)
             self._transfer.filled(x.request_id for x in step.given)
@@ -155,7 +153,7 @@ class WorkerSide:
 
     def _is_quiet(self) -> bool:
         """True if vLLM has run no step for a moment, and no copy is under way. Any thread."""
-        if self._monotonic() - self._stepped_at < QUIET_S or self._link.num_staging:
+        if time.monotonic() - self._stepped_at < QUIET_S or self._link.num_staging:
             return False
         return self._transfer.is_settled and (self.measuring is None or self.measuring.has_verdict)
 
