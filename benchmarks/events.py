@@ -23,7 +23,7 @@ from engines.base import SessionReport
 from engines.headers import CacheOutcome
 from engines.wire import CodecReport, KVSize, SessionRef, Welcome
 from gateway.watch.live import Live
-from gateway.watch.metrics import PromptDetails, Usage
+from gateway.watch.metrics import Metrics, PromptDetails, Usage
 from gateway.watch.scope import Scope
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
@@ -58,7 +58,8 @@ class Busy:
         self.manager = SessionManager(
             engine, SchedulerConfig(), salt_of=lambda name: b"", clock=lambda: self.now
         )
-        self.live = Live(engine, self.manager, clock=lambda: self.now, wall=lambda: self.now)
+        clock: Callable[[], float] = lambda: self.now
+        self.live = Live(engine, self.manager, Metrics(), clock=clock, wall=clock)
         self.refs = [SessionRef(f"tenant{i % 5}", f"s{i}", b"") for i in range(num_sessions)]
         self.turns = 0
         for ref in self.refs:

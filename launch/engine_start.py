@@ -13,10 +13,8 @@ from engines.config import WorkerConfig
 from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE
 from engines.fleet.homes import LastHomes
 from engines.fleet.listed_fleet import ListedFleet
-from engines.fleet.listing import ListedReplica
-from engines.fleet.replica_list import ReplicaList
+from engines.fleet.replica_list import ListedReplica, ReplicaList, engine_token, list_token
 from engines.registry import UnknownEngine, create_engine
-from engines.replica_tokens import engine_token, list_token
 from kvstore.config import StoreConfig
 from launch.errors import LaunchError, UsageError
 from launch.machine.blas import Blas, find_blas

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
-from engines.openai.images import SHOWN_BELOW, Sight
+from engines.openai.messages import SHOWN_BELOW, Sight
 from engines.openai.requests import Json, ModelName, StopList, TokenLimit
 
 Sureness = Annotated[float, msgspec.Meta(ge=0, le=1)]

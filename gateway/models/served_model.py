@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from engines.base import Engine, EngineError, EngineUnavailable, HasReplicas, SessionRef
 from engines.openai.errors import unknown_model
-from engines.openai.images import Sight
+from engines.openai.messages import Sight
 from engines.wire import Welcome
 from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.identity.known_chats import MAX_KNOWN_CHATS, KnownChats

@@ -18,14 +18,14 @@ from starlette.responses import Response
 from engines.base import HasReplicas
 from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.errors import context_too_long
-from engines.openai.images import Sight
-from engines.openai.messages import with_known_parts
-from engines.openai.requests import ChatRequest, Json
-from engines.openai.tokenizing import (
+from engines.openai.messages import Sight, with_known_parts
+from engines.openai.requests import (
     DETOKENIZE_PATH,
     MAX_CONTEXTS,
     TOKENIZE_PATH,
+    ChatRequest,
     Detokenize,
+    Json,
     validate_detokenize,
     validate_tokenize,
 )

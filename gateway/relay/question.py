@@ -13,8 +13,7 @@ from engines.asgi import while_client_stays
 from engines.base import Engine, EngineUnavailable
 from engines.headers import payer_headers
 from engines.openai.errors import InvalidRequest
-from engines.openai.requests import Json
-from engines.openai.tokenizing import PROMPT_FIELDS, TOKENIZE_PATH
+from engines.openai.requests import PROMPT_FIELDS, TOKENIZE_PATH, Json
 from engines.wire import TemplateRules
 from gateway.context import caller_of
 from gateway.relay.passthrough import engine_failure

@@ -19,8 +19,7 @@ import msgspec
 
 from engines.base import CodecReport, Engine, EngineError, EngineRefused, EngineUnavailable
 from engines.calibration.gate.profiles import make_folder, profile_path
-from engines.calibration.messages import CalibrationReport
-from engines.config import REPORT, CalibrationOrder
+from engines.config import REPORT, CalibrationOrder, CalibrationReport
 from engines.wire import MeasurementEnd, Welcome
 from kvstore.codecs.names import EXACT
 from launch.calibrate.orders import AFTER_CONTEXT, CalibrateOptions, order_of

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from engines.calibration.first_order import TooShort, first_order, tokens_to_compute
 from engines.calibration.gate.choice import Choice, choose_tiers, exact
-from engines.kv_budget import UNSTATED_CONTEXT, stated_context
-from engines.packed_budget import HOT_CODECS
+from engines.kv_budget import HOT_CODECS, UNSTATED_CONTEXT, stated_context
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.session import TIER_NAMES, TierName
 from kvstore.shapes import KVLayout, StateLayout

@@ -17,14 +17,15 @@ from typing import Any, get_args
 from engines.cache_classes import LATENT_ON_CPU
 from engines.config import EngineConfig
 from engines.kv_budget import (
+    HOT_CODECS,
     SMALLEST_CONTEXT,
     UNSTATED_CONTEXT,
     KVCost,
     alone_bytes,
+    packed_cost,
     stated_context,
     too_little,
 )
-from engines.packed_budget import HOT_CODECS, packed_cost
 from kvstore.shapes import NUMPY_DTYPES, DType
 from launch.families.cache_shape import CacheShape, ModelRefused
 from launch.families.table import cache_shape

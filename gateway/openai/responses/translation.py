@@ -9,8 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.images import Sight
-from engines.openai.messages import Json
+from engines.openai.messages import Json, Sight
 from engines.openai.requests import ChatRequest, validate_chat
 from gateway.errors import Failure
 from gateway.openai.chat_fields import offer

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from engines.calibration.messages import CalibrationReport, WaterFilling
+from engines.config import CalibrationReport, WaterFilling
 from kvstore.codecs.quality import Quality
 from launch.calibrate.plot import check_output, draw, place_labels, whole_file
 from launch.errors import LaunchError, UsageError
