@@ -55,10 +55,12 @@ class Busy:
     def __init__(self, num_sessions: int) -> None:
         engine: Any = NoEngine()
         self.now = 1000.0
-        self.manager = SessionManager(
-            engine, SchedulerConfig(), salt_of=lambda name: b"", clock=lambda: self.now
-        )
-        clock: Callable[[], float] = lambda: self.now
+
+        def clock() -> float:
+            return self.now
+
+        config = SchedulerConfig()
+        self.manager = SessionManager(engine, config, salt_of=lambda name: b"", clock=clock)
         self.live = Live(engine, self.manager, Metrics(), clock=clock, wall=clock)
         self.refs = [SessionRef(f"tenant{i % 5}", f"s{i}", b"") for i in range(num_sessions)]
         self.turns = 0
