@@ -61,7 +61,8 @@ class PackedCodec:
         for array, slot, part in zip(arrays, plan.slots, parts.slots, strict=True):
             self._fill(payload, array[:, :end], slot)
             _fill_newest(payload, slot, view, part)
-        return b"".join([payload.data, *_kept_rows(arrays, plan, payload)])
+        kept = list(_kept_rows(arrays, plan, payload))
+        return b"".join([payload.data, *kept]) if kept else payload.data
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
         plan = plan_payload(self.inner.rows, layout, check_run(out, layout), first_token)
@@ -89,15 +90,14 @@ class PackedCodec:
         if array.scales[:, :sinks].any():
             raise ValueError("the first tokens of a packed run are packed")
         slot.sinks(payload)[:] = array.exact[:, :sinks]
-        codes, scales = array.codes[:, sinks:].copy(), array.scales[:, sinks:].copy()
-        odd = np.nonzero(scales == 0)
-        if len(odd[0]):
+        count, by_head = array.shape[1] - sinks, (slot.num_heads, slot.num_tokens)
+        scales = slot.scales(payload).reshape(by_head)[:, :count]
+        codes = slot.packed(payload).reshape(*by_head, slot.row_nbytes)[:, :count]
+        scales[:], codes[:] = array.scales[:, sinks:], array.codes[:, sinks:]
+        if np.count_nonzero(scales) < scales.size:
+            odd = np.nonzero(scales == 0)
             values = floats.widen(array.exact[:, sinks:][odd], array.dtype_name)
             codes[odd], scales[odd] = self.inner.rows.pack(values)
-        count = scales.shape[1]
-        by_head = (slot.num_heads, slot.num_tokens)
-        slot.scales(payload).reshape(by_head)[:, :count] = scales
-        slot.packed(payload).reshape(*by_head, slot.row_nbytes)[:, :count] = codes
 
 
 def _end_of_packed(array: PackedArray) -> int:
