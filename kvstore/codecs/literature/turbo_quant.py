@@ -21,7 +21,6 @@ from kvstore.codecs.literature.stages import half_columns
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
 from kvstore.codecs.literature.stages.rotated import normal_levels, rotated
 from kvstore.codecs.literature.stages.sketch import directions, sign_size
-from kvstore.codecs.rows.backend import best_kernel, reference_kernel
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.codecs.stacks.pipeline import Pipeline
@@ -33,8 +32,7 @@ from kvstore.codecs.stacks.stage_protocols import Quantiser
 
 def turbo_quant(num_bits: int) -> Codec:
     """Makes the preset ``tq1``, ``tq2``, ``tq5``, ... of 1 to 8 bits."""
-    backend = best_kernel if num_bits in (3, 4) else reference_kernel
-    return RowCodec(f"tq{num_bits}.1", RotatedRows(num_bits), backend)
+    return RowCodec(f"tq{num_bits}.1", RotatedRows(num_bits))
 
 
 tq1, tq2, tq5, tq6, tq7, tq8 = (functools.partial(turbo_quant, n) for n in (1, 2, 5, 6, 7, 8))
