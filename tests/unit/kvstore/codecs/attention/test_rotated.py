@@ -43,17 +43,23 @@ def test_the_definition_is_restoring_and_multiplying(num_bits, dim):
         check(ReferenceAttention(RotatedRows(num_bits), dim), num_bits, dim, num_queries)
 
 
-KINDS = [*((bits, 64) for bits in range(1, 9)), (3, 16), (5, 80), (7, 112), (8, 128), (4, 256)]
+OTHERS = [*((bits, 64) for bits in (1, 2, 4, 5, 7)), (3, 16), (5, 80), (7, 112), (8, 128), (4, 256)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_bits", "dim"), KINDS)
+@pytest.mark.parametrize(("num_bits", "dim"), [(3, 64), (6, 64), (8, 16)])
 def test_compiled_code_agrees(num_bits, dim):
     pytest.importorskip("numba")
     attention = row_attention(RotatedRows(num_bits), dim)
     assert not isinstance(attention, ReferenceAttention)
     for num_tokens in (2, 4, 37):
         check(attention, num_bits, dim, 5, num_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_bits", "dim"), OTHERS)
+def test_compiled_code_of_other_kinds(num_bits, dim):
+    test_compiled_code_agrees(num_bits, dim)
 
 
 @pytest.mark.slow
