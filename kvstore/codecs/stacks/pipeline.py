@@ -56,7 +56,7 @@ FitGains: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class PipelineParts(NamedTuple):
-    """What precedes the codes of a chunk, after its kept groups."""
+    """The parts of a chunk between its kept groups and its codes."""
 
     before: list[object]  # the notes of the transforms before the gain
     after: list[object]  # the notes of the transforms after the gain
