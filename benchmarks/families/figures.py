@@ -33,9 +33,8 @@ from engines.calibration.first_order import FALLBACKS, FIRST_PRESETS
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.instrument import HeldSession
 from engines.calibration.measuring.metrics import drift
-from engines.calibration.messages import CalibrationReport
 from engines.calibration.survey import survey_report
-from engines.config import CalibrationOrder
+from engines.config import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model

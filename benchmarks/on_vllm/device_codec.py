@@ -39,9 +39,8 @@ from engines.vllm_plugin.device.accelerator import Cuda
 from engines.vllm_plugin.device.device_blocks import DeviceBlocks
 from engines.vllm_plugin.device.device_check import STAGING_BYTES, kernels_agree
 from engines.vllm_plugin.device.kv_views import view_groups
-from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts
-from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout
-from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
+from engines.vllm_plugin.device.packed_layout import StagingLayouts
+from engines.vllm_plugin.device.staging_layout import RawStagingLayout, TokenRun
 from kvstore.blobs.packer import Packer
 from kvstore.chunk_size import SMALL_TOKENS
 from kvstore.codecs.base import Codec

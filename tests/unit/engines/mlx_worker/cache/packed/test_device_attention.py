@@ -112,7 +112,7 @@ def assert_close(one, other):
 
 @pytest.mark.parametrize("num_tokens", [3, 5, 70, 133])
 def test_attention_on_the_device_is_that_on_the_host(num_tokens):
-    kinds = (RowKind(3, 64, "bfloat16"), RowKind(4, 80, "bfloat16"))
+    kinds = (RowKind(3, 64, "bfloat16"), RowKind(3, 80, "bfloat16"))
     sides = []
     for seed, kind in enumerate(kinds):
         rows = mx.array(uneven((1, HEADS, num_tokens, kind.dim), seed))
