@@ -57,7 +57,7 @@ def measure(method_names: Sequence[str], dim: int, tokens: int, queries: int) ->
     stored = round_to_bf16(keys)
     ways: dict[str, Callable[[int], np.ndarray]] = {
         "fp32": lambda i: np.matmul(query, keys[i].swapaxes(1, 2)),
-        "bf16": lambda i: _by_blocks(query, stored[i]),
+        "bf16": lambda i: by_blocks(query, stored[i]),
     }
     for name in method_names:
         method = thermocline.codec(name)
@@ -74,7 +74,7 @@ def measure(method_names: Sequence[str], dim: int, tokens: int, queries: int) ->
     ]
 
 
-def _by_blocks(query: np.ndarray, stored: np.ndarray) -> np.ndarray:
+def by_blocks(query: np.ndarray, stored: np.ndarray) -> np.ndarray:
     out = np.empty((HEADS, query.shape[1], stored.shape[1]), np.float32)
     for head in range(HEADS):
         for first in range(0, stored.shape[1], BLOCK_TOKENS):

@@ -1,27 +1,30 @@
-"""The benchmark of products with packed keys: its smallest run."""
+"""The parts of the benchmark of products with packed keys; a smallest run is among integrations."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from benchmarks import attention_scores
-from benchmarks.attention_scores import draw, measure, rows_of
+from benchmarks.attention_scores import HEADS, Point, by_blocks, draw, rows_of
 
 
-def test_every_way_is_timed_and_drawn(tmp_path):
+def test_points_become_a_table_and_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    points = [x for queries in (1, 2) for x in measure(["tq3"], 64, 128, queries)]
+    points = [
+        Point(64, tokens, queries, way, 9.0, ratio)
+        for queries in (1, 2)
+        for tokens in (128, 256)
+        for way, ratio in (("fp32", 1.0), ("tq3", 0.5), ("tq3, restore", queries + 1.0))
+    ]
     head, rows = rows_of(points)
-    assert head == ["dim", "queries", "tokens", "bf16", "tq3", "tq3, restore"]
-    assert [row[:3] for row in rows] == [["64", "1", "128"], ["64", "2", "128"]]
-    fp32 = {x.queries: x.ns_per_key for x in points if x.way == "fp32"}
-    assert all(x.x_fp32 == pytest.approx(x.ns_per_key / fp32[x.queries]) for x in points)
+    assert head == ["dim", "queries", "tokens", "tq3", "tq3, restore"]
+    assert rows[0] == ["64", "1", "128", "0.50", "2.00"]
+    assert rows[-1] == ["64", "2", "256", "0.50", "3.00"]
     draw(points, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bf16_keys_are_widened_whatever_the_blocks_are():
-    keys = np.full((attention_scores.HEADS, 300, 8), 0x3F80, np.uint16)  # ones
-    query = np.ones((attention_scores.HEADS, 2, 8), np.float32)
-    assert (attention_scores._by_blocks(query, keys) == 8).all()
+    keys = np.full((HEADS, 300, 8), 0x3F80, np.uint16)  # ones
+    query = np.ones((HEADS, 2, 8), np.float32)
+    assert (by_blocks(query, keys) == 8).all()
