@@ -22,6 +22,7 @@ import msgspec
 
 from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.first_order import further_order
+from engines.calibration.fleet_profiles import FleetProfiles
 from engines.calibration.footprint import (
     large_arrays_apart,
     one_thread,
@@ -31,7 +32,6 @@ from engines.calibration.gate.bound import Bound, was_learned_on, worth_adopting
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
-from engines.calibration.sharing import NO_SHARING, Sharing
 from engines.calibration.survey import CannotCalibrate, check_contexts, survey_report
 from engines.calibration.unfinished import Unfinished
 from engines.config import CalibrationOrder
@@ -48,14 +48,6 @@ LOOK_EVERY_S: Final = 2.0
 REPORT_BYTES: Final = 1 << 20  # more than a report has
 
 
-def _always() -> bool:
-    return True
-
-
-def _never() -> bool:
-    return False
-
-
 class Wanted(NamedTuple):
     """Says which findings are wanted; asked on the measuring thread.
 
@@ -66,8 +58,8 @@ class Wanted(NamedTuple):
             measurement that ``resumes``.
     """
 
-    is_needed: Callable[[], bool] = _always
-    learns_on: Callable[[], bool] = _never
+    is_needed: Callable[[], bool] = lambda: True
+    learns_on: Callable[[], bool] = lambda: False
 
 
 ALL: Final = Wanted()  # what is asked for by hand
@@ -120,7 +112,7 @@ class SelfMeasurement:
         resumes: bool = False,
         wanted: Wanted = ALL,
         partners: Partners = ALONE,
-        sharing: Sharing = NO_SHARING,
+        sharing: FleetProfiles | None = None,
     ) -> None:
         """Begin to measure.
 
@@ -225,7 +217,9 @@ class SelfMeasurement:
     def _take_over(self, instrument: Instrument) -> bool:
         """Have the engine adopt a profile of another engine, if there is one that serves here."""
         known = (instrument, self._order, self._on_progress)
-        if not self._sharing.take_over(*known, learned_on=self._has_verdict):
+        if self._sharing is None or not self._sharing.take_over(
+            *known, learned_on=self._has_verdict
+        ):
             return False
         self._check()
         self._adopt()
@@ -233,7 +227,7 @@ class SelfMeasurement:
 
     def _share(self, instrument: Instrument) -> None:
         """Publish what was found. Where another engine was first, all pack by its profile."""
-        if not self._sharing.publish():
+        if self._sharing is not None and not self._sharing.publish():
             self._take_over(instrument)
 
     def _carry_out(
