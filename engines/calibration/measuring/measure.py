@@ -13,8 +13,16 @@ import numpy as np
 
 from engines.calibration.instrument import HeldSession, Instrument
 from engines.calibration.measuring.cases import Case, in_reading_order
-from engines.calibration.measuring.metrics import answer_drift, answers, drift, loss
-from engines.calibration.measuring.tally import CaseResult, Tally, digest_of, positions_of
+from engines.calibration.measuring.metrics import (
+    CaseResult,
+    Tally,
+    answer_drift,
+    answers,
+    digest_of,
+    drift,
+    loss,
+    positions_of,
+)
 from engines.calibration.measuring.trials import AnyCodec, Trials, Trip, trials
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.quality import Quality
