@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from engines.calibration.agreement import ALONE, Partners
+from engines.calibration.agreement import Partners
 from engines.calibration.first_order import further_order
 from engines.calibration.fleet_profiles import FleetProfiles
 from engines.calibration.footprint import (
@@ -111,7 +111,7 @@ class SelfMeasurement:
         engine: str,
         resumes: bool = False,
         wanted: Wanted = ALL,
-        partners: Partners = ALONE,
+        partners: Partners | None = None,
         sharing: FleetProfiles | None = None,
     ) -> None:
         """Begin to measure.
@@ -193,7 +193,8 @@ class SelfMeasurement:
 
     def _give_up(self, error: str) -> None:
         self._ended = MeasurementEnd(time.time(), error)
-        self._partners.give_up(error)
+        if self._partners is not None:
+            self._partners.give_up(error)
 
     def _measure(self) -> None:
         instrument = self._open_instrument()

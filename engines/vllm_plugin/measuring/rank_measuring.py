@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from engines.calibration.agreement import ALONE
 from engines.calibration.fleet_profiles import FleetProfiles
 from engines.calibration.self_measurement import ALL, SelfMeasurement, Wanted
 from engines.config import CalibrationOrder
@@ -107,7 +106,7 @@ class RankMeasuring:
             engine=f"vllm {vllm.__version__}",
             resumes=order is None and not several,
             wanted=wanted or ALL,
-            partners=self._client if several else ALONE,
+            partners=self._client if several else None,
             sharing=None if wanted is None else self._sharing,
         )
 
