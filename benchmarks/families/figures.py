@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,7 @@ def measured(name: str, folder: Path, data: Path, order: dict[str, Any]) -> Slee
     loaded = load_model(str(folder), "float32")
     plan = probe(loaded.model)
     instrument = MlxInstrument(loaded, plan, data)
-    usual = {"presets": FIRST_PRESETS + FALLBACKS, "with_bounds": False}
+    usual: dict[str, Any] = {"presets": FIRST_PRESETS + FALLBACKS, "with_bounds": False}
     whole = CalibrationOrder(data_path=str(data), **(usual | order))
     report = survey_report(instrument, whole, "mlx")
     return Sleeper(name, instrument, plan, report, data, ())
@@ -102,7 +102,7 @@ def trained(kind: str, data: Path) -> Sleeper:
     return Sleeper(kind, found.instrument, found.plan, found.report, data, texts)
 
 
-REWRITTEN = {
+REWRITTEN: dict[str, Callable[[Path, Path], Path]] = {
     "windowed": write_windowed,
     "narrow": partial(write_windowed, window=NARROW),
     "latent": write_latent,

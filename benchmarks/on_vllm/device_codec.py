@@ -102,10 +102,10 @@ class Rig:
         self.wanted = [Packing(x, ids[x.first_block : x.end_block]) for x in keys.whole(hashes)]
         self.hot_bytes = SESSION_TOKENS * self.cache.layout.bytes_per_token
 
-    def save(self) -> list[bytes]:
+    def save(self) -> list[bytes | bytearray | memoryview]:
         return [x.result() for x in self.blocks.pack(self.wanted, self.blocks.mark())]
 
-    def load(self, blobs: list[bytes]) -> None:
+    def load(self, blobs: list[bytes | bytearray | memoryview]) -> None:
         fillings = [
             Filling(x.span, blob, 0, x.block_ids)
             for x, blob in zip(self.wanted, blobs, strict=True)
@@ -286,7 +286,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured", file=sys.stderr)
         return NO_DEVICE
-    device, figures, right = torch.device("cuda"), [], True
+    device, right = torch.device("cuda"), True
+    figures: list[Figure] = []
     beside: dict[str, dict[str, float]] = {}
     shape = Shape(options.layers, options.chunk_tokens)
     for dim in options.dims:
