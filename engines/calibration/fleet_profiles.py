@@ -145,12 +145,7 @@ class FleetProfiles:
     """
 
     def __init__(
-        self,
-        shelf: Shelf,
-        codecs: ServedCodecs,
-        config: StoreConfig,
-        data: Path,
-        machine: str = "",
+        self, shelf: Shelf, codecs: ServedCodecs, config: StoreConfig, data: Path, machine: str = ""
     ) -> None:
         self._shelf = shelf
         self._codecs = codecs

@@ -85,10 +85,7 @@ def with_sessions(config: LLMConfig, store: Mapping[str, object], host: str = ""
         engine = {**ON_CPU, **engine}
     engine["middleware"] = [*engine.get("middleware", []), MIDDLEWARE]
     settings = msgspec.to_builtins(ReplicaSettings(store=own, host=host))
-    engine["kv_transfer_config"] = {
-        **CONNECTOR,
-        "kv_connector_extra_config": {SETTINGS: settings},
-    }
+    engine["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": {SETTINGS: settings}}
     config.engine_kwargs = engine
     config.deployment_config = _deployment({**config.deployment_config})
     environment = {**(config.runtime_env or {})}

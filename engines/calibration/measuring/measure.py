@@ -172,10 +172,7 @@ class _Trial:
         if not run:
             return {**found, "cos": (1.0, 1.0)}
         keys, values = (loss(run, back, self._layout, side) for side in (0, 1))
-        found |= {
-            "cos": (keys.cosine, values.cosine),
-            "errors": (keys.error, values.error),
-        }
+        found |= {"cos": (keys.cosine, values.cosine), "errors": (keys.error, values.error)}
         own = self._yardsticks.get(name)
         if (yardstick := own or self._yardsticks.get(ANY)) is not None:
             found["residual"] = error = yardstick.error(run, back)

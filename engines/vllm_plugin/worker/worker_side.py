@@ -332,10 +332,7 @@ def attention_cache(
 
 
 def state_blocks(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    caches: Mapping[str, torch.Tensor],
-    groups: Groups,
+    vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], groups: Groups
 ) -> StateBlocks | None:
     """The layers that do not keep all tokens; None if all do. Raises like ``attention_cache``."""
     layers: list[StateLayers] = []
