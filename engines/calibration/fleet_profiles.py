@@ -37,8 +37,9 @@ from kvstore.codecs.profile import BEFORE, OF_STATES, OF_WINDOWS, UNFINISHED, Pr
 from kvstore.codecs.quality import Quality
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, Corrupt, Mismatch, TierUnavailable, UnknownCodec
-from kvstore.published import MAX_BYTES, Publication, Shelf, Stage, described
+from kvstore.published import MAX_BYTES, Publication, PublishedNames, Shelf, Stage, described
 from kvstore.session import TierName
+from kvstore.tiers.seal import read_secret
 from kvstore.workers import Periodic
 
 NUM_TEXTS: Final = 2
@@ -131,7 +132,7 @@ class _Seen(NamedTuple):
 
 
 class FleetProfiles:
-    """Implements ``Sharing`` over Redis. A thread of its own keeps the publication there.
+    """Shares profiles over Redis. A thread of its own keeps the publication there.
 
     Args:
         shelf: owned by this object.
@@ -141,12 +142,7 @@ class FleetProfiles:
     """
 
     def __init__(
-        self,
-        shelf: Shelf,
-        codecs: ServedCodecs,
-        config: StoreConfig,
-        data: Path,
-        machine: str = "",
+        self, shelf: Shelf, codecs: ServedCodecs, config: StoreConfig, data: Path, machine: str = ""
     ) -> None:
         self._shelf = shelf
         self._codecs = codecs
@@ -169,6 +165,14 @@ class FleetProfiles:
         *,
         learned_on: bool,
     ) -> bool:
+        """Save a profile that another engine published as ours; False: none is to be had.
+
+        Called on the measuring thread. Raises what ``on_progress`` and the instrument raise.
+
+        Args:
+            order: of the measurement that would be carried out instead.
+            learned_on: only one that was learned from more texts.
+        """
         return any(
             self._taken_over(x, instrument, order, on_progress)
             for x in STAGES[: 1 if learned_on else 2]
@@ -227,6 +231,10 @@ class FleetProfiles:
         return fault(instrument, _different(choices), order, self._bound, on_progress)
 
     def publish(self) -> bool:
+        """Publish our profile; False: another engine's, which has other tables, was there before.
+
+        True as well if nothing could be published.
+        """
         with self._lock:
             try:
                 return self._published()
@@ -292,6 +300,7 @@ class FleetProfiles:
         )
         try:
             public.save(path)
+
             own = described(path, self._machine, dict(public.ids))
             done = self._shelf.publish(stage, own, path, anew=anew)
         finally:
@@ -332,3 +341,22 @@ def _public(profile: Profile, choices: Mapping[TierName, Choice]) -> Profile:
         learned = {k: x for k, x in learned.items() if k in wanted}
     rows = tuple(x for x in profile.rows if not x.preset.startswith(BEFORE))
     return replace(profile, learned=learned, rows=rows)
+
+
+def open_sharing(config: StoreConfig, codecs: ServedCodecs, data: Path) -> FleetProfiles | None:
+    """Share profiles with the engines on the store's Redis that have its secret, if it has both.
+
+    Args:
+        codecs: of the engine.
+        data: the folder of profiles.
+
+    Raises ``ValueError``: the secret cannot be read, or ``redis_url`` is no URL.
+    """
+    if not (config.redis_url and config.redis_bytes and config.secret_file):
+        return None
+    from kvstore.tiers.redis_server.link import RedisLink
+
+    secret = read_secret(Path(config.secret_file))
+    names = PublishedNames(secret, codecs.fingerprint, codecs.layout)
+    shelf = Shelf(RedisLink(config.redis_url, config.redis_deadline_s), names)
+    return FleetProfiles(shelf, codecs, config, data)
