@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Final, Protocol
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 KERNELS: Final = "kvstore.codecs.kernels.rows.numba_attention"
 NEAR_TOLERANCE = 0.05  # the same for queries of bytes
+SOME_TOKENS = 263  # that are compared: enough for queries of bytes, and no multiple of a tile
 TOLERANCE = 1e-4  # times the largest value: the allowed difference of compiled code from numpy
 
 
@@ -128,15 +130,16 @@ def _compiled_module() -> ModuleType | None:
 
 def _agree(kernel: RowAttention, reference: RowAttention, rows: RotatedRows, dim: int) -> bool:
     """Returns whether both give the same values for a few rows, one of which is not packed."""
-    wave = np.sin(np.arange(2 * 7 * dim, dtype=np.float32) ** 2).reshape(-1, dim)
+    wave = np.sin(np.arange(2 * SOME_TOKENS * dim, dtype=np.float32) ** 2).reshape(-1, dim)
     codes, scales = rows.pack(wave)
-    codes, scales = codes.reshape(2, 7, -1), scales.reshape(2, 7)
+    codes, scales = codes.reshape(2, SOME_TOKENS, -1), scales.reshape(2, SOME_TOKENS)
     scales[1, 3] = 0
     for query in (wave[:2].reshape(2, 1, dim), wave[:8].reshape(2, 4, dim)):
-        weights = np.abs(query[:, :, :7]).copy()
+        size = (2, query.shape[1], SOME_TOKENS)
+        weights = np.abs(wave.reshape(-1)[: math.prod(size)]).reshape(size)
         results = []
         for each in (kernel, reference):
-            products, near = (np.empty((2, query.shape[1], 7), np.float32) for _ in range(2))
+            products, near = (np.empty_like(weights) for _ in range(2))
             sums = np.zeros_like(query)
             each.scores(query, codes, scales, products)
             each.near_scores(query, codes, scales, near)

@@ -20,6 +20,7 @@ from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.rotation import base_matrix, order_of, sign_masks
 
 LARGEST = 127  # byte of a query
+LEAST_TOKENS = 256  # of a head; for fewer, rounding the query costs more than it saves
 MOST_QUERIES = 4  # in one pass over the rows: their sums have to fit into registers
 
 
@@ -230,7 +231,8 @@ class NumbaAttention:
     def near_scores(
         self, query: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
     ) -> None:
-        if not attend_rows.has_byte_scores(RowShape(self.rows.num_bits, self.dim, "float32")):
+        shape = RowShape(self.rows.num_bits, self.dim, "float32")
+        if scales.shape[1] < LEAST_TOKENS or not attend_rows.has_byte_scores(shape):
             return self.scores(query, codes, scales, out)
         for part in blocks_of(query.shape[1]):
             kernel = _byte_kernel(self.rows.num_bits, self.dim, part.stop - part.start)

@@ -69,10 +69,10 @@ def test_queries_of_bytes_give_products_within_the_stated_error(num_bits, dim):
     rows = RotatedRows(num_bits)
     attention = row_attention(rows, dim)
     assert not isinstance(attention, ReferenceAttention)
-    codes, scales, restored = packed(num_bits, dim, 37)
+    codes, scales, restored = packed(num_bits, dim, 300)
     query = uneven((2, 5, dim), seed=1)
     query[1, 2] = 0
-    right, near = np.empty((2, 5, 37), np.float32), np.empty((2, 5, 37), np.float32)
+    right, near = np.empty((2, 5, 300), np.float32), np.empty((2, 5, 300), np.float32)
     ReferenceAttention(rows, dim).scores(query, codes, scales, right)
     attention.near_scores(query, codes, scales, near)
     signs = rotation.sign_masks(dim)
