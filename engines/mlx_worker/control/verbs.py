@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -18,10 +18,11 @@ from engines.config import CalibrationOrder
 from engines.mlx_worker.control.reports import SessionReports
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.hot_sessions import HotSession, SessionKey
-from engines.wire import CodecReport, Done, EngineReport, SessionReport
+from engines.wire import CodecReport, Done, EngineReport, SessionReport, TenantUses
 from kvstore.errors import PinLimit
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef, TierName
+from kvstore.tenant_bytes import TenantLimits
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,11 @@ class MlxVerbs:
             if self._clock() > until:
                 raise TimeoutError("more than the new budget is still in use; ask again")
             await asyncio.sleep(SHRINK_LOOK_S)
+
+    async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
+        """Hold tenants to bytes of the tiers; see ``engines.wire.LimitTenants``."""
+        store = self._owner.store
+        return TenantUses(await asyncio.to_thread(store.limit_tenants, tiers) if store else {})
 
     def _holds_to(self, hot_bytes: int) -> bool:
         """Take a budget over, and make room for it. On the owner thread."""
