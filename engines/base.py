@@ -86,7 +86,7 @@ class HasReplicas(Protocol):
 
     @property
     def members(self) -> Mapping[str, Engine]:
-        """Those of them that take requests now, by name."""
+        """The replicas that take requests now, by name."""
 
 
 @runtime_checkable

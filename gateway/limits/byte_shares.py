@@ -1,7 +1,7 @@
 """One tenant's bytes of one tier, divided among the engines: in this process, or by a Redis.
 
 Each engine has a share, which its tier enforces. All shares together are never more than the
-tenant's limit, unless what engines hold already is. A share grows by what is free at that moment.
+tenant's limit, unless engines hold more already. A share grows by the bytes that are free then.
 An engine that wants more than is free makes the others *short*: those with more than an equal part
 then give way, and their tiers evict the tenant's least recent blobs there.
 """

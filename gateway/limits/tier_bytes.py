@@ -183,7 +183,7 @@ class TierBytes:
         return [x for x, m in members.items() if not m.engine.shared_address or m.leads_until > now]
 
     async def _settle(self, name: str, member: Member, usual: Limits) -> None:
-        """Have one engine hold to its shares, and ask for what it needs now."""
+        """Have one engine hold to its shares, and ask for the bytes that it needs."""
         targets = {
             place: part.target(most) if (part := member.parts.get(place)) else 0
             for place, most in self._limits.items()

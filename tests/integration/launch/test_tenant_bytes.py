@@ -90,8 +90,10 @@ def test_bytes_of_both_count_and_no_turn_fails(pair: Pair) -> None:
         assert pair.held() <= MOST + SESSION
     end = time.monotonic() + PATIENCE_S
     while pair.held() < 0.7 * MOST:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+        assert time.monotonic() < end, pair.held()
+        for i in range(2):
+            pair.chat("bounded", i, f"more-{time.monotonic()}")
+        time.sleep(0.3)
     free = [pair.listed("free", i) for i in range(2)]  # its sessions are not touched
     assert len({x["id"] for each in free for x in each["data"] if x["tier"] == "ram"}) == 40
     assert not any("tier_bytes" in x for x in free)
