@@ -5,7 +5,7 @@
 One process, one prefill for each length and way of feeding. *KVCache* is mlx_lm's exact cache,
 *QuantizedKVCache* its own packed one (the peer; it cannot batch, trim into a batch or be kept
 cold). Ours is fed as the engine feeds it, so what it computed while packed carries its loss on;
-"after prefill" is the same cache filled from the exact one. KL is that of the next 48 tokens of a
+"after prefill" is the same cache filled from the exact one. KL is that of the next tokens of a
 held-out text against the exact cache. The ways take turns; the median round counts. ``speed`` is a
 ratio of wall clock times, ``cpu`` one of processor times: a crowded machine changes these less, and
 they say nothing where a GPU does the work.
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from benchmarks.stacks.product_stack import write_json
@@ -42,7 +43,6 @@ from launch.machine.blas import find_blas
 from launch.machine.folders import folders
 from launch.sample.sample_model import sample_model
 
-NUM_SCORED = 48
 PREFILL_STEP = 128
 ATTENDING = "attending"
 
@@ -103,7 +103,9 @@ def logits_after(model: Any, caches: Caches, tokens: Sequence[int]) -> mx.array:
 
 def divergence(right: mx.array, other: mx.array) -> float:
     log_p, log_q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (right, other))
-    return float((mx.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean().item())
+    nats = (mx.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean().item()
+    assert isinstance(nats, float)
+    return nats
 
 
 def step_seconds(model: Any, caches: Caches, steps: int, rows: int) -> tuple[float, float]:
@@ -124,7 +126,7 @@ def step_seconds(model: Any, caches: Caches, steps: int, rows: int) -> tuple[flo
 def one_length(
     loaded: LoadedModel, lives: dict[str, PackedCacheModel], args: Any, n: int
 ) -> list[Any]:
-    tokens = text_of(loaded, n + NUM_SCORED)
+    tokens = text_of(loaded, n + args.scored)
     prefix, rest = tokens[:n], tokens[n:]
     exact = fed(loaded.model, prefix)
     ways: dict[str, Caches] = {"KVCache": exact}
@@ -151,7 +153,7 @@ def one_length(
             "bytes": kv_arrays.nbytes_of(caches),
             "smaller_than_KVCache": ratio(kv_arrays.nbytes_of(exact), kv_arrays.nbytes_of(caches)),
             "kl": round(divergence(right, other), 5),
-            "top1": round(float((right.argmax(-1) == other.argmax(-1)).mean().item()), 3),
+            "top1": round(float(np.asarray(right.argmax(-1) == other.argmax(-1)).mean()), 3),
         }
         for rows in (1, 4):
             if (name, rows) in seconds:
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help="a folder; the sample model without it")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--codecs", nargs="+", default=["tq3", "tq4"])
+    parser.add_argument("--scored", type=int, default=48, help="tokens whose KL is measured")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", default="")

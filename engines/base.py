@@ -84,6 +84,11 @@ class HasReplicas(Protocol):
     @property
     def replicas(self) -> Sequence[ReplicaState]: ...
 
+
+@runtime_checkable
+class HasMembers(Protocol):
+    """An engine that is several, each of which can be asked by itself."""
+
     @property
     def members(self) -> Mapping[str, Engine]:
         """The replicas that take requests now, by name."""

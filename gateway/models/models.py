@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from engines.base import HasReplicas, LimitsTenants
+from engines.base import HasMembers, LimitsTenants
 from engines.openai.errors import unknown_model
 from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.models.served_model import ServedModel
@@ -65,7 +65,7 @@ class Models:
         found: dict[str, LimitsTenants] = {}
         for i, model in enumerate(self._models):
             engine: object = model.engine
-            each = engine.members if isinstance(engine, HasReplicas) else {"": engine}
+            each = engine.members if isinstance(engine, HasMembers) else {"": engine}
             for name, x in each.items():
                 if isinstance(x, LimitsTenants):
                     found[x.shared_address or f"{i}/{name}"] = x
