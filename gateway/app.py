@@ -21,10 +21,12 @@ from gateway.context import Gateway, prepare
 from gateway.dashboard import routes as dashboard
 from gateway.edge.body_budget import BodyBudget
 from gateway.edge.key_limits import KeyLimits, usual_limits
+from gateway.edge.key_list import KeyList
 from gateway.edge.shared_limits import SharedLimits
+from gateway.edge.tier_bytes import TierBytes
 from gateway.errors import FORESEEN, respond
 from gateway.front import FrontMiddleware
-from gateway.keys import KeyList, Tenants
+from gateway.keys import Tenants
 from gateway.models.loading import Loading
 from gateway.models.served_model import Models, ServedModel
 from gateway.openai import chat, conversations, models, stored_chats
@@ -73,6 +75,13 @@ def create_app(
         limits=KeyLimits(usual_limits(config), shared=shared),
         keys=KeyList(tenants, config),
         event_places=StreamPlaces(config.max_event_streams),
+    )
+    gateway.limits.tier_bytes = TierBytes(
+        gateway.models.engines,
+        tenants,
+        lambda: gateway.limits.usual,
+        shared,
+        metrics.tenants_full,
     )
     if shared is not None:
         shared.sessions_of = gateway.session_names
@@ -133,6 +142,9 @@ def _lifespan(
         if gateway.limits.shared is not None:
             sharing = _again_and_again(gateway.limits.shared.run, "sharing keys' limits")
             housekeeping.append(asyncio.create_task(sharing, name="shared-limits"))
+        if (tier_bytes := gateway.limits.tier_bytes) is not None:
+            holding = _again_and_again(tier_bytes.run, "holding tenants to their bytes")
+            housekeeping.append(asyncio.create_task(holding, name="tier-bytes"))
         gateway.stored.start()
         try:
             yield

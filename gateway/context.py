@@ -20,8 +20,9 @@ from gateway.directory.directory import Directory
 from gateway.edge.accounts import account_of
 from gateway.edge.body_budget import BodyBudget, body_share_of
 from gateway.edge.key_limits import KeyLimits, KeyShare, key_share_of
+from gateway.edge.key_list import KeyList
 from gateway.errors import Failure, Refused
-from gateway.keys import KeyList, Tenant, Tenants
+from gateway.keys import Tenant, Tenants
 from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ENGINE_POLL_S, Models, ServedModel
 from gateway.stored.seal import SealedText

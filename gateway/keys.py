@@ -1,37 +1,28 @@
-"""API keys, the tenants that they belong to with their salts, and the file that admins can change.
+"""API keys, the tenants that they belong to, and the tenants' salts.
 
 A key is 32 random bytes, so storing one plain SHA-256 of it is enough. What a caller sends is
 compared with every known key in constant time. A tenant's salt is derived from the server's secret:
 it enters every chunk key of that tenant, is never revealed, and no client can choose it.
-
-The file is replaced as a whole (0600), so a crash leaves the old list or the new one. A line that
-added by hand meanwhile is safe, too: the file is read again before each change.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
 import secrets
-import threading
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from engines.base import SessionRef
+from engines.base import SessionRef, TierName
 from engines.headers import MAX_WEIGHT
 from engines.openai.requests import InvalidRequest
-from gateway.config import GatewayConfig
 
 KEY_PREFIX = "tc-"
 ANONYMOUS = "local"
 WEIGHT = "weight"  # a word of a key's line, beside its limits
-_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s+[a-z_]+=[0-9]{1,12})*)")
+_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s+[a-z_]+=[0-9]{1,15})*)")
 
 
 class BadKeyLine(Exception):
@@ -39,12 +30,19 @@ class BadKeyLine(Exception):
 
 
 class Limits(NamedTuple):
-    """The limits of one key; 0 = any number. ``sessions`` are its tenant's."""
+    """The limits of one key; 0 = any number. ``sessions`` and bytes of tiers are its tenant's."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     concurrent_requests: int = 0
     sessions: int = 0
+    ram_bytes: int = 0
+    disk_bytes: int = 0
+    redis_bytes: int = 0
+
+    def bytes_of(self, tier: TierName) -> int:
+        """Return the limit of a tier's bytes."""
+        return {"ram": self.ram_bytes, "disk": self.disk_bytes, "redis": self.redis_bytes}[tier]
 
 
 class Tenant(NamedTuple):
@@ -182,6 +180,20 @@ class Tenants:
         weight = max(x.weight for x in keys if x.tenant == found.tenant)
         return Tenant(found.tenant, salt, _id_of(found), found.limits, found.admin, weight)
 
+    def bytes_of(self, tier: TierName, usual: Limits) -> dict[str, int]:
+        """Return how many bytes of a tier each tenant may hold: the most that one of its keys says.
+
+        Tenants that may hold any number are left out.
+        """
+        if not self._keys:
+            found = {ANONYMOUS: [usual.bytes_of(tier)]}
+        else:
+            found = {}
+            for key in (*self._keys, *self._admin_keys):
+                nbytes = (key.limits or usual).bytes_of(tier)
+                found.setdefault(key.tenant, []).append(nbytes)
+        return {name: max(each) for name, each in found.items() if all(each)}
+
     def operator(self) -> Tenant:
         """Return who may open the admins' socket: an admin without a key."""
         return Tenant(ANONYMOUS, self.salt_of(ANONYMOUS), admin=True)
@@ -261,126 +273,3 @@ def _words(text: str, number: int) -> dict[str, int]:
 
 def _unauthorised(message: str) -> InvalidRequest:
     return InvalidRequest(message, code="invalid_api_key", status=401)
-
-
-class KeyListFixed(Exception):
-    """The list cannot be changed so; the message gives the reason and the remedy."""
-
-
-class KeyLines(NamedTuple):
-    """All lines, by the rights that they give."""
-
-    usual: list[str]
-    admin: list[str]
-
-
-class KeyList:
-    """The keys of a running server, and their file. Runs on any one thread at a time."""
-
-    def __init__(self, tenants: Tenants, config: GatewayConfig) -> None:
-        self._tenants = tenants
-        self._config = config
-        self._changing = threading.Lock()
-
-    def reconfigure(self, config: GatewayConfig) -> None:
-        """Take the keys that the settings name now.
-
-        Raises:
-            BadKeyLine, OSError, UnicodeDecodeError: all stays as it was.
-        """
-        with self._changing:
-            self._tenants.replace(*lines_of(config))
-            self._config = config
-
-    def facts(self) -> list[tuple[KeyFacts, str]]:
-        """List the keys, and where each is written: "file" or "settings"."""
-        lines = lines_of(self._config)
-        in_file = {x.id for x in facts_of(self._file_lines())}
-        found = [*facts_of(lines.usual), *facts_of(lines.admin, admin=True)]
-        return [(x, "file" if x.id in in_file and not x.admin else "settings") for x in found]
-
-    def add(self, line: str) -> None:
-        """Add a line, for the next request on.
-
-        Raises:
-            KeyListFixed: there is no file, or no key is needed so far.
-            BadKeyLine, OSError: nothing was changed.
-        """
-        with self._changing:
-            self._write([*self._file_lines(), line])
-
-    def revoke(self, key_id: str) -> bool:
-        """Take the line of a key out, for the next request on; return False if there is none.
-
-        Raises:
-            KeyListFixed: the key is written in the settings, if only as well, or it is the last.
-            BadKeyLine, OSError: nothing was changed.
-        """
-        with self._changing:
-            lines = self._file_lines()
-            kept = [x for x in lines if not any(y.id == key_id for y in facts_of([x]))]
-            if self._is_settled(key_id):  # it would open as much as before
-                raise KeyListFixed(
-                    "This key is written elsewhere than in gateway.api_keys_file. Take its line out"
-                    " of the settings or the file of admin keys and send SIGHUP to the server."
-                )
-            if len(kept) == len(lines):
-                return False
-            self._write(kept)
-            return True
-
-    def _is_settled(self, key_id: str) -> bool:
-        """Say whether a key is written anywhere but in the file that admins change."""
-        lines = lines_of(msgspec.structs.replace(self._config, api_keys_file=""))
-        settled = [*facts_of(lines.usual), *facts_of(lines.admin, admin=True)]
-        return any(x.id == key_id for x in settled)
-
-    def _file_lines(self) -> list[str]:
-        file = self._config.api_keys_file
-        return read_key_lines(file) if file else []
-
-    def _write(self, lines: Sequence[str]) -> None:
-        file = self._config.api_keys_file
-        if not file:
-            raise KeyListFixed("This server has no gateway.api_keys_file to keep keys in.")
-        if self._tenants.open_to_all:
-            raise KeyListFixed(
-                "This server needs no key, and a first one would lock out all who have none. Make"
-                " it with `thermocline keys new TENANT --append FILE` and start the server anew."
-            )
-        usual = [*self._config.api_keys, *lines]
-        if not facts_of(usual):
-            raise KeyListFixed(
-                "This is the last key: without any, none would be needed. Make another one first."
-            )
-        admin = lines_of(self._config).admin
-        Tenants(bytes(16), usual, admin)  # raises before anything is written
-        _replace_file(Path(file), lines)
-        self._tenants.replace(usual, admin)
-
-
-def lines_of(config: GatewayConfig) -> KeyLines:
-    """Read all lines that the settings name. Raises ``OSError`` or ``UnicodeDecodeError``."""
-    usual, admin = list(config.api_keys), list(config.admin_keys)
-    if config.api_keys_file:
-        usual += read_key_lines(config.api_keys_file)
-    if config.admin_keys_file:
-        admin += read_key_lines(config.admin_keys_file)
-    return KeyLines(usual, admin)
-
-
-def _replace_file(file: Path, lines: Iterable[str]) -> None:
-    """Write a private file whole or not at all; a link is followed to where it points."""
-    target = Path(os.path.realpath(file))
-    made = target.with_name(f".{target.name}.{os.getpid()}.new")
-    try:
-        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.writelines(f"{line}\n" for line in lines)
-            stream.flush()
-            os.fsync(stream.fileno())
-        made.replace(target)
-    except OSError:
-        with suppress(OSError):
-            made.unlink()
-        raise

@@ -28,7 +28,8 @@ from engines.config import EngineConfig, WorkerConfig
 from engines.registry import engine_factory
 from gateway.app import create_app
 from gateway.config import GatewayConfig
-from gateway.keys import Tenants, lines_of
+from gateway.edge.key_list import lines_of
+from gateway.keys import Tenants
 from gateway.models.served_model import ServedModel
 from gateway.server import serve
 from gateway.watch.metrics import Metrics

@@ -18,8 +18,9 @@ from starlette.responses import Response
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
 from gateway.context import Gateway, admin_of, gateway_of, model_asked
+from gateway.edge.key_list import KeyListFixed
 from gateway.errors import Failure, Refused
-from gateway.keys import BadKeyLine, KeyFacts, KeyListFixed, Limits, generate_key, key_facts
+from gateway.keys import BadKeyLine, KeyFacts, Limits, generate_key, key_facts
 
 router = APIRouter()
 log = logging.getLogger("thermocline.admin")
@@ -51,6 +52,9 @@ class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     sessions: int | None = None
+    ram_bytes: int | None = None
+    disk_bytes: int | None = None
+    redis_bytes: int | None = None
 
 
 @router.get("/admin/keys")

@@ -6,5 +6,6 @@ asks ``connections.py`` for a place. ``body_budget.py`` bounds what all bodies t
 ``accounts.py`` lists each route's share of a key's limits and the bound on the rest of its work,
 ``key_limits.py`` lets requests in by key, and counts what they use per minute.
 ``shared_limits.py`` has all gateways of a Redis let in no more than that together; ``stock.py`` is
-the part that one of them has at hand.
+the part that one of them has at hand. ``key_list.py`` has the lines of keys; ``tier_bytes.py``
+bounds what a tenant holds of each tier, by ``byte_shares.py``.
 """

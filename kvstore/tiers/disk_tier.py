@@ -29,11 +29,13 @@ from pathlib import Path
 import lmdb
 
 from kvstore.errors import TierUnavailable
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob
 from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit, first_batch
 from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder
+from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lmdb_blobs import CallGuard, FileExtent, LmdbBlobs, erase, is_want_of_room
-from kvstore.tiers.lru import IndexedTier, IndexUpdate, RecencyEntry, RecencyIndex
+from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
 
 MAX_READS = 4
 MAX_EVICT_RETRIES = 4  # a slow reader keeps pages from coming free; do not evict all for it
@@ -332,6 +334,12 @@ class DiskTier(IndexedTier):
                 self._guard.count(error)
 
     # Recency
+
+    def _apply_limits(self, limits: TenantLimits) -> None:
+        with self._guard.call(), self._writing:
+            with self._lock:
+                update = IndexUpdate([], self._index.limit(limits))
+            self._write(update, {}, [])
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:

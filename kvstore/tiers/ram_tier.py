@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob
-from kvstore.tiers.lru import IndexedTier, IndexUpdate, RecencyIndex
+from kvstore.tiers.indexed_tier import IndexedTier
+from kvstore.tiers.lru import IndexUpdate, RecencyIndex
 
 # CPython's memory per blob besides the bytes of key and blob: object headers, an entry in two
 # dictionaries, the links of both orders (about 420 bytes measured with 20,000 blobs).
@@ -99,6 +101,10 @@ class RamTier(IndexedTier):
         with self._lock:
             self._index.resize(capacity_bytes)
             self._apply(IndexUpdate([], self._index.shrink()), {})
+
+    def _apply_limits(self, limits: TenantLimits) -> None:
+        with self._lock:
+            self._apply(IndexUpdate([], self._index.limit(limits)), {})
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         with self._lock:

@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvstore.errors import Corrupt
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 NONCE_BYTES: Final = 12
@@ -233,6 +234,9 @@ class SealedTier:
 
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         self._inner.own(owner, self._names(keys), idle_s)
+
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse]:
+        return self._inner.limit_tenants(limits)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._inner.touch(self._names(keys))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gateway.config import GatewayConfig
-from gateway.keys import KeyLines, lines_of
+from gateway.edge.key_list import KeyLines, lines_of
 from kvstore.tiers.seal import read_secret
 from launch.errors import LaunchError, UsageError
 from launch.settings.schema import Settings

@@ -16,7 +16,8 @@ from engines.wire import CodecReport, EngineReport, Notice, SessionReport, Welco
 from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
-from gateway.keys import Tenants, lines_of
+from gateway.edge.key_list import lines_of
+from gateway.keys import Tenants
 from gateway.models.served_model import ServedModel
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics

@@ -9,16 +9,14 @@ import pytest
 
 from engines.openai.requests import InvalidRequest
 from gateway.config import GatewayConfig
+from gateway.edge.key_list import KeyList, KeyListFixed, lines_of
 from gateway.keys import (
     ANONYMOUS,
     BadKeyLine,
-    KeyList,
-    KeyListFixed,
     Limits,
     Tenants,
     generate_key,
     key_facts,
-    lines_of,
     read_key_lines,
 )
 

@@ -1,0 +1,88 @@
+"""The methods that every evicting tier implements with its index."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kvstore.session import TierName
+from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tiers.base import EvictionCause, TierStats
+from kvstore.tiers.lru import RecencyIndex
+
+
+class IndexedTier(ABC):
+    """The methods of ``Tier`` that a ``RecencyIndex`` implements, under the lock of the tier."""
+
+    name: TierName
+    _index: RecencyIndex
+    _lock: threading.Lock
+    _num_evictions: int
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            num_errors, is_available = self._health()
+            return TierStats(
+                name=self.name,
+                nbytes=self._index.nbytes,
+                capacity_bytes=self._index.capacity_bytes,
+                num_blobs=len(self._index),
+                evictions=self._num_evictions,
+                errors=num_errors,
+                available=is_available,
+            )
+
+    def _health(self) -> tuple[int, bool]:
+        """Count errors of the medium, and say whether it answers."""
+        return 0, True
+
+    @property
+    def owed_file(self) -> Path | None:
+        return None
+
+    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+        with self._lock:
+            self._index.own(owner, keys, idle_s)
+
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse]:
+        self._apply_limits(limits)
+        with self._lock:
+            return self._index.take_uses()
+
+    @abstractmethod
+    def _apply_limits(self, limits: TenantLimits) -> None:
+        """Set the limits, and remove blobs that are beyond them. Takes the locks of a writer."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._index.touch(keys)
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._index.pin(keys)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._index.unpin(keys)
+
+    def written(self, prefix: bytes) -> list[bytes] | None:
+        with self._lock:
+            return [key for key in self._index if key.startswith(prefix)]
+
+    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
+        with self._lock:
+            return self._index.why_evicted(keys)
+
+    @property
+    def pins(self) -> dict[bytes, int]:
+        """Pin count of each blob by name, including blobs that are not held."""
+        with self._lock:
+            return self._index.pins
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that cannot be evicted."""
+        with self._lock:
+            return self._index.pinned_bytes
