@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvstore.kept_states import STATES_PER_SESSION
+from kvstore.session import STATES_PER_SESSION
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 MIN_CHUNK_TOKENS: Final = 16
@@ -63,7 +63,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # Packed bytes that may wait for each slower tier; beyond it that tier is skipped, counted,
     # and caught up with later. One save always fits an empty queue, here and above.
     write_queue_bytes: NonNegative = 256 << 20
-    # States kept of a session whose cache cannot be cut: see kvstore.kept_states.
+    # States kept of a session whose cache cannot be cut: see kvstore.session.
     max_snapshots: Annotated[int, msgspec.Meta(ge=1, le=64)] = STATES_PER_SESSION
     # Memory for the list of sessions; beyond it the longest unused are no longer listed.
     index_bytes: NonNegative = 256 << 20

@@ -1,7 +1,14 @@
-"""Names of sessions and tiers, and the reasons why a part of a session could not be reused."""
+"""Names of sessions and tiers, reasons why a part could not be reused, and the states to keep.
+
+A state (recurrent layers, sliding windows) is as large as thousands of packed tokens, so a session
+keeps as few as returning needs. The newest serves the turn that continues the answer. The one
+before the answer serves a chat template that drops the model's reasoning, an answer that is
+generated again, and a last message that is edited. A return to an earlier point costs a prefill.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
@@ -29,6 +36,7 @@ MissReason: TypeAlias = Literal[
 ]
 # The reasons for an unknown session, which may well be new.
 UNKNOWN_REASONS: Final[frozenset[MissReason | None]] = frozenset({"never-stored", "foreign-secret"})
+STATES_PER_SESSION: Final = 2
 
 
 class SessionRef(msgspec.Struct, frozen=True):
@@ -37,3 +45,13 @@ class SessionRef(msgspec.Struct, frozen=True):
     tenant: str
     id: str
     salt: bytes
+
+
+def kept_states(positions: Iterable[int], most: int) -> tuple[int, ...]:
+    """Choose the states to keep: the newest ``most`` positions, ascending."""
+    return tuple(sorted(set(positions)))[-most:]
+
+
+def by_worth(positions: Iterable[int]) -> list[int]:
+    """Order positions of states by importance: the newest first."""
+    return sorted(set(positions), reverse=True)

@@ -28,8 +28,8 @@ from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, PART, RECORD, SNAPSHOT, TAIL
 from kvstore.blobs.packer import RECORD_CODEC, Packer
 from kvstore.errors import Mismatch
-from kvstore.kept_states import by_worth
 from kvstore.ledger.stack import TierStack
+from kvstore.session import by_worth
 from kvstore.store.records import (
     HASH_BYTES,
     BlockRecord,

@@ -21,9 +21,8 @@ from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
-from kvstore.kept_states import kept_states
 from kvstore.ledger.ledger import Ledger
-from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.session import MissReason, SessionRef, TierName, kept_states
 from kvstore.stats import StoreStats
 from kvstore.store.block_keys import BlockKeys, BlockPrompt, BlockRecords, Resting, resting_blocks
 from kvstore.store.encoder import OlderCopies, OlderRun

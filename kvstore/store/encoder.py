@@ -13,9 +13,9 @@ from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import FRESH, Lineage, Segment
 from kvstore.codecs.base import Codec
 from kvstore.errors import TierUnavailable, Unusable
-from kvstore.kept_states import by_worth, kept_states
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.stack import TierStack
+from kvstore.session import by_worth, kept_states
 from kvstore.shapes import slice_tokens
 from kvstore.store.records import SessionRecord, Span
 from kvstore.store.save_queue import SaveJob

@@ -9,7 +9,7 @@ from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import Chain, KeySpace, Tokens, common_prefix
 from kvstore.blobs.packer import RECORD_CODEC, Packer
 from kvstore.errors import Mismatch
-from kvstore.kept_states import by_worth
+from kvstore.session import by_worth
 from kvstore.store.records import SessionRecord, Span, decode_record, encode_record, in_order
 from kvstore.tiers.base import Blob
 

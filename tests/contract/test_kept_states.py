@@ -11,8 +11,7 @@ import pytest
 
 from kvstore.blobs.chain import SNAPSHOT
 from kvstore.blobs.snapshot import StateArray
-from kvstore.kept_states import STATES_PER_SESSION
-from kvstore.session import SessionRef
+from kvstore.session import STATES_PER_SESSION, SessionRef
 from kvstore.store.block_store import BlockStore
 from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
