@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from engines.calibration.corpus import Text
 from engines.calibration.measuring.cases import Case, Encode
 from engines.calibration.measuring.prefixes import common_length
 from engines.calibration.measuring.problems import Part, Problem, problems
@@ -24,16 +23,21 @@ BEGINS: Final = (0.5, 0.05)
 
 
 def chain_cases(
-    texts: Sequence[Text], encode: Encode, context: int, num_cases: int, most_rest: int
+    texts: Iterable[Sequence[int]],
+    encode: Encode,
+    context: int,
+    num_cases: int,
+    most_rest: int,
 ) -> Iterator[Case]:
     """Yield cases of ``context`` tokens, each with the problems that fit.
 
     The same texts give the same cases. There are none where not even one problem fits.
 
     Args:
+        texts: their tokens; those of fewer than ``context`` are left out.
         most_rest: tokens that questions and answers of one case may take.
     """
-    hays = [tokens for text in texts if len(tokens := encode(text.content)) >= context]
+    hays = [tokens for tokens in texts if len(tokens) >= context]
     for number in range(num_cases if hays else 0):
         chosen = _fitting(problems(number), encode, context // FACTS_SHARE, most_rest)
         if not chosen:
