@@ -121,7 +121,7 @@ class Slices:
     def _prepare_chunks(self) -> None:
         warm(self.codec, self.layout)
         self.whole, self.restored = self._as_run(self.source), self._as_run(self.target)
-        self.payloads = [b""] * self.count
+        self.payloads: list[bytes | bytearray | memoryview] = [b""] * self.count
         for number in range(self.count):
             self.encode_chunk(number)
 

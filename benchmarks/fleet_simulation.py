@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sessions", type=int, default=200, help="users, at once")
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--turns", type=int, default=4, help="of each user")

@@ -42,7 +42,7 @@ from engines.wire import (
 )
 from kvstore.blobs import format as blobs
 from kvstore.blobs.packer import Packer
-from kvstore.blobs.snapshot import StateArray, decode_state, encode_state
+from kvstore.blobs.snapshot import StateArray, StateTree, decode_state, encode_state
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Unusable
@@ -114,7 +114,7 @@ def rows() -> list[tuple[np.ndarray, np.ndarray]]:
 def blob_targets() -> Iterator[Target]:
     for name in ("raw", "tq3", "lm3"):
         packer, out = Packer(codec_by_name(name), LAYOUT, "model"), LAYOUT.empty(CHUNK)
-        blob = packer.pack_run(KEY, rows(), 4)
+        blob = bytes(packer.pack_run(KEY, rows(), 4))
 
         def unpack(data: bytes, packer: Packer = packer, out: Any = out) -> None:
             packer.unpack_run(data, KEY, 4, CHUNK, out)
@@ -137,7 +137,7 @@ def with_right_checksum(data: bytes) -> bytes:
 
 
 def state_target() -> Target:
-    tree = [
+    tree: StateTree = [
         ("ArraysCache", (StateArray("float32", np.arange(6, dtype=np.float32)), 3)),
         {"offset": 7, "keys": StateArray("bfloat16", np.ones((2, 4), np.uint16)), "none": None},
     ]
@@ -176,7 +176,9 @@ def record_targets() -> Iterator[Target]:
 
 def profile_target(folder: Path) -> Target:
     path = folder / "profile"
-    learned = {"dense3": {"scale": np.ones(4, np.float32), "codes": np.arange(9, dtype=np.int16)}}
+    learned: dict[str, dict[str, np.ndarray]] = {
+        "dense3": {"scale": np.ones(4, np.float32), "codes": np.arange(9, dtype=np.int16)}
+    }
     Profile("model", LAYOUT, (None, None), learned).save(path)
 
     def read(data: bytes) -> None:
@@ -187,7 +189,7 @@ def profile_target(folder: Path) -> Target:
 
 
 def wire_targets(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
-    requests = (Hello("token"), Prefetch(SESSION), Demote(SESSION, "disk"))
+    requests: tuple[Any, ...] = (Hello("token"), Prefetch(SESSION), Demote(SESSION, "disk"))
     seeds = tuple(frame(ControlRequest(i, x)) for i, x in enumerate(requests))
     answers = (frame(ControlReply(1, Done(absent(SESSION)))), frame(ControlReply(2, Done(None))))
 

@@ -5,14 +5,13 @@
 One process, one prefill for each length and way of feeding. *KVCache* is mlx_lm's exact cache,
 *QuantizedKVCache* its own packed one (the peer; it cannot batch, trim into a batch or be kept
 cold). Ours is fed as the engine feeds it, so what it computed while packed carries its loss on;
-"after prefill" is the same cache filled from the exact one. KL is that of the next 48 tokens of a
+"after prefill" is the same cache filled from the exact one. KL is that of the next tokens of a
 held-out text against the exact cache. The ways take turns; the median round counts. ``speed`` is a
 ratio of wall clock times, ``cpu`` one of processor times: a crowded machine changes these less, and
 they say nothing where a GPU does the work.
 
-*attention* is one layer alone, one row and one new token: K and V unpacked and then mlx's own
-attention, against scores taken straight from the codes (rotated query times codebook) and V summed
-up in the rotated domain with a single rotation back.
+"attending" is the same cache while attention reads packed rows as they are (``engine.hot_codec``
+takes this way where it is the faster one); otherwise it reads restored rows.
 """
 
 from __future__ import annotations
@@ -22,12 +21,14 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from benchmarks.stacks.product_stack import write_json
@@ -35,18 +36,15 @@ from engines.calibration.corpus import held_out_texts
 from engines.config import EngineConfig
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, probe
-from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
-from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache, fetch
-from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
-from engines.mlx_worker.cache.packed.side import PackedSide
+from engines.mlx_worker.cache.packed.attention import attending
 from engines.mlx_worker.cache.packed_model import PackedCacheModel, with_packed_caches
 from engines.mlx_worker.model.loading import LoadedModel, load_model
 from launch.machine.blas import find_blas
 from launch.machine.folders import folders
 from launch.sample.sample_model import sample_model
 
-NUM_SCORED = 48
 PREFILL_STEP = 128
+ATTENDING = "attending"
 
 
 def restart_with_blas() -> None:
@@ -90,15 +88,24 @@ def quantized(exact: Caches, num_bits: int) -> Caches:
     return caches
 
 
+def entered(way: str, model: Any) -> AbstractContextManager[None]:
+    return attending(model) if way.endswith(ATTENDING) else nullcontext()
+
+
 def logits_after(model: Any, caches: Caches, tokens: Sequence[int]) -> mx.array:
-    logits = model(mx.array([list(tokens)]), cache=deepcopy(caches))[0].astype(mx.float32)
-    mx.eval(logits)
-    return logits
+    """Logits of the next tokens, fed one by one as in decoding."""
+    caches, logits = deepcopy(caches), []
+    for token in tokens:
+        logits.append(model(mx.array([[token]]), cache=caches)[0].astype(mx.float32))
+        mx.eval(logits[-1])
+    return mx.concatenate(logits)
 
 
 def divergence(right: mx.array, other: mx.array) -> float:
     log_p, log_q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (right, other))
-    return float((mx.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean().item())
+    nats = (mx.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean().item()
+    assert isinstance(nats, float)
+    return nats
 
 
 def step_seconds(model: Any, caches: Caches, steps: int, rows: int) -> tuple[float, float]:
@@ -119,7 +126,7 @@ def step_seconds(model: Any, caches: Caches, steps: int, rows: int) -> tuple[flo
 def one_length(
     loaded: LoadedModel, lives: dict[str, PackedCacheModel], args: Any, n: int
 ) -> list[Any]:
-    tokens = text_of(loaded, n + NUM_SCORED)
+    tokens = text_of(loaded, n + args.scored)
     prefix, rest = tokens[:n], tokens[n:]
     exact = fed(loaded.model, prefix)
     ways: dict[str, Caches] = {"KVCache": exact}
@@ -127,24 +134,26 @@ def one_length(
         ways[f"QuantizedKVCache {num_bits} bits"] = quantized(exact, num_bits)
     for name, live in lives.items():
         ways[f"{name}, after prefill"] = repacked(live, exact)
-        ways[name] = fed(live, prefix)
+        ways[name] = ways[f"{name}, {ATTENDING}"] = fed(live, prefix)
     right = logits_after(loaded.model, exact, rest)
     seconds: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for _ in range(args.rounds):
         for name, caches in ways.items():
             for rows in (1, 4) if hasattr(caches[0], "merge") else (1,):
-                took = step_seconds(loaded.model, caches, args.steps, rows)
+                with entered(name, loaded.model):
+                    took = step_seconds(loaded.model, caches, args.steps, rows)
                 seconds.setdefault((name, rows), []).append(took)
     table = []
     for name, caches in ways.items():
-        other = logits_after(loaded.model, caches, rest)
+        with entered(name, loaded.model):
+            other = logits_after(loaded.model, caches, rest)
         row: dict[str, Any] = {
             "tokens": n,
             "cache": name,
             "bytes": kv_arrays.nbytes_of(caches),
             "smaller_than_KVCache": ratio(kv_arrays.nbytes_of(exact), kv_arrays.nbytes_of(caches)),
             "kl": round(divergence(right, other), 5),
-            "top1": round(float((right.argmax(-1) == other.argmax(-1)).mean().item()), 3),
+            "top1": round(float(np.asarray(right.argmax(-1) == other.argmax(-1)).mean()), 3),
         }
         for rows in (1, 4):
             if (name, rows) in seconds:
@@ -164,64 +173,6 @@ def ratio(one: float, other: float) -> float:
     return round(one / other, 2)
 
 
-# ---- attention of one layer
-
-
-def straight(
-    rows: MlxRowPacker, query: mx.array, keys: PackedSide, values: PackedSide, scale: float
-) -> mx.array:
-    """Attention of one new token without unpacking: ``query`` (1, query heads, 1, dim), fp32."""
-    heads = keys.recent.shape[1]
-    q = query.reshape(1, heads, -1, query.shape[-1]) * scale
-    turned = rows.rotate(rows.flip_signs(q))
-    packed_keys = rows.rotated(keys.codes, keys.scales)
-    parts = (
-        q @ mx.swapaxes(keys.sinks.astype(mx.float32), -1, -2),
-        turned @ mx.swapaxes(packed_keys, -1, -2),
-        q @ mx.swapaxes(keys.recent.astype(mx.float32), -1, -2),
-    )
-    weights = mx.softmax(mx.concatenate(parts, axis=-1), axis=-1, precise=True)
-    first, last = keys.sinks.shape[2], keys.sinks.shape[2] + keys.num_packed
-    summed = weights[..., first:last] @ rows.rotated(values.codes, values.scales)
-    out = rows.flip_signs(rows.rotate_back(summed))
-    out = out + weights[..., :first] @ values.sinks.astype(mx.float32)
-    out = out + weights[..., last:] @ values.recent.astype(mx.float32)
-    return out.reshape(query.shape)
-
-
-def attention(cache: PackedKVCache, args: Any) -> dict[str, Any]:
-    kind = cache.packers[0].kind
-    ops, scale = MlxRowPacker(kind), kind.dim**-0.5
-    assert cache.sides is not None
-    keys, values = cache.sides
-    query = mx.random.normal((1, 3 * keys.recent.shape[1], 1, kind.dim))
-
-    def unpacked(rows: MlxRowPacker) -> mx.array:
-        k, v = (fetch(rows, [side], [0], cache.offset, mx.float32) for side in (keys, values))
-        return mx.fast.scaled_dot_product_attention(query, k, v, scale=scale)
-
-    ways: dict[str, Callable[[], mx.array]] = {
-        "unpack by mlx operations": lambda: unpacked(ops),
-        "straight from codes": lambda: straight(ops, query, keys, values, scale),
-    }
-    if mx.default_device().type == mx.DeviceType.cpu:
-        host = HostRowPacker(kind)
-        ways["unpack by the host's kernels"] = lambda: unpacked(host)
-    right = ways["unpack by mlx operations"]()
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(5 * args.rounds):
-        for name, way in ways.items():
-            begun = time.perf_counter()
-            out = way()
-            mx.eval(out)
-            seconds[name].append(time.perf_counter() - begun)
-            # The unpacked rows are rounded to 16 bits, the others are not.
-            assert mx.allclose(out, right, rtol=0.02, atol=0.02), name
-    found = {name: round(1000 * statistics.median(x), 2) for name, x in seconds.items()}
-    print({"attention": cache.offset, **found}, flush=True)
-    return {"tokens": cache.offset, "ms": found}
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     path = Path(args.model) if args.model else sample_model(folders("", "", os.environ).cache)
     loaded = load_model(str(path))
@@ -231,17 +182,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for name in args.codecs
     }
     rows = [row for n in args.tokens for row in one_length(loaded, lives, args, n)]
-    live = next(iter(lives.values()))
-    alone = []
-    for n in args.tokens:
-        cache = live.make_cache()[0]
-        assert isinstance(cache, PackedKVCache)
-        heads = plan.layout.layers[0].num_kv_heads if plan.layout else 1
-        keys = mx.random.normal((1, heads, n, cache.packers[0].kind.dim))
-        cache.append(keys, keys)
-        cache.pack_old()
-        alone.append(attention(cache, args))
-    return {"rows": rows, "attention": alone}
+    return {"rows": rows}
 
 
 def main() -> None:
@@ -249,6 +190,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help="a folder; the sample model without it")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--codecs", nargs="+", default=["tq3", "tq4"])
+    parser.add_argument("--scored", type=int, default=48, help="tokens whose KL is measured")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", default="")

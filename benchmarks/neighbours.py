@@ -267,7 +267,8 @@ class Processes:
 
         def used(process: psutil.Process) -> float:
             times = process.cpu_times()
-            return sum((times.user, times.system, times.children_user, times.children_system))
+            own = times.user + times.system
+            return float(own + times.children_user + times.children_system)
 
         return self._sums(used)
 

@@ -28,8 +28,10 @@ from tests.unit.launch.plan.published import PUBLISHED
 
 LENGTHS = (8192, 32768)
 MIB = 1 << 20
-HEAD = ("model", "kept", "engines", "tokens", "live", "raw", "dense3")
-HEAD += ("states", "live : dense3", "packed", "states", "live : packed")
+HEAD = (
+    *("model", "kept", "engines", "tokens", "live", "raw", "dense3"),
+    *("states", "live : dense3", "packed", "states", "live : packed"),
+)
 PACKED = "dense3+state6"
 
 

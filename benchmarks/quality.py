@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engines.calibration.gate.choice import choose_tiers
-from engines.calibration.messages import CalibrationReport
+from engines.config import CalibrationReport
 from kvstore.codecs.profile import load_profile
 from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.config import StoreConfig

@@ -69,7 +69,7 @@ def _microseconds(choose: Callable[[SessionRef], object], sessions: list[Session
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, default=1000)
     parser.add_argument("--sessions", type=int, default=20_000)
     parser.add_argument("--json", default="")

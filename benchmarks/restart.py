@@ -47,7 +47,7 @@ async def talk(client: Client, histories: dict[str, History], text: str) -> list
 
 
 def share(rows: list[dict[str, Any]], new_tokens: int) -> float:
-    return round(min(x["cached"] / max(1, x["prompt"] - new_tokens) for x in rows), 4)
+    return round(min(float(x["cached"] / max(1, x["prompt"] - new_tokens)) for x in rows), 4)
 
 
 async def with_stack(stack: Stack, histories: dict[str, History], text: str) -> list[Any]:

@@ -53,7 +53,7 @@ def bits(name: str, dim: int) -> float:
     """Return the bits that a value of one token more takes, scales included."""
     method, rows = thermocline.codec(name), rows_of(dim)
     more = method.pack(rows).nbytes - method.pack(rows[:, :TOKENS]).nbytes
-    return 8 * more / (TOKENS * rows.shape[0] * dim)
+    return float(8 * more / (TOKENS * rows.shape[0] * dim))
 
 
 def ratio(name: str, dim: int) -> str:
@@ -138,7 +138,7 @@ def packed_per_second(name: str, dim: int) -> float:
         begun = time.perf_counter()
         method.pack(rows)
         times.append(time.perf_counter() - begun)
-    return rows.shape[0] * rows.shape[1] / min(times)
+    return float(rows.shape[0] * rows.shape[1] / min(times))
 
 
 def within(value: float, claimed: float, share: float = 0.01) -> str:

@@ -29,10 +29,9 @@ from benchmarks.families.fast_blas import begin_with_blas
 from benchmarks.stacks.product_stack import MIB, write_json
 from engines.calibration.corpus import fit_texts, held_out_texts
 from engines.calibration.learn import Windows, learn, samples_of
-from engines.calibration.measuring.case_result import CaseResult
-from engines.calibration.measuring.cases import Case, text_cases
-from engines.calibration.measuring.chains import chain_cases
+from engines.calibration.measuring.cases import Case, chain_cases, text_cases
 from engines.calibration.measuring.measure import measure
+from engines.calibration.measuring.tally import CaseResult
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model

@@ -1,4 +1,7 @@
-"""Settings of an engine, and the order of a measurement. Frozen; composed only by ``launch``."""
+"""Settings of an engine, the order of a measurement and its report.
+
+Settings and order are frozen, and composed only by ``launch``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from kvstore.codecs.quality import Quality
 from kvstore.config import StoreConfig
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -19,6 +23,7 @@ WRONG_SETTINGS: Final = 78
 LAST_LINE: Final = b"end\n"
 REPORT: Final = "report.json"  # of a measurement by order, in the engine's runtime folder
 DEPTHS: Final = (0.1, 0.5, 0.9)  # positions of needles, as shares of the prefix
+Contexts = tuple[Annotated[int, msgspec.Meta(ge=128, le=1 << 20)], ...]
 
 
 def vllm_rank_folder(root: Path, rank: int) -> Path:
@@ -88,9 +93,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     log_level: str = "info"
 
 
-Contexts = tuple[Annotated[int, msgspec.Meta(ge=128, le=1 << 20)], ...]
-
-
 class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The presets to measure on the engine's model, and the texts to do it with."""
 
@@ -121,3 +123,26 @@ class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         """
         path = Path(runtime_dir) / (f"{REPORT}.{rank}" if rank else REPORT)
         return msgspec.structs.replace(self, data_path=data_path, report_path=str(path))
+
+
+class WaterFilling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The bound of any transform over a scope, by the spectra of the samples (water-filling).
+
+    Entry i of both tuples is a point of the curve: the least bits per element, gains not counted,
+    for that residual error.
+    """
+
+    scope: str
+    bits: tuple[float, ...]
+    residual_errors: tuple[float, ...]
+
+
+class CalibrationReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The report of a measurement; see ``engines.config.CalibrationOrder``."""
+
+    fingerprint: str  # of the model, as its cold store names it
+    engine: str
+    dtype: str  # of the live cache
+    rows: tuple[Quality, ...]
+    bounds: tuple[WaterFilling, ...] = ()  # empty if nothing had to be learned
+    profile: str = ""  # the file with the rows and the learned arrays; "" = nowhere

@@ -1,8 +1,9 @@
 """The HTTP headers between the gateway and an engine: each is written and read here.
 
 Request headers, which only the gateway may set: three name the session, one limits how long the
-request may wait, and one is the weight of its tenant's share of the engine. Response headers: where
-the KV of the prompt came from, which is passed on to the client, and the prompt's length.
+request may wait, and one is the weight of its tenant's share of the engine. For vLLM fields of the
+body name the session. Response headers: where the KV of the prompt came from, which is passed on to
+the client, and the prompt's length.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _OUTCOME: Final = re.compile(
     r"(?P<source>hot|cold-(?:ram|disk|redis)|miss)"
     r"(?:; tokens=(?P<tokens>\d{1,18}))?(?:; reason=(?P<reason>[a-z-]+))?"
 )
+PARAMS_FIELD: Final = "thermocline"
 
 
 @dataclass(frozen=True)
@@ -131,3 +133,13 @@ def weight_from(headers: Mapping[str, str]) -> int:
     if not re.fullmatch(r"[0-9]{1,7}", said) or not 1 <= int(said) <= MAX_WEIGHT:
         raise InvalidRequest(f"The header {WEIGHT_HEADER} is no weight from 1 to {MAX_WEIGHT}.")
     return int(said)
+
+
+def with_session(body: Mapping[str, object], session: SessionRef) -> dict[str, object]:
+    """Return the client's body with our tenant and session; its own values are overwritten."""
+    names = {"tenant": session.tenant, "session": session.id}
+    return {
+        **body,
+        "cache_salt": session.salt.hex(),
+        "kv_transfer_params": {PARAMS_FIELD: names},
+    }

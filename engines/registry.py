@@ -10,9 +10,9 @@ from engines.base import Engine, EngineError
 from engines.config import WorkerConfig
 
 ENGINES: Mapping[str, str] = {
-    "mlx": "engines.client.child.servers:MlxServer",
-    "vllm": "engines.client.child.servers:VllmServer",
-    "fake": "engines.client.child.servers:FakeServer",
+    "mlx": "engines.client.child_engine:MlxServer",
+    "vllm": "engines.client.child_engine:VllmServer",
+    "fake": "engines.client.child_engine:FakeServer",
     "attached": "engines.client.engine_client:AttachedEngine",
 }
 

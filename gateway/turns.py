@@ -22,8 +22,7 @@ from starlette.responses import Response
 
 from engines.base import Engine, SessionRef
 from engines.openai.errors import unknown_model
-from engines.openai.images import Sight
-from engines.openai.messages import with_known_parts
+from engines.openai.messages import Sight, with_known_parts
 from engines.openai.requests import ChatRequest, CompletionRequest, Json
 from engines.wire import TemplateRules
 from gateway.body import ParsedBody, body_for_engine

@@ -70,8 +70,7 @@ def judge(
         UnknownCodec: there is no such method, or it cannot pack this model.
         ValueError: a text is too short, or the model's cache cannot be packed.
     """
-    from engines.calibration.measuring.cases import Case
-    from engines.calibration.measuring.chains import chain_cases
+    from engines.calibration.measuring.cases import Case, chain_cases
     from engines.calibration.measuring.measure import measure
 
     if not tokens or min(map(len, tokens)) < context + num_scored:

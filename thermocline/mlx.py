@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from engines.config import EngineConfig
+from engines.kv_budget import HOT_CODECS
 from engines.mlx_worker.cache.layout import CannotServe, probe
 from engines.mlx_worker.cache.packed import attention
 from engines.mlx_worker.cache.packed_model import with_packed_caches
-from engines.packed_budget import HOT_CODECS
 from kvstore.shapes import KVLayout
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ def ask(url: str, model: str, messages: list[Any]) -> dict[str, Any]:
     headers = {"content-type": "application/json", "x-session-id": "thinker"}
     asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(asked, timeout=300) as answer:
-        said: dict[str, Any] = json.load(answer)
-    return said["usage"]
+        usage: dict[str, Any] = json.load(answer)["usage"]
+    return usage
 
 
 def share(model: Path, keeps: bool) -> dict[str, Any]:

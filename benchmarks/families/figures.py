@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,8 @@ from engines.calibration.first_order import FALLBACKS, FIRST_PRESETS
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.instrument import HeldSession
 from engines.calibration.measuring.metrics import drift
-from engines.calibration.messages import CalibrationReport
 from engines.calibration.survey import survey_report
-from engines.config import CalibrationOrder
+from engines.config import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
@@ -71,7 +70,7 @@ def measured(name: str, folder: Path, data: Path, order: dict[str, Any]) -> Slee
     loaded = load_model(str(folder), "float32")
     plan = probe(loaded.model)
     instrument = MlxInstrument(loaded, plan, data)
-    usual = {"presets": FIRST_PRESETS + FALLBACKS, "with_bounds": False}
+    usual: dict[str, Any] = {"presets": FIRST_PRESETS + FALLBACKS, "with_bounds": False}
     whole = CalibrationOrder(data_path=str(data), **(usual | order))
     report = survey_report(instrument, whole, "mlx")
     return Sleeper(name, instrument, plan, report, data, ())
@@ -103,7 +102,7 @@ def trained(kind: str, data: Path) -> Sleeper:
     return Sleeper(kind, found.instrument, found.plan, found.report, data, texts)
 
 
-REWRITTEN = {
+REWRITTEN: dict[str, Callable[[Path, Path], Path]] = {
     "windowed": write_windowed,
     "narrow": partial(write_windowed, window=NARROW),
     "latent": write_latent,

@@ -80,9 +80,11 @@ class _Shape:
         given = theta ** (np.arange(0, self.wide, 2) / self.wide)
         factors = (np.tile(own, self.kv_heads) / given).tolist()
         longest = self._config["max_position_embeddings"]
-        kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        kept += ("max_position_embeddings", "rms_norm_eps", "rope_theta", "vocab_size")
-        kept += ("bos_token_id", "eos_token_id")
+        kept = [
+            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("max_position_embeddings", "rms_norm_eps", "rope_theta", "vocab_size"),
+            *("bos_token_id", "eos_token_id"),
+        ]
         return {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",

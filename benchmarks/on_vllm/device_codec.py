@@ -39,9 +39,8 @@ from engines.vllm_plugin.device.accelerator import Cuda
 from engines.vllm_plugin.device.device_blocks import DeviceBlocks
 from engines.vllm_plugin.device.device_check import STAGING_BYTES, kernels_agree
 from engines.vllm_plugin.device.kv_views import view_groups
-from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts
-from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout
-from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
+from engines.vllm_plugin.device.packed_layout import StagingLayouts
+from engines.vllm_plugin.device.staging_layout import RawStagingLayout, TokenRun
 from kvstore.blobs.packer import Packer
 from kvstore.chunk_size import SMALL_TOKENS
 from kvstore.codecs.base import Codec
@@ -103,10 +102,10 @@ class Rig:
         self.wanted = [Packing(x, ids[x.first_block : x.end_block]) for x in keys.whole(hashes)]
         self.hot_bytes = SESSION_TOKENS * self.cache.layout.bytes_per_token
 
-    def save(self) -> list[bytes]:
+    def save(self) -> list[bytes | bytearray | memoryview]:
         return [x.result() for x in self.blocks.pack(self.wanted, self.blocks.mark())]
 
-    def load(self, blobs: list[bytes]) -> None:
+    def load(self, blobs: list[bytes | bytearray | memoryview]) -> None:
         fillings = [
             Filling(x.span, blob, 0, x.block_ids)
             for x, blob in zip(self.wanted, blobs, strict=True)
@@ -287,7 +286,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured", file=sys.stderr)
         return NO_DEVICE
-    device, figures, right = torch.device("cuda"), [], True
+    device, right = torch.device("cuda"), True
+    figures: list[Figure] = []
     beside: dict[str, dict[str, float]] = {}
     shape = Shape(options.layers, options.chunk_tokens)
     for dim in options.dims:

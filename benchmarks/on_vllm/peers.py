@@ -42,7 +42,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 from tokenizers import Tokenizer
@@ -56,7 +56,7 @@ from launch.sample.sample_model import sample_model
 
 CACHE = Path.home() / ".cache" / "thermocline"
 WIDER = 2  # float32 than bfloat16
-DTYPE = "float32"
+DTYPE: Final = "float32"
 RESTORABLE = 0.95
 GIVE_UP = 3  # sessions in a row
 SETTLE_S = 3.0  # saves may go on when the answer is there

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.stacks.lifeline import Lifeline
 from benchmarks.stacks.product_stack import free_port
-from benchmarks.stacks.vllm_stack import START_S, PlainVllm, python_with_vllm
+from benchmarks.stacks.vllm_stack import START_S, FloatName, PlainVllm, python_with_vllm
 
 LMCACHE = "lmcache==0.5.6"
 ITS_NEEDS = (
@@ -67,7 +67,7 @@ class LmcacheVllm:
         headroom_bytes: int,
         pool_bytes: int,
         max_context: int,
-        dtype: str,
+        dtype: FloatName,
     ) -> None:
         self._python = python
         self._ram_bytes, self._all_bytes = ram_bytes, ram_bytes + headroom_bytes

@@ -346,7 +346,7 @@ def rss_mib(process: psutil.Process) -> float:
     return float(process.memory_info().rss / MIB)
 
 
-def write_json(path: str, result: dict[str, Any]) -> None:
+def write_json(path: str, result: dict[str, Any] | list[Any]) -> None:
     print(json.dumps(result, indent=2))
     if path:
         Path(path).write_text(json.dumps(result, indent=2) + "\n")

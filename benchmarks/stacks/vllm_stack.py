@@ -10,7 +10,7 @@ import time
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -23,6 +23,8 @@ from kvstore.config import StoreConfig
 from kvstore.cores import memory_nodes, usable_cores
 from launch.machine.interpreters import CHILD_ENV, find_python
 from launch.sample.sample_model import sample_model
+
+FloatName = Literal["float32", "bfloat16"]
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 START_S = 900.0
@@ -49,7 +51,7 @@ def with_plugin(
     codec: str = "tq3",
     ram_bytes: int = 1024 * MIB,
     max_context: int = 8192,
-    dtype: str = "float32",
+    dtype: FloatName = "float32",
     disk_bytes: int = 0,
     idle_after_s: float = 3600.0,
     folder: Path | None = None,
@@ -86,7 +88,7 @@ class PlainVllm:
     pool_bytes: int
     max_context: int = 8192
     prefix_caching: bool = True
-    dtype: str = "float32"
+    dtype: FloatName = "float32"
     python: str = field(default_factory=python_with_vllm)
     arguments: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)

@@ -22,17 +22,16 @@ import msgspec
 
 from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.first_order import further_order
-from engines.calibration.gate.adoption import was_learned_on, worth_adopting
-from engines.calibration.gate.bound import Bound
+from engines.calibration.footprint import (
+    large_arrays_apart,
+    one_thread,
+    return_freed_memory,
+)
+from engines.calibration.gate.bound import Bound, was_learned_on, worth_adopting
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
-from engines.calibration.measuring.freed_memory import (
-    large_arrays_apart,
-    return_freed_memory,
-)
-from engines.calibration.one_thread import one_thread
-from engines.calibration.sharing.sharing import NO_SHARING, Sharing
+from engines.calibration.sharing import NO_SHARING, Sharing
 from engines.calibration.survey import CannotCalibrate, check_contexts, survey_report
 from engines.calibration.unfinished import Unfinished
 from engines.config import CalibrationOrder

@@ -25,14 +25,12 @@ from engines.calibration.learn import (
     window_samples_of,
     yardsticks,
 )
-from engines.calibration.measuring.cases import Case, needle_cases, text_cases
-from engines.calibration.measuring.chains import chain_cases
+from engines.calibration.measuring.cases import Case, chain_cases, needle_cases, text_cases
 from engines.calibration.measuring.measure import OnProgress, measure, quiet
 from engines.calibration.measuring.scratch import Scratch
 from engines.calibration.measuring.trials import AnyCodec, least_context
-from engines.calibration.messages import CalibrationReport, WaterFilling
 from engines.calibration.unfinished import Unfinished
-from engines.config import CalibrationOrder
+from engines.config import CalibrationOrder, CalibrationReport, WaterFilling
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.learning.state_sensitivity import StateSensitivities
 from kvstore.codecs.names import first_part, is_learned, parts_of, session_presets
@@ -158,7 +156,7 @@ def _measured(
     unfinished: Unfinished | None,
     on_progress: OnProgress,
 ) -> list[Quality]:
-    """Measure the presets of ``order``, with what ``profile`` has learned, on all cases."""
+    """Measure the presets of ``order``, as ``profile`` has learned them, on all cases."""
     return measure(
         instrument,
         codecs_to_measure(instrument, order.presets, profile),

@@ -47,6 +47,26 @@ MAX_NOTICES = 4096
 _LINK_ENDED = (OSError, EOFError, TimeoutError, WireError)
 
 
+class NoticeQueue:
+    """Notices for one reader; one that is too slow is asked to list all sessions."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Notice | None] = asyncio.Queue(MAX_NOTICES)
+
+    def publish(self, notice: Notice | None) -> None:
+        """Hand a notice to the reader; None = it is to ask for all sessions."""
+        if self._queue.full():
+            while not self._queue.empty():
+                self._queue.get_nowait()
+            notice = None
+        self._queue.put_nowait(notice)
+
+    async def read(self) -> AsyncIterator[Notice | None]:
+        """Yield the notices; None = they were lost, or the engine is another: ask for all."""
+        while True:
+            yield await self._queue.get()
+
+
 class ControlLink:
     """Numbered requests, each with a deadline, over a connection that comes back by itself."""
 
@@ -74,7 +94,7 @@ class ControlLink:
         self._on_lost = on_lost
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[VerbAnswer]] = {}
-        self._notices: asyncio.Queue[Notice | None] = asyncio.Queue(MAX_NOTICES)
+        self.notices = NoticeQueue()
         self._writer: asyncio.StreamWriter | None = None
         self.welcome: Welcome | None = None
         self.was_welcomed = False  # ever
@@ -134,15 +154,6 @@ class ControlLink:
             raise EngineRefused(reply.message, reply.code)
         return reply
 
-    async def notices(self) -> AsyncIterator[Notice | None]:
-        """Yield notices, for one reader.
-
-        None = (re)connected, notices were lost, or sessions of an earlier life were found: ask for
-        all sessions.
-        """
-        while True:
-            yield await self._notices.get()
-
     async def _serve_connection(self) -> None:
         reader, writer = await _connect(self._address)
         heartbeat: asyncio.Task[None] | None = None
@@ -152,7 +163,7 @@ class ControlLink:
             self.was_welcomed = True
             self.codec = welcome.codec
             log.info("engine %s serves %s", welcome.engine, welcome.model)
-            self._publish(None)
+            self.notices.publish(None)
             heartbeat = asyncio.create_task(self._beat(writer), name="engine-heartbeat")
             while True:
                 async with asyncio.timeout(self._silence_s):
@@ -189,7 +200,7 @@ class ControlLink:
 
     def _deliver(self, message: FromEngine) -> None:
         if isinstance(message, Notice):
-            self._publish(None if message.why == "found" else message)
+            self.notices.publish(None if message.why == "found" else message)
             return
         self._take_codec(message.answer)
         waiting = self._pending.get(message.number)
@@ -202,14 +213,6 @@ class ControlLink:
             self.codec = answer.codec
         elif isinstance(answer, Stats) and answer.report.codec is not None:
             self.codec = answer.report.codec
-
-    def _publish(self, notice: Notice | None) -> None:
-        """Hand a notice to the reader; one that is too slow is asked to list all sessions."""
-        if self._notices.full():
-            while not self._notices.empty():
-                self._notices.get_nowait()
-            notice = None
-        self._notices.put_nowait(notice)
 
     def _lost(self, why: str) -> None:
         self.trouble = why

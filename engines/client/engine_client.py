@@ -1,7 +1,7 @@
 """An engine in another process, as the gateway uses it: HTTP for data, the wire for control.
 
 ``EngineClient`` talks to the two addresses of a running engine. It is complete by itself for an
-engine that was started elsewhere; ``engines.client.child.child_engine`` adds the process.
+engine that was started elsewhere; ``engines.client.child_engine`` adds the process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from engines.about_vllm.fields import with_session
 from engines.base import (
     SAVE_S,
     Demoted,
@@ -19,12 +18,11 @@ from engines.base import (
     EngineUnavailable,
     EngineUnreached,
 )
-from engines.client.address import HttpAddress
+from engines.client.connection import HttpAddress
 from engines.client.control_link import SILENCE_S, ControlLink
-from engines.client.http_exchange import HttpExchange
-from engines.client.next_life import NextLife
+from engines.client.http_exchange import HttpExchange, NextLife
 from engines.config import CalibrationOrder, WorkerConfig
-from engines.headers import session_headers
+from engines.headers import session_headers, with_session
 from engines.wire import (
     Adopt,
     Adopted,
@@ -220,7 +218,7 @@ class EngineClient:
             raise _odd_answer(verb, answer)
 
     def notices(self) -> AsyncIterator[Notice | None]:
-        return self._link.notices()
+        return self._link.notices.read()
 
     async def _done(self, verb: Verb, deadline_s: float) -> Done:
         answer = await self._link.ask(verb, deadline_s)

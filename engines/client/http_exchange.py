@@ -1,23 +1,108 @@
-"""One HTTP request to an engine, from its first byte to the last one of the response."""
+"""One HTTP request to an engine, from its first byte to the last one of the response.
+
+A wait for bytes is limited, and an engine that ended meanwhile may be awaited.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from engines.base import EngineStalled, EngineUnavailable, EngineUnreached
-from engines.client.address import HttpAddress
-from engines.client.http_response import HttpResponse
-from engines.client.next_life import NextLife
-from engines.client.stall_watchdog import StallWatchdog
+from engines.client.connection import HttpAddress, HttpResponse
 
+LOOKS_PER_LIMIT = 4
+POLL_S = 0.05
+# The two connections of an engine that ends are closed together, but not heard of in one order.
+NOTICED_S = 0.2
 log = logging.getLogger("thermocline.engines")
-
 CONNECT_S = 5.0
 ERROR_EVENT = b'data: {"error"'  # vLLM's first event, if its core died before it
 END_OF_COMMENT = b"\n\n"  # of a comment that was cut, perhaps
 MAX_KEPT_BYTES = 1 << 20  # of a body that is held to be sent once more; some 250,000 tokens of text
+
+
+class StallWatchdog:
+    """Notices a wait that lasts too long, without a timer for every wait.
+
+    Its user adds one to ``edges`` when a wait begins and when it ends, so it is odd during a wait.
+    A look now and then shows whether it is still the same wait. This costs two additions per wait,
+    where a timer would cost as much as relaying a chunk.
+    """
+
+    def __init__(self, limit_s: float, give_up: Callable[[], None]) -> None:
+        """Start to look.
+
+        Args:
+            limit_s: the longest wait, in seconds; it is noticed up to a quarter later.
+            give_up: called once, on the event loop, during such a wait.
+        """
+        self.edges = 0
+        self._give_up = give_up
+        self._gap_s = limit_s / LOOKS_PER_LIMIT
+        self._seen = -1
+        self._num_looks = 0
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._gap_s, self._look)
+
+    def stop(self) -> None:
+        """Look no more; ``give_up`` is not called any more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        same_wait = self.edges % 2 == 1 and self.edges == self._seen
+        self._num_looks = self._num_looks + 1 if same_wait else 0
+        self._seen = self.edges
+        if self._num_looks == LOOKS_PER_LIMIT:
+            self._give_up()
+        else:
+            self._timer = self._loop.call_later(self._gap_s, self._look)
+
+
+class NextLife:
+    """Says whether the engine that was there when this was made has ended, and awaits the next.
+
+    It has if its control connection was lost, whether its process ended or was given up as hung.
+    """
+
+    def __init__(
+        self,
+        engine: Callable[[], object],
+        wait_s: float,
+        no_hope: Callable[[], bool],
+        there: Callable[[], bool] | None = None,
+    ) -> None:
+        """Remember the engine of now.
+
+        Args:
+            engine: returns one object for as long as the control connection lasts, None without.
+            wait_s: the longest wait for the next one, in seconds.
+            no_hope: says that none will come.
+            there: says that one can be asked, once the one of now has ended; None = its next life.
+        """
+        self._engine = engine
+        self._then = engine()
+        self._wait_s = wait_s
+        self._no_hope = no_hope
+        self._there = there or (lambda: engine() is not None)
+
+    @property
+    def ended(self) -> bool:
+        """True once the engine of then has ended."""
+        return self._engine() is not self._then
+
+    async def ready(self) -> bool:
+        """Wait until the engine has ended and one is there again; False if not in time."""
+        loop = asyncio.get_running_loop()
+        noticed, end = loop.time() + NOTICED_S, loop.time() + self._wait_s
+        while loop.time() < end and not self._no_hope():
+            if self.ended and self._there():
+                return True
+            if not self.ended and loop.time() > noticed:
+                return False
+            await asyncio.sleep(POLL_S)
+        return False
 
 
 class HttpExchange:

@@ -12,13 +12,13 @@ from zlib import crc32
 import msgspec
 from aiohttp import web
 
-from engines.fake_worker.echo_answer import EchoAnswer, prompt_words
+from engines.fake_worker.echo_answer import EchoAnswer, Script, prompt_words, read_script
 from engines.fake_worker.fake_sessions import FakeSessions
-from engines.fake_worker.script import Script, read_script
 from engines.headers import CACHE_HEADER, PROMPT_HEADER, CacheOutcome, session_from
 from engines.openai.errors import context_too_long
-from engines.openai.images import Sight
+from engines.openai.messages import Sight
 from engines.openai.requests import (
+    TOKENIZE_PATH,
     ChatRequest,
     CompletionRequest,
     InvalidRequest,
@@ -26,8 +26,8 @@ from engines.openai.requests import (
     parse_json,
     validate_chat,
     validate_completion,
+    validate_tokenize,
 )
-from engines.openai.tokenizing import TOKENIZE_PATH, validate_tokenize
 from engines.wire import SessionRef
 
 MAX_BODY_BYTES = 64 << 20

@@ -35,13 +35,13 @@ from engines.base import (
     TierName,
     Welcome,
 )
-from engines.client.next_life import NextLife
+from engines.client.control_link import NoticeQueue
+from engines.client.http_exchange import NextLife
 from engines.config import CalibrationOrder
 from engines.fleet.choice import Choice
 from engines.fleet.fleet_exchange import FleetExchange
 from engines.fleet.homes import Homes
-from engines.fleet.joined import difference, joined_report, joined_welcome
-from engines.fleet.replica import Replica
+from engines.fleet.replica import Replica, difference, joined_report, joined_welcome
 from engines.headers import session_from
 
 log = logging.getLogger("thermocline.engines")
@@ -55,7 +55,6 @@ MOVES_AT_ALONE: Final = 16
 LEAST_WAIT_S: Final = 0.5  # for the control connection of a replica that ended to be lost, too
 MAX_OWED: Final = 10_000  # deletions that a replica that is away is still to do
 MAX_OWED_OF_TENANT: Final = MAX_OWED // 4  # of these
-MAX_NOTICES: Final = 4096
 FOLLOW_AGAIN_S: Final = 1.0
 FIGURES_S: Final = 2.0  # sums are made without a replica that is silent for longer
 
@@ -83,7 +82,7 @@ class FleetEngine:
         self._welcome: Welcome | None = None
         self._moves: Counter[str] = Counter()
         self._earlier: Counter[str] = Counter()  # of replicas that are gone
-        self._notices: asyncio.Queue[Notice | None] = asyncio.Queue(MAX_NOTICES)
+        self._notices = NoticeQueue()
         self._following: dict[str, asyncio.Task[None]] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -334,9 +333,8 @@ class FleetEngine:
         """See ``engines.base.Engine``. One replica measures; all adopt what it found."""
         return await self._any().engine.measure(order)
 
-    async def notices(self) -> AsyncIterator[Notice | None]:
-        while True:
-            yield await self._notices.get()
+    def notices(self) -> AsyncIterator[Notice | None]:
+        return self._notices.read()
 
     async def _follow(self, replica: Replica) -> None:
         """Pass on a replica's notices of the sessions whose home it is."""
@@ -345,13 +343,13 @@ class FleetEngine:
             try:
                 async for notice in replica.engine.notices():
                     if notice is None and replica.engine.welcome is followed is not None:
-                        self._publish(None)  # the same engine asks to be listed again
+                        self._notices.publish(None)  # the same engine asks to be listed again
                     elif notice is None:
                         followed = replica.engine.welcome
                         await self._connected(replica)
                     elif self._is_home(replica, notice.session):
                         self._choice.note_pinned(notice.session)
-                        self._publish(notice)
+                        self._notices.publish(notice)
             except Exception:  # the edge of this task: other replicas must not suffer
                 log.exception("the notices of replica %s were not followed", replica.name)
             await asyncio.sleep(FOLLOW_AGAIN_S)
@@ -371,7 +369,7 @@ class FleetEngine:
         joined = self._joined()
         if other is None or joined != self._welcome:  # else what is known of the others holds
             self._welcome = joined
-        self._publish(None)
+        self._notices.publish(None)
 
     def _is_home(self, replica: Replica, report: SessionReport) -> bool:
         session = SessionRef(report.tenant, report.id, b"")
@@ -380,14 +378,6 @@ class FleetEngine:
             self._homes.put(session, replica.name)
             home = replica.name
         return home in (None, replica.name)
-
-    def _publish(self, notice: Notice | None) -> None:
-        """Hand a notice to the reader; one that is too slow has to ask for all sessions."""
-        if self._notices.full():
-            while not self._notices.empty():
-                self._notices.get_nowait()
-            notice = None
-        self._notices.put_nowait(notice)
 
 
 async def _or_none(figures: Awaitable[T]) -> T | None:

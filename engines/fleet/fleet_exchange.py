@@ -8,8 +8,13 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from engines.base import EngineUnavailable, EngineUnreached, Upstream
-from engines.client.http_exchange import END_OF_COMMENT, ERROR_EVENT, MAX_KEPT_BYTES, is_comment
-from engines.client.next_life import NextLife
+from engines.client.http_exchange import (
+    END_OF_COMMENT,
+    ERROR_EVENT,
+    MAX_KEPT_BYTES,
+    NextLife,
+    is_comment,
+)
 from engines.fleet.replica import Replica
 from engines.wire import Welcome
 

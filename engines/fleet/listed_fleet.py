@@ -16,7 +16,7 @@ from typing import Final
 from engines.base import SAVE_S, Engine, EngineError, SessionRef
 from engines.fleet.fleet_engine import MAX_OWED, MOVES_AT, FleetEngine
 from engines.fleet.homes import Homes
-from engines.fleet.listing import ListedReplica
+from engines.fleet.replica_list import ListedReplica
 
 log = logging.getLogger("thermocline.engines")
 

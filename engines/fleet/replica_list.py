@@ -1,17 +1,75 @@
-"""Reads the list of replicas from the address where an orchestrator serves it."""
+"""The list of the replicas that an orchestrator starts and ends: its form, its tokens, its reader.
+
+The tokens between a gateway and replicas are made of a shared secret: one file
+(``store.secret_file``) on each machine is all that has to be handed out, and no token is in a
+command line, in a configuration or in the database of the orchestrator.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+import hmac
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
-from engines.base import EngineUnavailable
-from engines.client.address import HttpAddress
-from engines.client.http_exchange import HttpExchange
-from engines.fleet.listing import MAX_LISTING_BYTES, ListedReplica, read_listing
+import msgspec
 
+from engines.base import EngineUnavailable
+from engines.client.connection import HttpAddress
+from engines.client.http_exchange import HttpExchange
+
+MAX_REPLICAS: Final = 1000
+MAX_LISTING_BYTES: Final = 1 << 20
 READ_S: Final = 5.0
+
+
+def engine_token(secret: bytes) -> str:
+    """Return the bearer token of both addresses of a replica."""
+    return _token(secret, "replica")
+
+
+def list_token(secret: bytes) -> str:
+    """Return the bearer token of the list of replicas."""
+    return _token(secret, "list of replicas")
+
+
+def ray_token(secret: bytes) -> str:
+    """Return the token of a Ray that ``engines.on_ray`` starts."""
+    return _token(secret, "ray")
+
+
+def _token(secret: bytes, purpose: str) -> str:
+    return hmac.digest(secret, f"thermocline token: {purpose}".encode(), "sha256").hex()
+
+
+class ListedReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica.
+
+    Attributes:
+        name: differs from all others', earlier ones included.
+        url: the address of its HTTP server.
+        control: the address of its control connection.
+        leaving: it takes no new sessions, for it is about to end.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+    url: Annotated[str, msgspec.Meta(max_length=500, pattern="^https?://")]
+    control: Annotated[str, msgspec.Meta(max_length=500, pattern="^(tcp|unix):")]
+    leaving: bool = False
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """All replicas of one model."""
+
+    replicas: Annotated[list[ListedReplica], msgspec.Meta(max_length=MAX_REPLICAS)]
+
+
+def read_listing(body: bytes) -> list[ListedReplica]:
+    """Decode a list. Raises ``ValueError``: it is none, or two replicas have one name."""
+    replicas = msgspec.json.decode(body, type=Listing).replicas
+    if len({x.name for x in replicas}) < len(replicas):
+        raise ValueError("two replicas have one name")
+    return replicas
 
 
 class ReplicaList:

@@ -2,13 +2,14 @@
 
 One server for every engine, which hands it its own ``SessionVerbs``. It runs inside the engine's
 process, for vLLM in an environment that holds little of ours, so it needs nothing but the standard
-library, ``engines.host.sockets``, ``engines.wire`` and ``kvstore.errors``.
+library, ``engines.wire`` and ``kvstore.errors``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from hmac import compare_digest
@@ -18,7 +19,6 @@ from typing import Final, Protocol, runtime_checkable
 import msgspec
 
 from engines.config import CalibrationOrder
-from engines.host.sockets import private_socket, send_bounded
 from engines.wire import (
     PAGE_BYTES,
     Adopt,
@@ -55,9 +55,31 @@ from engines.wire import (
 )
 from kvstore.errors import PinLimit
 
+MAX_UNSENT_BYTES: Final = 16 << 20
 logger = logging.getLogger(__name__)
-
 MAX_WORDS: Final = 2000  # characters of an error
+
+
+def private_socket(path: Path) -> socket.socket:
+    """Bind a unix socket that only this user can connect to. Raises ``OSError``."""
+    path.unlink(missing_ok=True)  # of a process that was killed
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        bound.bind(str(path))
+        path.chmod(0o600)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def send_bounded(writer: asyncio.StreamWriter, body: bytes) -> None:
+    """Send without waiting. A peer that does not read, so that too much piles up, is cut off."""
+    if writer.is_closing():
+        return
+    writer.write(body)
+    if writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        writer.transport.abort()
 
 
 class SessionVerbs(Protocol):

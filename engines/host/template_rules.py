@@ -1,13 +1,13 @@
-"""Finds out what a model's chat template takes and does, by rendering a few short chats."""
+"""Finds out what a model takes: by rendering a few short chats, and by its vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Final, Protocol, TypeAlias
 
 from jinja2 import TemplateError
 
-from engines.wire import TemplateRules
+from engines.wire import FillIn, TemplateRules
 
 Chat: TypeAlias = list[dict[str, str]]
 
@@ -15,16 +15,6 @@ _REFUSALS: Final = (TemplateError, TypeError, ValueError, KeyError, AttributeErr
 
 
 _SAID: Final = "words-number-"
-
-
-def _chat(*roles: str) -> Chat:
-    return [{"role": role, "content": f"{_SAID}{i}"} for i, role in enumerate(roles)]
-
-
-_PLAIN: Final = _chat("user", "assistant", "user")
-# After a question, as agents append them to tool results.
-_INLINE: Final = _chat("system", "user", "system", "assistant", "user", "system")
-_REPEATED: Final = _chat("user", "assistant", "user", "user")
 # Reasoning of a turn before the last question, which many templates leave out.
 _THOUGHT: Final = f"{_SAID}thought"
 _REASONED: Final = [
@@ -39,6 +29,24 @@ _SWITCHES: Final = (
     {"truncate_history_thinking": False},
     {"drop_thinking": False},
 )
+# Before the text in front, between it and the text after, and where the model goes on. Of Qwen and
+# CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek, whose second one marks the hole.
+_KNOWN: Final = (
+    FillIn("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    FillIn("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    FillIn("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    FillIn("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+
+
+def _chat(*roles: str) -> Chat:
+    return [{"role": role, "content": f"{_SAID}{i}"} for i, role in enumerate(roles)]
+
+
+_PLAIN: Final = _chat("user", "assistant", "user")
+# After a question, as agents append them to tool results.
+_INLINE: Final = _chat("system", "user", "system", "assistant", "user", "system")
+_REPEATED: Final = _chat("user", "assistant", "user", "user")
 
 
 class Render(Protocol):
@@ -79,3 +87,11 @@ def _takes(render: Render, chat: Chat) -> bool:
     # Some templates refuse by leaving a message out, or by moving it to the top.
     places = [str(text).find(message["content"]) for message in chat]
     return -1 not in places and places == sorted(places)
+
+
+def fill_in_of(vocabulary: Container[str]) -> FillIn | None:
+    """Return the marks that a model's vocabulary has, each as one token; None if it has none."""
+    for marks in _KNOWN:
+        if all(mark in vocabulary for mark in (marks.before, marks.between, marks.after)):
+            return marks
+    return None

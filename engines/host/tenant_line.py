@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple, TypeVar
 
@@ -82,11 +82,10 @@ class QueueLimit:
 class TenantLine:
     """The pieces that wait, and whose turn it is. Belongs to the event loop."""
 
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit: int) -> None:
         """``limit``: the most requests that are here at once; see ``QueueLimit``."""
         self._limit = QueueLimit(limit)
         self._shares = FairShares()
-        self._clock = clock
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._busy = False
 
@@ -111,11 +110,11 @@ class TenantLine:
         if self._busy:
             await self._called(payer.tenant)
         self._busy = True
-        begin = self._clock()
+        begin = time.monotonic()
         try:
             yield
         finally:
-            self._shares.serve(payer.tenant, self._clock() - begin if cost is None else cost)
+            self._shares.serve(payer.tenant, time.monotonic() - begin if cost is None else cost)
             self._call_next()
 
     async def _called(self, tenant: str) -> None:

@@ -10,7 +10,7 @@ protocol; codec threads see numpy only. A chat's walk:
 5. ``batch/prefix_reuse.py`` finds KV to start from: a hot session's, or from the cold store.
 6. ``batch/prefill.py`` feeds the rest of the prompt, chunk by chunk.
 7. ``batch/batches.py`` decodes, one token per sequence and step.
-8. ``event_queue.py`` carries the tokens back to the event loop.
+8. ``generation.py`` carries the tokens back to the event loop.
 9. ``answer/reply.py`` and ``answer/reply_format.py`` make text, tool calls and chunks of them.
 10. ``sessions/hot_cache.py`` keeps the turn's KV hot at its end and saves it in the cold store.
 """

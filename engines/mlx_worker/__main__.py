@@ -19,15 +19,13 @@ import uvicorn
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
 from engines.host.control_server import ControlServer
-from engines.host.fill_in import fill_in_of
 from engines.host.lifeline import Lifeline, read_settings, runtime_folder
-from engines.host.template_rules import rules_of
+from engines.host.template_rules import fill_in_of, rules_of
 from engines.mlx_worker.cache.layout import CannotServe
-from engines.mlx_worker.control.measurement import Measuring
-from engines.mlx_worker.control.reports import Notifier, SessionReports
-from engines.mlx_worker.control.verbs import MlxVerbs
-from engines.mlx_worker.embeddings.embedder import Embedder
+from engines.mlx_worker.control import MlxVerbs, Notifier, SessionReports
+from engines.mlx_worker.embeddings import Embedder
 from engines.mlx_worker.http import create_app
+from engines.mlx_worker.measurement import Measuring
 from engines.mlx_worker.model.loading import LoadedModel, describe_device, load_model
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.store_opening import store_opener

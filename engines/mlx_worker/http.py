@@ -42,7 +42,7 @@ from engines.headers import (
     weight_from,
 )
 from engines.host.tenant_line import Payer, QueueFull
-from engines.mlx_worker.answer.reply import GenerationFailed, ReplyStream
+from engines.mlx_worker.answer.reply import GenerationFailed, ReplyStream, RequestPlan
 from engines.mlx_worker.answer.reply_format import (
     ChatFormat,
     CompletionFormat,
@@ -51,20 +51,19 @@ from engines.mlx_worker.answer.reply_format import (
     chunks,
     collected,
 )
-from engines.mlx_worker.answer.request_plan import RequestPlan
 from engines.mlx_worker.answer.sse import KEEPALIVE_S, SseResponse
-from engines.mlx_worker.embeddings.embedder import Embedder
-from engines.mlx_worker.embeddings.vectors import shown
+from engines.mlx_worker.embeddings import Embedder, shown
 from engines.mlx_worker.generation import ContextTooLong, Generator
-from engines.mlx_worker.grammar.compiler import GrammarCompiler
+from engines.mlx_worker.grammar import GrammarCompiler
 from engines.mlx_worker.model.vocabulary import Vocabulary
-from engines.mlx_worker.prompt.planning import Planning
-from engines.mlx_worker.prompt.request_planner import RequestPlanner
-from engines.mlx_worker.prompt.tokenizing import PromptTokens
+from engines.mlx_worker.prompt.chat_template import PromptTokens
+from engines.mlx_worker.prompt.request_planner import Planning, RequestPlanner
 from engines.mlx_worker.prompt.tools import grammar_wanted
 from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.errors import unknown_model
 from engines.openai.requests import (
+    DETOKENIZE_PATH,
+    TOKENIZE_PATH,
     Body,
     CompletionRequest,
     InvalidRequest,
@@ -73,10 +72,6 @@ from engines.openai.requests import (
     parse_chat,
     parse_completion,
     parse_json,
-)
-from engines.openai.tokenizing import (
-    DETOKENIZE_PATH,
-    TOKENIZE_PATH,
     validate_detokenize,
     validate_tokenize,
 )

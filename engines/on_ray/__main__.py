@@ -1,4 +1,4 @@
-"""Starts Ray on this machine with the replicas of one model; see ``engines.on_ray.program``.
+"""Starts Ray on this machine with the replicas of one model; see ``engines.on_ray.local_ray``.
 
 Ray reads its environment when it is imported, so its token is set before that.
 """
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from engines.replica_tokens import ray_token
+from engines.fleet.replica_list import ray_token
 from kvstore.tiers.seal import read_secret
 
 
@@ -18,7 +18,7 @@ def main() -> int:
     args = arguments()
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", ray_token(read_secret(Path(args.secret_file))))
-    from engines.on_ray.program import run
+    from engines.on_ray.local_ray import run
 
     return run(args)
 

@@ -31,9 +31,9 @@ ENGINE: Final[Mapping[str, Any]] = {
     "enable_prefix_caching": True,
     "enable_prompt_tokens_details": True,
     "prefix_caching_hash_algo": "sha256_cbor",
-    "scheduler_cls": "engines.vllm_plugin.sharing.fair_scheduler.fair_scheduler",
-    "logits_processors": ["engines.vllm_plugin.measuring.forced_tokens:ForcedTokens"],
-    "worker_extension_cls": "engines.vllm_plugin.measuring.worker_extension.ModelView",
+    "scheduler_cls": "engines.vllm_plugin.scheduler.fair_scheduler.fair_scheduler",
+    "logits_processors": ["engines.vllm_plugin.measuring.model_access:ForcedTokens"],
+    "worker_extension_cls": "engines.vllm_plugin.measuring.model_access.ModelView",
 }
 # On CPUs: most multiply float32 several times faster, and the kernels want blocks of 32.
 ON_CPU: Final[Mapping[str, Any]] = {"block_size": 32, "dtype": "float32", "enforce_eager": True}

@@ -1,19 +1,23 @@
-"""The HTTP server of a replica: vLLM's own application, for gateways with the token alone.
+"""The HTTP server of a replica, for gateways with the token alone, and the drain before it ends.
 
-It stands beside Serve's proxies, which would pass on ``cache_salt`` and other fields as any client
-sets them. When it is asked to end, it takes no more connections and finishes the answers that it
-has begun: a gateway that finds no connection asks another replica.
+vLLM's own application stands beside Serve's proxies, which would pass on ``cache_salt`` and other
+fields as any client sets them. When it is asked to end, it takes no more connections and finishes
+the answers that it has begun: a gateway that finds no connection asks another replica. Then all
+sessions are saved to the tier that all replicas share.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from hmac import compare_digest
 from typing import Any, Final
 
 import uvicorn
+
+from engines.base import Engine, EngineError, SessionRef, SessionReport
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -25,6 +29,9 @@ REFUSAL: Final = (
     b'{"error":{"message":"The bearer token is missing or wrong: replicas answer their gateway'
     b' only.","type":"authentication_error","code":"invalid_api_key","param":null}}'
 )
+log = logging.getLogger("thermocline.ray")
+AT_ONCE: Final = 8
+POLL_S: Final = 0.2
 
 
 class WithToken:
@@ -84,3 +91,31 @@ class Front:
         self._server.should_exit = True
         await self._serving
         return asyncio.get_running_loop().time() - began < within_s
+
+
+async def save_all(engine: Engine, within_s: float) -> int:
+    """Have every session packed and moved to Redis; returns how many are there.
+
+    What is not saved in time costs a prefill.
+    """
+    try:
+        async with asyncio.timeout(within_s):
+            while (await engine.stats()).save_queue_bytes:
+                await asyncio.sleep(POLL_S)
+            reports = await engine.sessions()
+            places = asyncio.Semaphore(AT_ONCE)
+            return sum(await asyncio.gather(*(_saved(engine, x, places) for x in reports)))
+    except (EngineError, TimeoutError) as error:
+        log.warning("not all sessions were saved: %s", error or "no time was left")
+        return 0
+
+
+async def _saved(engine: Engine, session: SessionReport, places: asyncio.Semaphore) -> bool:
+    async with places:
+        try:
+            reference = SessionRef(session.tenant, session.id, b"")
+            done = await engine.demote(reference, "redis")
+        except EngineError as error:
+            log.warning("session %s was not saved: %s", session.id, error)
+            return False
+        return done.report is not None and done.report.tier == "redis"

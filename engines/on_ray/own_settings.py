@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import msgspec
 
-from engines.replica_tokens import engine_token
+from engines.fleet.replica_list import engine_token
 from engines.runtime_folder import runtime_folder
 from engines.vllm_plugin.config import PluginSettings, write_settings
-from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE
+from engines.vllm_plugin.process.server import FOLDER_VARIABLE
 from kvstore.config import StoreConfig
 from kvstore.tiers.seal import read_secret
 

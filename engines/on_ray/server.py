@@ -15,13 +15,12 @@ from ray.serve.llm import LLMConfig, LLMServer
 
 from engines.client.engine_client import EngineClient
 from engines.config import EngineConfig, WorkerConfig
-from engines.fleet.listing import ListedReplica
-from engines.on_ray.drain import save_all
-from engines.on_ray.front import Front
+from engines.fleet.replica_list import ListedReplica
+from engines.on_ray.front import Front, save_all
 from engines.on_ray.own_settings import OwnSettings, own_settings
 from engines.on_ray.replica_directory import ANNOUNCE_S, NAME
 from engines.on_ray.scaling import HOT_SHARE, RUNNING, WAITING
-from engines.vllm_plugin.process.refusal import read_refusal
+from engines.vllm_plugin.process.server import read_refusal
 from engines.wire import SessionRef
 from kvstore.config import StoreConfig
 

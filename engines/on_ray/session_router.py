@@ -10,9 +10,8 @@ from typing import Any, Final
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from engines.fleet.choice import NEAR, least_behind
+from engines.fleet.choice import NEAR, Ring, least_behind
 from engines.fleet.homes import LastHomes
-from engines.fleet.ring import Ring
 from engines.wire import SessionRef
 
 MAX_SESSIONS: Final = 100_000

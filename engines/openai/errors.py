@@ -28,7 +28,7 @@ ERROR_TYPES: dict[int, str] = {
 
 
 class InvalidRequest(Exception):
-    """The client's request cannot be served as it stands; the message says what to change."""
+    """The client's request cannot be served as it stands; the message names the change."""
 
     def __init__(
         self, message: str, param: str | None = None, code: str | None = None, status: int = 400

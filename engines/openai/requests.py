@@ -1,4 +1,4 @@
-"""Requests of OpenAI's chat and text completions, checked before anything is done with them.
+"""Requests of OpenAI's completions and of vLLM's /tokenize, checked before anything is done.
 
 The gateway validates at its border and an engine of ours validates what it is sent; both use this
 module, so it imports no engine. ``parse_*`` take a body, ``validate_*`` take JSON that was parsed
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
@@ -19,9 +19,8 @@ from engines.openai.errors import FieldError
 from engines.openai.errors import InvalidRequest as InvalidRequest
 from engines.openai.errors import error_body as error_body
 from engines.openai.errors import error_type as error_type
-from engines.openai.images import BLIND, Sight
+from engines.openai.messages import BLIND, Message, NamedTool, ResponseFormat, Sight, Tool
 from engines.openai.messages import Json as Json
-from engines.openai.messages import Message, NamedTool, ResponseFormat, Tool
 from engines.openai.schemas import SchemaCount
 
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
@@ -49,6 +48,27 @@ _TEMPLATE_KEYS_OF_OURS = frozenset(
     {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "return_dict"}
     | {"add_generation_prompt", "continue_final_message", "return_tensors", "tokenizer_kwargs"}
     | {"padding", "truncation", "max_length", "return_assistant_tokens_mask", "processor_kwargs"}
+)
+R = TypeVar("R", bound=msgspec.Struct)
+_WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(\w+)`")
+# What msgspec cannot say: the values that would have been right.
+_CHOICES = {
+    "role": "use system, developer, user, assistant or tool",
+    "tool_choice": "use none, auto, required or {type: function, function: {name}}",
+    "response_format.type": "use text, json_object or json_schema",
+    "reasoning_effort": "use none, minimal, low, medium, high, xhigh or max",
+    "type": "only function is known here",
+}
+TOKENIZE_PATH: Final = "/tokenize"
+DETOKENIZE_PATH: Final = "/detokenize"
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+# The most that is tokenized, in contexts of the model: a client that counts wants to know by how
+# much its prompt is too long, but not of any prompt.
+MAX_CONTEXTS: Final = 4
+# The fields of a chat that make its prompt.
+PROMPT_FIELDS: Final = frozenset(
+    {"model", "messages", "tools", "chat_template_kwargs", "reasoning_effort"}
 )
 
 
@@ -268,19 +288,6 @@ def parse_json(body: bytes) -> Json:
     return raw
 
 
-R = TypeVar("R", bound=msgspec.Struct)
-_WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
-_MISSING = re.compile(r"missing required field `(\w+)`")
-# What msgspec cannot say: the values that would have been right.
-_CHOICES = {
-    "role": "use system, developer, user, assistant or tool",
-    "tool_choice": "use none, auto, required or {type: function, function: {name}}",
-    "response_format.type": "use text, json_object or json_schema",
-    "reasoning_effort": "use none, minimal, low, medium, high, xhigh or max",
-    "type": "only function is known here",
-}
-
-
 def checked(raw: Json, kind: type[R]) -> R:
     """Check parsed JSON against the fields of ``kind``. Raises ``InvalidRequest``."""
     try:
@@ -308,3 +315,35 @@ def _readable(error: msgspec.ValidationError) -> InvalidRequest:
 
 def _choices(param: str) -> str:
     return _CHOICES.get(param) or _CHOICES.get(param.rpartition(".")[2], "see OpenAI's reference")
+
+
+class TokenizeText(msgspec.Struct, frozen=True):
+    """A plain text whose tokens are asked for."""
+
+    model: ModelName
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class Detokenize(msgspec.Struct, frozen=True):
+    """Tokens whose text is asked for."""
+
+    model: ModelName
+    tokens: Annotated[list[TokenId], msgspec.Meta(max_length=1 << 20)]
+
+
+def validate_tokenize(raw: Json, sight: Sight = BLIND) -> ChatRequest | TokenizeText:
+    """Check a request for the tokens of ``messages`` or of a ``prompt``.
+
+    Raises:
+        InvalidRequest: it is neither, or not of the right form.
+    """
+    if "messages" in raw:
+        return validate_chat({name: raw[name] for name in PROMPT_FIELDS & raw.keys()}, sight)
+    return checked(raw, TokenizeText)
+
+
+def validate_detokenize(raw: Json, sight: Sight = BLIND) -> Detokenize:
+    """Check a request for the text of tokens. Raises ``InvalidRequest``."""
+    return checked(raw, Detokenize)

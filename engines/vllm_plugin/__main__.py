@@ -32,8 +32,7 @@ from engines.vllm_plugin.process.command import (
     plugin_settings,
     refusal,
 )
-from engines.vllm_plugin.process.parent_death import adopt_orphans, die_with_parent
-from engines.vllm_plugin.process.process_tree import end_descendants
+from engines.vllm_plugin.process.processes import adopt_orphans, die_with_parent, end_descendants
 from kvstore.cores import memory_nodes, usable_cores
 
 END_S: Final = 25.0  # shorter than the gateway waits before it kills this process

@@ -6,8 +6,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from engines.host.fill_in import fill_in_of
-from engines.host.template_rules import rules_of
+from engines.host.template_rules import fill_in_of, rules_of
 from engines.wire import FillIn, TemplateRules
 
 logger = logging.getLogger("thermocline.vllm")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, Final, Protocol
 
-from engines.about_vllm.fields import PARAMS_FIELD
+from engines.headers import PARAMS_FIELD
 from engines.host.tenant_line import Payer
 from kvstore.session import SessionRef
 

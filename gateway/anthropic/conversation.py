@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.images import SHOWN_BELOW, Sight
+from engines.openai.messages import SHOWN_BELOW, Sight
 from engines.openai.requests import Json
 from gateway.anthropic.request import Blocks, CountRequest, Turn
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.openai.images import BLIND, Sight
+from engines.openai.messages import BLIND, Sight
 from engines.openai.requests import Json, checked, validate_chat
 from gateway.anthropic.request import CountRequest
 from gateway.anthropic.translation import prompt_fields

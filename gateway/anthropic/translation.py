@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from engines.base import EngineUnavailable
 from engines.openai.errors import InvalidRequest
-from engines.openai.images import BLIND, Sight
+from engines.openai.messages import BLIND, Sight
 from engines.openai.requests import Json, checked
 from gateway.anthropic.conversation import chat_messages
 from gateway.anthropic.events import PING, MessageEvents

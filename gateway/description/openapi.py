@@ -22,8 +22,7 @@ from starlette.routing import Route
 
 from engines.openai.embeddings import EmbeddingsRequest
 from engines.openai.messages import Json
-from engines.openai.requests import ChatRequest, CompletionRequest
-from engines.openai.tokenizing import Detokenize
+from engines.openai.requests import ChatRequest, CompletionRequest, Detokenize
 from gateway.admin.keys import NewKey
 from gateway.anthropic.request import CountRequest, MessagesRequest
 from gateway.dashboard.routes import PAGE_HEADERS

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engines.base import Engine, EngineError, EngineUnavailable, HasReplicas, SessionRef
-from engines.openai.images import Sight
+from engines.openai.messages import Sight
 from engines.wire import Welcome
 from gateway.config import GatewayConfig
 from gateway.identity.known_chats import MAX_KNOWN_CHATS, KnownChats

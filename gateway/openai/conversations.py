@@ -15,8 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.images import BLIND
-from engines.openai.messages import Json
+from engines.openai.messages import BLIND, Json
 from engines.openai.requests import checked
 from gateway.body import parsed
 from gateway.context import caller_of, gateway_of

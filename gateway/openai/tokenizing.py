@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.errors import context_too_long
-from engines.openai.images import Sight
-from engines.openai.messages import with_known_parts
-from engines.openai.requests import ChatRequest, Json
-from engines.openai.tokenizing import (
+from engines.openai.messages import Sight, with_known_parts
+from engines.openai.requests import (
     DETOKENIZE_PATH,
     MAX_CONTEXTS,
     TOKENIZE_PATH,
+    ChatRequest,
     Detokenize,
+    Json,
     validate_detokenize,
     validate_tokenize,
 )

@@ -18,7 +18,7 @@ from starlette.types import Message, Send
 
 from engines.asgi import ClientGone
 from engines.base import EngineUnavailable, Upstream
-from engines.client.stall_watchdog import StallWatchdog
+from engines.client.http_exchange import StallWatchdog
 from engines.headers import CACHE_HEADER
 from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of

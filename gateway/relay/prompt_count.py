@@ -6,8 +6,7 @@ import msgspec
 from starlette.requests import Request
 
 from engines.base import Engine, EngineUnavailable
-from engines.openai.requests import Json
-from engines.openai.tokenizing import PROMPT_FIELDS, TOKENIZE_PATH
+from engines.openai.requests import PROMPT_FIELDS, TOKENIZE_PATH, Json
 from engines.wire import TemplateRules
 from gateway.prefixes.inline_system import fitted
 from gateway.prefixes.kept_reasoning import keep_reasoning

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from engines.calibration.messages import CalibrationReport, WaterFilling
+from engines.config import CalibrationReport, WaterFilling
 from kvstore.codecs.names import FLOOR, OWN, first_part
 from kvstore.codecs.quality import Quality
 from launch.calibrate.output_files import check_output, whole_file

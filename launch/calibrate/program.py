@@ -13,8 +13,7 @@ import msgspec
 
 from engines.base import Engine, EngineError, EngineUnavailable
 from engines.calibration.gate.profiles import make_folder
-from engines.calibration.messages import CalibrationReport
-from engines.config import REPORT, CalibrationOrder
+from engines.config import REPORT, CalibrationOrder, CalibrationReport
 from engines.wire import MeasurementEnd, Welcome
 from kvstore.codecs.names import EXACT
 from launch.calibrate.orders import AFTER_CONTEXT, CalibrateOptions, order_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from engines.calibration.messages import CalibrationReport
+from engines.config import CalibrationReport
 from kvstore.codecs.quality import Quality
 from launch.cli.printing import print_table
 

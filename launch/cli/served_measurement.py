@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from engines.calibration.messages import CalibrationReport
+from engines.config import CalibrationReport
 from engines.wire import CodecReport
 from launch.cli.remote import Remote
 from launch.errors import LaunchError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engines.calibration.gate.choice import Choice, choose_tiers, exact
-from engines.packed_budget import HOT_CODECS
+from engines.kv_budget import HOT_CODECS
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.session import TIER_NAMES, TierName
 from kvstore.shapes import KVLayout

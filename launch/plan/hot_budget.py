@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.kv_budget import (
+    HOT_CODECS,
     SMALLEST_CONTEXT,
     UNSTATED_CONTEXT,
     KVCost,
     alone_bytes,
+    packed_cost,
     stated_context,
     too_little,
 )
-from engines.packed_budget import HOT_CODECS, packed_cost
 from kvstore.shapes import NUMPY_DTYPES
 from launch.families.cache_shape import CacheShape
 from launch.plan.served_cache import served_dtype

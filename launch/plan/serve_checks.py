@@ -7,7 +7,7 @@ is certain from config.json and the settings.
 
 from __future__ import annotations
 
-from engines.packed_budget import HOT_CODECS
+from engines.kv_budget import HOT_CODECS
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import AUTO

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.client.child.servers import FakeServer
+from engines.client.child_engine import FakeServer
 from engines.config import EngineConfig, WorkerConfig
 from engines.wire import SessionRef
 from kvstore.config import StoreConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.client.child.servers import MlxServer
+from engines.client.child_engine import MlxServer
 from engines.config import EngineConfig, WorkerConfig
 from kvstore.config import StoreConfig
 from launch.machine.private_folders import compile_environment

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from engines.base import EngineUnavailable
-from engines.client.child.servers import MlxServer
+from engines.client.child_engine import MlxServer
 from engines.config import WRONG_SETTINGS, EngineConfig, WorkerConfig
 from engines.headers import CACHE_HEADER
 from engines.wire import (

@@ -28,12 +28,12 @@ from engines.vllm_plugin.device.device_check import (  # noqa: E402
     blocks_for,
     blocks_on,
     kernels_agree,
+    scratch_for,
 )
 from engines.vllm_plugin.device.kernels.triton_rows import TritonRows  # noqa: E402
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
-from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
-from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout  # noqa: E402
-from engines.vllm_plugin.device.scratch_cache import scratch_for  # noqa: E402
+from engines.vllm_plugin.device.packed_layout import StagingLayouts  # noqa: E402
+from engines.vllm_plugin.device.staging_layout import StagingLayout  # noqa: E402
 from engines.vllm_plugin.plan import Load, Save  # noqa: E402
 from engines.vllm_plugin.worker.rank import StagingArea  # noqa: E402
 from engines.vllm_plugin.worker.transfer import Transfer  # noqa: E402

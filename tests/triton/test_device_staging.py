@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from engines.vllm_plugin.device.staging import STEP, Region, StagingRing  # noqa: E402
+from engines.vllm_plugin.device.accelerator import STEP, Region, StagingRing  # noqa: E402
 from tests.lazy_device import device_here  # noqa: E402
 
 pytestmark = pytest.mark.triton

@@ -22,17 +22,23 @@ from engines.vllm_plugin.blocks.host_blocks import HostBlocks  # noqa: E402
 from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache  # noqa: E402
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
 from engines.vllm_plugin.device.device_blocks import DeviceBlocks  # noqa: E402
-from engines.vllm_plugin.device.device_check import kernels_agree, proven_blocks  # noqa: E402
+from engines.vllm_plugin.device.device_check import (  # noqa: E402
+    kernels_agree,
+    proven_blocks,
+    scratch_for,
+)
 from engines.vllm_plugin.device.kernels.triton_rates import (  # noqa: E402
     RatePlaces,
     RateRun,
     TritonRates,
 )
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
-from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
-from engines.vllm_plugin.device.layouts.packed_layout import FirstChunkLayout, PackedLayout  # noqa: E402
-from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout  # noqa: E402
-from engines.vllm_plugin.device.scratch_cache import scratch_for  # noqa: E402
+from engines.vllm_plugin.device.packed_layout import (  # noqa: E402
+    FirstChunkLayout,
+    PackedLayout,
+    StagingLayouts,
+)
+from engines.vllm_plugin.device.staging_layout import RawStagingLayout  # noqa: E402
 from engines.vllm_plugin.worker.transfer import Packing  # noqa: E402
 from kvstore.blobs.codec_set import CodecSet  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402

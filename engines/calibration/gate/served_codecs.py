@@ -1,26 +1,31 @@
-"""The codecs of a running engine: chosen at its start, and again when a profile was written."""
+"""The codecs of a running engine: chosen at its start, and again when a profile was written.
+
+A model is measured more than once, and each time tiers may get other codecs. What was packed before
+is never packed again, since its rows would lose twice. The names of the codecs that packed last are
+kept in ``FINGERPRINT.packed`` beside the profiles, one in a line; they stay readable.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from engines.calibration.first_order import DENSEST
 from engines.calibration.gate.choice import Choice, choose, choose_tiers, exact, tiers_in_use
-from engines.calibration.gate.earlier import PackedBy, earlier_codecs
 from engines.calibration.gate.profiles import origin, profile_path
 from engines.wire import CodecReport
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.names import first_part
 from kvstore.codecs.presets import warm
-from kvstore.codecs.profile import BEFORE, Profile, load_profile
+from kvstore.codecs.profile import BEFORE, UNFINISHED, Profile, load_profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.registration import import_registering
 from kvstore.codecs.session_codec import SessionCodec
@@ -31,8 +36,59 @@ from kvstore.shapes import KVLayout, StateLayout
 
 logger = logging.getLogger(__name__)
 
-
+MOST: Final = 4  # codecs; each takes memory for its learned arrays
 MAX_OTHERS = 40  # rows of codecs that are not in use; a report goes out every second
+
+
+class PackedBy:
+    """The ids of codecs that packed sessions of a model, the newest last. One thread at a time."""
+
+    def __init__(self, data: Path, fingerprint: str) -> None:
+        self._path = data / "profiles" / f"{fingerprint}.packed"
+
+    def ids(self) -> list[str]:
+        """Read the ids; none if there is no such file."""
+        try:
+            return self._path.read_text("ascii").split()
+        except (OSError, UnicodeDecodeError):
+            return []
+
+    def add(self, ids: Iterable[str]) -> None:
+        """Note codecs that pack from now on. A full disk costs what is packed with them later."""
+        before = self.ids()
+        added = list(dict.fromkeys(ids))
+        now = [*(x for x in before if x not in added), *added][-MOST:]
+        if now == before:
+            return
+        whole = self._path.with_name(f"{self._path.name}.{os.getpid()}{UNFINISHED}")
+        try:
+            whole.write_text("\n".join(now), "ascii")
+            whole.replace(self._path)
+        except OSError as error:
+            logger.info("it cannot be noted which codecs pack: %s", error)
+
+
+def earlier_codecs(
+    ids: Sequence[str],
+    config: StoreConfig,
+    layout: KVLayout,
+    profile: Profile,
+    states: StateLayout | None,
+) -> list[Choice]:
+    """The codecs of these ids that are known to ``profile`` and may serve, the newest first."""
+    found: dict[str, Choice] = {}
+    for known in (profile, profile.before()):
+        wanted = {x.codec_id: x.preset for x in known.rows if x.codec_id in ids}
+        for codec_id, name in wanted.items():
+            if name.startswith(BEFORE) or codec_id in found:
+                continue
+            try:
+                choice = choose(name, config, layout, known, "", states)
+            except (CodecRefused, UnknownCodec):
+                continue
+            if choice.id == codec_id and not choice.is_exact:
+                found[codec_id] = choice
+    return [found[x] for x in reversed(ids) if x in found]
 
 
 class AdoptCodecs(Protocol):

@@ -12,10 +12,9 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 
 from engines.calibration.instrument import HeldSession, Instrument
-from engines.calibration.measuring.case_result import CaseResult, digest_of, positions_of
 from engines.calibration.measuring.cases import Case, in_reading_order
 from engines.calibration.measuring.metrics import answer_drift, answers, drift, loss
-from engines.calibration.measuring.tally import Tally
+from engines.calibration.measuring.tally import CaseResult, Tally, digest_of, positions_of
 from engines.calibration.measuring.trials import AnyCodec, Trials, Trip, trials
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.quality import Quality

@@ -1,29 +1,51 @@
-"""Reads what the owner thread generates for one HTTP request, until all choices have ended."""
+"""A planned request, and the events of its choices until all of them have ended."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, TypeAlias
 
 from engines.headers import CacheOutcome
 from engines.host.tenant_line import QueueFull
-from engines.mlx_worker.answer.output_processor import Delta, ShownReason
-from engines.mlx_worker.answer.request_plan import RequestPlan
+from engines.mlx_worker.answer.output_processor import Delta, OutputProcessor, ShownReason
 from engines.mlx_worker.generation import (
     ContextTooLong,
     Event,
     Failed,
     Finished,
+    Generation,
     GenerationStream,
     Generator,
     PrefillProgress,
     PromptAdmitted,
     Token,
 )
+from engines.mlx_worker.grammar import GrammarProcessor
 from engines.openai.requests import InvalidRequest
+
+
+@dataclass
+class RequestPlan:
+    """One HTTP request: a generation for each prompt, and an output processor for each choice.
+
+    Choice ``i`` is answer ``i % num_choices`` of generation ``i // num_choices``.
+    """
+
+    num_choices: int  # of each prompt
+    generations: list[Generation] = field(default_factory=list)
+    outputs: list[OutputProcessor] = field(default_factory=list)
+    grammars: list[GrammarProcessor] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(generation.prompt) for generation in self.generations)
+
+    def serve_to(self, tenant: str, weight: int) -> None:
+        """Note whose share of the engine it takes, and the weight of that share."""
+        self.generations = [replace(x, tenant=tenant, weight=weight) for x in self.generations]
 
 
 class GenerationFailed(Exception):

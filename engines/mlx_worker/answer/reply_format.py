@@ -10,8 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from engines.mlx_worker.answer import sse
-from engines.mlx_worker.answer.logprobs import ScoredToken, chat_logprobs, text_logprobs
-from engines.mlx_worker.answer.output_processor import Delta, ShownReason
+from engines.mlx_worker.answer.output_processor import (
+    Delta,
+    ScoredToken,
+    ShownReason,
+    chat_logprobs,
+    text_logprobs,
+)
 from engines.mlx_worker.answer.reply import ChoiceDelta, ChoiceEnd, ReplyStream
 from engines.mlx_worker.answer.tool_calls import CallDelta
 from engines.mlx_worker.generation import PrefillProgress

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engines.host.grammar.source import call_header
+from engines.host.grammar import call_header
 
 # What other people's parsers raise for text that they do not understand.
 _NOT_A_CALL = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)

@@ -2,5 +2,5 @@
 
 The walk, which ``batch_loop`` makes round after round: ``fair_queue`` -> ``admission`` (within
 ``memory_budget``) -> ``prefix_reuse`` -> ``prefill`` -> ``batches`` (decode) ->
-``running_requests`` (the end, and the KV that is kept).
+``request`` (the end, and the KV that is kept).
 """

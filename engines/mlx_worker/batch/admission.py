@@ -13,12 +13,10 @@ from functools import partial
 from engines.headers import CacheOutcome
 from engines.mlx_worker.batch.fair_queue import Line
 from engines.mlx_worker.batch.memory_budget import MemoryBudget
-from engines.mlx_worker.batch.prefetch import Prefetches
 from engines.mlx_worker.batch.prefill import Prefiller
-from engines.mlx_worker.batch.prefix_reuse import PrefixReuse
+from engines.mlx_worker.batch.prefix_reuse import Prefetches, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request
-from engines.mlx_worker.event_queue import EventBuffer
-from engines.mlx_worker.generation import PromptAdmitted
+from engines.mlx_worker.generation import EventBuffer, PromptAdmitted
 from engines.mlx_worker.sessions.hot_cache import HotCache
 from engines.mlx_worker.sessions.hot_sessions import SessionKey
 from kvstore.session import SessionRef

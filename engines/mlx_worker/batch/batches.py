@@ -195,11 +195,8 @@ class LengthBucket:
 class Batches:
     """The buckets, shortest first. Belongs to the owner thread, except ``len``."""
 
-    def __init__(
-        self, model: Any, max_sequences: int, bounds: tuple[int, ...] = BUCKET_BOUNDS
-    ) -> None:
-        self._bounds = bounds
-        self.buckets = [LengthBucket(model, max_sequences) for _ in range(len(bounds) + 1)]
+    def __init__(self, model: Any, max_sequences: int) -> None:
+        self.buckets = [LengthBucket(model, max_sequences) for _ in (*BUCKET_BOUNDS, None)]
 
     def __len__(self) -> int:
         return sum(len(bucket.sequences) for bucket in self.buckets)
@@ -211,7 +208,7 @@ class Batches:
 
     def index_of(self, num_tokens: int) -> int:
         """The index of the bucket that a sequence of this length belongs to."""
-        return sum(num_tokens > bound for bound in self._bounds)
+        return sum(num_tokens > bound for bound in BUCKET_BOUNDS)
 
     def insert(self, sequence: Sequence, caches: Caches) -> None:
         """Put a sequence into the bucket of its length; ``caches`` are given away."""

@@ -1,8 +1,8 @@
 """The queue of requests that wait for memory or a place, fair between tenants.
 
-The tenant that was served least is next (``engines.host.fair_shares``), and within a tenant its
-sessions take turns, short prompts a little before long ones (``engines.host.line_order``). A tenant
-with a hundred requests delays another's single one by one request, not by a hundred.
+The tenant that was served least is next, and within a tenant its sessions take turns, short prompts
+a little before long ones (``engines.host.fair_shares``). A tenant with a hundred requests delays
+another's single one by one request, not by a hundred.
 
 Who ran already and had to make way waits before the others of its own tenant, not of all; and of
 every four of a tenant one is let in that has not begun, however many take turns with its rows.
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
-from engines.host.line_order import FRESH_EVERY, next_of
+from engines.host.fair_shares import FRESH_EVERY, next_of
 from engines.host.tenant_line import QueueLimit
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class FairQueue(Generic[T]):
 
         Args:
             first: chooses among the tenants that wait, the longest-waiting first.
-            length: of an item, as ``line_order.length_class`` groups them.
+            length: of an item, as ``fair_shares.length_class`` groups them.
         """
         self._first = first
         self._length = length

@@ -1,25 +1,111 @@
-"""One request while the owner thread works on it.
+"""Requests while the owner thread works on them, from their arrival to their last event.
 
 A ``Request`` has ``n`` answers, and each of them is a ``Sequence``. A ``PrefillTask`` is a run of
 tokens on its way into a cache, with the sequences that decode once it is there: those of a new
 request at first, and a single one again if it had to leave its batch, with its KV (parked) or
 without.
+
+At its end a turn's KV stays as an idle hot session and is saved, whether the turn ran to its end
+or was cancelled half-way: KV that was computed is not wasted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+import mlx.core as mx
 import numpy as np
 
-from engines.mlx_worker.batch.sampling_guard import SamplingGuard
+from engines.host.fair_shares import FairShares
 from engines.mlx_worker.cache.layout import Caches
-from engines.mlx_worker.event_queue import EventQueue
-from engines.mlx_worker.generation import Generation
+from engines.mlx_worker.generation import (
+    Event,
+    EventBuffer,
+    EventQueue,
+    Failed,
+    Finished,
+    FinishReason,
+    Generation,
+    SequenceSampling,
+)
+from engines.mlx_worker.sessions.hot_cache import HotCache, Notify
 from engines.mlx_worker.sessions.hot_sessions import SessionKey
 from kvstore.blobs.snapshot import Snapshot
+
+_Step: TypeAlias = Callable[[mx.array], mx.array]
+_Process: TypeAlias = Callable[[mx.array, mx.array], mx.array]
+logger = logging.getLogger(__name__)
+
+
+class SamplingGuard:
+    """Stands between one sequence's sampling and the batched step.
+
+    An exception inside the step would take every other sequence down with it. So the first one is
+    remembered in ``fault``, the step goes on with an arbitrary token for this sequence, and the
+    batch loop fails its request before that token reaches a client.
+
+    A step samples one token ahead, so the code of a request is also called once after its last
+    token. What it raises there spoils nothing.
+    """
+
+    def __init__(self, sampling: SequenceSampling) -> None:
+        self._sampling = sampling
+        self._num_samples = 0
+        self.fault: Exception | None = None
+        self._first_spoiled = 0
+
+    def spoils(self, num_tokens: int) -> bool:
+        """True if one of the first ``num_tokens`` tokens of the answer is arbitrary."""
+        return self.fault is not None and self._first_spoiled < num_tokens
+
+    @property
+    def sampler(self) -> _Step | None:
+        """The guarded sampler; ``None`` for greedy: such sequences share one batched argmax."""
+        return None if self._sampling.sampler is None else self._sample
+
+    @property
+    def processors(self) -> tuple[_Process, ...]:
+        """The guarded logits processors: one that calls them all, or none."""
+        return (self._process,) if self._sampling.logits_processors else ()
+
+    def _sample(self, logprobs: mx.array) -> mx.array:
+        """Sample from (1, vocab) log-probabilities; returns (1,), an integer."""
+        if not self._sampling.logits_processors:  # else counted there
+            self._num_samples += 1
+        if self.fault is None and self._sampling.sampler is not None:
+            try:
+                token: mx.array = self._sampling.sampler(logprobs)
+                if token.shape == (1,):
+                    return token
+                self._spoil(ValueError(f"a sampler returned shape {token.shape}, not (1,)"))
+            except Exception as error:  # code of the request: its defects are this sequence's alone
+                self._spoil(error)
+        return mx.argmax(logprobs, axis=-1)
+
+    def _process(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Process (1, vocab) logits, given the tokens so far; returns the same shape."""
+        self._num_samples += 1
+        if self.fault is not None:
+            return logits
+        try:
+            processed = logits
+            for processor in self._sampling.logits_processors:
+                processed = processor(tokens, processed)
+            if processed.shape == logits.shape:
+                return processed
+            self._spoil(ValueError(f"logits of shape {logits.shape} became {processed.shape}"))
+        except Exception as error:  # as above
+            self._spoil(error)
+        return logits
+
+    def _spoil(self, error: Exception) -> None:
+        self.fault = error
+        self._first_spoiled = self._num_samples - 1
 
 
 @dataclass(eq=False)
@@ -134,3 +220,99 @@ def split_request(request: Request, max_tokens: int, at_once: int) -> list[Prefi
     tokens = np.array(generation.prompt, np.int32)
     groups = range(0, len(request.sequences), at_once)
     return [PrefillTask(request, request.sequences[i : i + at_once], tokens) for i in groups]
+
+
+class RunningRequests:
+    """All requests that have not had their last event. Belongs to the owner thread.
+
+    A sequence is in a batch or on its way there, but in the midst of a step it may be in neither;
+    a caller that must miss none asks here.
+    """
+
+    def __init__(
+        self, hot_cache: HotCache, events: EventBuffer, notify: Notify, shares: FairShares
+    ) -> None:
+        self._hot_cache = hot_cache
+        self._events = events
+        self._notify = notify
+        self._shares = shares
+        self._requests: dict[Request, None] = {}
+        self.counters: Counter[str] = Counter()
+
+    def all(self) -> list[Request]:
+        return list(self._requests)
+
+    def begin(self, request: Request) -> None:
+        """Take a request in; its session is busy from now on."""
+        self.counters["turns"] += 1
+        self._requests[request] = None
+        self._shares.come(request.tenant, request.generation.weight)
+        if key := request.key:
+            self._hot_cache.sessions.begin_turn(key, len(request.generation.prompt))
+
+    def send(self, request: Request, event: Event) -> None:
+        """Have the client informed, at the end of this round."""
+        self._events.put(request.events, event)
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        caches: Caches,
+        num_cached: int,
+        unchanged: Future[bool] | None = None,
+    ) -> None:
+        """End one sequence and keep its KV; with the last one the request is over.
+
+        Args:
+            caches: its KV, given away; empty if it has none of its own.
+            num_cached: how many of its tokens ``caches`` hold.
+            unchanged: of KV that is as it was saved before; see ``HotCache.keep``.
+        """
+        sequence.request.sequences.remove(sequence)
+        self.send(sequence.request, Finished(sequence.index, reason))
+        self._events.flush()  # the client need not wait while KV is kept
+        self.keep(sequence, caches, num_cached, unchanged)
+        if not sequence.request.sequences:
+            self._end(sequence.request)
+
+    def keep(
+        self,
+        sequence: Sequence,
+        caches: Caches,
+        num_cached: int,
+        unchanged: Future[bool] | None = None,
+    ) -> None:
+        """Make the first sequence's KV the session's; of the others nothing is kept."""
+        request, session = sequence.request, sequence.request.generation.session
+        if session is None or sequence.index or request.forgotten or not caches or not num_cached:
+            return
+        tokens = np.array(sequence.tokens[:num_cached], np.int32)
+        snapshots, lossy = request.snapshots, (request.lossy_tokens, request.lossy_state)
+        try:
+            self._hot_cache.keep(session, tokens, caches, snapshots, unchanged, *lossy)
+        except Exception:  # mlx, a defect: the answer is out, and its KV can be computed again
+            logger.exception("the KV of a turn could not be kept")
+            self._hot_cache.counters["keep_failures"] += 1
+        request.snapshots = []
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End the whole request and keep nothing of it."""
+        self.counters["failed_turns"] += 1
+        request.sequences.clear()
+        self.send(request, Failed(f"{type(error).__name__}: {error}"))
+        self._end(request)
+
+    def forget(self, key: SessionKey) -> None:
+        """Keep nothing of the requests that run for this session."""
+        for request in self._requests:
+            request.forgotten = request.forgotten or request.key == key
+
+    def _end(self, request: Request) -> None:
+        del self._requests[request]
+        self._shares.leave(request.tenant)
+        request.snapshots = []
+        if (key := request.key) and (session := request.generation.session):
+            self._hot_cache.sessions.end_turn(key, len(request.generation.prompt))
+            if not request.forgotten:
+                self._notify("turn", session)

@@ -19,14 +19,12 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from engines.host.fair_shares import PROMPT_TOKEN, QUANTUM, FairShares
-from engines.host.line_order import LONG_ANSWER
+from engines.host.fair_shares import LONG_ANSWER, PROMPT_TOKEN, QUANTUM, FairShares
 from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batches import Batches, StepOutput
 from engines.mlx_worker.batch.memory_budget import MemoryBudget
 from engines.mlx_worker.batch.prefill import Prefiller
-from engines.mlx_worker.batch.request import PrefillTask, Sequence
-from engines.mlx_worker.batch.running_requests import RunningRequests
+from engines.mlx_worker.batch.request import PrefillTask, RunningRequests, Sequence
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.sessions.hot_cache import HotCache

@@ -10,13 +10,13 @@ import msgspec
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from engines.config import EngineConfig
+from engines.kv_budget import HOT_CODECS, packed_cost
 from engines.mlx_worker.cache.layout import CachePlan, Caches, CannotServe
 from engines.mlx_worker.cache.packed.attention import AttentionSeam
 from engines.mlx_worker.cache.packed.attention_choice import attends_better
 from engines.mlx_worker.cache.packed.kv_cache import KVPackers, PackedKVCache, Seam
 from engines.mlx_worker.cache.packed.packer_choice import NoPacker, choose_packer
 from engines.mlx_worker.cache.packed.row_packer import RowKind
-from engines.packed_budget import HOT_CODECS, packed_cost
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.shapes import DType, KVLayout

@@ -22,16 +22,26 @@ from engines.mlx_worker.cache.layout import (
     leaves,
     packable_window,
 )
-from engines.mlx_worker.model.fingerprint import fingerprint
-from engines.mlx_worker.model.layer_calls import NotedRows, noted_calls, noted_rows
-from engines.mlx_worker.model.loading import LoadedModel
-from engines.mlx_worker.model.scoring import log_probs
-from engines.mlx_worker.model.state_calls import NotedState, noted_states
+from engines.mlx_worker.model.layer_calls import (
+    NotedRows,
+    NotedState,
+    noted_calls,
+    noted_rows,
+    noted_states,
+)
+from engines.mlx_worker.model.loading import LoadedModel, fingerprint
 from kvstore.blobs.snapshot import copied_state
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayer, KVLayout, KVRun, StateLayout
 
 CHUNK_TOKENS = 512  # of a prefill at a time
+
+
+def log_probs(model: Any, caches: Caches, tokens: Sequence[int]) -> mx.array:
+    """Feed ``tokens`` after ``caches``; the log-probabilities after each, fp32 (tokens, vocab)."""
+    logits = model(mx.array(list(tokens))[None], cache=caches)[0].astype(mx.float32)
+    scores: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return scores
 
 
 class MlxInstrument:

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from engines.host.grammar.source import GrammarWish, answer_schema
+from engines.host.grammar import GrammarWish, answer_schema
 from engines.mlx_worker.answer.tool_calls import (
     BareCalls,
     CallReader,
@@ -32,7 +32,7 @@ from engines.mlx_worker.answer.tool_calls import (
     MarkedCalls,
     NoCalls,
 )
-from engines.mlx_worker.grammar.grammar import Grammar
+from engines.mlx_worker.grammar import Grammar
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.openai.messages import Message, NamedTool, Tool
 from engines.openai.requests import ChatRequest

@@ -12,9 +12,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing, Rows
+from engines.vllm_plugin.blocks.blocks import (
+    NONE_BEFORE,
+    Blocks,
+    Filling,
+    Packing,
+    RestoredBlocks,
+    Rows,
+)
 from engines.vllm_plugin.blocks.host_blocks import DeviceStream
-from engines.vllm_plugin.blocks.restored_blocks import NONE_BEFORE, RestoredBlocks
 from engines.vllm_plugin.blocks.state_layers import StateBlocks
 from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK
 from kvstore.blobs.packer import AnyBlob

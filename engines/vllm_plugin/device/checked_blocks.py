@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing, Rows
-from engines.vllm_plugin.process.affinity import unbind_thread
+from engines.vllm_plugin.process.processes import unbind_thread
 from kvstore.blobs.format import codec_in
 from kvstore.blobs.segments import FRESH, is_first_chunk
 from kvstore.errors import Unusable

@@ -9,9 +9,8 @@ from typing import Final, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engines.vllm_plugin.device.accelerator import Stream, sent
-from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout, TokenRun
-from engines.vllm_plugin.device.staging import Region, StagingRing, rounded_up
+from engines.vllm_plugin.device.accelerator import Region, StagingRing, Stream, rounded_up, sent
+from engines.vllm_plugin.device.staging_layout import StagingLayout, TokenRun
 from kvstore.store.block_store import BlockStore
 from kvstore.store.spans import Span
 

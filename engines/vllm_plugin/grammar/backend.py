@@ -26,8 +26,8 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from engines.host.grammar.matchers import FREE_MASK_S, MAX_MASKS_S
-from engines.vllm_plugin.grammar.compiling import guided
+from engines.host.grammar import FREE_MASK_S, MAX_MASKS_S
+from engines.vllm_plugin.grammar.program import guided
 
 _GUIDED: Final = {
     StructuredOutputOptions.JSON: "json",

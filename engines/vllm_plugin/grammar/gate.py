@@ -2,7 +2,7 @@
 
 vLLM compiles grammars in its API server, on the thread that tokenizes every prompt, and once more
 in EngineCore, and neither can be interrupted. So each grammar is compiled first in a process that
-can be ended: at its bounds, or when the client leaves (``host.grammar.trial``). Tenants take turns.
+can be ended: at its bounds, or when the client leaves (``host.grammar_trial``). Tenants take turns.
 The verdict on a grammar is remembered for its tenant, as on our own engine.
 """
 
@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, TypeAlias
 
-from engines.host.grammar.matchers import Verdict
-from engines.host.grammar.trial import GrammarTrials
+from engines.host.grammar import Verdict
+from engines.host.grammar_trial import GrammarTrials
 from engines.host.tenant_line import Payer, QueueFull, TenantLine
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.grammar.wanted import Wanted, wanted_by

@@ -1,7 +1,7 @@
 """``python -m engines.vllm_plugin.grammar.program``: tries grammars that vLLM would compile.
 
 It repeats the work that vLLM does for a grammar in its API server and, with our ``backend``, in its
-EngineCore. ``host.grammar.program`` is the frame: this process ends when a grammar takes too much.
+EngineCore. ``host.grammar_program`` is the frame: this process ends when a grammar takes too much.
 """
 
 from __future__ import annotations
@@ -14,11 +14,42 @@ from contextlib import suppress
 import llguidance
 import msgspec
 import xgrammar
+from llguidance import LLMatcher
 
-from engines.host.grammar.matchers import MAX_MASK_S, TOO_MUCH, Verdict, first_steps, reason_of
-from engines.host.grammar.program import Judge, serve
-from engines.vllm_plugin.grammar.compiling import guided
+from engines.host.grammar import (
+    LIMITS,
+    MAX_MASK_S,
+    TOO_MUCH,
+    GrammarWish,
+    Verdict,
+    first_steps,
+    new_matcher,
+    reason_of,
+    source_of,
+)
+from engines.host.grammar_program import Judge, serve
 from engines.vllm_plugin.grammar.wanted import Wanted
+
+
+def guided(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> LLMatcher | None:
+    """Compile a JSON schema or a pattern; None if llguidance cannot.
+
+    A schema becomes the same grammar as in our own engine.
+
+    Args:
+        kind: ``json`` or ``regex``.
+    """
+    try:
+        if kind == "json":
+            schema = json.loads(text)
+            schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
+            matcher = new_matcher(tokenizer, source_of(GrammarWish([], False, schema)).text)
+        else:
+            source = llguidance.grammar_from("regex", text)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+    except (ValueError, RecursionError):
+        return None
+    return None if matcher.is_error() else matcher
 
 
 class Vocabularies(msgspec.Struct, frozen=True):

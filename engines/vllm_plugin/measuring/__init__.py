@@ -4,10 +4,10 @@ Each rank runs ``engines.calibration`` on a thread, with ``serving_instrument``.
 model becomes a request:
 
     rank    forward_client       orders it, and prepares KV in the ``exchange``
-    hub     forwards             waits until all ranks have ordered it and no other request runs
+    hub     measured_requests    waits until all ranks have ordered it and no other request runs
     front   request_runner       submits it to vLLM
     core    measured_requests    names the blocks that get the prepared KV, and those to read
     rank    exchange             fills and reads them, inside the step
-            forced_tokens        a logits processor: forces the answer, notes its log-probabilities
-    hub     forwards             informs the ranks that it is over
+            model_access         a logits processor: forces the answer, notes its log-probabilities
+    hub     measured_requests    informs the ranks that it is over
 """

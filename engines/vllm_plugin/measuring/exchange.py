@@ -174,7 +174,7 @@ class Exchange:
                 self._scores.append(row[None])
 
     def expect_rows(self, number: int) -> None:
-        """Note that the next logits belong to this order's prompt: see ``forced_tokens``."""
+        """Note that the next logits belong to this order's prompt: see ``model_access``."""
         with self._lock:
             self._expects_rows = number == self._number
 

@@ -11,7 +11,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from engines.calibration.agreement import ALONE
 from engines.calibration.self_measurement import ALL, SelfMeasurement, Wanted
-from engines.calibration.sharing.sharing import NO_SHARING, Sharing
+from engines.calibration.sharing import NO_SHARING, Sharing
 from engines.config import CalibrationOrder
 from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.blocks.state_layers import StateBlocks

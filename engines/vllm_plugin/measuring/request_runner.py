@@ -1,19 +1,39 @@
-"""Submits a measuring request to vLLM, from within its HTTP server."""
+"""Measuring requests to vLLM: whether it can take any, and how its HTTP server submits one."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any, Final
 
-from engines.about_vllm.fields import PARAMS_FIELD
+from engines.headers import PARAMS_FIELD
+from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.identity import TICKET_FIELD
 from engines.vllm_plugin.messages import ForwardDone, RunForward
 
-logger = logging.getLogger("thermocline.vllm")
+# What vLLM is started with for it, as import strings.
+LOGITS_PROCESSOR: Final = "engines.vllm_plugin.measuring.model_access:ForcedTokens"
+WORKER_EXTENSION: Final = "engines.vllm_plugin.measuring.model_access.ModelView"
 
+NO_SEAM: Final = (
+    "vLLM was started without our logits processor and worker extension; add"
+    f" --logits-processors {LOGITS_PROCESSOR} --worker-extension-cls {WORKER_EXTENSION}"
+)
+NO_TOKENIZER: Final = "vLLM was started without a tokenizer"
+logger = logging.getLogger("thermocline.vllm")
 LEAST_PRIORITY: Final = 1 << 30  # if vLLM schedules by priority, all other requests go first
 FORCED_FIELD: Final = "thermocline_forced"  # of a request's ``extra_args``
-SHOW_MODEL: Final = "thermocline_show_model"  # the method of ``worker_extension``
+SHOW_MODEL: Final = "thermocline_show_model"  # the method of ``ModelView``
+
+
+def unmeasurable(vllm_config: Any, groups: Groups) -> str:
+    """Say why the engine cannot measure the errors of codecs on its model; "" if it can."""
+    if vllm_config.model_config.skip_tokenizer_init:
+        return NO_TOKENIZER
+    processors = vllm_config.model_config.logits_processors or ()
+    extension = vllm_config.parallel_config.worker_extension_cls
+    if LOGITS_PROCESSOR not in processors or extension != WORKER_EXTENSION:
+        return NO_SEAM
+    return ""
 
 
 class RequestRunner:

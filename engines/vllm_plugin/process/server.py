@@ -4,8 +4,12 @@ vLLM reports a wrong setting by an exception of its first process, or of a grand
 hundred lines around it. A supervisor that sees only an ordinary exit code would start it again and
 again. Failures that are certain to happen again end with ``WRONG_SETTINGS`` instead: a setting that
 vLLM refuses before it starts any process (an unknown kind of model, an unknown flag), and an engine
-that the plug-in itself refuses (see ``refusal``). Any other failure may not happen the next time,
-for example if the GPU's memory was still taken by the previous process.
+that the plug-in itself refuses. Any other failure may not happen the next time, for example if the
+GPU's memory was still taken by the previous process.
+
+The plug-in runs in grandchildren of vLLM's first process. Their exceptions reach that process as
+"engine core initialization failed", so the plug-in's reason to refuse an engine is written to a
+file in the runtime folder.
 """
 
 from __future__ import annotations
@@ -13,14 +17,48 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from engines.config import WRONG_SETTINGS
-from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE, forget_refusal, read_refusal
 
+FOLDER_VARIABLE: Final = "THERMOCLINE_RUNTIME_DIR"
+REFUSAL_FILE: Final = "refusal"
 SERVER: Final = "vllm.entrypoints.openai.api_server"
 USAGE: Final = 2  # argparse's exit code for a wrong command line
+
+
+def runtime_folder() -> Path | None:
+    """The folder for a refusal; None if vLLM was started by hand, when no process reads one."""
+    given = os.environ.get(FOLDER_VARIABLE)
+    return Path(given) if given else None
+
+
+@contextmanager
+def record_refusal(folder: Path | None, *kinds: type[Exception]) -> Iterator[None]:
+    """Write errors of these ``kinds`` to the file for ``read_refusal``, and raise them again."""
+    try:
+        yield
+    except kinds as error:
+        if folder is not None:
+            with suppress(OSError):  # the raised error gives the same reason, less clearly
+                (folder / REFUSAL_FILE).write_text(" ".join(str(error).split()))
+        raise
+
+
+def read_refusal(folder: Path) -> str:
+    """The recorded sentence; "" if no engine was refused."""
+    try:
+        return (folder / REFUSAL_FILE).read_text()
+    except OSError:
+        return ""
+
+
+def forget_refusal(folder: Path) -> None:
+    """Remove the refusal of an earlier start."""
+    (folder / REFUSAL_FILE).unlink(missing_ok=True)
 
 
 def main() -> int:

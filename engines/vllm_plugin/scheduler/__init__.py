@@ -1,8 +1,9 @@
 """The plug-in's side in EngineCore, next to vLLM's scheduler: plans restores, saves and drops.
 
 ``scheduler_side`` assembles the parts. ``request_tracker`` follows vLLM's requests (each a
-``tracked_request``): ``restores`` when they come, ``turn_saves`` when they end; both use
-``token_blocks``. ``measured_requests`` are those of a measurement. ``resident_sessions`` finds the
+``tracked_request``): ``restores`` when they come, ``turn_saves`` when they end.
+``measured_requests`` are those of a measurement. ``resident_sessions`` finds the
 blocks of a session that vLLM itself still holds, ``verbs`` carries out the gateway's orders.
-``hub`` connects to the workers.
+``hub`` connects to the workers. ``fair_scheduler`` is vLLM's scheduler with fair shares, by
+``time_slices``.
 """

@@ -17,8 +17,7 @@ from typing import Final, Protocol
 from engines.vllm_plugin.messages import Probe, Release, Stage, Staged
 from engines.vllm_plugin.plan import Load
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
-from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
-from engines.vllm_plugin.scheduler.tracked_request import Restore, TrackedRequest
+from engines.vllm_plugin.scheduler.tracked_request import Restore, TokenBlocks, TrackedRequest
 from kvstore.store.block_store import RestoredPart
 
 # A rank answers within its own deadline. After this many seconds more, a request stops waiting.

@@ -14,10 +14,9 @@ import msgspec
 from engines.host.control_server import ControlServer
 from engines.vllm_plugin.chat_template import fill_in, sees_images, template_rules
 from engines.vllm_plugin.config import PluginSettings
-from engines.vllm_plugin.events.inventory import Inventory, wants_events
 from engines.vllm_plugin.groups import Groups
-from engines.vllm_plugin.measuring.forwards import Forwards
-from engines.vllm_plugin.measuring.possible import unmeasurable
+from engines.vllm_plugin.inventory import Inventory, wants_events
+from engines.vllm_plugin.measuring.request_runner import unmeasurable
 from engines.vllm_plugin.messages import (
     Forward,
     ForwardDone,
@@ -29,9 +28,8 @@ from engines.vllm_plugin.messages import (
     RankSaved,
     Wake,
 )
-from engines.vllm_plugin.scheduler.hub.hub import Hub
-from engines.vllm_plugin.scheduler.hub.save_acks import SaveAcks
-from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
+from engines.vllm_plugin.scheduler.hub import Hub, SaveAcks
+from engines.vllm_plugin.scheduler.measured_requests import Forwards, MeasuredRequests
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
 from engines.vllm_plugin.scheduler.resident_sessions import (
     BlockPool,
@@ -39,7 +37,7 @@ from engines.vllm_plugin.scheduler.resident_sessions import (
     SessionName,
 )
 from engines.vllm_plugin.scheduler.restores import Restores
-from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
+from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
 from engines.wire import (

@@ -1,15 +1,124 @@
-"""The scheduler side's record of one request, from its arrival to its end."""
+"""The scheduler side's record of one request, and the division of its tokens into blocks.
+
+vLLM caches only full blocks. It computes the tokens after the last full block, called the *part*,
+again in every turn, even of a hot session. A CPU engine needs time for each of these tokens; a GPU
+computes them together with the new ones at no cost. So parts are kept on CPUs only.
+"""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from engines.headers import COLD_SOURCES, CacheOutcome, CacheSource
+from engines.vllm_plugin.groups import DENSE, Groups
+from engines.vllm_plugin.identity import has_own_salt
 from engines.vllm_plugin.messages import Staged
 from engines.wire import RequestProgress
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
 from kvstore.store.block_store import RestoredPart
+
+
+class Feature(Protocol):
+    """An image or the like in a prompt: the fields of vLLM's class that are read here."""
+
+    @property
+    def mm_position(self) -> Any: ...
+
+
+class Tokens(Protocol):
+    """The fields of ``vllm.v1.request.Request`` that determine the KV of its tokens."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def mm_features(self) -> Sequence[Feature]: ...
+
+    @property
+    def prompt_embeds(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """The block size, the groups of layers, and options for saves; fixed for an engine.
+
+    ``keeps_parts``: the part after a session's blocks is saved, too. ``keeps_ids``: the ids of the
+    blocks' tokens are saved, too.
+    """
+
+    block_tokens: int
+    groups: Groups = DENSE
+    keeps_parts: bool = False
+    keeps_ids: bool = False
+
+    def num_restorable(self, request: Any) -> int:
+        """The number of the prompt's blocks that may be restored.
+
+        At least one token must be computed, because the answer is sampled from its output.
+        """
+        num_full: int = (request.num_tokens - 1) // self.block_tokens
+        return min(num_full, len(request.block_hashes))
+
+    def computed_hashes(self, request: Any, num_blocks: int) -> list[bytes]:
+        """The hashes of the fully computed blocks, from the first on; at most ``num_blocks``."""
+        num_full = min(
+            num_final_tokens(request) // self.block_tokens, len(request.block_hashes), num_blocks
+        )
+        return [bytes(x) for x in request.block_hashes[: max(num_full, 0)]]
+
+    def computed_part(self, request: Any, num_full: int, num_blocks: int) -> tuple[int, ...]:
+        """The ids of the tokens computed after ``num_full`` full blocks; () if none are kept."""
+        first, last = num_full * self.block_tokens, num_final_tokens(request)
+        if not (self.keeps_parts and 0 < num_full < num_blocks):
+            return ()
+        return ids_between(request, first, last) if last - first < self.block_tokens else ()
+
+    def computed_ids(self, request: Any, num_full: int) -> bytes:
+        """The ids of the tokens of the first blocks, in the form of records; b"" if none are kept.
+
+        None are kept either if the blocks' hashes depend on more than ids and the gateway's salt,
+        because readers could not see that.
+        """
+        if not (self.keeps_ids and num_full) or has_own_salt(request):
+            return b""
+        ids = ids_between(request, 0, num_full * self.block_tokens)
+        return struct.pack(f"<{len(ids)}I", *ids)
+
+    def num_matching(self, request: Any, end_block: int, part: Sequence[int]) -> int:
+        """The number of first tokens of ``part`` that the prompt also has after ``end_block``."""
+        if not self.keeps_parts:
+            return 0
+        return num_common(part, request, end_block * self.block_tokens, request.num_tokens - 1)
+
+
+def num_final_tokens(request: Any) -> int:
+    """The number of tokens whose KV is in vLLM's blocks; a step in flight does not count."""
+    computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+    known: int = request.num_tokens
+    return min(computed, known)
+
+
+def ids_between(request: Tokens, first: int, last: int) -> tuple[int, ...]:
+    """The ids of the tokens ``first`` to ``last``; () if their KV depends on more than ids.
+
+    The hash of the block before them covers everything before them, including the salt.
+    """
+    if request.prompt_embeds is not None or any(
+        x.mm_position.offset < last and first < x.mm_position.offset + x.mm_position.length
+        for x in request.mm_features
+    ):
+        return ()
+    return tuple(request.all_token_ids[first:last])
+
+
+def num_common(part: Sequence[int], request: Tokens, first: int, last: int) -> int:
+    """The number of first tokens of ``part`` that the request has from ``first`` to ``last``."""
+    ids = ids_between(request, first, min(first + len(part), last))
+    pairs = zip(part, ids, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(part), len(ids)))
 
 
 @dataclass

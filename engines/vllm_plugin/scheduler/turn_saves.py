@@ -14,7 +14,7 @@ from typing import Any, Final
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.plan import Save, Wanted
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions, SessionName, name_of
-from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
+from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from kvstore.session import SessionRef
 from kvstore.store.block_store import RestoredPart
 

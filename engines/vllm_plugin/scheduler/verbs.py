@@ -17,7 +17,7 @@ import msgspec
 
 from engines.config import CalibrationOrder
 from engines.vllm_plugin.messages import Look, RankAnswer, RankSession
-from engines.vllm_plugin.scheduler.hub.hub import Hub
+from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions, SessionName, name_of
 from engines.wire import (
     Adopt,
@@ -69,7 +69,6 @@ class VllmVerbs:
         counters: Counters,
         num_requests: Callable[[], tuple[int, int]],
         requests: Callable[[], list[RequestProgress]] = list,
-        clock: Callable[[], float] = time.time,
         is_reported: Callable[[SessionName], bool] = lambda name: True,
     ) -> None:
         """
@@ -85,7 +84,6 @@ class VllmVerbs:
         self._counters = counters
         self._num_requests = num_requests
         self._requests = requests
-        self._clock = clock
         self._is_reported = is_reported
 
     async def adopt(self) -> CodecReport:
@@ -242,7 +240,7 @@ class VllmVerbs:
             return None
         tokens = resident * self._block_tokens
         if idle_s is None:
-            idle_s = max(0.0, self._clock() - (cold.last_used_s if cold else self._clock()))
+            idle_s = max(0.0, time.time() - cold.last_used_s) if cold else 0.0
         return SessionReport(
             tenant=name[0],
             id=name[1],

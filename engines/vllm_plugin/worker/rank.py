@@ -14,7 +14,6 @@ import msgspec
 
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.config import CalibrationOrder
-from engines.vllm_plugin.events.resting_watch import RestingWatch
 from engines.vllm_plugin.messages import (
     Ask,
     ForwardDone,
@@ -34,6 +33,7 @@ from engines.vllm_plugin.messages import (
     pages,
     receive,
 )
+from engines.vllm_plugin.worker.resting_watch import RestingWatch
 from engines.wire import (
     Adopt,
     CodecReport,

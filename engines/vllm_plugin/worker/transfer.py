@@ -20,10 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing, PackState, Rows
-from engines.vllm_plugin.blocks.restored_blocks import NONE_BEFORE, RestoredBlocks
+from engines.vllm_plugin.blocks.blocks import (
+    NONE_BEFORE,
+    Blocks,
+    Filling,
+    Packing,
+    PackState,
+    RestoredBlocks,
+    Rows,
+)
 from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.process.affinity import unbind_thread
+from engines.vllm_plugin.process.processes import unbind_thread
 from engines.vllm_plugin.worker.rank import StagingArea
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage

@@ -19,7 +19,7 @@ from engines.calibration.first_order import first_order
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.measuring.trials import least_context
 from engines.calibration.self_measurement import Wanted
-from engines.calibration.sharing.sharing import NO_SHARING, open_sharing
+from engines.calibration.sharing import NO_SHARING, open_sharing
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.blocks.block_layout import (
     BlockLayout,
@@ -40,18 +40,18 @@ from engines.vllm_plugin.blocks.state_layers import (
 from engines.vllm_plugin.blocks.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device.accelerator import stream_of
-from engines.vllm_plugin.events.inventory import wants_events
-from engines.vllm_plugin.events.resting_watch import RestingWatch
 from engines.vllm_plugin.groups import Groups
+from engines.vllm_plugin.inventory import wants_events
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
-from engines.vllm_plugin.measuring.possible import unmeasurable
 from engines.vllm_plugin.measuring.rank_measuring import Prepared, RankMeasuring, longest_prompt
+from engines.vllm_plugin.measuring.request_runner import unmeasurable
 from engines.vllm_plugin.messages import RankHello, RankLost, RankPacked, RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
-from engines.vllm_plugin.process.affinity import unbound_threads
+from engines.vllm_plugin.process.processes import unbound_threads
 from engines.vllm_plugin.support import layer_specs
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
+from engines.vllm_plugin.worker.resting_watch import RestingWatch
 from engines.vllm_plugin.worker.transfer import Transfer
 from engines.wire import BF16_BYTES, KVSize
 from kvstore.blobs.packer import Packer
@@ -87,7 +87,6 @@ class WorkerSide:
         store: BlockStore,
         measuring: RankMeasuring | None = None,
         resting: RestingWatch | None = None,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """``resting``: reports the store's blocks, if vLLM reports KV events."""
         self._transfer = transfer
@@ -95,7 +94,6 @@ class WorkerSide:
         self._store = store
         self.measuring = measuring
         self._resting = resting
-        self._monotonic = monotonic
         self._patience_s = 0.0
         self._stepped_at = float("-inf")  # monotonic
         store.listen(self._store_changed)
@@ -109,7 +107,7 @@ class WorkerSide:
     def start_loads(self, step: StepWork) -> None:
         """Begin the step's loads."""
         self._patience_s = step.patience_s
-        self._stepped_at = self._monotonic()
+        self._stepped_at = time.monotonic()
         if self.measuring is not None:
             self.measuring.fill(step)
             self._transfer.filled(x.request_id for x in step.given)
@@ -155,7 +153,7 @@ class WorkerSide:
 
     def _is_quiet(self) -> bool:
         """True if vLLM has run no step for a moment, and no copy is under way. Any thread."""
-        if self._monotonic() - self._stepped_at < QUIET_S or self._link.num_staging:
+        if time.monotonic() - self._stepped_at < QUIET_S or self._link.num_staging:
             return False
         return self._transfer.is_settled and (self.measuring is None or self.measuring.has_verdict)
 

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.images import SHOWN_BELOW, Sight
-from engines.openai.messages import Json
+from engines.openai.messages import SHOWN_BELOW, Json, Sight
 from gateway.openai.tools import custom_arguments
 from gateway.stored.seal import NotOurs, Open
 

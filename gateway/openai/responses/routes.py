@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
-from engines.openai.images import Sight
+from engines.openai.messages import Sight
 from engines.openai.requests import Json, checked
 from gateway.body import ParsedBody, read_json_body
 from gateway.context import Gateway, gateway_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.images import Sight
-from engines.openai.messages import Json
+from engines.openai.messages import Json, Sight
 from engines.openai.requests import ChatRequest, validate_chat
 from gateway.openai.responses.answer import ResponseAnswer, renamed
 from gateway.openai.responses.fields import ResponseFields

@@ -9,10 +9,8 @@ from engines.config import WorkerConfig
 from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE
 from engines.fleet.homes import LastHomes
 from engines.fleet.listed_fleet import ListedFleet
-from engines.fleet.listing import ListedReplica
-from engines.fleet.replica_list import ReplicaList
+from engines.fleet.replica_list import ListedReplica, ReplicaList, engine_token, list_token
 from engines.registry import create_engine
-from engines.replica_tokens import engine_token, list_token
 from launch.errors import UsageError
 from launch.settings.schema import Settings
 

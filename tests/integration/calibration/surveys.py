@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines.calibration.messages import CalibrationReport
 from engines.calibration.survey import survey_report
-from engines.config import CalibrationOrder
+from engines.config import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model

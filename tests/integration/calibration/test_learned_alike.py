@@ -12,7 +12,7 @@ import pytest
 from engines.calibration.corpus import Text
 from engines.calibration.learn import Windows, learn, samples_of
 from engines.calibration.measuring.scratch import Scratch
-from engines.mlx_worker.measuring.serving_instrument import ServingInstrument
+from engines.mlx_worker.serving_instrument import ServingInstrument
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
 
 pytestmark = pytest.mark.mlx

@@ -12,10 +12,10 @@ from engines.calibration.instrument import NUM_DRAWS, Notice, StateNotice
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
-from engines.mlx_worker.model.layer_calls import noted_calls
-from engines.mlx_worker.model.state_calls import (
+from engines.mlx_worker.model.layer_calls import (
     PIECE_TOKENS,
     arrays_of,
+    noted_calls,
     noted_states,
     with_array,
 )

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.calibration.gate.earlier import earlier_codecs
-from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.calibration.messages import CalibrationReport
-from engines.config import CalibrationOrder
+from engines.calibration.gate.served_codecs import ServedCodecs, earlier_codecs
+from engines.config import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import probe
 from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, load_profile
 from kvstore.config import StoreConfig

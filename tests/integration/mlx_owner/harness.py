@@ -12,8 +12,7 @@ from typing import Any, cast
 
 from engines.config import EngineConfig
 from engines.headers import CacheOutcome
-from engines.mlx_worker.control.reports import SessionReports
-from engines.mlx_worker.control.verbs import MlxVerbs
+from engines.mlx_worker.control import MlxVerbs, SessionReports
 from engines.mlx_worker.generation import (
     Failed,
     Finished,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.mlx_worker.allocator import LARGE_BLOCK_BYTES
 from engines.mlx_worker.batch.request import PrefillTask, Request, Sequence
-from engines.mlx_worker.event_queue import EventQueue
+from engines.mlx_worker.generation import EventQueue
+from engines.mlx_worker.owner import LARGE_BLOCK_BYTES
 from engines.mlx_worker.sessions.hot_sessions import HotSession
 from tests.integration.mlx_owner.harness import engine, read, session, text
 

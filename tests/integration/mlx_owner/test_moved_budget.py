@@ -63,7 +63,7 @@ async def test_no_budget_is_below_that_of_the_start(tmp_path: Path) -> None:
 async def test_running_turns_go_on_when_their_budget_shrinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engines.mlx_worker.control.verbs.SHRINK_WAIT_S", 0.1)
+    monkeypatch.setattr("engines.mlx_worker.control.SHRINK_WAIT_S", 0.1)
     async with engine("llama", tmp_path, hot_bytes=BUDGET) as it:
         await it.verbs.set_budgets(MORE, 1 << 30)
         prompts = [text(i, SESSION) for i in range(6)]

@@ -14,7 +14,7 @@ import uvicorn
 from openai import AsyncOpenAI
 
 from engines.config import EngineConfig, WorkerConfig
-from engines.mlx_worker.embeddings.embedder import Embedder
+from engines.mlx_worker.embeddings import Embedder
 from engines.mlx_worker.generation import Generator
 from engines.mlx_worker.http import create_app
 from kvstore.config import StoreConfig

@@ -18,8 +18,7 @@ from tokenizers import normalizers
 
 from engines.config import EngineConfig
 from engines.headers import payer_headers
-from engines.mlx_worker.embeddings.embedder import MAX_WAITING, Embedder
-from engines.mlx_worker.embeddings.hidden_states import HiddenStates, inner_of, pooling_of
+from engines.mlx_worker.embeddings import MAX_WAITING, Embedder, HiddenStates, inner_of, pooling_of
 from engines.mlx_worker.owner import Owner
 from tests.integration.tiny_models import tiny_model
 from tests.integration.worker_http.stage import Open, Stage, staged

@@ -17,9 +17,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
-from engines.calibration.messages import CalibrationReport
-from engines.config import REPORT, CalibrationOrder
-from engines.vllm_plugin.measuring.possible import LOGITS_PROCESSOR, WORKER_EXTENSION
+from engines.config import REPORT, CalibrationOrder, CalibrationReport
+from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION
 from engines.wire import CodecReport, Measure, MeasurementEnd
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig

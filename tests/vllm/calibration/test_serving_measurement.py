@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.calibration.gate.profiles import profile_path
-from engines.vllm_plugin.measuring.possible import LOGITS_PROCESSOR, WORKER_EXTENSION
+from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION
 from engines.wire import CodecReport
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.config import StoreConfig

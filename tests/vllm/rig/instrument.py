@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engines.vllm_plugin.measuring.possible import LOGITS_PROCESSOR, WORKER_EXTENSION
+from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION
 from kvstore.config import StoreConfig
 from tests.vllm.rig.engine import RealEngine
 from tests.vllm.rig.measuring_front import MeasuringFront

@@ -23,7 +23,7 @@ from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.connector import BlockAcks, ThermoclineConnector
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks
 from engines.vllm_plugin.device.device_check import blocks_on
-from engines.vllm_plugin.measuring.worker_extension import ModelView
+from engines.vllm_plugin.measuring.model_access import ModelView
 from engines.vllm_plugin.support import Unsupported
 from kvstore.store.block_store import BlockStore
 from tests.lazy_device import LazyDevice

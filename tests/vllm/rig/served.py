@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 
-from engines.client.child.servers import VllmServer
+from engines.client.child_engine import VllmServer
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.wire import EngineReport, SessionRef
 from kvstore.config import StoreConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.calibration.gate.profiles import profile_path
-from engines.vllm_plugin.measuring.possible import LOGITS_PROCESSOR, WORKER_EXTENSION
+from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
 from tests.vllm.rig.engine import RealEngine

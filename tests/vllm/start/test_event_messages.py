@@ -17,10 +17,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from engines.vllm_plugin.connector import ThermoclineConnector
-from engines.vllm_plugin.events.inventory import Inventory, wants_events
-from engines.vllm_plugin.events.vllm_events import KVEvents
 from engines.vllm_plugin.groups import DENSE
+from engines.vllm_plugin.inventory import Inventory, wants_events
 from engines.vllm_plugin.messages import RankRests
+from engines.vllm_plugin.vllm_events import KVEvents
 from kvstore.session import SessionRef
 
 pytestmark = pytest.mark.vllm

@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 from transformers import AutoTokenizer
 
-from engines.host.grammar.program import MAX_CPU_S
+from engines.host.grammar_program import MAX_CPU_S
 from engines.host.tenant_line import Payer
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.grammar.gate import PROGRAM, ClientLeft, GrammarGate

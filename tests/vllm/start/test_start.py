@@ -18,7 +18,7 @@ from engines.vllm_plugin import connector
 from engines.vllm_plugin.config import BadSettings, PluginSettings, write_settings
 from engines.vllm_plugin.connector import ThermoclineConnector
 from engines.vllm_plugin.groups import DENSE
-from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE, read_refusal
+from engines.vllm_plugin.process.server import FOLDER_VARIABLE, read_refusal
 from kvstore.config import StoreConfig
 from kvstore.errors import TierInUse
 from kvstore.tiers.registry import open_usable_tiers

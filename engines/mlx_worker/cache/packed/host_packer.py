@@ -84,8 +84,14 @@ class HostRowPacker(MlxRowPacker):
 
 def viewed(array: mx.array) -> np.ndarray:
     """View an array without a copy, 16-bit floats as their bit patterns, uint16. Read only."""
-    view: np.ndarray = np.asarray(array.view(mx.uint16) if array.itemsize == 2 else array)
+    view: np.ndarray = np.asarray(bits_of(array))
     return view
+
+
+def bits_of(array: mx.array) -> mx.array:
+    """Return an array that numpy can view: 16-bit floats as their bit patterns, uint16."""
+    is_float = array.dtype in (mx.bfloat16, mx.float16)
+    return array.view(mx.uint16) if is_float else array
 
 
 def _exact(array: mx.array, element: np.dtype) -> np.ndarray:

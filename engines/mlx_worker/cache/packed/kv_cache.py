@@ -19,11 +19,11 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import create_attention_mask
 
+from engines.kv_budget import BLOCK, NUM_RECENT
 from engines.mlx_worker.cache.packed.host_attention import attend
 from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
 from engines.mlx_worker.cache.packed.row_packer import RowPacker
 from engines.mlx_worker.cache.packed.side import PackedSide, empty_side
-from engines.packed_budget import BLOCK, NUM_RECENT
 from kvstore.shapes import DType
 
 # K and V.

@@ -46,13 +46,13 @@ def _sums_of_one(e: Emitter, shape: RowShape, queries: int, at: tuple[Any, ...])
     attend_rows.emit_sums(e, shape, queries, 1, at)
 
 
-_scores = _attend_intrinsic(attend_rows.emit_scores)
-_add_tile = _attend_intrinsic(_sums_of_tile)
-_add_one = _attend_intrinsic(_sums_of_one)
+scores_of_row = _attend_intrinsic(attend_rows.emit_scores)
+add_tile = _attend_intrinsic(_sums_of_tile)
+add_one = _attend_intrinsic(_sums_of_one)
 
 
 @njit
-def _rotate(x: Any, signs: Any, base: Any, power: int, back: bool) -> None:
+def rotate(x: Any, signs: Any, base: Any, power: int, back: bool) -> None:
     """Multiply fp32 (dim,) in place by signs, then H; if ``back``, by the transpose of that."""
     count = len(base)
     if not back:
@@ -98,13 +98,13 @@ def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
         for head in range(heads):
             rotated[:] = query[head]
             for q in range(num_queries):
-                _rotate(rotated[q], signs, base, power, False)
+                rotate(rotated[q], signs, base, power, False)
             row = codes.ctypes.data + head * codes.strides[0]
             scale = scales.ctypes.data + head * scales.strides[0]
             target = out.ctypes.data + head * out.strides[0]
             for _ in range(tokens):
                 at = (row, scale, rotated.ctypes.data, target, out.strides[1])
-                _scores(bits, dim, num_queries, sources, at)
+                scores_of_row(bits, dim, num_queries, sources, at)
                 row += row_nbytes
                 scale += 2
                 target += 4
@@ -130,18 +130,18 @@ def _sums_function(bits: int, dim: int, num_queries: int) -> Any:
             whole = tokens - tokens % tile
             for _ in range(0, whole, tile):
                 at = (row, scale, weight, step, total.ctypes.data)
-                _add_tile(bits, dim, num_queries, sources, at)
+                add_tile(bits, dim, num_queries, sources, at)
                 row += tile * row_nbytes
                 scale += tile * 2
                 weight += tile * 4
             for _ in range(whole, tokens):
                 at = (row, scale, weight, step, total.ctypes.data)
-                _add_one(bits, dim, num_queries, sources, at)
+                add_one(bits, dim, num_queries, sources, at)
                 row += row_nbytes
                 scale += 2
                 weight += 4
             for q in range(num_queries):
-                _rotate(total[q], signs, base, power, True)
+                rotate(total[q], signs, base, power, True)
             out[head] += total
         total[0, 0] = 0  # as in ``scores``
 
@@ -173,26 +173,31 @@ class NumbaAttention:
     def scores(
         self, query: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
     ) -> None:
-        for part in _blocks(query.shape[1]):
+        for part in blocks_of(query.shape[1]):
             kernel, _ = _kernels(self.rows.num_bits, self.dim, part.stop - part.start)
             kernel(codes, scales, query[:, part], out[:, part], *self._rotation)
 
     def add_weighted(
         self, weights: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
     ) -> None:
-        for part in _blocks(weights.shape[1]):
+        for part in blocks_of(weights.shape[1]):
             _, kernel = _kernels(self.rows.num_bits, self.dim, part.stop - part.start)
             kernel(codes, scales, weights[:, part], out[:, part], *self._rotation)
 
     @functools.cached_property
     def _rotation(self) -> tuple[np.ndarray, np.ndarray, int]:
-        order = order_of(self.dim)
-        assert order is not None
-        signs = 1 - 2 * (sign_masks(self.dim) >> 31).astype(np.float32)
-        return signs, base_matrix(order.base), order.power
+        return rotation_of(self.dim)
 
 
-def _blocks(num_queries: int) -> list[slice]:
+def rotation_of(dim: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the arguments of ``rotate``: fp32 signs (dim,), the base matrix, the power of two."""
+    order = order_of(dim)
+    assert order is not None
+    signs = 1 - 2 * (sign_masks(dim) >> 31).astype(np.float32)
+    return signs, base_matrix(order.base), order.power
+
+
+def blocks_of(num_queries: int) -> list[slice]:
     starts = range(0, num_queries, MOST_QUERIES)
     return [slice(i, min(i + MOST_QUERIES, num_queries)) for i in starts]
 

@@ -169,7 +169,7 @@ async def test_too_many_notices_become_one_question(folder: Path) -> None:
     async with linked(folder, peer) as link:
         await until(lambda: link.welcome)
         await link.ask(ListSessions(), 10.0)  # all notices came before this answer
-        notices = link.notices()
+        notices = link.notices.read()
         assert await anext(notices) is None
         assert await anext(notices) == Notice("saved", REPORT)
 
@@ -182,7 +182,7 @@ async def test_found_sessions_are_a_question_as_well(folder: Path) -> None:
         await reader.read()
 
     async with linked(folder, peer) as link:
-        notices = link.notices()
+        notices = link.notices.read()
         assert [await anext(notices) for _ in range(2)] == [None, None]  # connected, found
         assert await anext(notices) == Notice("moved", REPORT, "budget")
 

@@ -9,8 +9,13 @@ import pytest
 from engines.base import EngineUnavailable, EngineUnreached
 from engines.fleet.homes import LastHomes
 from engines.fleet.listed_fleet import ListedFleet
-from engines.fleet.listing import MAX_REPLICAS, ListedReplica, read_listing
-from engines.replica_tokens import engine_token, list_token
+from engines.fleet.replica_list import (
+    MAX_REPLICAS,
+    ListedReplica,
+    engine_token,
+    list_token,
+    read_listing,
+)
 from tests.unit.engines.fleet.test_fleet_engine import Engine, ref
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,8 +10,7 @@ import pytest
 from aiohttp import web
 
 from engines.base import EngineError, EngineUnavailable
-from engines.fleet.listing import MAX_LISTING_BYTES
-from engines.fleet.replica_list import ReplicaList
+from engines.fleet.replica_list import MAX_LISTING_BYTES, ReplicaList
 
 REPLICA = {"name": "a", "url": "http://10.0.0.7:9000", "control": "tcp://10.0.0.7:9001"}
 

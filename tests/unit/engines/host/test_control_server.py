@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 from engines.fake_worker.fake_sessions import FakeSessions
-from engines.host.control_server import ControlServer
-from engines.host.sockets import MAX_UNSENT_BYTES
+from engines.host.control_server import MAX_UNSENT_BYTES, ControlServer
 from engines.wire import (
     MAX_FRAME_BYTES,
     ControlReply,

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engines.fleet.replica_list import engine_token
 from engines.on_ray.own_settings import SETTINGS, ReplicaSettings, own_settings
-from engines.replica_tokens import engine_token
 from engines.vllm_plugin.config import settings_from
-from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE
+from engines.vllm_plugin.process.server import FOLDER_VARIABLE
 from kvstore.config import StoreConfig
 
 SECRET = b"s" * 32

@@ -19,7 +19,7 @@ from engines.vllm_plugin.messages import (
     Stage,
     Staged,
 )
-from engines.vllm_plugin.scheduler.hub.hub import Hub
+from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea

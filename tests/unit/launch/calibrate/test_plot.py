@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from engines.calibration.messages import CalibrationReport, WaterFilling
+from engines.config import CalibrationReport, WaterFilling
 from kvstore.codecs.quality import Quality
 from launch.calibrate.plot import draw, place_labels
 from tests.unit.engines.calibration.gate.test_bound import GOOD

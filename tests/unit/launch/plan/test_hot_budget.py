@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.config import EngineConfig
-from engines.kv_budget import alone_bytes, longest_context
-from engines.packed_budget import packed_cost
+from engines.kv_budget import alone_bytes, longest_context, packed_cost
 from kvstore.shapes import KVLayer
 from launch.families.cache_shape import CacheShape, Window
 from launch.families.table import cache_shape

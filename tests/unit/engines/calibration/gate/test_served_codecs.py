@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.calibration.gate.earlier import MOST, PackedBy
 from engines.calibration.gate.profiles import profile_path, save
-from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.calibration.gate.served_codecs import MOST, PackedBy, ServedCodecs
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile

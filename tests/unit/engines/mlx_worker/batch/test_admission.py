@@ -9,11 +9,10 @@ import pytest
 from engines.config import EngineConfig
 from engines.host.tenant_line import QueueLimit
 from engines.kv_budget import KVCost
-from engines.mlx_worker.assembly import ThreadContext, assemble
+from engines.mlx_worker.batch.batch_loop import ThreadContext, assemble
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import CachePlan
-from engines.mlx_worker.event_queue import EventBuffer, EventQueue
-from engines.mlx_worker.generation import Generation, SequenceSampling
+from engines.mlx_worker.generation import EventBuffer, EventQueue, Generation, SequenceSampling
 
 pytestmark = pytest.mark.mlx
 

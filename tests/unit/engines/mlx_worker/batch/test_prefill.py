@@ -11,8 +11,7 @@ from engines.mlx_worker.batch.prefill import (
     snapshot_positions,
 )
 from engines.mlx_worker.batch.request import PrefillTask, Request, split_request
-from engines.mlx_worker.event_queue import EventQueue
-from engines.mlx_worker.generation import Generation, SequenceSampling
+from engines.mlx_worker.generation import EventQueue, Generation, SequenceSampling
 
 pytestmark = pytest.mark.mlx
 

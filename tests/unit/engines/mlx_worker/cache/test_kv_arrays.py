@@ -7,7 +7,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, CannotServe, leaves, probe
-from engines.mlx_worker.sessions.selftest import restore_fault
+from engines.mlx_worker.sessions.store_opening import restore_fault
 from engines.wire import KVSize
 from kvstore.blobs.snapshot import StateArray, StateTree, decode_state, encode_state
 from kvstore.errors import Mismatch

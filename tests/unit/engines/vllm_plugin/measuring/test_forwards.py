@@ -12,7 +12,6 @@ import pytest
 
 from engines.calibration.self_measurement import Interrupted
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
-from engines.vllm_plugin.measuring.forwards import Forwards
 from engines.vllm_plugin.messages import (
     ForwardDone,
     FrontHello,
@@ -25,7 +24,8 @@ from engines.vllm_plugin.messages import (
     frame,
     receive,
 )
-from engines.vllm_plugin.scheduler.hub.hub import Hub
+from engines.vllm_plugin.scheduler.hub import Hub
+from engines.vllm_plugin.scheduler.measured_requests import Forwards
 from kvstore.codecs.profile import Profile
 from kvstore.shapes import KVLayout
 from tests.unit.engines.calibration.test_agreement import row

@@ -11,12 +11,16 @@ import pytest
 
 from engines.about_vllm.environment import import_path
 from engines.config import WRONG_SETTINGS
-from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE, read_refusal, record_refusal
-from engines.vllm_plugin.process.server import first_sentence
+from engines.vllm_plugin.process.server import (
+    FOLDER_VARIABLE,
+    first_sentence,
+    read_refusal,
+    record_refusal,
+)
 
 REFUSED = """
 from pathlib import Path
-from engines.vllm_plugin.process.refusal import record_refusal
+from engines.vllm_plugin.process.server import record_refusal
 try:
     with record_refusal(Path({folder!r}), ValueError):
         raise ValueError("this model is not for us")

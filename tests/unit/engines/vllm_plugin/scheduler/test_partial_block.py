@@ -10,7 +10,7 @@ import pytest
 
 from engines.vllm_plugin.messages import Stage
 from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.scheduler.token_blocks import ids_between, num_common
+from engines.vllm_plugin.scheduler.tracked_request import ids_between, num_common
 from tests.block_sessions import BLOCK, hashes, ref, rows_behind
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import (
     PROMPT,

@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from engines.vllm_plugin.config import PluginSettings
-from engines.vllm_plugin.events.inventory import BlocksRemoved, BlocksStored
-from engines.vllm_plugin.events.resting_watch import RestingWatch
 from engines.vllm_plugin.groups import DENSE
+from engines.vllm_plugin.inventory import BlocksRemoved, BlocksStored
 from engines.vllm_plugin.messages import (
     FrontHello,
     RankHello,
@@ -27,6 +26,7 @@ from engines.vllm_plugin.messages import (
 from engines.vllm_plugin.messages import frame as frame_of_plugin
 from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea
+from engines.vllm_plugin.worker.resting_watch import RestingWatch
 from engines.wire import (
     ControlReply,
     ControlRequest,

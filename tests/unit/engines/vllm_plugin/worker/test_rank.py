@@ -22,7 +22,7 @@ from engines.vllm_plugin.messages import (
     receive,
 )
 from engines.vllm_plugin.plan import Save
-from engines.vllm_plugin.scheduler.hub.hub import Hub
+from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token

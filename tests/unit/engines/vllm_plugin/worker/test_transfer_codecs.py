@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engines.vllm_plugin.blocks.blocks import RestoredBlocks
 from engines.vllm_plugin.blocks.host_blocks import HostBlocks
-from engines.vllm_plugin.blocks.restored_blocks import RestoredBlocks
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.worker.rank import StagingArea
 from engines.vllm_plugin.worker.transfer import Transfer

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.images import BLIND
+from engines.openai.messages import BLIND
 from engines.openai.requests import validate_chat
 from gateway.openai.responses.items import MessageWriter
 from gateway.stored.seal import SealedText

@@ -55,15 +55,14 @@ def test_compiled_code_agrees():
 @pytest.mark.parametrize("dim", [64, 80, 112])
 def test_the_compiled_rotation_is_that_of_rows(dim):
     pytest.importorskip("numba")
-    from kvstore.codecs.kernels.rows.numba_attention import _rotate, attention_of
+    from kvstore.codecs.kernels.rows.numba_attention import rotate, rotation_of
 
-    attention, row = attention_of(RotatedRows(3), dim), uneven((1, dim))
-    signs, base, power = attention._rotation
+    row, (signs, base, power) = uneven((1, dim)), rotation_of(dim)
     right = rotation.rotate(rotation.flip_signs(row, rotation.sign_masks(dim)))
     turned = row[0].copy()
-    _rotate(turned, signs, base, power, False)
+    rotate(turned, signs, base, power, False)
     assert np.allclose(turned, right[0], rtol=0, atol=1e-5 * np.abs(right).max())
-    _rotate(turned, signs, base, power, True)
+    rotate(turned, signs, base, power, True)
     assert np.allclose(turned, dim * row[0], rtol=0, atol=1e-5 * dim * np.abs(row).max())
 
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
+from engines.kv_budget import BLOCK, MOST_EXACT, NUM_RECENT
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
 from engines.mlx_worker.cache.packed.kv_cache import BatchPackedKVCache, PackedKVCache
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
 from engines.mlx_worker.cache.packed.row_packer import RowKind
 from engines.mlx_worker.cache.packed_model import PackedCacheModel
-from engines.packed_budget import BLOCK, MOST_EXACT, NUM_RECENT
 from tests.integration.mlx_owner.harness import text
 from tests.integration.tiny_models import tiny_model
 

@@ -1,0 +1,225 @@
+"""Connections to an engine's data plane: its address, and one HTTP/1.1 response on each.
+
+Why not aiohttp's client: measured with 3.14.5, every read of its stream feeds the parser a second
+time and resumes a transport that was never paused. With httptools (which uvicorn uses as well) and
+nothing in between, a streamed chunk costs half as much when chunks come singly and 40 % when they
+come in bursts. A connection per request costs little on a local socket, and there is no idle
+connection that the engine may be closing while a request is being written to it.
+
+Most of a chunk's cost is two system calls and two turns of the event loop, at any size. So a
+stream that comes faster than any model's pace is read in bursts: after each chunk the engine's
+socket is left alone for a moment, and the bytes that gather there go on as one chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Mapping
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+from multidict import CIMultiDict
+
+from engines.base import EngineError, EngineUnavailable
+
+# A reader that is too slow makes the engine wait.
+MAX_HELD_BYTES = 256 << 10
+# The longest that a chunk of a fast stream waits in the socket, and the pause between two chunks
+# below which a stream is fast. Streams of up to 160 events a second, and every first event, go on
+# at once. Neither can be seen on a screen.
+GATHER_S = 0.004
+FAST_S = 1.5 * GATHER_S
+_BROKE = "the connection to it broke"
+
+
+class HttpResponse(asyncio.Protocol):
+    """A response being read: head first, then chunks of the body as they come. For one reader."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """``clock`` (in seconds) separates fast streams from slow ones; None = the event loop's."""
+        self.status = 0
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        self.is_stream = False
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock or self._loop.time
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._chunks: list[bytes] = []
+        self._held_bytes = 0
+        self._paused = False
+        self._gathering: asyncio.TimerHandle | None = None
+        self._read_at = 0.0  # the last chunk; by the clock
+        self._has_head = False
+        self._whole = False
+        self._failure: EngineUnavailable | None = None
+
+    # ---- for the reader
+
+    async def head(self) -> None:
+        """Wait until ``status`` and ``headers`` are there. Raises ``EngineUnavailable``."""
+        while not self._has_head:
+            await self._wait()
+
+    async def next_chunk(self) -> bytes:
+        """Return all bytes since the last call, at least one; b"" at the end of the body.
+
+        Raises:
+            EngineUnavailable: the connection ended before the body did, or ``fail`` was called.
+        """
+        while not self._chunks:
+            if self._whole:
+                return b""
+            await self._wait()
+        chunks, self._chunks = self._chunks, []
+        self._held_bytes = 0
+        if self._paused and self._gathering is None:
+            self._read_on()
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def fail(self, failure: EngineUnavailable) -> None:
+        """End the exchange now; the reader gets ``failure``."""
+        if self._failure is None:
+            self._failure = failure
+        self.close()
+        self._wake()
+
+    def close(self) -> None:
+        """Abort the connection, so that an engine still at work sees that it can stop."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # ---- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape only
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.fail(EngineUnavailable(f"its answer is not HTTP: {error}"))
+            return
+        if self._chunks and not self._whole:
+            self._pace()
+        self._wake()
+
+    def _pace(self) -> None:
+        """Leave the socket alone for a while, or until the reader has caught up."""
+        now = self._clock()
+        is_fast, self._read_at = self.is_stream and now - self._read_at < FAST_S, now
+        if is_fast and self._gathering is None:
+            self._gathering = self._loop.call_later(GATHER_S, self._gathered)
+        if is_fast or self._held_bytes > MAX_HELD_BYTES:
+            self._leave_alone()
+
+    def _gathered(self) -> None:
+        self._gathering = None
+        if self._held_bytes <= MAX_HELD_BYTES:
+            self._read_on()
+
+    def _leave_alone(self) -> None:
+        if not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def _read_on(self) -> None:
+        if self._paused and self._transport is not None and not self._transport.is_closing():
+            self._paused = False
+            self._transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._parser = None  # it refers to us: this breaks the reference cycle
+        if self._gathering is not None:
+            self._gathering.cancel()
+        if self._ends_with_the_connection and exc is None and self._failure is None:
+            self._whole = True
+        if not self._whole and self._failure is None:
+            self._failure = EngineUnavailable(_BROKE)
+        self._wake()
+
+    @property
+    def _ends_with_the_connection(self) -> bool:
+        lengths = ("content-length", "transfer-encoding")
+        return self._has_head and not any(name in self.headers for name in lengths)
+
+    # ---- httptools' callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.add(name.decode("latin-1"), value.decode("latin-1"))
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        self.status = self._parser.get_status_code()
+        self._has_head = True
+        self.is_stream = self.headers.get("content-type", "").startswith("text/event-stream")
+
+    def on_body(self, body: bytes) -> None:
+        self._chunks.append(body)
+        self._held_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        self._whole = True
+
+
+class HttpAddress:
+    """Connects to an engine's data plane, and writes heads of requests to it."""
+
+    def __init__(self, socket: str, url: str = "") -> None:
+        """``url`` (http or https) is used if it is not empty, else the unix ``socket``.
+
+        Raises:
+            EngineError: ``url`` is neither.
+        """
+        parts = urlsplit(url)
+        if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise EngineError(f"engine.url must be like http://host:port, not {url!r}")
+        self._socket = "" if url else socket
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._hostname = parts.hostname or ""
+        self._port = parts.port or (443 if self._tls else 80)
+        self._netloc = parts.netloc.rpartition("@")[2] or "engine"
+        self._prefix = parts.path.rstrip("/")
+
+    async def connect(self, response: HttpResponse) -> asyncio.Transport:
+        """Open a connection whose incoming bytes go to ``response``. Raises ``OSError``."""
+        loop = asyncio.get_running_loop()
+        if self._socket:
+            transport, _ = await loop.create_unix_connection(lambda: response, self._socket)
+        else:
+            transport, _ = await loop.create_connection(
+                lambda: response, self._hostname, self._port, ssl=self._tls
+            )
+        return transport
+
+    def request_head(
+        self, method: str, path: str, headers: Mapping[str, str], num_body_bytes: int
+    ) -> bytes:
+        """Write a request's head, up to and with the blank line.
+
+        Raises:
+            ValueError: a header would be more than one line.
+        """
+        lines = [f"{method} {self._prefix}{path} HTTP/1.1", f"host: {self._netloc}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        lines += [f"content-length: {num_body_bytes}", "connection: close"]
+        if any("\r" in line or "\n" in line for line in lines):
+            raise ValueError("a header of the engine's request has more than one line")
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

@@ -1,0 +1,375 @@
+"""The engine's end of the control connection: the gateway's verbs, reports and notices.
+
+Verbs run on the event loop. What touches hot KV is a short command to the owner thread; what may
+wait for a disk or a network runs on a thread of its own. Nothing here holds up a running sequence.
+Reports are safe on any thread, and may wait for a tier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeAlias
+
+import mlx.core as mx
+import msgspec
+
+from engines.config import CalibrationOrder
+from engines.mlx_worker.owner import Owner
+from engines.mlx_worker.sessions.hot_cache import Cause
+from engines.mlx_worker.sessions.hot_sessions import HotSession, SessionKey
+from engines.wire import (
+    CodecReport,
+    Done,
+    EngineReport,
+    Notice,
+    RequestProgress,
+    SessionReport,
+    TierReport,
+    absent,
+)
+from kvstore.errors import PinLimit
+from kvstore.ledger.notices import StoreNotice
+from kvstore.session import SessionRef, TierName
+from kvstore.stats import Repacking, StoreStats
+from kvstore.store.records import SessionRecord
+from kvstore.tiers.base import TierStats
+
+logger = logging.getLogger(__name__)
+_Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
+# How long a demote waits for a save that is on its way.
+SAVE_WAIT_S: Final = 30.0
+# How long smaller budgets are waited for before the gateway is to ask again, and how often it is
+# looked whether they hold.
+SHRINK_WAIT_S: Final = 20.0
+SHRINK_LOOK_S: Final = 0.1
+# How long a prefetch may take before the caller gets an answer without it.
+WAKE_WAIT_S: Final = 60.0
+
+
+class SessionReports:
+    """Writes reports from the hot sessions and from the store's records."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        measuring: Callable[[CodecReport], CodecReport] = lambda report: report,
+    ) -> None:
+        """``measuring`` adds what is to be said of a measurement of the model."""
+        self._owner = owner
+        self._measuring = measuring
+        self._hot = owner.parts.hot_cache.sessions
+        self._store = owner.store
+
+    def session(self, session: SessionRef) -> SessionReport | None:
+        """The report on one session; None if neither the engine nor the store knows it."""
+        record = self._store.record(session) if self._store else None
+        return self._report((session.tenant, session.id), record)
+
+    def sessions(self) -> list[SessionReport]:
+        """The reports on all sessions, hot and cold."""
+        records = {(x.tenant, x.id): x for x in (self._store.records() if self._store else [])}
+        keys = dict.fromkeys([*records, *(x.key for x in self._hot.all()), *self._hot.busy()])
+        reports = (self._report(key, records.get(key)) for key in keys)
+        return [x for x in reports if x is not None]
+
+    def _report(self, key: SessionKey, record: SessionRecord | None) -> SessionReport | None:
+        hot, busy_tokens = self._hot.get(key), self._hot.busy_tokens(key)
+        if hot is None and record is None and not busy_tokens:
+            return None
+        cold_tokens = record.num_tokens if record else 0
+        running_bytes = self._owner.sequence_bytes(busy_tokens) if busy_tokens else 0
+        return SessionReport(
+            tenant=key[0],
+            id=key[1],
+            hot=hot is not None or busy_tokens > 0,
+            tier=self._tier(record),
+            tokens=len(hot.tokens) if hot else busy_tokens or cold_tokens,
+            hot_bytes=hot.nbytes if hot else running_bytes,
+            cold_bytes=record.packed_bytes if record else 0,
+            idle_s=0.0 if busy_tokens else self._idle_s(hot, record),
+            pinned=self._hot.is_pinned(key) or (record is not None and record.pinned),
+            busy=busy_tokens > 0,
+            cold_tokens=cold_tokens,
+        )
+
+    def _tier(self, record: SessionRecord | None) -> TierName | None:
+        return self._store.tier_of(record) if self._store and record else None
+
+    def _idle_s(self, hot: HotSession | None, record: SessionRecord | None) -> float:
+        if hot is not None:
+            return self._hot.idle_s(hot)
+        return max(0.0, time.time() - record.last_used_s) if record else 0.0
+
+    # ---- the engine
+
+    def engine(self) -> EngineReport:
+        """The report on the engine: memory in use, queues, tiers, counts since the start."""
+        parts, store = self._owner.parts, self._store.stats() if self._store else None
+        active = mx.get_active_memory()
+        return EngineReport(
+            hot_bytes=max(0, active - self._owner.weight_bytes - self._measured_bytes()),
+            idle_hot_bytes=self._hot.nbytes,
+            hot_capacity_bytes=self._owner.hot_capacity_bytes,
+            active_bytes=active,
+            num_running=len(parts.batches) + parts.prefiller.num_admitted,
+            num_waiting=self._owner.num_waiting,
+            save_queue_bytes=store.save_queue_bytes if store else 0,
+            tiers=[_tier_report(x) for x in store.tiers] if store else [],
+            counters=self._counters(store),
+            codec=self.codec(),
+            requests=self._requests(),
+            repacking=store.repacking if store else Repacking(),
+            members=store.members if store else None,
+        )
+
+    def _requests(self) -> list[RequestProgress]:
+        """The progress of all requests of sessions, as far as it can be seen from this thread."""
+        parts = self._owner.parts
+        found = []
+        for request in parts.requests.all():
+            if request.key is None or request.is_waiting:
+                continue
+            prompt = len(request.generation.prompt)
+            answered = sum(len(x.tokens) - prompt for x in list(request.sequences))
+            prefilled = min(prompt, request.num_fed)
+            found.append(RequestProgress(*request.key, prompt, prefilled, max(0, answered)))
+        return found
+
+    def codec(self) -> CodecReport:
+        """The report on the codecs that pack cold KV."""
+        if (codecs := self._owner.codecs) is not None:
+            return self._measuring(codecs.report)
+        return CodecReport(name="none", why=self._owner.facts.hibernation_reason)
+
+    def _measured_bytes(self) -> int:
+        """Bytes of live KV that belong to no session: a measurement's."""
+        return self._owner.held.nbytes if self._owner.held else 0
+
+    def _counters(self, store: StoreStats | None) -> dict[str, int]:
+        """All counts. Misses are those that were reported to clients; the store counts look-ups."""
+        stored = store.counters if store else {}
+        return {
+            **{name: count for name, count in stored.items() if not name.startswith("misses.")},
+            **self._owner.parts.counters,
+        }
+
+
+def _tier_report(stats: TierStats) -> TierReport:
+    name: TierName = stats.name  # type: ignore[assignment]  # of our own three
+    return TierReport(
+        name,
+        stats.nbytes,
+        stats.capacity_bytes,
+        stats.num_blobs,
+        stats.evictions,
+        stats.errors,
+        stats.available,
+    )
+
+
+class Notifier:
+    """Turns changes of sessions into notices. Changes that come close together share a report."""
+
+    def __init__(
+        self,
+        reports: SessionReports,
+        publish: Callable[[Notice], None],
+        saved: Callable[[SessionRef], Awaitable[None]],
+    ) -> None:
+        """``saved`` is awaited for every session that has just been saved."""
+        self._reports = reports
+        self._publish = publish
+        self._saved = saved
+        self._changes: _Changes = {}
+        self._changed = asyncio.Event()
+
+    def hear(self, cause: Cause, session: SessionRef, why: str = "") -> None:
+        """Note a change. Called on the event loop."""
+        change = (session.tenant, session.id, cause)
+        self._changes.pop(change, None)  # the latest of its kind, in its place in time
+        self._changes[change] = session, why
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Publish notices until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            changes, self._changes = self._changes, {}
+            try:
+                await self._send(changes)
+            except Exception:  # the edge of this task: later notices matter more than this one
+                logger.exception("a notice could not be written")
+
+    async def _send(self, changes: _Changes) -> None:
+        for (_, _, cause), (session, why) in changes.items():
+            if cause == "saved":
+                await self._saved(session)
+            report = await asyncio.to_thread(self._reports.session, session)
+            self._publish(Notice(cause, report or absent(session), why))
+
+
+class MlxVerbs:
+    """The verbs of ``engines.host.control_server``. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        reports: SessionReports,
+        begin_to_measure: Callable[[CalibrationOrder | None], None] = lambda order: None,
+    ) -> None:
+        self._owner = owner
+        self._begin_to_measure = begin_to_measure
+        self._reports = reports
+        self._hot_cache = owner.parts.hot_cache
+        self._hot = owner.parts.hot_cache.sessions
+
+    async def report(self, session: SessionRef) -> SessionReport | None:
+        return await asyncio.to_thread(self._reports.session, session)
+
+    async def sessions(self) -> list[SessionReport]:
+        return await asyncio.to_thread(self._reports.sessions)
+
+    async def stats(self) -> EngineReport:
+        return await asyncio.to_thread(self._reports.engine)
+
+    async def adopt(self) -> CodecReport:
+        """Take over new codecs, if a measurement found some.
+
+        KV that was saved before stays readable; a save that is under way ends as it began.
+        """
+        codecs, store = self._owner.codecs, self._owner.store
+        if codecs and store:
+            await asyncio.to_thread(codecs.renew, store.adopt)
+        return self._reports.codec()
+
+    async def measure(self, order: CalibrationOrder | None) -> CodecReport:
+        """Begin to measure what the codecs cost this model, in idle moments."""
+        self._begin_to_measure(order)
+        codec = self._reports.codec()
+        return msgspec.structs.replace(codec, progress=codec.progress or "measuring: it begins")
+
+    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
+        """Hold to other budgets, never below those of the start; see ``engines.wire.SetBudgets``.
+
+        What is more than they allow goes as under any pressure: sessions that are saved leave, and
+        of running ones the youngest waits in line again.
+        """
+        hot_bytes = max(hot_bytes, self._owner.least_hot_bytes)
+        if store := self._owner.store:
+            await asyncio.to_thread(store.resize_memory, ram_bytes)
+        until = time.monotonic() + SHRINK_WAIT_S
+        while not await self._owner.call(lambda: self._holds_to(hot_bytes)):
+            if time.monotonic() > until:
+                raise TimeoutError("more than the new budget is still in use; ask again")
+            await asyncio.sleep(SHRINK_LOOK_S)
+
+    def _holds_to(self, hot_bytes: int) -> bool:
+        """Take a budget over, and make room for it. On the owner thread."""
+        budget = self._owner.parts.budget
+        budget.hot_bytes = hot_bytes
+        missing = budget.missing()
+        return missing <= 0 or self._hot_cache.make_room(missing, None)
+
+    async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
+        """Drop the hot copy once there is a cold one; ``tier`` also moves the cold copy down."""
+        store = self._owner.store
+        kept = await self._cool(session) if store else "disabled"
+        if not kept and store and tier:
+            await asyncio.to_thread(store.demote, session, tier)
+        return Done(await self.report(session), kept)
+
+    async def _cool(self, session: SessionRef) -> str:
+        """Drop the hot copy. Returns "", or why it is still there."""
+        key = (session.tenant, session.id)
+        # On the owner thread, because a turn whose end the client has just seen ends there.
+        hot = await self._owner.call(lambda: self._candidate(key))
+        if hot is None or isinstance(hot, str):
+            return hot or ""
+        # wait(), because its time limit does not cancel the save.
+        await asyncio.wait([asyncio.wrap_future(hot.saved)], timeout=SAVE_WAIT_S)
+        return await self._owner.call(lambda: self._drop(hot))
+
+    def _candidate(self, key: SessionKey) -> HotSession | str | None:
+        """The hot session, which may go once it is saved; or why it may not; None = not hot."""
+        if self._hot.is_busy(key):
+            return "busy"
+        if self._hot.is_pinned(key):
+            return "pinned"
+        if (hot := self._hot.get(key)) is not None:
+            self._hot_cache.save_again(hot)
+        return hot
+
+    def _drop(self, hot: HotSession) -> str:
+        """Drop it unless something changed. On the owner thread, so nothing comes in between."""
+        if self._hot.is_busy(hot.key) or self._hot.get(hot.key) is not hot:
+            return "busy"
+        if not hot.is_saved:
+            return "no-cold-copy"
+        self._hot_cache.drop(hot)
+        return ""
+
+    async def prefetch(self, session: SessionRef) -> Done:
+        """Make the session hot, as far as there is room, and report on it."""
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def done() -> None:
+            loop.call_soon_threadsafe(woken.set)
+
+        if await self._owner.call(lambda: self._owner.parts.admission.prefetch(session, done)):
+            await asyncio.wait([asyncio.ensure_future(woken.wait())], timeout=WAKE_WAIT_S)
+        return Done(await self.report(session))
+
+    async def pin(self, session: SessionRef, pinned: bool) -> Done:
+        """Pin or unpin a session in memory and in the store. Raises ``PinLimit``."""
+        known = await self.report(session)
+        if known is None:
+            return Done(None)
+        store, key = self._owner.store, (session.tenant, session.id)
+        self._hot.pin(key, pinned)
+        if store:
+            try:
+                await asyncio.to_thread(store.pin, session, pinned)
+            except PinLimit:
+                self._hot.pin(key, known.pinned)
+                raise
+        self._hot.pin(key, pinned)  # a restore may have brought the record's older pin
+        return Done(await self.report(session))
+
+    async def pin_saved(self, session: SessionRef) -> None:
+        """Pin the new cold copy of a session that was pinned before it had one."""
+        if (store := self._owner.store) and self._hot.is_pinned((session.tenant, session.id)):
+            try:
+                await asyncio.to_thread(store.pin, session, True)
+            except PinLimit as error:
+                logger.warning("a session that was to be pinned is not: %s", error)
+                self._hot.pin((session.tenant, session.id), False)
+
+    def store_changed(self, notice: StoreNotice) -> None:
+        """Report that a session's cold copy is gone, found, or slower to reach. Any thread."""
+        session = notice.session
+        if not notice.is_gone:
+            self._owner.notify("moved", session, notice.why)
+            return
+        key = (session.tenant, session.id)
+        if self._hot.get(key) is None and not self._hot.is_busy(key):
+            self._hot.pin(key, False)  # nothing is left that the pin could hold
+        self._owner.notify("lost", session, notice.why)
+
+    def packed(self, session: SessionRef) -> None:
+        """Note that a session's cold copy takes less room than before. Any thread."""
+        self._owner.notify("packed", session)
+
+    async def forget(self, session: SessionRef) -> Done:
+        """Remove a session from memory and every tier. A running turn goes on and is not kept."""
+        key = (session.tenant, session.id)
+        await self._owner.call(lambda: self._owner.parts.loop.forget(key))
+        if store := self._owner.store:
+            await asyncio.to_thread(store.forget, session)
+            # A prefetch may have begun meanwhile, and read what the store had not removed yet.
+            await self._owner.call(lambda: self._owner.parts.loop.forget(key))
+        return Done(await self.report(session))

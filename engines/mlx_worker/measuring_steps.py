@@ -1,0 +1,218 @@
+"""The owner thread's part of a measurement: small steps, and the one prefix whose KV is live.
+
+The measuring thread hands steps in and waits for each; the owner thread takes one between two
+rounds, and only when nothing runs, waits or is being saved. So a request that arrives waits for one
+step at most. The prefix is outside of all batches and belongs to no session: it counts for no
+budget, and goes at once when users' requests need its memory. It belongs to the owner thread,
+except where a docstring says any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from engines.calibration.instrument import HeldSession, Interrupted, Notice, StateNotice
+from engines.mlx_worker.cache import kv_arrays
+from engines.mlx_worker.cache.layout import Caches
+from engines.mlx_worker.model.instrument import caches_of, log_probs, session_of
+from engines.mlx_worker.model.layer_calls import (
+    NotedRows,
+    NotedState,
+    noted_calls,
+    noted_rows,
+    noted_states,
+)
+from kvstore.shapes import KVLayout, KVPair, KVRun
+
+T = TypeVar("T")
+
+
+class IdleSteps:
+    """A line of one: the next step, and the thread that waits for it."""
+
+    def __init__(
+        self, wake: Callable[[], None], monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Make an empty line; ``wake`` has the owner thread look again. Called on any thread."""
+        self._wake = wake
+        self._monotonic = monotonic
+        self._others_at = float("-inf")  # when others last used the model
+        self._lock = threading.Lock()
+        self._next: Callable[[], None] | None = None
+        self._refuse: Callable[[], None] | None = None
+        self._closed = False
+        self.num_done = 0  # steps since the start
+
+    # ---- the measuring thread
+
+    def run(self, step: Callable[[], T]) -> T:
+        """Have ``step`` run on the owner thread in an idle moment, and return what it returns.
+
+        Raises:
+            Interrupted: the engine ends.
+        """
+        done: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                done.set_result(step())
+            except Exception as error:  # travels to who waits for it
+                done.set_exception(error)
+
+        def refuse() -> None:
+            done.set_exception(Interrupted("the engine ends"))
+
+        with self._lock:
+            if self._closed:
+                raise Interrupted("the engine ends")
+            self._next, self._refuse = work, refuse
+        self._wake()
+        return done.result()
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds since a request used the model."""
+        return self._monotonic() - self._others_at
+
+    # ---- the owner thread
+
+    def note_others(self) -> None:
+        """Note that a request uses the model."""
+        self._others_at = self._monotonic()
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if a step waits. Any thread."""
+        return self._next is not None
+
+    def do_one(self) -> None:
+        """Do the step that waits, if one does."""
+        with self._lock:
+            work, self._next, self._refuse = self._next, None, None
+        if work is not None:
+            self.num_done += 1
+            work()
+
+    def close(self) -> None:
+        """Refuse the step that waits and all to come. Any thread."""
+        with self._lock:
+            self._closed = True
+            refuse, self._next, self._refuse = self._refuse, None, None
+        if refuse is not None:
+            refuse()
+
+
+class Dropped(Exception):
+    """The prefix was given up for a user's request; its work has to begin again."""
+
+
+class HeldPrefix:
+    """The session of at most one prefix. ``layout``: of the part of its cache that grows."""
+
+    def __init__(self, model: Any, layout: KVLayout) -> None:
+        self._model = model
+        self._layout = layout
+        self._caches: Caches | None = None
+        self._noted: list[NotedRows | NotedState] = []  # of the tokens that were fed last
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of live KV, and of all that hangs on it. Any thread."""
+        return self._nbytes
+
+    def begin(self, run: KVRun = ()) -> None:
+        """Hold a copy of ``run``, or an empty prefix, in place of the earlier prefix."""
+        self.begin_whole(HeldSession(run, run[0][0].shape[1] if run else 0))
+
+    def begin_whole(self, session: HeldSession) -> None:
+        """Hold a copy of a whole session in place of the earlier prefix."""
+        self.drop()
+        self._caches = caches_of(self._model, self._layout, session)
+        self._count()
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """Prefill ``tokens`` after the held prefix. Raises ``Dropped``."""
+        caches = self._held()
+        self._model(mx.array(list(tokens))[None], cache=caches)
+        # Only the caches: the logits of these positions are never computed.
+        mx.eval([cache.state for cache in caches])
+        mx.clear_cache()
+        self._count()
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        """Feed ``tokens`` and return the log-probabilities after each of them.
+
+        fp32 (len(tokens), vocabulary). Raises ``Dropped``.
+        """
+        found = np.array(log_probs(self._model, self._held(), tokens))
+        mx.clear_cache()
+        self._count()
+        return found
+
+    def take(self, out: Sequence[KVPair]) -> None:
+        """Copy all that is held into ``out``, arrays as ``KVLayout.empty`` makes them, and drop it.
+
+        Raises ``Dropped``.
+        """
+        run = kv_arrays.growing_run(self._held(), out[0][0].shape[1])
+        for (keys, values), (k, v) in zip(out, run, strict=True):
+            keys[:], values[:] = k, v
+        del k, v, run  # views, which would keep the memory
+        self.drop()
+
+    def take_whole(self, num_tokens: int) -> HeldSession:
+        """Return a copy of all that is held, of ``num_tokens`` tokens, and drop it.
+
+        Raises ``Dropped``.
+        """
+        session = session_of(self._held(), num_tokens)
+        self.drop()
+        return session
+
+    def feed_noted(self, tokens: Sequence[int]) -> int:
+        """Prefill ``tokens``, and keep each layer's call; returns the number of calls that count.
+
+        Raises ``Dropped``, and ``NotObservable``.
+        """
+        held = self._held()
+        before = kv_arrays.copy_of(held)
+        with noted_calls(self._model, held) as layers:
+            self.feed(tokens)
+        self._noted = [*noted_rows(held, before, layers), *noted_states(held, before, layers)]
+        return len(self._noted)
+
+    def notice(self, number: int, first: int, seed: int) -> Notice | StateNotice | None:
+        """Return what one of the calls noticed of the first tokens' K and V, or of its state.
+
+        Raises ``Dropped``.
+        """
+        self._held()
+        found = self._noted[number].notice(first, seed)
+        if number == len(self._noted) - 1:
+            self._noted = []
+        mx.clear_cache()
+        return found
+
+    def drop(self) -> None:
+        """Free it."""
+        if self._nbytes:
+            self._caches = None
+            self._noted = []
+            mx.clear_cache()
+        self._nbytes = 0
+
+    def _held(self) -> Caches:
+        if self._caches is None:
+            raise Dropped("its memory went to a request")
+        return self._caches
+
+    def _count(self) -> None:
+        self._nbytes = kv_arrays.nbytes_of(self._caches or [])

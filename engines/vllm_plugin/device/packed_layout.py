@@ -1,0 +1,229 @@
+"""Packed rows in a staging region, and the choice of a blob's layout: packed, else raw.
+
+    region of a session's first chunk: rows of the first tokens as in ``RawStagingLayout`` | segment
+    region of any other chunk: segment
+
+The first tokens are kept in 16 bits under every codec and have a segment of their own in the blob
+(``kvstore.blobs.segments``). The codec's kernels write the other one. A blob is packed if its codec
+has kernels. The raw layout is also that of the first chunk of a model whose tokens are so small
+that their first ones have no segment of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.vllm_plugin.device.accelerator import rounded_up
+from engines.vllm_plugin.device.kernels.triton_rows import TritonRows
+from engines.vllm_plugin.device.kv_views import KVViewGroup
+from engines.vllm_plugin.device.segment_layouts import (
+    RateSegmentLayout,
+    RowSegmentLayout,
+    group_rates,
+)
+from engines.vllm_plugin.device.staging_layout import (
+    KeptRows,
+    RawStagingLayout,
+    StagingLayout,
+    TokenRun,
+)
+from kvstore.blobs.packer import AnyBlob, Packer
+from kvstore.blobs.segments import Segment, is_first_chunk, squeezes
+from kvstore.blobs.whole_rows import ThinRows
+from kvstore.codecs.base import NUM_SINKS, Codec
+from kvstore.codecs.fixed_rate.rate_payload import plan_rates
+from kvstore.codecs.fixed_rate.rate_pipeline import rate_pipelines
+from kvstore.codecs.rows.payload import plan_payload
+from kvstore.codecs.rows.rotated_rows import RotatedRows
+from kvstore.codecs.rows.row_codec import RowCodec
+from kvstore.errors import Mismatch
+from kvstore.store.spans import Span
+from kvstore.tiers.base import Blob
+
+
+class SegmentLayout(Protocol):
+    """The payload of a segment in its part of a region; thread-safe, without state.
+
+    ``staged`` as in ``StagingLayout``.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its part."""
+
+    def read(self, run: TokenRun, staged: Tensor) -> None:
+        """Queue the kernels that pack the rows of the blocks."""
+
+    def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
+        """Return the rows that the device could not pack; called before the blocks are reused."""
+
+    def payload_of(self, staged: np.ndarray, rescued: bytes) -> bytes | memoryview:
+        """Make the payload, as the codec does on the host. On any thread."""
+
+    def stage(self, payload: memoryview, staged: np.ndarray) -> list[KeptRows]:
+        """Fill the part from a payload; return the rows that it cannot hold. On any thread.
+
+        Raises:
+            Corrupt: the codec writes no such payload.
+        """
+
+    def write(self, run: TokenRun, staged: Tensor) -> None:
+        """Queue the kernels that fill the blocks."""
+
+    def write_kept(self, run: TokenRun, kept: list[KeptRows]) -> None:
+        """Queue the writes of the rows that ``stage`` returned."""
+
+
+class PackedLayout:
+    """Implements ``StagingLayout`` for a chunk without the first tokens of a session."""
+
+    takes_many = True
+
+    def __init__(
+        self, segment: SegmentLayout, packer: Packer, codec: Codec, num_tokens: int
+    ) -> None:
+        self._segment = segment
+        self._packer = packer
+        self._codec = codec
+        self._num_tokens = num_tokens
+        self.nbytes = segment.nbytes
+        self.read = segment.read
+        self.rescue = segment.rescue
+        self.write = segment.write
+        self.write_kept = segment.write_kept
+
+    def seal(self, span: Span, staged: np.ndarray, rescued: bytes) -> Blob:
+        payload = self._segment.payload_of(staged, rescued)
+        return self._packer.seal_run(
+            span.key, payload, span.first_token, self._num_tokens, self._codec
+        )
+
+    def open(self, blob: AnyBlob, span: Span, staged: np.ndarray) -> list[KeptRows]:
+        payload = self._packer.open_run(
+            blob, span.key, span.first_token, self._num_tokens, self._codec
+        )
+        return self._segment.stage(payload, staged)
+
+
+class FirstChunkLayout:
+    """Implements ``StagingLayout`` for the first chunk of a session.
+
+    Args:
+        segment: of the tokens from ``NUM_SINKS`` on.
+        num_tokens: of the whole chunk.
+    """
+
+    takes_many = False
+
+    def __init__(
+        self,
+        head: RawStagingLayout,
+        segment: SegmentLayout,
+        packer: Packer,
+        codec: Codec,
+        num_tokens: int,
+    ) -> None:
+        self._head = head
+        self._segment = segment
+        self._packer = packer
+        self._thin = ThinRows(packer.layout)
+        self._codec_id = codec.id
+        self._num_tokens = num_tokens
+        self._head_end: Final = rounded_up(head.nbytes)
+        self.nbytes = self._head_end + segment.nbytes
+        self.write_kept = segment.write_kept
+
+    def read(self, run: TokenRun, staged: Tensor) -> None:
+        self._head.read(run, staged[:, : self._head.nbytes])
+        self._segment.read(run, staged[:, self._head_end :])
+
+    def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
+        return self._segment.rescue(block_ids, staged[self._head_end :])
+
+    def seal(self, span: Span, staged: np.ndarray, rescued: bytes) -> Blob:
+        thin = self._thin.encode(self._head.rows(staged))
+        rest = memoryview(self._segment.payload_of(staged[self._head_end :], rescued))
+        count = self._num_tokens - NUM_SINKS
+        segments = [
+            Segment(0, NUM_SINKS, self._thin.codec_id, memoryview(thin)),
+            Segment(NUM_SINKS, count, self._codec_id, rest),
+        ]
+        return self._packer.seal_segments(span.key, segments, 0, self._num_tokens)
+
+    def open(self, blob: AnyBlob, span: Span, staged: np.ndarray) -> list[KeptRows]:
+        found = self._packer.open_segments(blob, span.key, 0, self._num_tokens)
+        if not is_first_chunk(found, self._codec_id, self._num_tokens):
+            raise Mismatch("the segments are not those of a first chunk that was packed at once")
+        thin, rest = found
+        self._thin.decode(thin.payload, NUM_SINKS, self._head.rows(staged))
+        return self._segment.stage(rest.payload, staged[self._head_end :])
+
+    def write(self, run: TokenRun, staged: Tensor) -> None:
+        self._head.write(run, staged[:, : self._head.nbytes])
+        self._segment.write(run, staged[:, self._head_end :])
+
+
+class StagingLayouts:
+    """Makes the staging layouts of blobs, one for each length of first chunks and of others."""
+
+    def __init__(self, groups: Sequence[KVViewGroup], packer: Packer, dtype: torch.dtype) -> None:
+        self._groups = groups
+        self._packer = packer
+        self._codec = packer.codec  # kept here, since the store may adopt another codec
+        self._kernels = kernels_for(groups, packer, dtype)
+        self._pipelines = rate_pipelines(self._codec, packer.layout)
+        self._rates = group_rates(groups, self._pipelines, dtype)
+        self._raw = lru_cache(maxsize=None)(self._new_raw)
+        self._packed = lru_cache(maxsize=None)(self._new_packed)
+        self._first = lru_cache(maxsize=None)(self._new_first)
+
+    def of(self, span: Span) -> StagingLayout:
+        """Return the layout of a blob; the same object for blobs of one length and position."""
+        tokens, first = span.num_tokens, span.first_token
+        if span.is_tail or (self._kernels is None and self._rates is None):
+            return self._raw(tokens)
+        if first >= NUM_SINKS:
+            return self._packed(tokens)
+        has_head = not first and tokens > NUM_SINKS and squeezes(self._packer.layout, first)
+        return self._first(tokens) if has_head else self._raw(tokens)
+
+    def _new_raw(self, num_tokens: int) -> RawStagingLayout:
+        return RawStagingLayout(self._groups, self._packer, num_tokens)
+
+    def _new_packed(self, num_tokens: int) -> StagingLayout:
+        segment = self._segment(num_tokens, skipped=0)
+        return PackedLayout(segment, self._packer, self._codec, num_tokens)
+
+    def _new_first(self, num_tokens: int) -> StagingLayout:
+        head = self._new_raw(NUM_SINKS)
+        segment = self._segment(num_tokens - NUM_SINKS, skipped=NUM_SINKS)
+        return FirstChunkLayout(head, segment, self._packer, self._codec, num_tokens)
+
+    def _segment(self, num_tokens: int, skipped: int) -> SegmentLayout:
+        layout = self._packer.layout
+        if self._rates is not None:
+            rates = plan_rates(self._pipelines, layout, num_tokens, NUM_SINKS)
+            return RateSegmentLayout(self._rates, layout, rates, skipped)
+        codec = self._codec
+        assert isinstance(codec, RowCodec)
+        assert self._kernels is not None
+        rows = plan_payload(codec.rows, layout, num_tokens, NUM_SINKS)
+        return RowSegmentLayout(self._groups, self._kernels, codec, rows, skipped)
+
+
+def kernels_for(
+    groups: Sequence[KVViewGroup], packer: Packer, dtype: torch.dtype
+) -> list[TritonRows] | None:
+    """Return row kernels for each group; None if the codec has no kernels for these rows."""
+    codec = packer.codec
+    if not isinstance(codec, RowCodec) or not isinstance(codec.rows, RotatedRows):
+        return None
+    if not all(TritonRows.supports(codec.rows, x.dim, dtype) for x in groups):
+        return None
+    return [TritonRows(codec.rows, x.dim, dtype, x.starts.device) for x in groups]

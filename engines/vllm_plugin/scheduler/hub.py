@@ -1,0 +1,362 @@
+"""The hub: a thread of EngineCore with a socket that the plug-in's other processes connect to.
+
+These are the workers ("ranks") and the HTTP server ("front"). vLLM's thread passes messages to the
+hub and collects answers without waiting for the socket. The same event loop serves the gateway's
+control connection, so that it works while the engine sleeps. A save is complete when all ranks have
+stored their share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from engines.host.control_server import private_socket, send_bounded
+from engines.vllm_plugin.messages import (
+    Ask,
+    ForwardDone,
+    FrontHello,
+    JointFindings,
+    Look,
+    Message,
+    PeerNews,
+    Probe,
+    RankAnswer,
+    RankHello,
+    RankSaved,
+    RankSession,
+    Release,
+    RequestAdmitted,
+    RunForward,
+    Stage,
+    Staged,
+    Wake,
+    decode_from_peer,
+    frame,
+)
+from engines.wire import MAX_FRAME_BYTES, KVSize, Verb, WireError
+from kvstore.session import TIER_NAMES, TierName
+
+# A rank that lost its connection never reports a save; the oldest such saves are forgotten.
+MAX_OPEN: Final = 1024
+logger = logging.getLogger("thermocline.vllm")
+CLOSE_S: Final = 10.0
+T = TypeVar("T")
+_TIERS: Final[list[TierName | None]] = [None, *TIER_NAMES]
+
+
+@dataclass
+class _Tally:
+    num_ended: int = 0
+    is_kept: bool = True  # by every rank so far
+
+
+class SaveAcks:
+    """The saves that at least one rank has not reported yet; bounded. On the hub's event loop."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._open: dict[int, _Tally] = {}  # by job, the oldest first
+
+    def __len__(self) -> int:
+        """The number of saves that at least one rank has not reported yet."""
+        return len(self._open)
+
+    def completes(self, saved: RankSaved) -> bool:
+        """Note the answer of one rank; True if it was the last one and all ranks kept the save."""
+        tally = self._open.setdefault(saved.job, _Tally())
+        tally.num_ended += 1
+        tally.is_kept &= saved.kept
+        if tally.num_ended >= self._num_ranks:
+            del self._open[saved.job]
+            return tally.is_kept
+        if len(self._open) > MAX_OPEN:
+            del self._open[next(iter(self._open))]
+        return False
+
+
+class RankCall:
+    """One question to every rank. A long list of sessions comes in several messages."""
+
+    def __init__(self, number: int, num_ranks: int) -> None:
+        self.number = number
+        self.complete: asyncio.Future[list[RankAnswer]] = asyncio.get_running_loop().create_future()
+        self._num_ranks = num_ranks
+        self._pages: dict[object, list[RankSession]] = {}  # by rank, until its last message
+        self._answers: list[RankAnswer] = []
+
+    def hear(self, answer: RankAnswer, rank: object) -> None:
+        """Add a message; ``rank`` is any object that distinguishes the senders."""
+        sessions = self._pages.setdefault(rank, [])
+        sessions.extend(answer.sessions)
+        if answer.more:
+            return
+        del self._pages[rank]
+        self._answers.append(msgspec.structs.replace(answer, sessions=sessions))
+        if len(self._answers) == self._num_ranks and not self.complete.done():
+            self.complete.set_result(self._answers)
+
+
+class RankCalls:
+    """The calls that callers still wait for, by number. On the hub's event loop."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._numbers = itertools.count(1)
+        self._open: dict[int, RankCall] = {}
+
+    @contextmanager
+    def open(self) -> Iterator[RankCall]:
+        """Begin a call; answers are collected until the ``with`` block ends."""
+        call = RankCall(next(self._numbers), self._num_ranks)
+        self._open[call.number] = call
+        try:
+            yield call
+        finally:
+            del self._open[call.number]
+
+    def hear(self, answer: RankAnswer, rank: object) -> None:
+        """Pass a message on to its call; drop it if the caller no longer waits."""
+        if (call := self._open.get(answer.number)) is not None:
+            call.hear(answer, rank)
+
+
+class Hub:
+    """Implements ``RankClient``, and asks the ranks for the control verbs.
+
+    Methods under "from any thread" may be called from any thread; all others run on the hub's own
+    event loop.
+    """
+
+    def __init__(self, path: str, num_ranks: int, on_news: Callable[[PeerNews], None]) -> None:
+        """``on_news`` gets messages that are no answers, on the hub's event loop."""
+        self._path = path
+        self._num_ranks = num_ranks
+        self._on_news = on_news
+        self._lock = threading.Condition()
+        self._ranks: dict[int, asyncio.StreamWriter] = {}
+        self._hellos: dict[int, RankHello] = {}
+        self._fronts: set[asyncio.StreamWriter] = set()
+        self._front_came = asyncio.Event()
+        self._partial: dict[int, list[Staged]] = {}  # answers to a ticket that is still wanted
+        self._calls = RankCalls(num_ranks)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.Server] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="thermocline-hub", daemon=True)
+
+    def start(self, *services: Coroutine[Any, Any, asyncio.Server]) -> None:
+        """Open the socket, and run ``services``, which open other sockets, on the event loop.
+
+        Raises ``OSError``: a socket cannot be opened.
+        """
+        bound = private_socket(Path(self._path))
+        self._thread.start()
+        self._servers.append(self._wait(asyncio.start_unix_server(self._serve_peer, sock=bound)))
+        self._servers += [self._wait(service) for service in services]
+
+    def start_after_front(self, service: Coroutine[Any, Any, asyncio.Server]) -> None:
+        """Run ``service`` once the HTTP server has connected: the engine then accepts requests."""
+
+        async def opened() -> None:
+            try:
+                await self._front_came.wait()
+                self._servers.append(await service)
+            finally:
+                service.close()
+
+        self.spawn(opened)
+
+    def close(self) -> None:
+        """End every connection and the thread. Safe to call twice."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=CLOSE_S)
+        self._loop.close()
+        Path(self._path).unlink(missing_ok=True)
+
+    async def _end(self) -> None:
+        for server in self._servers:
+            server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.submit(work).result(timeout=CLOSE_S)
+
+    def _run(self) -> None:
+        # This is vLLM's scheduling process: vLLM's own thread has priority.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        self._loop.run_forever()
+
+    # ---- from any thread
+
+    @property
+    def ready(self) -> bool:
+        """True if every rank is connected."""
+        return len(self._ranks) == self._num_ranks
+
+    @property
+    def num_fronts(self) -> int:
+        """The number of HTTP servers that are connected."""
+        return len(self._fronts)
+
+    @property
+    def packed_bytes_per_token(self) -> int:
+        """The bytes of a stored token, on all ranks together."""
+        return sum(x.packed_bytes_per_token for x in self._hellos.values())
+
+    def send(self, message: Stage | Probe | Release) -> None:
+        """Send the message to every rank; answers are kept until its ticket is released."""
+        with self._lock:
+            if isinstance(message, Release):
+                self._partial.pop(message.ticket, None)
+            else:
+                self._partial[message.ticket] = []
+        self.call_soon(self._broadcast, message)
+
+    def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
+        """The joint answer of all ranks: see ``RankClient``."""
+        with self._lock:
+            answers = self._partial.get(ticket, [])
+            if not self._lock.wait_for(lambda: len(answers) >= self._num_ranks, within_s):
+                return None
+            del self._partial[ticket]
+        shortest = min(answers, key=lambda x: (x.end_block, len(x.part)))
+        tier = max((x.tier for x in answers), key=_TIERS.index)
+        same = all((x.end_block, x.part) == (shortest.end_block, shortest.part) for x in answers)
+        part = shortest.part if same else ()
+        return Staged(ticket, shortest.end_block, tier, shortest.reason, part)
+
+    def admitted(self, news: RequestAdmitted) -> None:
+        """Inform the HTTP servers that a request has begun to run."""
+        self.call_soon(self._send_to_fronts, news)
+
+    def send_to_ranks(self, news: ForwardDone | JointFindings) -> None:
+        """Send news of a measurement to every rank."""
+        self.call_soon(self._broadcast, news)
+
+    def ask_front(self, order: RunForward | Wake) -> None:
+        """Order one of the HTTP servers to submit a request to vLLM, or to wake its engine."""
+        self.call_soon(self._send_to_one_front, order)
+
+    def call_soon(self, call: Callable[..., object], *args: object) -> None:
+        """Run ``call`` on the event loop."""
+        with suppress(RuntimeError):  # the loop is closed: the engine is ending
+            self._loop.call_soon_threadsafe(call, *args)
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``work()`` on the event loop without waiting for it."""
+        self.call_soon(self._begin, work)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run ``work`` on the event loop; the future has its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # ---- on the event loop
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = self._loop.create_task(work())
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a task of the hub failed: %s", error or type(error).__name__)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of a token in vLLM's blocks, on all ranks together."""
+        return sum(x.bytes_per_token for x in self._hellos.values())
+
+    @property
+    def kv_sizes(self) -> tuple[KVSize, KVSize]:
+        """The bytes of a session's KV on all ranks together, live and in bf16."""
+        hellos = list(self._hellos.values())
+        live, bf16 = (x.live_kv for x in hellos), (x.bf16_kv for x in hellos)
+        return sum(live, KVSize()), sum(bf16, KVSize())
+
+    async def ask(self, verb: Verb | Look, deadline_s: float) -> list[RankAnswer]:
+        """Send a verb to all ranks and return their answers.
+
+        Raises:
+            TimeoutError: a rank has not answered after ``deadline_s``.
+            ConnectionError: a rank is not connected, or could not carry out the verb.
+        """
+        if not self.ready:
+            raise ConnectionError("not every worker of the engine is connected")
+        with self._calls.open() as call:
+            async with asyncio.timeout(deadline_s):
+                self._broadcast(Ask(call.number, verb))
+                answers = await call.complete
+        if failed := next((x.error for x in answers if x.error), ""):
+            raise ConnectionError(f"a worker of the engine could not do it: {failed}")
+        return answers
+
+    def _broadcast(self, message: Message) -> None:
+        body = frame(message)
+        for writer in self._ranks.values():
+            send_bounded(writer, body)
+
+    def _send_to_fronts(self, message: RequestAdmitted) -> None:
+        body = frame(message)
+        for writer in self._fronts:
+            send_bounded(writer, body)
+
+    def _send_to_one_front(self, message: RunForward | Wake) -> None:
+        if (writer := next(iter(self._fronts), None)) is not None:
+            send_bounded(writer, frame(message))
+
+    async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                length = int.from_bytes(await reader.readexactly(4), "big")
+                if length > MAX_FRAME_BYTES:
+                    raise WireError(f"a frame of {length} bytes")
+                self._hear(await reader.readexactly(length), writer)
+        except (EOFError, ConnectionError, WireError, ValueError) as error:
+            if writer in self._ranks.values():
+                logger.warning("a worker left the hub: %s", error or type(error).__name__)
+        except asyncio.CancelledError:
+            pass  # the hub ends; Python 3.11 would print an error about a cancelled task
+        finally:
+            self._fronts.discard(writer)
+            self._ranks = {n: x for n, x in self._ranks.items() if x is not writer}
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    def _hear(self, body: bytes, writer: asyncio.StreamWriter) -> None:
+        match decode_from_peer(body):
+            case RankHello() as hello:
+                self._hellos[hello.rank] = hello
+                self._ranks[hello.rank] = writer
+            case Staged() as staged:
+                with self._lock:
+                    if staged.ticket in self._partial:
+                        self._partial[staged.ticket].append(staged)
+                        self._lock.notify_all()
+            case RankAnswer() as answer:
+                self._calls.hear(answer, writer)
+            case FrontHello():
+                self._fronts.add(writer)
+                self._front_came.set()
+            case news:
+                self._on_news(news)

@@ -1,1 +1,0 @@
-"""Shares vLLM's running places between tenants: chooses and preempts requests that make way."""

@@ -1,0 +1,203 @@
+"""Attends to exact and packed rows of a session in one numba function for each shape.
+
+The counterpart of ``codecs.attention.session_rows``. One call computes a layer: with a few
+thousand tokens, calls of numpy in between would take longer than the rows do.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from kvstore.codecs.attention.session_rows import RowShapes, SessionRows
+from kvstore.codecs.kernels.rows.attend_rows import TILE_TOKENS
+from kvstore.codecs.kernels.rows.numba_attention import (
+    add_one,
+    add_tile,
+    blocks_of,
+    rotate,
+    rotation_of,
+    scores_of_row,
+)
+from kvstore.codecs.kernels.rows.row_shape import has_kernel
+from kvstore.codecs.kernels.sources import SOURCES
+from kvstore.codecs.loops.numba_functions import array_of, compiled, tuple_of
+
+_LOG2_E = np.float32(1 / math.log(2))
+_LN_2 = np.float32(math.log(2))
+_SERIES = tuple(np.float32(1 / math.factorial(k)) for k in range(6, -1, -1))  # of e to a power
+_LEAST_EXPONENT = np.float32(-126)  # 2 to this is the smallest normal fp32; less counts as that
+_TO_FP16 = np.float32(2.0**112)  # the distance of fp16's exponents from fp32's
+_IN_ANY_ORDER = {"reassoc", "contract", "nsz"}  # sums may be added up lane by lane
+
+
+@njit(fastmath=_IN_ANY_ORDER)
+def _wide(bits: Any, is_fp16: bool) -> Any:
+    """Return the fp32 value of a 16-bit float's bit pattern."""
+    if not is_fp16:
+        return np.uint32(np.uint32(bits) << 16).view(np.float32)
+    magnitude = np.uint32(np.uint32(bits & 0x7FFF) << 13)
+    value = np.float32(np.uint32(magnitude).view(np.float32) * _TO_FP16)
+    infinite = np.uint32(0x7F800000) if magnitude >= np.uint32(31 << 23) else np.uint32(0)
+    sign = np.uint32(np.uint32(bits & 0x8000) << 16)
+    return np.uint32(np.float32(value).view(np.uint32) | infinite | sign).view(np.float32)
+
+
+@njit(fastmath=_IN_ANY_ORDER)
+def _multiply_exact(query: Any, rows: Any, is_fp16: bool, scores: Any, first: int) -> None:
+    """Write the products of queries with exact rows to ``scores[:, first:]``."""
+    for t in range(rows.shape[0]):
+        for q in range(query.shape[0]):
+            total = np.float32(0)
+            for i in range(rows.shape[1]):
+                total += query[q, i] * _wide(rows[t, i], is_fp16)
+            scores[q, first + t] = total
+
+
+@njit(fastmath=_IN_ANY_ORDER)
+def _add_exact(weights: Any, first: int, rows: Any, is_fp16: bool, sums: Any) -> None:
+    """Add exact rows to ``sums``, (queries, dim), weighted with ``weights[:, first:]``."""
+    for t in range(rows.shape[0]):
+        for q in range(sums.shape[0]):
+            weight = weights[q, first + t]
+            for i in range(rows.shape[1]):
+                sums[q, i] += weight * _wide(rows[t, i], is_fp16)
+
+
+@njit(fastmath=_IN_ANY_ORDER | {"nnan"})
+def _largest(values: Any) -> Any:
+    largest = np.float32(-np.inf)
+    for i in range(len(values)):
+        largest = max(largest, values[i])
+    return largest
+
+
+@njit(fastmath=_IN_ANY_ORDER)
+def _to_weights(scores: Any) -> Any:
+    """Replace scores by their exponentials, less the largest score; return the sum of these.
+
+    2 to a power between -.5 and .5 is its Taylor series, to the last bit or two of an fp32.
+    """
+    largest, total = _largest(scores), np.float32(0)
+    for i in range(len(scores)):
+        power = max((scores[i] - largest) * _LOG2_E, _LEAST_EXPONENT)
+        whole = np.floor(power + np.float32(0.5))
+        x = (power - whole) * _LN_2
+        series = _SERIES[0]
+        for k in range(1, len(_SERIES)):
+            series = series * x + _SERIES[k]
+        scale = np.uint32(np.uint32(np.int32(whole) + np.int32(127)) << 23).view(np.float32)
+        scores[i] = series * scale
+        total += scores[i]
+    return total
+
+
+def _attend_function(shapes: RowShapes, num_queries: int) -> Any:
+    bits, sources, is_fp16 = shapes.rows.num_bits, SOURCES, shapes.dtype == "float16"
+    key_dim, value_dim = shapes.key_dim, shapes.value_dim
+    key_nbytes, value_nbytes = bits * key_dim // 8, bits * value_dim // 8
+    tile = TILE_TOKENS
+
+    def attend(
+        query: Any, keys: Any, values: Any, out: Any, key_turn: Any, value_turn: Any
+    ) -> None:
+        heads, packed = keys[2].shape
+        first = keys[0].shape[1]
+        last = first + packed
+        tokens = last + keys[3].shape[1]
+        scores = np.empty((num_queries, tokens), np.float32)
+        rotated = np.empty((num_queries, key_dim), np.float32)
+        sums = np.empty((num_queries, value_dim), np.float32)
+        totals = np.empty(num_queries, np.float32)
+        step = 4 * tokens
+        for head in range(heads):
+            _multiply_exact(query[head], keys[0][head], is_fp16, scores, 0)
+            _multiply_exact(query[head], keys[3][head], is_fp16, scores, last)
+            rotated[:] = query[head]
+            for q in range(num_queries):
+                rotate(rotated[q], key_turn[0], key_turn[1], key_turn[2], False)
+            row = keys[1].ctypes.data + head * keys[1].strides[0]
+            scale = keys[2].ctypes.data + head * keys[2].strides[0]
+            column = scores.ctypes.data + 4 * first
+            for _ in range(packed):
+                at = (row, scale, rotated.ctypes.data, column, step)
+                scores_of_row(bits, key_dim, num_queries, sources, at)
+                row += key_nbytes
+                scale += 2
+                column += 4
+            for q in range(num_queries):
+                totals[q] = _to_weights(scores[q])
+            sums[:] = 0
+            row = values[1].ctypes.data + head * values[1].strides[0]
+            scale = values[2].ctypes.data + head * values[2].strides[0]
+            column = scores.ctypes.data + 4 * first
+            whole = packed - packed % tile
+            for _ in range(0, whole, tile):
+                at = (row, scale, column, step, sums.ctypes.data)
+                add_tile(bits, value_dim, num_queries, sources, at)
+                row += tile * value_nbytes
+                scale += tile * 2
+                column += tile * 4
+            for _ in range(whole, packed):
+                at = (row, scale, column, step, sums.ctypes.data)
+                add_one(bits, value_dim, num_queries, sources, at)
+                row += value_nbytes
+                scale += 2
+                column += 4
+            for q in range(num_queries):
+                rotate(sums[q], value_turn[0], value_turn[1], value_turn[2], True)
+            _add_exact(scores, 0, values[0][head], is_fp16, sums)
+            _add_exact(scores, last, values[3][head], is_fp16, sums)
+            for q in range(num_queries):
+                out[head, q] = sums[q] / totals[q]
+        rotated[0, 0] = 0  # numba frees an array after its last use; its address does not count
+        sums[0, 0] = 0
+        scores[0, 0] = 0
+
+    exact = types.Array(types.uint16, 3, "C", readonly=True)
+    codes = types.Array(types.uint8, 3, "A", readonly=True)
+    scales = types.Array(types.uint16, 2, "A", readonly=True)
+    given = types.Array(types.float32, 3, "C", readonly=True)
+    matrix = types.Array(types.float32, 2, "C", readonly=True)
+    side = tuple_of(exact, codes, scales, exact)
+    turn = tuple_of(array_of(types.float32, 1), matrix, types.int64)
+    target = types.Array(types.float32, 3, "A")
+    return compiled(types.void, attend, given, side, side, target, turn, turn)
+
+
+_function = functools.cache(_attend_function)
+
+
+@dataclass(frozen=True)
+class NumbaSessionAttention:
+    """Implements ``kvstore.codecs.attention.session_rows.SessionAttention``."""
+
+    shapes: RowShapes
+
+    def attend(
+        self, query: np.ndarray, keys: SessionRows, values: SessionRows, out: np.ndarray
+    ) -> None:
+        sides = _contiguous(keys), _contiguous(values)
+        for part in blocks_of(query.shape[1]):
+            attend = _function(self.shapes, part.stop - part.start)
+            attend(np.ascontiguousarray(query[:, part]), *sides, out[:, part], *self._turns)
+
+    @functools.cached_property
+    def _turns(self) -> tuple[Any, Any]:
+        return rotation_of(self.shapes.key_dim), rotation_of(self.shapes.value_dim)
+
+
+def _contiguous(side: SessionRows) -> tuple[np.ndarray, ...]:
+    sinks, recent = np.ascontiguousarray(side.sinks), np.ascontiguousarray(side.recent)
+    return sinks, side.codes, side.scales, recent
+
+
+def attention_of(shapes: RowShapes) -> NumbaSessionAttention | None:
+    """Return the compiled functions for these rows, or None if there are none."""
+    can = has_kernel(shapes.key_dim) and has_kernel(shapes.value_dim)
+    return NumbaSessionAttention(shapes) if can else None

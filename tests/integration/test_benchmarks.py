@@ -1,0 +1,60 @@
+"""Benchmarks in their smallest runs: each measures something and writes its figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import find_binary
+
+ROOT = Path(__file__).parents[2]
+
+PLAIN = {
+    "codec_speed": "--codec tq3 --dims 64 --threads 1 --seconds 0.1",
+    "events": "--seconds 1",
+    "fuzz": "--count 2000 --seconds 10",
+    "idle_connections": "--idle 50 --seconds 1",
+    "relay": "--readers 2 --chunks 10 --answers 1 --rounds 1 --ttft-rounds 5",
+    "replicas": "--engines 20 --sessions 100",
+}
+OF_THE_SAMPLE_MODEL = {
+    "cycles": "--cycles 2 --tokens 100",
+    "density": "--codec tq3",
+    "live_cache": "--tokens 200 --codecs tq3 --scored 2 --steps 1 --rounds 1",
+    "methods": "--only tq3 --context 256 --texts 1 --learn 1",
+    "restore_ttft": "--tokens 300 --rounds 1",
+    "seal_cost": "--tokens 300 --rounds 2 --codec tq3",
+}
+
+
+def run(name: str, options: str, folder: Path) -> None:
+    figures = folder / "figures.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", *options.split(), "--json", str(figures)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert json.loads(figures.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_benchmark_runs(name, tmp_path):
+    run(name, PLAIN[name], tmp_path)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_THE_SAMPLE_MODEL)
+def test_a_benchmark_of_the_sample_model_runs(name, tmp_path):
+    run(name, OF_THE_SAMPLE_MODEL[name], tmp_path)
+
+
+@pytest.mark.model
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.skipif(find_binary() is None, reason="no redis-server")
+def test_sessions_return_from_redis_in_a_benchmark(tmp_path):
+    run("redis_restores", "--sessions 1 --tokens 128 --rounds 1", tmp_path)

@@ -1,0 +1,185 @@
+"""Whether an engine ended, the wait for the next one, and the requests that it gets again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engines.base import EngineStalled, EngineUnavailable
+from engines.client.connection import HttpAddress
+from engines.client.engine_client import EngineClient
+from engines.client.http_exchange import HttpExchange, NextLife
+from engines.wire import Welcome
+from tests.unit.engines.conftest import WELCOME, FakeProcess, until
+
+
+def life(client: EngineClient, wait_s: float = 60.0, hopeless: bool = False) -> NextLife:
+    return NextLife(lambda: client.welcome, wait_s, lambda: hopeless)
+
+
+async def test_an_engine_that_stays_has_no_next_life(client: EngineClient) -> None:
+    now = life(client)
+    assert not now.ended
+    assert not await asyncio.wait_for(now.ready(), 30)  # although it might wait for a minute
+
+
+async def test_one_that_ends_and_comes_back(client: EngineClient, fake: FakeProcess) -> None:
+    now, hopeless = life(client), life(client, hopeless=True)
+    impatient = life(client, 0.1)
+    await fake.stop()
+    await until(lambda: now.ended)
+    assert not await hopeless.ready()
+    assert not await impatient.ready()
+    waiting = asyncio.create_task(now.ready())
+    await fake.start()
+    assert await waiting and client.ready and now.ended
+
+
+# ---- an engine of which only the answers count
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nsaid"
+REFUSED = b"HTTP/1.1 400 Oh\r\ncontent-length: 3\r\n\r\nbad"
+FAILED = b"HTTP/1.1 500 Oh\r\ncontent-length: 2\r\n\r\nno"
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+EVENT = b"data: 1\n\n"
+ERROR = b'data: {"error": {"message": "EngineCore encountered an issue"}}\n\n'
+COMMENT = b": prefill 10/20\n\n: pre"
+
+
+class Engine:
+    """Gives one answer after the other; its control connection is lost before each but the last."""
+
+    def __init__(self, folder: Path, answers: list[bytes]) -> None:
+        self.answers = answers
+        self.bodies: list[bytes] = []
+        self.welcome: Welcome | None = WELCOME
+        self.path = str(folder / "engine.sock")
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+        self.bodies.append(await reader.readexactly(length))
+        answer = self.answers.pop(0)
+        if self.answers:
+            self.welcome = msgspec.structs.replace(WELCOME)  # equal, and another one
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    @asynccontextmanager
+    async def asked(self, body: bytes = b"{}", wait_s: float = 10.0) -> AsyncIterator[HttpExchange]:
+        async with await asyncio.start_unix_server(self._serve, self.path):
+            next_life = NextLife(lambda: self.welcome, wait_s, lambda: False)
+            exchange = HttpExchange(HttpAddress(self.path), 60.0, next_life)
+            await exchange.send("/", {}, body)
+            try:
+                yield exchange
+            finally:
+                exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "body"),
+    [
+        pytest.param([b"", OK], 200, b"said", id="it ended before the head"),
+        pytest.param([FAILED, OK], 200, b"said", id="its last word was an error"),
+        pytest.param([STREAM, STREAM + EVENT], 200, EVENT, id="it ended after the head"),
+        pytest.param([STREAM + ERROR, STREAM + EVENT], 200, EVENT, id="its last event"),
+        pytest.param(
+            [STREAM + COMMENT, STREAM + EVENT], 200, COMMENT + b"\n\n" + EVENT, id="in a prefill"
+        ),
+        pytest.param([b"", FAILED], 500, b"no", id="the next one fails by itself"),
+        pytest.param([FAILED], 500, b"no", id="it stays, and fails"),
+        pytest.param([STREAM + EVENT], 200, EVENT, id="it stays"),
+    ],
+)
+async def test_who_is_asked(folder: Path, answers: list[bytes], status: int, body: bytes) -> None:
+    engine = Engine(folder, list(answers))
+    async with engine.asked() as exchange:
+        await exchange.head()
+        assert await exchange.read() == body
+        assert exchange.status == status
+    assert engine.bodies == [b"{}"] * len(answers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "body"),
+    [
+        pytest.param(OK, 200, b"said", id="a whole answer"),
+        pytest.param(STREAM + EVENT, 200, EVENT, id="an event"),
+        pytest.param(REFUSED, 400, b"bad", id="a refusal"),
+    ],
+)
+async def test_an_answer_that_is_there_is_kept(
+    folder: Path, answer: bytes, status: int, body: bytes
+) -> None:
+    """Although the control connection is another one by now."""
+    engine = Engine(folder, [answer, FAILED])
+    async with engine.asked() as exchange:
+        await exchange.head()
+        assert (exchange.status, await exchange.read()) == (status, body)
+    assert len(engine.bodies) == 1
+
+
+async def test_the_next_engine_may_not_fall_silent_either(folder: Path) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        engine.welcome = msgspec.structs.replace(WELCOME)
+        writer.write(STREAM)
+        with suppress(OSError):
+            await reader.read()  # until the other side gives up
+        writer.close()
+
+    engine = Engine(folder, [])
+    async with await asyncio.start_unix_server(serve, engine.path):
+        next_life = NextLife(lambda: engine.welcome, 10.0, lambda: False)
+        exchange = HttpExchange(HttpAddress(engine.path), 0.2, next_life)
+        await exchange.send("/", {}, b"{}")
+        await exchange.head()
+        with pytest.raises(EngineStalled):
+            await asyncio.wait_for(exchange.read(), 30)
+        exchange.close()
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param([b"", b"", OK], id="the next one ends as well"),
+        pytest.param([STREAM, OK], id="another kind of answer than was promised"),
+        pytest.param([STREAM, FAILED], id="an error, after a head that went out"),
+    ],
+)
+async def test_an_answer_that_cannot_be_had(folder: Path, answers: list[bytes]) -> None:
+    engine = Engine(folder, list(answers))
+    async with engine.asked() as exchange:
+        with pytest.raises(EngineUnavailable):
+            await exchange.head()
+            await exchange.read()
+    assert len(engine.bodies) == 2
+
+
+async def test_a_stream_that_has_begun_is_not_asked_for_again(folder: Path) -> None:
+    """Its client has had a part of it, and another answer may be another one."""
+    cut = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\nsaid\r\n"
+    engine = Engine(folder, [cut])
+    async with engine.asked() as exchange:
+        await exchange.head()
+        chunks = exchange.chunks()
+        assert await anext(chunks) == b"said"
+        engine.welcome = None
+        with pytest.raises(EngineUnavailable):
+            await anext(chunks)
+    assert len(engine.bodies) == 1
+
+
+async def test_a_large_body_is_not_held(folder: Path) -> None:
+    engine = Engine(folder, [b"", OK])
+    async with engine.asked(b" " * (2 << 20)) as exchange:
+        with pytest.raises(EngineUnavailable):
+            await exchange.head()
+    assert len(engine.bodies) == 1

@@ -1,0 +1,183 @@
+"""Planning is done piece by piece, in turns of tenants; too long a prompt is not tokenized."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engines.host.tenant_line import Payer
+from engines.mlx_worker.generation import ModelFacts
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.prompt.chat_template import PromptWriter
+from engines.mlx_worker.prompt.request_planner import PIECE_CHARS, Planning, make_processors, pieces
+from engines.openai.embeddings import MAX_INPUTS, MAX_TOKENS, validate_embeddings
+from engines.openai.requests import InvalidRequest, validate_chat
+from tests.tiny_tokenizer import tiny_tokenizer
+
+pytestmark = pytest.mark.mlx
+
+ALICE, BOB = Payer("alice"), Payer("bob")
+
+
+class Counting:
+    """A real tokenizer; counts the characters that it was given to encode."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.num_chars = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.num_chars += len(text)
+        return list(self._tokenizer.encode(text, **options))
+
+
+def vocabulary(folder: Path) -> tuple[Vocabulary, Counting]:
+    counting: Any = Counting(tiny_tokenizer(folder))
+    made = Vocabulary(counting, len(counting))
+    counting.num_chars = 0
+    return made, counting
+
+
+def facts(max_context: int) -> ModelFacts:
+    return ModelFacts("toy", max_context, vocab_size=400, trimmable=True, hibernation=True)
+
+
+def asking(inputs: list[Any]) -> Any:
+    return validate_embeddings({"model": "toy", "input": inputs})
+
+
+async def test_far_too_many_inputs_are_refused_after_the_piece_that_exceeds_the_bound(
+    tmp_path: Path,
+) -> None:
+    known, counting = vocabulary(tmp_path)
+    planning = Planning(lambda: None)
+    asked = asking(["x y z " * 200] * MAX_INPUTS)  # 2.5 million characters
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_TOKENS} tokens in all"):
+        await planning.tokens_of(ALICE, asked, known, facts(100_000))
+    assert 0 < counting.num_chars <= 6 * MAX_TOKENS
+    planning.close()
+
+
+async def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+    known, counting = vocabulary(tmp_path)
+    planning = Planning(lambda: None)
+    asked = asking(["fine", "z" * known.max_token_chars * 100])
+    with pytest.raises(InvalidRequest, match="at least 100 tokens"):
+        await planning.tokens_of(ALICE, asked, known, facts(100))
+    assert counting.num_chars == 0
+    planning.close()
+
+
+async def test_another_tenant_waits_for_one_piece_only(tmp_path: Path) -> None:
+    known, counting = vocabulary(tmp_path)
+    planning = Planning(lambda: None)
+    inputs = ["a b c d " * (PIECE_CHARS // 10)] * 5
+    first = asyncio.create_task(planning.tokens_of(ALICE, asking(inputs), known, facts(1 << 20)))
+    while not counting.num_chars:
+        await asyncio.sleep(0)
+    at = await planning.do(BOB, lambda: counting.num_chars)
+    assert at <= 2 * len(inputs[0])
+    assert len(await first) == 5
+    planning.close()
+
+
+async def test_work_whose_caller_left_is_not_begun() -> None:
+    planning = Planning(lambda: None)
+    going_on, done = asyncio.Event(), list[str]()
+    loop = asyncio.get_running_loop()
+
+    def block() -> None:
+        asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result()
+
+    first = asyncio.create_task(planning.do(ALICE, block))
+    second = asyncio.create_task(planning.do(BOB, lambda: done.append("second")))
+    await asyncio.sleep(0)
+    second.cancel()
+    going_on.set()
+    await first
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    await planning.do(ALICE, lambda: done.append("third"))
+    assert done == ["third"]
+    planning.close()
+
+
+def test_pieces_are_whole_inputs_of_bounded_length() -> None:
+    inputs: list[Any] = ["a" * 40_000, "b" * 40_000, "c" * 200_000, [1] * 10, "d"]
+    cut = list(pieces(inputs))
+    assert [x for piece in cut for x in piece] == inputs
+    assert all(len(piece) == 1 or sum(map(len, piece)) <= PIECE_CHARS for piece in cut)
+
+
+def test_a_long_prompt_is_counted_only_as_far_as_the_context_reaches(tmp_path: Path) -> None:
+    known, counting = vocabulary(tmp_path)
+    writer = PromptWriter(known, 50_000)
+    text = "x y z " * 100_000  # at least one token for two characters
+    with pytest.raises(InvalidRequest, match="at least"):
+        writer.text(text)
+    assert counting.num_chars <= 150_000
+
+
+def test_a_prompt_that_fits_is_tokenized_once(tmp_path: Path) -> None:
+    known, counting = vocabulary(tmp_path)
+    text = "x y z " * 10_000
+    ids = PromptWriter(known, 100_000).text(text)
+    assert counting.num_chars == len(text)
+    assert ids == list(counting.encode(text))
+
+
+PROMPT = [0, 1]
+
+
+def penalised(generated: list[int], **fields: Any) -> list[float]:
+    messages = [{"role": "user", "content": "x"}]
+    request = validate_chat({"model": "m", "messages": messages, **fields})
+    logits = mx.array([[2.0, 2.0, 2.0, -2.0]])
+    for processor in make_processors(request, len(PROMPT)):
+        logits = processor(mx.array(PROMPT + generated), logits)
+    return np.array(logits)[0].tolist()
+
+
+def test_nothing_asked_nothing_done() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1.0}
+    request = validate_chat({"model": "m", "messages": messages, "logit_bias": {}, **neutral})
+    assert make_processors(request, 2) == []
+
+
+def test_presence_counts_the_answer_once_and_never_the_prompt() -> None:
+    assert penalised([], presence_penalty=1) == [2, 2, 2, -2]
+    assert penalised([2, 2, 3], presence_penalty=1) == [2, 2, 1, -3]
+
+
+def test_frequency_counts_every_time() -> None:
+    assert penalised([], frequency_penalty=0.5) == [2, 2, 2, -2]
+    assert penalised([2, 2, 3], frequency_penalty=0.5) == [2, 2, 1, -2.5]
+
+
+def test_negative_penalties_encourage() -> None:
+    assert penalised([2], presence_penalty=-1) == [2, 2, 3, -2]
+
+
+def test_repetition_counts_the_prompt_too() -> None:
+    assert penalised([3], repetition_penalty=2) == [1, 1, 2, -4]
+
+
+def test_bias_is_added() -> None:
+    assert penalised([], logit_bias={"1": -100, "3": 5}) == [2, -98, 2, 3]
+
+
+def test_all_of_them_together() -> None:
+    together = penalised([2], logit_bias={"0": 1}, presence_penalty=1, frequency_penalty=0.5)
+    assert together == [3, 2, 0.5, -2]

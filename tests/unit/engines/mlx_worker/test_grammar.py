@@ -1,0 +1,386 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import psutil
+import pytest
+
+from engines.host.grammar import GrammarWish, Verdict, answer_schema, source_of, tried
+from engines.host.grammar_trial import PROGRAM
+from engines.host.tenant_line import Payer
+from engines.mlx_worker import grammar as grammar_module
+from engines.mlx_worker.grammar import Grammar, GrammarCompiler, GrammarFailed, GrammarProcessor
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.openai.messages import Tool
+from engines.openai.requests import InvalidRequest, validate_chat
+
+pytestmark = pytest.mark.mlx
+
+PROMPT = [1, 2, 3]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/Name"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"Name": {"type": "string", "maxLength": 8}},
+}
+
+
+def tools(*schemas: dict[str, Any] | None) -> list[Tool]:
+    listed = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": x}}
+        for i, x in enumerate(schemas)
+    ]
+    messages = [{"role": "user", "content": "x"}]
+    checked = validate_chat({"model": "m", "messages": messages, "tools": listed}).tools
+    assert checked is not None
+    return checked
+
+
+def compiled(
+    vocabulary: Vocabulary, tools: Sequence[Tool], many: bool, answer: dict[str, Any] | None
+) -> Grammar:
+    return Grammar.compile(vocabulary, source_of(GrammarWish(tools, many, answer)).text)
+
+
+def verdict(
+    vocabulary: Vocabulary, tools: Sequence[Tool], answer: dict[str, Any] | None
+) -> Verdict:
+    source = source_of(GrammarWish(tools, False, answer))
+    assert vocabulary.grammar is not None
+    return tried(vocabulary.grammar, source, vocabulary.width)
+
+
+def allowed(processor: GrammarProcessor, generated: Sequence[int], width: int = 410) -> set[int]:
+    logits = processor(mx.array([*PROMPT, *generated]), mx.zeros((1, width)))
+    assert logits.shape == (1, width)
+    return set(np.flatnonzero(np.array(logits)[0] == 0).tolist())
+
+
+def accepts(vocabulary: Vocabulary, grammar: Grammar, text: str) -> bool:
+    """True if each token of ``text`` may come, and then the end, and nothing else."""
+    processor = grammar.processor(len(PROMPT), None)
+    tokens = vocabulary.tokenizer.encode(text, add_special_tokens=False)
+    for i, token in enumerate(tokens):
+        if token not in allowed(processor, tokens[:i]):
+            return False
+    return bool(allowed(processor, tokens) & vocabulary.eos)
+
+
+def random_text(vocabulary: Vocabulary, grammar: Grammar, seed: int) -> str:
+    rng = np.random.default_rng(seed)
+    processor = grammar.processor(len(PROMPT), None)
+    generated: list[int] = []
+    while len(generated) < 400:
+        # Any token that may come, the first ones rather more often: they close things.
+        choices = sorted(allowed(processor, generated))
+        token = choices[min(int(rng.exponential(20)), len(choices) - 1)]
+        if token in vocabulary.eos:
+            return str(vocabulary.tokenizer.decode(generated))
+        generated.append(token)
+    return ""
+
+
+def test_schema_is_enforced(plain: Vocabulary) -> None:
+    grammar = compiled(plain, [], False, CITY)
+    assert accepts(plain, grammar, '{"city": "Rome"}')
+    assert accepts(plain, grammar, '{\n  "city": "Rome"\n}')
+    assert not accepts(plain, grammar, '{"city": 1}')
+    assert not accepts(plain, grammar, '{"city": "Rome and Paris"}')
+    assert not accepts(plain, grammar, "{}")
+    assert not accepts(plain, grammar, '{"city": "Rome"')
+
+
+def test_every_drawn_text_obeys(plain: Vocabulary) -> None:
+    grammar = compiled(plain, [], False, CITY)
+    for seed in range(5):
+        text = random_text(plain, grammar, seed)
+        if text:
+            assert list(json.loads(text)) == ["city"]
+
+
+def test_objects_are_closed_unless_they_say_otherwise(plain: Vocabulary) -> None:
+    one = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    more = '{"a": 1, "b": 2}'
+    for schema, extra in (
+        (one, False),
+        ({**one, "additionalProperties": True}, True),
+        ({**one, "required": ["a", "b"]}, True),
+        ({"allOf": [one]}, True),
+        ({"type": "object"}, True),
+        ({"anyOf": [one, {"type": "null"}]}, False),
+        ({"$ref": "#/$defs/One", "$defs": {"One": one}}, False),
+    ):
+        grammar = compiled(plain, [], False, schema)
+        assert accepts(plain, grammar, '{"a": 1, "b": 2}' if extra else '{"a": 1}'), schema
+        assert accepts(plain, grammar, more) is extra, schema
+    nested = {"type": "object", "properties": {"x": {"type": "array", "items": one}}}
+    grammar = compiled(plain, tools(nested), False, None)
+    assert accepts(plain, grammar, '{"name": "f0", "arguments": {"x": [{"a": 1}]}}')
+    assert not accepts(plain, grammar, '{"name": "f0", "arguments": {"x": [{"a": 1, "b": 2}]}}')
+
+
+def test_json_object_without_a_schema(plain: Vocabulary) -> None:
+    wanted = validate_chat(
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": "x"}],
+            "response_format": {"type": "json_object"},
+        }
+    ).response_format
+    grammar = compiled(plain, [], False, answer_schema(wanted))
+    assert accepts(plain, grammar, '{"a": [1, null]}')
+    assert not accepts(plain, grammar, "[1]")
+
+
+def test_whitespace_is_bounded(plain: Vocabulary) -> None:
+    grammar = compiled(plain, [], False, CITY)
+    assert not accepts(plain, grammar, "{" + "\n" * 40 + '"city": "Rome"}')
+
+
+def test_only_the_end_after_the_end(plain: Vocabulary) -> None:
+    processor = compiled(plain, [], False, {"type": "boolean"}).processor(3, None)
+    tokens = plain.tokenizer.encode("true", add_special_tokens=False)
+    for i in range(len(tokens)):
+        allowed(processor, tokens[:i])
+    (end,) = plain.eos
+    assert allowed(processor, tokens) == {end}
+    # The batch may compute a step or two after the end.
+    assert allowed(processor, [*tokens, end]) == {end}
+    assert allowed(processor, [*tokens, end, 5]) == {end}
+
+
+def test_calls_and_answers(plain: Vocabulary) -> None:
+    grammar = compiled(plain, tools(CITY, None), False, {"type": "integer"})
+    assert accepts(plain, grammar, '{"name": "f0", "arguments": {"city": "Rome"}}')
+    assert accepts(plain, grammar, '{"name": "f1", "arguments": {}}')
+    assert accepts(plain, grammar, "12")
+    assert not accepts(plain, grammar, '{"name": "f2", "arguments": {}}')
+    assert not accepts(plain, grammar, '{"name": "f1", "arguments": {"city": "Rome"}}')
+    one = '{"name": "f1", "arguments": {}}'
+    assert not accepts(plain, grammar, f"{one}\n{one}")
+
+
+def test_a_function_without_parameters_is_called_without_arguments(plain: Vocabulary) -> None:
+    """However its client writes that; a schema that opens itself stays open."""
+    none: dict[str, Any] = {"type": "object", "properties": {}}
+    for schema, extra in (
+        (none, False),
+        ({**none, "required": []}, False),
+        ({"properties": {}}, False),
+        ({**none, "additionalProperties": True}, True),
+        ({**none, "allOf": [{"required": ["a"]}]}, True),
+        ({"type": "object"}, True),
+    ):
+        grammar = compiled(plain, tools(schema), False, None)
+        assert accepts(plain, grammar, '{"name": "f0", "arguments": {"a": 1}}') is extra, schema
+        if "allOf" not in schema:
+            assert accepts(plain, grammar, '{"name": "f0", "arguments": {}}'), schema
+
+
+def test_several_calls_only_if_asked_for(plain: Vocabulary) -> None:
+    one = '{"name": "f0", "arguments": {"city": "Rome"}}'
+    grammar = compiled(plain, tools(CITY), True, None)
+    assert accepts(plain, grammar, one)
+    assert accepts(plain, grammar, "\n".join([one] * 8))
+    assert not accepts(plain, grammar, "\n".join([one] * 9))
+
+
+def test_waits_for_the_end_of_thinking(thinking: Vocabulary) -> None:
+    grammar = compiled(thinking, [], False, {"type": "integer"})
+    end = tuple(thinking.tokenizer.think_end_tokens)
+    processor = grammar.processor(len(PROMPT), end)
+    assert len(allowed(processor, [])) == 410
+    assert len(allowed(processor, [50, 51])) == 410
+    assert len(allowed(processor, [50, 51, *end])) < 50
+
+
+def test_rows_do_not_share_a_matcher(plain: Vocabulary) -> None:
+    grammar = compiled(plain, [], False, {"type": "boolean"})
+    first, second = grammar.processor(3, None), grammar.processor(3, None)
+    token = plain.tokenizer.encode("t", add_special_tokens=False)
+    before = allowed(second, [])
+    allowed(first, [])
+    allowed(first, token)
+    assert allowed(second, []) == before
+
+
+def test_masks_logits_of_any_width(plain: Vocabulary) -> None:
+    processor = compiled(plain, [], False, {"type": "boolean"}).processor(3, None)
+    assert allowed(processor, [], width=399) == allowed(processor, [], width=410)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "nope"},
+        {"$ref": "http://example.com/schema"},
+        {"not": {"type": "string"}},
+        {"type": "string", "pattern": "(?=a)b"},
+        {"type": "string", "format": "bananas"},
+        {"enum": []},
+        {"properties": 3},
+    ],
+)
+def test_blames_the_schema(plain: Vocabulary, schema: dict[str, Any]) -> None:
+    found = verdict(plain, [], schema)
+    assert found.param == "response_format"
+    assert len(found.reason) > len("the JSON schema cannot be enforced: ")
+    assert verdict(plain, [], CITY) == Verdict()
+
+
+def test_blames_the_right_tool(plain: Vocabulary) -> None:
+    found = verdict(plain, tools(CITY, {"properties": {"a": {"type": "nope"}}}), CITY)
+    assert found.param == "tools[1].function.parameters"
+
+
+def test_a_token_that_cannot_be_is_a_failure(plain: Vocabulary) -> None:
+    processor = compiled(plain, [], False, {"type": "boolean"}).processor(3, None)
+    wrong = plain.tokenizer.encode("x", add_special_tokens=False)
+    allowed(processor, [])
+    with pytest.raises(GrammarFailed):
+        allowed(processor, wrong)
+    assert processor.failure
+
+
+def test_a_panic_of_the_compiler_is_no_sentence_of_the_answer(plain: Vocabulary) -> None:
+    """It has more symbols than llguidance can number, and is larger than a request may be."""
+    many = {"properties": {f"p{i}": {"type": "string"} for i in range(200)}}
+    listed = [tools(many)[0]] * 128
+    with pytest.raises(GrammarFailed) as failure:
+        compiled(plain, listed, False, None)
+    assert "panic" not in str(failure.value) and "large" in str(failure.value)
+
+
+def test_masks_that_take_too_long_end_their_answer_alone(
+    plain: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "FREE_MASK_S", -1.0)  # as if each took a second more
+    processor = compiled(plain, [], False, CITY).processor(len(PROMPT), None)
+    allowed(processor, [])
+    with pytest.raises(GrammarFailed, match="too long"):
+        for _ in range(3):
+            allowed(processor, [])
+
+
+ANY, OTHER = Payer("any"), Payer("other")
+SMALL = {"type": "object", "properties": {"a": {"type": "integer"}}}
+# An automaton of a hundred million states: minutes and gigabytes, despite llguidance's limits.
+ENDLESS = {"type": "integer", "multipleOf": 99_999_989}
+
+
+@asynccontextmanager
+async def compiling(vocabulary: Vocabulary) -> AsyncIterator[GrammarCompiler]:
+    compiler = GrammarCompiler(vocabulary)
+    try:
+        yield compiler
+    finally:
+        await compiler.close()
+
+
+def wish(schema: dict[str, Any]) -> GrammarWish:
+    return GrammarWish([], False, schema)
+
+
+async def trial_of(compiler: GrammarCompiler) -> psutil.Process:
+    """The process that tries grammars out, once there is one."""
+    while not compiler.trials.num_begun or not (trials := _trials()):
+        await asyncio.sleep(0.01)
+    return trials[-1]
+
+
+def _trials() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has ended: a zombie, or gone
+            if PROGRAM in child.cmdline():
+                found.append(child)
+    return found
+
+
+async def test_a_grammar_is_compiled_once_for_a_tenant(plain: Vocabulary) -> None:
+    async with compiling(plain) as compiler:
+        grammar = await compiler.of(ANY, wish(SMALL))
+        assert await compiler.of(ANY, wish(SMALL)) is grammar
+        assert await compiler.of(OTHER, wish(SMALL)) is not grammar
+        assert compiler.trials.num_begun == 1
+
+
+async def test_a_grammar_that_takes_too_much_is_refused_and_others_go_on(plain: Vocabulary) -> None:
+    async with compiling(plain) as compiler:
+        await compiler.of(ANY, wish(SMALL))
+        with pytest.raises(InvalidRequest) as refusal:
+            await compiler.of(ANY, wish(ENDLESS))
+        assert refusal.value.param == "response_format" and "it takes too" in refusal.value.message
+        assert await compiler.of(OTHER, wish(SMALL))
+        assert compiler.trials.num_begun == 2
+        with pytest.raises(InvalidRequest):  # without another trial
+            await compiler.of(ANY, wish(ENDLESS))
+        assert compiler.trials.num_begun == 2
+
+
+async def test_a_schema_that_is_wrong_is_named(plain: Vocabulary) -> None:
+    async with compiling(plain) as compiler:
+        with pytest.raises(InvalidRequest, match="cannot be enforced") as refusal:
+            await compiler.of(ANY, wish({"type": "nope"}))
+    assert refusal.value.param == "response_format"
+
+
+async def test_a_client_that_leaves_ends_the_trial(plain: Vocabulary) -> None:
+    async with compiling(plain) as compiler:
+        await compiler.of(ANY, wish(SMALL))
+        trial = await trial_of(compiler)
+        work_s = sum(trial.cpu_times()[:2])
+        trial.suspend()
+        leaving = asyncio.create_task(compiler.of(ANY, wish(ENDLESS)))
+        while sum(trial.cpu_times()[:2]) - work_s < 0.05:  # else it ends itself after 1 s
+            trial.resume()
+            await asyncio.sleep(0.01)
+            trial.suspend()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert not trial.is_running()
+        assert await compiler.of(OTHER, wish(SMALL))
+
+
+async def test_a_process_that_was_killed_is_replaced(plain: Vocabulary) -> None:
+    async with compiling(plain) as compiler:
+        await compiler.of(ANY, wish(SMALL))
+        trial = await trial_of(compiler)
+        trial.kill()
+        while trial.is_running():
+            await asyncio.sleep(0.01)
+        assert await compiler.of(ANY, wish(SMALL | {"title": "another"}))
+        assert compiler.trials.num_begun == 2
+
+
+async def test_one_tenants_many_do_not_keep_anothers_one(plain: Vocabulary) -> None:
+    order: list[str] = []
+
+    async def take(payer: Payer, number: int) -> None:
+        await compiler.of(payer, wish(SMALL | {"title": f"{number}"}))
+        order.append(payer.tenant)
+
+    async with compiling(plain) as compiler:
+        await compiler.of(ANY, wish(SMALL))
+        many = [asyncio.create_task(take(ANY, i)) for i in range(20)]
+        while not order:
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*many, take(OTHER, 99))
+    assert order.index("other") < 6
+
+
+async def test_the_number_of_known_grammars_is_bounded(plain: Vocabulary) -> None:
+    async with compiling(plain) as compiler:
+        kept = await compiler.of(OTHER, wish(SMALL))
+        for i in range(80):
+            await compiler.of(ANY, wish(SMALL | {"title": str(i)}))
+        assert await compiler.of(OTHER, wish(SMALL)) is kept
+        assert len(compiler.known) == 64

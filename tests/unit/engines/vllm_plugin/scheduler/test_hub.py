@@ -1,0 +1,200 @@
+"""The hub between ranks: staging, and links that come, go and hang."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engines.host.control_server import MAX_UNSENT_BYTES, ControlServer
+from engines.vllm_plugin.messages import (
+    FrontHello,
+    RankHello,
+    RankSaved,
+    Release,
+    RequestAdmitted,
+    Stage,
+)
+from engines.vllm_plugin.messages import frame as message_frame
+from engines.vllm_plugin.scheduler.hub import MAX_OPEN, Hub, SaveAcks
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
+from engines.vllm_plugin.scheduler.verbs import VllmVerbs
+from engines.vllm_plugin.worker.rank import RankLink, StagingArea
+from engines.wire import (
+    ListSessions,
+    Refused,
+)
+from kvstore.stats import Counters
+from tests.block_sessions import open_store, ref, save, served
+from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, NoSaves, Unmeasured, wait, welcomed
+
+
+def test_all_ranks_stage_and_the_answer_is_theirs(engine):
+    engine.save()
+    staged = engine.stage()
+    assert (staged.end_block, staged.tier, staged.reason) == (25, "ram", None)
+    assert engine.hub.staged(1) is None  # returned once
+    assert [len(x.take(1).spans) for x in engine.staging] == [7, 7]
+
+
+def test_the_answer_can_be_waited_for(engine):
+    engine.save()
+    engine.hub.send(Stage(1, ref(), 0, b"".join(CHAIN)))
+    staged = engine.hub.staged(1, 60)
+    assert staged is not None and staged.end_block == 25
+    assert engine.hub.staged(2, 0.01) is None
+
+
+def test_the_rank_that_has_least_counts(engine):
+    engine.save(ranks=1)
+    staged = engine.stage()
+    assert (staged.end_block, staged.reason) == (0, "never-stored")
+
+
+def test_a_part_of_a_block_counts_where_every_rank_has_the_same(engine):
+    for store in engine.stores:
+        save(store, ref(), CHAIN, (100, 101))
+    assert engine.stage().part == (100, 101)
+    save(engine.stores[1], ref(), CHAIN, (100,))
+    staged = engine.stage(2)
+    assert (staged.end_block, staged.part) == (25, ())
+
+
+def test_the_slowest_tier_counts(engine):
+    engine.save()
+    engine.stores[1].demote(ref(), "disk")
+    assert engine.stage().tier == "disk"
+
+
+def test_a_released_ticket_is_dropped_everywhere(engine):
+    engine.save()
+    engine.stage()
+    engine.hub.send(Release(1))
+    wait(lambda: not len(engine.staging[0]) and not len(engine.staging[1]))
+
+
+def test_a_rank_that_went_away_makes_the_hub_unready(engine):
+    engine.links[0].close()
+    wait(lambda: not engine.hub.ready)
+    assert isinstance(engine.ask(ListSessions()), Refused)
+
+
+def test_the_gateway_is_served_only_once_the_http_server_has_come(tmp_path):
+    hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
+    hub.start()
+    control = tmp_path / "control.sock"
+    verbs = VllmVerbs(
+        hub, ResidentSessions(), block_tokens=1, counters=Counters(), num_requests=lambda: (0, 0)
+    )
+    hub.start_after_front(ControlServer("secret", welcomed, verbs).serve(f"unix:{control}"))
+    time.sleep(0.05)
+    assert not control.exists()
+    with socket.socket(socket.AF_UNIX) as front:
+        front.connect(str(tmp_path / "hub.sock"))
+        front.sendall(message_frame(FrontHello()))
+        wait(control.exists)
+    hub.close()
+
+
+def test_ranks_may_come_before_the_hub(tmp_path):
+    store, staging = open_store(), StagingArea()
+    hello = RankHello(0, "raw.1", 1, 1)
+    link = RankLink(
+        str(tmp_path / "hub.sock"),
+        hello,
+        store,
+        staging,
+        NoSaves(),
+        served(),
+        Unmeasured(),
+    )
+    hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
+    hub.start()
+    wait(lambda: hub.ready)
+    link.close()
+    store.close()
+    hub.close()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    hub = Hub(str(tmp_path / "hub.sock"), 1, lambda news: None)
+    hub.start()
+    yield hub
+    hub.close()
+
+
+@contextmanager
+def peer(tmp_path: Path, hello: RankHello | FrontHello) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(str(tmp_path / "hub.sock"))
+        link.sendall(message_frame(hello))
+        yield link
+
+
+MEGABYTE = 1_000_000
+
+
+MANY = 2 * MAX_UNSENT_BYTES // MEGABYTE
+
+
+def test_a_rank_that_does_not_read_is_cut_off(hub, tmp_path):
+    with peer(tmp_path, RankHello(0, "raw.1", 1, 1)):
+        wait(lambda: hub.ready)
+        for ticket in range(MANY):
+            hub.send(Stage(ticket, None, 0, bytes(MEGABYTE)))
+        wait(lambda: not hub.ready)
+
+
+def test_an_http_server_that_does_not_read_is_cut_off(hub, tmp_path):
+    with peer(tmp_path, FrontHello()):
+        wait(lambda: hub.num_fronts == 1)
+        for _ in range(MANY):
+            hub.admitted(RequestAdmitted("x" * MEGABYTE, "hot"))
+        wait(lambda: not hub.num_fronts)
+
+
+def test_the_socket_is_for_this_user_only(tmp_path):
+    path = tmp_path / "hub.sock"
+    path.write_text("of a process that was killed")
+    hub = Hub(str(path), 1, lambda news: None)
+    hub.start()
+    assert path.stat().st_mode & 0o777 == 0o600
+    hub.close()
+    assert not path.exists()
+
+
+def completed(acks: SaveAcks, job: int, *kept: bool) -> list[bool]:
+    return [acks.completes(RankSaved(job, ref(), x)) for x in kept]
+
+
+def test_the_last_rank_makes_a_save_complete() -> None:
+    acks = SaveAcks(2)
+    assert completed(acks, 1, True, True) == [False, True]
+    assert len(acks) == 0
+
+
+def test_a_rank_that_skipped_leaves_nothing_behind_for_the_next_save() -> None:
+    acks = SaveAcks(3)
+    assert completed(acks, 1, False, True, True) == [False, False, False]
+    assert completed(acks, 2, True, False, False) == [False, False, False]
+    assert len(acks) == 0
+    assert completed(acks, 3, True, True, True) == [False, False, True]
+
+
+def test_saves_of_one_session_are_kept_apart() -> None:
+    acks = SaveAcks(2)
+    assert completed(acks, 1, True) + completed(acks, 2, True) == [False, False]
+    assert completed(acks, 1, True) + completed(acks, 2, True) == [True, True]
+
+
+def test_saves_that_a_lost_rank_never_reports_are_bounded() -> None:
+    acks = SaveAcks(2)
+    for job in range(2 * MAX_OPEN):
+        completed(acks, job, True)
+    assert len(acks) == MAX_OPEN
+    assert completed(acks, 2 * MAX_OPEN - 1, True) == [True]
