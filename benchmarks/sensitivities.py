@@ -31,7 +31,7 @@ from engines.calibration.corpus import fit_texts, held_out_texts
 from engines.calibration.learn import Windows, learn, samples_of
 from engines.calibration.measuring.cases import Case, chain_cases, text_cases
 from engines.calibration.measuring.measure import measure
-from engines.calibration.measuring.tally import CaseResult
+from engines.calibration.measuring.metrics import CaseResult
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model

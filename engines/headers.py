@@ -138,8 +138,4 @@ def weight_from(headers: Mapping[str, str]) -> int:
 def with_session(body: Mapping[str, object], session: SessionRef) -> dict[str, object]:
     """Return the client's body with our tenant and session; its own values are overwritten."""
     names = {"tenant": session.tenant, "session": session.id}
-    return {
-        **body,
-        "cache_salt": session.salt.hex(),
-        "kv_transfer_params": {PARAMS_FIELD: names},
-    }
+    return {**body, "cache_salt": session.salt.hex(), "kv_transfer_params": {PARAMS_FIELD: names}}

@@ -260,9 +260,7 @@ class KVSize(msgspec.Struct, frozen=True):
 
     def __add__(self, other: KVSize) -> KVSize:
         return KVSize(
-            self.per_token + other.per_token,
-            self.windows + other.windows,
-            self.fixed + other.fixed,
+            self.per_token + other.per_token, self.windows + other.windows, self.fixed + other.fixed
         )
 
 

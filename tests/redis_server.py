@@ -220,7 +220,8 @@ class RedisCluster:
 
     def ask(self, node: int, *command: str | bytes | int) -> Any:
         """A node's reply, as it came."""
-        connection = redis.Connection(port=self.nodes[node].port, protocol=2)
+        connect: Any = redis.Connection  # its package has no types
+        connection = connect(port=self.nodes[node].port, protocol=2)
         try:
             connection.send_command(*command)
             return connection.read_response()

@@ -25,9 +25,9 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from engines.on_ray.adapted import with_sessions as with_sessions
     from engines.on_ray.application import app as app
     from engines.on_ray.application import application as application
+    from engines.on_ray.application import with_sessions as with_sessions
     from engines.on_ray.scaling import by_waiting_and_heat as by_waiting_and_heat
     from engines.on_ray.server import ThermoclineServer as ThermoclineServer
     from engines.on_ray.session_router import SessionRouter as SessionRouter
@@ -38,7 +38,7 @@ NAMES: Final = {
     "app": "engines.on_ray.application",
     "application": "engines.on_ray.application",
     "by_waiting_and_heat": "engines.on_ray.scaling",
-    "with_sessions": "engines.on_ray.adapted",
+    "with_sessions": "engines.on_ray.application",
 }
 
 

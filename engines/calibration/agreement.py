@@ -34,19 +34,6 @@ class Partners(Protocol):
         """Inform the others that this rank measures no more."""
 
 
-class NoPartners:
-    """The ``Partners`` of an engine with one rank."""
-
-    def agree(self, profile: Profile) -> Profile:
-        return profile
-
-    def give_up(self, reason: str) -> None:
-        """No other rank waits."""
-
-
-ALONE: Final = NoPartners()
-
-
 def worst_of(ranks: Sequence[Sequence[Quality]]) -> tuple[Quality, ...]:
     """Take of each figure the worst that any rank has found, in a row for each preset and context.
 

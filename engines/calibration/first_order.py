@@ -47,11 +47,7 @@ class TooShort(ValueError):
 
 
 def first_order(
-    store: StoreConfig,
-    longest: int,
-    data_path: str,
-    least_context: int = 0,
-    state_step: int = 1,
+    store: StoreConfig, longest: int, data_path: str, least_context: int = 0, state_step: int = 1
 ) -> CalibrationOrder:
     """Make a quick order: few texts, one context length.
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from engines.calibration.corpus import Text, held_out_texts
 from engines.calibration.gate.bound import Bound, was_learned_on
@@ -38,9 +38,12 @@ from kvstore.codecs.quality import Quality
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, Corrupt, Mismatch, TierUnavailable, UnknownCodec
 from kvstore.periodic import Periodic
-from kvstore.published.publication import MAX_BYTES, Publication, Stage
-from kvstore.published.shelf import Shelf, described
+from kvstore.published.publication import MAX_BYTES, Publication, PublishedNames, Stage
 from kvstore.session import TierName
+from kvstore.tiers.seal import read_secret
+
+if TYPE_CHECKING:
+    from kvstore.published.shelf import Shelf  # redis-py is an extra
 
 NUM_TEXTS: Final = 2
 MOST: Final = 1.5  # times the loss of these texts there, where that is above the bound
@@ -132,7 +135,7 @@ class _Seen(NamedTuple):
 
 
 class FleetProfiles:
-    """Implements ``Sharing`` over Redis. A thread of its own keeps the publication there.
+    """Shares profiles over Redis. A thread of its own keeps the publication there.
 
     Args:
         shelf: owned by this object.
@@ -142,12 +145,7 @@ class FleetProfiles:
     """
 
     def __init__(
-        self,
-        shelf: Shelf,
-        codecs: ServedCodecs,
-        config: StoreConfig,
-        data: Path,
-        machine: str = "",
+        self, shelf: Shelf, codecs: ServedCodecs, config: StoreConfig, data: Path, machine: str = ""
     ) -> None:
         self._shelf = shelf
         self._codecs = codecs
@@ -170,6 +168,14 @@ class FleetProfiles:
         *,
         learned_on: bool,
     ) -> bool:
+        """Save a profile that another engine published as ours; False: none is to be had.
+
+        Called on the measuring thread. Raises what ``on_progress`` and the instrument raise.
+
+        Args:
+            order: of the measurement that would be carried out instead.
+            learned_on: only one that was learned from more texts.
+        """
         return any(
             self._taken_over(x, instrument, order, on_progress)
             for x in STAGES[: 1 if learned_on else 2]
@@ -228,6 +234,10 @@ class FleetProfiles:
         return fault(instrument, _different(choices), order, self._bound, on_progress)
 
     def publish(self) -> bool:
+        """Publish our profile; False: another engine's, which has other tables, was there before.
+
+        True as well if nothing could be published.
+        """
         with self._lock:
             try:
                 return self._published()
@@ -293,6 +303,8 @@ class FleetProfiles:
         )
         try:
             public.save(path)
+            from kvstore.published.shelf import described
+
             own = described(path, self._machine, dict(public.ids))
             done = self._shelf.publish(stage, own, path, anew=anew)
         finally:
@@ -333,3 +345,23 @@ def _public(profile: Profile, choices: Mapping[TierName, Choice]) -> Profile:
         learned = {k: x for k, x in learned.items() if k in wanted}
     rows = tuple(x for x in profile.rows if not x.preset.startswith(BEFORE))
     return replace(profile, learned=learned, rows=rows)
+
+
+def open_sharing(config: StoreConfig, codecs: ServedCodecs, data: Path) -> FleetProfiles | None:
+    """Share profiles with the engines on the store's Redis that have its secret, if it has both.
+
+    Args:
+        codecs: of the engine.
+        data: the folder of profiles.
+
+    Raises ``ValueError``: the secret cannot be read, or ``redis_url`` is no URL.
+    """
+    if not (config.redis_url and config.redis_bytes and config.secret_file):
+        return None
+    from kvstore.published.shelf import Shelf
+    from kvstore.tiers.redis_server.link import RedisLink
+
+    secret = read_secret(Path(config.secret_file))
+    names = PublishedNames(secret, codecs.fingerprint, codecs.layout)
+    shelf = Shelf(RedisLink(config.redis_url, config.redis_deadline_s), names)
+    return FleetProfiles(shelf, codecs, config, data)

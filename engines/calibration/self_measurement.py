@@ -20,18 +20,14 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from engines.calibration.agreement import ALONE, Partners
+from engines.calibration.agreement import Partners
 from engines.calibration.first_order import further_order
-from engines.calibration.footprint import (
-    large_arrays_apart,
-    one_thread,
-    return_freed_memory,
-)
+from engines.calibration.fleet_profiles import FleetProfiles
+from engines.calibration.footprint import large_arrays_apart, one_thread, return_freed_memory
 from engines.calibration.gate.bound import Bound, was_learned_on, worth_adopting
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
-from engines.calibration.sharing import NO_SHARING, Sharing
 from engines.calibration.survey import CannotCalibrate, check_contexts, survey_report
 from engines.calibration.unfinished import Unfinished
 from engines.config import CalibrationOrder
@@ -48,14 +44,6 @@ LOOK_EVERY_S: Final = 2.0
 REPORT_BYTES: Final = 1 << 20  # more than a report has
 
 
-def _always() -> bool:
-    return True
-
-
-def _never() -> bool:
-    return False
-
-
 class Wanted(NamedTuple):
     """Says which findings are wanted; asked on the measuring thread.
 
@@ -66,8 +54,8 @@ class Wanted(NamedTuple):
             measurement that ``resumes``.
     """
 
-    is_needed: Callable[[], bool] = _always
-    learns_on: Callable[[], bool] = _never
+    is_needed: Callable[[], bool] = lambda: True
+    learns_on: Callable[[], bool] = lambda: False
 
 
 ALL: Final = Wanted()  # what is asked for by hand
@@ -119,8 +107,8 @@ class SelfMeasurement:
         engine: str,
         resumes: bool = False,
         wanted: Wanted = ALL,
-        partners: Partners = ALONE,
-        sharing: Sharing = NO_SHARING,
+        partners: Partners | None = None,
+        sharing: FleetProfiles | None = None,
     ) -> None:
         """Begin to measure.
 
@@ -201,7 +189,8 @@ class SelfMeasurement:
 
     def _give_up(self, error: str) -> None:
         self._ended = MeasurementEnd(time.time(), error)
-        self._partners.give_up(error)
+        if self._partners is not None:
+            self._partners.give_up(error)
 
     def _measure(self) -> None:
         instrument = self._open_instrument()
@@ -225,7 +214,9 @@ class SelfMeasurement:
     def _take_over(self, instrument: Instrument) -> bool:
         """Have the engine adopt a profile of another engine, if there is one that serves here."""
         known = (instrument, self._order, self._on_progress)
-        if not self._sharing.take_over(*known, learned_on=self._has_verdict):
+        if self._sharing is None or not self._sharing.take_over(
+            *known, learned_on=self._has_verdict
+        ):
             return False
         self._check()
         self._adopt()
@@ -233,7 +224,7 @@ class SelfMeasurement:
 
     def _share(self, instrument: Instrument) -> None:
         """Publish what was found. Where another engine was first, all pack by its profile."""
-        if not self._sharing.publish():
+        if self._sharing is not None and not self._sharing.publish():
             self._take_over(instrument)
 
     def _carry_out(

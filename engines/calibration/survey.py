@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from engines.calibration.agreement import ALONE, Partners
+from engines.calibration.agreement import Partners
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
 from engines.calibration.gate.bound import Bound, refusal, short_reach
 from engines.calibration.gate.profiles import make_folder, profile_path, save
@@ -66,7 +66,7 @@ def survey_report(
     engine: str,
     unfinished: Unfinished | None = None,
     on_progress: OnProgress = quiet,
-    partners: Partners = ALONE,
+    partners: Partners | None = None,
     chosen: Callable[[Profile], Profile] = _all_of_it,
 ) -> CalibrationReport:
     """Run ``survey``, save the profile and return the report. Raises what ``survey`` raises.
@@ -83,7 +83,7 @@ def survey_report(
         where = f"nothing can be kept in {order.data_path}; choose another data_dir"
         raise CannotCalibrate(f"{where}: {error.strerror}") from error
     found = survey(instrument, order, unfinished, on_progress)
-    profile = chosen(partners.agree(found.profile))
+    profile = chosen(found.profile if partners is None else partners.agree(found.profile))
     path = _kept(profile, order.data_path)
     if unfinished is not None and path:
         unfinished.remove()

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from engines.calibration.gate.profiles import make_folder
-from engines.calibration.measuring.tally import CaseResult
+from engines.calibration.measuring.metrics import CaseResult
 from engines.config import CalibrationOrder
 from kvstore.codecs.calibrated import ARITHMETIC
 from kvstore.codecs.profile import Profile, load_profile

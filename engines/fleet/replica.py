@@ -54,10 +54,7 @@ class Replica:
     def state(self) -> ReplicaState:
         """Its state, for lists."""
         return ReplicaState(
-            name=self.name,
-            ready=self.takes,
-            trouble=self.trouble,
-            num_running=self.num_running,
+            name=self.name, ready=self.takes, trouble=self.trouble, num_running=self.num_running
         )
 
     @property

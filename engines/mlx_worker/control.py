@@ -53,9 +53,7 @@ class SessionReports:
     """Writes reports from the hot sessions and from the store's records."""
 
     def __init__(
-        self,
-        owner: Owner,
-        measuring: Callable[[CodecReport], CodecReport] = lambda report: report,
+        self, owner: Owner, measuring: Callable[[CodecReport], CodecReport] = lambda report: report
     ) -> None:
         """``measuring`` adds what is to be said of a measurement of the model."""
         self._owner = owner

@@ -250,10 +250,7 @@ class Endpoints:
         async with AsyncExitStack() as stack:
             reply = await stack.enter_async_context(ReplyStream(self._owner, plan))
             outcome = await _in_time(request, reply)
-            headers = {
-                CACHE_HEADER: outcome.header(),
-                PROMPT_HEADER: str(plan.prompt_tokens),
-            }
+            headers = {CACHE_HEADER: outcome.header(), PROMPT_HEADER: str(plan.prompt_tokens)}
             if asked.stream:
                 return SseResponse(
                     chunks(form, reply), headers, stack.pop_all(), _error_event, self._keepalive_s

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.calibration.first_order import TooShort, first_order
+from engines.calibration.fleet_profiles import FleetProfiles, open_sharing
 from engines.calibration.instrument import Interrupted
-from engines.calibration.sharing import NO_SHARING, Sharing, open_sharing
 from engines.config import CalibrationOrder, WorkerConfig
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.serving_instrument import ServingInstrument
@@ -30,7 +30,7 @@ class Measuring:
         self._owner = owner
         self._config = config
         self._running: SelfMeasurement | None = None
-        self._sharing: Sharing = NO_SHARING
+        self._sharing: FleetProfiles | None = None
 
     def with_progress(self, report: CodecReport) -> CodecReport:
         """The report with the measurement's progress, and with its end. Any thread."""
@@ -96,7 +96,7 @@ class Measuring:
             engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
             resumes=order is None,
             wanted=ALL if again else Wanted(self._is_needed, self._learns_on),
-            sharing=NO_SHARING if again else self._sharing,
+            sharing=None if again else self._sharing,
         )
 
     async def close(self) -> None:
@@ -105,7 +105,8 @@ class Measuring:
             self._running.close()
             self._owner.idle_steps.close()
             await asyncio.to_thread(self._running.join)
-        await asyncio.to_thread(self._sharing.close)
+        if self._sharing is not None:
+            await asyncio.to_thread(self._sharing.close)
 
     # ---- the measuring thread
 

@@ -184,8 +184,7 @@ class ChatRequest(Body, frozen=True, kw_only=True):
         num_parts = sum(len(x.content) for x in self.messages if isinstance(x.content, list))
         if num_parts > _MAX_PARTS:
             raise FieldError(
-                "messages",
-                f"{num_parts} content parts, more than {_MAX_PARTS}: join them",
+                "messages", f"{num_parts} content parts, more than {_MAX_PARTS}: join them"
             )
 
     def _check_tools(self) -> None:

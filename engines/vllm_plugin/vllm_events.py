@@ -10,11 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    ExternalBlockHash,
-    maybe_convert_block_hash,
-)
+from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from engines.vllm_plugin.groups import Groups

@@ -14,6 +14,7 @@ from tests.redis_server import find_binary
 ROOT = Path(__file__).parents[2]
 
 PLAIN = {
+    "attention_scores": "--methods tq3 --tokens 128 --dims 64 --queries 1,2",
     "codec_speed": "--codec tq3 --dims 64 --threads 1 --seconds 0.1",
     "events": "--seconds 1",
     "fuzz": "--count 2000 --seconds 10",

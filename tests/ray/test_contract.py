@@ -21,7 +21,7 @@ from ray.serve.request_router import RequestRouter
 from ray.serve.schema import ReplicaRank, ServeDeploySchema
 
 import thermocline.ray
-from engines.on_ray.adapted import MIDDLEWARE, POLICY
+from engines.on_ray.application import MIDDLEWARE, POLICY
 from engines.on_ray.scaling import by_waiting_and_heat
 from engines.on_ray.session_router import SessionRouter
 

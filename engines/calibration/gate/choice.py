@@ -262,11 +262,7 @@ def _offers(config: StoreConfig, model: _Model) -> _Offers:
 
 
 def _from(
-    offers: _Offers,
-    config: StoreConfig,
-    opened: Callable[[str], Choice | None],
-    *,
-    fastest: bool,
+    offers: _Offers, config: StoreConfig, opened: Callable[[str], Choice | None], *, fastest: bool
 ) -> Choice:
     """The choice for a tier; also says which denser presets, and the first, are out of bounds."""
     reasons = [offers.missing, *(x.why for x in offers.refused.values())]

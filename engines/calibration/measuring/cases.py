@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from engines.calibration.corpus import Text
-from engines.calibration.measuring.prefixes import common_length
+from engines.calibration.measuring.trials import common_length
 from engines.config import DEPTHS
 
 NUM_CHANGES: Final = 4  # of a total

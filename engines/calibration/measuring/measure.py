@@ -13,8 +13,16 @@ import numpy as np
 
 from engines.calibration.instrument import HeldSession, Instrument
 from engines.calibration.measuring.cases import Case, in_reading_order
-from engines.calibration.measuring.metrics import answer_drift, answers, drift, loss
-from engines.calibration.measuring.tally import CaseResult, Tally, digest_of, positions_of
+from engines.calibration.measuring.metrics import (
+    CaseResult,
+    Tally,
+    answer_drift,
+    answers,
+    digest_of,
+    drift,
+    loss,
+    positions_of,
+)
 from engines.calibration.measuring.trials import AnyCodec, Trials, Trip, trials
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.quality import Quality
@@ -164,10 +172,7 @@ class _Trial:
         if not run:
             return {**found, "cos": (1.0, 1.0)}
         keys, values = (loss(run, back, self._layout, side) for side in (0, 1))
-        found |= {
-            "cos": (keys.cosine, values.cosine),
-            "errors": (keys.error, values.error),
-        }
+        found |= {"cos": (keys.cosine, values.cosine), "errors": (keys.error, values.error)}
         own = self._yardsticks.get(name)
         if (yardstick := own or self._yardsticks.get(ANY)) is not None:
             found["residual"] = error = yardstick.error(run, back)

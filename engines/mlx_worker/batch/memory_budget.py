@@ -120,8 +120,5 @@ class MemoryBudget:
         for task in tasks:
             index = self._batches.index_of(len(task.tokens))
             num_sequences, longest = shapes[index]
-            shapes[index] = (
-                num_sequences + len(task.sequences),
-                max(longest, len(task.tokens)),
-            )
+            shapes[index] = (num_sequences + len(task.sequences), max(longest, len(task.tokens)))
         return shapes

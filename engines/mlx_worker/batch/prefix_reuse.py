@@ -158,8 +158,7 @@ class Prefetches:
             return False
         self._running[key] = _Prefetch()
         self._cold.load(
-            session,
-            lambda restored: self._post(lambda: self._finish(session, restored, then)),
+            session, lambda restored: self._post(lambda: self._finish(session, restored, then))
         )
         return True
 

@@ -18,13 +18,7 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from engines.mlx_worker.cache.layout import (
-    Caches,
-    is_growing,
-    is_matrix,
-    leaves,
-    packable_window,
-)
+from engines.mlx_worker.cache.layout import Caches, is_growing, is_matrix, leaves, packable_window
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed.store_arrays import fill_packed, packed_pair
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray

@@ -14,13 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from engines.cache_classes import GROWING, cannot_batch, cannot_keep
 from engines.kv_budget import KVCost

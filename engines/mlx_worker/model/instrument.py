@@ -15,13 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from engines.calibration.instrument import HeldSession, Note, NotObservable, draw_seed
 from engines.calibration.rope_probe import read_rope
 from engines.mlx_worker.cache import kv_arrays
-from engines.mlx_worker.cache.layout import (
-    CachePlan,
-    Caches,
-    is_growing,
-    leaves,
-    packable_window,
-)
+from engines.mlx_worker.cache.layout import CachePlan, Caches, is_growing, leaves, packable_window
 from engines.mlx_worker.model.layer_calls import (
     NotedRows,
     NotedState,

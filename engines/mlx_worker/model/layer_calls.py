@@ -26,13 +26,7 @@ from mlx_lm.models.cache import KVCache
 
 from engines.calibration.instrument import NUM_DRAWS, Notice, NotObservable, StateNotice
 from engines.mlx_worker.cache import kv_arrays
-from engines.mlx_worker.cache.layout import (
-    Caches,
-    is_growing,
-    is_matrix,
-    leaves,
-    packable_window,
-)
+from engines.mlx_worker.cache.layout import Caches, is_growing, is_matrix, leaves, packable_window
 
 logger = logging.getLogger(__name__)
 PIECE_TOKENS: Final = 16  # each keeps its state, and the state's inputs

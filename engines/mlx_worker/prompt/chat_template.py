@@ -25,12 +25,7 @@ from engines.mlx_worker.prompt.tools import (
     template_messages,
 )
 from engines.openai.errors import InvalidRequest, context_too_long
-from engines.openai.requests import (
-    MAX_CONTEXTS,
-    ChatRequest,
-    Detokenize,
-    TokenizeText,
-)
+from engines.openai.requests import MAX_CONTEXTS, ChatRequest, Detokenize, TokenizeText
 
 # Characters for each token of the context that hardly any prompt has: one with more is counted part
 # by part before it is tokenized whole.
@@ -156,11 +151,7 @@ class PromptWriter:
         return len(ids) - (len(tail) if tail and ids[-len(tail) :] == tail else 1)
 
     def _system_end(
-        self,
-        messages: Sequence[ChatMessage],
-        options: dict[str, Any],
-        text: str,
-        ids: list[int],
+        self, messages: Sequence[ChatMessage], options: dict[str, Any], text: str, ids: list[int]
     ) -> int:
         """Count the tokens that any prompt with the same system message and tools begins with."""
         head = [x for x in messages[:1] if x["role"] == "system"]

@@ -183,8 +183,7 @@ class HotSessions:
     def victims(self) -> list[HotSession]:
         """All sessions, in the order in which they may be dropped."""
         return sorted(
-            self.all(),
-            key=lambda x: (self.is_pinned(x.key), not x.saved.done(), x.last_used_s),
+            self.all(), key=lambda x: (self.is_pinned(x.key), not x.saved.done(), x.last_used_s)
         )
 
 

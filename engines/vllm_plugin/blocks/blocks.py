@@ -118,11 +118,7 @@ class RestoredBlocks:
         self._parts.pop(block_id, None)
 
     def num_lossy(
-        self,
-        block_ids: Sequence[int],
-        hashes: Sequence[bytes],
-        before: bytes,
-        block_tokens: int,
+        self, block_ids: Sequence[int], hashes: Sequence[bytes], before: bytes, block_tokens: int
     ) -> int:
         """Count the tokens up to the last one of these blocks that came from a lossy copy.
 

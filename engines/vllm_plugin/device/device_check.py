@@ -21,11 +21,7 @@ from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing
 from engines.vllm_plugin.blocks.host_blocks import SPARE_BYTES, HostBlocks
 from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.device.accelerator import Accelerator, NoStream, accelerator_of
-from engines.vllm_plugin.device.checked_blocks import (
-    CheckedBlocks,
-    DeviceTransfer,
-    KernelsUnusable,
-)
+from engines.vllm_plugin.device.checked_blocks import CheckedBlocks, DeviceTransfer, KernelsUnusable
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import squeezes
 from kvstore.codecs.base import Codec

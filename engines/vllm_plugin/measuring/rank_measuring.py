@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from engines.calibration.agreement import ALONE
+from engines.calibration.fleet_profiles import FleetProfiles
 from engines.calibration.self_measurement import ALL, SelfMeasurement, Wanted
-from engines.calibration.sharing import NO_SHARING, Sharing
 from engines.config import CalibrationOrder
 from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.blocks.state_layers import StateBlocks
@@ -64,11 +63,11 @@ class RankMeasuring:
         self._client = client
         self._measurement: SelfMeasurement | None = None
         self._prepared: Prepared | None = None
-        self._sharing: Sharing = NO_SHARING
+        self._sharing: FleetProfiles | None = None
         # The same on every rank, and unknown to clients.
         self._salt = hashlib.sha256(f"measuring {token}".encode()).hexdigest()
 
-    def prepare(self, prepared: Prepared, sharing: Sharing = NO_SHARING) -> None:
+    def prepare(self, prepared: Prepared, sharing: FleetProfiles | None = None) -> None:
         """Set how this model is measured from now on. ``sharing`` is owned by this object."""
         self._prepared = prepared
         self._sharing = sharing
@@ -107,8 +106,8 @@ class RankMeasuring:
             engine=f"vllm {vllm.__version__}",
             resumes=order is None and not several,
             wanted=wanted or ALL,
-            partners=self._client if several else ALONE,
-            sharing=NO_SHARING if wanted is None else self._sharing,
+            partners=self._client if several else None,
+            sharing=None if wanted is None else self._sharing,
         )
 
     def begin_step(self, step: StepWork) -> None:
@@ -146,4 +145,5 @@ class RankMeasuring:
         if self._measurement is not None:
             self._measurement.close()
         self._client.close()
-        self._sharing.close()
+        if self._sharing is not None:
+            self._sharing.close()

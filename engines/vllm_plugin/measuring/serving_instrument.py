@@ -14,11 +14,7 @@ from engines.calibration.instrument import HeldSession, Note, NotObservable
 from engines.vllm_plugin.measuring.exchange import Exchange, Found
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.layer_views import LayerViews
-from engines.vllm_plugin.measuring.ropes import (
-    ropes_if_found,
-    ropes_of,
-    ropes_of_latents,
-)
+from engines.vllm_plugin.measuring.ropes import ropes_if_found, ropes_of, ropes_of_latents
 from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout, slice_tokens

@@ -21,13 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
-from engines.headers import (
-    CACHE_HEADER,
-    PROMPT_HEADER,
-    TENANT_HEADER,
-    patience_from,
-    weight_from,
-)
+from engines.headers import CACHE_HEADER, PROMPT_HEADER, TENANT_HEADER, patience_from, weight_from
 from engines.host.tenant_line import Payer, QueueFull
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.config import BadSettings, settings_from
@@ -107,10 +101,7 @@ def overloaded(message: str) -> InvalidRequest:
 async def refuse(send: Send, error: InvalidRequest) -> None:
     """Answer with an error in OpenAI's shape."""
     body = msgspec.json.encode(error.body())
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if error.status == 429:
         headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -54,11 +54,7 @@ class Transfer:
     """
 
     def __init__(
-        self,
-        blocks: Blocks,
-        store: BlockStore,
-        staging: StagingArea,
-        max_queued_bytes: int,
+        self, blocks: Blocks, store: BlockStore, staging: StagingArea, max_queued_bytes: int
     ) -> None:
         self._blocks = blocks
         self._store = store

@@ -16,10 +16,10 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from engines.calibration.first_order import first_order
+from engines.calibration.fleet_profiles import open_sharing
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.measuring.trials import least_context
 from engines.calibration.self_measurement import Wanted
-from engines.calibration.sharing import NO_SHARING, open_sharing
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.blocks.block_layout import (
     BlockLayout,
@@ -242,7 +242,7 @@ def open_worker_side(
     if not why:
         step = cache.block_tokens if layout is not None else 1
         order = partial(first_order, settings.store, longest, str(data), least, step)
-        sharing = open_sharing(config, codecs, data) if is_alone else NO_SHARING
+        sharing = open_sharing(config, codecs, data) if is_alone else None
         paths = settings.runtime_dir, str(data), rank
         prepared = Prepared(order, lambda x: x.within(*paths), groups, identity, link.adopt)
         measuring.prepare(prepared, sharing)
@@ -332,10 +332,7 @@ def attention_cache(
 
 
 def state_blocks(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    caches: Mapping[str, torch.Tensor],
-    groups: Groups,
+    vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], groups: Groups
 ) -> StateBlocks | None:
     """The layers that do not keep all tokens; None if all do. Raises like ``attention_cache``."""
     layers: list[StateLayers] = []

@@ -85,7 +85,9 @@ class ReferenceAttention:
         numbers = packing.from_planes(flat, self.rows.num_bits)
         units = floats.widen_normal_fp16(scales) * self.rows.unit_of(self.dim)
         units = np.where(scales == 0, np.float32(0), units)
-        rows: np.ndarray = np.concatenate([levels, -levels])[numbers].reshape(*scales.shape, -1)
+        rows: np.ndarray = np.concatenate([levels, -levels])[numbers].reshape(
+            *scales.shape, self.dim
+        )
         return rows * units[..., None]
 
 

@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.codecs.attention.planes import PlaneQuantiser
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.sources import (
-    AttendedQuantiser,
     AttendedTransform,
     Components,
     Scaled,
     Source,
 )
+from kvstore.codecs.stages.planes import BitPlanes
 
 
 class KeptRow(NamedTuple):
@@ -56,16 +57,21 @@ def attended_stack(pipeline: Pipeline, reader: Reader, num_tokens: int) -> Atten
     units, tokens = np.divmod(numbers, max(num_tokens, 1))
     each = zip(units.tolist(), tokens.tolist(), exact, strict=True)
     kept = [KeptRow(*row) for row in each]
-    quantiser = pipeline.quantiser
-    source: Source
-    if isinstance(quantiser, AttendedQuantiser):
-        source = quantiser.attended(parts.codes)
-    else:
-        source = Components(quantiser.restore(parts.codes))
+    source = _components(pipeline, reader, num_tokens)
     source = _through(source, pipeline.after, parts.after)
     gains = parts.gains[:, :, 0].copy()
     gains[units, tokens] = 0
     return AttendedStack(_through(Scaled(source, gains), pipeline.before, parts.before), kept)
+
+
+def _components(pipeline: Pipeline, reader: Reader, num_tokens: int) -> Source:
+    coder, quantiser = pipeline.coder, pipeline.quantiser
+    if not (isinstance(coder, BitPlanes) and coder.are_units_alike):
+        return Components(quantiser.restore(coder.read(reader, num_tokens)))
+    planes = coder.take(reader, num_tokens)
+    if isinstance(quantiser, PlaneQuantiser):
+        return quantiser.attended(planes)
+    return Components(quantiser.restore(planes.codes(slice(None))))
 
 
 def _through(source: Source, stages: Sequence[object], notes: Sequence[object]) -> Source:

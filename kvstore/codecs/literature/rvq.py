@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.codecs.attention.planes import levels_of_planes
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, equal_bits
 from kvstore.codecs.literature.stages.rotated import rotated
 from kvstore.codecs.literature.stages.sign import Sign
 from kvstore.codecs.rows.lloyd_max import gauss_error
 from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.sources import Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stacks.stage_protocols import Quantiser
+from kvstore.codecs.stages.planes import PackedPlanes
 
 
 def rvq() -> Codec:
@@ -33,7 +35,7 @@ class Residual:
     One integer holds both codes: the second above the ``first_bits`` of the first.
     """
 
-    def __init__(self, first: Quantiser, first_bits: int, second: Quantiser, scale: float) -> None:
+    def __init__(self, first: Sign, first_bits: int, second: Sign, scale: float) -> None:
         """``scale``: the deviation of the first's error, for a second made for N(0, 1)."""
         self._first, self._second = first, second
         self._first_bits = first_bits
@@ -50,6 +52,9 @@ class Residual:
         coarse = self._first.restore(codes & ((1 << self._first_bits) - 1))
         missed = self._second.restore(codes >> self._first_bits)
         return coarse + missed * self._scale
+
+    def attended(self, planes: PackedPlanes) -> Source:
+        return levels_of_planes(planes, self.restore(np.arange(1 << int(planes.bits[0]))))
 
 
 def _two_signs(shape: StackShape) -> Pipeline:

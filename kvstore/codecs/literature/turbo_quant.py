@@ -16,25 +16,25 @@ import functools
 
 import numpy as np
 
+from kvstore.codecs.attention.planes import PlaneLevels
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages import half_columns
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
+from kvstore.codecs.literature.stages.lloyd import LloydMax
 from kvstore.codecs.literature.stages.rotated import normal_levels, rotated
 from kvstore.codecs.literature.stages.sketch import directions, sign_size
-from kvstore.codecs.rows.backend import best_kernel, reference_kernel
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.sources import Added, Components, Mapped, Scaled, Source
+from kvstore.codecs.stacks.sources import Added, Mapped, Scaled, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stacks.stage_protocols import Quantiser
+from kvstore.codecs.stages.planes import PackedPlanes
 
 
 def turbo_quant(num_bits: int) -> Codec:
     """Makes the preset ``tq1``, ``tq2``, ``tq5``, ... of 1 to 8 bits."""
-    backend = best_kernel if num_bits in (3, 4) else reference_kernel
-    return RowCodec(f"tq{num_bits}.1", RotatedRows(num_bits), backend)
+    return RowCodec(f"tq{num_bits}.1", RotatedRows(num_bits))
 
 
 tq1, tq2, tq5, tq6, tq7, tq8 = (functools.partial(turbo_quant, n) for n in (1, 2, 5, 6, 7, 8))
@@ -53,7 +53,7 @@ class SketchedResidual:
     come two columns of bytes with the size of the residual.
     """
 
-    def __init__(self, first: Quantiser, first_bits: int, width: int) -> None:
+    def __init__(self, first: LloydMax, first_bits: int, width: int) -> None:
         self._first, self._first_bits = first, first_bits
         self._directions = directions(width, width)
         self._size = sign_size(width, width)
@@ -81,18 +81,19 @@ class SketchedResidual:
         restored: np.ndarray = coarse + missed
         return restored
 
-    def attended(self, codes: np.ndarray) -> Source:
+    def attended(self, planes: PackedPlanes) -> Source:
         """Returns the components as levels, and signs along the sketch's directions."""
-        width = len(self._directions)
-        sizes = half_columns.from_columns(codes[:, :, width:])[:, :, 0] * self._size
-        coarse = self._first.restore(codes[:, :, :width] & ((1 << self._first_bits) - 1))
-        signs = 2 * (codes[:, :, :width] >> self._first_bits).astype(np.float32) - 1
+        width, step, levels = len(self._directions), self._first_bits + 1, self._first.table()
+        assert levels is not None
+        sizes = half_columns.from_columns(planes.codes(slice(width, None)))[:, :, 0] * self._size
+        coarse = PlaneLevels(planes, 0, step, width, levels)
+        signs = PlaneLevels(planes, self._first_bits, step, width, np.array([-1, 1], np.float32))
         sketch = Mapped(
-            Scaled(Components(signs), sizes),
+            Scaled(signs, sizes),
             lambda x: x @ self._directions,
             lambda x: x @ self._directions.T,
         )
-        return Added((Components(coarse), sketch))
+        return Added((coarse, sketch))
 
 
 def _levels_and_sketch(shape: StackShape, level_bits: int) -> Pipeline:

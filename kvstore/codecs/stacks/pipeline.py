@@ -56,12 +56,11 @@ FitGains: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class PipelineParts(NamedTuple):
-    """A chunk of a stack without its kept groups, read but not restored."""
+    """The parts of a chunk between its kept groups and its codes."""
 
     before: list[object]  # the notes of the transforms before the gain
     after: list[object]  # the notes of the transforms after the gain
     gains: np.ndarray  # fp32 (units, tokens, gain groups)
-    codes: np.ndarray  # integers (units, tokens, columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +120,8 @@ class Pipeline:
 
     def _unpack(self, reader: Reader, num_tokens: int, first_token: int) -> np.ndarray:
         """Returns fp32 (units, tokens, width), not yet rounded; kept groups have no meaning."""
-        before, after, gains, codes = self.read_parts(reader, num_tokens)
-        stack = self.quantiser.restore(codes)
+        before, after, gains = self.read_parts(reader, num_tokens)
+        stack = self.quantiser.restore(self.coder.read(reader, num_tokens))
         for transform, note in zip(self.after[::-1], after[::-1], strict=True):
             stack = transform.backward(stack, first_token, note)
         for number, part in enumerate(self.shape.gain_groups):
@@ -132,12 +131,11 @@ class Pipeline:
         return stack
 
     def read_parts(self, reader: Reader, num_tokens: int) -> PipelineParts:
-        """Returns the parts after the kept groups. Raises ``Corrupt`` as ``decode``."""
+        """Returns the parts before the codes. Raises ``Corrupt`` as ``decode``."""
         return PipelineParts(
             [transform.read(reader, num_tokens) for transform in self.before],
             [transform.read(reader, num_tokens) for transform in self.after],
             self.gain.read(reader, num_tokens),
-            self.coder.read(reader, num_tokens),
         )
 
     def _divide(self, stack: np.ndarray, gains: np.ndarray, kept: np.ndarray) -> None:

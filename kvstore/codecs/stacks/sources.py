@@ -42,14 +42,6 @@ class AttendedTransform(Protocol):
         """Returns the rows after this stage's ``backward``; ``source`` is the rows before it."""
 
 
-@runtime_checkable
-class AttendedQuantiser(Protocol):
-    """A quantiser whose products and sums are cheaper than restoring its components."""
-
-    def attended(self, codes: np.ndarray) -> Source:
-        """Returns the components of ``codes`` (units, tokens, columns) as a source."""
-
-
 @dataclass(frozen=True, eq=False)
 class Components:
     """Rows as an array, fp32 (units, tokens, width). Implements ``Source``."""

@@ -25,7 +25,7 @@ def attends_better(model: Any, caches: list[Any], num_kv_heads: list[int]) -> bo
     ``caches``: empty packed ones, one for each layer, of so many heads. They are filled with noise
     and are of no use afterwards. Call it on the owner thread.
     """
-    if not all(isinstance(x, PackedKVCache) and x.can_attend for x in caches):
+    if not all(isinstance(x, PackedKVCache) for x in caches):
         return False
     for cache, heads in zip(caches, num_kv_heads, strict=True):
         shapes = [(1, heads, NUM_TOKENS, packer.kind.dim) for packer in cache.packers]

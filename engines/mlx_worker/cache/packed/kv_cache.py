@@ -20,7 +20,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import create_attention_mask
 
 from engines.kv_budget import BLOCK, NUM_RECENT
-from engines.mlx_worker.cache.packed.host_attention import attend
+from engines.mlx_worker.cache.packed import device_attention, host_attention
 from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
 from engines.mlx_worker.cache.packed.row_packer import RowPacker
 from engines.mlx_worker.cache.packed.side import PackedSide, empty_side
@@ -71,17 +71,12 @@ class PackedKVCache:
     def attended(self, queries: mx.array, scale: float) -> mx.array:
         """Attend to all rows; ``queries`` are (1, num_heads, 1, head_dim)."""
         self.is_waiting = False
-        return attend([self.sides], (self.packers[0].kind, self.packers[1].kind), queries, scale)
-
-    @property
-    def can_attend(self) -> bool:
-        """True if this device's kernels attend to packed rows."""
-        return all(isinstance(packer, HostRowPacker) for packer in self.packers)
+        return attend(self.packers, [self.sides], queries, scale)
 
     @property
     def attends(self) -> bool:
         """True if the next single token will be attended to packed rows."""
-        return self.seam is not None and self.can_attend and self.seam.is_open()
+        return self.seam is not None and self.seam.is_open()
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add tokens; K and V are (1, num_kv_heads, num_tokens, dim) of any float dtype."""
@@ -201,9 +196,8 @@ class BatchPackedKVCache:
     def attended(self, queries: mx.array, scale: float) -> mx.array:
         """Attend to each session's rows; ``queries`` are (sessions, num_heads, 1, head_dim)."""
         self.is_waiting = False
-        keys, values = self.caches[0].packers
         sides = [cache.sides for cache in self.caches]
-        return attend(sides, (keys.kind, values.kind), queries, scale)
+        return attend(self.caches[0].packers, sides, queries, scale)
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
         left = mx.array(self._left)
@@ -277,6 +271,15 @@ class BatchPackedKVCache:
     @property
     def nbytes(self) -> int:
         return sum(cache.nbytes for cache in self.caches)
+
+
+def attend(
+    packers: KVPackers, sessions: Sequence[KVSides | None], queries: mx.array, scale: float
+) -> mx.array:
+    """Attend to packed rows where they were packed: on the host, or on the device."""
+    are_on_host = all(isinstance(packer, HostRowPacker) for packer in packers)
+    attend_there = host_attention.attend if are_on_host else device_attention.attend
+    return attend_there(sessions, (packers[0].kind, packers[1].kind), queries, scale)
 
 
 def fetch_pair(

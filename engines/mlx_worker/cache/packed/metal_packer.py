@@ -159,12 +159,10 @@ def unpack_source(kind: RowKind) -> str:
     """The body of the kernel that unpacks into bit patterns, uint16."""
     values, bits, dim = kind.dim // LANES, kind.num_bits, kind.dim
     levels = [str(level) for level in kind.format.levels]
-    unit = _float(kind.format.unit_of(dim))
     return f"""{_BEGIN}
     const uint signs[{values}] = {{{_sign_words(dim)}}};
     const float levels[{len(levels)}] = {{{", ".join(levels)}}};
-    uint scale = scales[row];
-    float unit = scale == 0 ? 0.0f : as_type<float>((scale + {floats.REBIAS}u) << 13) * {unit};
+    float unit = {unit_source(kind, "scales[row]")};
     float x[{values}];
     for (uint i = 0; i < {values}; i++) {{
         uint code = 0;
@@ -181,6 +179,12 @@ def unpack_source(kind: RowKind) -> str:
         rows[row * {dim} + i * 32 + lane] = {_narrowed(kind)};
     }}
 """
+
+
+def unit_source(kind: RowKind, scale: str) -> str:
+    """Metal source of the value of a level of one; zero for a row that is not packed."""
+    size = f"as_type<float>((uint({scale}) + {floats.REBIAS}u) << 13)"
+    return f"{scale} == 0 ? 0.0f : {size} * {_float(kind.format.unit_of(kind.dim))}"
 
 
 def _butterflies(values: int, ascending: bool) -> str:

@@ -94,13 +94,17 @@ class MlxRowPacker(NeverCopied):
     # ---- unpack
 
     def unpack(self, codes: mx.array, scales: mx.array) -> mx.array:
-        units = _widen_normal_fp16(scales) * float(self.kind.format.unit_of(self.kind.dim))
-        units = mx.where(scales == 0, 0.0, units)
-        z = mx.take(self._levels, self._from_planes(codes))
+        z, units = self.levels_and_units(codes, scales)
         y = self.flip_signs(self.rotate_back(z) * units[..., None])
         if self.kind.stored == "float16":
             y = mx.clip(y, -float(floats.FP16_LARGEST), float(floats.FP16_LARGEST))
         return y.astype(self.kind.dtype)
+
+    def levels_and_units(self, codes: mx.array, scales: mx.array) -> tuple[mx.array, mx.array]:
+        """Return rows before their rotation, fp32 (..., dim), and the values of a level of one."""
+        units = _widen_normal_fp16(scales) * float(self.kind.format.unit_of(self.kind.dim))
+        units = mx.where(scales == 0, 0.0, units)
+        return mx.take(self._levels, self._from_planes(codes)), units
 
     def _from_planes(self, packed: mx.array) -> mx.array:
         bits = self.kind.num_bits

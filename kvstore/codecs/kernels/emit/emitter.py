@@ -35,6 +35,11 @@ def f32(value: float | np.float32) -> Value:
     return ir.Constant(F32, float(np.float32(value)))
 
 
+def bits_of(value: float | np.float32) -> Value:
+    """The bits of an fp32 constant, i32."""
+    return ir.Constant(I32, int(np.float32(value).view(np.uint32)))
+
+
 def all_of(kind: Value, value: int) -> Value:
     """A vector of equal integers."""
     return in_turn(kind, value)

@@ -9,7 +9,18 @@ from __future__ import annotations
 from llvmlite import ir
 
 from kvstore.codecs import floats
-from kvstore.codecs.kernels.emit.emitter import F32, I16, I32, I64, Emitter, Value, f32
+from kvstore.codecs.kernels.emit.emitter import (
+    F32,
+    I16,
+    I32,
+    I64,
+    SIGN_BIT,
+    Emitter,
+    Value,
+    bits_of,
+    f32,
+)
+from kvstore.codecs.kernels.emit.lookup import look_up
 from kvstore.codecs.kernels.rows.row_shape import RowShape
 
 TILE_TOKENS = 4  # number of rows whose weighted levels are added while a sum is in registers
@@ -71,12 +82,10 @@ def _levels(e: Emitter, shape: RowShape, packed: Value, i: int) -> Value:
     """Return vector ``i`` of a row's levels, whole numbers in fp32."""
     first = i * e.lanes
     masks = [e.load_mask(packed, k * shape.dim + first) for k in range(shape.num_bits)]
-    levels = [e.all_floats(float(level)) for level in shape.rows.levels]
-    for mask in masks[:-1]:
-        pairs = zip(levels[::2], levels[1::2], strict=True)
-        levels = [e.builder.select(mask, high, low) for low, high in pairs]
-    negative = e.flip(levels[0], e.all_words(1 << 31))
-    return e.builder.select(masks[-1], negative, levels[0])
+    levels = [bits_of(level) for level in shape.rows.levels.tolist()]
+    magnitude = e.as_floats(look_up(e, masks[:-1], levels))
+    negative = e.flip(magnitude, e.all_words(SIGN_BIT))
+    return e.builder.select(masks[-1], negative, magnitude)
 
 
 def _unit(e: Emitter, shape: RowShape, scales: Value, token: int) -> Value:

@@ -108,7 +108,7 @@ def _words_as_halves(wide: Emitter, row: list[Value]) -> list[Value]:
 def _fits_bytes(wide: Emitter, shape: RowShape) -> bool:
     """Return whether bounds fit bytes, and one instruction narrows two vectors to bytes."""
     has_packs = wide.lanes == 32 and "avx512bw" in host_features()
-    return has_packs and int(shape.rows.bounds[-1]) <= 127
+    return has_packs and int(max(shape.rows.bounds, default=0)) <= 127
 
 
 def _masks_of_bytes(e: Emitter, shape: RowShape, first: Value, second: Value) -> list[Value]:

@@ -21,6 +21,7 @@ from kvstore.codecs.kernels.emit.emitter import (
     log2,
 )
 from kvstore.codecs.kernels.emit.features import host_features
+from kvstore.codecs.kernels.emit.lookup import look_up
 from kvstore.codecs.kernels.rows import rotation
 from kvstore.codecs.kernels.rows.row_shape import RowShape
 from kvstore.codecs.rows.rotation import sign_masks
@@ -156,10 +157,14 @@ def _levels(e: Emitter, shape: RowShape, packed: Value, i: int, kind: Value) -> 
     """Return vector ``i`` of levels: magnitude bits select a level, the last plane is its sign."""
     first, lanes = i * e.lanes, ir.VectorType(kind, e.lanes)
     masks = [e.load_mask(packed, k * shape.dim + first) for k in range(shape.num_bits)]
-    levels = [all_of(lanes, level) for level in shape.rows.levels.tolist()]
-    for mask in masks[:-1]:
-        pairs = zip(levels[::2], levels[1::2], strict=True)
-        levels = [e.builder.select(mask, high, low) for low, high in pairs]
+    if kind == I32:
+        table = [ir.Constant(I32, level) for level in shape.rows.levels.tolist()]
+        levels = [look_up(e, masks[:-1], table)]
+    else:
+        levels = [all_of(lanes, level) for level in shape.rows.levels.tolist()]
+        for mask in masks[:-1]:
+            pairs = zip(levels[::2], levels[1::2], strict=True)
+            levels = [e.builder.select(mask, high, low) for low, high in pairs]
     return e.builder.select(masks[-1], e.builder.neg(levels[0]), levels[0])
 
 

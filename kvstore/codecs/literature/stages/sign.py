@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.codecs.attention.planes import levels_of_planes
 from kvstore.codecs.rows.lloyd_max import gauss_table
+from kvstore.codecs.stacks.sources import Source
+from kvstore.codecs.stages.planes import PackedPlanes
 
 
 class Sign:
@@ -19,3 +22,6 @@ class Sign:
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
         return np.where(codes > 0, self._size, -self._size)
+
+    def attended(self, planes: PackedPlanes) -> Source:
+        return levels_of_planes(planes, np.array([-self._size, self._size], np.float32))

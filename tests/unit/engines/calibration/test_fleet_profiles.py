@@ -16,11 +16,10 @@ import pytest
 import redis
 
 from engines.calibration.first_order import first_order
-from engines.calibration.fleet_profiles import FleetProfiles
+from engines.calibration.fleet_profiles import FleetProfiles, open_sharing
 from engines.calibration.gate.profiles import origin, profile_path
 from engines.calibration.gate.served_codecs import MeasuredModel, ServedCodecs
 from engines.calibration.self_measurement import SelfMeasurement, Wanted
-from engines.calibration.sharing import NO_SHARING, open_sharing
 from engines.config import CalibrationOrder
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
@@ -283,9 +282,9 @@ def test_without_redis_or_secret_nothing_is_shared(tmp_path: Path) -> None:
     codecs = ServedCodecs(StoreConfig(), Talking().layout, "no model", tmp_path)
     (tmp_path / "secret").write_bytes(SECRET)
     secret = {"secret_file": str(tmp_path / "secret")}
-    assert open_sharing(StoreConfig(**secret), codecs, tmp_path) is NO_SHARING  # type: ignore[arg-type]
+    assert open_sharing(StoreConfig(**secret), codecs, tmp_path) is None  # type: ignore[arg-type]
     url = {"redis_url": "redis://127.0.0.1:1"}
-    assert open_sharing(StoreConfig(**url), codecs, tmp_path) is NO_SHARING  # type: ignore[arg-type]
+    assert open_sharing(StoreConfig(**url), codecs, tmp_path) is None  # type: ignore[arg-type]
     both = open_sharing(StoreConfig(**secret, **url), codecs, tmp_path)  # type: ignore[arg-type]
     assert isinstance(both, FleetProfiles)
     both.close()

@@ -10,7 +10,7 @@ import pytest
 
 from engines.calibration.first_order import first_order
 from engines.calibration.measuring.cases import Case
-from engines.calibration.measuring.tally import CaseResult, Positions, digest_of
+from engines.calibration.measuring.metrics import CaseResult, Positions, digest_of
 from engines.calibration.unfinished import Unfinished
 from engines.config import CalibrationOrder
 from kvstore.config import StoreConfig

@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.calibration.measuring.metrics import answer_drift, answers, drift, loss
-from engines.calibration.measuring.tally import WORST, Tally
+from engines.calibration.measuring.metrics import WORST, Tally, answer_drift, answers, drift, loss
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVLayer, KVLayout
 

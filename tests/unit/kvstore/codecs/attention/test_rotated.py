@@ -43,13 +43,34 @@ def test_the_definition_is_restoring_and_multiplying(num_bits, dim):
         check(ReferenceAttention(RotatedRows(num_bits), dim), num_bits, dim, num_queries)
 
 
+OTHERS = [*((bits, 64) for bits in (1, 2, 4, 5, 7)), (3, 16), (5, 80), (7, 112), (8, 128), (4, 256)]
+
+
 @pytest.mark.slow
-def test_compiled_code_agrees():
+@pytest.mark.parametrize(("num_bits", "dim"), [(3, 64), (6, 64), (8, 16)])
+def test_compiled_code_agrees(num_bits, dim):
     pytest.importorskip("numba")
-    attention = row_attention(RotatedRows(3), 64)
+    attention = row_attention(RotatedRows(num_bits), dim)
     assert not isinstance(attention, ReferenceAttention)
-    for num_tokens in (1, 4, 37):
-        check(attention, 3, 64, 5, num_tokens)
+    for num_tokens in (2, 4, 37):
+        check(attention, num_bits, dim, 5, num_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_bits", "dim"), OTHERS)
+def test_compiled_code_of_other_kinds(num_bits, dim):
+    test_compiled_code_agrees(num_bits, dim)
+
+
+@pytest.mark.slow
+def test_no_rows_have_no_scores_and_sums_of_zero():
+    pytest.importorskip("numba")
+    for attention in (row_attention(RotatedRows(3), 64), ReferenceAttention(RotatedRows(3), 64)):
+        codes, scales = np.empty((2, 0, 24), np.uint8), np.empty((2, 0), np.uint16)
+        nothing, sums = np.empty((2, 3, 0), np.float32), np.ones((2, 3, 64), np.float32)
+        attention.scores(uneven((2, 3, 64)), codes, scales, nothing)
+        attention.add_weighted(nothing, codes, scales, sums)
+        assert (sums == 1).all()
 
 
 @pytest.mark.parametrize("dim", [64, 80, 112])

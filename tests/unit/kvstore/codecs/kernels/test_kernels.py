@@ -24,7 +24,7 @@ SHAPES = [
     *((3, dim, "bfloat16") for dim in (16, 64, 80, 128, 256)),
     *((3, dim, "float32") for dim in (32, 64)),
     (3, 64, "float16"),
-    (4, 64, "bfloat16"),
+    *((bits, 64, "bfloat16") for bits in (1, 4, 8)),
 ]
 # Compiling takes seconds each where numba's cache is empty.
 RARE_SHAPES = [
@@ -33,6 +33,9 @@ RARE_SHAPES = [
     *((4, dim, "float32") for dim in (64, 128)),
     *((bits, dim, "bfloat16") for bits, dim in ((4, 128), (4, 256), (3, 512), (4, 1024))),
     *((4, dim, "float16") for dim in (16, 96, 128, 256)),
+    *((bits, 128, "bfloat16") for bits in (1, 2, 5, 6, 7, 8)),
+    *((bits, 64, "bfloat16") for bits in (2, 5, 6, 7)),
+    *((bits, 80, "float32") for bits in (1, 2, 5, 8)),
 ]
 
 

@@ -11,10 +11,18 @@ import pytest
 
 CODECS = Path(__file__).parents[1]
 SUITES = (
-    *("rows/test_golden.py", "kernels/test_kernels.py"),
+    *(
+        "rows/test_golden.py",
+        "kernels/test_kernels.py",
+        "attention/test_rotated.py",
+        "attention/test_planes.py",
+    ),
     *("fixed_rate/test_fused_rate.py", "one_step/test_fused_steps.py"),
 )
-CHOSEN = "frozen or any_number_of_rows or predicted_from or gives_the_rows or kernels_give_the"
+CHOSEN = (
+    "frozen or any_number_of_rows or predicted_from or gives_the_rows or kernels_give_the"
+    " or code_agrees or planes_agree"
+)
 
 
 @pytest.mark.slow

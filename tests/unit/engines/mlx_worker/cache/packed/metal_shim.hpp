@@ -42,9 +42,9 @@ template <class T> std::vector<T> shown(T value) {
 
 inline float simd_shuffle_xor(float x, ushort mask) { return shown(x)[own_lane ^ mask]; }
 
-inline int simd_sum(int x) {
-    int total = 0;
-    for (int other : shown(x)) total += other;
+template <class T> T simd_sum(T x) {
+    T total = 0;
+    for (T other : shown(x)) total += other;
     return total;
 }
 

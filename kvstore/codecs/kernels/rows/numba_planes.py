@@ -1,0 +1,128 @@
+"""Attends to planes in numba functions; the counterpart of ``codecs.attention.planes``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+from kvstore.codecs.kernels.emit.dots import host_vectors
+from kvstore.codecs.kernels.emit.emitter import Emitter
+from kvstore.codecs.kernels.rows import attend_planes
+from kvstore.codecs.kernels.sources import SOURCES
+from kvstore.codecs.loops.numba_functions import array_of, compiled, tuple_items, tuple_of
+
+LANES = host_vectors().lanes
+TILE = attend_planes.TILE_VECTORS * LANES  # tokens
+
+
+def _intrinsic(emit: Callable[..., None]) -> Any:
+    """Make an intrinsic (number of bits, of queries, sources: all literal; addresses)."""
+
+    def typed(context: Any, bits: Any, queries: Any, sources: Any, at: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            numbers = tuple_items(builder, at, args[3])
+            emit(Emitter(builder, LANES), bits.literal_value, queries.literal_value, numbers)
+            return context.get_dummy_value()
+
+        return types.void(bits, queries, sources, at), generate
+
+    return intrinsic(prefer_literal=True)(typed)
+
+
+_products_of_tile = _intrinsic(attend_planes.emit_products)
+_add_tile = _intrinsic(attend_planes.emit_sums)
+
+
+@njit
+def _copy_rest(planes: Any, unit: int, tokens: int, rest: Any) -> None:
+    """Copy the bytes of all planes from the last whole tile on; the others of ``rest`` are zero."""
+    first = tokens // TILE * (TILE // 8)
+    for plane in range(planes.shape[1]):
+        for byte in range(first, planes.shape[2]):
+            rest[plane, byte - first] = planes[unit, plane, byte]
+
+
+def _products_function(bits: int, num_queries: int) -> Any:
+    sources = SOURCES
+
+    def products(planes: Any, place: Any, table: Any, query: Any, out: Any) -> None:
+        first, step = place
+        units, _, tokens = out.shape
+        columns, whole = query.shape[2], tokens - tokens % TILE
+        rest = np.zeros((planes.shape[1], TILE // 8), np.uint8)
+        last = np.empty((num_queries, TILE), np.float32)
+        steps = (planes.strides[1], step * planes.strides[1], columns, table.ctypes.data)
+        rest_steps = (TILE // 8, step * (TILE // 8), columns, table.ctypes.data)
+        for unit in range(units):
+            queries = (query.ctypes.data + unit * query.strides[0], query.strides[1])
+            begin = planes.ctypes.data + unit * planes.strides[0] + first * planes.strides[1]
+            target = out.ctypes.data + unit * out.strides[0]
+            for token in range(0, whole, TILE):
+                at = (begin + token // 8, *steps, *queries, target + 4 * token, out.strides[1])
+                _products_of_tile(bits, num_queries, sources, at)
+            if whole < tokens:
+                _copy_rest(planes, unit, tokens, rest)
+                begin = rest.ctypes.data + first * (TILE // 8)
+                ends = (last.ctypes.data, 4 * TILE)
+                _products_of_tile(bits, num_queries, sources, (begin, *rest_steps, *queries, *ends))
+                out[unit, :, whole:] = last[:, : tokens - whole]
+        rest[0, 0] = 0  # numba frees an array after its last use; its address does not count
+
+    return compiled(types.void, products, *_argument_types())
+
+
+def _sums_function(bits: int, num_queries: int) -> Any:
+    sources, lanes = SOURCES, LANES
+
+    def sums(planes: Any, place: Any, table: Any, weights: Any, out: Any) -> None:
+        first, step = place
+        units, _, tokens = weights.shape
+        columns, whole = out.shape[2], tokens - tokens % TILE
+        rest = np.zeros((planes.shape[1], TILE // 8), np.uint8)
+        last = np.zeros((num_queries, TILE), np.float32)
+        total = np.empty((columns, num_queries, lanes), np.float32)
+        steps = (planes.strides[1], step * planes.strides[1], columns, table.ctypes.data)
+        rest_steps = (TILE // 8, step * (TILE // 8), columns, table.ctypes.data)
+        for unit in range(units):
+            total[:] = 0
+            begin = planes.ctypes.data + unit * planes.strides[0] + first * planes.strides[1]
+            source = weights.ctypes.data + unit * weights.strides[0]
+            for token in range(0, whole, TILE):
+                given = (source + 4 * token, weights.strides[1], total.ctypes.data)
+                _add_tile(bits, num_queries, sources, (begin + token // 8, *steps, *given))
+            if whole < tokens:
+                _copy_rest(planes, unit, tokens, rest)
+                last[:, : tokens - whole] = weights[unit, :, whole:]
+                given = (last.ctypes.data, 4 * TILE, total.ctypes.data)
+                begin = rest.ctypes.data + first * (TILE // 8)
+                _add_tile(bits, num_queries, sources, (begin, *rest_steps, *given))
+            for q in range(num_queries):
+                for column in range(columns):
+                    out[unit, q, column] = total[column, q].sum()
+        rest[0, 0] = 0  # as in ``products``
+
+    return compiled(types.void, sums, *_argument_types())
+
+
+def _argument_types() -> tuple[Any, ...]:
+    planes = types.Array(types.uint8, 3, "C", readonly=True)
+    place = tuple_of(types.int64, types.int64)
+    given = types.Array(types.float32, 3, "A", readonly=True)
+    return planes, place, array_of(types.float32, 1), given, types.Array(types.float32, 3, "A")
+
+
+@functools.cache
+def products_kernel(bits: int, num_queries: int) -> Any:
+    """Compile the products of ``num_queries`` queries with columns of ``bits`` planes."""
+    return _products_function(bits, num_queries)
+
+
+@functools.cache
+def sums_kernel(bits: int, num_queries: int) -> Any:
+    """Compile the sums of columns of ``bits`` planes by ``num_queries`` lists of weights."""
+    return _sums_function(bits, num_queries)
