@@ -290,7 +290,7 @@ def of_papers() -> list[Claim]:
         ),
         Claim(
             "RaBitQ",
-            "products from counts of common bits are unbiased",
+            "products with keys of one bit are unbiased",
             f"slope {slope:.3f} (standard error {deviation:.3f}); {shrunk:.3f} with the factor of"
             " the least error, which costs a model less (see `rabitq` in [Methods](methods.md))",
             HOLDS if abs(slope - 1) < 4 * deviation else WRONG,
