@@ -12,6 +12,9 @@ they say nothing where a GPU does the work.
 
 "attending" is the same cache while attention reads packed rows as they are (``engine.hot_codec``
 takes this way where it is the faster one); otherwise it reads restored rows.
+
+*Asleep*: the milliseconds to pack all KV of a session for the cold store, and to make caches of
+what was packed, with a plain live cache and with a packed one; both give the same bytes' length.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -35,10 +38,13 @@ from benchmarks.stacks.product_stack import write_json
 from engines.calibration.corpus import held_out_texts
 from engines.config import EngineConfig
 from engines.mlx_worker.cache import kv_arrays
-from engines.mlx_worker.cache.layout import Caches, probe
+from engines.mlx_worker.cache.layout import CachePlan, Caches, probe
 from engines.mlx_worker.cache.packed.attention import attending
 from engines.mlx_worker.cache.packed_model import PackedCacheModel, with_packed_caches
 from engines.mlx_worker.model.loading import LoadedModel, load_model
+from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.rows.packed_codec import packed_codec
+from kvstore.codecs.rows.packed_layout import PackedLayout
 from launch.machine.blas import find_blas
 from launch.machine.folders import folders
 from launch.sample.sample_model import sample_model
@@ -123,8 +129,16 @@ def step_seconds(model: Any, caches: Caches, steps: int, rows: int) -> tuple[flo
     return statistics.median(wall[1:]), statistics.median(cpu[1:])
 
 
+class Live(NamedTuple):
+    """The model with caches that a codec keeps packed."""
+
+    name: str
+    model: PackedCacheModel
+    plan: CachePlan
+
+
 def one_length(
-    loaded: LoadedModel, lives: dict[str, PackedCacheModel], args: Any, n: int
+    loaded: LoadedModel, plain: CachePlan, lives: list[Live], args: Any, n: int
 ) -> list[Any]:
     tokens = text_of(loaded, n + args.scored)
     prefix, rest = tokens[:n], tokens[n:]
@@ -132,7 +146,7 @@ def one_length(
     ways: dict[str, Caches] = {"KVCache": exact}
     for num_bits in (3, 4):
         ways[f"QuantizedKVCache {num_bits} bits"] = quantized(exact, num_bits)
-    for name, live in lives.items():
+    for name, live, _ in lives:
         ways[f"{name}, after prefill"] = repacked(live, exact)
         ways[name] = ways[f"{name}, {ATTENDING}"] = fed(live, prefix)
     right = logits_after(loaded.model, exact, rest)
@@ -166,7 +180,35 @@ def one_length(
                 row[f"cpu_{rows}_rows"] = ratio(base_cpu, cpu)
         table.append(row)
         print(row, flush=True)
-    return table
+    return [*table, *(asleep(loaded, plain, live, exact, n, args) for live in lives)]
+
+
+def asleep(
+    loaded: LoadedModel, plain: CachePlan, live: Live, exact: Caches, n: int, args: Any
+) -> dict[str, Any]:
+    """Milliseconds of going to sleep and of waking, plain and packed, and how many times faster."""
+    caches, codec = repacked(live.model, exact), codec_by_name(live.name)
+    assert plain.layout is not None and isinstance(live.plan.layout, PackedLayout)
+    ways = {
+        "plain": (loaded.model, exact, codec, plain.layout),
+        "packed": (live.model, caches, packed_codec(codec, live.plan.layout), live.plan.layout),
+    }
+    took: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for _ in range(args.rounds):
+        for way, (model, held, packer, layout) in ways.items():
+            begun = time.perf_counter()
+            payload = packer.encode(kv_arrays.growing_run(held, n), layout, 0)
+            packed = time.perf_counter()
+            run = layout.empty(n)
+            packer.decode(memoryview(payload), layout, 0, run)
+            kv_arrays.rebuild(model, layout, run, None, n)
+            took[way].append((packed - begun, time.perf_counter() - packed))
+    row: dict[str, Any] = {"tokens": n, "asleep": live.name}
+    sleep, wake = ([1000 * min(x[i] for x in took[way]) for way in ways] for i in (0, 1))
+    for name, (of_plain, of_packed) in (("sleep", sleep), ("wake", wake)):
+        row |= {f"{name}_ms": round(of_packed, 1), f"{name}_faster": ratio(of_plain, of_packed)}
+    print(row, flush=True)
+    return row
 
 
 def ratio(one: float, other: float) -> float:
@@ -177,11 +219,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     path = Path(args.model) if args.model else sample_model(folders("", "", os.environ).cache)
     loaded = load_model(str(path))
     plan = probe(loaded.model)
-    lives = {
-        name: with_packed_caches(loaded.model, plan, EngineConfig(hot_codec=name))[0]
+    lives = [
+        Live(name, *with_packed_caches(loaded.model, plan, EngineConfig(hot_codec=name)))
         for name in args.codecs
-    }
-    rows = [row for n in args.tokens for row in one_length(loaded, lives, args, n)]
+    ]
+    rows = [row for n in args.tokens for row in one_length(loaded, plan, lives, args, n)]
     return {"rows": rows}
 
 

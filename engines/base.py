@@ -18,9 +18,11 @@ from engines.wire import CodecReport as CodecReport
 from engines.wire import EngineReport as EngineReport
 from engines.wire import Notice as Notice
 from engines.wire import SessionReport as SessionReport
+from engines.wire import TenantUses as TenantUses
 from engines.wire import Welcome as Welcome
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
+from kvstore.tenant_bytes import TenantLimits as TenantLimits
 
 SAVE_S: Final = 30.0  # at the end of a server
 
@@ -84,11 +86,35 @@ class HasReplicas(Protocol):
 
 
 @runtime_checkable
+class HasMembers(Protocol):
+    """An engine that is several, each of which can be asked by itself."""
+
+    @property
+    def members(self) -> Mapping[str, Engine]:
+        """The replicas that take requests now, by name."""
+
+
+@runtime_checkable
 class HasBudgets(Protocol):
     """An engine whose budgets can change while it runs, if ``Welcome.moves_budgets``."""
 
     async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
         """See ``engines.wire.SetBudgets``. Raises as verbs do; then it may be asked once more."""
+
+
+@runtime_checkable
+class LimitsTenants(Protocol):
+    """An engine that holds tenants to bytes of the tiers, if ``Welcome.limits_tenants``."""
+
+    @property
+    def shared_address(self) -> str:
+        """The address at which other gateways may use it, too; "" if it is this gateway's own."""
+
+    @property
+    def welcome(self) -> Welcome | None: ...
+
+    async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
+        """See ``engines.wire.LimitTenants``. Raises as verbs do."""
 
 
 class Upstream(Protocol):

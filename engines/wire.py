@@ -4,7 +4,7 @@ A frame is a four-byte big-endian length and a msgpack body of at most ``MAX_FRA
 gateway sends ``ControlRequest``; the engine answers each with one ``ControlReply`` of the same
 number, and may send ``Notice`` at any time. KV bytes never travel here.
 
-Every engine obeys all verbs, ``Measure`` and ``SetBudgets`` only if its ``Welcome`` says so.
+Every engine obeys all verbs, the last three only if its ``Welcome`` says so.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import msgspec
 
 from engines.config import CalibrationOrder
 from kvstore.codecs.quality import Quality
+from kvstore.kv_size import KVSize as KVSize
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
 from kvstore.stats import Members, Repacking
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 
 WIRE_VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
@@ -216,8 +218,14 @@ class SetBudgets(msgspec.Struct, frozen=True, tag="set_budgets"):
     ram_bytes: int
 
 
+class LimitTenants(msgspec.Struct, frozen=True, tag="limit_tenants"):
+    """Hold tenants to bytes of the tiers from now on; a tier that is not named has no limits."""
+
+    tiers: dict[TierName, TenantLimits]
+
+
 Verb: TypeAlias = (Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessions | GetStats) | (
-    Adopt | Measure | SetBudgets
+    Adopt | Measure | SetBudgets | LimitTenants
 )
 
 
@@ -246,24 +254,6 @@ class FillIn(msgspec.Struct, frozen=True):
         return f"{self.before}{prefix}{self.between}{suffix}{self.after}"
 
 
-class KVSize(msgspec.Struct, frozen=True):
-    """The bytes that a session's KV takes, by its tokens. Sizes of several parts add up."""
-
-    per_token: int = 0  # in layers that keep every token
-    windows: tuple[tuple[int, int], ...] = ()  # bytes per token, and of so many tokens at most
-    fixed: int = 0  # recurrent states
-
-    def of(self, num_tokens: int) -> int:
-        """Count the bytes of a session of ``num_tokens``."""
-        windows = sum(nbytes * min(num_tokens, longest) for nbytes, longest in self.windows)
-        return self.per_token * num_tokens + windows + (self.fixed if num_tokens else 0)
-
-    def __add__(self, other: KVSize) -> KVSize:
-        return KVSize(
-            self.per_token + other.per_token, self.windows + other.windows, self.fixed + other.fixed
-        )
-
-
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     """The answer to ``Hello``: the engine describes itself."""
 
@@ -277,6 +267,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     template: TemplateRules = TemplateRules()
     can_measure: bool = False  # it obeys ``Measure``
     moves_budgets: bool = False  # it obeys ``SetBudgets``
+    limits_tenants: bool = False  # it obeys ``LimitTenants``
     live_kv: KVSize | None = None  # as this engine keeps it; None: not reported
     # With two bytes for each value of K and V, in every dtype of the engine, and recurrent states
     # as they are: what packed bytes are compared with.
@@ -315,6 +306,12 @@ class Adopted(msgspec.Struct, frozen=True, tag="adopted"):
     codec: CodecReport
 
 
+class TenantUses(msgspec.Struct, frozen=True, tag="tenant_uses"):
+    """The answer to ``LimitTenants``: the use of each tenant with a limit, by tier and tenant."""
+
+    tiers: dict[TierName, dict[str, TenantUse]]
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The answer to any verb that failed or is not allowed."""
 
@@ -322,7 +319,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     code: Literal["", "pin_limit"] = ""  # set for refusals that are not failures
 
 
-VerbAnswer: TypeAlias = Welcome | Done | Sessions | Stats | Adopted | Refused
+VerbAnswer: TypeAlias = Welcome | Done | Sessions | Stats | Adopted | TenantUses | Refused
 
 
 class ControlRequest(msgspec.Struct, frozen=True, tag="request"):

@@ -27,6 +27,7 @@ from gateway.front import FrontMiddleware
 from gateway.keys import Tenants
 from gateway.limits.key_limits import KeyLimits, usual_limits
 from gateway.limits.shared_limits import SharedLimits
+from gateway.limits.tier_bytes import TierBytes
 from gateway.live.places import StreamPlaces
 from gateway.metrics import Metrics
 from gateway.models.loading import Loading
@@ -87,6 +88,13 @@ def create_app(
         keys=KeyList(tenants, config),
         event_places=StreamPlaces(config.max_event_streams),
     )
+    gateway.limits.tier_bytes = TierBytes(
+        gateway.models.engines,
+        tenants,
+        lambda: gateway.limits.usual,
+        shared,
+        metrics.tenants_full,
+    )
     if shared is not None:
         shared.sessions_of = gateway.session_names
         shared.on_change = metrics.limits_shared
@@ -146,6 +154,9 @@ def _lifespan(
         if gateway.limits.shared is not None:
             sharing = _again_and_again(gateway.limits.shared.run, "sharing keys' limits")
             housekeeping.append(asyncio.create_task(sharing, name="shared-limits"))
+        if (tier_bytes := gateway.limits.tier_bytes) is not None:
+            holding = _again_and_again(tier_bytes.run, "holding tenants to their bytes")
+            housekeeping.append(asyncio.create_task(holding, name="tier-bytes"))
         gateway.stored.start()
         try:
             yield

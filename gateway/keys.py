@@ -15,14 +15,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from engines.base import SessionRef
+from engines.base import SessionRef, TierName
 from engines.headers import MAX_WEIGHT
 from engines.openai.requests import InvalidRequest
 
 KEY_PREFIX = "tc-"
 ANONYMOUS = "local"
 WEIGHT = "weight"  # a word of a key's line, beside its limits
-_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s+[a-z_]+=[0-9]{1,12})*)")
+_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s+[a-z_]+=[0-9]{1,15})*)")
 
 
 class BadKeyLine(Exception):
@@ -30,12 +30,19 @@ class BadKeyLine(Exception):
 
 
 class Limits(NamedTuple):
-    """The limits of one key; 0 = any number. ``sessions`` are its tenant's."""
+    """The limits of one key; 0 = any number. ``sessions`` and bytes of tiers are its tenant's."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     concurrent_requests: int = 0
     sessions: int = 0
+    ram_bytes: int = 0
+    disk_bytes: int = 0
+    redis_bytes: int = 0
+
+    def bytes_of(self, tier: TierName) -> int:
+        """Return the limit of a tier's bytes."""
+        return {"ram": self.ram_bytes, "disk": self.disk_bytes, "redis": self.redis_bytes}[tier]
 
 
 class Tenant(NamedTuple):
@@ -172,6 +179,20 @@ class Tenants:
         salt = self.salt_of(found.tenant)
         weight = max(x.weight for x in keys if x.tenant == found.tenant)
         return Tenant(found.tenant, salt, _id_of(found), found.limits, found.admin, weight)
+
+    def bytes_of(self, tier: TierName, usual: Limits) -> dict[str, int]:
+        """Return how many bytes of a tier each tenant may hold: the most that one of its keys says.
+
+        Tenants that may hold any number are left out.
+        """
+        if not self._keys:
+            found = {ANONYMOUS: [usual.bytes_of(tier)]}
+        else:
+            found = {}
+            for key in (*self._keys, *self._admin_keys):
+                nbytes = (key.limits or usual).bytes_of(tier)
+                found.setdefault(key.tenant, []).append(nbytes)
+        return {name: max(each) for name, each in found.items() if all(each)}
 
     def operator(self) -> Tenant:
         """Return who may open the admins' socket: an admin without a key."""

@@ -185,6 +185,9 @@ class Metrics:
         words = "1 while keys' limits hold over all gateways of one Redis; 0: at this one alone."
         self._shared_limits = Gauge("thermocline_limits_shared", words, registry=self._registry)
         self.defined.append(Defined("thermocline_limits_shared", "gauge", (), words))
+        words = "Tenants that hold nine tenths or more of the bytes that they may."
+        self._full = Gauge("thermocline_tenants_full", words, ("tier",), registry=self._registry)
+        self.defined.append(Defined("thermocline_tenants_full", "gauge", ("tier",), words))
         self._connection_ends = self._counter(
             "thermocline_connections_ended", "Connections refused or cut.", ("reason",)
         )
@@ -200,6 +203,10 @@ class Metrics:
     def limits_shared(self, is_shared: bool) -> None:
         """Note whether keys' limits are shared with other gateways."""
         self._shared_limits.set(is_shared)
+
+    def tenants_full(self, tier: str, number: int) -> None:
+        """Note how many tenants hold nearly all that they may of a tier."""
+        self._full.labels(tier).set(number)
 
     # ---- scheduler.observer.Observer
 

@@ -74,6 +74,9 @@ async def list_sessions(request: Request) -> Response:
         listed["next"] = f"{i}/{place[0]!r}/{place[1]}"
     else:
         await _add_elsewhere(request, tenant, listed, limit - len(rows), beyond)
+    limits = gateway_of(request).limits.tier_bytes
+    if limits is not None and (used := limits.used(tenant.name)):
+        listed["tier_bytes"] = {tier: x._asdict() for tier, x in used.items()}
     if unlisted := [x.label for x in models if not x.is_listed]:
         listed["unlisted_models"] = unlisted  # not loaded since the server's start
     return _json(listed)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvstore.errors import TierUnavailable
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 
@@ -79,6 +80,10 @@ class FaultyTier:
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         return self.inner.why_evicted(keys)
+
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse]:
+        self._call("limit_tenants")
+        return self.inner.limit_tenants(limits)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._call("touch")

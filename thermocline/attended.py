@@ -39,8 +39,8 @@ class AttendedRows(Protocol):
     first_tokens: np.ndarray  # fp32 (heads, up to 4, values of a row without those zeros)
     kept: Sequence[KeptToken]
 
-    def products(self, query: np.ndarray, out: np.ndarray) -> None:
-        """Writes products with the tokens after the first ones to ``out``.
+    def products(self, query: np.ndarray, out: np.ndarray, exact: bool) -> None:
+        """Writes products with the tokens after the first ones to ``out``; see ``Method.scores``.
 
         ``query``: fp32 (heads, queries, dim). ``out``: fp32 (heads, queries, tokens). Kept rows
         count as zero.
@@ -84,8 +84,9 @@ class _Rotated:
             for head, token, bits in zip(heads, tokens, stored.reshape(-1, self.dim), strict=True)
         ]
 
-    def products(self, query: np.ndarray, out: np.ndarray) -> None:
-        self._attention.scores(query, self._codes, self._scales, out)
+    def products(self, query: np.ndarray, out: np.ndarray, exact: bool) -> None:
+        multiply = self._attention.scores if exact else self._attention.near_scores
+        multiply(query, self._codes, self._scales, out)
 
     def sums(self, weights: np.ndarray) -> np.ndarray:
         out = np.zeros((*weights.shape[:2], self.dim), np.float32)
@@ -113,7 +114,7 @@ class _Stacked:
                 for unit, token, bits in self._stack.kept
             ]
 
-    def products(self, query: np.ndarray, out: np.ndarray) -> None:
+    def products(self, query: np.ndarray, out: np.ndarray, exact: bool) -> None:
         if self._stack is not None:
             out[...] = self._stack.source.products(query)
 

@@ -32,6 +32,7 @@ from engines.wire import (
     EngineReport,
     Forget,
     GetStats,
+    LimitTenants,
     ListSessions,
     Measure,
     Notice,
@@ -42,11 +43,13 @@ from engines.wire import (
     Sessions,
     SetBudgets,
     Stats,
+    TenantUses,
     TierName,
     Unpin,
     Verb,
     Welcome,
 )
+from kvstore.tenant_bytes import TenantLimits
 
 ANSWER_S = 15.0  # verbs that only look
 MOVE_S = 90.0  # verbs that move KV
@@ -58,6 +61,7 @@ class EngineClient:
     def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
         """``env`` is unused here: it is for engines that are started by us."""
         url, control = worker.engine.url, worker.engine.control
+        self.shared_address = url  # where other gateways may use it, too; "" if they cannot
         self._address = HttpAddress(f"{worker.runtime_dir}/http.sock", url)
         self._bearer = {"authorization": f"Bearer {worker.token}"}
         self._stall_timeout_s = worker.engine.stall_timeout_s
@@ -216,6 +220,14 @@ class EngineClient:
         answer = await self._link.ask(verb, MOVE_S)
         if not isinstance(answer, Stats):
             raise _odd_answer(verb, answer)
+
+    async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
+        """See ``engines.base.LimitsTenants``."""
+        verb = LimitTenants(dict(tiers))
+        answer = await self._link.ask(verb, ANSWER_S)
+        if not isinstance(answer, TenantUses):
+            raise _odd_answer(verb, answer)
+        return answer
 
     def notices(self) -> AsyncIterator[Notice | None]:
         return self._link.notices.read()

@@ -6,7 +6,8 @@ A token is a word. A session's KV is its list of words, at a made-up number of b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,10 +22,13 @@ from engines.wire import (
     Notice,
     SessionRef,
     SessionReport,
+    TenantUses,
     TierName,
     TierReport,
 )
+from kvstore.session import TIER_NAMES
 from kvstore.stats import Repacking
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 
 HOT_BYTES_PER_TOKEN = 1000
 COLD_BYTES_PER_TOKEN = 200
@@ -71,6 +75,8 @@ class FakeSessions:
         self._measured_at = 0.0
         self._num_unpacked = 0
         self._num_repacked = 0
+        self._limits: dict[TierName, TenantLimits] = {}
+        self._missed: Counter[str] = Counter()  # bytes by tenant
         self._counters = {"turns": 0, "saves": 0, "restores": 0, "misses": 0, "evictions": 0}
 
     def listen(self, notify: Callable[[Notice], None]) -> None:
@@ -107,6 +113,7 @@ class FakeSessions:
         session.words, session.hot, session.tier = words, True, "ram"
         session.last_used = self._clock()
         self._counters["saves"] += 1
+        self._keep_to_limits(ref.tenant)
         self._notify(Notice("turn", self._report(session)))
         self._notify(Notice("saved", self._report(session)))
         self._evict()
@@ -159,6 +166,33 @@ class FakeSessions:
     async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
         self._capacity_bytes = hot_bytes
         self._evict()
+
+    async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
+        self._limits = dict(tiers)
+        for tenant in {x.ref.tenant for x in self._sessions.values()}:
+            self._keep_to_limits(tenant)
+        missed, self._missed = self._missed, Counter()
+        uses: dict[TierName, dict[str, TenantUse]] = {name: {} for name in TIER_NAMES}
+        for tenant in {x.ref.tenant for x in self._sessions.values()} | missed.keys():
+            for name, of_tier in uses.items():
+                of_tier[tenant] = TenantUse(self._held(tenant, name), missed[tenant])
+        return TenantUses(uses)
+
+    def _held(self, tenant: str, tier: TierName) -> int:
+        of_tenant = (x for x in self._sessions.values() if x.ref.tenant == tenant)
+        return sum(x.cold_bytes for x in of_tenant if x.tier == tier)
+
+    def _keep_to_limits(self, tenant: str) -> None:
+        """Drop the tenant's oldest cold copies beyond its limits."""
+        for tier, limits in self._limits.items():
+            cold = [x for x in self._sessions.values() if x.ref.tenant == tenant and x.tier == tier]
+            cold.sort(key=lambda x: x.last_used)
+            limit = limits.of(tenant)
+            while cold and limit is not None and self._held(tenant, tier) > limit:
+                session = cold.pop(0)
+                self._missed[tenant] += session.cold_bytes
+                session.tier = None
+                self._notify(Notice("lost", self._report(session), "limit"))
 
     async def sessions(self) -> list[SessionReport]:
         return [self._report(x) for x in self._sessions.values()]

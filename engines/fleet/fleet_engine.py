@@ -119,14 +119,18 @@ class FleetEngine:
         """The state of each replica; see ``engines.base.HasReplicas``."""
         return [x.state for x in self._replicas]
 
+    @property
+    def members(self) -> Mapping[str, Engine]:
+        """See ``engines.base.HasMembers``."""
+        return {x.name: x.engine for x in self._replicas if x.takes}
+
     # ---- life
 
     @property
     def welcome(self) -> Welcome | None:
         if not self.ready:
             return None
-        if self._welcome is None:
-            self._welcome = self._joined()
+        self._welcome = self._welcome or self._joined()
         return self._welcome
 
     def _joined(self) -> Welcome | None:
@@ -244,6 +248,11 @@ class FleetEngine:
             return replica
         raise EngineUnavailable(self.trouble)
 
+    def _there(self) -> list[Replica]:
+        if found := [x for x in self._replicas if x.takes]:
+            return found
+        raise EngineUnavailable(self.trouble)
+
     # ---- control
 
     async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
@@ -264,9 +273,7 @@ class FleetEngine:
 
     async def forget(self, session: SessionRef) -> SessionReport | None:
         """See ``engines.base.Engine``. Replicas that are away forget it when they are back."""
-        there = [x for x in self._replicas if x.takes]
-        if not there:
-            raise EngineUnavailable(self.trouble)
+        there = self._there()
         for replica in self._replicas:
             self._owe(replica, session)
         self._choice.forget(session)
@@ -292,9 +299,7 @@ class FleetEngine:
         return report
 
     async def sessions(self) -> list[SessionReport]:
-        there = [x for x in self._replicas if x.takes]
-        if not there:
-            raise EngineUnavailable(self.trouble)
+        there = self._there()
         listed = await asyncio.gather(*(x.engine.sessions() for x in there))
         best: dict[tuple[str, str], tuple[tuple[bool, bool, float], Replica, SessionReport]] = {}
         for replica, reports in zip(there, listed, strict=True):
@@ -324,10 +329,7 @@ class FleetEngine:
         return joined_report(known, sum((x.counters for x in self._replicas), gone))
 
     async def adopt(self) -> CodecReport:
-        there = [x for x in self._replicas if x.takes]
-        if not there:
-            raise EngineUnavailable(self.trouble)
-        return (await asyncio.gather(*(x.engine.adopt() for x in there)))[0]
+        return (await asyncio.gather(*(x.engine.adopt() for x in self._there())))[0]
 
     async def measure(self, order: CalibrationOrder | None = None) -> CodecReport:
         """See ``engines.base.Engine``. One replica measures; all adopt what it found."""

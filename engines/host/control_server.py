@@ -2,7 +2,7 @@
 
 One server for every engine, which hands it its own ``SessionVerbs``. It runs inside the engine's
 process, for vLLM in an environment that holds little of ours, so it needs nothing but the standard
-library, ``engines.wire`` and ``kvstore.errors``.
+library, ``engines.wire`` and a few modules of ``kvstore`` without arrays.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from hmac import compare_digest
 from pathlib import Path
@@ -32,6 +32,7 @@ from engines.wire import (
     Forget,
     GetStats,
     Hello,
+    LimitTenants,
     ListSessions,
     Measure,
     Notice,
@@ -43,6 +44,7 @@ from engines.wire import (
     Sessions,
     SetBudgets,
     Stats,
+    TenantUses,
     TierName,
     Unpin,
     Verb,
@@ -54,6 +56,7 @@ from engines.wire import (
     read_request,
 )
 from kvstore.errors import PinLimit
+from kvstore.tenant_bytes import TenantLimits
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 logger = logging.getLogger(__name__)
@@ -116,6 +119,13 @@ class Budgeted(Protocol):
     """The verb of engines whose budgets can change while they run; their welcome says so."""
 
     async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None: ...
+
+
+@runtime_checkable
+class LimitsTenants(Protocol):
+    """The verb of engines that hold tenants to bytes of the tiers; their welcome says so."""
+
+    async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses: ...
 
 
 class ControlServer:
@@ -229,6 +239,8 @@ class ControlServer:
             case SetBudgets() if isinstance(self._verbs, Budgeted):
                 await self._verbs.set_budgets(verb.hot_bytes, verb.ram_bytes)
                 return Stats(await self._verbs.stats())
+            case LimitTenants() if isinstance(self._verbs, LimitsTenants):
+                return await self._verbs.limit_tenants(verb.tiers)
             case _:
                 return Refused(f"{type(verb).__name__} is not known here")
 

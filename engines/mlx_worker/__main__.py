@@ -236,6 +236,7 @@ async def _welcome(
         template=rules,
         can_measure=can_measure,
         moves_budgets=True,
+        limits_tenants=True,
         live_kv=live,
         bf16_kv=bf16,
         fill_in=fill_in_of(owner.loaded.tokenizer.get_vocab()),

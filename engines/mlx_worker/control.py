@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, TypeAlias
 
 import mlx.core as mx
@@ -27,6 +27,7 @@ from engines.wire import (
     Notice,
     RequestProgress,
     SessionReport,
+    TenantUses,
     TierReport,
     absent,
 )
@@ -35,6 +36,7 @@ from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef, TierName
 from kvstore.stats import Repacking, StoreStats
 from kvstore.store.records import SessionRecord
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import TierStats
 
 logger = logging.getLogger(__name__)
@@ -264,6 +266,11 @@ class MlxVerbs:
             if time.monotonic() > until:
                 raise TimeoutError("more than the new budget is still in use; ask again")
             await asyncio.sleep(SHRINK_LOOK_S)
+
+    async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
+        """Hold tenants to bytes of the tiers; see ``engines.wire.LimitTenants``."""
+        store = self._owner.store
+        return TenantUses(await asyncio.to_thread(store.limit_tenants, tiers) if store else {})
 
     def _holds_to(self, hot_bytes: int) -> bool:
         """Take a budget over, and make room for it. On the owner thread."""

@@ -20,6 +20,7 @@ from kvstore.codecs.quality import Quality
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
 from kvstore.store.resting import BlockRuns
+from kvstore.tenant_bytes import TenantUse
 
 
 class RankSession(msgspec.Struct, frozen=True):
@@ -180,6 +181,7 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
     sessions: list[RankSession]
     stats: StoreStats | None = None
     codec: CodecReport | None = None  # in answers to ``GetStats``, ``Adopt`` and ``Measure``
+    tenants: dict[TierName, dict[str, TenantUse]] = {}  # in answers to ``LimitTenants``
     error: str = ""
     pin_limit: str = ""  # the reason why a pin was refused
     more: bool = False  # more sessions come in the next message

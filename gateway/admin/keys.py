@@ -35,6 +35,9 @@ class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     sessions: int | None = None
+    ram_bytes: int | None = None
+    disk_bytes: int | None = None
+    redis_bytes: int | None = None
 
 
 @router.get("/admin/keys")

@@ -125,6 +125,7 @@ VERBS: Final[dict[str, str]] = {
     "stats": "the gateway's own, at a fixed pace",
     "adopt": "the gateway's own, after a calibration",
     "set_budgets": "the gateway's own, when a model is loaded or unloaded, one at a time",
+    "limit_tenants": "the gateway's own, at a fixed pace, where tenants have limits of bytes",
     "measure": "an admin's; one measurement runs at a time, in idle steps",
 }
 

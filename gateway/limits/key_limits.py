@@ -21,6 +21,7 @@ from gateway.keys import Limits, Tenant
 from gateway.limits.accounts import Account
 from gateway.limits.shared_limits import SharedLimits
 from gateway.limits.stock import Stock
+from gateway.limits.tier_bytes import TierBytes
 
 MINUTE_S = 60.0
 KEY_SHARE = "key_share"  # where a request's share is in the scope's state
@@ -76,6 +77,9 @@ def usual_limits(config: GatewayConfig) -> Limits:
         config.tokens_per_minute,
         config.concurrent_requests,
         config.sessions_per_tenant,
+        config.tenant_ram_bytes,
+        config.tenant_disk_bytes,
+        config.tenant_redis_bytes,
     )
 
 
@@ -91,6 +95,7 @@ class KeyLimits:
         """``usual``: see ``usual_limits``; ``shared``: where the limits are of all gateways."""
         self.shared = shared
         self.usual = usual  # may be replaced at any time
+        self.tier_bytes: TierBytes | None = None  # set by the app
         self._clock = clock
         self._counts: dict[str, _Counts] = {}
         self._coming: dict[str, Counter[str]] = {}  # by tenant: the sessions of running requests
@@ -114,6 +119,8 @@ class KeyLimits:
         """
         if not account.requests:
             return
+        if self.tier_bytes is not None:
+            self.tier_bytes.seen(tenant.name)
         limits = self.of(tenant)
         counts = self._counts.get(tenant.key_id)
         if counts is None:

@@ -13,13 +13,13 @@ Reply: TypeAlias = Any
 
 MAX_GATEWAYS: Final = 1000  # with more entries than that the counts are not believed
 
-_NOW: Final = """
+NOW: Final = """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 """
 # A bucket: takes out the number owed, then the number wanted, or as much of it as is there. If the
 # number wanted is below 0, it is put back. ARGV: the bucket's capacity, owed, wanted.
-_TAKE: Final = f"""{_NOW}
+_TAKE: Final = f"""{NOW}
 local most, owed, wanted = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local seen = redis.call('HMGET', KEYS[1], 'level', 'at')
 local level, at = tonumber(seen[1]) or most, tonumber(seen[2]) or now
@@ -36,7 +36,7 @@ return {{tostring(given), tostring(level)}}
 """
 # Places: those that this gateway has from now on, and those that others have.
 # ARGV: of all, gateway, used, wanted, lease in ms.
-_PLACES: Final = f"""{_NOW}
+_PLACES: Final = f"""{NOW}
 local most, used, wanted = tonumber(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4])
 if redis.call('HLEN', KEYS[1]) > {MAX_GATEWAYS} then return redis.error_reply('too many') end
 local others, all, lease = 0, redis.call('HGETALL', KEYS[1]), tonumber(ARGV[5])
@@ -61,7 +61,7 @@ redis.call('PEXPIRE', KEYS[1], 10 * lease)
 return {{given, others}}
 """
 # One more session. ARGV: of all, its name, lease in ms.
-_CLAIM: Final = f"""{_NOW}
+_CLAIM: Final = f"""{NOW}
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 redis.call('ZREMRANGEBYSCORE', KEYS[1], now + 10 * tonumber(ARGV[3]), '+inf')
 local there = redis.call('ZSCORE', KEYS[1], ARGV[2])
@@ -71,12 +71,12 @@ redis.call('PEXPIRE', KEYS[1], 10 * tonumber(ARGV[3]))
 return 1
 """
 # Sessions that are there. ARGV: lease in ms, their names.
-_KEEP: Final = f"""{_NOW}
+_KEEP: Final = f"""{NOW}
 for i = 2, #ARGV do redis.call('ZADD', KEYS[1], now + tonumber(ARGV[1]), ARGV[i]) end
 redis.call('PEXPIRE', KEYS[1], 10 * tonumber(ARGV[1]))
 return 1
 """
-_SPACE: Final = "thermocline:limits:"
+SPACE: Final = "thermocline:limits:"
 
 
 class Taken(NamedTuple):
@@ -88,7 +88,7 @@ class Taken(NamedTuple):
 
 def take(name: str, most: int, owed: float, wanted: float) -> Command:
     """Take from a bucket that fills with ``most`` in a minute, and holds as much."""
-    return "EVAL", _TAKE, 1, _SPACE + name, most, f"{owed:.6f}", f"{wanted:.6f}"
+    return "EVAL", _TAKE, 1, SPACE + name, most, f"{owed:.6f}", f"{wanted:.6f}"
 
 
 def read_taken(reply: Reply, most: int) -> Taken:
@@ -104,22 +104,22 @@ def read_taken(reply: Reply, most: int) -> Taken:
 
 def places(name: str, most: int, gateway: str, used: int, wanted: int, lease_ms: int) -> Command:
     """Have so many places, ``used`` of them in any case, for a time."""
-    return "EVAL", _PLACES, 1, _SPACE + name, most, gateway, used, wanted, lease_ms
+    return "EVAL", _PLACES, 1, SPACE + name, most, gateway, used, wanted, lease_ms
 
 
 def claim(name: str, most: int, session: str, lease_ms: int) -> Command:
     """Open a session, if there is room for one more or it is there."""
-    return "EVAL", _CLAIM, 1, _SPACE + name, most, session, lease_ms
+    return "EVAL", _CLAIM, 1, SPACE + name, most, session, lease_ms
 
 
 def keep(name: str, sessions: list[str], lease_ms: int) -> Command:
     """Say that these sessions are still there."""
-    return "EVAL", _KEEP, 1, _SPACE + name, lease_ms, *sessions
+    return "EVAL", _KEEP, 1, SPACE + name, lease_ms, *sessions
 
 
 def drop(name: str, sessions: list[str]) -> Command:
     """Say that these sessions are gone."""
-    return "ZREM", _SPACE + name, *sessions
+    return "ZREM", SPACE + name, *sessions
 
 
 def read_places(reply: Reply, most: int) -> int:

@@ -77,8 +77,8 @@ class SharedLimits:
         on_change: Callable[[bool], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ask = ask
-        self._name_of = name_of
+        self.ask = ask
+        self.name_of = name_of
         self.on_change = on_change
         # Lists a tenant's sessions here; set by the app.
         self.sessions_of: Callable[[str], Collection[str]] = lambda tenant: ()
@@ -99,7 +99,7 @@ class SharedLimits:
             return None
         stock = self._stocks.get(tenant.key_id)
         if stock is None:
-            name = self._name_of(tenant.key_id or tenant.name)
+            name = self.name_of(tenant.key_id or tenant.name)
             stock = self._stocks[tenant.key_id] = Stock(name, limits, self._clock)
         elif stock.limits != limits:
             stock.limit_to(limits)
@@ -171,7 +171,7 @@ class SharedLimits:
         questions = self._questions()
         commands: list[Command] = [command for command, _ in questions] or [("PING",)]
         try:
-            replies = await asyncio.to_thread(self._ask, commands)
+            replies = await asyncio.to_thread(self.ask, commands)
             if questions:
                 for (_, answered), reply in zip(questions, replies, strict=True):
                     answered(reply)
@@ -216,7 +216,7 @@ class SharedLimits:
         ]
 
     def _sessions_name(self, tenant: str) -> str:
-        return f"{self._name_of(tenant)}:sessions"
+        return f"{self.name_of(tenant)}:sessions"
 
     def _change(self, is_shared: bool, why: str = "") -> None:
         if is_shared == self.is_shared and self._is_reported:

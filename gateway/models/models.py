@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from engines.base import HasMembers, LimitsTenants
 from engines.openai.errors import unknown_model
 from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.models.served_model import ServedModel
@@ -58,6 +59,17 @@ class Models:
         if asked in config.model_aliases or ANY_MODEL in config.model_aliases:
             return self.default
         raise unknown_model(asked[:100], *self.names())
+
+    def engines(self) -> dict[str, LimitsTenants]:
+        """Return all engines that can hold tenants to bytes, by name; each replica by itself."""
+        found: dict[str, LimitsTenants] = {}
+        for i, model in enumerate(self._models):
+            engine: object = model.engine
+            each = engine.members if isinstance(engine, HasMembers) else {"": engine}
+            for name, x in each.items():
+                if isinstance(x, LimitsTenants):
+                    found[x.shared_address or f"{i}/{name}"] = x
+        return found
 
     def names(self) -> list[str]:
         """List the models' names. Raises ``EngineUnavailable`` as ``ServedModel.name`` does."""

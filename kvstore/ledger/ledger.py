@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Generic
 
 from kvstore.blobs.chain import RECORD
@@ -29,8 +29,9 @@ from kvstore.ledger.upkeep import Upkeep
 from kvstore.ledger.write_behind import WriteBehind
 from kvstore.members.company import ALONE, Company
 from kvstore.periodic import Periodic
-from kvstore.session import SessionRef
+from kvstore.session import SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
+from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
 from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 
@@ -237,6 +238,23 @@ class Ledger(Generic[R]):
     def record_key(self, session: SessionRef) -> bytes:
         """The key under which the session's record is stored."""
         return self.kind.key(session.tenant, session.id)
+
+    def limit_tenants(
+        self, limits: Mapping[TierName, TenantLimits]
+    ) -> dict[TierName, dict[str, TenantUse]]:
+        """Hold tenants to bytes of tiers; return the use of those with a limit, by tier.
+
+        Tiers that do not answer, and those with sessions of earlier lives that are not known yet,
+        are left out: what their tenants hold is not known.
+        """
+        found: dict[TierName, dict[str, TenantUse]] = {}
+        for i, name in enumerate(self.stack.names):
+            uses = None
+            if i not in self._to_load:
+                uses = self.stack.limit_tenants(i, limits.get(name, NO_LIMITS))
+            if uses is not None:
+                found[name] = uses
+        return found
 
     # ---- codecs
 

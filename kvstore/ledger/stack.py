@@ -19,6 +19,7 @@ from kvstore.blobs.codec_tags import CodecTags, tag_of, tagged
 from kvstore.errors import TierUnavailable
 from kvstore.session import SHARED_TIERS, TIER_NAMES, TierName
 from kvstore.stats import Counters
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 T = TypeVar("T")
@@ -289,8 +290,16 @@ class TierStack:
         for i in levels:
             causes = set(self._tiers[i].why_evicted(self._tags[i].all([key]))) - {None}
             if causes:
-                return "share" if "share" in causes else "budget"
+                return next(x for x in ("limit", "share", "budget") if x in causes)
         return None
+
+    def limit_tenants(self, i: int, limits: TenantLimits) -> dict[str, TenantUse] | None:
+        """Hold tenants to limits in one tier; None if it is not available."""
+        try:
+            return self._tiers[i].limit_tenants(limits)
+        except TierUnavailable:
+            self._count_down(i)
+            return None
 
     def stats(self) -> list[TierStats]:
         return [x.stats() for x in self._tiers]

@@ -12,7 +12,7 @@ decides which are evicted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Generic
 
 from kvstore.blobs.codec_set import CodecSet
@@ -23,6 +23,7 @@ from kvstore.ledger.record import R
 from kvstore.ledger.repacking import OnPacked
 from kvstore.session import SessionRef, TierName
 from kvstore.stats import Counters
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.workers import Workers
 
 CLOSE_FLUSH_S: Final = 10.0
@@ -96,6 +97,15 @@ class Store(ABC, Generic[R]):
         See ``kvstore.ledger.notices``. The call comes within a minute.
         """
         self.ledger.notices.listen(on_notice)
+
+    def limit_tenants(
+        self, limits: Mapping[TierName, TenantLimits]
+    ) -> dict[TierName, dict[str, TenantUse]]:
+        """Hold tenants to bytes of tiers from now on; return what they hold there. Blocks.
+
+        A tier that is not named has no limits. See ``Ledger.limit_tenants``.
+        """
+        return {} if self._closed else self.ledger.limit_tenants(limits)
 
     # ---- codecs
 

@@ -19,9 +19,12 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from kvstore.tenant_bytes import TenantLimits, TenantUse
+
 # "budget": there was no space for it. "share": its tenant held more than is guaranteed to it, and
-# another tenant wrote, or had older bytes that were guaranteed.
-EvictionCause: TypeAlias = Literal["budget", "share"]
+# another tenant wrote, or had older bytes that were guaranteed. "limit": its tenant may hold no
+# more.
+EvictionCause: TypeAlias = Literal["budget", "share", "limit"]
 MAX_REMEMBERED: Final = 1 << 14
 Blob = bytes | bytearray | memoryview
 
@@ -130,6 +133,16 @@ class Tier(Protocol):
         """Assign blobs that an earlier run left here to their owner; absent ones are ignored.
 
         ``idle_s``: for how many seconds the owner has used none of them; see ``tenant_parts``.
+        """
+
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse]:
+        """Hold tenants to these limits from now on; return the use of each that has one.
+
+        A tenant beyond its limit loses its least recent blobs now, and a blob that does not fit
+        beside its pinned ones is refused.
+
+        Raises:
+            TierUnavailable: the limits are set, but blobs beyond them may still exist.
         """
 
     def touch(self, keys: Sequence[bytes]) -> None:

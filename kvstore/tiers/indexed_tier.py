@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import EvictionCause
 from kvstore.tiers.lru import RecencyIndex
 
 
-class IndexedTier:
+class IndexedTier(ABC):
     """The methods of ``Tier`` that a ``RecencyIndex`` implements, under the lock of the tier."""
 
     _index: RecencyIndex
@@ -23,6 +25,15 @@ class IndexedTier:
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         with self._lock:
             self._index.own(owner, keys, idle_s)
+
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse]:
+        self._apply_limits(limits)
+        with self._lock:
+            return self._index.take_uses()
+
+    @abstractmethod
+    def _apply_limits(self, limits: TenantLimits) -> None:
+        """Set the limits, and remove blobs that are beyond them. Takes the locks of a writer."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:

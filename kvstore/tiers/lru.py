@@ -11,7 +11,8 @@ useless once a blob before it is gone:
 * Pinned keys are not in the order; the last ``unpin`` brings them back as just used.
 
 A fourth rule makes it fair: while other tenants write, a tenant's guaranteed part of the budget is
-left out of the order (``tenant_parts``).
+left out of the order (``tenant_parts``). A fifth one bounds it: a tenant with a limit never holds
+more than that beside its pinned blobs; its own least recent blobs make way for its new ones.
 
 Not thread-safe: the owning tier calls it under its own lock.
 """
@@ -19,10 +20,11 @@ Not thread-safe: the owning tier calls it under its own lock.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
 from kvstore.tiers.base import EvictionCause, EvictionCauses
 from kvstore.tiers.tenant_parts import TenantParts
 
@@ -63,6 +65,8 @@ class RecencyIndex:
         self._guaranteed_share = guaranteed_share
         self._monotonic = monotonic
         self._parts = TenantParts(guaranteed_share * capacity_bytes, monotonic)
+        self._limits = NO_LIMITS
+        self._missed: Counter[str] = Counter()  # bytes by tenant; see ``TenantUse``
         self._evictable: OrderedDict[bytes, RecencyEntry] = OrderedDict()  # least recent first
         self._pinned: dict[bytes, RecencyEntry] = {}  # present, but exempt
         self._num_pins: dict[bytes, int] = {}  # of absent keys, too
@@ -73,8 +77,10 @@ class RecencyIndex:
         self._causes = EvictionCauses()
 
     def emptied(self) -> RecencyIndex:
-        """Make an index of the same budget without keys and pins."""
-        return RecencyIndex(self.capacity_bytes, self._guaranteed_share, self._monotonic)
+        """Make an index of the same budget and limits without keys and pins."""
+        index = RecencyIndex(self.capacity_bytes, self._guaranteed_share, self._monotonic)
+        index._limits = self._limits
+        return index
 
     def __len__(self) -> int:
         return len(self._evictable) + len(self._pinned)
@@ -109,7 +115,8 @@ class RecencyIndex:
         """Add the keys of a chain (``key -> nbytes``) that fit, evicting others; all become recent.
 
         A key that is present keeps its size and is in neither list of the update. A key is not
-        added if it cannot fit beside pinned keys and those guaranteed to other tenants.
+        added if it cannot fit beside pinned keys and those guaranteed to other tenants, or if its
+        owner's limit leaves no room beside the owner's pinned keys.
         """
         added: list[bytes] = []
         evicted: list[tuple[bytes, RecencyEntry]] = []
@@ -120,6 +127,13 @@ class RecencyIndex:
             if key not in self:
                 if self._pinned_bytes + own + nbytes > room:
                     continue
+                limit = self._limits.of(owner)
+                if limit is not None and self._parts.pinned(owner) + own + nbytes > limit:
+                    self._missed[owner] += nbytes
+                    continue
+                for victim in self._keep_to_limit(owner, nbytes, own):
+                    self._missed[owner] += victim[1].nbytes
+                    evicted.append(victim)
                 evicted.extend(self._make_room(nbytes, owner, own))
                 self.insert(key, nbytes, owner=owner)
                 added.append(key)
@@ -154,6 +168,22 @@ class RecencyIndex:
             self._parts.used_before(owner, idle_s)
             self._parts.sort(owner, self._stamp)
 
+    def limit(self, limits: TenantLimits) -> list[tuple[bytes, RecencyEntry]]:
+        """Set the limits of tenants from now on, and evict what is beyond them; return that."""
+        self._limits = limits
+        if limits.spares:
+            return []
+        return [x for owner in self._parts.owners for x in self._keep_to_limit(owner)]
+
+    def take_uses(self) -> dict[str, TenantUse]:
+        """Return the bytes of each tenant that has a limit, and count missed ones afresh."""
+        missed, self._missed = self._missed, Counter()
+        return {
+            x: TenantUse(self._parts.held(x), missed[x])
+            for x in self._parts.owners | missed.keys()
+            if self._limits.of(x) is not None
+        }
+
     def resize(self, capacity_bytes: int) -> None:
         """Set another budget from now on; ``shrink`` enforces it."""
         self.capacity_bytes = capacity_bytes
@@ -178,6 +208,19 @@ class RecencyIndex:
             evicted.append((key, entry))
             nbytes -= entry.nbytes
         return evicted
+
+    def _keep_to_limit(
+        self, owner: str, nbytes: int = 0, own: int = 0
+    ) -> Iterator[tuple[bytes, RecencyEntry]]:
+        """Evict an owner's least recent keys until its limit allows ``nbytes`` more; yield each."""
+        if (limit := self._limits.of(owner)) is None:
+            return
+        while self._parts.held(owner) + nbytes > limit:
+            key = self._parts.oldest_of(owner, own)
+            if key is None:
+                return
+            self._causes.remember(key, "limit")
+            yield key, self._take_out(key)
 
     def _make_room(
         self, nbytes: int, owner: str = "", own: int = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob, TierStats
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyIndex
@@ -100,6 +101,10 @@ class RamTier(IndexedTier):
         with self._lock:
             self._index.resize(capacity_bytes)
             self._apply(IndexUpdate([], self._index.shrink()), {})
+
+    def _apply_limits(self, limits: TenantLimits) -> None:
+        with self._lock:
+            self._apply(IndexUpdate([], self._index.limit(limits)), {})
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         with self._lock:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvstore.errors import Corrupt
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 from kvstore.tiers.seal import SEAL_BYTES, Seal
 
@@ -113,6 +114,9 @@ class SealedTier:
 
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         self._inner.own(owner, self._names(keys), idle_s)
+
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse]:
+        return self._inner.limit_tenants(limits)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._inner.touch(self._names(keys))

@@ -82,6 +82,19 @@ class TenantParts:
         if not self._pinned[owner]:
             del self._pinned[owner]
 
+    def held(self, owner: str) -> int:
+        """Return the bytes that an owner holds."""
+        return self._evictable[owner] + self._pinned[owner]
+
+    def pinned(self, owner: str) -> int:
+        """Return the bytes of an owner that cannot be evicted."""
+        return self._pinned[owner]
+
+    @property
+    def owners(self) -> set[str]:
+        """The owners that hold bytes."""
+        return {*self._evictable, *self._pinned}
+
     # ---- guaranteed bytes
 
     def has_part(self, owner: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvstore.blobs.chain import RECORD
 from kvstore.session import TierName
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob, TierStats
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyIndex
@@ -95,6 +96,9 @@ class SizedTier(IndexedTier):
 
     def drop_quarantine(self) -> None:
         """Do nothing: nothing here is ever damaged."""
+
+    def _apply_limits(self, limits: TenantLimits) -> None:
+        self._follow(IndexUpdate([], self._index.limit(limits)), {})
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         yield from sorted(x for x in self._records.items() if x[0].startswith(prefix))

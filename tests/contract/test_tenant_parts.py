@@ -11,6 +11,8 @@ import pytest
 import redis
 
 from kvstore.ledger.notices import StoreNotice
+from kvstore.session import TierName
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
@@ -134,4 +136,43 @@ def test_sessions_that_no_tier_has_any_more_are_reported(rig: Rig, tmp_path: Pat
     assert notices and {(x.session.tenant, x.why, x.is_gone) for x in notices} == {
         ("greedy", "share", True)
     }
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk", pytest.param("redis", marks=pytest.mark.redis)])
+def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(
+    rig: Rig, kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = ""
+    if kind == "redis":
+        if find_binary() is None:
+            pytest.skip("no redis-server")
+        url = request.getfixturevalue("server").url
+    of_one = taken(rig, opens(kind, tmp_path / "cold", url))
+    store = rig.open([opens(kind, tmp_path / "other", url)(64 * MIB, SHARE)])
+    notices: list[StoreNotice] = []
+    store.listen(notices.append)
+    name: TierName = kind  # type: ignore[assignment]
+    limits = {name: TenantLimits({"greedy": 4 * of_one})}
+    end = time.monotonic() + 30
+    while store.limit_tenants(limits) != {name: {}}:  # sessions of earlier lives are looked for
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    rig.save(store, QUIET, LONG)
+    for number, session in enumerate(GREEDY):
+        rig.save(store, session, history(100, 50 + number))
+        assert store.limit_tenants(limits)[name]["greedy"].held <= 4 * of_one
+    for _ in range(2):  # a missing session is looked for twice
+        store.expire()
+    assert {(x.session.tenant, x.why) for x in notices} == {("greedy", "limit")}
+    back = [
+        rig.back(store, x, history(100, 50 + i)).num_tokens == 100 for i, x in enumerate(GREEDY)
+    ]
+    assert back[-1] and not back[0] and 2 <= sum(back) <= 5
+    assert rig.back(store, QUIET, LONG).num_tokens == 100
+    limits[name] = TenantLimits({"greedy": 0})
+    assert not store.limit_tenants(limits)[name].get("greedy", TenantUse(0)).held
+    rig.save(store, GREEDY[0], history(100, 50))  # kept nowhere, and no failure
+    assert rig.back(store, GREEDY[0], history(100, 50)).num_tokens == 0
+    assert rig.back(store, QUIET, LONG).num_tokens == 100
     store.close()

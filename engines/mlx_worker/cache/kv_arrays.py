@@ -20,7 +20,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 
 from engines.mlx_worker.cache.layout import Caches, is_growing, is_matrix, leaves, packable_window
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
-from engines.mlx_worker.cache.packed.store_arrays import fill_packed, packed_pair
+from engines.mlx_worker.cache.packed.store_arrays import fill_packed, packed_run
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.errors import Mismatch
 from kvstore.shapes import KVLayout, KVPair, KVRun
@@ -102,13 +102,13 @@ def growing_run(caches: Caches, num_tokens: int) -> list[KVPair]:
     K and V of each are (num_kv_heads, num_tokens, head_dim), in the engine's dtype, bf16 as uint16;
     of packed caches they are ``PackedArray``s.
     """
-    return [_pair(leaf, num_tokens) for leaf in leaves(caches) if is_growing(leaf)]
-
-
-def _pair(leaf: Any, num_tokens: int) -> KVPair:
-    if isinstance(leaf, PackedKVCache):
-        return packed_pair(leaf, num_tokens)
-    return as_numpy(leaf.keys[0, :, :num_tokens]), as_numpy(leaf.values[0, :, :num_tokens])
+    growing = [leaf for leaf in leaves(caches) if is_growing(leaf)]
+    if growing and isinstance(growing[0], PackedKVCache):  # then all of them are
+        return packed_run(growing, num_tokens)
+    return [
+        (as_numpy(leaf.keys[0, :, :num_tokens]), as_numpy(leaf.values[0, :, :num_tokens]))
+        for leaf in growing
+    ]
 
 
 def state_tree(caches: Caches) -> StateTree:

@@ -142,7 +142,7 @@ class Hub:
     def __init__(self, path: str, num_ranks: int, on_news: Callable[[PeerNews], None]) -> None:
         """``on_news`` gets messages that are no answers, on the hub's event loop."""
         self._path = path
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._on_news = on_news
         self._lock = threading.Condition()
         self._ranks: dict[int, asyncio.StreamWriter] = {}
@@ -210,7 +210,7 @@ class Hub:
     @property
     def ready(self) -> bool:
         """True if every rank is connected."""
-        return len(self._ranks) == self._num_ranks
+        return len(self._ranks) == self.num_ranks
 
     @property
     def num_fronts(self) -> int:
@@ -235,7 +235,7 @@ class Hub:
         """The joint answer of all ranks: see ``RankClient``."""
         with self._lock:
             answers = self._partial.get(ticket, [])
-            if not self._lock.wait_for(lambda: len(answers) >= self._num_ranks, within_s):
+            if not self._lock.wait_for(lambda: len(answers) >= self.num_ranks, within_s):
                 return None
             del self._partial[ticket]
         shortest = min(answers, key=lambda x: (x.end_block, len(x.part)))

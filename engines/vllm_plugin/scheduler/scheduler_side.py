@@ -149,6 +149,7 @@ class SchedulerSide:
             codec=CodecReport(name=""),
             hibernation=True,
             template=template_rules(vllm_config.model_config),
+            limits_tenants=True,
             can_measure=not unmeasurable(vllm_config, groups),
             sees_images=sees_images(vllm_config.model_config),
             fill_in=fill_in(vllm_config.model_config),

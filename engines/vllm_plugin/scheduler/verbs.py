@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -27,12 +27,14 @@ from engines.wire import (
     EngineReport,
     Forget,
     GetStats,
+    LimitTenants,
     ListSessions,
     Measure,
     Pin,
     Prefetch,
     RequestProgress,
     SessionReport,
+    TenantUses,
     TierReport,
     Unpin,
     Verb,
@@ -40,6 +42,7 @@ from engines.wire import (
 from kvstore.errors import PinLimit
 from kvstore.session import TIER_NAMES, SessionRef, TierName
 from kvstore.stats import Counters, Repacking, StoreStats, most_different
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 
 LOOK_S: Final = 10.0
 MOVE_S: Final = 80.0
@@ -94,6 +97,14 @@ class VllmVerbs:
         """Start a measurement of the codecs' errors on every rank's share, in idle moments."""
         codec = _codec([x.codec for x in await self._hub.ask(Measure(order), LOOK_S)])
         return msgspec.structs.replace(codec, progress=codec.progress or "measuring: it begins")
+
+    async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
+        """Hold tenants to bytes of the tiers, of all ranks together."""
+        num_ranks = self._hub.num_ranks
+        each = LimitTenants({name: _divided(x, num_ranks) for name, x in tiers.items()})
+        answers = await self._hub.ask(each, LOOK_S)
+        known = [x for x in TIER_NAMES if all(x in y.tenants for y in answers)]
+        return TenantUses({name: _added([x.tenants[name] for x in answers]) for name in known})
 
     async def codec(self) -> CodecReport:
         """The codec in use: one for the whole engine."""
@@ -254,6 +265,24 @@ class VllmVerbs:
             busy=self._resident.is_busy(name),
             cold_tokens=cold.tokens if cold else 0,
         )
+
+
+def _divided(limits: TenantLimits, num_ranks: int) -> TenantLimits:
+    """Return the limits of one rank; ranks hold equal parts of every session."""
+    others = limits.others
+    return TenantLimits(
+        {tenant: nbytes // num_ranks for tenant, nbytes in limits.named.items()},
+        None if others is None else others // num_ranks,
+    )
+
+
+def _added(ranks: Sequence[Mapping[str, TenantUse]]) -> dict[str, TenantUse]:
+    """Add up what tenants use in one tier of each rank."""
+    of_each = {x: [y[x] for y in ranks if x in y] for x in {z for y in ranks for z in y}}
+    return {
+        tenant: TenantUse(sum(x.held for x in uses), sum(x.missed for x in uses))
+        for tenant, uses in of_each.items()
+    }
 
 
 def _codec(ranks: list[CodecReport | None]) -> CodecReport:

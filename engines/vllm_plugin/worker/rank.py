@@ -40,6 +40,7 @@ from engines.wire import (
     Demote,
     Forget,
     GetStats,
+    LimitTenants,
     ListSessions,
     Measure,
     Pin,
@@ -304,6 +305,9 @@ class RankLink:
             stats = self._stats() if isinstance(message.verb, GetStats) else None
             codec = self._report() if isinstance(message.verb, _ABOUT_CODECS) else None
             answer = RankAnswer(message.number, [self.session(x) for x in records], stats, codec)
+            if isinstance(message.verb, LimitTenants):
+                tenants = self._store.limit_tenants(message.verb.tiers)
+                answer = msgspec.structs.replace(answer, tenants=tenants)
         except StoreClosed:
             return
         except PinLimit as error:

@@ -50,11 +50,19 @@ class PackedCodec:
         arrays = _arrays(run)
         if all(array.is_exact for array in arrays):  # nothing is packed: the fast path
             return self.inner.encode(_exact_run(arrays, layout), layout, first_token)
-        plan = plan_payload(self.inner.rows, layout, check_run(run, layout), first_token)
+        num_tokens = check_run(run, layout)
+        plan = plan_payload(self.inner.rows, layout, num_tokens, first_token)
         payload = np.empty(plan.nbytes, np.uint8)
-        for array, slot in zip(arrays, plan.slots, strict=True):
-            self._fill(payload, array, slot)
-        return b"".join([payload.data, *_kept_rows(arrays, plan, payload)])
+        end = max(_end_of_packed(array) for array in arrays)
+        newest = [array[:, end:] for array in arrays]
+        packed = self.inner.encode(_exact_run(newest, layout), layout, first_token + end)
+        view = np.frombuffer(packed, np.uint8)
+        parts = plan_payload(self.inner.rows, layout, num_tokens - end, first_token + end)
+        for array, slot, part in zip(arrays, plan.slots, parts.slots, strict=True):
+            self._fill(payload, array[:, :end], slot)
+            _fill_newest(payload, slot, view, part)
+        kept = list(_kept_rows(arrays, plan, payload))
+        return b"".join([payload.data, *kept]) if kept else payload.data
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
         plan = plan_payload(self.inner.rows, layout, check_run(out, layout), first_token)
@@ -76,19 +84,37 @@ class PackedCodec:
             at = end
 
     def _fill(self, payload: np.ndarray, array: PackedArray, slot: ArraySlot) -> None:
+        """Copy the tokens before the newest, and pack single rows that are not packed yet."""
         sinks = slot.num_sinks
         # The first tokens of a session are never packed.
         if array.scales[:, :sinks].any():
             raise ValueError("the first tokens of a packed run are packed")
         slot.sinks(payload)[:] = array.exact[:, :sinks]
-        scales, packed = slot.scales(payload), slot.packed(payload)
-        scales[:] = array.scales[:, sinks:].reshape(-1)
-        packed[:] = array.codes[:, sinks:].reshape(slot.num_rows, slot.row_nbytes)
-        fresh = np.flatnonzero(scales == 0)
-        if len(fresh):
-            stored = array.exact[slot.positions(fresh)]
-            values = floats.widen(stored, array.dtype_name)
-            packed[fresh], scales[fresh] = self.inner.rows.pack(values)
+        count, by_head = array.shape[1] - sinks, (slot.num_heads, slot.num_tokens)
+        scales = slot.scales(payload).reshape(by_head)[:, :count]
+        codes = slot.packed(payload).reshape(*by_head, slot.row_nbytes)[:, :count]
+        scales[:], codes[:] = array.scales[:, sinks:], array.codes[:, sinks:]
+        if np.count_nonzero(scales) < scales.size:
+            odd = np.nonzero(scales == 0)
+            values = floats.widen(array.exact[:, sinks:][odd], array.dtype_name)
+            codes[odd], scales[odd] = self.inner.rows.pack(values)
+
+
+def _end_of_packed(array: PackedArray) -> int:
+    """Returns the number of tokens up to the last that is packed, in any head."""
+    packed = np.flatnonzero(array.scales.any(axis=0))
+    return int(packed[-1]) + 1 if len(packed) else 0
+
+
+def _fill_newest(payload: np.ndarray, slot: ArraySlot, view: np.ndarray, part: ArraySlot) -> None:
+    """Copy the newest tokens, packed as ``part`` of ``view``, to the end of each head's."""
+    if not part.num_rows:
+        return
+    by_head, of_part = (slot.num_heads, slot.num_tokens), (part.num_heads, part.num_tokens)
+    first = slot.num_tokens - part.num_tokens
+    slot.scales(payload).reshape(by_head)[:, first:] = part.scales(view).reshape(of_part)
+    rows = part.packed(view).reshape(*of_part, part.row_nbytes)
+    slot.packed(payload).reshape(*by_head, slot.row_nbytes)[:, first:] = rows
 
 
 def packed_codec(codec: Codec, layout: PackedLayout) -> PackedCodec:

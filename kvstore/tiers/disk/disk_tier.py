@@ -29,6 +29,7 @@ from pathlib import Path
 import lmdb
 
 from kvstore.errors import TierUnavailable
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob, TierStats
 from kvstore.tiers.disk.budget import batch_bytes, file_bytes_limit, first_batch
 from kvstore.tiers.disk.call_guard import CallGuard, is_want_of_room
@@ -334,6 +335,12 @@ class DiskTier(IndexedTier):
                 self._guard.count(error)
 
     # Recency
+
+    def _apply_limits(self, limits: TenantLimits) -> None:
+        with self._guard.call(), self._writing:
+            with self._lock:
+                update = IndexUpdate([], self._index.limit(limits))
+            self._write(update, {}, [])
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import TierUnavailable
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob, TierStats
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
@@ -342,6 +343,13 @@ class RedisTier(IndexedTier):
         return super().written(prefix) if self.knows_earlier_lives else None
 
     # Recency
+
+    def _apply_limits(self, limits: TenantLimits) -> None:
+        with self._writing:
+            with self._lock:
+                update = IndexUpdate([], self._index.limit(limits))
+            if update.evicted:
+                self._write(update, {})
 
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         with self._lock:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.session import TierName
+from kvstore.tenant_bytes import TenantLimits
 from tests.integration.mlx_owner.harness import ANY_CODEC, Answer, begun, engine, session, text
 from tests.integration.mlx_owner.test_budget import BUDGET, NEW, SESSION
 
@@ -80,3 +82,20 @@ async def test_running_turns_go_on_when_their_budget_shrinks(
         assert (await it.verbs.stats()).hot_bytes <= BUDGET
         answers = await asyncio.gather(*running)
         assert [(x.failed, len(x.tokens)) for x in answers] == [("", 100)] * 6
+
+
+async def test_a_tenant_holds_no_more_cold_bytes_than_it_may(tmp_path: Path) -> None:
+    async with engine("llama", tmp_path, gate=ANY_CODEC, hot_bytes=BUDGET) as it:
+        for i in range(4):
+            await it.turn(text(i, SESSION), session(f"s{i}"))
+            await it.settled()
+        tenant = session("s0").tenant
+        (ram,) = [x for x in (await it.verbs.stats()).tiers if x.name == "ram"]
+        limits: dict[TierName, TenantLimits] = {"ram": TenantLimits({tenant: ram.nbytes // 2})}
+        held = (await it.verbs.limit_tenants(limits)).tiers["ram"][tenant].held
+        assert ram.nbytes // 4 < held <= ram.nbytes // 2
+        answer = await it.turn(text(9, SESSION), session("s9"), max_tokens=5)
+        await it.settled()
+        assert (answer.failed, len(answer.tokens)) == ("", 5)
+        use = (await it.verbs.limit_tenants(limits)).tiers["ram"][tenant]
+        assert use.held <= ram.nbytes // 2 and use.missed > 0

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from engines.wire import Demote, Done, Forget, Pin, Prefetch, Refused, Unpin
+from engines.wire import (
+    Demote,
+    Done,
+    Forget,
+    LimitTenants,
+    Pin,
+    Prefetch,
+    Refused,
+    TenantUses,
+    Unpin,
+)
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 from tests.vllm.rig.engine import BLOCK, RealEngine, ref
 
 pytestmark = pytest.mark.vllm
@@ -79,3 +90,22 @@ def test_verbs_of_an_unknown_session(engine):
 def test_the_token_is_asked_for(engine, monkeypatch):
     monkeypatch.setattr("tests.vllm.rig.engine.TOKEN", "wrong")
     assert isinstance(engine.control(Prefetch(ref("x"))), Refused)
+
+
+def test_a_tenant_that_may_hold_nothing_keeps_its_answers_and_no_copies(engine, sessions):
+    everything = LimitTenants({"ram": TenantLimits({"t": 0}), "disk": TenantLimits({"t": 0})})
+    engine.ask(sessions[5][::-1], "bounded")
+    engine.wait_saved("bounded")
+    uses = engine.control(everything)
+    assert isinstance(uses, TenantUses)
+    assert {tier: x.get("t", TenantUse(0)).held for tier, x in uses.tiers.items()} == {
+        "ram": 0,
+        "disk": 0,
+    }
+    assert engine.forget_local()
+    assert engine.ask(sessions[5][::-1], "bounded").restored == 0
+    assert engine.control(LimitTenants({})) == TenantUses({"ram": {}, "disk": {}})
+    engine.ask(sessions[5][::-1], "free")
+    engine.wait_saved("free")
+    assert engine.forget_local()
+    assert engine.ask(sessions[5][::-1], "free").restored == WHOLE

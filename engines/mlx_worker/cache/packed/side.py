@@ -76,6 +76,8 @@ class PackedSide(NeverCopied):
 
     def trimmed(self, num_tokens: int) -> PackedSide:
         """Keep the first ``num_tokens`` tokens only."""
+        if num_tokens == self.num_tokens:
+            return self
         sinks = min(num_tokens, self.sinks.shape[2])
         packed = min(num_tokens - sinks, self.num_packed)
         recent = num_tokens - sinks - packed

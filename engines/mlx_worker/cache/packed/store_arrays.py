@@ -5,12 +5,13 @@ Nothing is packed or unpacked on the way: the rows have the bytes of the cold st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
-from engines.mlx_worker.cache.packed.host_packer import viewed
+from engines.mlx_worker.cache.packed.host_packer import bits_of
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed.row_packer import RowKind
 from engines.mlx_worker.cache.packed.side import PackedSide
@@ -21,38 +22,47 @@ from kvstore.errors import Mismatch
 from kvstore.shapes import DType, KVPair
 
 
-def packed_pair(cache: PackedKVCache, num_tokens: int) -> KVPair:
+def packed_run(caches: Sequence[PackedKVCache], num_tokens: int) -> list[KVPair]:
     """Copy the first ``num_tokens`` tokens' K and V, (num_kv_heads, num_tokens, dim) each.
 
     Raises:
-        Mismatch: the cache holds fewer.
+        Mismatch: a cache holds fewer.
     """
+    sides = [side for cache in caches for side in _sides(cache, num_tokens)]
+    bits = [[bits_of(x) for x in side.arrays] for side in sides]
+    mx.eval(bits)  # all at once: a call costs as much as many rows
+    kinds = [(packer.kind, cache.dtype) for cache in caches for packer in cache.packers]
+    arrays = [
+        _array([np.asarray(x)[0] for x in held], *kind)
+        for held, kind in zip(bits, kinds, strict=True)
+    ]
+    return [cast(KVPair, pair) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
+
+
+def _sides(cache: PackedKVCache, num_tokens: int) -> list[PackedSide]:
     if cache.sides is None or num_tokens > cache.offset:
         raise Mismatch(f"a cache of {cache.offset} tokens where {num_tokens} are wanted")
-    sides = (side.trimmed(num_tokens) for side in cache.sides)
-    pair = (
-        _array(side, packer.kind, cache.dtype)
-        for side, packer in zip(sides, cache.packers, strict=True)
-    )
-    return cast(KVPair, tuple(pair))
+    return [side.trimmed(num_tokens) for side in cache.sides]
 
 
-def _array(side: PackedSide, kind: RowKind, dtype: DType) -> PackedArray:
-    heads, num_tokens = side.recent.shape[1], side.num_tokens
-    array = empty_packed(kind.format, dtype, (heads, num_tokens, kind.dim))
-    first = side.sinks.shape[2]
-    last = first + side.num_packed
-    array.exact[:, :first] = viewed(side.sinks)[0]
-    array.exact[:, last:] = viewed(side.recent)[0]
-    array.codes[:, first:last] = viewed(side.codes)[0]
-    array.scales[:, first:last] = viewed(side.scales)[0]
+def _array(held: Sequence[np.ndarray], kind: RowKind, dtype: DType) -> PackedArray:
+    """Join the arrays of a ``PackedSide``, viewed, without their first axis."""
+    sinks, codes, scales, recent = held
+    first = sinks.shape[1]
+    last = first + scales.shape[1]
+    shape = (recent.shape[0], last + recent.shape[1], kind.dim)
+    array = empty_packed(kind.format, dtype, shape)
+    array.exact[:, :first] = sinks
+    array.exact[:, last:] = recent
+    array.codes[:, first:last] = codes
+    array.scales[:, first:last] = scales
     # A row of zeros has no scale, and is the only such row that is ever packed here.
-    array.exact[:, first:last][array.scales[:, first:last] == 0] = 0
+    array.exact[:, first:last][scales == 0] = 0
     return array
 
 
 def fill_packed(cache: PackedKVCache, pair: Any, num_tokens: int) -> None:
-    """Make a fresh cache hold the K and V that ``packed_pair`` or the cold store gave.
+    """Make a fresh cache hold the K and V that ``packed_run`` or the cold store gave.
 
     Raises:
         Mismatch: they are not this model's.

@@ -35,6 +35,7 @@ export const LEFT = {
   engine: "the engine needed the room",
   budget: "the tier ran out of room",
   share: "its tenant's share was used up",
+  limit: "its tenant may hold no more",
   expired: "not used in time",
   forgotten: "forgotten",
   missing: "the engine no longer knew it",

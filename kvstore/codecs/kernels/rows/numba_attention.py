@@ -19,6 +19,8 @@ from kvstore.codecs.loops.numba_functions import array_of, compiled, tuple_items
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.rotation import base_matrix, order_of, sign_masks
 
+LARGEST = 127  # byte of a query
+LEAST_TOKENS = 256  # of a head; for fewer, rounding the query costs more than it saves
 MOST_QUERIES = 4  # in one pass over the rows: their sums have to fit into registers
 
 
@@ -47,6 +49,7 @@ def _sums_of_one(e: Emitter, shape: RowShape, queries: int, at: tuple[Any, ...])
 
 
 scores_of_row = _attend_intrinsic(attend_rows.emit_scores)
+_byte_scores_of_row = _attend_intrinsic(attend_rows.emit_byte_scores)
 add_tile = _attend_intrinsic(_sums_of_tile)
 add_one = _attend_intrinsic(_sums_of_one)
 
@@ -113,6 +116,49 @@ def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
     return compiled(types.void, scores, *_argument_types())
 
 
+@njit
+def _to_bytes(x: Any, whole: Any) -> Any:
+    """Round fp32 (dim,) to ``LARGEST`` steps of its largest value; return a step."""
+    largest = np.float32(0)
+    for value in x:
+        largest = max(largest, abs(value))
+    factor = np.float32(LARGEST) / largest if largest > 0 else np.float32(0)
+    for i in range(len(x)):
+        whole[i] = np.int8(np.rint(x[i] * factor))
+    return largest / np.float32(LARGEST)
+
+
+def _byte_scores_function(bits: int, dim: int, num_queries: int) -> Any:
+    sources, row_nbytes = SOURCES, bits * dim // 8
+
+    def scores(
+        codes: Any, scales: Any, query: Any, out: Any, signs: Any, base: Any, power: int
+    ) -> None:
+        heads, tokens = scales.shape
+        rotated = np.empty((num_queries, dim), np.float32)
+        whole = np.empty((num_queries, dim), np.int8)
+        ones = np.empty(num_queries, np.float32)
+        for head in range(heads):
+            rotated[:] = query[head]
+            for q in range(num_queries):
+                rotate(rotated[q], signs, base, power, False)
+                ones[q] = _to_bytes(rotated[q], whole[q])
+            row = codes.ctypes.data + head * codes.strides[0]
+            scale = scales.ctypes.data + head * scales.strides[0]
+            target = out.ctypes.data + head * out.strides[0]
+            given = (whole.ctypes.data, ones.ctypes.data)
+            for _ in range(tokens):
+                at = (row, scale, given[0], given[1], target, out.strides[1])
+                _byte_scores_of_row(bits, dim, num_queries, sources, at)
+                row += row_nbytes
+                scale += 2
+                target += 4
+        whole[0, 0] = 0  # as in ``scores``
+        ones[0] = 0
+
+    return compiled(types.void, scores, *_argument_types())
+
+
 def _sums_function(bits: int, dim: int, num_queries: int) -> Any:
     sources, row_nbytes, tile = SOURCES, bits * dim // 8, attend_rows.TILE_TOKENS
 
@@ -163,6 +209,11 @@ def _kernels(bits: int, dim: int, num_queries: int) -> tuple[Any, Any]:
     return _scores_function(*shape), _sums_function(*shape)
 
 
+@functools.cache
+def _byte_kernel(bits: int, dim: int, num_queries: int) -> Any:
+    return _byte_scores_function(bits, dim, num_queries)
+
+
 @dataclass(frozen=True)
 class NumbaAttention:
     """Implements ``kvstore.codecs.attention.rotated.RowAttention`` with compiled functions."""
@@ -175,6 +226,16 @@ class NumbaAttention:
     ) -> None:
         for part in blocks_of(query.shape[1]):
             kernel, _ = _kernels(self.rows.num_bits, self.dim, part.stop - part.start)
+            kernel(codes, scales, query[:, part], out[:, part], *self._rotation)
+
+    def near_scores(
+        self, query: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
+    ) -> None:
+        shape = RowShape(self.rows.num_bits, self.dim, "float32")
+        if scales.shape[1] < LEAST_TOKENS or not attend_rows.has_byte_scores(shape):
+            return self.scores(query, codes, scales, out)
+        for part in blocks_of(query.shape[1]):
+            kernel = _byte_kernel(self.rows.num_bits, self.dim, part.stop - part.start)
             kernel(codes, scales, query[:, part], out[:, part], *self._rotation)
 
     def add_weighted(

@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import MAX_REMEMBERED, EvictionCauses
 from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
 from kvstore.tiers.tenant_parts import ACTIVE_S
@@ -248,3 +249,72 @@ def test_only_so_many_causes_are_remembered() -> None:
         causes.remember(number.to_bytes(4, "big"), "share")
     first, last = (0).to_bytes(4, "big"), MAX_REMEMBERED.to_bytes(4, "big")
     assert causes.of([first, last]) == [None, "share"]
+
+
+def limited(**named: int) -> RecencyIndex:
+    index = RecencyIndex(1000)
+    index.limit(TenantLimits(named))
+    return index
+
+
+def test_a_tenants_oldest_keys_make_way_for_its_new_ones():
+    index = limited(a=30)
+    index.add({b"b": 500}, "b")
+    for key in (b"1", b"2", b"3"):
+        index.add({key: 10}, "a")
+    update = index.add({b"4": 20}, "a")
+    assert [key for key, _ in update.evicted] == [b"1", b"2"]
+    assert index.why_evicted([b"1", b"b"]) == ["limit", None]
+    assert index.take_uses() == {"a": TenantUse(30, 20)}
+    assert index.take_uses() == {"a": TenantUse(30, 0)}
+
+
+def test_a_key_that_its_owners_limit_has_no_room_for_is_refused():
+    index = limited(a=30)
+    index.pin([b"pinned"])
+    index.add({b"pinned": 25}, "a")
+    assert index.add({b"large": 10}, "a") == IndexUpdate([], [])
+    assert index.take_uses() == {"a": TenantUse(25, 10)}
+
+
+def test_a_chain_beyond_its_owners_limit_keeps_its_head():
+    index = limited(a=30)
+    update = index.add({b"1": 20, b"2": 20, b"3": 10}, "a")
+    assert (update.added, update.evicted) == ([b"1", b"3"], [])
+
+
+def test_a_lower_limit_evicts_at_once_unless_it_spares():
+    index = limited(a=30)
+    for key in (b"1", b"2", b"3"):
+        index.add({key: 10}, "a")
+    assert index.limit(TenantLimits({"a": 10}, spares=True)) == []
+    assert [key for key, _ in index.limit(TenantLimits({"a": 10}))] == [b"1", b"2"]
+    assert index.limit(TenantLimits()) == []
+    assert index.take_uses() == {}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b", ""]), st.integers(1, 40), st.booleans()),
+        max_size=80,
+    ),
+    st.integers(0, 200),
+)
+def test_no_tenant_ever_holds_more_than_its_limit(
+    writes: list[tuple[str, int, bool]], most: int
+) -> None:
+    index = RecencyIndex(300, 0.5)
+    index.limit(TenantLimits({"a": most}, others=100))
+    held = dict.fromkeys(("a", "b", ""), 0)
+    for number, (owner, nbytes, pinned) in enumerate(writes):
+        key = str(number).encode()
+        if pinned:
+            index.pin([key])
+        update = index.add({key: nbytes, key + b"+": nbytes}, owner)
+        for _, entry in update.evicted:
+            held[entry.owner] -= entry.nbytes
+        for added in update.added:
+            entry = index.entry(added)
+            held[owner] += entry.nbytes if entry else 0
+        assert held["a"] <= most and held["b"] <= 100
+        assert sum(held.values()) == index.nbytes <= 300

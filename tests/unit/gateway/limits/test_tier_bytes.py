@@ -1,0 +1,407 @@
+"""A tenant's bytes of a tier over several engines with real tiers, with a Redis and without."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.base import EngineUnavailable, TenantLimits, TierName
+from engines.wire import TenantUses, Welcome
+from gateway.keys import Limits, Tenants
+from gateway.limits.byte_shares import Entry, LocalShares, Share, ask_share, divide, read_share
+from gateway.limits.limit_scripts import Command, Reply
+from gateway.limits.shared_limits import SharedLimits
+from gateway.limits.tier_bytes import TierBytes
+from kvstore.errors import TierUnavailable
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.ram_tier import RamTier
+from kvstore.tiers.redis_server.link import RedisLink
+from kvstore.tiers.redis_server.redis_tier import RedisTier
+from tests.redis_server import RedisServer, find_binary
+from tests.unit.gateway.in_process import WELCOME
+
+needs_redis = pytest.mark.skipif(find_binary() is None, reason="no redis-server")
+BLOBS, BLOB = 4, 3 << 10
+SESSION = BLOBS * (BLOB + (1 << 10))  # with names and overhead, at most
+MOST = 10 * SESSION
+TENANT = "alice"
+DIGEST = "0" * 64
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+class TierOfEngine:
+    """An engine's side of the limits: a real tier, to which the test writes."""
+
+    def __init__(self, tier: Tier | None = None, shared_address: str = "") -> None:
+        self.shared_address = shared_address
+        self.welcome: Welcome | None = None
+        self.is_away = False
+        self.num_told = 0
+        self._numbers = count()
+        self.begin(tier or RamTier(1 << 30))
+
+    def begin(self, tier: Tier) -> None:
+        """Begin another life."""
+        self.tier = tier
+        self.name: TierName = tier.name  # type: ignore[assignment]
+        self.welcome = msgspec.structs.replace(WELCOME, limits_tenants=True)
+
+    async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise EngineUnavailable("the connection was lost")
+        self.num_told += 1
+        uses = self.tier.limit_tenants(tiers.get(self.name, TenantLimits()))
+        return TenantUses({self.name: uses})
+
+    def save(self, tenant: str = TENANT) -> bool:
+        """Write a session more; returns whether all of it is kept."""
+        number = f"{id(self)}-{next(self._numbers)}"
+        blobs = [(f"{number}-{i}".encode(), bytes(BLOB)) for i in range(BLOBS)]
+        return self.tier.put_many(blobs, tenant) == BLOBS
+
+    @property
+    def held(self) -> int:
+        return self.tier.stats().nbytes
+
+
+def asks(url: str) -> Callable[[Sequence[Command]], Sequence[Reply]]:
+    link = RedisLink(url, 2.0)
+
+    def ask(commands: Sequence[Command]) -> Sequence[Reply]:
+        try:
+            return link.run(commands)
+        except TierUnavailable as error:
+            raise ConnectionError(str(error)) from None
+
+    return ask
+
+
+class OneGateway:
+    """The limits of one gateway and its engines, round by round."""
+
+    def __init__(
+        self, engines: Sequence[TierOfEngine], most: int = MOST, tier: TierName = "ram"
+    ) -> None:
+        self.engines = list(engines)
+        self.most = most
+        limits = Limits(**{f"{tier}_bytes": most})
+        self.shared: SharedLimits | None = None
+        self.tenants = Tenants(b"s" * 16, [f"{TENANT}:{DIGEST}", f"bob:{DIGEST[1:]}1"])
+        self._usual = limits
+        self.full: dict[str, int] = {}
+        self._begin()
+
+    def share(self, url: str, space: str) -> None:
+        self.shared = SharedLimits(asks(url), lambda name: f"{space}-{name}")
+        self.shared.is_shared = True
+        self._begin()
+
+    def _begin(self) -> None:
+        self.bytes = TierBytes(
+            lambda: {x.shared_address or str(i): x for i, x in enumerate(self.engines)},
+            self.tenants,
+            lambda: self._usual,
+            self.shared,
+            self.full.__setitem__,
+        )
+        self.bytes.seen(TENANT)
+
+    async def rounds(self, number: int = 6) -> None:
+        for _ in range(number):
+            await self.bytes.round()
+
+    @property
+    def held(self) -> int:
+        return sum(x.held for x in self.engines)
+
+
+async def test_one_engine_gives_a_tenant_all_that_it_may_have_and_no_more():
+    gateway = OneGateway([TierOfEngine()])
+    await gateway.rounds(3)
+    assert all(gateway.engines[0].save() for _ in range(30))
+    assert MOST - 2 * SESSION < gateway.held <= MOST
+    await gateway.rounds(1)
+    used = gateway.bytes.used(TENANT)["ram"]
+    assert (used.held, used.limit) == (gateway.held, MOST)
+    assert gateway.full == {"ram": 1}
+
+
+async def test_another_tenants_bytes_are_not_touched():
+    gateway = OneGateway([TierOfEngine()])
+    gateway.bytes.seen("bob")
+    await gateway.rounds(3)
+    engine = gateway.engines[0]
+    assert engine.save("bob")
+    bobs = engine.held
+    assert all(engine.save() for _ in range(30))
+    assert engine.held <= MOST + bobs
+    await gateway.rounds(3)
+    assert gateway.bytes.used("bob")["ram"].held == bobs
+
+
+async def test_without_limits_engines_are_not_asked():
+    gateway = OneGateway([TierOfEngine()], most=0)
+    await gateway.rounds()
+    assert gateway.engines[0].num_told == 0
+    assert all(gateway.engines[0].save() for _ in range(30))
+    assert gateway.bytes.used(TENANT) == {}
+
+
+async def test_a_limit_that_is_taken_away_holds_no_more():
+    gateway = OneGateway([TierOfEngine()])
+    await gateway.rounds(3)
+    gateway._usual = Limits()
+    await gateway.rounds(1)
+    assert all(gateway.engines[0].save() for _ in range(30))
+    assert gateway.held > 2 * MOST
+
+
+async def test_a_lower_limit_evicts_the_oldest_copies():
+    gateway = OneGateway([TierOfEngine()])
+    await gateway.rounds(3)
+    for _ in range(9):
+        gateway.engines[0].save()
+    gateway._usual = Limits(ram_bytes=3 * SESSION)
+    await gateway.rounds(2)
+    assert SESSION < gateway.held <= 3 * SESSION
+    assert gateway.engines[0].tier.why_evicted([f"{id(gateway.engines[0])}-0-3".encode()]) == [
+        "limit"
+    ]
+
+
+async def test_contents_of_an_earlier_life_are_not_lost_when_a_gateway_begins():
+    gateway = OneGateway([TierOfEngine(), TierOfEngine(), TierOfEngine()])
+    for _ in range(9):  # before any limit is known
+        gateway.engines[1].save()
+    before = gateway.held
+    gateway.bytes._seen.clear()
+    await gateway.rounds()
+    assert gateway.held == before
+
+
+async def test_contents_of_a_tier_that_was_away_are_not_lost_when_it_is_back():
+    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    first, _ = gateway.engines
+    await gateway.rounds()
+    assert all(first.save() for _ in range(3))
+    before = gateway.held
+    first.name = "redis"  # its RAM is not reported now
+    await gateway.rounds()
+    first.name = "ram"
+    await gateway.rounds()
+    assert gateway.held == before
+
+
+async def test_an_engine_that_has_all_gives_way_to_one_that_wants_some():
+    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    first, second = gateway.engines
+    await gateway.rounds()
+    for _ in range(12):
+        first.save()
+        await gateway.rounds(2)
+    assert first.held > 0.7 * MOST
+    for _ in range(12):
+        second.save()
+        await gateway.rounds(2)
+        assert gateway.held <= MOST
+    assert min(first.held, second.held) > 0.35 * MOST
+
+
+async def test_an_engine_that_does_not_answer_keeps_its_share():
+    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    first, second = gateway.engines
+    await gateway.rounds()
+    for _ in range(4):
+        first.save()
+        await gateway.rounds(2)
+    first.is_away = True
+    for _ in range(12):
+        second.save()
+        await gateway.rounds(2)
+        first.save()  # it still holds to its last share
+        assert gateway.held <= MOST
+    assert second.held > 0
+
+
+@pytest.mark.redis
+@needs_redis
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+async def test_other_tiers_hold_to_it(kind: TierName, tmp_path: Path, server: RedisServer):
+    tiers: list[Tier] = [
+        DiskTier(tmp_path / str(i), 64 << 20)
+        if kind == "disk"
+        else RedisTier(server.url, 64 << 20, deadline_s=10.0)
+        for i in range(2)
+    ]
+    most = 1 << 20
+    gateway = OneGateway([TierOfEngine(x) for x in tiers], most, kind)
+    await gateway.rounds()
+    for _ in range(60):
+        for engine in gateway.engines:
+            engine.save()
+        await gateway.rounds(1)
+        assert gateway.held <= most
+    assert gateway.held > most // 2
+    for tier in tiers:
+        tier.close()
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["save", "flood", "flood", "round", "round", "die", "away", "back"]),
+        st.integers(0, 3),
+    ),
+    max_size=60,
+)
+
+
+async def _act(gateways: Sequence[OneGateway], actions: Sequence[tuple[str, int]]) -> None:
+    """Do the actions, and check after each that a tenant's bytes are within its limit."""
+    engines = [y for x in gateways for y in x.engines]
+    for gateway in gateways:
+        await gateway.rounds(2)
+    for what, number in actions:
+        engine, gateway = engines[number % len(engines)], gateways[number % len(gateways)]
+        if what in ("save", "flood"):
+            for _ in range(1 if what == "save" else 12):
+                engine.save()
+        elif what == "round":
+            await gateway.rounds(1)
+        elif what == "die":
+            engine.is_away = False
+            engine.begin(RamTier(1 << 30))
+            for each in gateways:
+                await each.rounds(1)
+        else:
+            engine.is_away = what == "away"
+        assert sum(x.held for x in engines) <= MOST + SESSION
+
+
+@settings(max_examples=60, deadline=None)
+@given(ACTIONS)
+def test_the_sum_is_never_more_than_the_limit_and_a_session(actions: list[tuple[str, int]]):
+    asyncio.run(_act([OneGateway([TierOfEngine() for _ in range(4)])], actions))
+
+
+@pytest.mark.redis
+@needs_redis
+@settings(max_examples=20, deadline=None)
+@given(actions=ACTIONS)
+def test_so_it_is_over_two_gateways_of_a_redis(server: RedisServer, actions: list[tuple[str, int]]):
+    space = secrets.token_hex(8)
+    gateways = [OneGateway([TierOfEngine(), TierOfEngine()]) for _ in range(2)]
+    for gateway in gateways:
+        gateway.share(server.url, space)
+    asyncio.run(_act(gateways, actions))
+
+
+@pytest.mark.redis
+@needs_redis
+async def test_while_redis_is_away_each_gateway_holds_to_it_and_afterwards_all():
+    with RedisServer() as redis:
+        space = secrets.token_hex(8)
+        gateways = [OneGateway([TierOfEngine()]) for _ in range(2)]
+        for gateway in gateways:
+            gateway.share(redis.url, space)
+        for _ in range(6):
+            for gateway in gateways:
+                gateway.engines[0].save()
+                await gateway.rounds(2)
+        assert sum(x.held for x in gateways) <= MOST
+        redis.kill()
+        for gateway in gateways:
+            assert gateway.shared is not None
+            gateway.shared.is_shared = False
+        for _ in range(12):
+            for gateway in gateways:
+                gateway.engines[0].save()
+                await gateway.rounds(2)
+                assert gateway.held <= MOST
+        assert sum(x.held for x in gateways) > 1.5 * MOST
+        redis.restart()
+        for gateway in gateways:
+            assert gateway.shared is not None
+            gateway.shared.is_shared = True
+        async with asyncio.timeout(30):
+            while sum(x.held for x in gateways) > MOST:
+                for gateway in gateways:
+                    await gateway.rounds(1)
+                await asyncio.sleep(0.1)
+        assert min(x.held for x in gateways) > 0.3 * MOST
+
+
+@pytest.mark.redis
+@needs_redis
+async def test_one_gateway_sets_the_limits_of_an_engine_that_two_use(server: RedisServer):
+    space, engine = secrets.token_hex(8), TierOfEngine(shared_address="http://10.0.0.1:9000")
+    first, second = OneGateway([engine]), OneGateway([engine])
+    for gateway in (first, second):
+        gateway.share(server.url, space)
+    await first.rounds(3)
+    told = engine.num_told
+    await second.rounds(3)
+    assert engine.num_told == told > 0
+    assert engine.save()
+
+
+SHARES = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(0, 1000), st.integers(0, 1000)), max_size=30
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 1000), SHARES)
+def test_shares_are_no_more_than_the_limit_unless_more_is_in_use(
+    most: int, asked: list[tuple[int, int, int]]
+):
+    shares, held = LocalShares(), dict.fromkeys(map(str, range(5)), 0)
+    for number, less, wanted in asked:
+        name = str(number)
+        used = max(0, held[name] - less)
+        share = shares.ask(most, name, used, wanted)
+        assert share.given >= used
+        assert share.kept(most) <= share.given
+        held[name] = share.given if used or wanted else 0
+        assert sum(held.values()) <= most
+
+
+@pytest.mark.redis
+@needs_redis
+@settings(max_examples=40, deadline=None)
+@given(most=st.integers(1, 1 << 45), asked=SHARES, unit=st.integers(1, 1 << 40))
+def test_the_server_divides_as_a_gateway_does(
+    server: RedisServer, most: int, asked: list[tuple[int, int, int]], unit: int
+):
+    ask, local, name = asks(server.url), LocalShares(), secrets.token_hex(8)
+    for number, used, wanted in asked:
+        command = ask_share(name, most, str(number), used * unit, wanted * unit, 60_000)
+        there = read_share(ask([command])[0])
+        assert there == local.ask(most, str(number), used * unit, wanted * unit)
+
+
+@pytest.mark.parametrize("reply", [None, b"x", [1, 2, 3], [-1, 0, 0, 0], [1, 1 << 60, 0, 0]])
+def test_answers_that_cannot_be_are_refused(reply: Reply):
+    with pytest.raises(ValueError, match="share|answer"):
+        read_share(reply)
+
+
+def test_an_equal_part_is_kept_whatever_others_want():
+    others = {"a": Entry(0, 1000), "b": Entry(0, 1000)}
+    share = divide(90, others, 90, 90)
+    assert share == Share(90, 0, 2, 60)
+    assert share.kept(90) == 30
