@@ -79,7 +79,7 @@ def test_scores_of_wrong_shapes_and_of_other_methods_are_refused():
         manthan.scores(np.zeros((2, 1, 64), np.float32), manthan.pack(uneven((2, 8, 64))))
 
 
-def test_products_with_tqprod_are_unbiased_and_those_with_levels_are_not():
+def test_products_with_sketches_are_unbiased_and_those_with_levels_are_not():
     """Over 10,000 pairs: the slope of results over true products, and its standard error."""
     rng = np.random.default_rng(11)
     keys = rng.standard_normal((1, PAIRS, DIM)).astype(np.float32)
@@ -91,8 +91,8 @@ def test_products_with_tqprod_are_unbiased_and_those_with_levels_are_not():
             np.std(found - true) / np.sqrt(true @ true)
         )
 
-    for bits in (2, 3, 4):
-        method = thermocline.codec("tqprod", bits=bits)
+    for name in ("tqprod:bits=2", "tqprod", "tqprod:bits=4", "qjl"):
+        method = thermocline.codec(name)
         packed = method.pack(keys, first_token=4)
         found = np.concatenate(
             [
@@ -101,7 +101,7 @@ def test_products_with_tqprod_are_unbiased_and_those_with_levels_are_not():
             ]
         )
         mean, error = slope(found)
-        assert abs(mean - 1) < 4 * error, bits
+        assert abs(mean - 1) < 4 * error, name
     (shape,) = stack_shapes(Scope("head"), KVLayout("float32", (KVLayer(1, DIM, 0),)))
     levels = normal_levels(shape, 2)  # such rows by one bit of levels alone
     coarse = levels.restore(levels.quantise(keys))[0]

@@ -1,1 +1,1 @@
-"""Kernels of the row codecs: pack and unpack ``tq3`` and ``tq4`` at memory speed."""
+"""Kernels of rows: pack and unpack ``tq1`` to ``tq8``, and attend to packed rows as they are."""
