@@ -44,14 +44,15 @@ from engines.headers import (
 from engines.host.tenant_line import Payer, QueueFull
 from engines.mlx_worker.answer.reply import GenerationFailed, ReplyStream, RequestPlan
 from engines.mlx_worker.answer.reply_format import (
+    KEEPALIVE_S,
     ChatFormat,
     CompletionFormat,
     ReplyFormat,
     ServedModel,
+    SseResponse,
     chunks,
     collected,
 )
-from engines.mlx_worker.answer.sse import KEEPALIVE_S, SseResponse
 from engines.mlx_worker.embeddings import Embedder, shown
 from engines.mlx_worker.generation import ContextTooLong, Generator
 from engines.mlx_worker.grammar import GrammarCompiler

@@ -232,8 +232,15 @@ class Ledger(Generic[R]):
         return self.index.find_anywhere(session.tenant, session.id)
 
     def find(self, session: SessionRef) -> R | None:
-        """Return the session's record from memory, else from the local tiers."""
-        return self.index.find(session.tenant, session.id)
+        """Return the session's record from memory, else from the local tiers.
+
+        A shared tier is asked, too, until its sessions of earlier lives are known: a save must know
+        the pin and the blobs of the record that it replaces.
+        """
+        record = self.index.find(session.tenant, session.id)
+        if record is None and self._to_load:
+            record = self.index.find_shared(session.tenant, session.id)
+        return record
 
     def record_key(self, session: SessionRef) -> bytes:
         """The key under which the session's record is stored."""

@@ -322,3 +322,22 @@ def test_those_of_another_engine_are_not_listed(rig: Rig, server: RedisServer, t
     assert listed(store) == {"b"}
     assert rig.back(store, ref("a"), [*history(100, 0), *history(20, 9)]).num_tokens == 100
     store.close()
+
+
+def test_a_session_that_is_saved_before_it_is_known_and_then_deleted_leaves_nothing(
+    rig: Rig, server: RedisServer, tmp_path: Path
+):
+    store = rig.open(tiers_of(server, tmp_path))
+    rig.save(store, ref("a"), history(200, 1))
+    store.pin(ref("a"), True)
+    store.close()
+    store = rig.open(tiers_of(server, tmp_path))
+    assert "a" not in listed(store)
+    rig.save(store, ref("a"), history(100, 2))  # another conversation, of the same name
+    record = store.record(ref("a"))
+    assert record is not None and record.pinned
+    assert store.forget(ref("a"))
+    assert store.flush(10)
+    with redis.Redis.from_url(server.url) as client:
+        assert client.keys() == []
+    store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ import redis
 
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.redis_server.breaker import FIRST_WAIT_S, THRESHOLD
 from kvstore.tiers.registry import open_tiers
 from tests.faults.redis_tiers import DEADLINE_S, LONGEST_S, SlowLine, blobs, tier_at
@@ -177,7 +179,8 @@ def test_a_refused_read_or_removal_says_nothing_about_the_blob(server: RedisServ
     contents = {small: b"x" * 100, large: bytes(range(256)) * 8000}
     with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
         assert tier.put_many(list(contents.items())) == 2
-        client.execute_command("ACL", "SETUSER", "default", f"-{command}")
+        rules = [command, "del"] if command == "unlink" else [command]
+        client.execute_command("ACL", "SETUSER", "default", *(f"-{x}" for x in rules))
         errors = tier.stats().errors
         calls: dict[str, list[Callable[[], object]]] = {
             "get": [lambda: tier.get_many([small]), lambda: tier.get_many([large])],
@@ -189,10 +192,33 @@ def test_a_refused_read_or_removal_says_nothing_about_the_blob(server: RedisServ
             with pytest.raises(TierUnavailable, match="no permissions"):
                 call()
         assert tier.stats().errors > errors
-        client.execute_command("ACL", "SETUSER", "default", f"+{command}")
+        client.execute_command("ACL", "SETUSER", "default", *(f"+{x}" for x in rules))
         assert tier.get_many([small, large]) == [contents[small], contents[large]]
         assert tier.delete_many([small, large]) == 2
         assert client.keys() == []
+
+
+def test_where_unlink_is_forbidden_blobs_are_removed_by_del(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+):
+    """Deleted, replaced and evicted blobs, and their fragments."""
+    blob = bytes(range(256)) * 8000
+    keys = [f"c-{i}".encode() for i in range(4)]
+    with redis.Redis.from_url(server.url) as client, caplog.at_level(logging.INFO):
+        client.execute_command("ACL", "SETUSER", "default", "-unlink")
+        try:
+            with tier_at(server.url) as (tier, _):
+                for key in keys:
+                    assert tier.put_many([(key, blob)], "t") == 1
+                assert tier.replace(keys[0], blob[1:], "t")
+                assert tier.delete_many(keys[:2]) == 2
+                assert tier.contains_many(keys) == [False, False, True, True]
+                assert tier.limit_tenants(TenantLimits({"t": 0})) == {}
+                assert client.keys() == []
+                assert tier.stats().errors == 0
+        finally:
+            client.execute_command("ACL", "SETUSER", "default", "+unlink")
+    assert caplog.text.count("forbid UNLINK") == 1
 
 
 def test_part_of_a_read_that_is_refused_removes_nothing(server: RedisServer):

@@ -1,15 +1,25 @@
-"""Writes replies as OpenAI's objects and chunks, for chat and for text completions."""
+"""Writes replies as OpenAI's objects, chunks and server-sent events, for chats and for texts.
+
+A streamed response notices at once when its reader has left.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from engines.mlx_worker.answer import sse
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engines.asgi import ClientGone, while_client_stays
 from engines.mlx_worker.answer.output_processor import (
     Delta,
     ScoredToken,
@@ -23,7 +33,83 @@ from engines.mlx_worker.generation import PrefillProgress
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.openai.requests import ChatRequest, CompletionRequest
 
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+# A comment this often while nothing else is sent, so that no proxy takes us for dead.
+KEEPALIVE_S = 5.0
+
+_encode = msgspec.json.Encoder().encode
 JsonObject: TypeAlias = dict[str, Any]
+
+
+def sse_event(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def sse_comment(text: str) -> bytes:
+    """A line that every client ignores."""
+    return f": {text}\n\n".encode()
+
+
+class SseResponse(Response):
+    """Sends ``chunks`` as they come; in every case ``closing`` is closed at the end.
+
+    A failure in the middle becomes one last event, the one ``on_error`` makes of it: the status
+    line has long been sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes],
+        headers: Mapping[str, str],
+        closing: AsyncExitStack,
+        on_error: Callable[[Exception], Mapping[str, Any]],
+        keepalive_s: float,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", **headers})
+        del self.headers["content-length"]  # Response measured an empty body
+        self._chunks = chunks
+        self._closing = closing
+        self._on_error = on_error
+        self._keepalive_s = keepalive_s
+        self._last_sent = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._closing:
+            try:
+                await while_client_stays(receive, lambda: self._send_all(send))
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            except (ClientGone, OSError):
+                logger.debug("the client left in mid-stream")
+
+    async def _send_all(self, send: Send) -> None:
+        """Send everything but the end, which would look like a disconnect to who watches."""
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        keepalive = asyncio.create_task(self._keep_alive(send))
+        try:
+            async for chunk in self._chunks:
+                await self._send(send, chunk)
+        except OSError:
+            raise
+        except Exception as error:  # the edge of the process: the client must see an end
+            await self._send(send, sse_event(self._on_error(error)))
+        finally:
+            keepalive.cancel()
+            await asyncio.gather(keepalive, return_exceptions=True)
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(self._keepalive_s)
+            if time.monotonic() - self._last_sent >= self._keepalive_s:
+                await self._send(send, sse_comment("keepalive"))
+
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        self._last_sent = time.monotonic()
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
 @dataclass(frozen=True)
@@ -82,21 +168,21 @@ async def chunks(form: ReplyFormat, reply: ReplyStream) -> AsyncIterator[bytes]:
     Before the first token there are only comments, so that an engine which ends in a prefill has
     said nothing, and may be asked once more.
     """
-    openings = [sse.event(body) for body in form.openings()]
+    openings = [sse_event(body) for body in form.openings()]
     async for event in reply.events():
         if openings and not isinstance(event, PrefillProgress):
             yield b"".join(openings)
             openings = []
         match event:
             case ChoiceDelta():
-                yield sse.event(form.chunk(event.choice, event.delta))
+                yield sse_event(form.chunk(event.choice, event.delta))
             case ChoiceEnd():
-                yield sse.event(form.last_chunk(event.choice, event.reason, event.stop))
+                yield sse_event(form.last_chunk(event.choice, event.reason, event.stop))
             case PrefillProgress():
-                yield sse.comment(f"prefill {event.done}/{event.total}")
+                yield sse_comment(f"prefill {event.done}/{event.total}")
     if form.include_usage:
-        yield sse.event(form.usage_chunk(reply.usage()))
-    yield sse.DONE
+        yield sse_event(form.usage_chunk(reply.usage()))
+    yield DONE
 
 
 async def collected(form: ReplyFormat, reply: ReplyStream) -> JsonObject:

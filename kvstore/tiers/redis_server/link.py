@@ -20,9 +20,17 @@ from kvstore.tiers.redis_server.breaker import LONGEST_WAIT_S, Breaker, BreakerS
 try:
     import redis
     from redis.backoff import NoBackoff
+    from redis.exceptions import NoPermissionError
     from redis.retry import Retry
 
-    from kvstore.tiers.redis_server.servers import Command, Reply, Servers, exchange, open_servers
+    from kvstore.tiers.redis_server.servers import (
+        THEN,
+        Command,
+        Reply,
+        Servers,
+        exchange,
+        open_servers,
+    )
 except ImportError as error:
     raise ImportError("the redis tier needs redis-py: pip install 'thermocline[redis]'") from error
 
@@ -62,6 +70,7 @@ class RedisLink:
         self._num_errors = 0
         self._answered = False  # ever
         self._closed = False
+        self._deletes = False  # the access rules forbid UNLINK
         try:
             self._servers: Servers = open_servers(
                 url,
@@ -102,8 +111,9 @@ class RedisLink:
     ) -> list[Reply]:
         """Send all commands, then read all replies, in order; ``THEN`` has no reply.
 
-        The list has the error of a command that the server refused. Of a cluster each command goes
-        to the node that has its key, and those without a key to the node of the first key.
+        The list has the error of a command that the server refused. Where the access rules forbid
+        ``UNLINK``, it is sent again as ``DEL``. Of a cluster each command goes to the node that has
+        its key, and those without a key to the node of the first key.
 
         Args:
             at: one of ``servers``, which gets all of them.
@@ -111,6 +121,20 @@ class RedisLink:
         Raises:
             TierUnavailable: no connection, no answer before ``until``, or the breaker is open.
         """
+        if self._deletes:
+            commands = [_as_del(x) for x in commands]
+        replies = self._sent(commands, until, at)
+        asked = [x for x in commands if x is not THEN]
+        refused = [i for i, x in enumerate(replies) if _is_forbidden(asked[i], x)]
+        if refused:
+            log.info("redis tier %s: the access rules forbid UNLINK; DEL is used", self.name)
+            self._deletes = True
+            again = self._sent([_as_del(asked[i]) for i in refused], until, at)
+            for i, reply in zip(refused, again, strict=True):
+                replies[i] = reply
+        return replies
+
+    def _sent(self, commands: Sequence[Command], until: float | None, at: Any) -> list[Reply]:
         permit = self._breaker.ask()
         if permit is None:
             raise TierUnavailable(f"redis tier: {self.name} did not answer lately")
@@ -184,6 +208,14 @@ class RedisLink:
 
 class _TooLate(Exception):
     pass
+
+
+def _is_forbidden(command: Command, reply: Reply) -> bool:
+    return command[0] == "UNLINK" and isinstance(reply, NoPermissionError)
+
+
+def _as_del(command: Command) -> Command:
+    return ("DEL", *command[1:]) if command is not THEN and command[0] == "UNLINK" else command
 
 
 def masked(url: str) -> str:
