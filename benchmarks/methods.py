@@ -28,7 +28,7 @@ import thermocline.mlx
 from benchmarks.families.fast_blas import begin_with_blas
 from benchmarks.quality import table
 from engines.calibration.corpus import Text, fit_texts, held_out_texts
-from kvstore.codecs.names import is_learned
+from kvstore.codecs.names import OWN, family_of, is_learned, split_names
 from kvstore.shapes import KVRun, slice_tokens
 
 CHUNK_TOKENS: Final = 128
@@ -54,10 +54,12 @@ NAMES: Final = (
         "base11",
     ),
     *("dense3", "balanced", "max", "ratequant", "spectral", "kvquant", "commvq", "kivi", "gear"),
-    *("playground", "polar", "qjl", "rabitq", "rvq", "vecinfer", "manthan", "lm3"),
+    *("playground", "polar", "qjl", "rabitq", "rabitq:clusters=16"),
+    *("rabitq:clusters=16,unbiased=0", "rabitq:bits=3,clusters=16", "rvq", "vecinfer"),
+    *("vecinfer:bits=1", "manthan", "lm3"),
 )
 HEAD: Final = (
-    *("method", "source", "bits", "KL", "perplexity", "top 1"),
+    *("method", "source", "bits", "KL", "perplexity", "top 1", "chains"),
     *("pack / copy", "restore / copy", "scores / fp32"),
 )
 
@@ -72,6 +74,7 @@ class Row:
     kl: float
     perplexity_pct: float
     top1: float
+    chain_kl: float | None
     pack: float
     restore: float
     scores: float | None
@@ -84,6 +87,7 @@ class Row:
             f"{self.kl:.5f}",
             f"{self.perplexity_pct:+.2f} %",
             f"{self.top1:.1%}",
+            "" if self.chain_kl is None else f"{self.chain_kl:.4f}",
             f"{self.pack:.0f}",
             f"{self.restore:.0f}",
             "" if self.scores is None else f"{self.scores:.1f}",
@@ -104,7 +108,7 @@ def main() -> None:
         return [x for x in found if len(x) == length][:most]
 
     begun = time.monotonic()
-    names = arguments.only.split(",") if arguments.only else NAMES
+    names = split_names(arguments.only) if arguments.only else NAMES
     held_out = tokens(held_out_texts(), arguments.context + NUM_SCORED, arguments.texts)
     learned = [name for name in names if is_learned(name)]
     profile = None
@@ -113,7 +117,13 @@ def main() -> None:
         profile = thermocline.learn(thermocline.mlx.capture(model, texts), *learned)
     print(f"{time.monotonic() - begun:5.0f} s: learned", flush=True)
     qualities = thermocline.judge(
-        model, names, held_out, context=arguments.context, num_scored=NUM_SCORED, profile=profile
+        model,
+        names,
+        held_out,
+        context=arguments.context,
+        num_scored=NUM_SCORED,
+        profile=profile,
+        encode=tokenizer.encode,
     )
     print(f"{time.monotonic() - begun:5.0f} s: judged", flush=True)
     run = thermocline.mlx.instrument(model).prefill(held_out[0][:SPEED_TOKENS])
@@ -126,8 +136,9 @@ def main() -> None:
             *table(HEAD, [x.cells() for x in rows]),
             "",
             f"SmolLM2-135M-Instruct in float32, {len(held_out)} held-out texts of"
-            f" {arguments.context} tokens with {NUM_SCORED} scored tokens each. Methods that learn"
-            f" a model learned it from {arguments.learn} other texts of {LEARN_TOKENS} tokens.",
+            f" {arguments.context} tokens with {NUM_SCORED} scored tokens each, and reasoning"
+            f" chains hidden in each. Methods that learn a model learned it from"
+            f" {arguments.learn} other texts of {LEARN_TOKENS} tokens.",
         ]
     )
     print("", text, sep="\n")
@@ -167,24 +178,31 @@ def _row(
     restore = _best(lambda: [method.restore_run(x) for x in packed])
     return Row(
         name,
-        thermocline.codecs()[name].paper,
+        thermocline.codecs()[family_of(name)].paper,
         quality.bits_per_element,
         quality.kl,
         quality.perplexity_change_pct,
         quality.top1,
+        quality.chain_kl,
         pack / plain,
         restore / plain,
-        _scores(method, run),
+        _scores(name, run),
     )
 
 
-def _scores(method: thermocline.Method, run: KVRun) -> float | None:
-    """The time of one query's products with packed keys, over that with fp32 keys."""
+def _scores(name: str, run: KVRun) -> float | None:
+    """The time of one query's products with packed keys, over that with fp32 keys.
+
+    Keys of one layer at a time are packed without what was learned of a model.
+    """
+    if name in OWN and is_learned(name):
+        return None
     keys = np.concatenate([np.asarray(keys) for keys, _ in run])
     query = np.random.default_rng(0).standard_normal((len(keys), 1, keys.shape[2]), np.float32)
     wide = (keys.astype(np.uint32) << 16).view(np.float32) if keys.dtype == np.uint16 else keys
     wide = np.ascontiguousarray(wide, np.float32)
     try:
+        method = thermocline.codec(name)
         packed = method.pack(keys)
         method.scores(query, packed)
     except (thermocline.NoScores, thermocline.UnknownCodec):

@@ -110,7 +110,8 @@ def cases(instrument: MlxInstrument, contexts: Sequence[int], num_scored: int) -
     texts, encode = held_out_texts(), functools.cache(instrument.encode)
     for context in contexts:
         yield from text_cases(texts, encode, context, num_scored)
-        yield from chain_cases(texts, encode, context, NUM_CHAINS, num_scored)
+        tokens = (encode(text.content) for text in texts)
+        yield from chain_cases(tokens, encode, context, NUM_CHAINS, num_scored)
 
 
 def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:

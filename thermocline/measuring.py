@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstore.codecs.names import CALIBRATED, canonical, is_learned
@@ -47,6 +47,7 @@ def judge(
     context: int = 512,
     num_scored: int = 128,
     profile: Profile | None = None,
+    encode: Callable[[str], list[int]] | None = None,
 ) -> list[Quality]:
     """Measures the loss of methods on a model, as the server's gate does.
 
@@ -58,6 +59,8 @@ def judge(
         names: methods by name, or methods of one's own.
         tokens: token ids of some texts, of ``context + num_scored`` or more each.
         profile: what methods that learn the model have learned of it; never from these texts.
+        encode: the tokenizer's; with it, reasoning chains are hidden in the texts, one case for
+            each text, and the answers are judged, too (``chain_kl``, ``chain_top1``).
 
     Returns:
         A row for each method, in their order: bits for each value, KL in nats, perplexity, the
@@ -67,7 +70,7 @@ def judge(
         UnknownCodec: there is no such method, or it cannot pack this model.
         ValueError: a text is too short, or the model's cache cannot be packed.
     """
-    from engines.calibration.measuring.cases import Case
+    from engines.calibration.measuring.cases import Case, chain_cases
     from engines.calibration.measuring.measure import measure
 
     if not tokens or min(map(len, tokens)) < context + num_scored:
@@ -77,6 +80,8 @@ def judge(
         Case(f"text {number}", tuple(text[:context]), tuple(text[context:end]))
         for number, text in enumerate(tokens)
     ]
+    if encode is not None:
+        cases += chain_cases(tokens, encode, context, len(tokens), num_scored)
     instrument = _instrument_of(model)
     return measure(instrument, _codecs(instrument, names, profile), cases, CHUNK_TOKENS)
 

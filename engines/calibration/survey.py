@@ -377,4 +377,5 @@ def _cases(
     for context in contexts:
         yield from text_cases(texts, encode, context, order.num_scored)
         yield from needle_cases(texts, encode, context, order.depths)
-        yield from chain_cases(texts, encode, context, order.num_chains, order.num_scored)
+        tokens = (encode(text.content) for text in texts)
+        yield from chain_cases(tokens, encode, context, order.num_chains, order.num_scored)

@@ -225,16 +225,21 @@ def in_reading_order(cases: Iterable[Case]) -> list[Case]:
 
 
 def chain_cases(
-    texts: Sequence[Text], encode: Encode, context: int, num_cases: int, most_rest: int
+    texts: Iterable[Sequence[int]],
+    encode: Encode,
+    context: int,
+    num_cases: int,
+    most_rest: int,
 ) -> Iterator[Case]:
     """Yield cases of ``context`` tokens, each with the problems that fit.
 
     The same texts give the same cases. There are none where not even one problem fits.
 
     Args:
+        texts: their tokens; those of fewer than ``context`` are left out.
         most_rest: tokens that questions and answers of one case may take.
     """
-    hays = [tokens for text in texts if len(tokens := encode(text.content)) >= context]
+    hays = [tokens for tokens in texts if len(tokens) >= context]
     for number in range(num_cases if hays else 0):
         chosen = _fitting(problems(number), encode, context // FACTS_SHARE, most_rest)
         if not chosen:

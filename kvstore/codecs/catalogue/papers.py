@@ -22,7 +22,11 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
         2.6,
         "RateQuant: TurboQuant-MSE with the bits dealt out to heads by what errors cost.",
         learn=f"{_PAPERS}.rate_quant:RATEQUANT",
-        parameters=(Parameter("bits", 2.5, 1, 8, is_whole=False), Parameter("least", 2, 0, 8)),
+        parameters=(
+            Parameter("bits", 2.5, 1, 8, is_whole=False),
+            Parameter("least", 2, 0, 8),
+            Parameter("by_layer", 0, 0, 1),
+        ),
         paper="RateQuant, arXiv 2605.06675",
     ),
     "kvquant": CodecEntry(
@@ -94,9 +98,15 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     ),
     "rabitq": CodecEntry(
         2.6875,
-        "RaBitQ: one sign a value for rotated keys, TurboQuant of four bits for values.",
+        "RaBitQ: one bit a value of rotated keys without centroids, TurboQuant's four of values.",
         make=f"{_PAPERS}.rabitq:rabitq",
-        paper="RaBitQ, SIGMOD 2024, arXiv 2405.12497",
+        learn=f"{_PAPERS}.rabitq:RABITQ",
+        parameters=(
+            Parameter("bits", 1, 1, 8),
+            Parameter("clusters", 1, 1, 256),
+            Parameter("unbiased", 1, 0, 1),
+        ),
+        paper="RaBitQ, SIGMOD 2024, arXiv 2405.12497, and arXiv 2409.09913",
     ),
     "playground": CodecEntry(
         3.0625,

@@ -1,4 +1,4 @@
-"""RateQuant: TurboQuant-MSE with bits allotted to heads.
+"""RateQuant: TurboQuant-MSE with bits allotted to heads, or to layers.
 
 Idea: an error in one head costs the model more than in another; bits go where they help most.
 Formula: reverse water-filling by how much an error in a head matters: its sensitivity, or its
@@ -33,18 +33,27 @@ MOST_BITS = 8
 
 @dataclass(frozen=True)
 class RateQuant:
-    """Allots ``bits`` per value on average, ``least`` or more to each head."""
+    """Allots ``bits`` per value on average, ``least`` or more to each head.
+
+    ``by_layer=1``: all keys of a layer get the same bits, and so do all its values.
+    """
 
     bits: float = 2.5
     least: int = 2
+    by_layer: int = 0
 
     def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
-        matters = [_importances(samples, x) for x in stack_shapes(HEAD, samples.layout)]
-        joined = np.concatenate(matters)
+        shapes = stack_shapes(HEAD, samples.layout)
+        matters = np.concatenate([_importances(samples, x) for x in shapes])
+        group_of = np.arange(len(matters))
+        if self.by_layer:
+            arrays = [unit[0].array for shape in shapes for unit in shape.units]
+            group_of = np.unique(arrays, return_inverse=True)[1]
+        importances = np.bincount(group_of, matters) / np.bincount(group_of)
         least = min(self.least, int(self.bits))
-        spare = round((self.bits - least) * len(joined))
-        dealt = least + greedy_bits(joined, spare, most=MOST_BITS - least)
-        parts = np.split(dealt, np.cumsum([len(x) for x in matters])[:-1])
+        spare = round((self.bits - least) * len(importances))
+        dealt = (least + greedy_bits(importances, spare, most=MOST_BITS - least))[group_of]
+        parts = np.split(dealt, np.cumsum([x.num_units for x in shapes])[:-1])
         return {f"bits.{number}": part.astype("|u1") for number, part in enumerate(parts)}
 
     def assemble(

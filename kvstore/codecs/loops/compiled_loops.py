@@ -41,6 +41,52 @@ def _restore_levels(
             out[row, token] = table[min(codes[row, token], last)]
 
 
+def _nearest_vectors(rows: Any, vectors: Any, halves: Any, codes: Any) -> None:
+    """Finds the nearest vector of each row: the first with the largest product less half its size.
+
+    ``rows``: fp32 (tables, dim, rows). ``vectors``: fp32 (tables, vectors, dim); ``halves``: half
+    their squared lengths. ``codes``: uint8 (tables, rows). Products are summed from the first
+    component to the last.
+    """
+    most = np.empty(ROWS_AT_ONCE, np.float32)
+    found = np.empty(ROWS_AT_ONCE, np.float32)
+    best = np.empty(ROWS_AT_ONCE, np.int32)
+    for table in range(rows.shape[0]):
+        for start in range(0, rows.shape[2], ROWS_AT_ONCE):
+            count = min(ROWS_AT_ONCE, rows.shape[2] - start)
+            for row in range(count):
+                most[row] = -np.inf
+                best[row] = 0
+            for k in range(vectors.shape[1]):
+                factor = vectors[table, k, 0]
+                for row in range(count):
+                    found[row] = rows[table, 0, start + row] * factor
+                for at in range(1, rows.shape[1]):
+                    factor = vectors[table, k, at]
+                    for row in range(count):
+                        found[row] += rows[table, at, start + row] * factor
+                half = halves[table, k]
+                for row in range(count):
+                    product = found[row] - half
+                    is_nearer = product > most[row]
+                    most[row] = product if is_nearer else most[row]
+                    best[row] = k if is_nearer else best[row]
+            for row in range(count):
+                codes[table, start + row] = best[row]
+
+
+def _butterflies(rows: Any, distances: Any) -> None:
+    """Replaces pairs of elements so far apart by sum and difference; fp32 (rows, dim), in place."""
+    for row in range(rows.shape[0]):
+        for at in range(len(distances)):
+            distance = distances[at]
+            for first in range(0, rows.shape[1], 2 * distance):
+                for k in range(first, first + distance):
+                    x, y = rows[row, k], rows[row, k + distance]
+                    rows[row, k] = x + y
+                    rows[row, k + distance] = x - y
+
+
 def _pack_planes(words: Any, bits: Any, packed: Any) -> None:
     """Packs eight codes, the bytes of a uint64, into one byte of each plane.
 
@@ -101,6 +147,7 @@ def _round_to_bf16(words: Any, out: Any) -> None:
         out[i] = np.uint16((word >> np.uint32(16)) | np.uint32(0x40) if is_nan else rounded)
 
 
+ROWS_AT_ONCE = 64
 _FLOATS = array_of(types.float32, 2)
 _SCALES = array_of(types.float32, 1)
 _BYTES = array_of(types.uint8, 2)
@@ -117,10 +164,13 @@ pack_planes = compiled(types.void, _pack_planes, _WORDS, _NUMBERS, _BYTES)
 unpack_planes = compiled(
     types.void, _unpack_planes, _BYTES, _NUMBERS, array_of(types.uint64, 1), _WORDS
 )
+_TABLES = array_of(types.float32, 3)
+nearest_vectors = compiled(types.void, _nearest_vectors, _TABLES, _TABLES, _FLOATS, _BYTES)
+butterflies = compiled(types.void, _butterflies, _FLOATS, _NUMBERS)
 turn_keys = compiled(
     types.void,
     _turn_keys,
-    array_of(types.float32, 3),
+    _TABLES,
     _NUMBERS,
     types.int64,
     _FLOATS,

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.codecs import floats
+from kvstore.codecs.loops.compiled import compiled_stages
 from kvstore.codecs.rows import packing, rotation
 from kvstore.codecs.rows.lloyd_max import gauss_table
 
@@ -102,8 +103,15 @@ class RotatedRows:
     def _magnitudes(self, places: np.ndarray) -> np.ndarray:
         sizes = np.where(places < 0, -1 - places, places)
         counts = np.zeros(sizes.shape, np.uint8)
-        for bound in self.bounds:
-            counts += sizes >= bound
+        fast = compiled_stages()
+        if fast is None:
+            for bound in self.bounds:
+                counts += sizes >= bound
+            return counts
+        between = (self.bounds - np.float32(0.5))[None].astype(np.float32)  # sizes are whole
+        ones, first = np.ones(len(sizes), np.float32), np.zeros(len(sizes), np.int64)
+        number = np.array([between.shape[1]])
+        fast.quantise_levels(sizes, ones, first, between, number, counts)
         return counts
 
     def _lengths(self, magnitudes: np.ndarray) -> np.ndarray:
@@ -118,7 +126,8 @@ class RotatedRows:
         return inverse_root(dim) / np.float32(self.one)
 
     def _whole(self, values: tuple[float, ...]) -> np.ndarray:
-        return np.array([round(value * self.one) for value in values], np.int32)
+        one = self.one
+        return np.array([round(value * one) for value in values], np.int32)
 
 
 def size_of(dim: int) -> int:

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from kvstore.codecs.loops.compiled import compiled_stages
 
 MIN_DIM, MAX_DIM = 16, 1024
 
@@ -141,7 +143,7 @@ def rotate_back(rows: np.ndarray) -> np.ndarray:
     """Returns H^T z for every row z, fp32 (num_rows, dim): ``dim`` times ``rotate``'s input."""
     order = _required(rows.shape[1])
     z = _multiply_base(rows, base_matrix(order.base).T, order.power)
-    return _butterflies(z, reversed(_distances(order.power)))
+    return _butterflies(z, _distances(order.power)[::-1])
 
 
 def squared_norms(rows: np.ndarray) -> np.ndarray:
@@ -181,7 +183,11 @@ def _distances(power: int) -> list[int]:
     return [1 << k for k in range(power.bit_length() - 1)]
 
 
-def _butterflies(rows: np.ndarray, distances: Iterable[int]) -> np.ndarray:
+def _butterflies(rows: np.ndarray, distances: Sequence[int]) -> np.ndarray:
+    if fast := compiled_stages():
+        rows = rows.copy()
+        fast.butterflies(rows, np.array(distances, np.int64))
+        return rows
     for distance in distances:
         pairs = rows.reshape(len(rows), -1, 2, distance)
         out = np.empty_like(pairs)

@@ -103,28 +103,6 @@ class Scaled:
 
 
 @dataclass(frozen=True, eq=False)
-class Shifted:
-    """Rows, to each of which one row is added, fp32 (units, 1, width). Implements ``Source``."""
-
-    inner: Source
-    shift: np.ndarray
-
-    def products(self, query: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self.inner.products(query) + np.matmul(query, self.shift.swapaxes(1, 2))
-        return found
-
-    def sums(self, weights: np.ndarray) -> np.ndarray:
-        found: np.ndarray = (
-            self.inner.sums(weights) + weights.sum(axis=2, keepdims=True) * self.shift
-        )
-        return found
-
-    def rows(self) -> np.ndarray:
-        found: np.ndarray = self.inner.rows() + self.shift
-        return found
-
-
-@dataclass(frozen=True, eq=False)
 class Added:
     """Rows that are the sum of several sources' rows. Implements ``Source``."""
 

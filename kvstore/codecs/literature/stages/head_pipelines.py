@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.stack_shape import KEY, Scope, StackShape, stack_shapes
+from kvstore.codecs.stacks.stack_shape import KEY, VALUE, Scope, StackShape, stack_shapes
 from kvstore.codecs.stages.planes import BitPlanes
 from kvstore.shapes import KVLayout
 
@@ -38,14 +38,16 @@ def head_pipelines(
     layout: KVLayout, make_keys: MakePipeline, make_values: MakePipeline
 ) -> tuple[Pipeline, ...]:
     """Makes one pipeline for the keys and one for the values of every head width."""
-    pipelines = []
+    make = {KEY: make_keys, VALUE: make_values}
+    return tuple(make[side](shape) for shape, side in sided_shapes(layout))
+
+
+def sided_shapes(layout: KVLayout) -> Iterator[tuple[StackShape, int]]:
+    """Yields the heads of each width, those of keys and of values apart, with their side."""
     for shape in stack_shapes(Scope("head"), layout):
-        keys = tuple(unit for unit in shape.units if unit[0].side == KEY)
-        values = tuple(unit for unit in shape.units if unit[0].side != KEY)
-        for units, make in ((keys, make_keys), (values, make_values)):
-            if units:
-                pipelines.append(make(StackShape(units, shape.gain_groups)))
-    return tuple(pipelines)
+        for side in (KEY, VALUE):
+            if units := tuple(unit for unit in shape.units if unit[0].side == side):
+                yield StackShape(units, shape.gain_groups), side
 
 
 def planes_of(shape: StackShape, bits: np.ndarray) -> BitPlanes:

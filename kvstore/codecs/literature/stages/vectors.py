@@ -11,6 +11,7 @@ import functools
 import numpy as np
 
 from kvstore.codecs.literature.stages.draws import normal_draws
+from kvstore.codecs.loops.compiled import compiled_stages
 
 NUM_VECTORS = 256  # a byte each
 SAMPLES_EACH = 32
@@ -28,8 +29,8 @@ class ProductVectors:
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
         units, num_tokens, _ = components.shape
-        rows = np.ascontiguousarray(components).reshape(-1, self._vectors.shape[1])
-        return nearest(rows, self._vectors).reshape(units, num_tokens, -1)
+        rows = np.ascontiguousarray(components).reshape(1, -1, self._vectors.shape[1])
+        return nearest_of_each(rows, self._vectors[None]).reshape(units, num_tokens, -1)
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
         units, num_tokens, _ = codes.shape
@@ -51,25 +52,51 @@ def nearest(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     return codes
 
 
+def nearest_of_each(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """Does the same with a table of vectors for each of several sets of rows, in fp32.
+
+    Sums have one order, so that all machines find the same. ``rows``: (tables, rows, dim);
+    ``vectors``: (tables, vectors, dim). Returns uint8 (tables, rows).
+    """
+    halves = (vectors * vectors).sum(axis=2) / 2
+    codes = np.empty(rows.shape[:2], np.uint8)
+    if fast := compiled_stages():
+        columns = np.ascontiguousarray(rows.swapaxes(1, 2))
+        fast.nearest_vectors(columns, np.ascontiguousarray(vectors), halves, codes)
+        return codes
+    for table, start in np.ndindex(len(rows), -(-rows.shape[1] // BLOCK_ROWS)):
+        block = slice(start * BLOCK_ROWS, (start + 1) * BLOCK_ROWS)
+        products = np.zeros((), np.float32)
+        for column, factors in zip(rows[table, block].T, vectors[table].T, strict=True):
+            products = products + column[:, None] * factors
+        codes[table, block] = np.argmax(products - halves[table], axis=1)
+    return codes
+
+
 @functools.cache
 def normal_vectors(dim: int) -> np.ndarray:
     """Returns the k-means codebook of normal vectors, fp32 (256, dim)."""
     samples = np.rint(normal_draws("codebook", NUM_VECTORS * SAMPLES_EACH, dim) / UNIT)
-    return (k_means(samples, NUM_VECTORS) * UNIT).astype(np.float32)
+    return (k_means(samples, first_of(samples, NUM_VECTORS)) * UNIT).astype(np.float32)
 
 
-def k_means(samples: np.ndarray, num_vectors: int, rounds: int = ROUNDS) -> np.ndarray:
-    """Returns the means of clusters, whole numbers in fp64 (num_vectors, dim).
+def k_means(samples: np.ndarray, vectors: np.ndarray, rounds: int = ROUNDS) -> np.ndarray:
+    """Returns the means of clusters, whole numbers in fp64 (vectors, dim).
 
-    Starts with the first samples as means.
-
-    ``samples``: whole numbers in fp64 (samples, dim).
+    ``samples``: whole numbers in fp64 (samples, dim). ``vectors``: the means to begin with.
     """
-    vectors = samples[np.arange(num_vectors) % len(samples)]
     for _ in range(rounds):
         codes = nearest(samples, vectors)
-        counts = np.bincount(codes, minlength=num_vectors)
-        sums = [np.bincount(codes, column, num_vectors) for column in samples.T]
-        means = np.rint(np.stack(sums, axis=1) / np.maximum(counts, 1)[:, None])
-        vectors = np.where(counts[:, None] > 0, means, vectors)
+        is_member = (codes == np.arange(len(vectors))[:, None]).astype(np.float64)
+        counts = is_member.sum(axis=1, keepdims=True)
+        means = np.rint(is_member @ samples / np.maximum(counts, 1))
+        before, vectors = vectors, np.where(counts > 0, means, vectors)
+        if np.array_equal(before, vectors):
+            break
     return vectors
+
+
+def first_of(samples: np.ndarray, num_vectors: int) -> np.ndarray:
+    """Returns the first samples, repeated if there are too few."""
+    first: np.ndarray = samples[np.arange(num_vectors) % len(samples)]
+    return first

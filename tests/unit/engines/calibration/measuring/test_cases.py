@@ -61,10 +61,16 @@ def test_a_tokenizer_that_joins_the_question_with_its_answer() -> None:
 
 
 TEXTS = [
-    Text("long", "All work and no play makes Jack a dull boy. " * 200),
-    Text("other", "Nobody expects anything here, least of all him. " * 200),
-    Text("short", "All work."),
+    "All work and no play makes Jack a dull boy. " * 200,
+    "Nobody expects anything here, least of all him. " * 200,
+    "All work.",
 ]
+
+
+def cases_of(
+    texts: list[str], encode: Encode, context: int, num_cases: int, most_rest: int
+) -> Iterator[Case]:
+    return chain_cases(map(encode, texts), encode, context, num_cases, most_rest)
 
 
 def with_begin(text: str) -> list[int]:
@@ -90,7 +96,7 @@ def chosen(case: Case, seed: int) -> list[Problem]:
 
 @pytest.mark.parametrize("context", [512, 2048])
 def test_all_facts_are_in_the_prefix_and_all_answers_after_it(context: int) -> None:
-    cases = list(chain_cases(TEXTS, encode, context, 4, 1000))
+    cases = list(cases_of(TEXTS, encode, context, 4, 1000))
     assert len(cases) == 4 and all(x.is_chains and not x.is_text for x in cases)
     for seed, case in enumerate(cases):
         assert len(case.prefix) == context and len(case.rest) <= 1000
@@ -107,24 +113,24 @@ def test_all_facts_are_in_the_prefix_and_all_answers_after_it(context: int) -> N
 
 
 def test_a_long_prefix_has_problems_of_every_kind() -> None:
-    (case,) = chain_cases(TEXTS, encode, 8192, 1, 2000)
+    (case,) = cases_of(TEXTS, encode, 8192, 1, 2000)
     assert set(case.answers) == {"arithmetic", "tracing", "table", "counting"}
     assert len(chosen(case, 0)) == MOST_PROBLEMS
 
 
 def test_every_other_prefix_begins_as_its_text_does() -> None:
-    first, second = chain_cases(TEXTS, encode, 1024, 2, 1000)
-    assert words(first.prefix[:256]) == TEXTS[0].content[:256]
-    assert words(second.prefix[:256]) != TEXTS[1].content[:256]
+    first, second = cases_of(TEXTS, encode, 1024, 2, 1000)
+    assert words(first.prefix[:256]) == TEXTS[0][:256]
+    assert words(second.prefix[:256]) != TEXTS[1][:256]
 
 
 def test_the_same_cases_every_time() -> None:
-    first, second = (list(chain_cases(TEXTS, encode, 600, 3, 500)) for _ in range(2))
+    first, second = (list(cases_of(TEXTS, encode, 600, 3, 500)) for _ in range(2))
     assert first == second and len({x.prefix for x in first}) == 3
 
 
 def test_the_token_that_begins_a_prompt_is_there_once() -> None:
-    for case in chain_cases(TEXTS, with_begin, 700, 2, 600):
+    for case in cases_of(TEXTS, with_begin, 700, 2, 600):
         assert case.prefix[0] == 256 and 256 not in (*case.prefix[1:], *case.rest)
         assert len(case.prefix) == 700
         digits = [case.rest[i] for places in case.answers.values() for i in places]
@@ -132,7 +138,7 @@ def test_the_token_that_begins_a_prompt_is_there_once() -> None:
 
 
 def test_a_tokenizer_that_joins_answers_with_their_neighbours() -> None:
-    for case in chain_cases(TEXTS, pairs, 600, 2, 600):
+    for case in cases_of(TEXTS, pairs, 600, 2, 600):
         for places in case.answers.values():
             assert places and min(places) > 0 and max(places) < len(case.rest)
             assert list(places) == sorted(places)
@@ -145,11 +151,11 @@ def test_a_tokenizer_that_joins_answers_with_their_neighbours() -> None:
 def test_where_no_problem_fits_there_is_no_case(
     context: int, most_rest: int, tokens: Encode | Callable[[str], list[int]]
 ) -> None:
-    assert not list(chain_cases(TEXTS, tokens, context, 4, most_rest))
+    assert not list(cases_of(TEXTS, tokens, context, 4, most_rest))
 
 
 def test_nor_where_no_text_is_long_enough() -> None:
-    assert not list(chain_cases(TEXTS[2:], encode, 512, 4, 500))
+    assert not list(cases_of(TEXTS[2:], encode, 512, 4, 500))
 
 
 SEEDS = range(5)

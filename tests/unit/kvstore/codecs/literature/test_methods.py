@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
 
 from kvstore.codecs.floats import narrow, widen
+from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.literature.polar_quant import angle_levels
+from kvstore.codecs.literature.rate_quant import RateQuant
 from kvstore.codecs.literature.spectral_quant import effective_dimensions
 from kvstore.codecs.literature.stages.draws import normal_draws
 from kvstore.codecs.literature.stages.vectors import nearest, normal_vectors
@@ -19,6 +22,7 @@ from kvstore.codecs.names import LITERATURE
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.codecs.rows import packing
 from kvstore.codecs.rows.lloyd_max import gauss_error
+from kvstore.shapes import KVLayer, KVLayout
 from tests.unit.kvstore.codecs.learning.calibration import (
     model_layout,
     model_metrics,
@@ -230,6 +234,25 @@ def test_one_sign_is_not_enough_for_keys():
     assert error_of("rabitq", "uneven", VALUES) < 0.01
 
 
+def test_more_bits_and_more_clusters_lose_less():
+    """The error of keys with ``bits`` comes near that of as many bits of levels."""
+    errors = [error_of(f"rabitq:bits={bits},unbiased=0", "alike") for bits in range(1, 9)]
+    assert all(more < 0.45 * less for less, more in itertools.pairwise(errors))
+    for bits in (2, 4):
+        assert errors[bits - 1] < 1.25 * gauss_error(1 << bits)
+    rows, rng = rows_of("alike"), np.random.default_rng(5)
+    crowded = rows + 10 * rng.standard_normal((4, 8, 128))[:, rng.integers(0, 8, 128)]
+    crowded = widen(narrow(crowded.astype(np.float32), "bfloat16"), "bfloat16")
+    lost = [np.sum((through(f"rabitq:clusters={n}", crowded)[0] - crowded) ** 2) for n in (1, 16)]
+    assert lost[1] < lost[0] / 20
+
+
+def test_bits_of_clusters_are_counted():
+    assert bits_of("rabitq:bits=4") == pytest.approx(bits_of("rabitq") + 1.5, abs=0.004)
+    stored, number = 15 * 16 / 128, 4 / 128  # of a key's value: 15 centroids more
+    assert bits_of("rabitq:clusters=16") - bits_of("rabitq") == (stored + number) / 2
+
+
 def test_groups_along_tokens_suit_uneven_keys_and_nothing_else():
     assert cosine_of("kivi", "uneven", KEYS) > 0.92 > cosine_of("kivi", "uneven", VALUES)
 
@@ -264,6 +287,22 @@ def test_ratequant_gives_bits_to_the_heads_that_matter():
     assert np.corrcoef(weights, dealt)[0, 1] > 0.8
 
 
+@pytest.mark.parametrize("by_layer", [0, 1])
+@pytest.mark.parametrize("bits", [1, 2.25, 4, 8])
+def test_ratequant_meets_any_target(bits, by_layer):
+    method = RateQuant(bits=bits, by_layer=by_layer)
+    rng = np.random.default_rng(7)
+    run = [
+        tuple(rng.standard_normal((2, 40, 32)).astype(np.float32) * 2**n for n in (0, k))
+        for k in range(4)
+    ]
+    samples = Samples(KVLayout("float32", (KVLayer(2, 32, 32),) * 4), (None,) * 4, [run])
+    dealt = method.learn(samples, np.zeros(0))["bits.0"].reshape(8, 2)
+    assert dealt.mean() == bits
+    if by_layer:
+        assert np.array_equal(dealt[:, 0], dealt[:, 1])
+
+
 def test_learned_vectors_beat_two_bits_of_levels():
     assert model_error("commvq")[0] < 0.5 * model_error("tq2")[0]
 
@@ -295,5 +334,5 @@ def test_gear_finds_errors_that_groups_missed(kind):
 
 def test_every_method_has_its_figures():
     learned = {name for name, entry in LITERATURE.items() if entry.learn}
-    assert learned == {"spectral", "ratequant", "kvquant", "commvq"}
+    assert learned == {"spectral", "ratequant", "kvquant", "commvq", "rabitq"}
     assert set(SIZES) | {"tq5", "tq6", "tq7"} | learned == set(LITERATURE)

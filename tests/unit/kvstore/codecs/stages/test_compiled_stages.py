@@ -9,8 +9,11 @@ import sys
 import numpy as np
 
 from kvstore.codecs.literature.stages.lloyd import LloydMax
+from kvstore.codecs.literature.stages.vectors import nearest_of_each
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.rope import Rope
+from kvstore.codecs.rows import rotation
+from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.codecs.stages.planes import BitPlanes
 from kvstore.codecs.stages.un_rope import UnRope
@@ -29,6 +32,12 @@ def digest():
         again = planes.read(Reader(memoryview(packed)), num_tokens)
         assert np.array_equal(again, codes)
         parts += [codes, np.frombuffer(packed, np.uint8), lloyd.restore(codes)]
+    vectors = uneven((3, 50, 5), seed=1)
+    parts.append(nearest_of_each(uneven((3, 99, 5)), vectors))
+    rows = uneven((1, 30, 96))[0]
+    parts += [rotation.rotate(rows), rotation.rotate_back(rows)]
+    for num_bits in (1, 5, 8):
+        parts += RotatedRows(num_bits).pack(rows)
     layout = layout_of(16)
     (shape,) = stack_shapes(Scope("layer"), layout)
     stack = uneven((1, 9, 64))

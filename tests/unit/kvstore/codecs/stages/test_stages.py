@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
+from kvstore.codecs.literature.rabitq import Clusters
 from kvstore.codecs.literature.stages.rotated import SignHadamard
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.stack_shape import KEY, Scope, stack_shapes
 from kvstore.codecs.stages.gain import HalfGain, NoGain
-from kvstore.codecs.stages.mean import ChunkMean
 from kvstore.codecs.stages.planes import BitPlanes
 from kvstore.codecs.stages.un_rope import UnRope
 from kvstore.codecs.stages.uniform import UniformStep
@@ -87,15 +87,18 @@ def test_turning_is_the_same_as_in_models():
     assert value[0, 0] == 1
 
 
-@pytest.mark.parametrize("make", [SignHadamard, ChunkMean])
-def test_transforms_come_back(make):
-    stack = uneven((4, 30, 32))
-    assert np.allclose(there_and_back(make(shape_of(32)), stack), stack, atol=1e-3)
+@pytest.mark.parametrize("clusters", [1, 3, 64])
+def test_transforms_come_back(clusters):
+    stack, shape = uneven((4, 30, 32)), shape_of(32)
+    for transform in (SignHadamard(shape), Clusters(shape, clusters)):
+        assert np.allclose(there_and_back(transform, stack), stack, atol=1e-3)
 
 
-def test_a_damaged_mean_is_a_finite_one():
-    reader = Reader(memoryview(np.full(4 * 32, np.nan, "<f2").tobytes()))
-    assert np.isfinite(ChunkMean(shape_of(32)).read(reader, 5)).all()
+def test_a_damaged_centroid_is_a_finite_one():
+    clusters = Clusters(shape_of(32), 2)
+    note = np.full(clusters.note_nbytes(5) // 2, np.nan, "<f2").tobytes()
+    centroids, _ = clusters.read(Reader(memoryview(note)), 5)
+    assert np.isfinite(centroids).all()
 
 
 def test_codes_stand_for_centroids():
