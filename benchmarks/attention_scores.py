@@ -33,7 +33,8 @@ MOST_LAYERS: Final = 24
 BLOCK_TOKENS: Final = 256  # in a product: BLAS takes several times as long for a few long rows
 TOKENS: Final = tuple(128 << k for k in range(8))  # 128 to 16K
 ENOUGH_S: Final = 0.4
-COLORS: Final = ("#2e86ab", "#0b3954", "#c44536", "#8d99ae")
+GREY: Final = "#8d99ae"
+COLORS: Final = ("#2e86ab", "#c44536", "#0b3954")
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
             for number, way in enumerate(ways):
                 of_way = [x for x in points if (x.dim, x.queries, x.way) == (dim, count, way)]
                 style = "--" if way.endswith("restore") else "-"
-                color = COLORS[(number + 3) // 2 % len(COLORS)] if number else "#8d99ae"
+                color = COLORS[(number - 1) // 2 % len(COLORS)] if number else GREY
                 x, y = [p.tokens for p in of_way], [p.x_fp32 for p in of_way]
                 axes.plot(x, y, style, color=color, label=way)
             axes.axhline(1, color="black", linewidth=0.6)
