@@ -8,16 +8,15 @@ to the order of addition.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from kvstore.codecs.attention.rotated import TOLERANCE
+from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.codecs.stacks.sources import Components, Source
 from kvstore.codecs.stages.planes import PackedPlanes
 
@@ -107,7 +106,7 @@ def _blocks(num_queries: int) -> list[slice]:
 @functools.cache
 def _kernels(num_bits: int, num_queries: int) -> _Kernels | None:
     """Returns compiled functions if they agree with numpy on this host."""
-    compiled = _compiled_module()
+    compiled = compiled_module(KERNELS)
     if compiled is None or num_bits > MOST_BITS:
         return None
     shape = (num_bits, num_queries)
@@ -116,15 +115,6 @@ def _kernels(num_bits: int, num_queries: int) -> _Kernels | None:
         return kernels
     logger.warning("products with planes of %d bits are wrong here: using numpy", num_bits)
     return None
-
-
-@functools.cache
-def _compiled_module() -> ModuleType | None:
-    try:
-        return importlib.import_module(KERNELS)
-    except ImportError as error:
-        logger.info("scores of packed rows run in numpy, slower: %s", error)
-        return None
 
 
 def _agree(kernels: _Kernels, num_bits: int, num_queries: int) -> bool:

@@ -13,16 +13,15 @@ depend on the order of addition; up to those bits, values equal those of restore
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Final, Protocol
 
 import numpy as np
 
 from kvstore.codecs import floats
+from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.codecs.rows import packing, rotation
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 
@@ -111,21 +110,12 @@ class ReferenceAttention:
 def row_attention(rows: RotatedRows, dim: int) -> RowAttention:
     """Returns compiled code if it agrees with numpy on this host, else numpy."""
     reference = ReferenceAttention(rows, dim)
-    compiled = _compiled_module()
+    compiled = compiled_module(KERNELS)
     kernel = compiled.attention_of(rows, dim) if compiled is not None else None
     if kernel is None or not _agree(kernel, reference, rows, dim):
         return reference
     found: RowAttention = kernel
     return found
-
-
-@functools.cache
-def _compiled_module() -> ModuleType | None:
-    try:
-        return importlib.import_module(KERNELS)
-    except ImportError as error:
-        logger.info("scores of packed rows run in numpy, slower: %s", error)
-        return None
 
 
 def _agree(kernel: RowAttention, reference: RowAttention, rows: RotatedRows, dim: int) -> bool:

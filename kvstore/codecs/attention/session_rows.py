@@ -9,7 +9,6 @@ rows are multiplied as ``attention.rotated`` has it.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
@@ -18,6 +17,7 @@ import numpy as np
 
 from kvstore.codecs.attention.rotated import TOLERANCE, ReferenceAttention, RowAttention
 from kvstore.codecs.floats import round_to_bf16, widen
+from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.shapes import DType
 
@@ -92,14 +92,9 @@ class ReferenceSessionAttention:
 def session_attention(shapes: RowShapes) -> SessionAttention:
     """Returns compiled code if it agrees with numpy on this host, else numpy."""
     reference = ReferenceSessionAttention(shapes)
-    try:
-        compiled: SessionAttention | None = importlib.import_module(KERNELS).attention_of(shapes)
-    except ImportError as error:
-        logger.info("attention to packed rows runs in numpy, slower: %s", error)
-        return reference
-    if compiled is None or not _agree(compiled, reference):
-        return reference
-    return compiled
+    kernels = compiled_module(KERNELS)
+    compiled: SessionAttention | None = kernels.attention_of(shapes) if kernels else None
+    return compiled if compiled is not None and _agree(compiled, reference) else reference
 
 
 def _agree(compiled: SessionAttention, reference: ReferenceSessionAttention) -> bool:

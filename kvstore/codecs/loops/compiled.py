@@ -1,23 +1,36 @@
-"""The compiled inner loops of stages, if numba is installed."""
+"""Modules of compiled functions, if numba is installed."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from types import ModuleType
+from typing import Final
 
 logger = logging.getLogger(__name__)
 
+LOOPS: Final = "kvstore.codecs.loops.compiled_loops"
+
 
 @functools.cache
-def compiled_stages() -> ModuleType | None:
-    """Returns the module of compiled loops, or None without numba.
+def compiled_module(name: str) -> ModuleType | None:
+    """Imports a module that needs numba; returns None without it, and the log says so once.
 
     Importing numba takes most of a second: only a process that packs should pay for it.
     """
     try:
-        from kvstore.codecs.loops import compiled_loops as compiled
+        return importlib.import_module(name)
     except ImportError as error:
-        logger.info("stages of codecs run in numpy, slower: %s", error)
+        _report(str(error))
         return None
-    return compiled
+
+
+@functools.cache
+def _report(reason: str) -> None:
+    logger.info("codecs run in numpy, slower: %s (install thermocline[fast])", reason)
+
+
+def compiled_stages() -> ModuleType | None:
+    """Returns the inner loops of stages and of rotations, or None without numba."""
+    return compiled_module(LOOPS)

@@ -6,16 +6,15 @@ Both give the same bytes. numba is optional; without it everything works, but sl
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
 from kvstore.codecs import floats
+from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.codecs.rows.payload import ArraySlot, SlotGroup, plan_payload
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_format import RowFormat
@@ -96,7 +95,7 @@ def best_kernel(rows: RowFormat, dim: int, dtype: DType) -> ArrayKernel:
     Compiles on the first call for a format, dimension and dtype; see ``presets.warm``.
     """
     reference = ReferenceKernel(rows, dtype)
-    compiled = _compiled_module()
+    compiled = compiled_module(KERNELS)
     if compiled is None or not isinstance(rows, RotatedRows) or not compiled.has_kernel(dim):
         return reference
     kernel: ArrayKernel = compiled.compile_kernel(rows.num_bits, dim, dtype)
@@ -104,16 +103,6 @@ def best_kernel(rows: RowFormat, dim: int, dtype: DType) -> ArrayKernel:
         return kernel
     logger.warning("%s kernel of %d %s values is wrong on this host: using numpy", rows, dim, dtype)
     return reference
-
-
-@functools.cache
-def _compiled_module() -> ModuleType | None:
-    """Imports numba, which takes most of a second: only a process that packs should pay for it."""
-    try:
-        return importlib.import_module(KERNELS)
-    except ImportError as error:
-        logger.info("codecs run in numpy, slower: %s (install thermocline[fast])", error)
-        return None
 
 
 def agree(
