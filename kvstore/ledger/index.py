@@ -109,6 +109,7 @@ class SessionIndex(Generic[R]):
         self.clock = clock
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
+        self.is_whole = True  # False while records of earlier lives are still to be read
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry[R]] = OrderedDict()  # longest unused first
         self._lapsed: OrderedDict[bytes, None] = OrderedDict()

@@ -93,6 +93,7 @@ class Ledger(Generic[R]):
         self._say_whose_blobs(self.index.all())
         # Levels with records of earlier lives, and the keys still to be read; None: unknown yet.
         self._to_load: dict[int, list[bytes] | None] = dict.fromkeys(self.stack.shared)
+        self.index.is_whole = not self._to_load
         self._vain_loads: Counter[int] = Counter()  # by level
         self._closing = threading.Event()
         self.pins = Pins(self.stack, config.pinned_share, config.tenant_pinned_share)
@@ -189,6 +190,7 @@ class Ledger(Generic[R]):
             self._to_load[level] = later + keys
         else:
             del self._to_load[level]
+            self.index.is_whole = not self._to_load
         return found
 
     def _follow_pin(self, key: bytes) -> None:

@@ -299,6 +299,8 @@ class Reviser(Generic[R]):
         chunks = [x for x in before if x[:1] == CHUNK]
         left, overflow = abandoned_chunks(old.abandoned, chunks, current)
         gone = [*(x for x in before if x[:1] != CHUNK), *overflow]
+        if not self._index.is_whole:  # sessions that are not known yet may share all but tails
+            gone = [x for x in gone if x[:1] == TAIL]
         codecs = codecs_of(self._packer.readable, old.codecs)
         record = replace(record.abandoning(left), codecs=codecs, pinned=old.pinned)
         return record, self._index.unshared(gone, self._index.key(old))

@@ -20,6 +20,7 @@ from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.registry import open_tiers
 from kvstore.tiers.seal import Seal, SealedTier
 from tests.contract.store_rig import LONG, MIB, Rig, Store, history, listed, ref
+from tests.contract.test_kept_states import BlockRig, StateRig, TokenRig
 from tests.redis_server import RedisServer
 
 PATIENCE_S = 60.0
@@ -339,4 +340,21 @@ def test_a_session_that_is_saved_before_it_is_known_and_then_deleted_leaves_noth
     assert store.flush(10)
     with redis.Redis.from_url(server.url) as client:
         assert client.keys() == []
+    store.close()
+
+
+@pytest.mark.parametrize("states", [TokenRig(), BlockRig()], ids=lambda x: x.name)
+def test_a_save_before_the_others_are_known_leaves_the_state_that_they_share(
+    states: StateRig, server: RedisServer, tmp_path: Path
+):
+    store = states.open(tiers_of(server, tmp_path))
+    beginning, ends = history(64, 1), {"a": history(16, 5), "b": history(16, 6)}
+    for name, end in ends.items():
+        states.save(store, ref(name), [*beginning, *end], [64])
+    store.close()
+    store = states.open(tiers_of(server, tmp_path))
+    assert listed(store) == set()
+    states.save(store, ref("a"), history(80, 3), [64])  # another conversation, of the same name
+    come_to_list(store, {"a", "b"})
+    assert states.back(store, ref("b"), [*beginning, *ends["b"], *history(4, 7)]) == 64
     store.close()
