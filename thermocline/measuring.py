@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.names import CALIBRATED, canonical, is_learned
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
@@ -26,6 +27,7 @@ def learn(samples: Samples, *names: str) -> Profile:
 
     Raises:
         UnknownCodec: there is no such method, or it learns nothing.
+        ValueError: a text has no token after the first four, which no method packs.
     """
     from kvstore.codecs.calibrated import learn_profile
 
@@ -36,6 +38,8 @@ def learn(samples: Samples, *names: str) -> Profile:
     for name in wanted:
         if not is_learned(name):
             raise UnknownCodec(f"codec {name!r} learns nothing of a model")
+    if any(text[0][0].shape[1] <= NUM_SINKS for text in samples.texts if text):
+        raise ValueError(f"a text to learn from needs more than {NUM_SINKS} tokens")
     return learn_profile(samples, "", wanted)
 
 

@@ -46,8 +46,8 @@ def make_cache(model: Any, codec: str = "tq3") -> list[Any]:
 def attending(model: Any) -> AbstractContextManager[None]:
     """Lets a model attend to packed rows as they are, until the end of the ``with``.
 
-    Replaces ``scaled_dot_product_attention`` in the model's own module, and puts it back. Has an
-    effect on CPUs only, and none on models that do not use mlx_lm's function.
+    Replaces ``scaled_dot_product_attention`` in the model's own module, and puts it back. Has no
+    effect on models that do not use mlx_lm's function.
     """
     return attention.attending(model)
 

@@ -147,12 +147,15 @@ def parameters_of(name: str) -> dict[str, float]:
     """
     family = family_of(name)
     known = {x.name: x for x in _parameters_of_family(family)}
-    found = {x.name: x.usual for x in known.values()}
+    found, given = {x.name: x.usual for x in known.values()}, set[str]()
     for item in filter(None, name[len(family) + 1 :].split(",")):
         key, _, text = item.partition("=")
         if key not in known:
             there = ", ".join(map(str, known.values())) or "none"
             raise ValueError(f"codec {family!r} has no parameter {key!r}; there are {there}")
+        if key in given:
+            raise ValueError(f"codec {name!r} sets {key!r} twice")
+        given.add(key)
         found[key] = _number(family, known[key], text)
     return found
 

@@ -69,7 +69,14 @@ def with_packed_caches(
         raise CannotServe(f"engine.hot_codec: {error}; leave it empty") from error
     layers = [(packers[x.head_dim], packers[x.value_dim]) for x in layout.layers]
     live = PackedCacheModel(model, layers, layout.dtype, AttentionSeam(model))
-    if not _goes_on_alike(model, live):
+    try:
+        goes_on = _goes_on_alike(model, live)
+    except Exception as error:  # of the model's own code, which asks caches for more than usual
+        raise CannotServe(
+            f"engine.hot_codec = {config.hot_codec} is refused: this model cannot use packed caches"
+            f" ({error}); leave it empty"
+        ) from error
+    if not goes_on:
         raise CannotServe(
             f"engine.hot_codec = {config.hot_codec} is refused: with packed caches this model says"
             " something else; leave it empty"
@@ -101,7 +108,7 @@ def _packable(model: Any, plan: CachePlan, hot_codec: str) -> KVLayout:
 def _goes_on_alike(model: Any, live: PackedCacheModel) -> bool:
     """True if both say the same after a few tokens, none of which is packed yet.
 
-    A model that looks into its caches by itself is noticed here.
+    A model that looks into its caches by itself is noticed here, or raises its own error.
     """
     answers = []
     for each in (model, live):

@@ -2,7 +2,9 @@
 
 Rows that are not packed yet (the engine keeps its newest tokens unpacked) are packed here, for the
 first time. So a session saved from a packed cache has the same bytes as if its rows had been packed
-by the codec once, and no row is quantised a second time.
+by the codec once, and no row is quantised a second time. The exception are sessions with a row that
+cannot be packed, such as one with an infinity: a live cache keeps that row and all later ones of
+the layer unpacked after a return, and they are packed once more.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
+from mlx_lm.models import afm7
 from mlx_lm.models.cache import KVCache
 
 from engines.calibration.survey import survey_report
@@ -180,6 +181,23 @@ def test_models_with_other_caches_are_refused_in_a_sentence(kind):
     loaded = tiny_model(kind)
     with pytest.raises(CannotServe, match="only plain KV caches can be kept packed"):
         with_packed_caches(loaded.model, probe(loaded.model), EngineConfig(hot_codec="tq3"))
+
+
+def test_a_model_that_asks_caches_for_more_is_refused_in_a_sentence():
+    args = afm7.ModelArgs(
+        model_type="afm7",
+        vocab_size=200,
+        hidden_dim=128,
+        num_layers=4,
+        num_kv_reuse_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        hidden_dim_scale_factor=2.0,
+        rope_theta=1e4,
+    )
+    model = afm7.Model(args)
+    with pytest.raises(CannotServe, match="this model cannot use packed caches"):
+        with_packed_caches(model, probe(model), EngineConfig(hot_codec="tq3"))
 
 
 async def test_another_cold_codec_costs_hibernation_and_says_why(tmp_path):

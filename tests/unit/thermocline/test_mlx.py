@@ -44,3 +44,5 @@ def test_texts_that_cannot_be_measured_are_refused():
         thermocline.mlx.capture(model, [[]])
     with pytest.raises(thermocline.UnknownCodec, match="learns nothing"):
         thermocline.learn(thermocline.mlx.capture(model, texts(1, 64)), "tq3")
+    with pytest.raises(ValueError, match="needs more than 4 tokens"):
+        thermocline.learn(thermocline.mlx.capture(model, texts(1, 4)), "rabitq")

@@ -75,6 +75,7 @@ def test_parameters_are_written_in_one_way(name, one_way):
         ("kivi:bits=nan", "a whole number from 1 to 8"),
         ("ratequant:bits=x", "a number from 1 to 8"),
         ("kivi:bit=2", r"no parameter 'bit'; there are bits \(1 to 8, usually 2\), group"),
+        ("kivi:bits=2,bits=4", "sets 'bits' twice"),
         ("raw:bits=2", "'raw' has no parameter 'bits'; there are none"),
         ("zip:bits=2", "no codec named 'zip'"),
         ("tqprod4", r"'tqprod4' \(did you mean tqprod\?\); there are raw"),
