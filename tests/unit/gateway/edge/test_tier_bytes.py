@@ -386,8 +386,11 @@ async def test_a_share_is_renewed_while_its_engine_does_not_answer(server: Redis
     ask = gateway.shared.ask
     gateway.shared.ask = lambda commands: asked.extend(commands) or ask(commands)
     await gateway.rounds()
-    assert gateway.engines[0].save()
-    gateway.engines[0].is_away = True
+    engine = gateway.engines[0]
+    assert engine.save()
+    assert engine.welcome is not None
+    engine.welcome = msgspec.structs.replace(engine.welcome)  # after a lost connection
+    engine.is_away = True
     asked.clear()
     await gateway.rounds(1)
     used, wanted = asked[0][-3:-1]
