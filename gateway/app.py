@@ -82,6 +82,7 @@ def create_app(
         lambda: gateway.limits.usual,
         shared,
         metrics.tenants_full,
+        lambda: gateway.limits.busy,
     )
     if shared is not None:
         shared.sessions_of = gateway.session_names

@@ -110,6 +110,7 @@ class Tenants:
         self._secret = secret
         self._keys = _parse(key_lines)
         self._admin_keys = _parse(admin_lines, admin=True)
+        self.num_replaced = 0
 
     def replace(self, key_lines: Iterable[str], admin_lines: Iterable[str] = ()) -> None:
         """Take other keys from now on, all at once; turns that run go on.
@@ -124,6 +125,7 @@ class Tenants:
                 "whether API keys are needed cannot change while the server runs: start it again"
             )
         self._keys, self._admin_keys = keys, admin_keys
+        self.num_replaced += 1
 
     @property
     def open_to_all(self) -> bool:
@@ -183,7 +185,7 @@ class Tenants:
     def bytes_of(self, tier: TierName, usual: Limits) -> dict[str, int]:
         """Return how many bytes of a tier each tenant may hold: the most that one of its keys says.
 
-        Tenants that may hold any number are left out.
+        0 = any number.
         """
         if not self._keys:
             found = {ANONYMOUS: [usual.bytes_of(tier)]}
@@ -192,7 +194,7 @@ class Tenants:
             for key in (*self._keys, *self._admin_keys):
                 nbytes = (key.limits or usual).bytes_of(tier)
                 found.setdefault(key.tenant, []).append(nbytes)
-        return {name: max(each) for name, each in found.items() if all(each)}
+        return {name: max(each) if all(each) else 0 for name, each in found.items()}
 
     def operator(self) -> Tenant:
         """Return who may open the admins' socket: an admin without a key."""

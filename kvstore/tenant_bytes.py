@@ -8,10 +8,10 @@ import msgspec
 class TenantLimits(msgspec.Struct, frozen=True):
     """The limits of one tier. A limit counts what a budget counts: names and overhead, too."""
 
-    named: dict[str, int] = {}  # bytes by tenant
+    named: dict[str, int | None] = {}  # bytes by tenant; None = any number
     others: int | None = None  # of each tenant that is not named; None = any number
-    # True: a tenant that holds more than its limit loses nothing for that before its next write.
-    spares: bool = False
+    # True: the limits in force stay; it is only asked what the tenants with one of these hold.
+    counts_only: bool = False
 
     def of(self, tenant: str) -> int | None:
         """Return a tenant's limit in bytes; None = any number.

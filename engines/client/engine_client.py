@@ -52,6 +52,7 @@ from engines.wire import (
 from kvstore.tenant_bytes import TenantLimits
 
 ANSWER_S = 15.0  # verbs that only look
+LIMITS_S = 2.0  # limits of tenants, which are said again in any case
 MOVE_S = 90.0  # verbs that move KV
 
 
@@ -224,7 +225,7 @@ class EngineClient:
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
         """See ``engines.base.LimitsTenants``."""
         verb = LimitTenants(dict(tiers))
-        answer = await self._link.ask(verb, ANSWER_S)
+        answer = await self._link.ask(verb, LIMITS_S)
         if not isinstance(answer, TenantUses):
             raise _odd_answer(verb, answer)
         return answer

@@ -28,7 +28,7 @@ from engines.wire import (
 )
 from kvstore.session import TIER_NAMES
 from kvstore.stats import Repacking
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
 
 HOT_BYTES_PER_TOKEN = 1000
 COLD_BYTES_PER_TOKEN = 200
@@ -168,7 +168,8 @@ class FakeSessions:
         self._evict()
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
-        self._limits = dict(tiers)
+        counted = {x: self._limits.get(x, NO_LIMITS) for x, y in tiers.items() if y.counts_only}
+        self._limits = {**tiers, **counted}
         for tenant in {x.ref.tenant for x in self._sessions.values()}:
             self._keep_to_limits(tenant)
         missed, self._missed = self._missed, Counter()

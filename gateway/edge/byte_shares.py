@@ -8,7 +8,7 @@ then give way, and their tiers evict the tenant's least recent blobs there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Final, NamedTuple
 
 from gateway.edge.stock import MAX_GATEWAYS, NOW, SPACE, Command, Reply
@@ -65,7 +65,7 @@ class LocalShares:
             self._entries[engine] = Entry(share.given, wanted)
         return share
 
-    def keep(self, engines: set[str]) -> None:
+    def keep(self, engines: Container[str]) -> None:
         """Forget the shares of engines that are not there any more."""
         self._entries = {name: x for name, x in self._entries.items() if name in engines}
 

@@ -132,6 +132,11 @@ class KeyLimits:
         counts.admit(account, is_shared=self.shared is not None and self.shared.is_shared)
         scope["state"][KEY_SHARE] = KeyShare(counts, int(account.computes))
 
+    @property
+    def busy(self) -> Collection[str]:
+        """The tenants with running turns."""
+        return self._coming.keys()
+
     def coming(self, tenant: Tenant) -> Collection[str]:
         """Return the sessions that requests of the tenant are about now, with a row or without."""
         return self._coming.get(tenant.name, ())

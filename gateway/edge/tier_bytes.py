@@ -13,9 +13,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+import msgspec
 
 from engines.base import EngineError, LimitsTenants, TenantLimits, TierName, Welcome
 from gateway.edge.byte_shares import LocalShares, Share, ask_share, lead, read_share
@@ -26,8 +29,7 @@ from kvstore.session import TIER_NAMES
 from kvstore.tenant_bytes import TenantUse
 
 TICK_S: Final = 0.5
-AGAIN_S: Final = 0.05  # after a round in which a share has grown, which its engine is to learn
-LEASE_S: Final = 15.0
+LEASE_S: Final = 15.0  # much longer than an engine may take to answer
 WANT_S: Final = 60.0  # for so long an engine asks again for bytes that it missed
 IDLE_S: Final = 300.0  # a tenant without requests for so long keeps no bytes ready
 FULL: Final = 0.9  # of its limit
@@ -49,6 +51,15 @@ class Used(NamedTuple):
     limit: int
 
 
+class Question(NamedTuple):
+    """Asks for a share of a tenant's bytes, with those that an engine uses and wants."""
+
+    place: Place
+    most: int
+    used: int
+    wanted: int
+
+
 @dataclass
 class Part:
     """One engine's part of a tenant's bytes of one tier."""
@@ -64,6 +75,33 @@ class Part:
         return min(self.share.kept(most), self.wanted)
 
 
+class Rules:
+    """The limits as they are now, over all engines."""
+
+    def __init__(self, tenants: Tenants, usual: Limits) -> None:
+        self.source = tenants.num_replaced, usual
+        self._named = {x: tenants.bytes_of(x, usual) for x in TIER_NAMES}
+        self._usual = {x: usual.bytes_of(x) for x in TIER_NAMES}
+        self.tiers = [x for x in TIER_NAMES if self._usual[x] or any(self._named[x].values())]
+        # What an engine is told of tenants that have no part there: a tenant in no list of keys,
+        # such as one whose key was revoked, has the usual limit.
+        self.plain = {
+            x: TenantLimits(
+                {
+                    tenant: 0 if most else None
+                    for tenant, most in self._named[x].items()
+                    if bool(most) != bool(self._usual[x])
+                },
+                0 if self._usual[x] else None,
+            )
+            for x in self.tiers
+        }
+
+    def most(self, place: Place) -> int:
+        """Return a limit; 0 = any number."""
+        return self._named[place.tier].get(place.tenant, self._usual[place.tier])
+
+
 @dataclass
 class Member:
     """An engine that holds tenants to limits, in one of its lives."""
@@ -71,9 +109,10 @@ class Member:
     engine: LimitsTenants
     life: Welcome
     parts: dict[Place, Part] = field(default_factory=dict)
-    known: set[TierName] = field(default_factory=set)  # tiers whose contents it has reported
+    # Tiers whose contents it has reported, of those tenants that have limits by this.
+    counted: dict[TierName, TenantLimits] = field(default_factory=dict)
     leads_until: float = float("-inf")  # of an engine that other gateways use, too
-    is_limited: bool = False  # some limits were set in this life
+    is_limited: bool = True  # perhaps, by an earlier gateway
 
 
 class TierBytes:
@@ -86,6 +125,7 @@ class TierBytes:
         usual: Callable[[], Limits],
         shared: SharedLimits | None = None,
         on_full: Callable[[TierName, int], None] = lambda tier, number: None,
+        busy: Callable[[], Iterable[str]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -93,21 +133,24 @@ class TierBytes:
             engines: returns those that are there now, by name; see ``Models.engines``.
             usual: returns the limits of tenants whose keys say nothing else.
             on_full: called in each round with the number of tenants that hold nearly all that they
-                may, for each tier with limits.
+                may, for each tier with limits, and once with 0 when its last limit has gone.
+            busy: returns the tenants with running turns.
         """
         self._engines = engines
         self._tenants = tenants
         self._usual = usual
         self._shared = shared
         self._on_full = on_full
+        self._busy = busy
         self._clock = clock
         self._gateway = secrets.token_hex(8)
         self._members: dict[str, Member] = {}
+        self._settling: dict[str, asyncio.Task[None]] = {}  # by engine
         self._local: dict[Place, LocalShares] = {}
-        self._seen: dict[str, float] = {}  # when a tenant's last request came
+        self._seen: dict[str, float] = {}  # when a tenant's last request came, or still ran
         self._wake = asyncio.Event()
-        self._limits: dict[Place, int] = {}
-        self._has_grown = False
+        self._rules = Rules(tenants, Limits())
+        self._shown: list[TierName] = []  # tiers of which ``on_full`` knows
 
     def seen(self, tenant: str) -> None:
         """Note a request of a tenant: bytes are kept ready for it on each engine."""
@@ -118,42 +161,56 @@ class TierBytes:
 
     def used(self, tenant: str) -> dict[TierName, Used]:
         """Return what a tenant holds of each tier where it has a limit."""
-        return {
-            place.tier: Used(self._held(place), most)
-            for place, most in self._limits.items()
-            if place.tenant == tenant
-        }
+        places = [Place(x, tenant) for x in self._rules.tiers]
+        return {x.tier: Used(self._held(x), most) for x in places if (most := self._rules.most(x))}
 
     def _held(self, place: Place) -> int:
         return sum(x.parts[place].held for x in self._members.values() if place in x.parts)
 
     async def run(self) -> None:
         """Look at all engines, again and again, until cancelled."""
-        while True:
-            await self.round()
-            try:
-                async with asyncio.timeout(AGAIN_S if self._has_grown else TICK_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            self._wake.clear()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._wake.clear()
+                await self.round(group)
+                try:
+                    async with asyncio.timeout(TICK_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
 
-    async def round(self) -> None:
-        """Have all engines hold to their shares, and divide the limits anew."""
-        usual = self._usual()
-        named = {tier: self._tenants.bytes_of(tier, usual) for tier in TIER_NAMES}
-        self._limits = {Place(x, y): most for x in TIER_NAMES for y, most in named[x].items()}
-        since = self._clock() - IDLE_S
-        self._seen = {x: at for x, at in self._seen.items() if at > since}
+    async def round(self, group: asyncio.TaskGroup) -> None:
+        """Have each engine hold to its shares, and divide the limits anew, by tasks of ``group``.
+
+        An engine that has not answered since an earlier round is left out, and delays no other.
+        """
+        if self._rules.source != (self._tenants.num_replaced, usual := self._usual()):
+            self._rules = Rules(self._tenants, usual)
+        rules = self._rules
+        now = self._clock()
+        self._seen |= dict.fromkeys(self._busy(), now)
+        self._seen = {x: at for x, at in self._seen.items() if at > now - IDLE_S}
         self._look_at_engines()
-        self._has_grown = False
-        is_set = bool(self._limits) or any(usual.bytes_of(x) for x in TIER_NAMES)
-        wanted = {name: x for name, x in self._members.items() if (is_set or x.is_limited)}
-        led = await self._led(wanted)
-        await asyncio.gather(*(self._settle(name, wanted[name], usual) for name in led))
-        full = [x.tier for x, most in self._limits.items() if self._held(x) >= FULL * most]
-        for tier in {x.tier for x in self._limits}:
-            self._on_full(tier, full.count(tier))
+        self._report_full()
+        self._settling = {x: task for x, task in self._settling.items() if not task.done()}
+        asked = {
+            name: member
+            for name, member in self._members.items()
+            if (rules.tiers or member.is_limited) and name not in self._settling
+        }
+        for name in await self._led(asked):
+            self._settling[name] = group.create_task(self._settle(name, asked[name], rules))
+
+    def _report_full(self) -> None:
+        held: Counter[Place] = Counter()
+        for member in self._members.values():
+            for place, part in member.parts.items():
+                held[place] += part.held
+        limits = {x: most for x in held if (most := self._rules.most(x))}
+        full = Counter(x.tier for x, most in limits.items() if held[x] >= FULL * most)
+        for tier in {*self._rules.tiers, *self._shown}:
+            self._on_full(tier, full[tier])
+        self._shown = self._rules.tiers
 
     def _look_at_engines(self) -> None:
         members: dict[str, Member] = {}
@@ -161,11 +218,13 @@ class TierBytes:
             if (life := engine.welcome) is None or not life.limits_tenants:
                 continue
             known = self._members.get(name)
-            is_same = known is not None and known.life is life
-            members[name] = known if known is not None and is_same else Member(engine, life)
+            if known is None or known.life is not life:
+                # After a lost connection the engine may still hold to what it was told.
+                known = Member(engine, life, dict(known.parts) if known else {})
+            members[name] = known
         self._members = members
         for shares in self._local.values():
-            shares.keep(set(members))
+            shares.keep(members.keys())
 
     async def _led(self, members: Mapping[str, Member]) -> list[str]:
         """Return the names of those engines whose limits this gateway sets."""
@@ -182,88 +241,104 @@ class TierBytes:
                 members[name].leads_until = now + LEASE_S
         return [x for x, m in members.items() if not m.engine.shared_address or m.leads_until > now]
 
-    async def _settle(self, name: str, member: Member, usual: Limits) -> None:
-        """Have one engine hold to its shares, and ask for the bytes that it needs."""
-        targets = {
-            place: part.target(most) if (part := member.parts.get(place)) else 0
-            for place, most in self._limits.items()
-        }
+    async def _settle(self, name: str, member: Member, rules: Rules) -> None:
+        """Have one engine hold to its shares, and ask for the bytes that it needs.
+
+        It is told at once of shares that have grown, and of those that its contents had first to
+        be counted for.
+        """
         try:
-            before = set(member.known)
-            await self._tell(member, targets, usual)
+            if await self._settle_once(name, member, rules):
+                await self._settle_once(name, member, rules)
         except EngineError as error:
             log.debug("an engine does not hold tenants to their bytes yet: %s", error)
-            return
-        in_use = {x: max(part.held, targets[x]) for x, part in member.parts.items()}
-        await self._divide(name, member, in_use)
-        self._has_grown |= member.known != before or any(
-            part.target(self._limits[x]) > targets[x] for x, part in member.parts.items()
-        )
+            in_use = {x: part.share.given for x, part in member.parts.items() if rules.most(x)}
+            await self._divide(name, member, in_use, rules)  # it may still use all of them
 
-    async def _tell(self, member: Member, targets: Mapping[Place, int], usual: Limits) -> None:
-        tiers: dict[TierName, TenantLimits] = {}
-        for tier in TIER_NAMES:
-            named = {x.tenant: nbytes for x, nbytes in targets.items() if x.tier == tier}
-            most = usual.bytes_of(tier)
-            if named or most:
-                others = most // len(self._members) if most else None
-                # Nothing is lost for that its contents are not known yet.
-                tiers[tier] = TenantLimits(named, others, spares=tier not in member.known)
+    async def _settle_once(self, name: str, member: Member, rules: Rules) -> bool:
+        """Return True if the engine is to be told more."""
+        tiers = {
+            x: msgspec.structs.replace(plain, counts_only=member.counted.get(x) != plain)
+            for x, plain in rules.plain.items()
+        }
+        told: dict[Place, int] = {}
+        for place, part in member.parts.items():
+            if (most := rules.most(place)) and not tiers[place.tier].counts_only:
+                told[place] = part.target(most)
+        for tier, limits in tiers.items():
+            if not limits.counts_only:
+                named = {x.tenant: nbytes for x, nbytes in told.items() if x.tier == tier}
+                tiers[tier] = TenantLimits({**limits.named, **named}, limits.others)
         uses = (await member.engine.limit_tenants(tiers)).tiers
         member.is_limited = bool(tiers)
-        member.known = set(uses)
+        member.counted = {x: plain for x, plain in rules.plain.items() if x in uses}
+        self._count(member, uses, rules)
+        in_use = {x: max(p.held, told.get(x, p.share.given)) for x, p in member.parts.items()}
+        await self._divide(name, member, in_use, rules)
+        return any(x.counts_only and tier in uses for tier, x in tiers.items()) or any(
+            part.target(rules.most(x)) > told.get(x, 0) for x, part in member.parts.items()
+        )
+
+    def _count(
+        self, member: Member, uses: Mapping[TierName, Mapping[str, TenantUse]], rules: Rules
+    ) -> None:
+        """Take over what an engine holds; of tiers that are not in ``uses`` it is not known."""
         now = self._clock()
-        member.parts = {x: part for x, part in member.parts.items() if x in targets}
-        for place in targets:
-            if place.tier not in uses:
-                member.parts.pop(place, None)  # it is not known what the engine holds
-                continue
+        parts = {x: p for x, p in member.parts.items() if x.tier in uses and rules.most(x)}
+        places = {Place(x, tenant) for x in rules.plain for tenant in uses.get(x, ())}
+        places |= {Place(x, tenant) for x in rules.plain if x in uses for tenant in self._seen}
+        for place in places | parts.keys():
             use = uses[place.tier].get(place.tenant, TenantUse(0))
-            part = member.parts.get(place)
-            if part is None:
-                if not use.held and not use.missed and place.tenant not in self._seen:
-                    continue
-                part = member.parts[place] = Part(Share(0))
+            is_there = use.held or use.missed or place.tenant in self._seen
+            if place not in parts and not (is_there and rules.most(place)):
+                continue
+            part = parts.setdefault(place, Part(Share(0)))
             part.held = use.held
             if use.missed:
                 part.missed, part.missed_at = use.missed, now
             elif now - part.missed_at > WANT_S:
                 part.missed = 0
+        member.parts = parts
 
-    async def _divide(self, name: str, member: Member, in_use: Mapping[Place, int]) -> None:
+    async def _divide(
+        self, name: str, member: Member, in_use: Mapping[Place, int], rules: Rules
+    ) -> None:
         """Ask for the shares that an engine is to have from now on."""
-        for place, part in member.parts.items():
-            part.wanted = self._wanted(place, part)
-        questions = [(x, in_use[x], part.wanted) for x, part in member.parts.items()]
-        shares = await self._shares(name, questions)
-        for (place, _, wanted), share in zip(questions, shares, strict=True):
-            member.parts[place].share = share
-            if not wanted and not share.given:
-                del member.parts[place]
+        questions = []
+        for place, used in in_use.items():
+            part = member.parts[place]
+            part.wanted = self._wanted(place, part, rules.most(place))
+            questions.append(Question(place, rules.most(place), used, part.wanted))
+        shares = await self._shares(name, member, questions)
+        for question, share in zip(questions, shares, strict=True):
+            member.parts[question.place].share = share
+            if not question.wanted and not share.given:
+                del member.parts[question.place]
 
-    def _wanted(self, place: Place, part: Part) -> int:
-        most = self._limits[place]
+    def _wanted(self, place: Place, part: Part, most: int) -> int:
         if not (part.held or part.missed or place.tenant in self._seen):
             return 0
         num = max(len(self._members), part.share.num_others + 1)
         spare = most if num == 1 else most // (2 * num)
         return min(most, part.held + part.missed + spare)
 
-    async def _shares(self, name: str, questions: Sequence[tuple[Place, int, int]]) -> list[Share]:
+    async def _shares(
+        self, name: str, member: Member, questions: Sequence[Question]
+    ) -> list[Share]:
         if self._shared is not None and self._shared.is_shared:
-            is_own = not self._members[name].engine.shared_address
+            is_own = not member.engine.shared_address
             engine = self._name("engine", f"{self._gateway}/{name}" if is_own else name)
             lease_ms = round(LEASE_S * 1000)
             commands = [
                 ask_share(
                     self._name(place.tenant, place.tier),
-                    self._limits[place],
+                    most,
                     engine,
                     used,
                     wanted,
                     lease_ms,
                 )
-                for place, used, wanted in questions
+                for place, most, used, wanted in questions
             ]
             replies = await self._ask(commands)
             if len(replies) == len(questions):
@@ -274,10 +349,8 @@ class TierBytes:
                 except ValueError as error:
                     log.warning("the shares of tenants' bytes cannot be read: %s", error)
         return [
-            self._local.setdefault(place, LocalShares()).ask(
-                self._limits[place], name, used, wanted
-            )
-            for place, used, wanted in questions
+            self._local.setdefault(place, LocalShares()).ask(most, name, used, wanted)
+            for place, most, used, wanted in questions
         ]
 
     async def _ask(self, commands: Sequence[Command]) -> list[Reply]:

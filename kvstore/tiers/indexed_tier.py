@@ -49,7 +49,7 @@ class IndexedTier(ABC):
     def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse]:
         self._apply_limits(limits)
         with self._lock:
-            return self._index.take_uses()
+            return self._index.take_uses(limits)
 
     @abstractmethod
     def _apply_limits(self, limits: TenantLimits) -> None:

@@ -170,18 +170,18 @@ class RecencyIndex:
 
     def limit(self, limits: TenantLimits) -> list[tuple[bytes, RecencyEntry]]:
         """Set the limits of tenants from now on, and evict what is beyond them; return that."""
-        self._limits = limits
-        if limits.spares:
+        if limits.counts_only:
             return []
+        self._limits = limits
         return [x for owner in self._parts.owners for x in self._keep_to_limit(owner)]
 
-    def take_uses(self) -> dict[str, TenantUse]:
-        """Return the bytes of each tenant that has a limit, and count missed ones afresh."""
+    def take_uses(self, limits: TenantLimits) -> dict[str, TenantUse]:
+        """Return the bytes of each tenant with one of these limits; count missed ones afresh."""
         missed, self._missed = self._missed, Counter()
         return {
             x: TenantUse(self._parts.held(x), missed[x])
             for x in self._parts.owners | missed.keys()
-            if self._limits.of(x) is not None
+            if limits.of(x) is not None
         }
 
     def resize(self, capacity_bytes: int) -> None:

@@ -269,11 +269,12 @@ class VllmVerbs:
 
 def _divided(limits: TenantLimits, num_ranks: int) -> TenantLimits:
     """Return the limits of one rank; ranks hold equal parts of every session."""
-    others = limits.others
-    return TenantLimits(
-        {tenant: nbytes // num_ranks for tenant, nbytes in limits.named.items()},
-        None if others is None else others // num_ranks,
-    )
+
+    def part(nbytes: int | None) -> int | None:
+        return None if nbytes is None else nbytes // num_ranks
+
+    named = {tenant: part(nbytes) for tenant, nbytes in limits.named.items()}
+    return TenantLimits(named, part(limits.others), limits.counts_only)
 
 
 def _added(ranks: Sequence[Mapping[str, TenantUse]]) -> dict[str, TenantUse]:

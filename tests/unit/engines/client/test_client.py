@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 
 from engines.base import EngineError, EngineStalled, EngineUnavailable
 from engines.client.engine_client import AttachedEngine, EngineClient
-from engines.fake_worker.fake_sessions import CODEC
+from engines.fake_worker.fake_sessions import CODEC, FakeSessions
 from engines.headers import CACHE_HEADER
+from engines.host.control_server import ControlServer
 from engines.registry import UnknownEngine, engine_factory
-from engines.wire import CodecReport, SessionRef
-from tests.unit.engines.conftest import FakeProcess, until, worker_config
+from engines.wire import CodecReport, SessionRef, TenantUses, TierName
+from kvstore.tenant_bytes import TenantLimits
+from tests.unit.engines.conftest import FakeProcess, until, welcomed, worker_config
 
 PATH = "/v1/chat/completions"
 SESSION = SessionRef(tenant="t", id="a b/ü%", salt=b"\x01\x02")
@@ -127,6 +130,28 @@ async def test_a_cut_connection_is_not_taken_for_an_end(client: EngineClient, fa
         return
     with pytest.raises(EngineUnavailable, match="broke"):
         await answer(client, scripted("fault=cut after=2"))
+
+
+class LateSessions(FakeSessions):
+    """Answers limits of tenants after a minute."""
+
+    async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
+        await asyncio.sleep(60)
+        return TenantUses({})
+
+
+async def test_limits_of_tenants_wait_only_briefly_for_an_answer(folder: Path) -> None:
+    control = ControlServer("right", welcomed, LateSessions(1 << 30))
+    server = await control.serve(f"unix:{folder}/control.sock")
+    client = EngineClient(worker_config(folder))
+    await client.start()
+    await until(lambda: client.ready)
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineUnavailable, match="no answer to LimitTenants"):
+            await client.limit_tenants({})
+    await client.stop(0)
+    server.close()
+    control.close()
 
 
 async def test_a_silent_stream_stalls(client: EngineClient) -> None:

@@ -18,7 +18,7 @@ from engines.wire import TenantUses, Welcome
 from gateway.edge.byte_shares import Entry, LocalShares, Share, ask_share, divide, read_share
 from gateway.edge.shared_limits import SharedLimits
 from gateway.edge.stock import Command, Reply
-from gateway.edge.tier_bytes import TierBytes
+from gateway.edge.tier_bytes import IDLE_S, TICK_S, TierBytes
 from gateway.keys import Limits, Tenants
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Tier
@@ -51,7 +51,11 @@ class TierOfEngine:
         self.welcome: Welcome | None = None
         self.is_away = False
         self.num_told = 0
+        self.told: Mapping[TierName, TenantLimits] = {}
         self._numbers = count()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.on_answer: Callable[[], object] = lambda: None
         self.begin(tier or RamTier(1 << 30))
 
     def begin(self, tier: Tier) -> None:
@@ -62,10 +66,13 @@ class TierOfEngine:
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
         await asyncio.sleep(0)
+        await self.may_answer.wait()
         if self.is_away:
             raise EngineUnavailable("the connection was lost")
         self.num_told += 1
+        self.told = tiers
         uses = self.tier.limit_tenants(tiers.get(self.name, TenantLimits()))
+        self.on_answer()
         return TenantUses({self.name: uses})
 
     def save(self, tenant: str = TENANT) -> bool:
@@ -104,6 +111,8 @@ class OneGateway:
         self.tenants = Tenants(b"s" * 16, [f"{TENANT}:{DIGEST}", f"bob:{DIGEST[1:]}1"])
         self._usual = limits
         self.full: dict[str, int] = {}
+        self.busy: list[str] = []
+        self.now_s = 0.0
         self._begin()
 
     def share(self, url: str, space: str) -> None:
@@ -118,12 +127,15 @@ class OneGateway:
             lambda: self._usual,
             self.shared,
             self.full.__setitem__,
+            lambda: self.busy,
+            lambda: self.now_s,
         )
         self.bytes.seen(TENANT)
 
     async def rounds(self, number: int = 6) -> None:
         for _ in range(number):
-            await self.bytes.round()
+            async with asyncio.TaskGroup() as group:
+                await self.bytes.round(group)
 
     @property
     def held(self) -> int:
@@ -135,7 +147,7 @@ async def test_one_engine_gives_a_tenant_all_that_it_may_have_and_no_more():
     await gateway.rounds(3)
     assert all(gateway.engines[0].save() for _ in range(30))
     assert MOST - 2 * SESSION < gateway.held <= MOST
-    await gateway.rounds(1)
+    await gateway.rounds(2)
     used = gateway.bytes.used(TENANT)["ram"]
     assert (used.held, used.limit) == (gateway.held, MOST)
     assert gateway.full == {"ram": 1}
@@ -154,10 +166,10 @@ async def test_another_tenants_bytes_are_not_touched():
     assert gateway.bytes.used("bob")["ram"].held == bobs
 
 
-async def test_without_limits_engines_are_not_asked():
+async def test_without_limits_engines_are_asked_once():
     gateway = OneGateway([TierOfEngine()], most=0)
     await gateway.rounds()
-    assert gateway.engines[0].num_told == 0
+    assert gateway.engines[0].num_told == 1
     assert all(gateway.engines[0].save() for _ in range(30))
     assert gateway.bytes.used(TENANT) == {}
 
@@ -169,6 +181,95 @@ async def test_a_limit_that_is_taken_away_holds_no_more():
     await gateway.rounds(1)
     assert all(gateway.engines[0].save() for _ in range(30))
     assert gateway.held > 2 * MOST
+
+
+async def test_a_limit_that_an_earlier_gateway_set_holds_no_more():
+    gateway = OneGateway([TierOfEngine()])
+    await gateway.rounds(3)
+    gateway._usual = Limits()
+    gateway._begin()
+    await gateway.rounds(1)
+    assert all(gateway.engines[0].save() for _ in range(30))
+    assert gateway.held > 2 * MOST
+
+
+async def test_when_the_last_limit_has_gone_no_tenant_is_full():
+    gateway = OneGateway([TierOfEngine()])
+    await gateway.rounds(3)
+    for _ in range(30):
+        gateway.engines[0].save()
+    await gateway.rounds(2)
+    assert gateway.full == {"ram": 1}
+    gateway._usual = Limits()
+    await gateway.rounds(1)
+    assert gateway.full == {"ram": 0}
+
+
+async def test_a_tenant_whose_key_allows_any_number_is_not_held_to_the_usual_limit():
+    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    lines = [f"{TENANT}:{DIGEST}", f"bob:{DIGEST[1:]}1 requests_per_minute=600"]
+    gateway.tenants.replace(lines)
+    gateway.bytes.seen("bob")
+    await gateway.rounds()
+    assert all(gateway.engines[0].save("bob") for _ in range(30))
+    await gateway.rounds()
+    assert gateway.held > 2 * MOST
+    assert gateway.bytes.used("bob") == {}
+
+
+async def test_a_tenant_whose_key_was_revoked_has_the_usual_limit():
+    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    gateway.bytes.seen("bob")
+    await gateway.rounds()
+    assert all(gateway.engines[0].save("bob") for _ in range(4))
+    before = gateway.held
+    gateway.tenants.replace([f"{TENANT}:{DIGEST}"])
+    gateway._begin()
+    await gateway.rounds()
+    assert gateway.held == before
+    for _ in range(12):
+        for engine in gateway.engines:
+            engine.save("bob")
+        await gateway.rounds(2)
+        assert gateway.held <= MOST
+
+
+async def test_a_limit_that_is_set_later_takes_only_what_is_beyond_it():
+    gateway = OneGateway([TierOfEngine()])
+    lines = [f"{TENANT}:{DIGEST} sessions=9", f"bob:{DIGEST[1:]}1"]
+    gateway.tenants.replace(lines)
+    await gateway.rounds(3)
+    assert all(gateway.engines[0].save() for _ in range(8))
+    before = gateway.held
+    gateway.tenants.replace([f"{lines[0]} ram_bytes={MOST}", lines[1]])
+    await gateway.rounds(3)
+    assert gateway.held == before
+    for _ in range(30):
+        gateway.engines[0].save()
+    assert before < gateway.held <= MOST
+
+
+async def test_engines_are_told_of_tenants_that_hold_or_want_something_only():
+    gateway = OneGateway([TierOfEngine()])
+    gateway.tenants.replace([f"{TENANT}:{DIGEST}", *(f"t{i}:{i:064x}" for i in range(1, 100))])
+    await gateway.rounds()
+    assert gateway.engines[0].told["ram"].named.keys() == {TENANT}
+    assert not gateway.engines[0].save("t7")
+
+
+async def test_a_tenant_with_a_running_turn_keeps_bytes_ready():
+    gateway = OneGateway([TierOfEngine()])
+    gateway.busy = [TENANT]
+    for _ in range(20):
+        gateway.now_s += IDLE_S / 10
+        await gateway.rounds(1)
+    assert gateway.engines[0].save()
+    gateway.engines[0].begin(RamTier(1 << 30))
+    gateway.busy = []
+    for _ in range(20):
+        gateway.now_s += IDLE_S / 10
+        await gateway.rounds(1)
+    assert not gateway.engines[0].save()
 
 
 async def test_a_lower_limit_evicts_the_oldest_copies():
@@ -192,6 +293,26 @@ async def test_contents_of_an_earlier_life_are_not_lost_when_a_gateway_begins():
     gateway.bytes._seen.clear()
     await gateway.rounds()
     assert gateway.held == before
+
+
+@pytest.mark.parametrize("begins", ["gateway", "connection"])
+async def test_saves_are_taken_when_one_begins_again(begins: str):
+    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    engine = gateway.engines[0]
+    await gateway.rounds()
+    assert all(engine.save() for _ in range(3))
+    if begins == "gateway":
+        gateway._begin()
+    else:
+        assert engine.welcome is not None
+        engine.welcome = msgspec.structs.replace(engine.welcome)
+    before = gateway.held
+    took: list[bool] = []
+    engine.on_answer = lambda: took.append(engine.save())
+    await gateway.rounds(1)
+    assert len(took) == 2
+    assert all(took)
+    assert gateway.held > before
 
 
 async def test_contents_of_a_tier_that_was_away_are_not_lost_when_it_is_back():
@@ -236,6 +357,45 @@ async def test_an_engine_that_does_not_answer_keeps_its_share():
         first.save()  # it still holds to its last share
         assert gateway.held <= MOST
     assert second.held > 0
+
+
+async def test_an_engine_that_is_slow_to_answer_delays_no_other():
+    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    first, second = gateway.engines
+    await gateway.rounds()
+    second.may_answer.clear()
+    second_told = second.num_told
+    running = asyncio.create_task(gateway.bytes.run())
+    await asyncio.sleep(0.1)
+    gateway.bytes.seen("bob")
+    await asyncio.sleep(0.2)
+    assert first.save("bob")
+    told = first.num_told
+    await asyncio.sleep(3 * TICK_S)
+    assert first.num_told >= told + 2
+    assert second.num_told == second_told
+    running.cancel()
+
+
+@pytest.mark.redis
+@needs_redis
+async def test_a_share_is_renewed_while_its_engine_does_not_answer(server: RedisServer):
+    gateway, asked = OneGateway([TierOfEngine()]), []
+    gateway.share(server.url, secrets.token_hex(4))
+    assert gateway.shared is not None
+    ask = gateway.shared.ask
+    gateway.shared.ask = lambda commands: asked.extend(commands) or ask(commands)
+    await gateway.rounds()
+    engine = gateway.engines[0]
+    assert engine.save()
+    assert engine.welcome is not None
+    engine.welcome = msgspec.structs.replace(engine.welcome)  # after a lost connection
+    engine.is_away = True
+    asked.clear()
+    await gateway.rounds(1)
+    used, wanted = asked[0][-3:-1]
+    assert used == MOST
+    assert wanted == MOST
 
 
 @pytest.mark.redis

@@ -265,8 +265,9 @@ def test_a_tenants_oldest_keys_make_way_for_its_new_ones():
     update = index.add({b"4": 20}, "a")
     assert [key for key, _ in update.evicted] == [b"1", b"2"]
     assert index.why_evicted([b"1", b"b"]) == ["limit", None]
-    assert index.take_uses() == {"a": TenantUse(30, 20)}
-    assert index.take_uses() == {"a": TenantUse(30, 0)}
+    limits = TenantLimits({"a": 30})
+    assert index.take_uses(limits) == {"a": TenantUse(30, 20)}
+    assert index.take_uses(limits) == {"a": TenantUse(30, 0)}
 
 
 def test_a_key_that_its_owners_limit_has_no_room_for_is_refused():
@@ -274,7 +275,7 @@ def test_a_key_that_its_owners_limit_has_no_room_for_is_refused():
     index.pin([b"pinned"])
     index.add({b"pinned": 25}, "a")
     assert index.add({b"large": 10}, "a") == IndexUpdate([], [])
-    assert index.take_uses() == {"a": TenantUse(25, 10)}
+    assert index.take_uses(TenantLimits({"a": 30})) == {"a": TenantUse(25, 10)}
 
 
 def test_a_chain_beyond_its_owners_limit_keeps_its_head():
@@ -283,14 +284,33 @@ def test_a_chain_beyond_its_owners_limit_keeps_its_head():
     assert (update.added, update.evicted) == ([b"1", b"3"], [])
 
 
-def test_a_lower_limit_evicts_at_once_unless_it_spares():
+def test_a_lower_limit_evicts_at_once():
     index = limited(a=30)
     for key in (b"1", b"2", b"3"):
         index.add({key: 10}, "a")
-    assert index.limit(TenantLimits({"a": 10}, spares=True)) == []
     assert [key for key, _ in index.limit(TenantLimits({"a": 10}))] == [b"1", b"2"]
     assert index.limit(TenantLimits()) == []
-    assert index.take_uses() == {}
+    assert index.take_uses(TenantLimits()) == {}
+
+
+def test_limits_that_only_ask_what_is_held_leave_those_in_force():
+    index = limited(a=30)
+    index.add({b"1": 10}, "a")
+    index.add({b"b": 500}, "b")
+    asked = TenantLimits({"a": 0}, others=0, counts_only=True)
+    assert index.limit(asked) == []
+    assert index.take_uses(asked) == {"a": TenantUse(10), "b": TenantUse(500)}
+    assert index.add({b"2": 20}, "a").evicted == []
+    assert [key for key, _ in index.add({b"3": 10}, "a").evicted] == [b"1"]
+
+
+def test_a_named_tenant_may_hold_any_number_where_others_may_not():
+    index = RecencyIndex(1000)
+    limits = TenantLimits({"free": None}, others=10)
+    index.limit(limits)
+    assert index.add({b"f": 500}, "free").added == [b"f"]
+    assert index.add({b"a": 500}, "a").added == []
+    assert index.take_uses(limits) == {"a": TenantUse(0, 500)}
 
 
 @given(
