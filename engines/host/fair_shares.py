@@ -229,7 +229,8 @@ def in_fair_order(
         taken[least] = held[least] = 1
     holders = [x for x, number in {**places, **held}.items() if number]
     ahead = max((counts[x] for x in holders), default=0.0)
-    # A tenant that is behind a holder goes first, and as a whole: its own places delay no other.
+    # A tenant whose count is below a holder's by a quantum goes first, and as a whole: its own
+    # places delay no other.
     by_count = sorted(lines, key=counts.__getitem__)
     heap = [(shares.held(x, held[x] + 1), counts[x], i, x) for i, x in enumerate(lines)]
     heapq.heapify(heap)

@@ -83,7 +83,7 @@ class Rules:
         self._named = {x: tenants.bytes_of(x, usual) for x in TIER_NAMES}
         self._usual = {x: usual.bytes_of(x) for x in TIER_NAMES}
         self.tiers = [x for x in TIER_NAMES if self._usual[x] or any(self._named[x].values())]
-        # What an engine is told of tenants that have no part there: a tenant in no list of keys,
+        # The limits of tenants that have no part at an engine: a tenant in no list of keys,
         # such as one whose key was revoked, has the usual limit.
         self.plain = {
             x: TenantLimits(
@@ -219,7 +219,7 @@ class TierBytes:
                 continue
             known = self._members.get(name)
             if known is None or known.life is not life:
-                # After a lost connection the engine may still hold to what it was told.
+                # After a lost connection the engine may still hold to its former limits.
                 known = Member(engine, life, dict(known.parts) if known else {})
             members[name] = known
         self._members = members
@@ -244,8 +244,8 @@ class TierBytes:
     async def _settle(self, name: str, member: Member, rules: Rules) -> None:
         """Have one engine hold to its shares, and ask for the bytes that it needs.
 
-        It is told at once of shares that have grown, and of those that its contents had first to
-        be counted for.
+        Shares that have grown are sent at once, and so are those that had to wait until the
+        engine's contents were counted.
         """
         try:
             if await self._settle_once(name, member, rules):
@@ -256,27 +256,27 @@ class TierBytes:
             await self._divide(name, member, in_use, rules)  # it may still use all of them
 
     async def _settle_once(self, name: str, member: Member, rules: Rules) -> bool:
-        """Return True if the engine is to be told more."""
+        """Send limits once; return True if others have to follow."""
         tiers = {
             x: msgspec.structs.replace(plain, counts_only=member.counted.get(x) != plain)
             for x, plain in rules.plain.items()
         }
-        told: dict[Place, int] = {}
+        sent: dict[Place, int] = {}
         for place, part in member.parts.items():
             if (most := rules.most(place)) and not tiers[place.tier].counts_only:
-                told[place] = part.target(most)
+                sent[place] = part.target(most)
         for tier, limits in tiers.items():
             if not limits.counts_only:
-                named = {x.tenant: nbytes for x, nbytes in told.items() if x.tier == tier}
+                named = {x.tenant: nbytes for x, nbytes in sent.items() if x.tier == tier}
                 tiers[tier] = TenantLimits({**limits.named, **named}, limits.others)
         uses = (await member.engine.limit_tenants(tiers)).tiers
         member.is_limited = bool(tiers)
         member.counted = {x: plain for x, plain in rules.plain.items() if x in uses}
         self._count(member, uses, rules)
-        in_use = {x: max(p.held, told.get(x, p.share.given)) for x, p in member.parts.items()}
+        in_use = {x: max(p.held, sent.get(x, p.share.given)) for x, p in member.parts.items()}
         await self._divide(name, member, in_use, rules)
         return any(x.counts_only and tier in uses for tier, x in tiers.items()) or any(
-            part.target(rules.most(x)) > told.get(x, 0) for x, part in member.parts.items()
+            part.target(rules.most(x)) > sent.get(x, 0) for x, part in member.parts.items()
         )
 
     def _count(

@@ -1,4 +1,4 @@
-"""The tiers of a simulated fleet: they keep lengths instead of blobs; one is behind a link."""
+"""The tiers of a simulated fleet: they keep lengths instead of blobs; one is reached by a link."""
 
 from __future__ import annotations
 

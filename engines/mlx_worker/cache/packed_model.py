@@ -71,7 +71,7 @@ def with_packed_caches(
     live = PackedCacheModel(model, layers, layout.dtype, AttentionSeam(model))
     try:
         goes_on = _goes_on_alike(model, live)
-    except Exception as error:  # of the model's own code, which asks caches for more than usual
+    except (AttributeError, TypeError, ValueError) as error:  # it asks caches for more than usual
         raise CannotServe(
             f"engine.hot_codec = {config.hot_codec} is refused: this model cannot use packed caches"
             f" ({error}); leave it empty"

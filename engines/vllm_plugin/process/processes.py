@@ -32,7 +32,7 @@ TRACKER_S: Final = 5.0
 
 
 def unbind_thread() -> None:
-    """Let the calling thread, and those it starts, run wherever the parent process may.
+    """Let the calling thread, and those it starts, run on all CPUs of the parent process.
 
     The parent is vLLM's EngineCore, whose threads are not bound.
     """

@@ -1,4 +1,4 @@
-"""The primaries behind a Redis URL: one server, the master that Sentinels name, or a cluster's.
+"""The primaries that a Redis URL names: one server, the master that Sentinels name, or a cluster's.
 
     redis://[user:password@]host[:port][/db]      rediss:// with TLS, unix:// for a socket
     redis+sentinel://[user:password@]host[:port],host[:port],.../service[/db]
