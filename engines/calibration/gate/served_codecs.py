@@ -62,6 +62,7 @@ class PackedBy:
             return
         whole = self._path.with_name(f"{self._path.name}.{os.getpid()}{UNFINISHED}")
         try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             whole.write_text("\n".join(now), "ascii")
             whole.replace(self._path)
         except OSError as error:
