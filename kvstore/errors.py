@@ -12,9 +12,9 @@
     +-- CodecRefused      it was not measured on this model, or costs it more than the bound
     +-- PinLimit          pinned sessions already take all that they may; one more is refused
 
-Only the last two ever reach a user: the worst outcome of each other one is a recompute.
-``CodecRefused`` ends the start of an engine whose codec was named; ``PinLimit`` answers the request
-for the pin.
+Only the last three ever reach a user: the worst outcome of each other one is a recompute.
+``UnknownCodec`` and ``CodecRefused`` end the start of an engine whose codec was named; ``PinLimit``
+answers the request for the pin.
 """
 
 from __future__ import annotations

@@ -2,6 +2,6 @@
 
 ``sessions`` is the front: it admits turns (``admission``), keeps rows (``table``, ``session``)
 true to the engine's reports (``follower``), looks for sessions to put to sleep (``sweeps``,
-``policy``, ``headroom``) and has the engine do it (``moves``). ``policy`` defines the order in
-which sessions go to sleep, over the queues of ``table``.
+``headroom``) and has the engine do it (``moves``). ``sweeps`` defines the order in which sessions
+go to sleep, over the queues of ``table``.
 """

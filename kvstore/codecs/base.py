@@ -26,7 +26,9 @@ class Codec(Protocol):
 
     @property
     def id(self) -> str:
-        """The codec's name and arithmetic version, such as ``tq3.2``; part of every key and header.
+        """The codec's name and arithmetic version, such as ``tq3.2``.
+
+        It is in every blob's header and, hashed, in the name under which a tier has the blob.
 
         A calibrated codec adds digits of its profile: ``max.1-0123456789``.
         """

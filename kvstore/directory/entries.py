@@ -89,7 +89,7 @@ def rows_of(page: bytes | memoryview) -> list[Row]:
 
 
 class Deletions:
-    """Epochs by mark (``names.Names.mark``); of a tenant with too many the oldest are dropped."""
+    """Epochs by mark (``Names.mark``); of a tenant with too many the oldest are dropped."""
 
     def __init__(self) -> None:
         self.clock = 0  # the highest epoch that was seen

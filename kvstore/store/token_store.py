@@ -1,7 +1,7 @@
 """The store of an engine that keeps a session's KV as arrays of tokens (mlx): it packs by itself.
 
-The parts, in the order in which a session meets them: ``saving`` (turn end), then ``planner`` and
-``restorer`` (on return).
+The parts, in the order in which a session meets them: ``save_queue`` and ``saver`` (turn
+end), then ``planner`` and ``restorer`` (on return).
 """
 
 from __future__ import annotations
