@@ -32,6 +32,7 @@ from gateway.directory.beyond import (
 )
 from gateway.directory.directory import Elsewhere
 from gateway.directory.orders import done, shown, sleeps
+from gateway.edge.tier_bytes import Used
 from gateway.identity.agents import SUFFIX
 from gateway.identity.names import checked_name
 from gateway.keys import Tenant
@@ -75,8 +76,8 @@ async def list_sessions(request: Request) -> Response:
     else:
         await _add_elsewhere(request, tenant, listed, limit - len(rows), beyond)
     limits = gateway_of(request).limits.tier_bytes
-    if limits is not None and (used := limits.used(tenant.name)):
-        listed["tier_bytes"] = {tier: x._asdict() for tier, x in used.items()}
+    if limits is not None and (used := await limits.used(tenant.name)):
+        listed["tier_bytes"] = {tier: _shown_bytes(x) for tier, x in used.items()}
     if unlisted := [x.label for x in models if not x.is_listed]:
         listed["unlisted_models"] = unlisted  # not loaded since the server's start
     return _json(listed)
@@ -305,6 +306,11 @@ def _unknown(found: Found) -> Exception:
 
 def _unknown_session() -> InvalidRequest:
     return InvalidRequest("There is no such session.", "session_id", "session_not_found", 404)
+
+
+def _shown_bytes(used: Used) -> dict[str, int | bool]:
+    shown = {"held": used.held, "limit": used.limit}
+    return shown | {"only_here": True} if used.only_here else shown
 
 
 def _json(body: Any) -> Response:

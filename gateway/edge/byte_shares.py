@@ -71,7 +71,7 @@ class LocalShares:
 
 
 # ``divide`` on the server, among all gateways' engines. ARGV: of all, engine, used, wanted, lease
-# in ms. An entry is given:wanted:end.
+# in ms, held. An entry is given:wanted:end:held.
 _SHARE: Final = f"""{NOW}
 local most, used, wanted = tonumber(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local lease = tonumber(ARGV[5])
@@ -79,7 +79,7 @@ if redis.call('HLEN', KEYS[1]) > {MAX_GATEWAYS} then return redis.error_reply('t
 local taken, num, all, there = 0, 0, redis.call('HGETALL', KEYS[1]), {{}}
 for i = 1, #all, 2 do
   if all[i] ~= ARGV[2] then
-    local g, w, e = string.match(all[i + 1], '^(%d+):(%d+):(%d+)$')
+    local g, w, e = string.match(all[i + 1], '^(%d+):(%d+):(%d+):%d+$')
     e = tonumber(e) or 0
     if e < now or e > now + 10 * lease then
       redis.call('HDEL', KEYS[1], all[i])
@@ -97,10 +97,20 @@ if used == 0 and wanted == 0 then
   redis.call('HDEL', KEYS[1], ARGV[2])
 else
   local entry = string.format('%.0f:%.0f:%.0f', math.max(0, given), wanted, now + lease)
-  redis.call('HSET', KEYS[1], ARGV[2], entry)
+  redis.call('HSET', KEYS[1], ARGV[2], entry .. ':' .. ARGV[6])
 end
 redis.call('PEXPIRE', KEYS[1], 10 * lease)
 return {{given, taken, num, short}}
+"""
+# The bytes that all engines hold together, as their gateways said last.
+_HELD: Final = f"""{NOW}
+if redis.call('HLEN', KEYS[1]) > {MAX_GATEWAYS} then return redis.error_reply('too many') end
+local sum, all = 0, redis.call('HGETALL', KEYS[1])
+for i = 2, #all, 2 do
+  local e, held = string.match(all[i], '^%d+:%d+:(%d+):(%d+)$')
+  if e and tonumber(e) >= now then sum = sum + tonumber(held) end
+end
+return sum
 """
 # Be the one gateway that sets the limits of an engine that several use. ARGV: gateway, lease in ms.
 _LEAD: Final = """
@@ -111,9 +121,16 @@ return 1
 """
 
 
-def ask_share(name: str, most: int, engine: str, used: int, wanted: int, lease_ms: int) -> Command:
-    """Ask as ``LocalShares.ask`` does."""
-    return "EVAL", _SHARE, 1, SPACE + name, most, engine, used, wanted, lease_ms
+def ask_share(
+    name: str, most: int, engine: str, used: int, wanted: int, lease_ms: int, held: int = 0
+) -> Command:
+    """Ask as ``LocalShares.ask`` does. ``held``: what the engine holds, for ``ask_held``."""
+    return "EVAL", _SHARE, 1, SPACE + name, most, engine, used, wanted, lease_ms, held
+
+
+def ask_held(name: str) -> Command:
+    """Ask how many bytes all engines hold together."""
+    return "EVAL", _HELD, 1, SPACE + name
 
 
 def lead(name: str, gateway: str, lease_ms: int) -> Command:
@@ -125,6 +142,11 @@ def read_share(reply: Reply) -> Share:
     """Read the answer to ``ask_share``. Raises ``ValueError``: it is none that can be right."""
     if not (isinstance(reply, list) and len(reply) == 4):
         raise ValueError(f"no answer to be used: {reply!r}")
-    if not all(isinstance(x, int) and 0 <= x < MAX_NUMBER for x in reply):
-        raise ValueError("shares that cannot be")
-    return Share(*reply)
+    return Share(*map(read_bytes, reply))
+
+
+def read_bytes(reply: Reply) -> int:
+    """Read a number of bytes. Raises ``ValueError``: it is none that can be right."""
+    if not (isinstance(reply, int) and 0 <= reply < MAX_NUMBER):
+        raise ValueError(f"an answer that is no number of bytes: {reply!r}")
+    return reply

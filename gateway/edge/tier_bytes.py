@@ -21,7 +21,15 @@ from typing import Final, NamedTuple
 import msgspec
 
 from engines.base import EngineError, LimitsTenants, TenantLimits, TierName, Welcome
-from gateway.edge.byte_shares import LocalShares, Share, ask_share, lead, read_share
+from gateway.edge.byte_shares import (
+    LocalShares,
+    Share,
+    ask_held,
+    ask_share,
+    lead,
+    read_bytes,
+    read_share,
+)
 from gateway.edge.shared_limits import MAX_BATCH, SharedLimits
 from gateway.edge.stock import Command, Reply
 from gateway.keys import Limits, Tenants
@@ -45,19 +53,24 @@ class Place(NamedTuple):
 
 
 class Used(NamedTuple):
-    """A tenant's bytes of one tier on the engines of this gateway, and its limit over all."""
+    """A tenant's bytes of one tier on the engines of all gateways, and its limit over all.
+
+    ``only_here``: on those of this gateway, since Redis does not answer.
+    """
 
     held: int
     limit: int
+    only_here: bool = False
 
 
 class Question(NamedTuple):
-    """Asks for a share of a tenant's bytes, with those that an engine uses and wants."""
+    """Asks for a share of a tenant's bytes, with those that an engine uses, wants and holds."""
 
     place: Place
     most: int
     used: int
     wanted: int
+    held: int
 
 
 @dataclass
@@ -159,13 +172,30 @@ class TierBytes:
             self._wake.set()
         self._seen[tenant] = now
 
-    def used(self, tenant: str) -> dict[TierName, Used]:
+    async def used(self, tenant: str) -> dict[TierName, Used]:
         """Return what a tenant holds of each tier where it has a limit."""
-        places = [Place(x, tenant) for x in self._rules.tiers]
-        return {x.tier: Used(self._held(x), most) for x in places if (most := self._rules.most(x))}
+        limits = {x: self._rules.most(Place(x, tenant)) for x in self._rules.tiers}
+        limits = {x: most for x, most in limits.items() if most}
+        held = await self._held_by_all(tenant, list(limits))
+        if held is not None:
+            return {x: Used(held[x], most) for x, most in limits.items()}
+        alone = self._shared is not None
+        return {x: Used(self._held(Place(x, tenant)), most, alone) for x, most in limits.items()}
 
     def _held(self, place: Place) -> int:
         return sum(x.parts[place].held for x in self._members.values() if place in x.parts)
+
+    async def _held_by_all(
+        self, tenant: str, tiers: Sequence[TierName]
+    ) -> dict[TierName, int] | None:
+        """Return what a tenant holds at all gateways; None if the Redis does not answer."""
+        if self._shared is None or not self._shared.is_shared:
+            return None
+        replies = await self._ask([ask_held(self._name(tenant, x)) for x in tiers])
+        try:
+            return {x: read_bytes(reply) for x, reply in zip(tiers, replies, strict=True)}
+        except ValueError:
+            return None
 
     async def run(self) -> None:
         """Look at all engines, again and again, until cancelled."""
@@ -308,7 +338,7 @@ class TierBytes:
         for place, used in in_use.items():
             part = member.parts[place]
             part.wanted = self._wanted(place, part, rules.most(place))
-            questions.append(Question(place, rules.most(place), used, part.wanted))
+            questions.append(Question(place, rules.most(place), used, part.wanted, part.held))
         shares = await self._shares(name, member, questions)
         for question, share in zip(questions, shares, strict=True):
             member.parts[question.place].share = share
@@ -330,15 +360,8 @@ class TierBytes:
             engine = self._name("engine", f"{self._gateway}/{name}" if is_own else name)
             lease_ms = round(LEASE_S * 1000)
             commands = [
-                ask_share(
-                    self._name(place.tenant, place.tier),
-                    most,
-                    engine,
-                    used,
-                    wanted,
-                    lease_ms,
-                )
-                for place, most, used, wanted in questions
+                ask_share(self._name(x.tenant, x.tier), most, engine, used, wanted, lease_ms, held)
+                for x, most, used, wanted, held in questions
             ]
             replies = await self._ask(commands)
             if len(replies) == len(questions):
@@ -350,7 +373,7 @@ class TierBytes:
                     log.warning("the shares of tenants' bytes cannot be read: %s", error)
         return [
             self._local.setdefault(place, LocalShares()).ask(most, name, used, wanted)
-            for place, most, used, wanted in questions
+            for place, most, used, wanted, _ in questions
         ]
 
     async def _ask(self, commands: Sequence[Command]) -> list[Reply]:

@@ -18,7 +18,7 @@ from engines.wire import TenantUses, Welcome
 from gateway.edge.byte_shares import Entry, LocalShares, Share, ask_share, divide, read_share
 from gateway.edge.shared_limits import SharedLimits
 from gateway.edge.stock import Command, Reply
-from gateway.edge.tier_bytes import IDLE_S, TICK_S, TierBytes
+from gateway.edge.tier_bytes import IDLE_S, TICK_S, TierBytes, Used
 from gateway.keys import Limits, Tenants
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Tier
@@ -73,7 +73,7 @@ class TierOfEngine:
         self.told = tiers
         uses = self.tier.limit_tenants(tiers.get(self.name, TenantLimits()))
         self.on_answer()
-        return TenantUses({self.name: uses})
+        return TenantUses({} if uses is None else {self.name: uses})
 
     def save(self, tenant: str = TENANT) -> bool:
         """Write a session more; returns whether all of it is kept."""
@@ -148,8 +148,8 @@ async def test_one_engine_gives_a_tenant_all_that_it_may_have_and_no_more():
     assert all(gateway.engines[0].save() for _ in range(30))
     assert MOST - 2 * SESSION < gateway.held <= MOST
     await gateway.rounds(2)
-    used = gateway.bytes.used(TENANT)["ram"]
-    assert (used.held, used.limit) == (gateway.held, MOST)
+    used = (await gateway.bytes.used(TENANT))["ram"]
+    assert used == (gateway.held, MOST, False)
     assert gateway.full == {"ram": 1}
 
 
@@ -163,7 +163,7 @@ async def test_another_tenants_bytes_are_not_touched():
     assert all(engine.save() for _ in range(30))
     assert engine.held <= MOST + bobs
     await gateway.rounds(3)
-    assert gateway.bytes.used("bob")["ram"].held == bobs
+    assert (await gateway.bytes.used("bob"))["ram"].held == bobs
 
 
 async def test_without_limits_engines_are_asked_once():
@@ -171,7 +171,7 @@ async def test_without_limits_engines_are_asked_once():
     await gateway.rounds()
     assert gateway.engines[0].num_told == 1
     assert all(gateway.engines[0].save() for _ in range(30))
-    assert gateway.bytes.used(TENANT) == {}
+    assert await gateway.bytes.used(TENANT) == {}
 
 
 async def test_a_limit_that_is_taken_away_holds_no_more():
@@ -214,7 +214,7 @@ async def test_a_tenant_whose_key_allows_any_number_is_not_held_to_the_usual_lim
     assert all(gateway.engines[0].save("bob") for _ in range(30))
     await gateway.rounds()
     assert gateway.held > 2 * MOST
-    assert gateway.bytes.used("bob") == {}
+    assert await gateway.bytes.used("bob") == {}
 
 
 async def test_a_tenant_whose_key_was_revoked_has_the_usual_limit():
@@ -393,7 +393,7 @@ async def test_a_share_is_renewed_while_its_engine_does_not_answer(server: Redis
     engine.is_away = True
     asked.clear()
     await gateway.rounds(1)
-    used, wanted = asked[0][-3:-1]
+    used, wanted = asked[0][-4:-2]
     assert used == MOST
     assert wanted == MOST
 
@@ -503,6 +503,41 @@ async def test_while_redis_is_away_each_gateway_holds_to_it_and_afterwards_all()
                     await gateway.rounds(1)
                 await asyncio.sleep(0.1)
         assert min(x.held for x in gateways) > 0.3 * MOST
+
+
+@pytest.mark.redis
+@needs_redis
+async def test_each_gateway_shows_what_a_tenant_holds_at_all_of_them(server: RedisServer):
+    gateways = [OneGateway([TierOfEngine() for _ in range(i)]) for i in (2, 1, 0)]
+    space = secrets.token_hex(8)
+    for gateway in gateways:
+        gateway.share(server.url, space)
+        await gateway.rounds(3)
+    assert all(x.save() for y in gateways for x in y.engines)
+    for gateway in gateways:
+        await gateway.rounds(2)
+    of_all = sum(x.held for x in gateways)
+    shown = [(await x.bytes.used(TENANT))["ram"] for x in gateways]
+    assert shown == [Used(of_all, MOST)] * 3 and of_all > gateways[0].held
+    for gateway in gateways:  # as where Redis does not answer
+        assert gateway.shared is not None
+        gateway.shared.is_shared = False
+    shown = [(await x.bytes.used(TENANT))["ram"] for x in gateways]
+    assert shown == [Used(x.held, MOST, True) for x in gateways]
+
+
+@pytest.mark.redis
+@needs_redis
+async def test_an_engine_that_two_gateways_use_is_counted_once(server: RedisServer):
+    space, engine = secrets.token_hex(8), TierOfEngine(shared_address="http://10.0.0.1:9000")
+    gateways = [OneGateway([engine]) for _ in range(2)]
+    for gateway in gateways:
+        gateway.share(server.url, space)
+        await gateway.rounds(3)
+    assert engine.save()
+    for gateway in gateways:
+        await gateway.rounds(2)
+        assert (await gateway.bytes.used(TENANT))["ram"] == Used(engine.held, MOST)
 
 
 @pytest.mark.redis
