@@ -282,7 +282,8 @@ class FleetEngine:
 
     def _owe(self, replica: Replica, session: SessionRef) -> None:
         of_tenant = sum(tenant == session.tenant for tenant, _ in replica.owed)
-        if len(replica.owed) >= MAX_OWED or of_tenant >= MAX_OWED_OF_TENANT:
+        is_full = len(replica.owed) >= MAX_OWED or of_tenant >= MAX_OWED_OF_TENANT
+        if is_full and not replica.takes:
             raise EngineUnavailable(
                 f"replica {replica.name} is away, and too many sessions are to be deleted there"
             )

@@ -2,25 +2,32 @@
 
 A list says which there are. A replica that leaves gets no new request and no verb but deletions,
 while it answers what it has and saves its sessions; it is let go of once its control connection
-ends. While the list cannot be read, what was read last holds: a replica that is gone is noticed by
-its own connection.
+ends. Its disk may come back with another replica: so that one is given the deletions of the last
+day, but for sessions that have begun again since.
+
+While the list cannot be read, what was read last holds: a replica that is gone is noticed by its
+own connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
-from engines.base import SAVE_S, Engine, EngineError, SessionRef
-from engines.fleet.fleet_engine import MAX_OWED, MOVES_AT, FleetEngine
+from engines.base import SAVE_S, Engine, EngineError, SessionRef, SessionReport
+from engines.fleet.fleet_engine import MAX_OWED, MAX_OWED_OF_TENANT, MOVES_AT, FleetEngine
 from engines.fleet.homes import Homes
+from engines.fleet.replica import Replica
 from engines.fleet.replica_list import ListedReplica
 
 log = logging.getLogger("thermocline.engines")
 
 LIST_S: Final = 1.0  # between two looks at the list
+GONE_S: Final = 24 * 3600.0  # for so long a gone replica's disk may come back
 
 
 class ListedFleet(FleetEngine):
@@ -32,18 +39,21 @@ class ListedFleet(FleetEngine):
         make: Callable[[ListedReplica], Engine],
         homes: Homes,
         moves_at: int = MOVES_AT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             read: reads the list; raises ``EngineError``.
             make: makes the client of a replica; nothing is started yet.
         """
-        super().__init__({}, homes, moves_at)
+        super().__init__({}, homes, moves_at, clock)
         self._read = read
         self._make = make
         self._watching: asyncio.Task[None] | None = None
         self._list_trouble = "the list of replicas has not been read yet"
-        self._owed_by_gone: dict[tuple[str, str], SessionRef] = {}
+        self._gone_until = float("-inf")  # a gone replica's disk may come back
+        # Deletions, the oldest first, and until when a disk that comes back may lack them.
+        self._deleted: dict[tuple[str, str], tuple[SessionRef, float]] = {}
 
     @property
     def trouble(self) -> str:
@@ -99,12 +109,35 @@ class ListedFleet(FleetEngine):
 
     async def _take_on(self, one: ListedReplica) -> None:
         replica = await self.add(one.name, self._make(one))
-        # It may read a gone replica's disk, where some sessions were still to be deleted.
-        replica.owed.update(self._owed_by_gone)
+        now = self._clock()
+        replica.owed |= {key: x for key, (x, until) in self._deleted.items() if until > now}
 
     async def _let_go(self, name: str) -> None:
         log.info("replica %s is gone", name)
         replica = await self.remove(name)
-        for key, session in replica.owed.items():
-            if len(self._owed_by_gone) < MAX_OWED:
-                self._owed_by_gone[key] = session
+        self._gone_until = self._clock() + GONE_S
+        self._keep(replica.owed.values())
+
+    async def forget(self, session: SessionRef) -> SessionReport | None:
+        report = await super().forget(session)
+        if self._clock() < self._gone_until:
+            self._keep([session])
+        return report
+
+    def _served(self, session: SessionRef, replica: Replica) -> None:
+        super()._served(session, replica)
+        self._deleted.pop((session.tenant, session.id), None)
+
+    def _keep(self, deleted: Iterable[SessionRef]) -> None:
+        """Keep deletions for replicas that come later; the oldest are dropped first."""
+        now = self._clock()
+        for session in deleted:
+            key = session.tenant, session.id
+            self._deleted.pop(key, None)
+            self._deleted[key] = session, now + GONE_S
+        of_tenant = Counter(tenant for tenant, _ in self._deleted)
+        for key, (_, until) in list(self._deleted.items()):
+            too_many = of_tenant[key[0]] > MAX_OWED_OF_TENANT or len(self._deleted) > MAX_OWED
+            if too_many or until <= now:
+                del self._deleted[key]
+                of_tenant[key[0]] -= 1

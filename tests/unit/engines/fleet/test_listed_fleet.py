@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from engines.base import EngineUnavailable, EngineUnreached
+from engines.base import EngineUnavailable, EngineUnreached, SessionRef
+from engines.fleet.fleet_engine import MAX_OWED_OF_TENANT
 from engines.fleet.homes import LastHomes
-from engines.fleet.listed_fleet import ListedFleet
+from engines.fleet.listed_fleet import GONE_S, ListedFleet
 from engines.fleet.replica_list import (
     MAX_REPLICAS,
     ListedReplica,
@@ -32,7 +33,8 @@ class Rig:
     def __init__(self) -> None:
         self.listed: list[ListedReplica] | None = None  # None: the list cannot be read
         self.engines: dict[str, Engine] = {}
-        self.fleet = ListedFleet(self.read, self.make, LastHomes(1000), 4)
+        self.now = 1000.0
+        self.fleet = ListedFleet(self.read, self.make, LastHomes(1000), 4, lambda: self.now)
 
     async def read(self) -> list[ListedReplica]:
         if self.listed is None:
@@ -46,6 +48,9 @@ class Rig:
     async def see(self, *replicas: ListedReplica) -> None:
         self.listed = list(replicas)
         await self.fleet.look()
+
+    def owed(self) -> dict[str, set[str]]:
+        return {x.name: {id for _, id in x.owed} for x in self.fleet._replicas}
 
     def home(self, number: int) -> str:
         return self.fleet.choose(ref(number)).name
@@ -103,8 +108,40 @@ async def test_deletions_of_a_gone_replica_pass_to_the_next():
     await rig.fleet.forget(ref(7))
     await rig.see(listed("2"))
     await rig.see(listed("2"), listed("3"))
-    owed = {x.name: set(x.owed) for x in rig.fleet._replicas}
-    assert owed == {"2": set(), "3": {("tenant", "s7")}}
+    assert rig.owed() == {"2": set(), "3": {"s7"}}
+
+
+async def test_a_deletion_after_a_replica_has_gone_reaches_the_one_that_has_its_disk():
+    rig = Rig()
+    await rig.see(listed("1"), listed("2"))
+    await rig.fleet.forget(ref(1))  # while all are there: nothing is owed
+    rig.engines["1"].die()
+    await rig.see(listed("2"))
+    for number in (2, 3, 4):
+        await rig.fleet.forget(ref(number))
+    rig.fleet._served(ref(3), rig.fleet.choose(ref(3)))  # it has begun again
+    await rig.see(listed("2"), listed("3"))
+    assert rig.owed() == {"2": set(), "3": {"s2", "s4"}}
+    rig.now += GONE_S - 1
+    await rig.fleet.forget(ref(5))
+    rig.now += 1
+    await rig.fleet.forget(ref(6))  # no disk can come back that has it
+    await rig.see(listed("2"), listed("3"), listed("4"))
+    assert rig.owed()["4"] == {"s5"}
+
+
+async def test_of_one_tenant_the_oldest_deletions_are_dropped():
+    rig = Rig()
+    await rig.see(listed("1"), listed("2"))
+    rig.engines["1"].die()
+    await rig.see(listed("2"))
+    await rig.fleet.forget(SessionRef("another", "s", b""))
+    for number in range(MAX_OWED_OF_TENANT + 2):
+        await rig.fleet.forget(ref(number))
+    await rig.see(listed("2"), listed("3"))
+    kept = {f"s{i}" for i in range(2, MAX_OWED_OF_TENANT + 2)}
+    assert rig.owed()["3"] == {"s", *kept}
+    await rig.fleet.forget(ref(0))  # the new one is there: no number of deletions is too many
 
 
 async def test_counters_of_a_replica_that_is_gone_are_kept():
