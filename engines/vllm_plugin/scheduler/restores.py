@@ -51,34 +51,50 @@ class RankClient(Protocol):
 
 
 class Probes:
-    """Sends at most one probe per request, however often vLLM asks. On vLLM's thread."""
+    """Sends one probe per request and ``deadline_s``, however often vLLM asks. On vLLM's thread."""
 
-    def __init__(self, ranks: RankClient, tickets: Iterator[int]) -> None:
+    def __init__(
+        self,
+        ranks: RankClient,
+        tickets: Iterator[int],
+        deadline_s: float,
+        monotonic: Callable[[], float],
+    ) -> None:
         self._ranks = ranks
         self._tickets = tickets
+        self._deadline_s = deadline_s
+        self._monotonic = monotonic
 
     def finds_nothing(
         self, tracked: TrackedRequest, first_block: int, hashes: Sequence[bytes]
     ) -> bool:
-        """True once all ranks have answered that nothing is stored.
+        """True once all ranks have answered that nothing is stored, or one does not answer in time.
 
-        The first call sends the probe. ``hashes``: of the prompt's blocks, from its beginning.
+        The first call sends the probe; an answer that something is stored is asked for again after
+        the deadline, since a rank may fall silent meanwhile. ``hashes``: of the prompt's blocks,
+        from its beginning.
         """
-        if tracked.probe is None:
-            tracked.probe = next(self._tickets)
-            joined = b"".join(map(bytes, hashes))
-            self._ranks.send(Probe(tracked.probe, tracked.session, first_block, joined))
-            return False
-        answer = self._ranks.staged(tracked.probe)
-        if answer is None or answer.end_block > first_block:
-            return False
-        tracked.reason = answer.reason
-        return True
+        now, probe = self._monotonic(), tracked.probe
+        if probe is not None:
+            probe.staged = probe.staged or self._ranks.staged(probe.ticket)
+            in_time = now - probe.asked_at < self._deadline_s
+            if probe.staged is None and not in_time:
+                tracked.reason = "deadline"
+                return True
+            if probe.staged is not None and probe.staged.end_block <= first_block:
+                tracked.reason = probe.staged.reason
+                return True
+            if in_time:
+                return False
+        tracked.probe = Restore(next(self._tickets), first_block, now)
+        joined = b"".join(map(bytes, hashes))
+        self._ranks.send(Probe(tracked.probe.ticket, tracked.session, first_block, joined))
+        return False
 
     def withdraw(self, tracked: TrackedRequest) -> None:
         """Forget the request's probe, if there is one: it does not wait any more."""
         if tracked.probe is not None:
-            self._ranks.send(Release(tracked.probe))
+            self._ranks.send(Release(tracked.probe.ticket))
             tracked.probe = None
 
 
@@ -103,7 +119,7 @@ class Restores:
         self._monotonic = monotonic
         self._budget = StagingBudget(max_staged_bytes)
         self._tickets = itertools.count(1)
-        self._probes = Probes(ranks, self._tickets)
+        self._probes = Probes(ranks, self._tickets, self._deadline_s, monotonic)
         self._planned: list[Load] = []
         self._loading: dict[str, set[int]] = {}  # block ids by request
         self._has_waited = False  # in this step
@@ -162,7 +178,7 @@ class Restores:
     def _without_room(
         self, tracked: TrackedRequest, first: int, hashes: Sequence[bytes]
     ) -> tuple[int | None, bool]:
-        """Let a request without stored blobs continue; all others wait for room."""
+        """Let a request without stored blobs continue; others wait while the ranks answer."""
         if not self._probes.finds_nothing(tracked, first, hashes):
             return None, False
         tracked.barred = True

@@ -161,7 +161,7 @@ class SchedulerSide:
             self._hub.start_after_front(control)
         else:
             self._hub.start(control)
-        self._hub.spawn(EvictionWatch(self._resident, self._verbs.look, self._control.publish).run)
+        self._hub.spawn(EvictionWatch(self._resident, self._look, self._control.publish).run)
         if reports:
             self._hub.spawn(self._wake_idle_engine)
 
@@ -232,6 +232,8 @@ class SchedulerSide:
     def _hear(self, news: PeerNews) -> None:
         """Process messages of peers that are no answers. On the hub's event loop."""
         match news:
+            case RankLost(why="found"):
+                self._have_all_listed(news.session)
             case RankLost():
                 self._hub.spawn(partial(self._report_lost, news))
             case RankPacked():
@@ -248,16 +250,32 @@ class SchedulerSide:
                 self._forwards.hear_done(news)
 
     async def _notify(self, cause: Literal["turn", "saved", "packed"], session: SessionRef) -> None:
-        report = await self._verbs.look(session)
+        report = await self._look(session)
         if report is not None:
             self._control.publish(Notice(cause, report))
+
+    async def _look(self, session: SessionRef) -> SessionReport | None:
+        """Return a session's report for a notice.
+
+        Raises ``OSError``: a rank does not answer. The gateway then asks for all sessions, until it
+        has an answer, so that it learns of the change in the end.
+        """
+        try:
+            return await self._verbs.look(session)
+        except OSError:
+            self._have_all_listed(session)
+            raise
+
+    def _have_all_listed(self, session: SessionRef) -> None:
+        """Make the gateway ask for all sessions; ``session`` is one of those that changed."""
+        self._control.publish(Notice("moved", absent(session), "found"))
 
     async def _report_lost(self, news: RankLost) -> None:
         """Report to the gateway that a session is lost, if that is still true, or its new tier.
 
         The loss of one rank's share loses the session; a turn may have saved it again meanwhile.
         """
-        report = await self._verbs.look(news.session)
+        report = await self._look(news.session)
         if report is None or report.tier is None:
             self._control.publish(Notice("lost", report or absent(news.session), news.why))
         elif not news.is_gone:

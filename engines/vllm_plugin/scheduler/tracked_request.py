@@ -123,7 +123,7 @@ def num_common(part: Sequence[int], request: Tokens, first: int, last: int) -> i
 
 @dataclass
 class Restore:
-    """A request's order to the ranks to stage its stored blobs."""
+    """A request's order to the ranks to stage its stored blobs, or a probe for them."""
 
     ticket: int
     first_block: int
@@ -139,7 +139,7 @@ class TrackedRequest:
     request: Any
     session: SessionRef | None
     restore: Restore | None = None
-    probe: int | None = None  # the ticket of its probe
+    probe: Restore | None = None  # while it waits for room
     barred: bool = False  # no more restores for this request
     failed: bool = False
     restored_tokens: int = 0

@@ -22,6 +22,8 @@ from engines.vllm_plugin.messages import (
 from engines.vllm_plugin.messages import frame as message_frame
 from engines.vllm_plugin.scheduler.hub import MAX_OPEN, Hub, SaveAcks
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
+from engines.vllm_plugin.scheduler.restores import Restores
+from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks, TrackedRequest
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea
 from engines.wire import (
@@ -29,8 +31,9 @@ from engines.wire import (
     Refused,
 )
 from kvstore.stats import Counters
-from tests.block_sessions import open_store, ref, save, served
+from tests.block_sessions import BLOCK, open_store, ref, save, served
 from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, NoSaves, Unmeasured, wait, welcomed
+from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Request
 
 
 def test_all_ranks_stage_and_the_answer_is_theirs(engine):
@@ -100,18 +103,14 @@ def test_the_gateway_is_served_only_once_the_http_server_has_come(tmp_path):
     hub.close()
 
 
+def hub_path(folder: Path) -> str:
+    return str(folder / "hub.sock")
+
+
 def test_ranks_may_come_before_the_hub(tmp_path):
     store, staging = open_store(), StagingArea()
     hello = RankHello(0, "raw.1", 1, 1)
-    link = RankLink(
-        str(tmp_path / "hub.sock"),
-        hello,
-        store,
-        staging,
-        NoSaves(),
-        served(),
-        Unmeasured(),
-    )
+    link = RankLink(hub_path(tmp_path), hello, store, staging, NoSaves(), served(), Unmeasured())
     hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
     hub.start()
     wait(lambda: hub.ready)
@@ -198,3 +197,27 @@ def test_saves_that_a_lost_rank_never_reports_are_bounded() -> None:
         completed(acks, job, True)
     assert len(acks) == MAX_OPEN
     assert completed(acks, 2 * MAX_OPEN - 1, True) == [True]
+
+
+def test_a_request_does_not_wait_for_a_rank_that_is_silent(tmp_path: Path) -> None:
+    """One rank has all of the session, and the other one, which is connected, says nothing."""
+    hub = Hub(str(tmp_path / "hub.sock"), 2, lambda news: None)
+    hub.start()
+    store, staging, hot = open_store(), StagingArea(), ResidentSessions()
+    hello = RankHello(0, "raw.1", 1, 1)
+    link = RankLink(hub_path(tmp_path), hello, store, staging, NoSaves(), served(), Unmeasured())
+    save(store, ref(), CHAIN)
+    tokens = [*range(100), 7]
+    restores = Restores(hub, hot, TokenBlocks(BLOCK), deadline_s=0.2, max_staged_bytes=50)
+    first, second = (TrackedRequest(Request(tokens, name=x), ref()) for x in ("r1", "r2"))
+    with peer(tmp_path, RankHello(1, "raw.1", 1, 1)):
+        wait(lambda: hub.ready)
+        assert restores.match(first, 0, idle=True) == (None, False)
+        assert restores.match(second, 0, idle=True) == (None, False)  # there is no room for it
+        wait(lambda: restores.match(second, 0, idle=True) == (0, False))
+        assert restores.match(first, 0, idle=True) == (0, False)
+        assert first.cache_header(0) == second.cache_header(0) == "miss; tokens=0; reason=deadline"
+        wait(lambda: not len(staging))
+    link.close()
+    store.close()
+    hub.close()

@@ -60,6 +60,7 @@ class Bench:
             device_config=SimpleNamespace(device_type="cpu"),
             kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
         )
+        self.hub_path = settings.hub_path
         self.side = SchedulerSide(settings, config, DENSE, "0")
         self.pool = Pool()
         self.side.bind(self.pool)
@@ -120,6 +121,18 @@ def test_a_session_that_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> No
     bench.link.send(RankLost(ref("gone")))
     heard = bench.hear()
     assert isinstance(heard, Notice) and heard.session.id == "gone"
+
+
+def test_the_gateway_lists_all_again_where_the_ranks_do_not_say_what_changed(bench: Bench) -> None:
+    bench.link.close()
+    wait(lambda: not bench.side.ready)
+    news = (RankLost(ref("a"), "found", False), RankPacked(ref("b")), RankLost(ref("c")))
+    with socket.socket(socket.AF_UNIX) as rank:  # says what it has to say, and answers nothing
+        rank.connect(bench.hub_path)
+        for one in news:
+            rank.sendall(frame_of_plugin(one))
+        heard = [bench.hear() for _ in news]
+    assert [(x.cause, x.why) for x in heard if isinstance(x, Notice)] == [("moved", "found")] * 3
 
 
 def test_the_gateway_hears_of_saved_sessions_and_not_of_skipped_ones(bench: Bench) -> None:

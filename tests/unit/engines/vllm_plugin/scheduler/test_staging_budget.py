@@ -128,3 +128,19 @@ def test_who_finds_room_asks_nothing_more(bench):
     bench.tracker.allocated(requests[2], [list(range(20, 31))], 40)
     bench.tracker.absorb(set(), ["c"], {})
     assert Release(probes(bench)["c"]) in bench.ranks.sent
+
+
+@pytest.mark.parametrize("falls_silent_later", [False, True])
+def test_none_waits_for_room_where_a_rank_is_silent(bench, falls_silent_later):
+    """Those that have room time out one after the other; the line must not wait for all of them."""
+    requests = waiting(bench, "a", "b", "c", "d")
+    if falls_silent_later:
+        for name in ("c", "d"):
+            ticket = probes(bench)[name]
+            bench.ranks.answers[ticket] = Staged(ticket, 10, None, None)
+        ask_all(bench, requests[2:])
+        bench.now[0] += 7.5
+        ask_all(bench, requests[2:])  # they ask the ranks again
+    bench.now[0] += 7.5
+    assert [bench.tracker.match(x, 0) for x in reversed(requests)] == [(0, False)] * 4
+    assert bench.tracker.finished(requests[3], [[]])["reason"] == "deadline"
