@@ -81,7 +81,7 @@ class FaultyTier:
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         return self.inner.why_evicted(keys)
 
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse]:
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
         self._call("limit_tenants")
         return self.inner.limit_tenants(limits)
 
@@ -94,6 +94,9 @@ class FaultyTier:
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         self.inner.unpin(keys)
+
+    def pins_known(self) -> None:
+        self.inner.pins_known()
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         self._call("delete_many")

@@ -147,7 +147,8 @@ class Ledger(Generic[R]):
         deletions = self.upkeep.deletions
         deletions.retry()
         found: list[R] = []
-        for level in list(self._to_load):
+        awaited = list(self._to_load)
+        for level in awaited:
             deletions.retry_records(level)
             if not deletions.is_owed(level):
                 found += self._load_from(level)
@@ -157,6 +158,9 @@ class Ledger(Generic[R]):
         for record in found:
             if record.pinned:
                 self._follow_pin(self.index.key(record))
+        for level in awaited:
+            if level not in self._to_load:
+                self.stack.pins_known(level)
         if found:
             first = SessionRef(found[0].tenant, found[0].id, b"")
             self.notices.report_found(first, map(self.index.key, found))

@@ -261,6 +261,10 @@ class TierStack:
         for tier, names in zip(self._tiers, pinned, strict=True):
             tier.unpin(names)
 
+    def pins_known(self, i: int) -> None:
+        """Note that what earlier lives have pinned is pinned; see ``Tier.pins_known``."""
+        self._tiers[i].pins_known()
+
     @contextmanager
     def pinned_in(self, i: int, keys: Sequence[bytes]) -> Iterator[None]:
         names = self._tags[i].all(keys)
@@ -294,7 +298,7 @@ class TierStack:
         return None
 
     def limit_tenants(self, i: int, limits: TenantLimits) -> dict[str, TenantUse] | None:
-        """Hold tenants to limits in one tier; None if it is not available."""
+        """Hold tenants to limits in one tier; None if it is not known what they hold there."""
         try:
             return self._tiers[i].limit_tenants(limits)
         except TierUnavailable:

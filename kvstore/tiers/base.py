@@ -135,11 +135,12 @@ class Tier(Protocol):
         ``idle_s``: for how many seconds the owner has used none of them; see ``tenant_parts``.
         """
 
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse]:
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
         """Hold tenants to these limits from now on; return the use of each that has one.
 
         A tenant beyond its limit loses its least recent blobs now, and a blob that does not fit
-        beside its pinned ones is refused.
+        beside its pinned ones is refused. None while blobs of earlier lives are still being
+        counted: then nothing was done.
 
         Raises:
             TierUnavailable: the limits are set, but blobs beyond them may still exist.
@@ -153,6 +154,9 @@ class Tier(Protocol):
 
         Pins are counted per key. A key without a blob is remembered, for a blob that comes later.
         """
+
+    def pins_known(self) -> None:
+        """Note that blobs of earlier lives that are to be pinned are pinned; others may go."""
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Take one pin off each key; the last one makes it recent. Ignores keys without pins."""
@@ -179,10 +183,10 @@ class Tier(Protocol):
         """
 
     def written(self, prefix: bytes) -> list[bytes] | None:
-        """Return the keys that start with ``prefix`` and count in this budget.
+        """Return the keys that start with ``prefix`` and count in this budget, or soon will.
 
-        The least recently used come first, pinned ones last. None while blobs of earlier lives are
-        still being counted; ask again then.
+        The least recently used come first, pinned ones last. None while it is not known which blobs
+        earlier lives have left; ask again later.
         """
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:

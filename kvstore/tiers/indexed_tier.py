@@ -46,7 +46,7 @@ class IndexedTier(ABC):
         with self._lock:
             self._index.own(owner, keys, idle_s)
 
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse]:
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
         self._apply_limits(limits)
         with self._lock:
             return self._index.take_uses(limits)
@@ -66,6 +66,9 @@ class IndexedTier(ABC):
     def unpin(self, keys: Iterable[bytes]) -> None:
         with self._lock:
             self._index.unpin(keys)
+
+    def pins_known(self) -> None:  # noqa: B027
+        """Do nothing: no blobs wait for pins here."""
 
     def written(self, prefix: bytes) -> list[bytes] | None:
         with self._lock:

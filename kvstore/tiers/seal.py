@@ -235,7 +235,7 @@ class SealedTier:
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         self._inner.own(owner, self._names(keys), idle_s)
 
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse]:
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
         return self._inner.limit_tenants(limits)
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -246,6 +246,9 @@ class SealedTier:
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         self._inner.unpin(self._names(keys))
+
+    def pins_known(self) -> None:
+        self._inner.pins_known()
 
     def _names(self, keys: Iterable[bytes]) -> list[bytes]:
         return [key + self._ending for key in keys]

@@ -14,6 +14,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.ledger.ledger import LOOK_S, MOST_LOADS
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef
+from kvstore.tenant_bytes import NO_LIMITS
 from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.link import RedisLink
@@ -33,10 +34,14 @@ def server() -> Iterator[RedisServer]:
         yield running
 
 
-def tiers_of(server: RedisServer, folder: Path) -> list[Tier]:
+def tiers_of(server: RedisServer, folder: Path, redis_bytes: int = 64 * MIB) -> list[Tier]:
     """The tiers of an engine without a disk, whose memory ends with it."""
     config = StoreConfig(
-        ram_bytes=0, disk_bytes=0, redis_url=server.url, redis_bytes=64 * MIB, redis_deadline_s=2.0
+        ram_bytes=0,
+        disk_bytes=0,
+        redis_url=server.url,
+        redis_bytes=redis_bytes,
+        redis_deadline_s=2.0,
     )
     (shared,) = open_tiers(config, folder)
     return [RamTier(64 * MIB), SealedTier(shared, SEAL)]
@@ -91,6 +96,30 @@ def test_the_listener_gets_one_notice(rig: Rig, server: RedisServer, tmp_path: P
         assert time.monotonic() < end
         time.sleep(0.02)
     assert notices == [StoreNotice(SessionRef("t", "b", b""), "found", is_gone=False)]
+    store.close()
+
+
+def test_a_pinned_one_stays_where_there_is_room_for_few(
+    rig: Rig, server: RedisServer, tmp_path: Path
+):
+    """It is the oldest, and the next life has half the budget."""
+    shares = {"pinned_share": 0.9, "tenant_pinned_share": 1.0}
+    store = rig.open(shared := tiers_of(server, tmp_path), **shares)
+    rig.save(store, ref("pinned"), history(100, 0))
+    store.pin(ref("pinned"), True)
+    for number, session_id in enumerate("abcde", 1):
+        rig.save(store, ref(session_id), history(100, number))
+    budget = shared[1].stats().nbytes // 2
+    store.close()
+    store = rig.open(shared := tiers_of(server, tmp_path, budget), **shares)
+    end = time.monotonic() + PATIENCE_S
+    while shared[1].limit_tenants(NO_LIMITS) is None:  # not all is counted
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert shared[1].stats().nbytes <= budget
+    prompt = history(20, 9)
+    assert rig.back(store, ref("pinned"), [*history(100, 0), *prompt]).num_tokens == 100
+    assert rig.back(store, ref("a"), [*history(100, 1), *prompt]).num_tokens == 0
     store.close()
 
 

@@ -26,6 +26,7 @@ def open_far(url: str, folder: Path, capacity_bytes: int = BUDGET) -> Tier:
         ram_bytes=0, disk_bytes=0, redis_url=url, redis_bytes=capacity_bytes, redis_deadline_s=10.0
     )
     (tier,) = open_tiers(config, folder)
+    tier.pins_known()  # there are none
     return tier
 
 

@@ -54,6 +54,7 @@ def test_one_budget_holds_over_all_nodes_and_lives(cluster: RedisCluster, tmp_pa
     capacity = 10 * 70_000
     for _ in range(2):
         tier = RedisTier(cluster.url, capacity, deadline_s=20.0, writer=WriterName(tmp_path))
+        tier.pins_known()
         tier.count_earlier_lives()
         until("counted", lambda tier=tier: tier.knows_earlier_lives)
         for key, blob in STORED.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from kvstore.tenant_bytes import NO_LIMITS
 from kvstore.tiers.redis_server.book import FILE_NAME, Book, WriterName
 from kvstore.tiers.redis_server.fragments import manifest_name, new_manifest, parse_manifest
 from kvstore.tiers.redis_server.link import RedisLink
@@ -87,6 +88,47 @@ def test_what_earlier_lives_used_last_stays_longest(server: RedisServer, tmp_pat
     tier.close()
 
 
+def left_before(server: RedisServer, folder: Path) -> RedisTier:
+    """Make the tier of a next life, which has not begun to count; its budget is for three blobs."""
+    tier = next_life(server, folder)
+    for key, blob in FEW.items():
+        tier.put_many([(key, blob)])
+    cost = tier.stats().nbytes // len(FEW)
+    tier.close()
+    return RedisTier(server.url, 3 * cost, deadline_s=10.0, writer=WriterName(folder))
+
+
+def test_none_is_evicted_before_the_pins_of_earlier_lives_are_known(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    tier = left_before(server, tmp_path)
+    tier.count_earlier_lives()
+    until("listed", lambda: tier.written(b"c") is not None)
+    assert tier.written(b"c") == list(FEW) and tier.written(b"r") == []
+    first, *_, last = FEW
+    assert tier.replace(last, FEW[last])  # a write of this life
+    assert tier.limit_tenants(NO_LIMITS) is None
+    assert tier.contains_many(list(FEW)) == [True] * len(FEW)
+    tier.pin([first])
+    tier.pins_known()
+    until("counted", lambda: tier.knows_earlier_lives)
+    held = [key for key, yes in zip(FEW, tier.contains_many(list(FEW)), strict=True) if yes]
+    assert held == [first, *list(FEW)[-2:]]
+    assert tier.stats().nbytes <= tier.stats().capacity_bytes
+    assert tier.limit_tenants(NO_LIMITS) == {}
+    tier.close()
+
+
+def test_without_pins_the_budget_is_kept_in_bounded_time(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    tier = left_before(server, tmp_path)
+    tier.count_earlier_lives(pins_s=0.5)
+    until("counted", lambda: tier.knows_earlier_lives)
+    assert tier.contains_many(list(FEW)) == [False] * 5 + [True] * 3
+    tier.close()
+
+
 def test_who_is_guaranteed_a_part_keeps_it_over_lives(server: RedisServer, tmp_path: Path) -> None:
     writer, cost = WriterName(tmp_path), 0
     tier = RedisTier(server.url, BUDGET, deadline_s=10.0, writer=writer)
@@ -100,6 +142,7 @@ def test_who_is_guaranteed_a_part_keeps_it_over_lives(server: RedisServer, tmp_p
     first, *others = FEW
     tier.own("a", [first], 60.0)  # by far the oldest
     tier.own("b", others, 0.0)
+    tier.pins_known()
     tier.count_earlier_lives()
     until("counted", lambda: tier.knows_earlier_lives)
     assert tier.stats().num_blobs == 4
@@ -166,6 +209,7 @@ def test_a_server_that_is_away_at_the_start_is_asked_again(tmp_path: Path, how: 
         started = time.monotonic()
         writer = WriterName(tmp_path)
         tier = RedisTier(server.url, BUDGET, deadline_s=0.5, writer=writer)
+        tier.pins_known()
         tier.count_earlier_lives()
         assert time.monotonic() - started < 20.0  # no call waits for Redis
         until("noticed", lambda: tier.stats().errors > 0)

@@ -14,8 +14,9 @@ too little: if the server evicted a manifest, the fragments are removed as well.
 evict the whole book; it then has a ``maxmemory`` that bounds the rest. With a time to live the book
 expires, after twice that time without a write or a touch.
 
-Blobs of earlier lives are added on a thread while the tier serves. A server that is down is tried
-again until it has answered once; a server that came back empty has an empty book.
+Blobs of earlier lives are added on a thread while the tier serves, but only once the pins of their
+sessions are known: the oldest are evicted as they are added. A server that is down is tried again
+until it has answered once; a server that came back empty has an empty book.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ Written: TypeAlias = tuple[bytes, BlobManifest]
 BATCH: Final = 256  # or a few more; the tier's writers wait for one batch at most
 FIRST_WAIT_S: Final = 2.0
 LONGEST_WAIT_S: Final = 60.0
+PINS_S: Final = 60.0  # without pins for so long, blobs of earlier lives are added nevertheless
 
 
 class WriterName:
@@ -199,6 +201,33 @@ def _parsed(listed: Iterable[tuple[bytes, bytes]]) -> Iterator[BookEntry]:
             yield BookEntry(field[: -_GENERATION.size], manifest, stamp)
 
 
+def last_writes(
+    entries: Iterable[BookEntry],
+    exist: Callable[[Sequence[bytes]], Sequence[bool | None]],
+    manifests: Callable[[Sequence[bytes]], Mapping[bytes, BlobManifest]],
+) -> dict[bytes, BlobManifest]:
+    """Return the last manifests of these entries' keys, as far as their blobs exist.
+
+    The stamps do not show which is the last: a ``touch`` may have been late. For a key with one
+    entry and fragments it is enough to check that it exists, which does not make it recent for the
+    server. Small blobs, such as the records of sessions, are compared: another engine may have
+    continued the session.
+
+    Args:
+        exist, manifests: ask the server about keys.
+    """
+    listed: dict[bytes, list[BlobManifest]] = {}
+    for key, manifest, _ in entries:
+        listed.setdefault(key, []).append(manifest)
+    single = [key for key, writes in listed.items() if len(writes) == 1 and writes[0].num_fragments]
+    checked = set(single)
+    there = zip(single, exist(single), strict=True)
+    seen = {key: listed[key][0] for key, yes in there if yes}
+    others = manifests([key for key in listed if key not in checked])
+    # A blob of another engine counts in that engine's budget.
+    return seen | {key: x for key, x in others.items() if x in listed[key]}
+
+
 class EarlierLives:
     """Reads a book once, and passes its entries on in batches, the most recently used first.
 
@@ -216,16 +245,35 @@ class EarlierLives:
         self._book = book
         self._enter = enter
         self._on_end = on_end
+        self._listed: list[list[BookEntry]] | None = None  # by key; the last used key first
         self._closing = threading.Event()
+        self._has_pins = threading.Event()
+        self._pins_s = PINS_S
         self._thread = threading.Thread(target=self._run, name="kvstore-redis-book", daemon=True)
 
-    def start(self) -> None:
-        """Begin; returns at once."""
+    def start(self, pins_s: float = PINS_S) -> None:
+        """Begin; returns at once. Entries wait for ``pins_known``, ``pins_s`` at most."""
+        self._pins_s = pins_s
         self._thread.start()
+
+    def pins_known(self) -> None:
+        """Let entries be passed on from now on."""
+        self._has_pins.set()
+
+    def listed(self, prefix: bytes) -> Iterator[list[BookEntry]] | None:
+        """Return the entries of all keys with this prefix, in batches, as they are passed on.
+
+        None before the book is read, and after all entries were passed on.
+        """
+        listed = self._listed
+        if listed is None:
+            return None
+        return _batches(x for x in listed if x[0].key.startswith(prefix))
 
     def close(self) -> None:
         """Stop; waits for a page of the book, or a call of ``enter``, that has begun."""
         self._closing.set()
+        self._has_pins.set()
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -238,6 +286,7 @@ class EarlierLives:
             _log.exception("what earlier lives left in redis was not counted")
         finally:
             self._on_end()
+            self._listed = None
 
     def _read_when_there(self) -> int:
         wait_s = FIRST_WAIT_S
@@ -255,11 +304,14 @@ class EarlierLives:
             if self._closing.is_set():
                 return 0
             entries |= dict.fromkeys(page)
-        for batch in _batches(_by_last_use(entries)):
+        self._listed = listed = list(_by_last_use(entries))
+        if not self._has_pins.wait(self._pins_s):
+            _log.warning("redis: blobs of earlier lives are counted before their pins are known")
+        for batch in _batches(listed):
             if self._closing.is_set():
                 return 0
             self._enter(batch)
-        return len({x.key for x in entries})
+        return len(listed)
 
 
 def _by_last_use(entries: Iterable[BookEntry]) -> Iterator[list[BookEntry]]:

@@ -5,13 +5,14 @@
 
 **Budget.** ``capacity_bytes`` bounds the blobs that one writer wrote and has not deleted, in all
 its lives. An engine with a ``WriterName`` has a ``book`` on the server. Blobs of earlier lives are
-entered from there, as less recent than all blobs of this life, on a thread of its own
-(``book``). Blobs of another engine count in that engine's budget, and only it evicts them.
-Without a name the budget ends with this object. Blobs that no engine counts any more (of an engine
-that does not come back, or came back with another folder) are bounded by the server's own
-``maxmemory`` and policy (``allkeys-lru`` suits) and by ``ttl_s``. A server that is full and may not
-evict refuses a blob; that is counted as an error, and the blob stays in the faster tiers. Pins keep
-blobs from our own eviction only; the server does not know them.
+entered from there, as less recent than all blobs of this life, on a thread of its own, once the
+store has pinned those of pinned sessions (``book``). Blobs of another engine count in that engine's
+budget, and only it evicts them. Without a name the budget ends with this object. Blobs that no
+engine counts any more (of an engine that does not come back, or came back with another folder) are
+bounded by the server's own ``maxmemory`` and policy (``allkeys-lru`` suits) and by ``ttl_s``. A
+server that is full and may not evict refuses a blob; that is counted as an error, and the blob
+stays in the faster tiers. Pins keep blobs from our own eviction only; the server does not know
+them.
 
 **Time.** Each exchange with the server has ``deadline_s``. ``get_many`` has one such deadline for
 the whole call and returns the blobs that came in time. After three failures in a row every call
@@ -28,18 +29,20 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import TierUnavailable
-from kvstore.tenant_bytes import TenantLimits
+from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
 from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs, WriteInterrupted
 from kvstore.tiers.redis_server.book import (
     ENTRY_BYTES,
+    PINS_S,
     Book,
     BookEntry,
     EarlierLives,
     WriterName,
     Written,
+    last_writes,
 )
 from kvstore.tiers.redis_server.fragments import BlobManifest, nbytes_on_server
 from kvstore.tiers.redis_server.link import RedisLink
@@ -108,10 +111,17 @@ class RedisTier(IndexedTier):
     def _cost(self, length: int) -> int:
         return nbytes_on_server(length) + (ENTRY_BYTES if self._book is not None else 0)
 
-    def count_earlier_lives(self) -> None:
-        """Begin to enter blobs of this writer's earlier lives, without waiting. Call once."""
+    def count_earlier_lives(self, pins_s: float = PINS_S) -> None:
+        """Begin to enter blobs of this writer's earlier lives, without waiting. Call once.
+
+        ``pins_s``: if ``pins_known`` was not called for so long, they are entered without.
+        """
         if self._earlier is not None:
-            self._earlier.start()
+            self._earlier.start(pins_s)
+
+    def pins_known(self) -> None:
+        if self._earlier is not None:
+            self._earlier.pins_known()
 
     def greet(self) -> None:
         """Ask the server for an answer, so that ``stats`` shows it before the first blob."""
@@ -310,29 +320,9 @@ class RedisTier(IndexedTier):
             self._write(IndexUpdate([], evicted), {})
 
     def _seen(self, entries: Sequence[BookEntry]) -> dict[bytes, BlobManifest]:
-        """Return the last manifests of these entries' keys, as far as their blobs exist.
-
-        The stamps do not show which is the last: a ``touch`` may have been late. For a key with one
-        entry and fragments it is enough to check that it exists, which does not make it recent for
-        the server. Small blobs, such as the records of sessions, are compared: another engine may
-        have continued the session.
-        """
-        seen = self._known([x.key for x in entries])
-        listed: dict[bytes, list[BlobManifest]] = {}
-        for key, manifest, _ in entries:
-            if key not in seen:
-                listed.setdefault(key, []).append(manifest)
-        single = [
-            key
-            for key, manifests in listed.items()
-            if len(manifests) == 1 and manifests[0].num_fragments
-        ]
-        checked = set(single)
-        there = zip(single, self._server.exist(single), strict=True)
-        seen |= {key: listed[key][0] for key, yes in there if yes}
-        others = self._server.manifests([key for key in listed if key not in checked])
-        # A blob of another engine counts in that engine's budget.
-        return seen | {key: x for key, x in others.items() if x in listed[key]}
+        known = self._known([x.key for x in entries])
+        unknown = [x for x in entries if x.key not in known]
+        return known | last_writes(unknown, self._server.exist, self._server.manifests)
 
     def _end_entering(self) -> None:
         with self._lock:
@@ -345,7 +335,17 @@ class RedisTier(IndexedTier):
         return not self._entering
 
     def written(self, prefix: bytes) -> list[bytes] | None:
-        return super().written(prefix) if self.knows_earlier_lives else None
+        now = super().written(prefix) or []
+        if self._earlier is None or self.knows_earlier_lives:
+            return now
+        with contextlib.suppress(TierUnavailable):
+            if (listed := self._earlier.listed(prefix)) is not None:
+                before = {key: None for batch in listed for key in self._seen(batch)}
+                return [*reversed(before), *(x for x in now if x not in before)]
+        return None
+
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
+        return super().limit_tenants(limits) if self.knows_earlier_lives else None
 
     # Recency
 
