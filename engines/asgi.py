@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -50,16 +50,8 @@ def _too_large(max_bytes: int) -> InvalidRequest:
     )
 
 
-async def _at_once() -> None:
-    """Keep no caller waiting."""
-
-
-async def while_client_stays(
-    receive: Receive,
-    work: Callable[[], Coroutine[Any, Any, T]],
-    others_left: Callable[[], Awaitable[None]] = _at_once,
-) -> T:
-    """Do ``work``, but cancel it as soon as the client disconnects, and ``others_left`` returns.
+async def while_client_stays(receive: Receive, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Do ``work``, but cancel it as soon as the client disconnects.
 
     The request's body must have been read. ``work`` must not end the response: that end looks like
     a disconnect from here. ``work`` runs in a task of its own, with a short stack: resuming a
@@ -70,7 +62,7 @@ async def while_client_stays(
         ClientGone: the client disconnected. ``work`` has ended by then.
     """
     working = asyncio.create_task(work())
-    watching = asyncio.create_task(_cancel_when_gone(receive, working, others_left))
+    watching = asyncio.create_task(_cancel_when_gone(receive, working))
     try:
         return await working
     except asyncio.CancelledError:
@@ -82,10 +74,7 @@ async def while_client_stays(
         watching.cancel()
 
 
-async def _cancel_when_gone(
-    receive: Receive, working: asyncio.Task[T], others_left: Callable[[], Awaitable[None]]
-) -> None:
+async def _cancel_when_gone(receive: Receive, working: asyncio.Task[T]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    await others_left()
     working.cancel()

@@ -11,7 +11,6 @@ first; where the answer is to be stored, the translation says how it is kept.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -75,7 +74,6 @@ _PRIVATE_FIELDS = frozenset(
     # How vLLM reads images, and where from; those that ask for something were refused.
     | {"ec_transfer_params", "media_io_kwargs", "mm_payload", "mm_processor_kwargs"}
 )
-_RETRIES = "x-stainless-retry-count"  # of the official SDKs
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
 
@@ -252,18 +250,16 @@ async def _prepared(
             compared = model.prefixes.compare(tenant.name, named.id, asked.outline)
             operation.compared(model, tenant, answer, compared)
         title = title_of(raw.get("messages", ())) if gateway.config.session_titles else ""
-        for_engine, digest = await body.beside(partial(_encode, model.engine, raw, session))
+        for_engine = await body.beside(partial(_encode, model.engine, raw, session))
     hints = TurnHints(named.parent, named.is_child, asked.translated.retain_s)
     turn = TurnRequest(
         operation.name,
         operation.path,
         session,
         for_engine,
-        digest,
         hints,
         compared,
         client_name(request.headers),
-        _is_shared(asked.session, raw, request.headers),
         tenant.weight,
         title,
     )
@@ -311,25 +307,12 @@ def _named(
         group = group_of(asked)  # a text has no messages to be found by
         if group is None:
             return None
-        return NamedSession(checked_id(group, "prompt_cache_key"), of_several=True)
+        return NamedSession(checked_id(group, "prompt_cache_key"))
     return NamedSession(session_id) if session_id else None
 
 
-def _is_shared(named: NamedSession | None, raw: Json, headers: Mapping[str, str]) -> bool:
-    """Say whether a request is the one that runs already, if that one is the same.
-
-    It is if its client names the session, or says that it tries again, or if both answers would be
-    the same. Otherwise several answers may be wanted, each sampled by itself.
-    """
-    if (named is not None and not named.of_several) or headers.get(_RETRIES, "0") not in ("", "0"):
-        return True
-    return raw.get("temperature") == 0 or raw.get("seed") is not None
-
-
-def _encode(engine: Engine, raw: Json, session: SessionRef) -> tuple[bytes, bytes]:
-    """Write the body for the engine, and the hash that tells it from others."""
-    body = msgspec.json.encode(engine.prepare_body(raw, session))
-    return body, hashlib.blake2b(body, digest_size=16, person=b"the same request").digest()
+def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
+    return msgspec.json.encode(engine.prepare_body(raw, session))
 
 
 def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:

@@ -6,6 +6,5 @@ The first of these that is there wins: the ``X-Session-ID`` header; the headers 
 (``known_chats``). So a client that sends only messages has sessions too. ``prompt_cache_key`` is no
 identity but a group: chats are found within it.
 
-``outline`` is a request as hashes of its parts, by which a session's requests are compared;
-``twins`` serves a request once that comes again while it is served.
+``outline`` is a request as hashes of its parts, by which a session's requests are compared.
 """

@@ -42,7 +42,6 @@ class NamedSession(NamedTuple):
     id: str
     parent: str | None = None
     is_child: bool = False
-    of_several: bool = False  # the name is one that several conversations may have
 
 
 def by_headers(headers: Mapping[str, str]) -> NamedSession | None:

@@ -23,13 +23,11 @@ from engines.wire import Welcome
 from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.identity.known_chats import MAX_KNOWN_CHATS, KnownChats
 from gateway.identity.outline import PrefixWatch
-from gateway.identity.twins import Twins
 from gateway.keys import Tenant
 from gateway.models.loading import OnDemand, State
 from gateway.watch.gauges import Gauges
 from gateway.watch.live import Live
 from gateway.watch.metrics import Metrics
-from gateway.watch.requests import LiveRequest
 from scheduler.sessions import SessionManager
 
 ENGINE_POLL_S = 0.05
@@ -54,7 +52,6 @@ class ServedModel:
     given_name: str = ""  # in the settings; "" = as its engine says
     aliases: Sequence[str] = ()  # further names, of this model only
     prefixes: PrefixWatch = field(default_factory=PrefixWatch)
-    twins: Twins[LiveRequest] = field(default_factory=Twins)
     on_demand: OnDemand | None = None  # None: it is loaded for as long as the server runs
     seen: Welcome | None = None  # what its engine said when a request last found it ready
     num_awaiting: int = 0  # requests that wait for the engine to come back

@@ -40,34 +40,6 @@ _PASSED_ON = ("content-type", CACHE_HEADER)
 NO_CACHE = (b"cache-control", b"no-cache")
 
 
-class Deadline:
-    """A time of the event loop's clock, in seconds. Belongs to the event loop."""
-
-    def __init__(self, at: float) -> None:
-        self.at = at
-        self._limit: asyncio.Timeout | None = None  # what was entered last
-
-    def put_off(self, at: float) -> None:
-        """Let what runs go on until ``at``, if that is later."""
-        self.at = max(self.at, at)
-        if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(self.at)
-
-    @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
-        """Raise ``TimeoutError`` inside the context at that time.
-
-        A context within such a one takes its place, and ends by itself.
-        """
-        if self._limit is not None:
-            self._limit.reschedule(None)
-        async with asyncio.timeout_at(self.at) as self._limit:
-            try:
-                yield
-            finally:
-                self._limit = None
-
-
 def is_event_stream(upstream: Upstream) -> bool:
     """Say whether the engine answers with a stream of events."""
     return upstream.headers.get("content-type", "").startswith(EVENT_STREAM)
@@ -84,7 +56,7 @@ async def relay_events(
     events: EventStream,
     send: Send,
     *,
-    deadline: Deadline,
+    ends_at: float,
     client_stall_s: float,
     on_chunk: Callable[[bytes], object],
 ) -> Failure | None:
@@ -93,7 +65,7 @@ async def relay_events(
     Returns the failure that still has to be sent to the client, if any.
 
     Args:
-        deadline: when it breaks off.
+        ends_at: the time of the event loop's clock at which it breaks off.
         client_stall_s: how long the client may take nothing.
         on_chunk: called with the engine's bytes as they come.
 
@@ -101,7 +73,7 @@ async def relay_events(
         ClientGone: the client took nothing for ``client_stall_s`` seconds.
     """
     try:
-        async with deadline.kept():
+        async with asyncio.timeout_at(ends_at):
             await _pump(upstream, events, send, client_stall_s, on_chunk)
     except (EngineUnavailable, TimeoutError) as error:
         return failure_of(error)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from engines.asgi import ClientGone, while_client_stays
-from engines.base import EngineUnavailable, SessionRef, Upstream
-from engines.headers import (
-    SESSION_HEADER,
-    patience_header,
-    weight_header,
-)
+from engines.base import SessionRef, Upstream
+from engines.headers import SESSION_HEADER, patience_header, weight_header
 from gateway.context import Gateway
 from gateway.edge.body_budget import body_share_of
 from gateway.edge.key_limits import key_share_of
@@ -26,12 +22,10 @@ from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
 from gateway.identity.outline import Compared
-from gateway.identity.twins import FirstLeft, Key, SharedTurn
 from gateway.models.served_model import ServedModel
 from gateway.relay.answer_format import AnswerFormat, HearsOfPrompt, Keep, NotStored
 from gateway.relay.chat_chunks import parse_usage
 from gateway.relay.passthrough import (
-    Deadline,
     StreamOut,
     engine_failure,
     is_event_stream,
@@ -42,7 +36,6 @@ from gateway.relay.passthrough import (
     send_whole,
 )
 from gateway.watch.metrics import Usage
-from gateway.watch.requests import LiveRequest
 from gateway.watch.tracing import context_of
 from scheduler.session import TurnHints
 from scheduler.sessions import Turn
@@ -60,11 +53,9 @@ class TurnRequest(NamedTuple):
     path: str  # the engine's
     session: SessionRef
     body: bytes
-    digest: bytes  # of the body
     hints: TurnHints = TurnHints()
     compared: Compared | None = None  # with the request before it in its session
     client: str = ""  # a word for the program that asks
-    shared: bool = False  # if the same request runs already, this one gets its answer
     weight: int = 1  # of its tenant's share
     title: str = ""  # for its session
 
@@ -91,10 +82,6 @@ class TurnResponse(Response):
         self._turn_asked = turn._replace(body=b"")  # as asked, without its body
         self._path, self._session = turn.path, turn.session
         self._body, self._hints = turn.body, turn.hints
-        self._key: Key = (turn.session.tenant, turn.session.id, turn.path.encode() + turn.digest)
-        self._may_join = turn.shared
-        self._shared: SharedTurn[LiveRequest] | None = None  # set while twins may join this turn
-        self._left = False  # its client; the turn may go on for twins
         self._weight = turn.weight
         self._request_id = request_id
         self._answer = answer
@@ -116,7 +103,7 @@ class TurnResponse(Response):
             self._share, self._place = body_share_of(scope), key_share_of(scope)
             send_body = body_send_of(scope, send)
             serve = partial(self._serve, send, send_body)
-            end = await while_client_stays(receive, serve, self._twins_left)
+            end = await while_client_stays(receive, serve)
             await end(send)
         except ClientGone:
             self._live.error = "client_gone"
@@ -129,7 +116,7 @@ class TurnResponse(Response):
 
     async def _serve(self, send: Send, send_body: Send) -> Ending:
         config = self._gateway.config
-        self._deadline = Deadline(asyncio.get_running_loop().time() + config.request_timeout_s)
+        self._ends_at = asyncio.get_running_loop().time() + config.request_timeout_s
         out = StreamOut(send, send_body, self._answer, head_sent=self.head_sent)
         if self.head_sent:
             await out.begin([])
@@ -142,45 +129,17 @@ class TurnResponse(Response):
                 return self._broken_off(out, failure_of(error))
 
     async def _ask(self, out: StreamOut) -> Ending:
-        async with self._deadline.kept(), self._turn() as (turn, upstream):
+        async with asyncio.timeout_at(self._ends_at) as limit, self._turn() as (turn, upstream):
             if upstream.status >= 400:
                 return await self._refused(upstream, out)
             if not is_event_stream(upstream):
                 return await self._whole(turn, upstream)
+            if not limit.expired():
+                limit.reschedule(None)  # the relay keeps it: it ends the stream in its own way
             return await self._stream(turn, upstream, out)
 
-    async def _twins_left(self) -> None:
-        """Return when the turn is to be cancelled: its client left, and it has no other reader."""
-        self._left = True
-        if self._shared is not None:
-            await self._shared.without_readers()
-            if self._shared.over:  # all that is left is to count it
-                await asyncio.Event().wait()
-            self._shared.end(EngineUnavailable("all clients left"))  # it cannot be joined
-
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[tuple[Turn | None, Upstream]]:
-        """Take a turn, or join the one that serves the same request: then there is no ``Turn``."""
-        twins = self._model.twins
-        while self._may_join and (running := twins.find(self._key)):
-            with running.joined(self._deadline.at) as twin, suppress(FirstLeft):
-                self._live.shares = running.first
-                await twin.begin()
-                self._let_go()
-                log.info("request %s shares a running turn", self._request_id)
-                self._taken(twin)
-                yield None, twin
-                return
-        self._live.shares = None
-        with twins.serving(self._key, self._live, self._deadline.put_off) as self._shared:
-            async with (
-                self._own_turn() as (turn, upstream),
-                self._shared.answered(upstream) as read,
-            ):
-                yield turn, read
-
-    @asynccontextmanager
-    async def _own_turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
+    async def _turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
         engine = self._model.engine
         headers = {
             **engine.session_headers(self._session),
@@ -206,7 +165,7 @@ class TurnResponse(Response):
                         self._count(turn, self._live.used_so_far())
 
     def _let_go(self) -> None:
-        """Count the body no longer, and hold it no longer: it goes to the engine, or is not used.
+        """Count the body no longer, and hold it no longer: it goes to the engine.
 
         A turn that computes for minutes keeps no other body out. The engine's client holds
         small ones until the answer begins (``engines.client.http_exchange``).
@@ -228,7 +187,7 @@ class TurnResponse(Response):
         self._live.error = _word(failure)
         return partial(send_response, response=self._answer.refusal(failure))
 
-    async def _whole(self, turn: Turn | None, upstream: Upstream) -> Ending:
+    async def _whole(self, turn: Turn, upstream: Upstream) -> Ending:
         body = await upstream.read()
         self._used(turn, parse_usage(body))
         shown, head = self._answer.whole(body), self._head(upstream)
@@ -248,24 +207,17 @@ class TurnResponse(Response):
         self._live.error = _word(failure)
         return partial(send_end, body=out.events.ending(failure))
 
-    async def _stream(self, turn: Turn | None, upstream: Upstream, out: StreamOut) -> Ending:
+    async def _stream(self, turn: Turn, upstream: Upstream, out: StreamOut) -> Ending:
         await out.begin(self._head(upstream))
         events = out.events
-        relay = partial(
-            relay_events,
+        failure = await relay_events(
             upstream,
             events,
-            deadline=self._deadline,
+            out.send,
+            ends_at=self._ends_at,
             client_stall_s=self._gateway.config.client_stall_s,
             on_chunk=self._live.took,
         )
-        try:
-            failure = await relay(out.send)
-        except ClientGone:  # it takes nothing, but another one does or did
-            if self._shared is None:
-                raise
-            for_twins = partial(relay, _nowhere)
-            failure = await while_client_stays(_gone, for_twins, self._twins_left)
         self._used(turn, events.usage())
         self._live.error = _word(failure) if failure else "engine" if events.failed else ""
         if failure is not None:
@@ -273,16 +225,14 @@ class TurnResponse(Response):
         ending = events.ending(failure)
         if (lost := await self._kept()) and lost.body is not None:
             ending = lost.body
-        return _to_no_client if self._left else partial(send_end, body=ending)
+        return partial(send_end, body=ending)
 
     async def _kept(self) -> NotStored | None:
-        if self._keep is None or self._left:  # a twin keeps its own answer
-            return None
-        return await self._keep(self._session)
+        return await self._keep(self._session) if self._keep is not None else None
 
-    def _used(self, turn: Turn | None, usage: Usage | None) -> None:
+    def _used(self, turn: Turn, usage: Usage | None) -> None:
         self._live.answered(usage)
-        if usage is not None and turn is not None:  # else they are the other request's
+        if usage is not None:
             self._count(turn, usage)
 
     def _count(self, turn: Turn, usage: Usage) -> None:
@@ -297,20 +247,6 @@ class TurnResponse(Response):
 
     def _session_header(self) -> tuple[bytes, bytes]:
         return SESSION_HEADER.encode(), id_to_header(self._session.id).encode()
-
-
-async def _gone() -> Message:
-    """Take the place of the ``receive`` of a client that is as good as gone."""
-    return {"type": "http.disconnect"}
-
-
-async def _nowhere(message: Message) -> None:
-    """Take the place of a client's ``send``."""
-
-
-async def _to_no_client(send: Send) -> None:
-    """End an answer whose client is gone."""
-    raise ClientGone
 
 
 def _word(failure: Failure) -> str:

@@ -129,9 +129,7 @@ class Live(Observer):
                 self._tallies[tenant].count(stretch)
 
     def _take(self, request: LiveRequest) -> None:
-        if request.shares is not None:  # the other one is counted
-            return
-        if request.phase == "waiting":  # the engine never had it: refused, or its client left
+        if not request.in_engine:  # the engine never had it: refused, or its client left
             return
         self._speed.learn(request)
         self._speed.reported = prefill_speed(self._engine.codec)
@@ -340,7 +338,7 @@ class Live(Observer):
     def _now(self, tenant: str | None) -> NowShown:
         mine, tally = of_tenant(self._requests, tenant), self._tallies[tenant]
         tokens, seconds, turns = tally.today
-        waiting = sum(x.computed.phase == "waiting" for x in mine)
+        waiting = sum(not x.in_engine for x in mine)
         speed = self._speed.tokens_per_s
         available = self._sessions.headroom.available_bytes if tenant is None else None
         return NowShown(
@@ -358,7 +356,6 @@ class Live(Observer):
 
 
 def _shown(request: LiveRequest, admin: bool) -> RequestShown:
-    computed = request.computed
     return RequestShown(
         id=request.id,
         tenant=request.ref.tenant if admin else UNSET,
@@ -366,10 +363,10 @@ def _shown(request: LiveRequest, admin: bool) -> RequestShown:
         client=request.client,
         operation=request.operation,
         started_at=round(request.at, 3),
-        phase=computed.phase_now,
-        prompt_tokens=computed.prompt_tokens,
-        prefilled_tokens=computed.prefilled_tokens,
-        answered_tokens=computed.answered_tokens,
-        source=computed.cache.source if computed.cache else None,
-        reason=computed.cache.reason if computed.cache else None,
+        phase=request.phase_now,
+        prompt_tokens=request.prompt_tokens,
+        prefilled_tokens=request.prefilled_tokens,
+        answered_tokens=request.answered_tokens,
+        source=request.cache.source if request.cache else None,
+        reason=request.cache.reason if request.cache else None,
     )

@@ -80,7 +80,6 @@ class LiveRequest:
         self.first_token_s: float | None = None
         self.waited_s = 0.0
         self.error = ""
-        self.shares: LiveRequest | None = None  # the request whose answer this one gets
         self.progress: RequestProgress | None = None  # the engine's latest report
         self.reported_prompt_tokens: int | None = None  # by the head of the engine's answer
         self.num_events = 0  # of a stream, each about a token
@@ -100,7 +99,7 @@ class LiveRequest:
     def engine_answered(self, headers: Mapping[str, str]) -> None:
         """Read in the head of the engine's answer how much of the prompt is reused."""
         self.cache = CacheOutcome.parse(headers.get(CACHE_HEADER, ""))
-        if self.shares is None and CACHE_HEADER in headers:
+        if CACHE_HEADER in headers:
             self._metrics.cache_outcome(self.cache)
         if self.cache is None:
             return
@@ -145,23 +144,18 @@ class LiveRequest:
         self._metrics.turn_ended(self.operation, self.model, seconds, self.error)
 
     @property
-    def computed(self) -> LiveRequest:
-        """The request that the engine computes for this one: another if it shares that one's."""
-        return self.shares or self
-
-    @property
-    def is_own_turn(self) -> bool:
-        """True while the engine serves it, and not another one whose answer it gets."""
-        return self.shares is None and self.phase != "waiting"
+    def in_engine(self) -> bool:
+        """True once the engine has it."""
+        return self.phase != "waiting"
 
     @property
     def tokens_so_far(self) -> int:
         """The length of its session, answer included; 0 until the engine reports it."""
-        return (self.prompt_tokens or 0) + self.answered_tokens if self.is_own_turn else 0
+        return (self.prompt_tokens or 0) + self.answered_tokens if self.in_engine else 0
 
     def uncounted(self) -> list[Stretch]:
         """Count the tokens that came since this was called last, and between which moments."""
-        if not self.is_own_turn:
+        if not self.in_engine:
             return []
         now, begin = self._clock(), self._opened
         if self.phase_now == "decode" or self.usage is not None:

@@ -240,7 +240,7 @@ class Rows:
             last_source=cache.source if cache else last.source if last else None,
             last_reason=cache.reason if cache else last.reason if last else None,
             saved_s=round(past.saved_s, 3) if past else 0.0,
-            turns=(past.num_turns if past else 0) + sum(x.is_own_turn for x in serving),
+            turns=(past.num_turns if past else 0) + sum(x.in_engine for x in serving),
             retain_until=self._retained(session),
         )
 

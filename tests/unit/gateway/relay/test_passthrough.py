@@ -14,7 +14,6 @@ from engines.base import EngineStalled, EngineUnavailable
 from gateway.relay.chat_chunks import SseFramer
 from gateway.relay.passthrough import (
     SLICE_BYTES,
-    Deadline,
     passed_on,
     relay_events,
     send_whole,
@@ -67,7 +66,7 @@ async def relayed(upstream: ScriptedUpstream, client: Client, **limits: Any) -> 
         upstream,
         SseFramer(),
         client.send,
-        deadline=Deadline(loop.time() + limits.get("seconds", 10.0)),
+        ends_at=loop.time() + limits.get("seconds", 10.0),
         client_stall_s=limits.get("client_stall_s", 10.0),
         on_chunk=seen.append,
     )

@@ -159,14 +159,10 @@ def test_an_answer_that_comes_whole_counts_over_the_time_that_it_took():
     assert rates(pace, clock) == (0.0, 0.0)
 
 
-def test_a_request_that_waits_or_gets_anothers_answer_is_not_counted():
-    clock = Clock()
-    waiting = live_request("req_1", clock)
+def test_a_request_that_waits_is_not_counted():
+    waiting = live_request("req_1", Clock())
     waiting.reported_prompt_tokens = 10
-    joined = request(clock, "miss", 0, 100, 0.5)
-    joined.shares = waiting
-    for made in (waiting, joined):
-        assert (made.uncounted(), made.tokens_so_far, made.is_own_turn) == ([], 0, False)
+    assert (waiting.uncounted(), waiting.tokens_so_far, waiting.in_engine) == ([], 0, False)
 
 
 def test_the_last_hour_is_given_in_steps_without_any_readers():
