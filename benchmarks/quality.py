@@ -26,9 +26,8 @@ from engines.config import CalibrationReport
 from kvstore.codecs.profile import load_profile
 from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.config import StoreConfig
-from launch.calibrate.orders import USUAL_CONTEXTS, CalibrateOptions
 from launch.calibrate.plot import check_path, draw, write_json
-from launch.calibrate.program import calibrate
+from launch.calibrate.program import USUAL_CONTEXTS, CalibrateOptions, calibrate
 from launch.cli.calibrate import print_report
 from launch.cli.options import layers
 from launch.errors import LaunchError, UsageError

@@ -50,7 +50,7 @@ class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of any engine: its kind, its model, the memory of its live KV, its time limits."""
 
-    kind: str = "auto"  # a name in engines.registry, "auto", or "module:Attr"
+    kind: str = "auto"  # mlx, vllm, fake, attached, auto, or "module:Attr"
     model: str = ""  # local folder or hub id; "" = the sample model
     served_model_name: str = ""  # what clients call it; "" = the folder's or hub id's last part
     # Attach to an engine started elsewhere instead of starting one; several, with spaces between,

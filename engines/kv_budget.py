@@ -1,4 +1,7 @@
-"""Counts the bytes of live KV: of one row, of a set of batches at most, and of a packed cache.
+"""The caches of live KV: which can be served and kept cold, and the bytes that they take.
+
+The engine looks at the caches that a model really makes; ``thermocline plan`` knows from
+config.json which they will be. Both refuse in the same words.
 
 Of a cache that is kept packed (``engine.hot_codec``) the first and the newest tokens of a session
 stay in 16 bits; every other token takes a packed row of the row codec and its scale, per head.
@@ -13,6 +16,19 @@ from typing import Any, Final
 from kvstore.codecs.base import NUM_SINKS
 from kvstore.shapes import KVLayer
 
+GROWING: Final = frozenset(("KVCache", "PackedKVCache"))
+# The state of these cannot be cut back to an earlier token.
+STATEFUL: Final = frozenset(("RotatingKVCache", "ArraysCache"))
+# On vLLM.
+LATENT_ON_CPU: Final = (
+    "vLLM reuses no prefixes of models with latents (MLA) on this processor; choose the mlx engine"
+)
+INDEX_ON_VLLM: Final = (
+    "beside its latents (MLA) the model keeps the keys of an index, in a form not known here"
+)
+NOTHING_GROWS_ON_VLLM: Final = (
+    "no layer of the model keeps all tokens, so that little would be gained"
+)
 STEP = 256  # ``step`` of mlx_lm's caches
 SMALLEST_CONTEXT = 64  # tokens; a budget with less room than this is a mistake
 # A model that states no limit (a pure state-space model) still gets one: memory is finite.
@@ -24,6 +40,20 @@ HOT_CODECS: Final[Mapping[str, int]] = {"tq3": 3, "tq4": 4}
 NUM_RECENT: Final = 64
 BLOCK: Final = 64
 MOST_EXACT: Final = NUM_SINKS + NUM_RECENT + BLOCK  # tokens of one session, between two calls
+
+
+def cannot_batch(class_name: str) -> str:
+    """Say why a model with such a cache cannot be served."""
+    return (
+        f"mlx_lm cannot batch the {class_name} of this model, so it cannot be served; choose"
+        " another model"
+    )
+
+
+def cannot_keep(class_names: Iterable[str]) -> str:
+    """Say why sessions of a model with these caches cannot be kept cold; "" if they can."""
+    strange = sorted({*class_names} - GROWING - STATEFUL)
+    return f"its caches of class {', '.join(strange)} are not known here" if strange else ""
 
 
 @dataclass(frozen=True)

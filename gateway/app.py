@@ -13,7 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from engines.headers import CACHE_HEADER, SESSION_HEADER
 from gateway import events, openapi, sessions
-from gateway.admin import findings, health
+from gateway.admin import findings
 from gateway.admin import routes as admin
 from gateway.anthropic import routes as anthropic
 from gateway.config import GatewayConfig
@@ -36,14 +36,14 @@ from gateway.relay.answer_format import STORED_HEADER
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics
 from gateway.watch.scope import StreamPlaces
-from scheduler.headroom import Headroom
+from scheduler.admission import Headroom
 
 log = logging.getLogger("thermocline.gateway")
 
 RESTART_LOOP_S = 1.0
 ROUTES = (
     *(chat, stored_chats, compaction, responses, conversations, models, anthropic),
-    *(sessions, events, health, openapi, admin, findings, dashboard),
+    *(sessions, events, openapi, admin, findings, dashboard),
 )
 
 

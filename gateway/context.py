@@ -27,7 +27,7 @@ from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ENGINE_POLL_S, Models, ServedModel
 from gateway.stored.seal import SealedText
 from gateway.stored.stored import Stored
-from gateway.watch.log_ring import LogRing
+from gateway.watch.logs import LogRing
 from gateway.watch.metrics import Metrics
 from gateway.watch.scope import StreamPlaces
 from gateway.watch.tracing import PassOn, Tracing

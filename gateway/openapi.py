@@ -20,9 +20,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from engines.openai.embeddings import EmbeddingsRequest
 from engines.openai.messages import Json
-from engines.openai.requests import ChatRequest, CompletionRequest, Detokenize
+from engines.openai.requests import ChatRequest, CompletionRequest, Detokenize, EmbeddingsRequest
 from gateway.admin.routes import NewKey
 from gateway.anthropic.request import CountRequest, MessagesRequest
 from gateway.dashboard.routes import PAGE_HEADERS

@@ -33,8 +33,7 @@ from gateway.directory.beyond import (
 from gateway.directory.directory import Elsewhere
 from gateway.directory.orders import done, shown, sleeps
 from gateway.edge.tier_bytes import Used
-from gateway.identity.agents import SUFFIX
-from gateway.identity.names import checked_name
+from gateway.identity.names import SUFFIX, checked_name
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
 from gateway.stored.shelf import StoreFailed

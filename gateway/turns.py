@@ -30,22 +30,20 @@ from gateway.config import GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of, request_id_of
-from gateway.identity.agents import (
-    SUFFIX,
-    NamedSession,
-    by_headers,
-    by_user_id,
-    named_by_agent,
-    row_of,
-)
 from gateway.identity.known_chats import message_chain
 from gateway.identity.names import (
     MAX_ID_BYTES,
+    SUFFIX,
+    NamedSession,
     asked_seconds,
+    by_headers,
+    by_user_id,
     checked_id,
     client_name,
     group_of,
+    named_by_agent,
     named_in_body,
+    row_of,
 )
 from gateway.identity.outline import Compared, Outline, outline_of
 from gateway.keys import Tenant
@@ -61,7 +59,7 @@ from gateway.relay.answer_format import (
     asks_for_usage,
 )
 from gateway.relay.passthrough import EVENT_STREAM, NO_CACHE, body_part, send_end, send_head
-from gateway.relay.template_fit import fitted, keep_reasoning
+from gateway.relay.question import fitted, keep_reasoning
 from gateway.relay.turn_response import TurnRequest, TurnResponse
 from gateway.watch.rows import title_of
 from scheduler.session import TurnHints

@@ -44,10 +44,10 @@ from launch.machine.installation import (
 from launch.machine.resources import COMFORTABLE, available_memory, free_disk, least_for, too_low
 from launch.model import find_gguf, find_model
 from launch.model import folder_in as sample_folder
-from launch.plan.expected_codec import expected_choices, first_measurement, in_words
+from launch.plan.cold_size import expected_choices, first_measurement, in_words
+from launch.plan.fit import with_capacity
 from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_served
-from launch.plan.wish import with_capacity
 from launch.serve.port import take_port
 from launch.settings.budgets import at_once
 from launch.settings.effective_settings import EffectiveSettings, require_installed

@@ -1,10 +1,15 @@
-"""Makes the engine of a model: a process of its own, or a router to replicas started elsewhere."""
+"""Makes the engine of a model: a process of its own, or a router to replicas started elsewhere.
+
+``ENGINES`` is the table of engines by name. A user's own engine is named as ``module:Attr``.
+"""
 
 from __future__ import annotations
 
+import importlib
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol, cast
 
 import msgspec
 
@@ -14,7 +19,6 @@ from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE
 from engines.fleet.homes import LastHomes
 from engines.fleet.listed_fleet import ListedFleet
 from engines.fleet.replica_list import ListedReplica, ReplicaList, engine_token, list_token
-from engines.registry import UnknownEngine, create_engine
 from kvstore.config import StoreConfig
 from launch.errors import LaunchError, UsageError
 from launch.machine.blas import Blas, find_blas
@@ -23,6 +27,13 @@ from launch.machine.installation import CHILD_ENV
 from launch.model import Model
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.schema import Settings
+
+ENGINES: Mapping[str, str] = {
+    "mlx": "engines.client.child_engine:MlxServer",
+    "vllm": "engines.client.child_engine:VllmServer",
+    "fake": "engines.client.child_engine:FakeServer",
+    "attached": "engines.client.engine_client:AttachedEngine",
+}
 
 
 def engine_of(
@@ -100,3 +111,57 @@ def listed_fleet(settings: Settings, secret: bytes, model_name: str) -> ListedFl
     homes = LastHomes(settings.scheduler.max_sessions)
     moves_at = MOVES_AT if settings.store.redis_url else MOVES_AT_ALONE
     return ListedFleet(listed.read, client, homes, moves_at)
+
+
+class UnknownEngine(Exception):
+    """No engine can be made from this name; the message says why."""
+
+
+class EngineFactory(Protocol):
+    """Makes an engine of its settings."""
+
+    def __call__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> Engine:
+        """Make the engine; nothing is started yet.
+
+        Args:
+            env: added to our environment for a process that the engine starts.
+        """
+
+
+def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
+    """Make the engine of a name in ``ENGINES``, or of an import string; nothing is started yet.
+
+    Raises:
+        UnknownEngine: no such name, module or attribute, or what it names makes no engine.
+        EngineError: the settings are not for this engine.
+    """
+    factory = engine_factory(kind)
+    try:
+        engine: object = factory(worker, env)
+    except EngineError:
+        raise
+    except Exception as error:  # third-party code, named by mistake perhaps
+        if kind in ENGINES:
+            raise
+        raise UnknownEngine(f"engine {kind!r} makes no engine: {error}") from error
+    if not isinstance(engine, Engine):
+        raise UnknownEngine(f"engine {kind!r} makes a {type(engine).__name__}, which is no engine")
+    return engine
+
+
+def engine_factory(kind: str) -> EngineFactory:
+    """Find the class for a name in ``ENGINES`` or for an import string.
+
+    Raises:
+        UnknownEngine: no such name, module or attribute.
+    """
+    target = ENGINES.get(kind, kind)
+    module, colon, attribute = target.partition(":")
+    if not (module and colon and attribute):
+        known = ", ".join(sorted(ENGINES))
+        raise UnknownEngine(f"no engine is called {kind!r}: use {known}, or module:Attr")
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UnknownEngine(f"engine {kind!r} cannot be loaded: {error}") from error
+    return cast(EngineFactory, factory)

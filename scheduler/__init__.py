@@ -1,7 +1,7 @@
 """Decides which sessions are hot and which sleep; pure logic: no HTTP, no arrays, no own clock.
 
 ``sessions`` is the front: it admits turns (``admission``), keeps rows (``table``, ``session``)
-true to the engine's reports (``follower``), looks for sessions to put to sleep (``sweeps``,
-``headroom``) and has the engine do it (``moves``). ``sweeps`` defines the order in which sessions
-go to sleep, over the queues of ``table``.
+true to the engine's reports (``follower``), looks for sessions to put to sleep (``sweeps``) and
+has the engine do it (``moves``). ``sweeps`` defines the order in which they go, over the queues of
+``table``.
 """

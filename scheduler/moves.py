@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from engines.base import Engine, EngineError, SessionReport, TierName
 from scheduler.config import SchedulerConfig
-from scheduler.observer import Observer
-from scheduler.session import Event, Session, State
+from scheduler.session import Event, Observer, Session, State
 from scheduler.table import SessionTable
 
 KEPT_RETRY_S = 15.0  # if the engine did not release a session, ask again after this long
@@ -46,7 +45,7 @@ class Moves:
         Returns why the session stayed, "" if it went.
 
         Args:
-            why: the reason for sleeping, in a word; see ``scheduler.observer.Step``.
+            why: the reason for sleeping, in a word; see ``scheduler.session.Step``.
             urgent: memory is short, so this does not wait for jobs that are not urgent.
 
         Raises:

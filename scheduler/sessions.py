@@ -18,16 +18,23 @@ from typing import TypeAlias
 import msgspec
 
 from engines.base import CacheOutcome, Engine, SessionRef, TierName
-from scheduler.admission import AdmissionQueue
+from scheduler.admission import AdmissionQueue, Headroom
 from scheduler.admission import Draining as Draining
+from scheduler.admission import MemoryScarce as MemoryScarce
 from scheduler.admission import Overloaded as Overloaded
 from scheduler.config import SchedulerConfig
 from scheduler.follower import Deletions, Follower
-from scheduler.headroom import Headroom
-from scheduler.headroom import MemoryScarce as MemoryScarce
 from scheduler.moves import Moves
-from scheduler.observer import Observer, Observers
-from scheduler.session import Event, Session, SessionView, State, TurnHints, view_of
+from scheduler.session import (
+    Event,
+    Observer,
+    Observers,
+    Session,
+    SessionView,
+    State,
+    TurnHints,
+    view_of,
+)
 from scheduler.sweeps import Sweeps
 from scheduler.table import SessionTable
 

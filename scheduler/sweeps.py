@@ -30,11 +30,10 @@ from contextlib import suppress
 from itertools import chain, islice, takewhile
 
 from engines.base import Engine, EngineError, EngineReport, TierName
+from scheduler.admission import Headroom
 from scheduler.config import SchedulerConfig
-from scheduler.headroom import Headroom
 from scheduler.moves import Moves
-from scheduler.observer import Observer
-from scheduler.session import Session, State
+from scheduler.session import Observer, Session, State
 from scheduler.table import Queue, SessionTable
 
 PREFILL_S_PER_TOKEN = 1e-3

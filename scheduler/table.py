@@ -19,8 +19,7 @@ from contextlib import contextmanager
 import msgspec
 
 from engines.base import SessionRef, SessionReport
-from scheduler.observer import Observer, Step
-from scheduler.session import Event, Session, State, TurnHints
+from scheduler.session import Event, Observer, Session, State, Step, TurnHints
 
 # A report may have been written before its session was forgotten, and arrive afterwards.
 LATE_REPORT_S = 10.0

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from engines.headers import CacheOutcome
-from engines.host.tenant_line import QueueFull
+from engines.host.fair_shares import QueueFull
 from engines.mlx_worker.generation import (
     Event,
     Failed,

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from kvstore.shapes import KVLayout as KVLayout
     from thermocline.by_layer import per_layer as per_layer
     from thermocline.catalogue import CodecInfo as CodecInfo
+    from thermocline.catalogue import codebook as codebook
     from thermocline.catalogue import codec as codec
     from thermocline.catalogue import codecs as codecs
-    from thermocline.codebooks import codebook as codebook
     from thermocline.layouts import layout_of as layout_of
     from thermocline.measuring import judge as judge
     from thermocline.measuring import learn as learn
@@ -52,7 +52,7 @@ NAMES: Final = {
     "Quality": "kvstore.codecs.quality",
     "Samples": "kvstore.codecs.learning.samples",
     "UnknownCodec": "kvstore.errors",
-    "codebook": "thermocline.codebooks",
+    "codebook": "thermocline.catalogue",
     "codec": "thermocline.catalogue",
     "codecs": "thermocline.catalogue",
     "judge": "thermocline.measuring",

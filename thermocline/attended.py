@@ -19,9 +19,8 @@ from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.shapes import KVLayout
-from thermocline.packed import Packed
+from thermocline.packed import Packed, row_arrays
 from thermocline.padded import padded_layout
-from thermocline.row_arrays import row_arrays
 
 
 class KeptToken(NamedTuple):

@@ -1,20 +1,25 @@
-"""All methods by name, and how to make one."""
+"""All methods by name, how to make one, and the levels that most of them quantise to."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
+
+import numpy as np
 
 from kvstore.codecs.catalogue.entries import Parameter
 from kvstore.codecs.names import CODECS, FAMILIES, with_parameters
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.rows.backend import reference_kernel
+from kvstore.codecs.rows.lloyd_max import gauss_table, sphere_table
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import UnknownCodec
 from thermocline.method import Method
 
 Backend: TypeAlias = Literal["auto", "numpy"]
+MOST_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -71,3 +76,22 @@ def codec(
             raise ValueError(f"codec {name!r} has no choice of backends; only rows have")
         made = replace(made, backend=reference_kernel)
     return Method(made)
+
+
+@functools.cache
+def codebook(bits: int, dim: int | None = None) -> np.ndarray:
+    """Returns the ``2 ** bits`` best levels for rotated rows, fp32, ascending, read-only.
+
+    Rows have a root mean square of one. ``dim`` None: the levels for a normal variable, which all
+    methods here use. Otherwise the exact ones for rows of ``dim`` values: an element of a random
+    direction has a Beta law, which tends to the normal one. They are computed once and kept.
+
+    Raises:
+        ValueError: ``bits`` is not 1 to 8, or ``dim`` below 4.
+    """
+    if not 1 <= bits <= MOST_BITS:
+        raise ValueError(f"{bits} bits; 1 to {MOST_BITS} are possible")
+    table = gauss_table(1 << bits) if dim is None else sphere_table(1 << bits, dim)
+    levels = table.all_levels()
+    levels.setflags(write=False)
+    return levels

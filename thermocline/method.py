@@ -12,9 +12,8 @@ from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayer, KVLayout, KVPair, KVRun, tokens_in
 from thermocline.attended import AttendedRows, attended_rows
-from thermocline.packed import Packed
+from thermocline.packed import Packed, row_arrays
 from thermocline.padded import PaddedCodec
-from thermocline.row_arrays import row_arrays
 
 Side: TypeAlias = Literal["key", "value"]
 SIDES: tuple[Side, ...] = ("key", "value")

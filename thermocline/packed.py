@@ -18,8 +18,11 @@ import numpy as np
 
 from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK
+from kvstore.codecs.rows.payload import plan_payload
+from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout
+from thermocline.padded import padded_layout
 
 MAGIC: Final = b"TCPK"
 MAX_HEAD_BYTES: Final = 1 << 20
@@ -92,3 +95,21 @@ def _check(layout: KVLayout, header: blobs.Header) -> None:
     sizes = [x for y in layout.layers for x in (y.num_kv_heads, y.head_dim, y.value_dim)]
     if min(sizes, default=0) < 0 or max(sizes, default=0) > MOST:
         raise Corrupt(f"a layout of {max(sizes)} values or heads")
+
+
+def row_arrays(codec: RowCodec, packed: Packed) -> dict[str, np.ndarray]:
+    """Returns the first tokens, scales and codes of rows of one side; none of a whole run."""
+    if sum(bool(x) for y in packed.layout.layers for x in (y.head_dim, y.value_dim)) != 1:
+        return {}
+    wide = padded_layout(codec, packed.layout)
+    plan = plan_payload(codec.rows, wide, packed.num_tokens, packed.first_token)
+    payload = np.frombuffer(packed.payload, np.uint8)
+    if len(payload) < plan.nbytes:
+        raise Corrupt(f"payload of {len(payload)} bytes, at least {plan.nbytes} expected")
+    (slot,) = (slot for slot in plan.slots if slot.dim)
+    shape = (slot.num_heads, slot.num_tokens)
+    return {
+        "first_tokens": slot.sinks(payload),
+        "scales": slot.scales(payload).reshape(shape),
+        "codes": slot.packed(payload).reshape(*shape, slot.row_nbytes),
+    }

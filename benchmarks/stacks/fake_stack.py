@@ -25,7 +25,6 @@ import psutil
 from benchmarks.stacks.lifeline import Lifeline
 from benchmarks.stacks.product_stack import free_port
 from engines.config import EngineConfig, WorkerConfig
-from engines.registry import engine_factory
 from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.edge.key_list import lines_of
@@ -34,6 +33,7 @@ from gateway.models.served_model import ServedModel
 from gateway.server import serve
 from gateway.watch.metrics import Metrics
 from kvstore.config import StoreConfig
+from launch.engine_start import engine_factory
 from launch.serve.sharing import stored_objects
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager

@@ -26,7 +26,6 @@ REQUEST = {
     "X-Session-Affinity": "OpenCode's session",
     "Session-Id": "Codex' session (older releases: `session_id`)",
     "X-Request-ID": "an id for log lines, taken if it is short and plain; else one is made",
-    "X-Stainless-Retry-Count": "of the official SDKs: a request sent again may join the one before",
     "Anthropic-Beta": "taken, whatever it says; what is not known is counted",
     "Origin": "of a web page: has to be one of `gateway.allowed_origins`",
     "Host": "has to be one of `gateway.allowed_hosts`",

@@ -11,15 +11,22 @@ is the one that has waited longest. So a short prompt is not kept by ten long on
 begins at the latest when four have begun for each that came before it, however many short ones
 come. Prompts of about the same length keep the order in which they came.
 
-Pure arithmetic, without an engine: both of ours choose by it. Not thread-safe.
+``FairShares`` is arithmetic, without an engine: both of ours choose by it. Not thread-safe.
+
+``TenantLine`` is the line of work that is done piece by piece, such as texts to be embedded: the
+next piece is of the tenant that was served least, and within a tenant its requests take turns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, TypeVar
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final, NamedTuple, TypeVar
 
 # So many tokens, by weight 1, may one tenant be ahead of another that waits.
 QUANTUM: Final = 64.0
@@ -250,3 +257,132 @@ def in_fair_order(
         ahead = max(ahead, count)
         heapq.heappush(heap, (shares.held(tenant, held[tenant] + 1), count, i, tenant))
     return order
+
+
+async def to_its_end(step: asyncio.Future[T]) -> T:
+    """Await a step on a thread. If cancelled, return when it has ended: it cannot be stopped."""
+    try:
+        return await asyncio.shield(step)
+    finally:
+        if not step.done():
+            await asyncio.wait([step])
+
+
+class QueueFull(Exception):
+    """Too many requests wait already."""
+
+
+class Payer(NamedTuple):
+    """The tenant that a request is served to, and the weight of its share."""
+
+    tenant: str = ""
+    weight: int = 1
+
+
+class QueueLimit:
+    """Bounds how many requests wait, in all and for each tenant. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def enter(self, tenant: str) -> None:
+        """Count one more waiting request of this tenant.
+
+        Raises:
+            QueueFull: the queue is full, or this tenant's share of it.
+        """
+        with self._lock:
+            # One tenant alone may not fill the queue and so refuse everybody else.
+            if self._waiting.total() >= self._limit or self._waiting[tenant] >= self.share:
+                raise QueueFull(
+                    f"{self._waiting.total()} requests are waiting already; try again later"
+                )
+            self._waiting[tenant] += 1
+
+    @property
+    def num_waiting(self) -> int:
+        with self._lock:
+            return self._waiting.total()
+
+    @property
+    def share(self) -> int:
+        """The most requests of one tenant that may wait at a time."""
+        return max(1, self._limit * 3 // 4)
+
+    def leave(self, tenant: str) -> None:
+        """Count one waiting request of this tenant less."""
+        with self._lock:
+            self._waiting[tenant] -= 1
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+
+
+class TenantLine:
+    """The pieces that wait, and whose turn it is. Belongs to the event loop."""
+
+    def __init__(self, limit: int) -> None:
+        """``limit``: the most requests that are here at once; see ``QueueLimit``."""
+        self._limit = QueueLimit(limit)
+        self._shares = FairShares()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._busy = False
+
+    @contextmanager
+    def place(self, payer: Payer) -> Iterator[None]:
+        """Hold a request's place. Raises ``QueueFull`` where there is none, for this tenant."""
+        self._limit.enter(payer.tenant)
+        self._shares.come(payer.tenant, payer.weight)
+        try:
+            yield
+        finally:
+            self._shares.leave(payer.tenant)
+            self._limit.leave(payer.tenant)
+
+    @asynccontextmanager
+    async def turn(self, payer: Payer, cost: float | None = None) -> AsyncIterator[None]:
+        """Wait until no other piece is under way and it is the tenant's turn, and hold it.
+
+        ``cost``: what the piece counts in the tenant's share, such as its tokens, in one unit for
+        the whole line; None = the seconds that it takes.
+        """
+        if self._busy:
+            await self._called(payer.tenant)
+        self._busy = True
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._shares.serve(payer.tenant, time.monotonic() - begin if cost is None else cost)
+            self._call_next()
+
+    async def _called(self, tenant: str) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._withdraw(tenant, turn)
+            else:  # called in the very moment in which its client left
+                self._call_next()
+            raise
+
+    def _call_next(self) -> None:
+        while self._waiting:
+            tenant = self._shares.first(self._waiting)
+            turn = self._waiting[tenant][0]
+            self._withdraw(tenant, turn)
+            if not turn.done():
+                turn.set_result(None)
+                return  # it stays busy
+        self._busy = False
+
+    def _withdraw(self, tenant: str, turn: asyncio.Future[None]) -> None:
+        line = self._waiting.get(tenant)
+        if line is None or turn not in line:
+            return
+        line.remove(turn)
+        if not line:
+            del self._waiting[tenant]

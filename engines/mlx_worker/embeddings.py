@@ -1,6 +1,6 @@
 """Embeddings of the served model: its hidden states, pooled; one text at a time, step by step.
 
-The model runs without its head, on the owner thread. Tenants take turns, see ``tenant_line``. A
+The model runs without its head, on the owner thread. Tenants take turns, see ``fair_shares``. A
 step stands between two rounds of the batches, so answers
 go on meanwhile, and takes no longer than a chunk of a prefill may beside them: a short answer waits
 for several. Its tokens count as those of the tenant's prompts do, and while that tenant is ahead of
@@ -27,12 +27,11 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
-from engines.host.fair_shares import PROMPT_TOKEN
-from engines.host.tenant_line import Payer, QueueFull, TenantLine
+from engines.host.fair_shares import PROMPT_TOKEN, Payer, QueueFull, TenantLine
 from engines.mlx_worker.batch.prefill import ChunkSizer
 from engines.mlx_worker.owner import Owner
-from engines.openai.embeddings import EmbeddingsRequest
 from engines.openai.errors import InvalidRequest
+from engines.openai.requests import EmbeddingsRequest
 
 MAX_VALUES: Final = 4 << 20  # of one answer; as JSON a value has some 20 bytes
 Vector: TypeAlias = npt.NDArray[np.float32]

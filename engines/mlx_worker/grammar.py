@@ -27,6 +27,7 @@ import numpy as np
 from llguidance import LLMatcher
 from mlx_lm.generate import StopSequences
 
+from engines.host.fair_shares import Payer, QueueFull, TenantLine, to_its_end
 from engines.host.grammar import (
     FREE_MASK_S,
     MAX_MASKS_S,
@@ -37,9 +38,8 @@ from engines.host.grammar import (
     reason_of,
     source_of,
 )
-from engines.host.grammar_program import Vocabulary as TrialVocabulary
 from engines.host.grammar_trial import GrammarTrials
-from engines.host.tenant_line import Payer, QueueFull, TenantLine, to_its_end
+from engines.host.grammar_trial import Vocabulary as TrialVocabulary
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.openai.requests import InvalidRequest
 

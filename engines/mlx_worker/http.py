@@ -41,7 +41,7 @@ from engines.headers import (
     session_from,
     weight_from,
 )
-from engines.host.tenant_line import Payer, QueueFull
+from engines.host.fair_shares import Payer, QueueFull
 from engines.mlx_worker.answer.reply import GenerationFailed, ReplyStream, RequestPlan
 from engines.mlx_worker.answer.reply_format import (
     KEEPALIVE_S,
@@ -60,10 +60,10 @@ from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.chat_template import PromptTokens
 from engines.mlx_worker.prompt.request_planner import Planning, RequestPlanner
 from engines.mlx_worker.prompt.tools import grammar_wanted
-from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.errors import unknown_model
 from engines.openai.requests import (
     DETOKENIZE_PATH,
+    EMBEDDINGS_PATH,
     TOKENIZE_PATH,
     Body,
     CompletionRequest,
@@ -74,6 +74,7 @@ from engines.openai.requests import (
     parse_completion,
     parse_json,
     validate_detokenize,
+    validate_embeddings,
     validate_tokenize,
 )
 

@@ -22,7 +22,7 @@ from typing import Final, TypeAlias, TypeVar
 import mlx.core as mx
 
 from engines.config import EngineConfig
-from engines.host.tenant_line import QueueFull, QueueLimit
+from engines.host.fair_shares import QueueFull, QueueLimit
 from engines.kv_budget import longest_context, too_little
 from engines.mlx_worker.batch.batch_loop import EngineParts, ThreadContext, assemble
 from engines.mlx_worker.batch.request import Request, split_request

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's completions and of vLLM's /tokenize, checked before anything is done.
+"""Requests of OpenAI's completions and embeddings and vLLM's /tokenize, checked first of all.
 
 The gateway validates at its border and an engine of ours validates what it is sent; both use this
 module, so it imports no engine. ``parse_*`` take a body, ``validate_*`` take JSON that was parsed
@@ -70,6 +70,12 @@ MAX_CONTEXTS: Final = 4
 PROMPT_FIELDS: Final = frozenset(
     {"model", "messages", "tools", "chat_template_kwargs", "reasoning_effort"}
 )
+EMBEDDINGS_PATH: Final = "/v1/embeddings"
+MAX_INPUTS: Final = 2048  # OpenAI's
+MAX_EMBEDDED_TOKENS: Final = 300_000  # of all inputs together; OpenAI's, too
+Inputs = Annotated[
+    list[str | int | list[int]], msgspec.Meta(min_length=1, max_length=MAX_EMBEDDED_TOKENS)
+]
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -346,3 +352,35 @@ def validate_tokenize(raw: Json, sight: Sight = BLIND) -> ChatRequest | Tokenize
 def validate_detokenize(raw: Json, sight: Sight = BLIND) -> Detokenize:
     """Check a request for the text of tokens. Raises ``InvalidRequest``."""
     return checked(raw, Detokenize)
+
+
+class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/embeddings."""
+
+    model: ModelName
+    input: str | Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
+    user: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.input, list) and len({type(x) for x in self.input}) > 1:
+            raise FieldError("input", "an input is a string, token ids, or a list of either")
+        inputs = self.inputs
+        if len(inputs) > MAX_INPUTS:
+            raise FieldError("input", f"{len(inputs)} inputs, more than {MAX_INPUTS}")
+        for text in inputs:
+            if not text:
+                raise FieldError("input", "an input is empty")
+            if isinstance(text, list) and not all(0 <= x <= _MAX_TOKEN_ID for x in text):
+                raise FieldError("input", "a token id is negative or too large")
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs, each a text or token ids; the list is made at every call."""
+        return listed(self.input)
+
+
+def validate_embeddings(raw: Json) -> EmbeddingsRequest:
+    """Check a request for embeddings that was parsed already. Raises ``InvalidRequest``."""
+    return checked(raw, EmbeddingsRequest)

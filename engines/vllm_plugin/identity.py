@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any, Final, Protocol
 
 from engines.headers import PARAMS_FIELD
-from engines.host.tenant_line import Payer
+from engines.host.fair_shares import Payer
 from kvstore.session import SessionRef
 
 # The payer of the current request, in vLLM's server, where a task of its own serves each request.

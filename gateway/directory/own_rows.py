@@ -14,8 +14,7 @@ from gateway.keys import Tenants
 from gateway.models.served_model import ServedModel
 from kvstore.directory.entries import Names, Row, page_of
 from kvstore.directory.exchange import PageName
-from scheduler.observer import Observer
-from scheduler.session import SessionView
+from scheduler.session import Observer, SessionView
 
 log = logging.getLogger("thermocline.directory")
 AT_ONCE: Final = 8

@@ -16,17 +16,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import HasReplicas
-from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.errors import context_too_long
 from engines.openai.messages import Sight, with_known_parts
 from engines.openai.requests import (
     DETOKENIZE_PATH,
+    EMBEDDINGS_PATH,
     MAX_CONTEXTS,
     TOKENIZE_PATH,
     ChatRequest,
     Detokenize,
     Json,
     validate_detokenize,
+    validate_embeddings,
     validate_tokenize,
 )
 from gateway.body import body_for_engine

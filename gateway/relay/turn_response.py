@@ -79,17 +79,15 @@ class TurnResponse(Response):
         super().__init__()
         self._gateway = gateway
         self._model = model
-        self._turn_asked = turn._replace(body=b"")  # as asked, without its body
-        self._path, self._session = turn.path, turn.session
-        self._body, self._hints = turn.body, turn.hints
-        self._weight = turn.weight
+        self._asked = turn._replace(body=b"")
+        self._body, self._session = turn.body, turn.session
         self._request_id = request_id
         self._answer = answer
         self._keep = keep
         self.head_sent = False  # by ``WhileLoading``
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked, request = self._turn_asked, self._model.live.request
+        asked, request = self._asked, self._model.live.request
         with request(self._session, self._request_id, asked.operation, asked.client) as live:
             live.title, live.compared = asked.title, asked.compared
             live.error = "cancelled"  # until it is known better
@@ -140,19 +138,19 @@ class TurnResponse(Response):
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
-        engine = self._model.engine
+        asked, engine = self._asked, self._model.engine
         headers = {
             **engine.session_headers(self._session),
             "content-type": "application/json",
             "x-request-id": self._request_id,
         }
         sessions = self._model.sessions
-        async with sessions.turn(self._session, self._hints, self._weight) as turn:
+        async with sessions.turn(self._session, asked.hints, asked.weight) as turn:
             self._live.admitted()
-            headers |= patience_header(turn.patience_s) | weight_header(self._weight)
+            headers |= patience_header(turn.patience_s) | weight_header(asked.weight)
             headers |= self._trace.headers()
             wait_s = self._gateway.config.engine_wait_s
-            opening = engine.open(self._path, self._body, headers, wait_s)
+            opening = engine.open(asked.path, self._body, headers, wait_s)
             self._let_go()
             async with opening as upstream:
                 self._taken(upstream)

@@ -219,22 +219,5 @@ def _bound(max_kl: float) -> BoundShown:
 
 
 def _row(row: Quality, in_use: bool) -> QualityRow:
-    return QualityRow(
-        preset=row.preset,
-        codec_id=row.codec_id,
-        context=row.context,
-        in_use=in_use,
-        bits_per_element=row.bits_per_element,
-        kl=row.kl,
-        top1=row.top1,
-        perplexity_change_pct=row.perplexity_change_pct,
-        delta_p=row.delta_p,
-        needle_found=row.needle_found,
-        needle_total=row.needle_total,
-        chain_kl=row.chain_kl,
-        chain_top1=row.chain_top1,
-        chain_delta_p=row.chain_delta_p,
-        restore_share=row.restore_share,
-        prefill_s=row.prefill_s,
-        restore_s=row.restore_s,
-    )
+    known = {x: getattr(row, x) for x in QualityRow.__struct_fields__ if x != "in_use"}
+    return QualityRow(in_use=in_use, **known)

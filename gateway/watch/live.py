@@ -34,7 +34,7 @@ from gateway.watch.shape import (
     SessionDetail,
 )
 from gateway.watch.tally import HOUR_S, STEP_S, PrefillSpeed, Tally
-from scheduler.observer import Observer, Step
+from scheduler.session import Observer, Step
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.live")

@@ -19,7 +19,7 @@ from engines.headers import CacheOutcome
 from engines.wire import SessionRef
 from gateway.watch.gauges import GaugeCollector
 from gateway.watch.gauges import Gauges as Gauges
-from scheduler.observer import Observer, Step
+from scheduler.session import Observer, Step
 
 log = logging.getLogger("thermocline.sessions")
 

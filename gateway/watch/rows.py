@@ -10,8 +10,7 @@ from msgspec import UNSET
 from engines.wire import KVSize, Welcome
 from gateway.watch.requests import LiveRequest
 from gateway.watch.shape import GoneShown, Place, SessionShown, TransitionShown, TurnShown
-from scheduler.observer import Step
-from scheduler.session import Session, State
+from scheduler.session import Session, State, Step
 from scheduler.table import SessionTable
 
 MAX_TITLE = 60  # characters

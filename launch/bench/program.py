@@ -1,12 +1,14 @@
-"""Runs a benchmark with a progress bar; Ctrl-C ends it with the results so far."""
+"""Runs a benchmark with a progress bar, prints and draws what it found; Ctrl-C ends it early."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
 from rich.console import Console
@@ -20,10 +22,36 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from launch.bench.capacity import Found, Search
-from launch.bench.figures import Report, Result, Run, report_of
-from launch.bench.workload import Workload
+from launch.bench.capacity import BY_TIME, Found, Search
+from launch.bench.figures import (
+    Percentiles,
+    PhaseFigures,
+    Report,
+    Result,
+    Run,
+    SourceFigures,
+    report_of,
+)
+from launch.bench.workload import Workload, crowd_name
+from launch.calibrate.plot import whole_file
+from launch.printing import print_table
 from launch.remote import Address
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TIMES: Final = ("first token p50", "p90", "p99", "between tokens p50", "p90")
+PHASES: Final = ("phase", "users", "requests", "errors", "tok/s", "per user", *_TIMES)
+SOURCES: Final = ("prompt's KV", "requests", "prompt tokens", "reused", *_TIMES)
+ROUNDS: Final = ("sessions", "came back", "first token, new", "first token, back", "from")
+_MEANINGS: Final = {
+    "new": "first turns, of which nothing could be known",
+    "miss": "returns of which nothing was reused",
+    "cached": "reused; the server does not say from where",
+    "unknown": "the server does not say what it reused",
+}
+BLUE: Final = "#2e86ab"
+RED: Final = "#d1495b"
 
 
 @dataclass(frozen=True)
@@ -128,3 +156,143 @@ def _until_interrupted(play: Callable[[aiohttp.ClientSession], Awaitable[None]],
         print("interrupted; this is what is known so far", file=sys.stderr)
         return False
     return True
+
+
+def print_report(report: Report) -> None:
+    done = len(report.requests)
+    state = "" if report.finished else f", interrupted after {done} of {report.planned_requests}"
+    print(f"{report.workload} against {report.model} at {report.url}: {done} requests{state}")
+    if not report.requests:
+        return
+    print()
+    print_table(PHASES, [_phase(x) for x in report.phases], right=PHASES[1:])
+    print()
+    print_table(SOURCES, [_source(x) for x in report.sources], right=SOURCES[1:])
+    for source in report.sources:
+        if meaning := _MEANINGS.get(source.source):
+            print(f"{source.source}: {meaning}")
+    print(f"\nerrors: {report.num_errors}")
+    for words, count in report.errors.items():
+        print(f"  {count} x {words}")
+
+
+def print_found(found: Found) -> None:
+    print(
+        f"sessions of {found.prompt_tokens} tokens and more that {found.url} keeps, judged by"
+        f" {_judge(found)}:"
+    )
+    rows = [
+        [
+            str(x.opened),
+            str(x.kept),
+            _seconds(x.first_ttft_s),
+            _seconds(x.return_ttft_s),
+            ", ".join(f"{count} {source}" for source, count in sorted(x.sources.items())),
+        ]
+        for x in found.rounds
+    ]
+    print_table(ROUNDS, rows, right=ROUNDS[:4], empty="nothing was measured")
+    if found.rounds:
+        most = " or more: none was lost" if found.at_least else ""
+        print(f"capacity: {found.capacity} sessions{most}")
+    if not found.finished:
+        print("interrupted: there may be more")
+
+
+def _judge(found: Found) -> str:
+    if found.judged_by == BY_TIME:
+        return "time to first token (the server does not say what it reused)"
+    return {"header": "x-thermocline-cache", "usage": "usage.cached_tokens"}[found.judged_by]
+
+
+def _phase(x: PhaseFigures) -> list[str]:
+    speed = [f"{x.tokens_per_s:.1f}", f"{x.tokens_per_s_user:.1f}"]
+    return [
+        x.name,
+        str(x.users),
+        str(x.requests),
+        str(x.errors),
+        *speed,
+        *_times(x.ttft_s, x.itl_s),
+    ]
+
+
+def _source(x: SourceFigures) -> list[str]:
+    share = "" if x.reused_share is None else f"{x.reused_share:.1%}"
+    counts = [str(x.requests), str(x.prompt_tokens), share]
+    return [x.source, *counts, *_times(x.ttft_s, x.itl_s)]
+
+
+def _times(ttft: Percentiles, itl: Percentiles) -> list[str]:
+    return [_seconds(x) for x in (ttft.p50, ttft.p90, ttft.p99, itl.p50, itl.p90)]
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+def draw_report(report: Report, path: Path) -> None:
+    """Draw a run. Raises ``LaunchError`` if the file cannot be written."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    crowds = [x for x in report.phases if x.name == crowd_name(x.users)]
+    if len(crowds) > 1:
+        _draw_speed(left, crowds)
+    else:
+        _draw_phases(left, report.phases)
+    _draw_sources(right, report)
+    figure.suptitle(f"{report.workload}: {report.model}", fontsize=10)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=130)
+
+
+def draw_found(found: Found, path: Path) -> None:
+    """Draw sessions that came back against sessions that were open."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    opened = [0, *(x.opened for x in found.rounds)]
+    axes.plot(opened, opened, color="#999", lw=1, ls="--", label="all of them")
+    axes.plot(opened, [0, *(x.kept for x in found.rounds)], "o-", color=BLUE, label="came back")
+    axes.set(
+        xlabel="sessions opened", ylabel="sessions that came back", title=f"{found.model}: capacity"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=130)
+
+
+def _draw_speed(axes: Axes, crowds: Sequence[PhaseFigures]) -> None:
+    users = [x.users for x in crowds]
+    axes.plot(users, [x.tokens_per_s for x in crowds], "o-", color=BLUE, label="all users")
+    axes.plot(users, [x.tokens_per_s_user for x in crowds], "s-", color=RED, label="each user")
+    axes.set(xlabel="users at once", ylabel="tokens of answers per second", ylim=(0, None))
+    axes.set_title("throughput", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _draw_phases(axes: Axes, phases: Sequence[PhaseFigures]) -> None:
+    axes.barh([x.name for x in phases], [x.tokens_per_s for x in phases], color=BLUE)
+    axes.invert_yaxis()
+    axes.set(xlabel="tokens of answers per second")
+    axes.set_title("throughput", fontsize=10)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_sources(axes: Axes, report: Report) -> None:
+    shown = [x for x in report.sources if x.ttft_s.p50 is not None]
+    names = [f"{x.source} ({x.requests})" for x in shown]
+    middle = [x.ttft_s.p50 or 0.0 for x in shown]
+    slow = [max(0.0, (x.ttft_s.p90 or 0.0) - (x.ttft_s.p50 or 0.0)) for x in shown]
+    axes.barh(names, middle, color=BLUE, xerr=[[0.0] * len(shown), slow], ecolor="#555", capsize=3)
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds to the first token: median, and 90th percentile")
+    axes.set_title("by where the prompt's KV came from", fontsize=10)
+    axes.grid(axis="x", alpha=0.3)

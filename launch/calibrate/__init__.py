@@ -1,6 +1,6 @@
 """Has a model measured by an engine that is started for it: ``thermocline calibrate``.
 
-``orders.py`` plans measurements, ``program.py`` runs the engine, and has serving ones adopt the
-result, which ``profile_notes.py`` finds again. The measuring itself is in ``engines/calibration``;
+``program.py`` plans measurements, runs the engine, and has serving ones adopt the result, which
+``profile_notes.py`` finds again. The measuring itself is in ``engines/calibration``;
 engines that serve do it by themselves, without any of this.
 """

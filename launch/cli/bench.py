@@ -57,8 +57,7 @@ def bench(
     run, so that nothing is reused by chance. The exit code is 1 if there were
     errors, and 130 after Ctrl-C, which still prints what is known.
     """
-    from launch.bench.program import Target, run_workload
-    from launch.bench.report import print_report
+    from launch.bench.program import Target, print_report, run_workload
     from launch.bench.workload import Habits, workload_of
     from launch.calibrate.plot import write_json
     from launch.remote import Address
@@ -74,7 +73,7 @@ def bench(
     if json is not None:
         write_json(report, json)
     if plot is not None and report.requests:
-        from launch.bench.report import draw_report
+        from launch.bench.program import draw_report
 
         draw_report(report, plot)
     if not report.finished:
@@ -86,8 +85,7 @@ def _find_capacity(
     target: Target, words: int, sessions: tuple[int, int], json: Path | None, plot: Path | None
 ) -> None:
     from launch.bench.capacity import Search
-    from launch.bench.program import run_search
-    from launch.bench.report import print_found
+    from launch.bench.program import print_found, run_search
     from launch.calibrate.plot import write_json
 
     first, most = sessions
@@ -109,7 +107,7 @@ def _find_capacity(
     if json is not None:
         write_json(found, json)
     if plot is not None and found.rounds:
-        from launch.bench.report import draw_found
+        from launch.bench.program import draw_found
 
         draw_found(found, plot)
     if not found.finished:

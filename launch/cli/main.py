@@ -19,7 +19,7 @@ from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
 from launch.cli.bench import bench
 from launch.cli.connect import connect, join
-from launch.cli.screens import chat, top
+from launch.cli.sessions import chat, top
 from launch.errors import LaunchError, UsageError
 from launch.printing import print_json, print_table
 from launch.settings.schema import flat, masked
@@ -251,12 +251,12 @@ def calibrate(
     assignments: options.Assignments = None,
 ) -> None:
     """Measure what each codec costs this model. Takes minutes."""
-    from launch.calibrate.orders import CalibrateOptions
+    from gateway.watch.logs import configure_logging
     from launch.calibrate.plot import check_output, check_path, draw, write_json
+    from launch.calibrate.program import CalibrateOptions
     from launch.calibrate.program import calibrate as run
     from launch.cli.calibrate import measure_served, print_report
     from launch.cli.remote import Remote
-    from launch.serve.logs import configure_logging
 
     if plot is not None:
         check_path(plot)

@@ -114,7 +114,7 @@ def fitted(
     Raises:
         UsageError: a setting is wrong, or this machine has no room for the wish; gives its room.
     """
-    from launch.plan.wish import with_capacity  # pulls in the codecs
+    from launch.plan.fit import with_capacity  # pulls in the codecs
 
     return with_capacity(chosen(context, environ, as_profiled=as_profiled))
 

@@ -5,25 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
+from launch.calibrate.plot import whole_file
 from launch.cli import options
 from launch.cli.fleet_plan import FleetWanted, print_fleet
 from launch.errors import UsageError
 from launch.plan.capacity_plan import ColdPlan, ContextPlan, Plan, plan_of
 from launch.plan.machines import MachinePlan, machine_plans
-from launch.plan.picture import LABELS, Bars, bars_of, draw_bars, machine_bars
 from launch.printing import print_json, print_table
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import parse_bytes, show_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SERVED: Final = ("tokens", "tier", "codec", "bytes", "states", "vs live", "sessions")
 MACHINES: Final = ("machine", "tokens", "for KV", "no sleep", "awake", "in RAM", "on disk", "codec")
 BAR_WIDTH: Final = 40
 BAR: Final = "█"
 RATIOS: Final = ("KV vs bf16", "all vs bf16")
+COLORS: Final = {
+    "hot": "#d1495b", "ram": "#2e86ab", "disk": "#8d99ae", "redis": "#6a994e"
+}  # fmt: skip
+LABELS: Final = {
+    "hot": "awake at once",
+    "ram": "asleep in memory",
+    "disk": "asleep on disk",
+    "redis": "asleep in Redis",
+}
+Bars = Sequence[tuple[str, dict[str, int]]]  # a name, and sessions by tier
 
 
 def print_plan(plan: Plan) -> None:
@@ -237,3 +250,55 @@ def _print_machines(effective: EffectiveSettings, wanted: Wanted) -> None:
         print_machines(name, rows)
     if wanted.plot is not None:
         draw_bars(f"{name}: sessions kept alive (counted)", machine_bars(rows), wanted.plot)
+
+
+def bars_of(plan: Plan) -> Bars:
+    """The bars of a plan: one group for each length of session."""
+    return [
+        (
+            f"{x.context} tokens",
+            {"hot": x.hot_sessions, **{tier.tier: tier.sessions for tier in x.served}},
+        )
+        for x in plan.contexts
+    ]
+
+
+def machine_bars(rows: Sequence[MachinePlan]) -> Bars:
+    """The bars of several machines."""
+    several = len({row.context for row in rows}) > 1
+    return [
+        (
+            f"{row.machine}, {row.context} tokens" if several else row.machine,
+            {"hot": row.hot, "ram": row.ram, "disk": row.disk},
+        )
+        for row in rows
+        if not row.refused
+    ]
+
+
+def draw_bars(title: str, bars: Bars, path: Path) -> None:
+    """Draw ``bars`` into ``path``. Raises ``LaunchError`` if it cannot be written."""
+    from matplotlib.figure import Figure
+
+    tiers = list(dict.fromkeys(tier for _, counts in bars for tier in counts))
+    figure = Figure(figsize=(7.5, 1.2 + 0.22 * len(bars) * (len(tiers) + 1)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / max(1, len(tiers))
+    for number, tier in enumerate(tiers):
+        _draw_tier(axes, bars, tier, number, height)
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
+    axes.invert_yaxis()
+    most = max((count for _, counts in bars for count in counts.values()), default=1)
+    axes.set(xlabel="sessions", title=title, xlim=(0, 1.12 * max(1, most)))
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=max(1, len(tiers)))
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=130)
+
+
+def _draw_tier(axes: Axes, bars: Bars, tier: str, number: int, height: float) -> None:
+    places = [i - 0.4 + height * (number + 0.5) for i in range(len(bars))]
+    counts = [x.get(tier, 0) for _, x in bars]
+    drawn = axes.barh(places, counts, height * 0.9, color=COLORS[tier], label=LABELS[tier])
+    axes.bar_label(drawn, [f"{x:,}" for x in counts], fontsize=7, padding=2)

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvstore.shapes import KVLayer
-from launch.families.attention import MHA, SHARED_WIDTH, STATED, USUAL, kv_layer, latent_layer
-from launch.families.cache_shape import CacheShape, NotUnderstood, Window
-from launch.families.config import Config
-from launch.families.windows import FULL, SLIDING, repeated
+from launch.families.attention import (
+    FULL,
+    MHA,
+    SHARED_WIDTH,
+    SLIDING,
+    STATED,
+    USUAL,
+    kv_layer,
+    latent_layer,
+    repeated,
+)
+from launch.families.cache_shape import CacheShape, Config, NotUnderstood, Window
 
 
 @dataclass(frozen=True)

@@ -9,24 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-from engines.cache_classes import INDEX_ON_VLLM, NOTHING_GROWS_ON_VLLM, cannot_batch
-from launch.families import attention, recurrent, windows
+from engines.kv_budget import INDEX_ON_VLLM, NOTHING_GROWS_ON_VLLM, cannot_batch
+from launch.families import attention, recurrent
 from launch.families.attention import (
     EXAONE,
+    FULL,
     GPT,
     LILLE,
     MHA,
     QWEN1,
+    SLIDING,
     STATED,
     TALKIE,
     USUAL,
     Names,
+    by_layer_types,
     dense,
+    every_nth_full,
     keeps_windows_whole,
 )
-from launch.families.cache_shape import CacheShape, ModelRefused, NotUnderstood
-from launch.families.config import Config, Family
-from launch.families.windows import FULL, SLIDING, by_layer_types, every_nth_full
+from launch.families.cache_shape import CacheShape, Config, Family, ModelRefused, NotUnderstood
 
 EngineName: TypeAlias = Literal["mlx", "vllm"]
 
@@ -106,13 +108,13 @@ FAMILIES: Mapping[str, Family] = {
         ("muse_glimmer", "muse_spark", "spark2_5"), by_layer_types(STATED, _THREE_SLIDE)
     ),
     **dict.fromkeys(("gemma3", "gemma3_text"), every_nth_full(6, STATED)),
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), windows.gemma3n),
-    **dict.fromkeys(("gemma4", "gemma4_text"), windows.gemma4),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), attention.gemma3n),
+    **dict.fromkeys(("gemma4", "gemma4_text"), attention.gemma4),
     **dict.fromkeys(("kimi_k3", "kimi_linear"), recurrent.kimi_linear),
     **dict.fromkeys(("lfm2", "lfm2_moe"), recurrent.lfm2),
     **dict.fromkeys(("mamba", "falcon_mamba"), recurrent.mamba),
     "afm7": attention.afm7,
-    "baichuan_m1": windows.baichuan_m1,
+    "baichuan_m1": attention.baichuan_m1,
     "bailing_hybrid": recurrent.bailing_hybrid,
     "bailing_moe_linear": recurrent.bailing_linear,
     "bailing_moe_v3": recurrent.bailing_v3,
@@ -120,7 +122,7 @@ FAMILIES: Mapping[str, Family] = {
     "dbrx": attention.dbrx,
     "deepseek_v2": attention.expanded_latent(),
     "deepseek_v32": attention.sparse_latent,
-    "exaone4": windows.exaone4,
+    "exaone4": attention.exaone4,
     "falcon_h1": recurrent.falcon_h1,
     "gear": recurrent.gear,
     "gemma2": keeps_windows_whole(STATED),
@@ -129,13 +131,13 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": by_layer_types(STATED, (SLIDING, FULL)),
     "granitemoehybrid": recurrent.granite_hybrid,
     "hunyuan": attention.hunyuan,
-    "iquestloopcoder": windows.iquest_loop,
+    "iquestloopcoder": attention.iquest_loop,
     "jamba": recurrent.jamba,
     "llama": by_layer_types(MHA),
     "longcat_flash": attention.latent("num_layers", 2),
     "longcat_flash_ngram": attention.longcat_ngram,
     "mamba2": recurrent.mamba2,
-    "mimo_v2_flash": windows.mimo_v2,
+    "mimo_v2_flash": attention.mimo_v2,
     "minicpm3": attention.expanded_latent(value_dim_from_width=True),
     "minimax_m3_vl": attention.minimax_m3,
     "ministral3": by_layer_types(),
@@ -154,7 +156,7 @@ FAMILIES: Mapping[str, Family] = {
     "plamo3": every_nth_full(8, STATED),
     "recurrent_gemma": recurrent.recurrent_gemma,
     "rwkv7": recurrent.rwkv7,
-    "step3p5": windows.step,
+    "step3p5": attention.step,
     "youtu_llm": attention.expanded_latent(),
 }
 

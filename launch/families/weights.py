@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from launch.families.cache_shape import CacheShape, NotUnderstood
-from launch.families.config import Config
+from launch.families.cache_shape import CacheShape, Config, NotUnderstood
 from launch.families.table import cache_shape
 
 # Feed-forward layers of two matrices instead of three.

@@ -3,5 +3,5 @@
 ``launch/families`` turns config.json into a shape of caches; from that ``hot_budget.py`` counts
 live KV and ``cold_size.py`` packed KV; ``capacity_plan.py`` puts them together for
 ``thermocline plan``. ``needs.py`` counts sessions of one length; by it ``fit.py`` chooses
-budgets for as many as are wished (``wish.py``), and ``machines.py`` looks at other machines.
+budgets for as many as are wished, and ``machines.py`` looks at other machines.
 """

@@ -25,8 +25,7 @@ from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import NotUnderstood
 from launch.families.weights import estimated_weights
 from launch.model import find_model
-from launch.plan.cold_size import cold_size
-from launch.plan.expected_codec import expected_choices
+from launch.plan.cold_size import cold_size, expected_choices
 from launch.plan.hot_budget import HotBudget, hot_budget_of, served_cache, served_dtype
 from launch.plan.serve_checks import check_family, check_hot_codec
 from launch.settings.budgets import weights_bytes

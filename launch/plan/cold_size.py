@@ -1,25 +1,37 @@
-"""The bytes of a sleeping session in a tier, as the cold store's own packer counts them."""
+"""A sleeping session: the codec that the engine will choose for it, and its bytes in a tier."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from engines.calibration.first_order import TooShort, first_order, tokens_to_compute
+from engines.calibration.gate.choice import Choice, choose_tiers, exact
+from engines.kv_budget import HOT_CODECS, UNSTATED_CONTEXT, stated_context
 from kvstore.blobs.chain import KEY_BYTES
 from kvstore.blobs.codec_set import TAG_BYTES
 from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.packer import Packer
 from kvstore.chunk_size import chunk_tokens
 from kvstore.codecs.base import Codec
+from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
-from kvstore.shapes import NUMPY_DTYPES, DType, KVLayout
+from kvstore.session import TIER_NAMES, TierName
+from kvstore.shapes import NUMPY_DTYPES, DType, KVLayout, StateLayout
 from kvstore.tiers.ram_tier import ENTRY_BYTES
-from launch.families.cache_shape import CacheShape
+from launch.calibrate.profile_notes import find_profile
+from launch.families.cache_shape import CacheShape, NotUnderstood
+from launch.model import find_model
+from launch.plan.hot_budget import served_cache, served_dtype
+from launch.settings.effective_settings import EffectiveSettings
 
 TOKEN_ID_BYTES = 4
 RECORD_BYTES = 256  # of a session record besides its token ids: names, digests, numbers
 PLACE_BYTES = KEY_BYTES + TAG_BYTES + ENTRY_BYTES  # of a blob in a tier, besides its own
+BY_HAND = "run: thermocline calibrate"
 
 
 @dataclass(frozen=True)
@@ -79,3 +91,68 @@ def cold_size(
         record=HEADER_BYTES + RECORD_BYTES + TOKEN_ID_BYTES * num_tokens + PLACE_BYTES,
         row_bytes_per_token=packed / size,
     )
+
+
+def expected_choices(effective: EffectiveSettings) -> Mapping[TierName, Choice]:
+    """The codec that the engine would choose for each tier.
+
+    Raises:
+        CodecRefused, UnknownCodec: see ``choose_tiers``.
+        NotUnderstood: config.json does not say what the model's cache is like.
+        UsageError, LaunchError: there is no such model.
+    """
+    engine, store = effective.settings.engine, effective.settings.store
+    content = find_model(engine.model, effective.folders.cache).config()
+    shape, profile = served_cache(effective, content), find_profile(effective)
+    if shape.exact_only:
+        return dict.fromkeys(TIER_NAMES, exact(shape.exact_only))
+    layout = KVLayout(served_dtype(effective, content), shape.growing)
+    if profile is not None:
+        layout = profile.layout  # of one rank
+    if num_bits := HOT_CODECS.get(engine.hot_codec):
+        layout = PackedLayout(dtype=layout.dtype, layers=layout.layers, num_bits=num_bits)
+    return choose_tiers(store, layout, profile, states=shape.states(layout.dtype))
+
+
+class Outlook(NamedTuple):
+    """The answer: whether the first start will measure the model, with details or the reason."""
+
+    will_be: bool
+    text: str
+
+
+def in_words(choice: Choice) -> str:
+    """The codec, and why it is this one."""
+    size = ", exact but large" if choice.unmeasured else ""
+    return f"{choice.name}{size} ({choice.why})"
+
+
+def first_measurement(effective: EffectiveSettings) -> Outlook:
+    """Say what the engine will measure of this model while it serves it for the first time."""
+    store = effective.settings.store
+    if not store.calibrate:
+        return Outlook(False, BY_HAND)
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
+    longest = effective.settings.engine.max_context
+    try:
+        order = first_order(
+            store, longest or stated_context(model.config()) or UNSTATED_CONTEXT, ""
+        )
+    except TooShort as error:
+        return Outlook(False, f"it will not be measured: {error}; {BY_HAND}")
+    tokens = tokens_to_compute(order, _states(effective))
+    presets, thousands = ", ".join(order.presets), round(tokens / 1000)
+    return Outlook(
+        True,
+        f"the engine measures it in idle moments of its first start ({presets}), about as long as"
+        f" it takes to prefill {thousands} prompts of 1,000 tokens",
+    )
+
+
+def _states(effective: EffectiveSettings) -> StateLayout | None:
+    """Look up what the model keeps besides rows of every token; None = nothing, or unknown."""
+    content = find_model(effective.settings.engine.model, effective.folders.cache).config()
+    try:
+        return served_cache(effective, content).states(served_dtype(effective, content))
+    except NotUnderstood:
+        return None

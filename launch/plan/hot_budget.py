@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from engines.cache_classes import LATENT_ON_CPU
 from engines.config import EngineConfig
 from engines.kv_budget import (
     HOT_CODECS,
+    LATENT_ON_CPU,
     SMALLEST_CONTEXT,
     UNSTATED_CONTEXT,
     KVCost,

@@ -17,7 +17,7 @@ from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import NotUnderstood
 from launch.model import find_model
 from launch.plan.capacity_plan import ColdPlan, plan_of
-from launch.plan.expected_codec import expected_choices, first_measurement
+from launch.plan.cold_size import expected_choices, first_measurement
 from launch.plan.hot_budget import hot_budget_of, served_cache
 from launch.settings.effective_settings import EffectiveSettings
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from gateway.keys import BadKeyLine, Tenants
 from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ServedModel
 from gateway.watch.metrics import Metrics
+from gateway.watch.tracing import PassOn, Tracing
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import is_exact
 from kvstore.config import AUTO, StoreConfig
@@ -35,19 +37,18 @@ from launch.model import Model, find_model
 from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
 from launch.serve.keys import key_lines, secret_of, secret_path
-from launch.serve.logs import tracing_of
 from launch.serve.preflight import check_codecs, check_memory, check_tiers, lending_of
 from launch.serve.sharing import directory_of, homes_for, shared_limits, stored_objects
 from launch.settings.budgets import at_once, weights_bytes
 from launch.settings.effective_settings import (
     EffectiveSettings,
     EngineSettings,
+    replica_settings,
     require_installed,
 )
-from launch.settings.replicas import replica_settings
 from launch.settings.schema import EngineEntry, Settings
+from scheduler.admission import Headroom
 from scheduler.config import SchedulerConfig
-from scheduler.headroom import Headroom
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.launch")
@@ -352,3 +353,16 @@ def _check_admins(config: GatewayConfig, tenants: Tenants) -> None:
             " is no admin key; make one with `thermocline keys new NAME` and put its line into"
             " gateway.admin_keys_file"
         )
+
+
+def tracing_of(config: GatewayConfig) -> Tracing:
+    """Make what traces turns. Raises ``UsageError``: its packages are not installed."""
+    if not config.otlp_endpoint:
+        return PassOn()
+    try:
+        from gateway.watch.otlp import OtlpTracing
+    except ImportError as error:
+        raise UsageError(
+            "gateway.otlp_endpoint needs OpenTelemetry's packages: pip install 'thermocline[otlp]'"
+        ) from error
+    return OtlpTracing(config.otlp_endpoint, version("thermocline"))

@@ -94,7 +94,7 @@ def check_memory(
 ) -> None:
     """Refuse to start more than the machine's memory holds.
 
-    A machine whose GPU shares its memory would hang: see ``scheduler.headroom``.
+    A machine whose GPU shares its memory would hang: see ``scheduler.admission``.
 
     Args:
         weights: bytes of the weights; None if the model is not here yet.

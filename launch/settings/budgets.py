@@ -24,7 +24,7 @@ from urllib.parse import quote
 from kvstore.config import StoreConfig
 from kvstore.tiers.disk_budget import MIN_FILE_BYTES
 from launch.settings.fields import Value
-from launch.settings.schema import EngineEntry
+from launch.settings.schema import EngineEntry, flattened
 from launch.settings.sources import Layer
 from launch.settings.units import show_bytes
 
@@ -112,7 +112,7 @@ def entry_layer(given: Mapping[str, Any], entry: EngineEntry, data_dir: str) -> 
     origin = f"engines, {entry.name}"
     layer = {
         f"engine.{name}": Value(value, origin)
-        for name, value in _flat(given).items()
+        for name, value in flattened(given).items()
         if name not in _OF_THE_ENTRY
     }
     folder = f"{data_dir}/models/{quote(entry.name, safe='')}"
@@ -143,11 +143,3 @@ def budget_layers(
 
 def _part(total: int, share: int, of: int) -> Value:
     return Value(total * share // of, f"engines: {share} of {of} parts of {show_bytes(total)}")
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = prefix + key
-        rows |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return rows

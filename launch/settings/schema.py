@@ -161,14 +161,15 @@ def _explain(message: str, origins: Mapping[str, str]) -> str:
 
 def flat(settings: Settings) -> dict[str, Any]:
     """The value of each setting by its dotted name, in the order of the definition."""
-    return _flat(msgspec.to_builtins(settings), "")
+    return flattened(msgspec.to_builtins(settings))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Write a tree of settings as one table, by dotted names."""
     rows: dict[str, Any] = {}
     for key, value in tree.items():
         name = prefix + key
-        rows |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+        rows |= flattened(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return rows
 
 

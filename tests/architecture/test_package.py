@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.registry import ENGINES, engine_factory
 from kvstore.codecs.names import READY
 from kvstore.codecs.presets import codec_by_name
+from launch.engine_start import ENGINES, engine_factory
 
 ROOT = Path(__file__).parents[2]
 ROOMS = {"thermocline", "gateway", "engines", "kvstore", "scheduler", "launch"}

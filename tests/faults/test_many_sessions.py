@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.host.tenant_line import QueueFull
+from engines.host.fair_shares import QueueFull
 from kvstore.store.token_store import Match, Restored
 from tests.integration.mlx_owner.harness import Answer, Engine, engine, session, surround, text
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from engines.headers import CacheOutcome
-from engines.host.tenant_line import QueueFull
+from engines.host.fair_shares import QueueFull
 from engines.mlx_worker.answer.output_processor import Delta, OutputProcessor, ShownReason
 from engines.mlx_worker.generation import (
     ContextTooLong,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.config import EngineConfig
-from engines.host.fair_shares import PROMPT_TOKEN, FairShares, length_class
-from engines.host.tenant_line import QueueLimit
+from engines.host.fair_shares import PROMPT_TOKEN, FairShares, QueueLimit, length_class
 from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batches import Batches, LengthBucket, StepOutput
 from engines.mlx_worker.batch.fair_queue import FairQueue, Line

@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
-from engines.host.fair_shares import FRESH_EVERY, next_of
-from engines.host.tenant_line import QueueLimit
+from engines.host.fair_shares import FRESH_EVERY, QueueLimit, next_of
 
 T = TypeVar("T")
 

@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from engines.cache_classes import GROWING, cannot_batch, cannot_keep
-from engines.kv_budget import KVCost
+from engines.kv_budget import GROWING, KVCost, cannot_batch, cannot_keep
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.wire import BF16_BYTES, KVSize
 from kvstore.codecs.rows.packed_layout import PackedLayout

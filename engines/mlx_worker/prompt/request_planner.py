@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import (
     make_repetition_penalty,
 )
 
-from engines.host.tenant_line import Payer, TenantLine, to_its_end
+from engines.host.fair_shares import Payer, TenantLine, to_its_end
 from engines.mlx_worker.answer.output_processor import (
     AnswerText,
     OutputProcessor,
@@ -36,9 +36,14 @@ from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.chat_template import ChatPrompt, PromptWriter
 from engines.mlx_worker.prompt.sampling import SamplingParams, fresh_seed, make_sampler
 from engines.mlx_worker.prompt.tools import ToolPlan, plan_tools
-from engines.openai.embeddings import MAX_TOKENS, EmbeddingsRequest
 from engines.openai.errors import InvalidRequest, context_too_long
-from engines.openai.requests import Body, ChatRequest, CompletionRequest
+from engines.openai.requests import (
+    MAX_EMBEDDED_TOKENS,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+)
 from kvstore.session import SessionRef
 
 T = TypeVar("T")
@@ -88,8 +93,8 @@ class Planning:
         It ends with the piece that exceeds a bound.
 
         Raises:
-            InvalidRequest: more than ``MAX_TOKENS`` in all, a text that the context cannot hold or
-                that has no tokens, or an id outside the vocabulary.
+            InvalidRequest: more tokens than may be embedded at once, a text that the context cannot
+                hold or that has no tokens, or an id outside the vocabulary.
         """
         check_size(asked, vocabulary.max_token_chars, facts.max_context)
         encode = partial(_encoded, vocabulary.tokenizer)
@@ -98,7 +103,7 @@ class Planning:
         for piece in pieces(asked.inputs):
             found = await self.do(payer, partial(encode, piece), sum(map(len, piece)))
             num_tokens += sum(map(len, found))
-            if num_tokens > MAX_TOKENS:
+            if num_tokens > MAX_EMBEDDED_TOKENS:
                 raise _too_many_tokens()
             for text in found:
                 _check_input(text, facts)
@@ -113,7 +118,7 @@ def _encoded(tokenizer: Any, piece: Sequence[str | list[int]]) -> list[list[int]
 def check_size(asked: EmbeddingsRequest, max_token_chars: int, max_context: int) -> None:
     """Refuse what cannot fit, before anything is tokenized. Raises ``InvalidRequest``."""
     least = [len(x) if isinstance(x, list) else len(x) // max_token_chars for x in asked.inputs]
-    if sum(least) > MAX_TOKENS:
+    if sum(least) > MAX_EMBEDDED_TOKENS:
         raise _too_many_tokens()
     if max(least) >= max_context:
         raise context_too_long(max_context, max(least), "input", at_least=True)
@@ -142,7 +147,7 @@ def _check_input(text: Sequence[int], facts: ModelFacts) -> None:
 
 
 def _too_many_tokens() -> InvalidRequest:
-    return InvalidRequest(f"input: more than {MAX_TOKENS} tokens in all", "input")
+    return InvalidRequest(f"input: more than {MAX_EMBEDDED_TOKENS} tokens in all", "input")
 
 
 class GeneratedOnly:

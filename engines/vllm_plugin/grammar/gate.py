@@ -15,9 +15,9 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, TypeAlias
 
+from engines.host.fair_shares import Payer, QueueFull, TenantLine
 from engines.host.grammar import Verdict
 from engines.host.grammar_trial import GrammarTrials
-from engines.host.tenant_line import Payer, QueueFull, TenantLine
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.grammar.wanted import Wanted, wanted_by
 

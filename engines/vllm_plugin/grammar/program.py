@@ -1,7 +1,7 @@
 """``python -m engines.vllm_plugin.grammar.program``: tries grammars that vLLM would compile.
 
 It repeats the work that vLLM does for a grammar in its API server and, with our ``backend``, in its
-EngineCore. ``host.grammar_program`` is the frame: this process ends when a grammar takes too much.
+EngineCore. ``host.grammar_trial`` is the frame: this process ends when a grammar takes too much.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engines.host.grammar import (
     reason_of,
     source_of,
 )
-from engines.host.grammar_program import Judge, serve
+from engines.host.grammar_trial import Judge, serve
 from engines.vllm_plugin.grammar.wanted import Wanted
 
 

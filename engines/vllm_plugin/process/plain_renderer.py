@@ -27,7 +27,7 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.registry import RENDERER_REGISTRY
 
 from engines.host.control_tokens import ControlTokens
-from engines.host.tenant_line import TenantLine, to_its_end
+from engines.host.fair_shares import TenantLine, to_its_end
 from engines.openai.requests import MAX_CONTEXTS
 from engines.vllm_plugin.identity import PAYER
 

@@ -9,7 +9,7 @@ import pytest
 
 from engines.calibration.corpus import held_out_texts
 from engines.config import CalibrationOrder
-from launch.calibrate.orders import USUAL_CONTEXTS
+from launch.calibrate.program import USUAL_CONTEXTS
 from launch.errors import LaunchError
 from launch.gguf_convert import convert
 from launch.machine.folders import default_cache_dir

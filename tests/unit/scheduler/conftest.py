@@ -20,7 +20,7 @@ from engines.base import (
     Welcome,
 )
 from scheduler.config import SchedulerConfig
-from scheduler.observer import Step
+from scheduler.session import Step
 from scheduler.sessions import SessionManager
 
 

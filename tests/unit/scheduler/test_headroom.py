@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from engines.base import Demoted, SessionRef
+from scheduler.admission import LOOK_EVERY_S, RETRY_S, Headroom, MemoryScarce
 from scheduler.config import SchedulerConfig
-from scheduler.headroom import LOOK_EVERY_S, RETRY_S, Headroom, MemoryScarce
 from scheduler.sessions import SessionManager
 
 from .conftest import Clock, Held, Log, RowsEngine, salt_of

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import SessionRef
-from scheduler.observer import Step
-from scheduler.session import TRANSITIONS, Event, IllegalTransition, Session, State
+from scheduler.session import TRANSITIONS, Event, IllegalTransition, Session, State, Step
 
 
 def new_session(state: State = State.ACTIVE) -> Session:

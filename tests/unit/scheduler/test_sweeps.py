@@ -9,8 +9,8 @@ from itertools import count
 import pytest
 
 from engines.base import SessionRef
+from scheduler.admission import LOOK_EVERY_S, Headroom
 from scheduler.config import SchedulerConfig
-from scheduler.headroom import LOOK_EVERY_S, Headroom
 from scheduler.moves import Moves
 from scheduler.session import Session, State
 from scheduler.sessions import SessionManager

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import CacheOutcome, EngineRefused, SessionRef
-from scheduler.observer import Observer
-from scheduler.session import Event, State, TurnHints
+from scheduler.session import Event, Observer, State, TurnHints
 from scheduler.table import Queue, SessionTable
 
 from .conftest import Clock, Held

@@ -17,7 +17,7 @@ from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
-from launch.calibrate.orders import presets_of
+from launch.calibrate.program import presets_of
 from launch.errors import UsageError
 from launch.settings.effective_settings import effective_settings
 from launch.settings.fields import Value

@@ -17,8 +17,8 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 from transformers import AutoTokenizer
 
-from engines.host.grammar_program import MAX_CPU_S
-from engines.host.tenant_line import Payer
+from engines.host.fair_shares import Payer
+from engines.host.grammar_trial import MAX_CPU_S
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.grammar.gate import PROGRAM, ClientLeft, GrammarGate
 from tests.vllm.conftest import model_path

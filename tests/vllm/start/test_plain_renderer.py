@@ -32,7 +32,7 @@ from vllm.renderers.params import TokenizeParams
 from vllm.renderers.registry import RENDERER_REGISTRY, renderer_from_config
 from vllm.tokenizers.mistral import MistralTokenizer
 
-from engines.host.tenant_line import Payer
+from engines.host.fair_shares import Payer
 from engines.vllm_plugin.identity import PAYER
 from engines.vllm_plugin.process.plain_renderer import (
     KINDS,

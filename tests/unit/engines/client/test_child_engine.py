@@ -19,7 +19,6 @@ from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.fake_worker.fake_sessions import FakeSessions
 from engines.headers import with_session
 from engines.host.control_server import ControlServer
-from engines.registry import engine_factory
 from engines.vllm_plugin.config import BadSettings, settings_from, write_settings
 from engines.vllm_plugin.process.command import (
     command,
@@ -31,6 +30,7 @@ from engines.vllm_plugin.process.command import (
 from engines.wire import CodecReport, Welcome
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
+from launch.engine_start import engine_factory
 from tests.unit.engines.conftest import until, worker_config
 
 

@@ -16,9 +16,9 @@ from engines.client.engine_client import AttachedEngine, EngineClient
 from engines.fake_worker.fake_sessions import CODEC, FakeSessions
 from engines.headers import CACHE_HEADER
 from engines.host.control_server import ControlServer
-from engines.registry import UnknownEngine, engine_factory
 from engines.wire import CodecReport, SessionRef, TenantUses, TierName
 from kvstore.tenant_bytes import TenantLimits
+from launch.engine_start import UnknownEngine, engine_factory
 from tests.unit.engines.conftest import FakeProcess, until, welcomed, worker_config
 
 PATH = "/v1/chat/completions"

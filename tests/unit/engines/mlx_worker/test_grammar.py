@@ -11,9 +11,9 @@ import numpy as np
 import psutil
 import pytest
 
+from engines.host.fair_shares import Payer
 from engines.host.grammar import GrammarWish, Verdict, answer_schema, source_of, tried
 from engines.host.grammar_trial import PROGRAM
-from engines.host.tenant_line import Payer
 from engines.mlx_worker import grammar as grammar_module
 from engines.mlx_worker.grammar import Grammar, GrammarCompiler, GrammarFailed, GrammarProcessor
 from engines.mlx_worker.model.vocabulary import Vocabulary

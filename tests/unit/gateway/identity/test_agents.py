@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from engines.openai.requests import InvalidRequest
-from gateway.identity.agents import NamedSession, Row, by_headers, by_user_id, row_of
+from gateway.identity.names import NamedSession, Row, by_headers, by_user_id, row_of
 from gateway.identity.outline import Outline, outline_of
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
 
@@ -211,15 +210,16 @@ async def test_both_at_once() -> None:
     going_on = asyncio.Event()
 
     class Slow(Answered):
-        async def chunks(self) -> AsyncIterator[bytes]:
+        async def read(self) -> bytes:
             await going_on.wait()
-            async for chunk in super().chunks():
-                yield chunk
+            return await super().read()
 
     app = App(RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}")))
     first = asyncio.create_task(answered_as(app, TITLE, x_session_affinity="o"))
     while not app.engine.asked:
         await asyncio.sleep(0)
     second = asyncio.create_task(answered_as(app, MAIN, x_session_affinity="o"))
+    while len(app.engine.asked) < 2:
+        await asyncio.sleep(0)
     going_on.set()
     assert [await first, await second] == ["o", "o/beside"]

@@ -16,7 +16,7 @@ from docs.generators.metrics_page import names, table
 from engines.headers import CacheOutcome
 from engines.wire import CodecReport, EngineReport, SessionRef, TierReport
 from gateway.watch.metrics import Gauges, Metrics, PromptDetails, Usage
-from scheduler.observer import Step
+from scheduler.session import Step
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 
 REPORT = EngineReport(

@@ -12,7 +12,7 @@ import pytest
 
 from engines.wire import SessionRef
 from gateway.watch.metrics import Gauges, Metrics
-from scheduler.observer import Step
+from scheduler.session import Step
 from tests.unit.gateway.watch.test_metrics import DASHBOARD, DOCS, panels
 
 PROMTOOL = shutil.which("promtool")

@@ -11,7 +11,7 @@ from gateway.watch.requests import LiveRequest, Stretch
 from gateway.watch.rows import MAX_STEPS, MAX_TURNS, Histories, title_of
 from gateway.watch.shape import TurnShown
 from gateway.watch.tally import Pace, PrefillSpeed, Tally
-from scheduler.observer import Step
+from scheduler.session import Step
 
 REF = SessionRef("alice", "s", b"")
 KEY = ("alice", "s")

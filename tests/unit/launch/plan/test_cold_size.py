@@ -1,9 +1,14 @@
-"""The bytes of a sleeping session, against the bytes that the cold store really holds."""
+"""A sleeping session: its bytes, against those that the store really holds, and its codec."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from engines.calibration.first_order import first_order
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.snapshot import MatrixArray, Snapshot, StateArray, WindowArray
 from kvstore.codecs.names import READY
@@ -16,9 +21,11 @@ from kvstore.store.token_store import ColdStore
 from kvstore.tiers.ram_tier import RamTier
 from launch.families.cache_shape import CacheShape, Window
 from launch.families.table import cache_shape
-from launch.plan.cold_size import cold_size
+from launch.plan.cold_size import cold_size, first_measurement
+from launch.settings.effective_settings import EffectiveSettings, effective_settings
+from launch.settings.fields import Value
 from tests.kv_sessions import kv_of, np, ref, tokens
-from tests.unit.launch.plan.published import DEEPSEEK_V3
+from tests.unit.launch.plan.published import DEEPSEEK_V3, GEMMA3_27B, LLAMA_8B
 
 GIB = 1 << 30
 STORE = StoreConfig(ram_bytes=4 * GIB, disk_bytes=16 * GIB)
@@ -90,3 +97,39 @@ def test_a_codec_that_must_not_pack_a_cache_is_refused():
     with pytest.raises(UnknownCodec, match="a sparse index"):
         sparse = {**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128}
         cold_size(cache_shape(sparse), codec_by_name("tq3"), "bfloat16", 10, STORE)
+
+
+def settings_of(folder: Path, config: dict[str, Any]) -> EffectiveSettings:
+    (folder / "config.json").write_text(json.dumps(config))
+    fields = {
+        "engine.kind": "mlx",
+        "engine.model": str(folder),
+        "engine.hot_bytes": 2 * GIB,
+        "store.ram_bytes": GIB,
+    }
+    layer = {name: Value(value, "test") for name, value in fields.items()}
+    return effective_settings([layer], {"HOME": str(folder)})
+
+
+@pytest.fixture
+def effective(tmp_path: Path) -> EffectiveSettings:
+    return settings_of(tmp_path, LLAMA_8B)
+
+
+def test_it_names_the_presets_of_the_engines_own_order(effective):
+    outlook = first_measurement(effective)
+    order = first_order(effective.settings.store, LLAMA_8B["max_position_embeddings"], "")
+    assert outlook.will_be and ", ".join(order.presets) in outlook.text
+    assert "26 prompts of 1,000 tokens" in outlook.text
+
+
+def test_windows_are_learned_and_judged_by_more(tmp_path):
+    text = first_measurement(settings_of(tmp_path, GEMMA3_27B)).text
+    assert "39 prompts of 1,000 tokens" in text
+
+
+def test_a_context_too_short_to_pack_is_not_measured(tmp_path):
+    short = settings_of(tmp_path, LLAMA_8B | {"max_position_embeddings": 200})
+    outlook = first_measurement(short)
+    assert not outlook.will_be
+    assert "no more than 200 tokens" in outlook.text and "thermocline calibrate" in outlook.text

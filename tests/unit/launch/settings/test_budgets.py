@@ -21,8 +21,8 @@ from launch.settings.effective_settings import (
     EffectiveSettings,
     EngineSettings,
     effective_settings,
+    replica_settings,
 )
-from launch.settings.replicas import replica_settings
 from launch.settings.schema import EngineEntry, masked
 
 GIB = 1 << 30

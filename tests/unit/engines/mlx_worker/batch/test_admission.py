@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from engines.config import EngineConfig
-from engines.host.tenant_line import QueueLimit
+from engines.host.fair_shares import QueueLimit
 from engines.kv_budget import KVCost
 from engines.mlx_worker.batch.batch_loop import ThreadContext, assemble
 from engines.mlx_worker.batch.request import Request, split_request

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.host.fair_shares import FairShares
-from engines.host.tenant_line import QueueFull, QueueLimit
+from engines.host.fair_shares import FairShares, QueueFull, QueueLimit
 from engines.mlx_worker.batch.fair_queue import FairQueue
 
 NAMES = st.sampled_from("abc")

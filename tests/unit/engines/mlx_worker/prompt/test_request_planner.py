@@ -10,13 +10,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engines.host.tenant_line import Payer
+from engines.host.fair_shares import Payer
 from engines.mlx_worker.generation import ModelFacts
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.chat_template import PromptWriter
 from engines.mlx_worker.prompt.request_planner import PIECE_CHARS, Planning, make_processors, pieces
-from engines.openai.embeddings import MAX_INPUTS, MAX_TOKENS, validate_embeddings
-from engines.openai.requests import InvalidRequest, validate_chat
+from engines.openai.requests import (
+    MAX_EMBEDDED_TOKENS,
+    MAX_INPUTS,
+    InvalidRequest,
+    validate_chat,
+    validate_embeddings,
+)
 from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.mlx
@@ -63,9 +68,9 @@ async def test_far_too_many_inputs_are_refused_after_the_piece_that_exceeds_the_
     known, counting = vocabulary(tmp_path)
     planning = Planning(lambda: None)
     asked = asking(["x y z " * 200] * MAX_INPUTS)  # 2.5 million characters
-    with pytest.raises(InvalidRequest, match=f"more than {MAX_TOKENS} tokens in all"):
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_EMBEDDED_TOKENS} tokens in all"):
         await planning.tokens_of(ALICE, asked, known, facts(100_000))
-    assert 0 < counting.num_chars <= 6 * MAX_TOKENS
+    assert 0 < counting.num_chars <= 6 * MAX_EMBEDDED_TOKENS
     planning.close()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from engines.config import CalibrationOrder
 from kvstore.codecs.names import LITERATURE, OWN
-from launch.calibrate.orders import CalibrateOptions, order_of, presets_of
+from launch.calibrate.program import CalibrateOptions, order_of, presets_of
 from launch.cli.options import layers
 from launch.errors import UsageError
 from launch.model import find_model

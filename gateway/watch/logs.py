@@ -1,20 +1,21 @@
-"""Logs on standard error, one line per event, and spans to a collector, if one is set.
+"""The server's log: one line per event on standard error, and the last lines for admins.
 
 2026-01-31T12:00:00.000Z info gateway: POST /v1/chat/completions 200 ...
+
+What is kept for admins has nothing that looks like a key.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
-from importlib.metadata import version
+from collections import deque
+from collections.abc import Callable
 
-from gateway.config import GatewayConfig
-from gateway.watch.log_ring import LogRing
-from gateway.watch.tracing import PassOn, Tracing
-from launch.errors import UsageError
+import msgspec
 
 # Line ends, escape sequences and other controls come from clients and engines; in a log they
 # would forge lines or steer a terminal.
@@ -22,7 +23,12 @@ _ESCAPED = {code: f"\\x{code:02x}" for code in [*range(32), *range(0x7F, 0xA0)]}
 _ESCAPED |= {ord("\n"): " | ", ord("\t"): " ", 0x2028: " | ", 0x2029: " | "}
 # Bidirectional overrides make a text look different from its characters.
 _ESCAPED |= {code: f"\\u{code:04x}" for code in [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]}
-
+MAX_LINES = 2000
+MAX_CHARACTERS = 1000  # of a line
+_SECRETS = re.compile(
+    r"(?i)(\b(?:tc|sk|pk|hf)[-_][A-Za-z0-9_-]{12,}|\bbearer\s+\S+|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
+    r"|(?<=api_key=)\S+|(?<=password=)\S+|\b[0-9a-f]{64}\b)"
+)
 _QUIET = ("uvicorn", "uvicorn.error", "asyncio", "aiohttp")
 
 
@@ -76,14 +82,51 @@ def configure_logging(level: str, form: str = "text") -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def tracing_of(config: GatewayConfig) -> Tracing:
-    """Make what traces turns. Raises ``UsageError``: its packages are not installed."""
-    if not config.otlp_endpoint:
-        return PassOn()
-    try:
-        from gateway.watch.otlp import OtlpTracing
-    except ImportError as error:
-        raise UsageError(
-            "gateway.otlp_endpoint needs OpenTelemetry's packages: pip install 'thermocline[otlp]'"
-        ) from error
-    return OtlpTracing(config.otlp_endpoint, version("thermocline"))
+class LogLine(msgspec.Struct, frozen=True):
+    """A line of the log; numbers only grow."""
+
+    n: int
+    at: float
+    level: str
+    name: str
+    text: str
+
+
+class LogRing(logging.Handler):
+    """A handler that holds the last lines. Called on any thread."""
+
+    def __init__(self, max_lines: int = MAX_LINES) -> None:
+        super().__init__()
+        self._lines: deque[LogLine] = deque(maxlen=max_lines)
+        self.text_of: Callable[[str], str] = str  # makes one harmless line of a message
+        self._last = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record; ``handle`` holds the lock."""
+        try:
+            self._keep(record)
+        except Exception:  # as in every handler: no record fails its logger's caller
+            self.handleError(record)
+
+    def _keep(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f" | {record.exc_info[1]!r}"
+        shown = redacted(self.text_of(text))[:MAX_CHARACTERS]
+        self._last += 1
+        name = record.name.removeprefix("thermocline.")
+        level = record.levelname.lower()
+        self._lines.append(LogLine(self._last, round(record.created, 3), level, name, shown))
+
+    def lines(self, after: int, most: int) -> list[LogLine]:
+        """Return the latest lines after number ``after``, the oldest first."""
+        self.acquire()
+        try:
+            return [x for x in self._lines if x.n > after][-most:]
+        finally:
+            self.release()
+
+
+def redacted(text: str) -> str:
+    """Replace what looks like a key, a token, a password in a URL or a hash."""
+    return _SECRETS.sub("***", text)

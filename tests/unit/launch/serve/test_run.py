@@ -13,7 +13,7 @@ from gateway.keys import generate_key
 from gateway.models.served_model import Models, ServedModel
 from launch.errors import UsageError
 from launch.machine.folders import Folders
-from launch.serve.reload import Reload
+from launch.serve.run import Reload
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.schema import EngineEntry, Resolved, Settings
 from scheduler.config import SchedulerConfig
