@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -231,9 +230,9 @@ async def test_requests_at_once_of_one_key() -> None:
     going_on = asyncio.Event()
 
     class Slow(Answered):
-        async def chunks(self) -> AsyncIterator[bytes]:
+        async def read(self) -> bytes:
             await going_on.wait()
-            yield b"{}"
+            return b"{}"
 
     app = App(
         RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}")),
@@ -252,9 +251,9 @@ async def test_sessions_that_come_together() -> None:
     going_on = asyncio.Event()
 
     class Slow(Answered):
-        async def chunks(self) -> AsyncIterator[bytes]:
+        async def read(self) -> bytes:
             await going_on.wait()
-            yield b"{}"
+            return b"{}"
 
     engine = RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}"))
     app = App(engine, SchedulerConfig(max_running=1), sessions_per_tenant=1)
