@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.base import SessionReport
-from engines.headers import CacheOutcome
+from engines.http import CacheOutcome
 from engines.wire import CodecReport, KVSize, SessionRef, Welcome
 from gateway.watch.live import Live
 from gateway.watch.metrics import Metrics, PromptDetails, Usage

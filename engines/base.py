@@ -13,7 +13,7 @@ from typing import Final, Protocol, runtime_checkable
 import msgspec
 
 from engines.config import CalibrationOrder
-from engines.headers import CacheOutcome as CacheOutcome
+from engines.http import CacheOutcome as CacheOutcome
 from engines.wire import CodecReport as CodecReport
 from engines.wire import EngineReport as EngineReport
 from engines.wire import Notice as Notice
@@ -199,7 +199,7 @@ class Engine(Protocol):
         """
 
     def session_headers(self, session: SessionRef) -> dict[str, str]:
-        """Headers that name the session of a turn to the engine; see ``engines.headers``."""
+        """Headers that name the session of a turn to the engine; see ``engines.http``."""
 
     def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
         """Return the client's body, with private fields of the engine set by us if it has any."""

@@ -11,7 +11,7 @@ from functools import partial
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from engines.headers import CACHE_HEADER, SESSION_HEADER
+from engines.http import CACHE_HEADER, SESSION_HEADER
 from gateway import events, openapi, sessions
 from gateway.admin import findings
 from gateway.admin import routes as admin
@@ -19,7 +19,7 @@ from gateway.anthropic import routes as anthropic
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, prepare
 from gateway.dashboard import routes as dashboard
-from gateway.edge.body_budget import BodyBudget
+from gateway.edge.accounts import BodyBudget
 from gateway.edge.key_limits import KeyLimits, usual_limits
 from gateway.edge.key_list import KeyList
 from gateway.edge.shared_limits import SharedLimits

@@ -12,13 +12,12 @@ from functools import partial
 from starlette.requests import Request
 from starlette.types import Scope
 
-from engines.asgi import while_client_stays
+from engines.http import while_client_stays
 from engines.openai.requests import InvalidRequest
 from engines.wire import Welcome
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.directory.directory import Directory
-from gateway.edge.accounts import account_of
-from gateway.edge.body_budget import BodyBudget, body_share_of
+from gateway.edge.accounts import BodyBudget, account_of, body_share_of
 from gateway.edge.key_limits import KeyLimits, KeyShare, key_share_of
 from gateway.edge.key_list import KeyList
 from gateway.errors import Failure, Refused
@@ -27,10 +26,9 @@ from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ENGINE_POLL_S, Models, ServedModel
 from gateway.stored.seal import SealedText
 from gateway.stored.stored import Stored
-from gateway.watch.logs import LogRing
 from gateway.watch.metrics import Metrics
 from gateway.watch.scope import StreamPlaces
-from gateway.watch.tracing import PassOn, Tracing
+from gateway.watch.telemetry import LogRing, PassOn, Tracing
 
 LAST_WORDS_S = 1.0  # for all streams to send their ending
 _CALLER = "caller"  # where a request's tenant is in the scope's state

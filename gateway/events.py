@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engines.asgi import ClientGone, while_client_stays
+from engines.http import ClientGone, while_client_stays
 from gateway.context import Gateway, caller_of, gateway_of, model_asked, sees_all
 from gateway.front import wants_head_only
 from gateway.keys import Tenant

@@ -18,9 +18,9 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engines.asgi import ClientGone
+from engines.http import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
-from gateway.edge.body_budget import BODY_SHARE, BodyBudget, BodyShare
+from gateway.edge.accounts import BODY_SHARE, BodyBudget, BodyShare
 from gateway.edge.key_limits import give_back, key_share_of
 from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
 from gateway.watch.metrics import Metrics

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engines.base import SessionRef, TierName
-from engines.headers import MAX_WEIGHT
+from engines.http import MAX_WEIGHT
 from engines.openai.requests import InvalidRequest
 
 KEY_PREFIX = "tc-"

@@ -25,7 +25,7 @@ from engines.openai.errors import unknown_model
 from engines.openai.messages import Sight, with_known_parts
 from engines.openai.requests import ChatRequest, CompletionRequest, Json
 from engines.wire import TemplateRules
-from gateway.body import ParsedBody, body_for_engine
+from gateway.body import ParsedBody, body_for_engine, fitted, keep_reasoning
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.errors import FORESEEN, Failure, failure_of
@@ -59,7 +59,6 @@ from gateway.relay.answer_format import (
     asks_for_usage,
 )
 from gateway.relay.passthrough import EVENT_STREAM, NO_CACHE, body_part, send_end, send_head
-from gateway.relay.question import fitted, keep_reasoning
 from gateway.relay.turn_response import TurnRequest, TurnResponse
 from gateway.watch.rows import title_of
 from scheduler.session import TurnHints

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 import msgspec
 
-from engines.headers import CACHE_HEADER, SESSION_HEADER, CacheOutcome
+from engines.http import CACHE_HEADER, SESSION_HEADER, CacheOutcome
 from launch.errors import LaunchError, UsageError
 
 _FIRST_ANSWER = aiohttp.ClientTimeout(total=30, sock_connect=5)

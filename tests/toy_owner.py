@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from engines.headers import CacheOutcome
 from engines.host.fair_shares import QueueFull
+from engines.http import CacheOutcome
 from engines.mlx_worker.generation import (
     Event,
     Failed,

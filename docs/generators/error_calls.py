@@ -10,7 +10,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 # Which argument of a call is the code, and which the status; and the status if none is given.
 MAKERS = {"Failure": (3, 0, 0), "InvalidRequest": (2, 3, 400), "error_body": (3, None, 0)}
-FOLDERS = ("gateway", "engines/openai", "engines/mlx_worker", "engines/asgi.py")
+FOLDERS = ("gateway", "engines/openai", "engines/mlx_worker", "engines/http.py")
 
 
 class ErrorCode(NamedTuple):

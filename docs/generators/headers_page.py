@@ -102,8 +102,8 @@ def headers_page() -> str:
 
 
 def headers_in_sources() -> set[str]:
-    """List the strings in the gateway and in ``engines/headers.py`` that are a header's name."""
-    files = [*(ROOT / "gateway").rglob("*.py"), ROOT / "engines" / "headers.py"]
+    """List the strings in the gateway and in ``engines/http.py`` that are a header's name."""
+    files = [*(ROOT / "gateway").rglob("*.py"), ROOT / "engines" / "http.py"]
     return {name for path in files for name in _names_in(path)} - NO_HEADERS
 
 

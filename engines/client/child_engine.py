@@ -15,7 +15,7 @@ from engines.base import SAVE_S
 from engines.client.engine_client import EngineClient
 from engines.client.supervisor import RestartRules, Supervisor
 from engines.config import WorkerConfig
-from engines.headers import with_session
+from engines.http import with_session
 from engines.wire import SessionRef
 
 LOOK_EVERY_S = 1.0

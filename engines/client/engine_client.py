@@ -22,7 +22,7 @@ from engines.client.connection import HttpAddress
 from engines.client.control_link import SILENCE_S, ControlLink
 from engines.client.http_exchange import HttpExchange, NextLife
 from engines.config import CalibrationOrder, WorkerConfig
-from engines.headers import session_headers, with_session
+from engines.http import session_headers, with_session
 from engines.wire import (
     Adopt,
     Adopted,

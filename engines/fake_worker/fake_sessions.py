@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engines.config import CalibrationOrder
-from engines.headers import COLD_SOURCES, CacheOutcome, CacheSource
+from engines.http import COLD_SOURCES, CacheOutcome, CacheSource
 from engines.wire import (
     CodecReport,
     Done,

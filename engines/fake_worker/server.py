@@ -14,7 +14,7 @@ from aiohttp import web
 
 from engines.fake_worker.echo_answer import EchoAnswer, Script, prompt_words, read_script
 from engines.fake_worker.fake_sessions import FakeSessions
-from engines.headers import CACHE_HEADER, PROMPT_HEADER, CacheOutcome, session_from
+from engines.http import CACHE_HEADER, PROMPT_HEADER, CacheOutcome, session_from
 from engines.openai.errors import context_too_long
 from engines.openai.messages import Sight
 from engines.openai.requests import (

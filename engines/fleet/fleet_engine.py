@@ -42,7 +42,7 @@ from engines.fleet.choice import Choice
 from engines.fleet.fleet_exchange import FleetExchange
 from engines.fleet.homes import Homes
 from engines.fleet.replica import Replica, difference, joined_report, joined_welcome
-from engines.headers import session_from
+from engines.http import session_from
 
 log = logging.getLogger("thermocline.engines")
 

@@ -6,7 +6,7 @@ protocol; codec threads see numpy only. A chat's walk:
 1. ``http.py`` checks the request; the gateway has named its session.
 2. ``prompt/request_planner.py`` plans it, off the event loop: token ids, sampling, grammar.
 3. ``owner.py`` takes the plan's generations over to the owner thread.
-4. ``batch/admission.py`` lets the prompt in once ``batch/memory_budget.py`` has room for it.
+4. ``batch/admission.py`` lets the prompt in once the budget of ``batch/batches.py`` has room.
 5. ``batch/prefix_reuse.py`` finds KV to start from: a hot session's, or from the cold store.
 6. ``batch/prefill.py`` feeds the rest of the prompt, chunk by chunk.
 7. ``batch/batches.py`` decodes, one token per sequence and step.

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
-from engines.headers import CacheOutcome
+from engines.http import CacheOutcome
 from kvstore.session import SessionRef
 
 # (1, vocab) log-probabilities -> (1,) token. Called on the owner thread only.

@@ -30,18 +30,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engines.asgi import ClientGone, read_body, while_client_stays
 from engines.config import WorkerConfig
-from engines.headers import (
+from engines.host.fair_shares import Payer, QueueFull
+from engines.http import (
     CACHE_HEADER,
     PROMPT_HEADER,
     TENANT_HEADER,
     CacheOutcome,
+    ClientGone,
     patience_from,
+    read_body,
     session_from,
     weight_from,
+    while_client_stays,
 )
-from engines.host.fair_shares import Payer, QueueFull
 from engines.mlx_worker.answer.reply import GenerationFailed, ReplyStream, RequestPlan
 from engines.mlx_worker.answer.reply_format import (
     KEEPALIVE_S,

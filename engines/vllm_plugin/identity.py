@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, Final, Protocol
 
-from engines.headers import PARAMS_FIELD
 from engines.host.fair_shares import Payer
+from engines.http import PARAMS_FIELD
 from kvstore.session import SessionRef
 
 # The payer of the current request, in vLLM's server, where a task of its own serves each request.

@@ -1,9 +1,10 @@
 """The edge to the network: connections, bodies and keys within bounds of number, bytes and time.
 
 ``server.py`` gives uvicorn the protocol of ``protocol.py``, which counts a request's bytes and
-asks ``connections.py`` for a place. ``body_budget.py`` bounds what all bodies take together.
+asks ``connections.py`` for a place.
 
 ``accounts.py`` lists each route's share of a key's limits and the bound on the rest of its work,
+and bounds what all bodies take together;
 ``key_limits.py`` lets requests in by key, and counts what they use per minute.
 ``shared_limits.py`` has all gateways of a Redis let in no more than that together; ``stock.py`` is
 the part that one of them has at hand. ``key_list.py`` has the lines of keys; ``tier_bytes.py``

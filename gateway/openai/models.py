@@ -33,7 +33,7 @@ from engines.openai.requests import (
 from gateway.body import body_for_engine
 from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of, sees_all
-from gateway.edge.body_budget import body_share_of
+from gateway.edge.accounts import body_share_of
 from gateway.edge.key_limits import key_share_of
 from gateway.models.served_model import ServedModel
 from gateway.relay.chat_chunks import parse_usage

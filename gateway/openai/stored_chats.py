@@ -15,7 +15,7 @@ from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from gateway.context import caller_of, gateway_of
-from gateway.edge.body_budget import body_share_of
+from gateway.edge.accounts import body_share_of
 from gateway.openai.stored_objects import StoredKind, query_of, shown_list
 from gateway.stored.objects import Objects, Page
 from gateway.stored.shelf import Entry, Item, Labels, Steps, StoreFailed, label_of, stored_form

@@ -19,7 +19,7 @@ from engines.openai.messages import Json
 from engines.openai.requests import checked
 from gateway.body import parsed
 from gateway.context import caller_of, gateway_of
-from gateway.edge.body_budget import body_share_of
+from gateway.edge.accounts import body_share_of
 from gateway.stored.objects import Objects, Page, Query
 from gateway.stored.shelf import Form, Kind, Steps, stored_form
 

@@ -22,10 +22,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Send
 
-from engines.asgi import ClientGone
 from engines.base import EngineUnavailable, Upstream
 from engines.client.http_exchange import StallWatchdog
-from engines.headers import CACHE_HEADER
+from engines.http import CACHE_HEADER, ClientGone
 from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of
 from gateway.relay.answer_format import AnswerFormat, EventStream

@@ -12,11 +12,16 @@ from typing import NamedTuple, TypeAlias
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engines.asgi import ClientGone, while_client_stays
 from engines.base import SessionRef, Upstream
-from engines.headers import SESSION_HEADER, patience_header, weight_header
+from engines.http import (
+    SESSION_HEADER,
+    ClientGone,
+    patience_header,
+    weight_header,
+    while_client_stays,
+)
 from gateway.context import Gateway
-from gateway.edge.body_budget import body_share_of
+from gateway.edge.accounts import body_share_of
 from gateway.edge.key_limits import key_share_of
 from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of
@@ -36,7 +41,7 @@ from gateway.relay.passthrough import (
     send_whole,
 )
 from gateway.watch.metrics import Usage
-from gateway.watch.tracing import context_of
+from gateway.watch.telemetry import context_of
 from scheduler.session import TurnHints
 from scheduler.sessions import Turn
 

@@ -2,5 +2,6 @@
 
 ``shape`` is the data that goes out, described in ``docs/events.md``. ``live`` hears of everything
 that happens; ``scope`` is the part of it that one caller may see. Never the text of a chat.
-``metrics`` and ``gauges`` are for Prometheus, ``tracing`` and ``otlp`` for a collector of spans.
+``metrics`` and ``gauges`` are for Prometheus, ``telemetry`` has the log and traces, which ``otlp``
+sends to a collector.
 """

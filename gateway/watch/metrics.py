@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from engines.headers import CacheOutcome
+from engines.http import CacheOutcome
 from engines.wire import SessionRef
 from gateway.watch.gauges import GaugeCollector
 from gateway.watch.gauges import Gauges as Gauges

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gateway.watch.tracing import Attributes, TurnTrace
+from gateway.watch.telemetry import Attributes, TurnTrace
 
 CLOSE_MS = 3000
 SEND_S = 3.0  # with all tries; a server that ends waits for it

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from engines.headers import CACHE_HEADER, PROMPT_HEADER, CacheOutcome
+from engines.http import CACHE_HEADER, PROMPT_HEADER, CacheOutcome
 from engines.wire import RequestProgress, SessionRef
 from gateway.identity.outline import Change, Compared
 from gateway.watch.metrics import Metrics, PromptDetails, Usage

@@ -251,7 +251,7 @@ def calibrate(
     assignments: options.Assignments = None,
 ) -> None:
     """Measure what each codec costs this model. Takes minutes."""
-    from gateway.watch.logs import configure_logging
+    from gateway.watch.telemetry import configure_logging
     from launch.calibrate.plot import check_output, check_path, draw, write_json
     from launch.calibrate.program import CalibrateOptions
     from launch.calibrate.program import calibrate as run

@@ -23,7 +23,7 @@ from gateway.keys import BadKeyLine, Tenants
 from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ServedModel
 from gateway.watch.metrics import Metrics
-from gateway.watch.tracing import PassOn, Tracing
+from gateway.watch.telemetry import PassOn, Tracing
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import is_exact
 from kvstore.config import AUTO, StoreConfig

@@ -26,7 +26,7 @@ from gateway.context import Gateway
 from gateway.edge.key_limits import usual_limits
 from gateway.keys import BadKeyLine
 from gateway.server import DrainingServer, server_of
-from gateway.watch.logs import configure_logging, keep_lines
+from gateway.watch.telemetry import configure_logging, keep_lines
 from launch.calibrate.program import ProfileWatch
 from launch.errors import LaunchError
 from launch.machine.installation import require_own_packages

@@ -18,7 +18,7 @@ import pytest
 from engines.base import EngineUnavailable
 from engines.client.child_engine import MlxServer
 from engines.config import WRONG_SETTINGS, EngineConfig, WorkerConfig
-from engines.headers import CACHE_HEADER
+from engines.http import CACHE_HEADER
 from engines.wire import (
     ControlRequest,
     GetStats,

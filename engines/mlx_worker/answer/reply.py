@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from engines.headers import CacheOutcome
 from engines.host.fair_shares import QueueFull
+from engines.http import CacheOutcome
 from engines.mlx_worker.answer.output_processor import Delta, OutputProcessor, ShownReason
 from engines.mlx_worker.generation import (
     ContextTooLong,

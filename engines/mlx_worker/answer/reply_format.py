@@ -19,7 +19,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engines.asgi import ClientGone, while_client_stays
+from engines.http import ClientGone, while_client_stays
 from engines.mlx_worker.answer.output_processor import (
     Delta,
     ScoredToken,

@@ -1,6 +1,6 @@
 """Continuous batching on the owner thread: admission, prefill, decode, end.
 
 The walk, which ``batch_loop`` makes round after round: ``fair_queue`` -> ``admission`` (within
-``memory_budget``) -> ``prefix_reuse`` -> ``prefill`` -> ``batches`` (decode) ->
+the budget of ``batches``) -> ``prefix_reuse`` -> ``prefill`` -> ``batches`` (decode) ->
 ``request`` (the end, and the KV that is kept).
 """

@@ -1,6 +1,6 @@
 """Lets waiting requests into the batch, as slots and memory allow.
 
-No sequence enters before the memory is there for it: see ``memory_budget``. What a prompt starts
+No sequence enters before the memory is there for it: see ``MemoryBudget``. What a prompt starts
 from is ``prefix_reuse``'s business, feeding it ``prefill``'s.
 """
 
@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from engines.headers import CacheOutcome
+from engines.http import CacheOutcome
+from engines.mlx_worker.batch.batches import MemoryBudget
 from engines.mlx_worker.batch.fair_queue import Line
-from engines.mlx_worker.batch.memory_budget import MemoryBudget
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.prefix_reuse import Prefetches, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request

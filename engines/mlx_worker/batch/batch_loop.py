@@ -14,9 +14,14 @@ from typing import Any
 from engines.config import EngineConfig
 from engines.host.fair_shares import PROMPT_TOKEN, FairShares, QueueLimit, length_class
 from engines.mlx_worker.batch.admission import Admission
-from engines.mlx_worker.batch.batches import Batches, LengthBucket, StepOutput
+from engines.mlx_worker.batch.batches import (
+    Batches,
+    LengthBucket,
+    MemoryBudget,
+    StepOutput,
+    guest_places,
+)
 from engines.mlx_worker.batch.fair_queue import FairQueue, Line
-from engines.mlx_worker.batch.memory_budget import MemoryBudget, guest_places
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.prefix_reuse import Post, Prefetches, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request, RunningRequests, Sequence
@@ -24,8 +29,7 @@ from engines.mlx_worker.batch.time_slices import TimeSlices
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.generation import EventBuffer, PrefillProgress
-from engines.mlx_worker.sessions.cold_sessions import ColdSessions
-from engines.mlx_worker.sessions.hot_cache import HotCache, Notify
+from engines.mlx_worker.sessions.hot_cache import ColdSessions, HotCache, Notify
 from engines.mlx_worker.sessions.hot_sessions import HotSessions, SessionKey
 from kvstore.blobs.snapshot import Snapshot
 

@@ -13,11 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from engines.headers import COLD_SOURCES, CacheOutcome
-from engines.mlx_worker.batch.memory_budget import MemoryBudget
+from engines.http import COLD_SOURCES, CacheOutcome
+from engines.mlx_worker.batch.batches import MemoryBudget
 from engines.mlx_worker.batch.request import PrefillTask
-from engines.mlx_worker.sessions.cold_sessions import ColdPrefix, ColdSessions, PrefixQuery
-from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
+from engines.mlx_worker.sessions.hot_cache import (
+    ColdPrefix,
+    ColdSessions,
+    HotCache,
+    PrefixQuery,
+    resolved,
+)
 from engines.mlx_worker.sessions.hot_sessions import HotPrefix, SessionKey
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef
 from kvstore.store.token_store import Restored

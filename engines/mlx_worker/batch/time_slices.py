@@ -21,8 +21,7 @@ import numpy as np
 
 from engines.host.fair_shares import LONG_ANSWER, PROMPT_TOKEN, QUANTUM, FairShares
 from engines.mlx_worker.batch.admission import Admission
-from engines.mlx_worker.batch.batches import Batches, StepOutput
-from engines.mlx_worker.batch.memory_budget import MemoryBudget
+from engines.mlx_worker.batch.batches import Batches, MemoryBudget, StepOutput
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.request import PrefillTask, RunningRequests, Sequence
 from engines.mlx_worker.cache import kv_arrays

@@ -1,5 +1,5 @@
 """Sessions between their turns: hot ones in memory, cold ones in the store.
 
-The walk at a turn's end: ``hot_cache`` (keep, and drop when room is needed) -> ``hot_sessions``
-(the table) -> ``cold_sessions`` (save into the store that ``store_opening`` opened).
+The walk at a turn's end: ``hot_cache`` (keep, drop when room is needed, save and restore) ->
+``hot_sessions`` (the table) -> the store that ``store_opening`` opened.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
-from engines.headers import PARAMS_FIELD
+from engines.http import PARAMS_FIELD
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.identity import TICKET_FIELD
 from engines.vllm_plugin.messages import ForwardDone, RunForward

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import msgspec
 
-from engines.headers import CACHE_HEADER, PROMPT_HEADER, TENANT_HEADER, patience_from, weight_from
 from engines.host.fair_shares import Payer, QueueFull
+from engines.http import CACHE_HEADER, PROMPT_HEADER, TENANT_HEADER, patience_from, weight_from
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.config import BadSettings, settings_from
 from engines.vllm_plugin.grammar.gate import ClientLeft, GrammarGate

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from engines.headers import PARAMS_FIELD
 from engines.host.fair_shares import (
     LONG_ANSWER,
     PROMPT_TOKEN,
@@ -20,6 +19,7 @@ from engines.host.fair_shares import (
     in_turns,
     length_class,
 )
+from engines.http import PARAMS_FIELD
 from engines.vllm_plugin.identity import IncomingRequest, ticket_of, weight_of
 
 NEVER: Final = sys.maxsize

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engines.headers import COLD_SOURCES, CacheOutcome, CacheSource
+from engines.http import COLD_SOURCES, CacheOutcome, CacheSource
 from engines.vllm_plugin.groups import DENSE, Groups
 from engines.vllm_plugin.identity import has_own_salt
 from engines.vllm_plugin.messages import Staged

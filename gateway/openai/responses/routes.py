@@ -17,7 +17,7 @@ from engines.openai.messages import Sight
 from engines.openai.requests import Json, checked
 from gateway.body import ParsedBody, body_for_engine, read_json_body
 from gateway.context import Gateway, caller_of, gateway_of
-from gateway.edge.body_budget import body_share_of
+from gateway.edge.accounts import body_share_of
 from gateway.errors import Failure
 from gateway.identity.names import asked_seconds
 from gateway.keys import Tenant

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from engines.config import EngineConfig
-from engines.headers import CacheOutcome
+from engines.http import CacheOutcome
 from engines.mlx_worker.control import MlxVerbs, SessionReports
 from engines.mlx_worker.generation import (
     Failed,

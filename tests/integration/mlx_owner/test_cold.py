@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engines.headers import CacheOutcome
+from engines.http import CacheOutcome
 from engines.mlx_worker.cache import kv_arrays
 from kvstore.session import SessionRef
 from tests.integration.mlx_owner.harness import Answer, Engine, begun, engine, session, text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.headers import CACHE_HEADER, CacheOutcome
+from engines.http import CACHE_HEADER, CacheOutcome
 from tests.integration.worker_http.stage import HELLO, Open
 from tests.tiny_tokenizer import THINKING
 

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import normalizers
 
 from engines.config import EngineConfig
-from engines.headers import payer_headers
+from engines.http import payer_headers
 from engines.mlx_worker.embeddings import MAX_WAITING, Embedder, HiddenStates, inner_of, pooling_of
 from engines.mlx_worker.owner import Owner
 from tests.integration.tiny_models import tiny_model

@@ -9,7 +9,7 @@ import aiohttp
 import openai
 import pytest
 
-from engines.headers import PATIENCE_HEADER
+from engines.http import PATIENCE_HEADER
 from tests.integration.worker_http.stage import HELLO, TOKEN, Open, post
 
 pytestmark = pytest.mark.mlx

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.headers import SALT_HEADER, SESSION_HEADER, TENANT_HEADER
+from engines.http import SALT_HEADER, SESSION_HEADER, TENANT_HEADER
 from tests.integration.worker_http.stage import HELLO, Open, post
 
 pytestmark = pytest.mark.mlx

@@ -10,11 +10,11 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from engines.asgi import ClientGone
 from engines.base import SessionRef
+from engines.http import ClientGone
 from engines.wire import KVSize
 from gateway.context import caller_of, sees_all
-from gateway.edge.body_budget import BODY_SHARE, BodyShare
+from gateway.edge.accounts import BODY_SHARE, BodyShare
 from gateway.events import GOODBYE, LiveEvents, events, page_rows
 from gateway.keys import ANONYMOUS, Tenant, generate_key
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine

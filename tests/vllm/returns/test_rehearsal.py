@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from engines.headers import CACHE_HEADER
+from engines.http import CACHE_HEADER
 from engines.vllm_plugin.config import SETTINGS_FILE
 from engines.vllm_plugin.process.command import transfer_config
 from kvstore.config import StoreConfig

@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from engines.headers import with_session
+from engines.http import with_session
 from engines.vllm_plugin.identity import marked_id
 from engines.vllm_plugin.process.command import SCHEDULER
 from kvstore.session import SessionRef

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.headers import CACHE_HEADER
+from engines.http import CACHE_HEADER
 from kvstore.blobs.chain import RECORD
 from kvstore.blobs.format import parse
 from kvstore.store.records import BlockRecord, decode_record

@@ -17,8 +17,8 @@ from engines.client.child_engine import FakeServer, VllmServer
 from engines.client.engine_client import AttachedEngine
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.fake_worker.fake_sessions import FakeSessions
-from engines.headers import with_session
 from engines.host.control_server import ControlServer
+from engines.http import with_session
 from engines.vllm_plugin.config import BadSettings, settings_from, write_settings
 from engines.vllm_plugin.process.command import (
     command,

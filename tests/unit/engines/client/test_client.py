@@ -14,8 +14,8 @@ import pytest
 from engines.base import EngineError, EngineStalled, EngineUnavailable
 from engines.client.engine_client import AttachedEngine, EngineClient
 from engines.fake_worker.fake_sessions import CODEC, FakeSessions
-from engines.headers import CACHE_HEADER
 from engines.host.control_server import ControlServer
+from engines.http import CACHE_HEADER
 from engines.wire import CodecReport, SessionRef, TenantUses, TierName
 from kvstore.tenant_bytes import TenantLimits
 from launch.engine_start import UnknownEngine, engine_factory

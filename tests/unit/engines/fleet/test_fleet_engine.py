@@ -21,7 +21,7 @@ from engines.base import (
 from engines.fleet.choice import Ring
 from engines.fleet.fleet_engine import MAX_OWED_OF_TENANT, FleetEngine
 from engines.fleet.homes import LastHomes
-from engines.headers import payer_headers, session_headers
+from engines.http import payer_headers, session_headers
 from engines.wire import EngineReport, Notice, SessionReport, TierReport, absent
 from tests.unit.gateway.in_process import WELCOME, Answered, RecordingEngine
 

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from engines.base import Upstream
-from gateway.edge.body_budget import LARGE_BODY_BYTES
+from gateway.edge.accounts import LARGE_BODY_BYTES
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
 
 HI = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from engines.base import Upstream
-from engines.headers import TENANT_HEADER, WEIGHT_HEADER
+from engines.http import TENANT_HEADER, WEIGHT_HEADER
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
 
 PATH = "/v1/embeddings"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.headers import CACHE_HEADER, PROMPT_HEADER
+from engines.http import CACHE_HEADER, PROMPT_HEADER
 from gateway.relay.answer_format import AsItIs, HiddenUsage
 from tests.unit.gateway.in_process import WELCOME, Answered, App, RecordingEngine
 

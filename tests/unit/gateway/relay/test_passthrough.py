@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from engines.asgi import ClientGone
 from engines.base import EngineStalled, EngineUnavailable
+from engines.http import ClientGone
 from gateway.relay.chat_chunks import SseFramer
 from gateway.relay.passthrough import (
     SLICE_BYTES,

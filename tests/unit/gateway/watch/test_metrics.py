@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generators.metrics_page import names, table
-from engines.headers import CacheOutcome
+from engines.http import CacheOutcome
 from engines.wire import CodecReport, EngineReport, SessionRef, TierReport
 from gateway.watch.metrics import Gauges, Metrics, PromptDetails, Usage
 from scheduler.session import Step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.headers import CacheOutcome
+from engines.http import CacheOutcome
 from engines.wire import SessionRef
 from gateway.watch.metrics import Metrics, PromptDetails, Usage
 from gateway.watch.requests import LiveRequest, Stretch

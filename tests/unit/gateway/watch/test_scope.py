@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import EngineReport, SessionRef, SessionReport
-from engines.headers import CacheOutcome
+from engines.http import CacheOutcome
 from engines.wire import KVSize
 from gateway.watch.live import LINGER_S, Live
 from gateway.watch.metrics import Metrics

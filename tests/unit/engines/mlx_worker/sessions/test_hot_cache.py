@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from engines.mlx_worker.sessions.cold_sessions import ColdSessions
-from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
+from engines.mlx_worker.sessions.hot_cache import ColdSessions, HotCache, resolved
 from engines.mlx_worker.sessions.hot_sessions import HotSession, HotSessions
 from kvstore.blobs.snapshot import Snapshot
 from kvstore.errors import Mismatch

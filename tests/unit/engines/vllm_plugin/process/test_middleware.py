@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engines.headers import CACHE_HEADER, PATIENCE_HEADER, WEIGHT_HEADER
+from engines.http import CACHE_HEADER, PATIENCE_HEADER, WEIGHT_HEADER
 from engines.vllm_plugin.config import PluginSettings, write_settings
 from engines.vllm_plugin.identity import answer_id_of, weight_of
 from engines.vllm_plugin.messages import RequestAdmitted, Wake, frame

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engines.headers import PARAMS_FIELD, with_session
 from engines.host.fair_shares import LONG_ANSWER, QUANTUM
+from engines.http import PARAMS_FIELD, with_session
 from engines.vllm_plugin.identity import TICKET_FIELD, answer_id_of, marked_id, weight_of
 from engines.vllm_plugin.scheduler.time_slices import TimeSlices, tenant_of
 from kvstore.session import SessionRef

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engines.asgi import ClientGone
+from engines.http import ClientGone
 from gateway.openai.responses.history import full_items
 from gateway.openai.responses.items import MAX_DEPTH, MAX_VALUES
 from gateway.stored.objects import Objects

@@ -1,8 +1,13 @@
-"""The server's log: one line per event on standard error, and the last lines for admins.
+"""Telemetry besides metrics: the server's log, its last lines for admins, and traces of turns.
 
 2026-01-31T12:00:00.000Z info gateway: POST /v1/chat/completions 200 ...
 
-What is kept for admins has nothing that looks like a key.
+The log is one line per event on standard error. What is kept of it for admins has nothing that
+looks like a key.
+
+Traces follow W3C's trace context: what a client sends goes on to the engine, with spans of our own.
+Without the extra ``otlp`` a client's ``traceparent`` is passed on as it is, so that the engine's
+spans join the client's trace. With it (``gateway.watch.otlp``) each turn is a span in between.
 """
 
 from __future__ import annotations
@@ -13,13 +18,19 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, TypeAlias
 
 import msgspec
 
 # Line ends, escape sequences and other controls come from clients and engines; in a log they
 # would forge lines or steer a terminal.
 _ESCAPED = {code: f"\\x{code:02x}" for code in [*range(32), *range(0x7F, 0xA0)]}
+Attributes: TypeAlias = Mapping[str, str | int | float]
+_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_MOST_STATE = 512  # characters of tracestate
+
+
 _ESCAPED |= {ord("\n"): " | ", ord("\t"): " ", 0x2028: " | ", 0x2029: " | "}
 # Bidirectional overrides make a text look different from its characters.
 _ESCAPED |= {code: f"\\u{code:04x}" for code in [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]}
@@ -130,3 +141,55 @@ class LogRing(logging.Handler):
 def redacted(text: str) -> str:
     """Replace what looks like a key, a token, a password in a URL or a hash."""
     return _SECRETS.sub("***", text)
+
+
+class TurnTrace(Protocol):
+    """The trace of one turn."""
+
+    def headers(self) -> dict[str, str]:
+        """Return the trace's headers for the engine; {} if there is none."""
+
+    def end(self, attributes: Attributes, error: str) -> None:
+        """End the turn. ``error`` is a word of few, "" for a good end; called once."""
+
+
+class Tracing(Protocol):
+    """Begins the traces of turns."""
+
+    def begin(self, name: str, context: Mapping[str, str]) -> TurnTrace:
+        """Begin a turn's trace; ``context`` is the result of ``context_of`` for its request."""
+
+    def close(self) -> None:
+        """Send what is still to be sent; may take a few seconds."""
+
+
+class PassOn:
+    """Makes no spans."""
+
+    def begin(self, name: str, context: Mapping[str, str]) -> TurnTrace:
+        return _Passed(context)
+
+    def close(self) -> None:
+        pass
+
+
+class _Passed:
+    def __init__(self, context: Mapping[str, str]) -> None:
+        self._context = context
+
+    def headers(self) -> dict[str, str]:
+        return dict(self._context)
+
+    def end(self, attributes: Attributes, error: str) -> None:
+        pass
+
+
+def context_of(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Read the trace context of a request; {} if there is none or it is not well formed."""
+    found = {name: value for name, value in headers if name in (b"traceparent", b"tracestate")}
+    parent = found.get(b"traceparent", b"").decode("latin-1")
+    if not _PARENT.fullmatch(parent):
+        return {}
+    state = found.get(b"tracestate", b"").decode("latin-1")
+    sane = 0 < len(state) <= _MOST_STATE and state.isascii() and state.isprintable()
+    return {"traceparent": parent} | ({"tracestate": state} if sane else {})
