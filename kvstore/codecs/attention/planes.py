@@ -1,7 +1,7 @@
 """Products with columns that bit planes hold, and weighted sums of them.
 
 The bits of a column choose one number of a table (a level, a sign), the same table for all columns.
-``PlaneLevels.rows`` defines them in numpy; ``kernels`` has products and sums compiled, in fp32, up
+``rows`` of a source defines them in numpy; ``kernels`` has products and sums compiled, in fp32, up
 to the order of addition.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -35,14 +36,59 @@ class PlaneQuantiser(Protocol):
         """Returns the components of all codes as a source."""
 
 
-class _Kernels(NamedTuple):
-    # (planes, (first, step), levels, queries or weights, out)
+class PlaneKernels(NamedTuple):
+    """Compiled functions of the planes, (first, step), a table, queries or weights, and results."""
+
     products: Callable[..., None]
     sums: Callable[..., None]
 
 
+# Planes; the first plane and the planes from one column to the next; the table.
+Known: TypeAlias = tuple[np.ndarray, tuple[int, int], np.ndarray]
+
+
+class PlaneSource(ABC):
+    """Rows whose codes bit planes hold: compiled code reads them, or they are restored."""
+
+    planes: PackedPlanes
+    columns: int  # values of a row
+
+    @property
+    @abstractmethod
+    def known(self) -> Known:
+        """The first arguments of the kernels."""
+
+    @abstractmethod
+    def rows(self) -> np.ndarray:
+        """Returns the rows themselves: the definition of products and sums."""
+
+    @abstractmethod
+    def kernels(self, num_queries: int) -> PlaneKernels | None:
+        """Returns kernels for so many queries at once."""
+
+    def products(self, query: np.ndarray) -> np.ndarray:
+        found = np.empty((*query.shape[:2], self.planes.num_tokens), np.float32)
+        for part in _blocks(query.shape[1]):
+            kernels = self.kernels(part.stop - part.start)
+            if kernels is None:
+                found[:, part] = Components(self.rows()).products(query[:, part])
+            else:
+                kernels.products(*self.known, query[:, part].astype(np.float32), found[:, part])
+        return found
+
+    def sums(self, weights: np.ndarray) -> np.ndarray:
+        found = np.empty((*weights.shape[:2], self.columns), np.float32)
+        for part in _blocks(weights.shape[1]):
+            kernels = self.kernels(part.stop - part.start)
+            if kernels is None:
+                found[:, part] = Components(self.rows()).sums(weights[:, part])
+            else:
+                kernels.sums(*self.known, weights[:, part].astype(np.float32), found[:, part])
+        return found
+
+
 @dataclass(frozen=True, eq=False)
-class PlaneLevels:
+class PlaneLevels(PlaneSource):
     """Numbers of a table, chosen by the planes of some columns. Implements ``Source``."""
 
     planes: PackedPlanes
@@ -51,25 +97,9 @@ class PlaneLevels:
     columns: int
     levels: np.ndarray  # fp32 (two to the power of a column's bits,)
 
-    def products(self, query: np.ndarray) -> np.ndarray:
-        found = np.empty((*query.shape[:2], self.planes.num_tokens), np.float32)
-        for part in _blocks(query.shape[1]):
-            kernels = self._kernels(part)
-            if kernels is None:
-                found[:, part] = Components(self.rows()).products(query[:, part])
-            else:
-                kernels.products(*self._given(query[:, part]), found[:, part])
-        return found
-
-    def sums(self, weights: np.ndarray) -> np.ndarray:
-        found = np.empty((*weights.shape[:2], self.columns), np.float32)
-        for part in _blocks(weights.shape[1]):
-            kernels = self._kernels(part)
-            if kernels is None:
-                found[:, part] = Components(self.rows()).sums(weights[:, part])
-            else:
-                kernels.sums(*self._given(weights[:, part]), found[:, part])
-        return found
+    @property
+    def known(self) -> Known:
+        return self.planes.array, (self.first, self.step), self.levels
 
     def rows(self) -> np.ndarray:
         array, num_tokens = self.planes.array, self.planes.num_tokens
@@ -81,15 +111,12 @@ class PlaneLevels:
         found: np.ndarray = self.levels[codes].swapaxes(1, 2)
         return found
 
+    def kernels(self, num_queries: int) -> PlaneKernels | None:
+        return _kernels(self._num_bits, num_queries)
+
     @property
     def _num_bits(self) -> int:
         return len(self.levels).bit_length() - 1
-
-    def _kernels(self, part: slice) -> _Kernels | None:
-        return _kernels(self._num_bits, part.stop - part.start)
-
-    def _given(self, given: np.ndarray) -> tuple[object, ...]:
-        return self.planes.array, (self.first, self.step), self.levels, given.astype(np.float32)
 
 
 def levels_of_planes(planes: PackedPlanes, levels: np.ndarray) -> PlaneLevels:
@@ -104,35 +131,47 @@ def _blocks(num_queries: int) -> list[slice]:
 
 
 @functools.cache
-def _kernels(num_bits: int, num_queries: int) -> _Kernels | None:
-    """Returns compiled functions if they agree with numpy on this host."""
-    compiled = compiled_module(KERNELS)
-    if compiled is None or num_bits > MOST_BITS:
+def _kernels(num_bits: int, num_queries: int) -> PlaneKernels | None:
+    if num_bits > MOST_BITS:
         return None
-    shape = (num_bits, num_queries)
-    kernels = _Kernels(compiled.products_kernel(*shape), compiled.sums_kernel(*shape))
-    if _agree(kernels, num_bits, num_queries):
-        return kernels
-    logger.warning("products with planes of %d bits are wrong here: using numpy", num_bits)
-    return None
-
-
-def _agree(kernels: _Kernels, num_bits: int, num_queries: int) -> bool:
-    """Returns whether kernels and numpy give the same for the middle columns of a few tokens."""
     num_tokens, columns, step = 83, 5, num_bits + 1
     array = np.arange(2 * columns * step * 11, dtype=np.uint32).reshape(2, columns * step, 11)
     planes = PackedPlanes((array * array % 251).astype(np.uint8), np.empty(0, np.int64), num_tokens)
-    wave = np.sin(np.arange(2 * num_queries * num_tokens, dtype=np.float32) ** 2)
-    levels = PlaneLevels(planes, 1, step, columns, wave[: 1 << num_bits].copy())
-    query = wave[: 2 * num_queries * columns].reshape(2, num_queries, columns)
-    weights = np.abs(wave).reshape(2, num_queries, num_tokens)
-    known, rows = (planes.array, (1, step), levels.levels), Components(levels.rows())
+    levels = np.sin(np.arange(1 << num_bits, dtype=np.float32) ** 2)
+    source = PlaneLevels(planes, 1, step, columns, levels)
+    return agreeing_kernels("levels", num_bits, num_queries, source)
+
+
+def agreeing_kernels(
+    codes: str, num_bits: int, num_queries: int, some: PlaneSource
+) -> PlaneKernels | None:
+    """Returns compiled functions if they agree with numpy on this host for some few rows.
+
+    ``codes``: what planes hold, by the name that the kernels have for it.
+    """
+    compiled = compiled_module(KERNELS)
+    if compiled is None:
+        return None
+    shape = (codes, num_bits, num_queries)
+    kernels = PlaneKernels(compiled.products_kernel(*shape), compiled.sums_kernel(*shape))
+    if _agree(kernels, num_queries, some):
+        return kernels
+    logger.warning("products with planes of %s are wrong here: using numpy", codes)
+    return None
+
+
+def _agree(kernels: PlaneKernels, num_queries: int, some: PlaneSource) -> bool:
+    units, num_tokens = len(some.planes.array), some.planes.num_tokens
+    wave = np.sin(np.arange(units * num_queries * max(num_tokens, some.columns)) ** 2)
+    shape, rows = (units, num_queries, -1), Components(some.rows())
+    query = wave[: units * num_queries * some.columns].astype(np.float32).reshape(shape)
+    weights = np.abs(wave[: units * num_queries * num_tokens]).astype(np.float32).reshape(shape)
     for kernel, given, right in (
         (kernels.products, query, rows.products(query)),
         (kernels.sums, weights, rows.sums(weights)),
     ):
         found = np.empty_like(right)
-        kernel(*known, given, found)
+        kernel(*some.known, given, found)
         if not np.allclose(found, right, rtol=0, atol=TOLERANCE * np.abs(right).max()):
             return False
     return True

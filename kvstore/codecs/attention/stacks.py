@@ -7,7 +7,7 @@ zero, except for a mean that a stage before the gain adds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from kvstore.codecs.stacks.sources import (
     Scaled,
     Source,
 )
+from kvstore.codecs.stacks.stage_protocols import Quantiser
 from kvstore.codecs.stages.planes import BitPlanes
 
 
@@ -36,6 +37,14 @@ class AttendedStack(NamedTuple):
 
     source: Source
     kept: Sequence[KeptRow]
+
+
+@runtime_checkable
+class AttendedCoder(Protocol):
+    """A coder whose codes need not be unpacked."""
+
+    def attended(self, reader: Reader, num_tokens: int, quantiser: Quantiser) -> Source:
+        """Returns the components of all codes as a source."""
 
 
 def can_attend(pipeline: object) -> bool:
@@ -66,6 +75,8 @@ def attended_stack(pipeline: Pipeline, reader: Reader, num_tokens: int) -> Atten
 
 def _components(pipeline: Pipeline, reader: Reader, num_tokens: int) -> Source:
     coder, quantiser = pipeline.coder, pipeline.quantiser
+    if isinstance(coder, AttendedCoder):
+        return coder.attended(reader, num_tokens, quantiser)
     if not (isinstance(coder, BitPlanes) and coder.are_units_alike):
         return Components(quantiser.restore(coder.read(reader, num_tokens)))
     planes = coder.take(reader, num_tokens)

@@ -113,10 +113,14 @@ class AdditiveVectors:
         units, groups, stages, _, dim = self._vectors.shape
         num_tokens = codes.shape[1]
         numbers = codes.reshape(units, num_tokens, groups, stages)
-        places = np.ix_(range(units), range(num_tokens), range(groups), range(stages))
-        vectors = self._vectors[places[0], places[2], places[3], numbers]
-        rows: np.ndarray = vectors.sum(axis=3).reshape(units, num_tokens, groups * dim)
-        return rows
+        tables = self._vectors.reshape(-1, dim)
+        firsts = np.arange(units * groups * stages).reshape(units, 1, groups, stages) * NUM_VECTORS
+        places = firsts + numbers
+        rows = tables[places[..., 0]]
+        for stage in range(1, stages):
+            rows += tables[places[..., stage]]
+        restored: np.ndarray = rows.reshape(units, num_tokens, groups * dim)
+        return restored
 
 
 def learn_vectors(rows: np.ndarray, dim: int, num_stages: int, rounds: int) -> np.ndarray:

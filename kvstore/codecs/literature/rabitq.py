@@ -118,7 +118,9 @@ class Clusters:
         if stored is None:
             stored = centroids_of(usual, self._shape[1])
         centroids = stored.astype(np.float32)
-        numbers = np.stack([nearest(x, y) for x, y in zip(usual, centroids, strict=True)])
+        numbers = np.zeros(stack.shape[:2], np.uint8)
+        if self._shape[1] > 1:
+            numbers[:] = [nearest(x, y) for x, y in zip(usual, centroids, strict=True)]
         note = b"" if self._learned is not None else stored.tobytes()
         stack -= np.take_along_axis(centroids, numbers[:, :, None], axis=1)
         return stack, note + self._numbers.write(numbers[:, :, None])
@@ -155,11 +157,19 @@ def centroids_of(rows: np.ndarray, num_clusters: int) -> np.ndarray:
 
     ``rows``: fp32 (units, tokens, width) within the range of fp16.
     """
+    if num_clusters == 1:  # sums of whole numbers are exact in fp64
+        total = np.rint(rows / np.float32(UNIT)).sum(axis=1, keepdims=True, dtype=np.float64)
+        return _in_fp16(np.rint(total / rows.shape[1]) * UNIT)
     starts = np.arange(num_clusters) * rows.shape[1] // num_clusters
     found = []
     for unit in np.rint(rows.astype(np.float64) / UNIT):
         found.append(k_means(unit, unit[starts], ROUNDS) * UNIT)
-    return np.clip(np.stack(found), -FP16_LARGEST, FP16_LARGEST).astype("<f2")
+    return _in_fp16(np.stack(found))
+
+
+def _in_fp16(values: np.ndarray) -> np.ndarray:
+    halves: np.ndarray = np.clip(values, -FP16_LARGEST, FP16_LARGEST).astype("<f2")
+    return halves
 
 
 class Grid:
@@ -193,8 +203,10 @@ class Grid:
 
     def _nearest(self, components: np.ndarray, size: np.float32) -> np.ndarray:
         """Returns the codes in a grid of that size, fp32; the same shape."""
-        codes = np.rint(components / (self._spacing * size) + self._middle)
-        nearest: np.ndarray = np.clip(codes, 0, 2 * self._middle)
+        codes = components / (self._spacing * size)
+        codes += self._middle
+        np.rint(codes, out=codes)
+        nearest: np.ndarray = np.clip(codes, 0, 2 * self._middle, out=codes)
         return nearest
 
     def _cosine(self, components: np.ndarray, codes: np.ndarray) -> np.ndarray:

@@ -40,6 +40,7 @@ class Residual:
         self._first, self._second = first, second
         self._first_bits = first_bits
         self._scale = np.float32(scale)
+        self._levels = self._restored(np.arange(2 << first_bits))
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
         coarse = self._first.quantise(components)
@@ -49,12 +50,16 @@ class Residual:
         return codes
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
+        restored: np.ndarray = self._levels[codes]
+        return restored
+
+    def attended(self, planes: PackedPlanes) -> Source:
+        return levels_of_planes(planes, self._levels)
+
+    def _restored(self, codes: np.ndarray) -> np.ndarray:
         coarse = self._first.restore(codes & ((1 << self._first_bits) - 1))
         missed = self._second.restore(codes >> self._first_bits)
         return coarse + missed * self._scale
-
-    def attended(self, planes: PackedPlanes) -> Source:
-        return levels_of_planes(planes, self.restore(np.arange(1 << int(planes.bits[0]))))
 
 
 def _two_signs(shape: StackShape) -> Pipeline:

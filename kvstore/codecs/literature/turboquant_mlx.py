@@ -8,20 +8,30 @@ Project: turboquant-mlx, after TurboQuant (arXiv 2504.19874).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
 import numpy as np
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
+from kvstore.codecs.literature.stages.lloyd import LloydMax
 from kvstore.codecs.literature.stages.rotated import SignHadamard, normal_levels
+from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.sources import Components, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stacks.stage_protocols import Quantiser
 from kvstore.codecs.stages.gain import HalfGain
 
 NUM_LEVELS = 11
 GROUP_BYTES = 16
+GROUP_DIGITS = 37  # as many as fit
 LIMB_BITS = 32
+LOOPS: Final = "kvstore.codecs.loops.digit_loops"
 
 
 def base11() -> Codec:
@@ -30,80 +40,134 @@ def base11() -> Codec:
 
 
 class Digits:
-    """Packs codes below ``base``, 2 to 256, as digits of large numbers. Implements ``Coder``.
+    """Packs codes below 11 as digits of large numbers. Implements ``Coder``.
 
-    Codes of a token are split into groups of as many digits as fit 16 bytes, lowest first.
+    Codes of a token are split into groups of 37, lowest first.
     """
 
-    def __init__(self, shape: StackShape, base: int) -> None:
-        self._shape, self._base = shape, base
-        self._per_group = _digits_in(base, GROUP_BYTES)
-        whole, rest = divmod(shape.width, self._per_group)
-        self._sizes = [GROUP_BYTES] * whole + ([_bytes_for(base, rest)] if rest else [])
+    def __init__(self, shape: StackShape) -> None:
+        self._shape = shape
+        counts = [min(GROUP_DIGITS, shape.width - x) for x in range(0, shape.width, GROUP_DIGITS)]
+        sizes = [_bytes_for(count) for count in counts]
+        self.nbytes_of_row = sum(sizes)
+        firsts = np.cumsum([0, *sizes[:-1]])
+        # int64 (groups, 3): the first byte of each, its bytes, its digits.
+        self.groups = np.stack([firsts, sizes, counts], axis=1).astype(np.int64)
+        # int64 (threes, 2): the first column of each three digits of a group, and their number.
+        ends = np.cumsum(counts)
+        parts = [(x, y) for y, n in zip(ends, counts, strict=True) for x in range(y - n, y, 3)]
+        self.threes = np.array([(x, min(3, y - x)) for x, y in parts], np.int64)
 
     def write(self, codes: np.ndarray) -> bytes:
-        rows = codes.reshape(-1, self._shape.width)
-        packed = [self._packed(rows[:, columns], size) for columns, size in self._groups()]
-        return np.concatenate(packed, axis=1).tobytes()
+        rows = np.ascontiguousarray(codes).reshape(-1, self._shape.width)
+        if fast := compiled_module(LOOPS):
+            packed = np.empty((len(rows), self.nbytes_of_row), np.uint8)
+            fast.pack_digits(rows, self.groups, packed)
+            return packed.tobytes()
+        parts = [digits_to_bytes(rows[:, columns], nbytes) for columns, _, nbytes in self.slices()]
+        return np.concatenate(parts, axis=1).tobytes()
 
     def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
-        num_rows = self._shape.num_units * num_tokens
-        packed, at = reader.take("u1", num_rows, sum(self._sizes)), 0
-        rows = np.empty((num_rows, self._shape.width), np.uint8)
-        for columns, size in self._groups():
-            self._unpack(packed[:, at : at + size], rows[:, columns])
-            at += size
-        return rows.reshape(self._shape.num_units, num_tokens, self._shape.width)
+        return self.codes(self.take(reader, num_tokens))
+
+    def take(self, reader: Reader, num_tokens: int) -> np.ndarray:
+        """Returns the packed rows, uint8 (units, tokens, nbytes_of_row)."""
+        return reader.take("u1", self._shape.num_units, num_tokens, self.nbytes_of_row)
+
+    def codes(self, packed: np.ndarray) -> np.ndarray:
+        """Unpacks rows that ``take`` gives."""
+        codes = np.empty((*packed.shape[:2], self._shape.width), np.uint8)
+        rows, flat = packed.reshape(-1, self.nbytes_of_row), codes.reshape(-1, self._shape.width)
+        if fast := compiled_module(LOOPS):
+            fast.unpack_digits(rows, self.groups, self.threes, flat)
+            return codes
+        for columns, places, _ in self.slices():
+            digits_of_bytes(rows[:, places], flat[:, columns])
+        return codes
+
+    def attended(self, reader: Reader, num_tokens: int, quantiser: Quantiser) -> Source:
+        levels = quantiser.table() if isinstance(quantiser, LloydMax) else None
+        if levels is None:
+            return Components(quantiser.restore(self.read(reader, num_tokens)))
+        return DigitRows(self, self.take(reader, num_tokens), levels)
 
     def nbytes(self, num_tokens: int) -> int:
-        return self._shape.num_units * num_tokens * sum(self._sizes)
+        return self._shape.num_units * num_tokens * self.nbytes_of_row
 
     def least_nbytes(self, num_tokens: int) -> int:
         return self.nbytes(num_tokens)
 
-    def _groups(self) -> list[tuple[slice, int]]:
-        width, step = self._shape.width, self._per_group
-        starts = range(0, width, step)
-        columns = [slice(start, min(start + step, width)) for start in starts]
-        return list(zip(columns, self._sizes, strict=True))
-
-    def _packed(self, digits: np.ndarray, size: int) -> np.ndarray:
-        """Returns uint8 (rows, size): multiplies and adds, in limbs of 32 bits, lowest first."""
-        limbs = np.zeros((len(digits), GROUP_BYTES // 4), np.uint64)
-        for column in range(digits.shape[1] - 1, -1, -1):
-            carry = digits[:, column].astype(np.uint64)
-            for limb in range(limbs.shape[1]):
-                carry += limbs[:, limb] * np.uint64(self._base)
-                limbs[:, limb] = carry & np.uint64(0xFFFFFFFF)
-                carry >>= np.uint64(LIMB_BITS)
-        return limbs.astype("<u4").view(np.uint8)[:, :size]
-
-    def _unpack(self, packed: np.ndarray, digits: np.ndarray) -> None:
-        """Divides and keeps remainders; bytes that ``_packed`` cannot give become digits, too."""
-        whole = np.zeros((len(packed), GROUP_BYTES), np.uint8)
-        whole[:, : packed.shape[1]] = packed
-        limbs = whole.view("<u4").astype(np.uint64)
-        for column in range(digits.shape[1]):
-            rest = np.zeros(len(packed), np.uint64)
-            for limb in range(limbs.shape[1] - 1, -1, -1):
-                value = rest << np.uint64(LIMB_BITS) | limbs[:, limb]
-                limbs[:, limb], rest = np.divmod(value, np.uint64(self._base))
-            digits[:, column] = rest
+    def slices(self) -> Iterator[tuple[slice, slice, int]]:
+        """Yields the columns, the bytes and the number of bytes of every group."""
+        column = 0
+        for first, nbytes, digits in self.groups.tolist():
+            yield slice(column, column + digits), slice(first, first + nbytes), nbytes
+            column += digits
 
 
-def _digits_in(base: int, nbytes: int) -> int:
-    digits = 0
-    while base ** (digits + 1) <= 1 << 8 * nbytes:
-        digits += 1
-    return digits
+@dataclass(frozen=True, eq=False)
+class DigitRows:
+    """Rows of levels that packed digits choose. Implements ``Source``."""
+
+    digits: Digits
+    packed: np.ndarray  # uint8 (units, tokens, bytes of a row)
+    levels: np.ndarray  # fp32 (11,)
+
+    def products(self, query: np.ndarray) -> np.ndarray:
+        fast = compiled_module(LOOPS)
+        if fast is None:
+            return Components(self.rows()).products(query)
+        found = np.zeros((*query.shape[:2], self.packed.shape[1]), np.float32)
+        fast.products(*self._known(), np.ascontiguousarray(query, np.float32), found)
+        return found
+
+    def sums(self, weights: np.ndarray) -> np.ndarray:
+        fast = compiled_module(LOOPS)
+        if fast is None:
+            return Components(self.rows()).sums(weights)
+        found = np.zeros((*weights.shape[:2], int(self.digits.groups[:, 2].sum())), np.float32)
+        fast.sums(*self._known(), np.ascontiguousarray(weights, np.float32), found)
+        return found
+
+    def rows(self) -> np.ndarray:
+        found: np.ndarray = self.levels[self.digits.codes(self.packed)]
+        return found
+
+    def _known(self) -> tuple[np.ndarray, ...]:
+        return self.packed, self.digits.groups, self.digits.threes, self.levels
 
 
-def _bytes_for(base: int, digits: int) -> int:
-    largest: int = base**digits - 1
+def digits_to_bytes(digits: np.ndarray, size: int) -> np.ndarray:
+    """Returns uint8 (rows, size): multiplies and adds, in limbs of 32 bits, lowest first."""
+    limbs = np.zeros((len(digits), GROUP_BYTES // 4), np.uint64)
+    for column in range(digits.shape[1] - 1, -1, -1):
+        carry = digits[:, column].astype(np.uint64)
+        for limb in range(limbs.shape[1]):
+            carry += limbs[:, limb] * np.uint64(NUM_LEVELS)
+            limbs[:, limb] = carry & np.uint64(0xFFFFFFFF)
+            carry >>= np.uint64(LIMB_BITS)
+    return limbs.astype("<u4").view(np.uint8)[:, :size]
+
+
+def digits_of_bytes(packed: np.ndarray, digits: np.ndarray) -> None:
+    """Divides and keeps remainders; bytes that were never written become digits, too."""
+    whole = np.zeros((len(packed), GROUP_BYTES), np.uint8)
+    whole[:, : packed.shape[1]] = packed
+    limbs = whole.view("<u4").astype(np.uint64)
+    for column in range(digits.shape[1]):
+        rest = np.zeros(len(packed), np.uint64)
+        for limb in range(limbs.shape[1] - 1, -1, -1):
+            value = rest << np.uint64(LIMB_BITS) | limbs[:, limb]
+            limbs[:, limb], rest = np.divmod(value, np.uint64(NUM_LEVELS))
+        digits[:, column] = rest
+
+
+def _bytes_for(digits: int) -> int:
+    largest: int = NUM_LEVELS**digits - 1
     return -(-largest.bit_length() // 8)
 
 
 def _eleven_levels(shape: StackShape) -> Pipeline:
     gain, rotation = HalfGain(shape, is_fitted=False), SignHadamard(shape)
-    levels, coder = normal_levels(shape, NUM_LEVELS), Digits(shape, NUM_LEVELS)
+    levels, coder = normal_levels(shape, NUM_LEVELS), Digits(shape)
     return Pipeline(shape, (), gain, (rotation,), levels, coder)

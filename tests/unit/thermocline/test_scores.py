@@ -26,6 +26,7 @@ NAMES = (
     "rabitq:bits=3,clusters=4",
     "rvq",
     "polar",
+    "base11",
 )
 UNBIASED = (
     *("tqprod:bits=2", "tqprod", "tqprod:bits=4", "qjl", "qjl:signs=512"),

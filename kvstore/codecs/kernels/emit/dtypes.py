@@ -117,8 +117,8 @@ def _load_fp16(e: Emitter, base: Value, pair: int, signs: np.ndarray) -> tuple[V
     even = e.builder.and_(words, e.all_words(0xFFFF))
     odd = e.builder.lshr(words, e.all_words(16))
     return (
-        e.flip(_widen_fp16(e, even), e.word_list(signs[::2])),
-        e.flip(_widen_fp16(e, odd), e.word_list(signs[1::2])),
+        e.flip(widen_fp16(e, even), e.word_list(signs[::2])),
+        e.flip(widen_fp16(e, odd), e.word_list(signs[1::2])),
     )
 
 
@@ -168,7 +168,7 @@ def round_to_bf16(e: Emitter, words: Value) -> Value:
     return e.as_floats(e.builder.select(is_nan, words, narrow))
 
 
-def _widen_fp16(e: Emitter, words: Value) -> Value:
+def widen_fp16(e: Emitter, words: Value) -> Value:
     """Widen fp16 to fp32 with integer operations, since not every host can convert.
 
     Infinity and NaN are kept.

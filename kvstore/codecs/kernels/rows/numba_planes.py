@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from kvstore.codecs.kernels.emit.dots import host_vectors
 from kvstore.codecs.kernels.emit.emitter import Emitter
-from kvstore.codecs.kernels.rows import attend_planes
+from kvstore.codecs.kernels.rows import attend_angles, attend_planes
 from kvstore.codecs.kernels.sources import SOURCES
 from kvstore.codecs.loops.numba_functions import array_of, compiled, tuple_items, tuple_of
 
@@ -20,22 +20,29 @@ LANES = host_vectors().lanes
 TILE = attend_planes.TILE_VECTORS * LANES  # tokens
 
 
-def _intrinsic(emit: Callable[..., None]) -> Any:
-    """Make an intrinsic (number of bits, of queries, sources: all literal; addresses)."""
+def _intrinsic(emit: Mapping[str, Callable[..., None]]) -> Any:
+    """Make an intrinsic of what planes hold, number of bits and of queries, sources; addresses.
 
-    def typed(context: Any, bits: Any, queries: Any, sources: Any, at: Any) -> Any:
+    All but the addresses are literal.
+    """
+
+    def typed(context: Any, codes: Any, bits: Any, queries: Any, sources: Any, at: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            numbers = tuple_items(builder, at, args[3])
-            emit(Emitter(builder, LANES), bits.literal_value, queries.literal_value, numbers)
+            shape = bits.literal_value, queries.literal_value
+            emit[codes.literal_value](
+                Emitter(builder, LANES), *shape, tuple_items(builder, at, args[4])
+            )
             return context.get_dummy_value()
 
-        return types.void(bits, queries, sources, at), generate
+        return types.void(codes, bits, queries, sources, at), generate
 
     return intrinsic(prefer_literal=True)(typed)
 
 
-_products_of_tile = _intrinsic(attend_planes.emit_products)
-_add_tile = _intrinsic(attend_planes.emit_sums)
+_products_of_tile = _intrinsic(
+    {"levels": attend_planes.emit_products, "angles": attend_angles.emit_products}
+)
+_add_tile = _intrinsic({"levels": attend_planes.emit_sums, "angles": attend_angles.emit_sums})
 
 
 @njit
@@ -47,7 +54,7 @@ def _copy_rest(planes: Any, unit: int, tokens: int, rest: Any) -> None:
             rest[plane, byte - first] = planes[unit, plane, byte]
 
 
-def _products_function(bits: int, num_queries: int) -> Any:
+def _products_function(codes: str, bits: int, num_queries: int) -> Any:
     sources = SOURCES
 
     def products(planes: Any, place: Any, table: Any, query: Any, out: Any) -> None:
@@ -64,19 +71,20 @@ def _products_function(bits: int, num_queries: int) -> Any:
             target = out.ctypes.data + unit * out.strides[0]
             for token in range(0, whole, TILE):
                 at = (begin + token // 8, *steps, *queries, target + 4 * token, out.strides[1])
-                _products_of_tile(bits, num_queries, sources, at)
+                _products_of_tile(codes, bits, num_queries, sources, at)
             if whole < tokens:
                 _copy_rest(planes, unit, tokens, rest)
                 begin = rest.ctypes.data + first * (TILE // 8)
                 ends = (last.ctypes.data, 4 * TILE)
-                _products_of_tile(bits, num_queries, sources, (begin, *rest_steps, *queries, *ends))
+                last_at = (begin, *rest_steps, *queries, *ends)
+                _products_of_tile(codes, bits, num_queries, sources, last_at)
                 out[unit, :, whole:] = last[:, : tokens - whole]
         rest[0, 0] = 0  # numba frees an array after its last use; its address does not count
 
     return compiled(types.void, products, *_argument_types())
 
 
-def _sums_function(bits: int, num_queries: int) -> Any:
+def _sums_function(codes: str, bits: int, num_queries: int) -> Any:
     sources, lanes = SOURCES, LANES
 
     def sums(planes: Any, place: Any, table: Any, weights: Any, out: Any) -> None:
@@ -94,13 +102,14 @@ def _sums_function(bits: int, num_queries: int) -> Any:
             source = weights.ctypes.data + unit * weights.strides[0]
             for token in range(0, whole, TILE):
                 given = (source + 4 * token, weights.strides[1], total.ctypes.data)
-                _add_tile(bits, num_queries, sources, (begin + token // 8, *steps, *given))
+                at = (begin + token // 8, *steps, *given)
+                _add_tile(codes, bits, num_queries, sources, at)
             if whole < tokens:
                 _copy_rest(planes, unit, tokens, rest)
                 last[:, : tokens - whole] = weights[unit, :, whole:]
                 given = (last.ctypes.data, 4 * TILE, total.ctypes.data)
                 begin = rest.ctypes.data + first * (TILE // 8)
-                _add_tile(bits, num_queries, sources, (begin, *rest_steps, *given))
+                _add_tile(codes, bits, num_queries, sources, (begin, *rest_steps, *given))
             for q in range(num_queries):
                 for column in range(columns):
                     out[unit, q, column] = total[column, q].sum()
@@ -117,12 +126,15 @@ def _argument_types() -> tuple[Any, ...]:
 
 
 @functools.cache
-def products_kernel(bits: int, num_queries: int) -> Any:
-    """Compile the products of ``num_queries`` queries with columns of ``bits`` planes."""
-    return _products_function(bits, num_queries)
+def products_kernel(codes: str, bits: int, num_queries: int) -> Any:
+    """Compile the products of ``num_queries`` queries with "levels" or "angles" in planes.
+
+    ``bits``: the planes of a column of levels.
+    """
+    return _products_function(codes, bits, num_queries)
 
 
 @functools.cache
-def sums_kernel(bits: int, num_queries: int) -> Any:
-    """Compile the sums of columns of ``bits`` planes by ``num_queries`` lists of weights."""
-    return _sums_function(bits, num_queries)
+def sums_kernel(codes: str, bits: int, num_queries: int) -> Any:
+    """Compile the weighted sums of the same, for ``num_queries`` lists of weights."""
+    return _sums_function(codes, bits, num_queries)

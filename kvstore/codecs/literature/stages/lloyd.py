@@ -25,6 +25,9 @@ class LloydMax:
         numbers, kinds = np.unique(num_levels, return_inverse=True)
         self._kinds = kinds.reshape(-1).astype(np.int64)
         self._counts = numbers.astype(np.int64) - 1
+        self._are_alike = len(numbers) == 1 and bool(
+            (self._deviations == self._deviations[0]).all()
+        )
         self._bounds = np.full((len(numbers), MAX_LEVELS), np.inf, np.float32)
         self._levels = np.zeros((len(numbers), MAX_LEVELS), np.float32)
         for kind, number in enumerate(numbers.tolist()):
@@ -32,12 +35,18 @@ class LloydMax:
             self._levels[kind, :number] = gauss_table(number).all_levels()
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
-        rows = self._rows(components)
+        scales, kinds = self._scales, self._kinds
+        if self._are_alike:  # then rows need not be components
+            rows = np.ascontiguousarray(components).reshape(-1, components.shape[2])
+            scales, kinds = np.full(len(rows), scales[0]), np.zeros(len(rows), np.int64)
+        else:
+            rows = self._rows(components)
         codes = np.zeros(rows.shape, np.uint8)
         fast = compiled_stages()
-        known = (self._kinds, self._bounds, self._counts)
-        (fast.quantise_levels if fast else _quantise)(rows, self._scales, *known, codes)
-        return self._stack(codes)
+        (fast.quantise_levels if fast else _quantise)(
+            rows, scales, kinds, self._bounds, self._counts, codes
+        )
+        return codes.reshape(components.shape) if self._are_alike else self._stack(codes)
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
         rows = self._rows(codes)
@@ -49,7 +58,7 @@ class LloydMax:
 
     def table(self) -> np.ndarray | None:
         """Returns the levels, fp32 (levels,), where they are the same for all components."""
-        if len(self._counts) > 1 or np.any(self._deviations != self._deviations[0]):
+        if not self._are_alike:
             return None
         levels: np.ndarray = self._levels[0, : self._counts[0] + 1] * self._deviations[0]
         return levels

@@ -38,9 +38,11 @@ class MinMaxGroups:
     def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
         groups = self._groups(stack)
         lows = np.clip(groups.min(-1), -FP16_LARGEST, FP16_LARGEST).astype("<f2")
-        spans = groups.max(-1) - lows.astype(np.float32)
+        wide_lows = lows.astype(np.float32)
+        spans = groups.max(-1) - wide_lows
         steps = np.clip(spans / self._largest, SMALLEST_STEP, FP16_LARGEST).astype("<f2")
-        scaled = (groups - lows.astype(np.float32)[..., None]) / steps.astype(np.float32)[..., None]
+        scaled = groups - wide_lows[..., None]
+        scaled /= steps.astype(np.float32)[..., None]
         return self._ungrouped(scaled, stack.shape[1]), lows.tobytes() + steps.tobytes()
 
     def read(self, reader: Reader, num_tokens: int) -> object:
@@ -53,7 +55,8 @@ class MinMaxGroups:
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         assert isinstance(note, tuple)
         lows, steps = note
-        values = self._groups(stack) * steps[..., None] + lows[..., None]
+        values = self._groups(stack) * steps[..., None]
+        values += lows[..., None]
         return self._ungrouped(values, stack.shape[1])
 
     def attended(self, source: Source, note: object) -> Source:
@@ -74,9 +77,9 @@ class MinMaxGroups:
     def _groups(self, stack: np.ndarray) -> np.ndarray:
         """Returns (units, others, groups, group); the last group repeats its last value."""
         moved = stack.swapaxes(1, 2) if self._along == "tokens" else stack
-        padding = -moved.shape[2] % self._group
-        padded = np.pad(moved, ((0, 0), (0, 0), (0, padding)), mode="edge")
-        return padded.reshape(*moved.shape[:2], -1, self._group)
+        if padding := -moved.shape[2] % self._group:
+            moved = np.pad(moved, ((0, 0), (0, 0), (0, padding)), mode="edge")
+        return moved.reshape(*moved.shape[:2], -1, self._group)
 
     def _ungrouped(self, groups: np.ndarray, num_tokens: int) -> np.ndarray:
         flat = groups.reshape(*groups.shape[:2], -1)
@@ -93,7 +96,8 @@ class Rounded:
         self._largest = (1 << bits) - 1
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
-        codes: np.ndarray = np.clip(np.rint(components), 0, self._largest).astype(np.uint8)
+        whole = np.rint(components)
+        codes: np.ndarray = np.clip(whole, 0, self._largest, out=whole).astype(np.uint8)
         return codes
 
     def restore(self, codes: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import pytest
 
 from kvstore.codecs.attention import planes
 from kvstore.codecs.attention.planes import PlaneLevels
+from kvstore.codecs.literature.polar_quant import Polar
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.sources import Components
 from kvstore.codecs.stages.planes import BitPlanes
@@ -52,6 +53,35 @@ def test_compiled_planes_agree(num_bits, num_queries):
         assert_close(source.products(query), rows.products(query))
         weights = np.abs(uneven((UNITS, num_queries, num_tokens), seed=2))
         assert_close(source.sums(weights), rows.sums(weights))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_queries", [1, 5])
+@pytest.mark.parametrize("num_tokens", [0, 1, 64, 135])
+def test_compiled_angles_agree(num_tokens, num_queries):
+    pytest.importorskip("numba")
+    polar, width = Polar(32), 32
+    stack = uneven((UNITS, num_tokens, width))
+    coder = BitPlanes(np.tile(polar.bits, (UNITS, 1)))
+    written = coder.write(polar.quantise(stack))
+    source = polar.attended(coder.take(Reader(memoryview(written)), num_tokens))
+    assert source.kernels(1) is not None
+    rows = Components(source.rows())
+    query = uneven((UNITS, num_queries, width), seed=1)
+    assert_close(source.products(query), rows.products(query))
+    weights = np.abs(uneven((UNITS, num_queries, num_tokens), seed=2))
+    assert_close(source.sums(weights), rows.sums(weights))
+
+
+@pytest.mark.slow
+def test_damaged_radii_are_finite_in_compiled_code_too():
+    polar = Polar(16)
+    codes = np.zeros((1, 3, len(polar.bits)), np.uint8)
+    codes[0, :, -2:] = [(0, 0x7C), (1, 0x7C), (0, 0xFC)]  # infinite, no number, minus infinity
+    coder = BitPlanes(polar.bits[None])
+    source = polar.attended(coder.take(Reader(memoryview(coder.write(codes))), 3))
+    query = np.ones((1, 1, 16), np.float32)
+    assert_close(source.products(query), Components(source.rows()).products(query))
 
 
 def assert_close(found, right):
