@@ -101,7 +101,7 @@ class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     # there is no GPU.
     why_host: str = ""
     origin: str = ""  # of the profile: "learned here", "shared by" a machine; "" = there is none
-    # The bound that lossy codecs have to keep here (see engines.calibration.gate.bound); None: not
+    # The bound that lossy codecs have to keep here (see engines.calibration.gate.rules); None: not
     # reported.
     max_kl: float | None = None
 

@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from engines.about_vllm.model_files import read_model_files
-from engines.about_vllm.parsers import needs_tool_template, parsers_for
+from engines.about_vllm.model_files import needs_tool_template, parsers_for, read_model_files
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk_folder import left_behind
 from launch.calibrate.profile_notes import profile_origin

@@ -1,8 +1,14 @@
-"""The small files of a model: its family, its chat templates, and tools added to a template.
+"""Reads a model's small files for vLLM: chat templates, tools added to one, and the parsers.
+
+vLLM takes the names of the parsers for tool calls and reasoning when it starts. Without a tool
+parser it refuses every request with ``tools``. A model writes its calls as its chat template shows
+them, so marks in the template decide the parser; where families share their marks, the model's type
+decides. The names are those of the pinned vLLM; a test in its environment looks up each of them
+there.
 
 A wrapped template receives the tools as text in the system message; earlier calls and their
 results are plain text, too. Chats without tools are not changed. Calls are written in the format
-that the parser ``parsers.USUAL`` reads.
+that the parser ``USUAL`` reads.
 """
 
 from __future__ import annotations
@@ -10,7 +16,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from engines.config import VllmConfig
 
 # The last tag prints nothing. It is there because Jinja removes the newline that follows any other
 # kind of tag.
@@ -107,3 +115,121 @@ def _json(file: Path) -> dict[str, Any]:
 def with_tools(template: str) -> str:
     """Return a chat template that shows tools to the model, then continues with ``template``."""
     return _BEFORE + template
+
+
+# The format that ChatML models were trained to write, and that our ``tool_template`` asks for.
+USUAL: Final = "hermes"
+AUTO: Final = "auto"
+
+
+class Parsers(NamedTuple):
+    """The names of a model's parsers; "" = none."""
+
+    tool_calls: str
+    reasoning: str
+
+
+class _Sign(NamedTuple):
+    """Recognises a family by its type, by marks in its template, or by both."""
+
+    parser: str
+    marks: tuple[str, ...] = ()  # all of them
+    model_types: tuple[str, ...] = ()  # beginnings of types; () = any
+
+    def fits(self, files: ModelFiles) -> bool:
+        of_type = not self.model_types or files.model_type.startswith(self.model_types)
+        return of_type and all(x in files.template for x in self.marks)
+
+
+# The first match decides, so specific signs come before those that several families share.
+_TOOL_CALLS: Final = (
+    _Sign("openai", model_types=("gpt_oss",)),
+    _Sign("deepseek_v41", model_types=("deepseek_v41",)),
+    _Sign("deepseek_v4", model_types=("deepseek_v4",)),
+    _Sign("deepseek_v32", ("｜DSML｜",)),
+    _Sign("deepseek_v32", model_types=("deepseek_v32",)),
+    _Sign("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    _Sign("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    _Sign("kimi_k3", model_types=("kimi_k3",)),
+    _Sign("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    _Sign("glm45", ("<arg_key>",), ("glm4_moe", "glm4v_moe")),
+    _Sign("glm47", ("<arg_key>",)),
+    _Sign("minimax_m3", model_types=("minimax_m3",)),
+    _Sign("minimax_m2", ("<minimax:tool_call>",)),
+    _Sign("longcat", ("<longcat_tool_call>",)),
+    _Sign("gemma4", ("<|tool_call>",)),
+    _Sign("functiongemma", ("<start_function_call>",)),
+    _Sign("seed_oss", ("<seed:tool_call>",)),
+    _Sign("lfm2", ("<|tool_call_start|>",)),
+    _Sign("cohere_command4", model_types=("cohere_command4",)),
+    _Sign("cohere_command3", ("<|START_ACTION|>",)),
+    _Sign("granite4", model_types=("granitemoehybrid",)),
+    _Sign("granite", ("<|tool_call|>",), ("granite",)),
+    _Sign("phi4_mini_json", ("<|tool|>",)),
+    _Sign("mistral", ("[TOOL_CALLS]",)),
+    _Sign("llama4_pythonic", model_types=("llama4",)),
+    _Sign("llama3_json", ("ipython",)),
+    _Sign("olmo3", ("<functions>",), ("olmo",)),
+    _Sign("hunyuan_a13b", ("<tool_calls>",), ("hunyuan",)),
+    _Sign("jamba", ("<tool_calls>",), ("jamba",)),
+    _Sign("internlm", ("<|plugin|>",)),
+    _Sign("ernie45", model_types=("ernie4_5",)),
+    _Sign("step3p5", model_types=("step3p5",)),
+    _Sign("step3", model_types=("step3",)),
+    _Sign("mimo", ("<tool_call>",), ("mimo",)),
+    _Sign("qwen3_xml", ("<tool_call>\n<function=",)),
+    _Sign("qwen3_xml", ("<tool_call>\\n<function=",)),
+    _Sign("apertus", model_types=("apertus",)),
+    _Sign(USUAL, ("<tool_call>",)),
+)
+_REASONING: Final = (
+    _Sign("openai_gptoss", model_types=("gpt_oss",)),
+    _Sign("deepseek_v41", model_types=("deepseek_v41",)),
+    _Sign("deepseek_v4", model_types=("deepseek_v4",)),
+    _Sign("deepseek_r1", ("'<｜Assistant｜><think>\\n'",)),
+    _Sign("deepseek_v3", ("thinking",), ("deepseek_v3",)),
+    _Sign("kimi_k3", model_types=("kimi_k3",)),
+    _Sign("kimi_k2", ("<think>",), ("kimi_k2",)),
+    _Sign("glm45", ("<think>",), ("glm4_moe", "glm4v_moe")),
+    _Sign("glm47", ("<think>",), ("glm",)),
+    _Sign("minimax_m3", model_types=("minimax_m3",)),
+    _Sign("minimax_m2", ("<think>",), ("minimax",)),
+    _Sign("gemma4", ("<|channel>",)),
+    _Sign("seed_oss", ("<seed:think>",)),
+    _Sign("mistral", ("[THINK]",)),
+    _Sign("cohere_command4", model_types=("cohere_command4",)),
+    _Sign("cohere_command3", ("<|START_THINKING|>",)),
+    _Sign("nemotron_v3", ("<think>",), ("nemotron",)),
+    _Sign("olmo3", ("<think>",), ("olmo",)),
+    _Sign("hunyuan_a13b", ("<think>",), ("hunyuan",)),
+    _Sign("ernie45", ("<think>",), ("ernie4_5",)),
+    _Sign("step3p5", ("<think>",), ("step3p5",)),
+    _Sign("step3", ("<think>",), ("step3",)),
+    _Sign("mimo", ("<think>",), ("mimo",)),
+    _Sign("qwen3", ("<think>",), ("qwen", "smollm3", "bailing")),
+    _Sign("qwen3", ("enable_thinking",)),
+)
+TOOL_CALL_PARSERS: Final = frozenset(x.parser for x in _TOOL_CALLS)
+REASONING_PARSERS: Final = frozenset(x.parser for x in _REASONING)
+
+
+def parsers_for(files: ModelFiles, own: VllmConfig) -> Parsers:
+    """Choose a model's parsers where ``own`` says ``auto``.
+
+    A model that no sign fits is assumed to write its calls in the ``USUAL`` format.
+    """
+    tool_calls, reasoning = own.tool_parser, own.reasoning_parser
+    if tool_calls == AUTO:
+        tool_calls = _first(_TOOL_CALLS, files) or USUAL
+    if reasoning == AUTO:
+        reasoning = _first(_REASONING, files)
+    return Parsers(tool_calls, reasoning)
+
+
+def needs_tool_template(files: ModelFiles, chosen: Parsers) -> bool:
+    """True if the chat template does not handle tools, and ``tool_template`` can add them."""
+    return bool(chosen.tool_calls == USUAL and files.template and "tools" not in files.template)
+
+
+def _first(signs: tuple[_Sign, ...], files: ModelFiles) -> str:
+    return next((x.parser for x in signs if x.fits(files)), "")

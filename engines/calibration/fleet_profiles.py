@@ -23,9 +23,9 @@ from statistics import fmean
 from typing import Final, NamedTuple
 
 from engines.calibration.corpus import Text, held_out_texts
-from engines.calibration.gate.bound import Bound, was_learned_on
 from engines.calibration.gate.choice import Choice
 from engines.calibration.gate.profiles import make_folder, profile_path, save
+from engines.calibration.gate.rules import Bound, was_learned_on
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.instrument import Instrument
 from engines.calibration.measuring.cases import text_cases

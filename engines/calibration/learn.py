@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from engines.calibration.corpus import Text
+from engines.calibration.footprint import Scratch
 from engines.calibration.instrument import (
     Instrument,
     Notice,
@@ -20,7 +21,6 @@ from engines.calibration.instrument import (
     states_of,
 )
 from engines.calibration.measuring.measure import ANY, OnProgress, quiet
-from engines.calibration.measuring.scratch import Scratch
 from engines.calibration.rope_probe import check_turning
 from kvstore.blobs.state_packer import rows_of, window_arrays
 from kvstore.codecs.calibrated import calibrated_preset, learn_profile

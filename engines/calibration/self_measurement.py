@@ -24,8 +24,8 @@ from engines.calibration.agreement import Partners
 from engines.calibration.first_order import further_order
 from engines.calibration.fleet_profiles import FleetProfiles
 from engines.calibration.footprint import large_arrays_apart, one_thread, return_freed_memory
-from engines.calibration.gate.bound import Bound, was_learned_on, worth_adopting
 from engines.calibration.gate.profiles import locked, profile_path
+from engines.calibration.gate.rules import Bound, was_learned_on, worth_adopting
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
 from engines.calibration.survey import CannotCalibrate, check_contexts, survey_report

@@ -14,8 +14,9 @@ import numpy as np
 
 from engines.calibration.agreement import Partners
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
-from engines.calibration.gate.bound import Bound, refusal, short_reach
+from engines.calibration.footprint import Scratch
 from engines.calibration.gate.profiles import make_folder, profile_path, save
+from engines.calibration.gate.rules import Bound, refusal, short_reach
 from engines.calibration.instrument import Instrument, StatefulInstrument, states_of
 from engines.calibration.learn import (
     Windows,
@@ -27,7 +28,6 @@ from engines.calibration.learn import (
 )
 from engines.calibration.measuring.cases import Case, chain_cases, needle_cases, text_cases
 from engines.calibration.measuring.measure import OnProgress, measure, quiet
-from engines.calibration.measuring.scratch import Scratch
 from engines.calibration.measuring.trials import AnyCodec, least_context
 from engines.calibration.unfinished import Unfinished
 from engines.config import CalibrationOrder, CalibrationReport, WaterFilling

@@ -131,7 +131,7 @@ class FakeServer(ChildEngine):
     """An engine without a model: deterministic text, real processes, real sockets.
 
     It lets the gateway and the scheduler be tried, tested and measured where no model is at hand
-    (``--engine fake``). ``engines.fake_worker.echo_answer`` says how to make it fail.
+    (``--engine fake``). ``engines.fake_worker.server`` says how to make it fail.
     """
 
     module = "engines.fake_worker"

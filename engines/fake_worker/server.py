@@ -1,22 +1,29 @@
-"""The fake engine's data plane: OpenAI's completions over HTTP, with faults on demand."""
+"""Serves the fake engine's data plane: OpenAI's completions over HTTP, with faults on demand.
+
+An answer is an echo of the question, in OpenAI's shapes, by a script: a request gives the answer's
+speed, length and faults in OpenAI's own ``metadata`` field, as words of the form ``key=value``:
+
+    {"metadata": {"fake": "chunks=200 delay_s=0.01 fault=die after=3"}}
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from hmac import compare_digest
+from typing import Annotated, Any, Literal, TypeAlias
 from zlib import crc32
 
 import msgspec
 from aiohttp import web
 
-from engines.fake_worker.echo_answer import EchoAnswer, Script, prompt_words, read_script
 from engines.fake_worker.fake_sessions import FakeSessions
 from engines.http import CACHE_HEADER, PROMPT_HEADER, CacheOutcome, session_from
 from engines.openai.errors import context_too_long
-from engines.openai.messages import Sight
+from engines.openai.messages import Message, Sight
 from engines.openai.requests import (
     TOKENIZE_PATH,
     ChatRequest,
@@ -30,10 +37,159 @@ from engines.openai.requests import (
 )
 from engines.wire import SessionRef
 
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Fault: TypeAlias = Literal[
+    "",
+    "die",  # SIGKILL to itself
+    "cut",  # the connection is closed inside an event
+    "hang",  # nothing more comes
+    "no-done",  # a clean end without [DONE]
+    "garbage",  # bytes that are no events
+    "error-event",  # the engine reports an error in the stream, and ends it
+    "plain-500",  # an error that is not in OpenAI's shape
+    "error-400",
+    "bytes",  # the stream comes byte by byte
+]
 MAX_BODY_BYTES = 64 << 20
 NO_SESSION = SessionRef(tenant="", id="", salt=b"")  # the session of requests that name none
 Validate = Callable[[Json, Sight], ChatRequest | CompletionRequest]
 _ALL = Sight(sees=True, fetches=True)  # which images are taken, the gateway has checked
+CREATED = 1_700_000_000  # answers are the same every time
+IMAGE = "<image>"
+DONE = b"data: [DONE]\n\n"
+
+
+class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The wishes of one request."""
+
+    chunks: Count | None = None  # words in the answer; None = as many as the echo has
+    head_s: Seconds = 0.0  # before the response head
+    delay_s: Seconds = 0.0  # before every chunk
+    after: Count = 0  # chunks that are sent before the fault
+    fault: Fault = ""
+
+
+def read_script(raw: dict[str, Any]) -> Script:
+    """Read the script in a request's body. Raises ``InvalidRequest`` for a misspelt one."""
+    metadata = raw.get("metadata")
+    words = metadata.get("fake", "") if isinstance(metadata, dict) else ""
+    pairs = dict(word.partition("=")[::2] for word in str(words).split())
+    try:
+        return msgspec.convert(pairs, Script, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"metadata.fake: {error}", "metadata") from error
+
+
+class EchoAnswer:
+    """One answer, as a stream or whole; it repeats the question."""
+
+    def __init__(
+        self, request: ChatRequest | CompletionRequest, script: Script, model: str
+    ) -> None:
+        self._request = request
+        self._model = model
+        self.prompt = prompt_words(request)
+        # The same question has the same answer, and another one is not stored in its place.
+        digest = blake2b(" ".join(self.prompt).encode("utf-8", "replace"), digest_size=8)
+        self._id = f"fake-{digest.hexdigest()}"
+        self._chat = isinstance(request, ChatRequest)
+        wanted = script.chunks if script.chunks is not None else len(self._echo())
+        limit = request.answer_tokens if isinstance(request, ChatRequest) else request.max_tokens
+        self._num_chunks = wanted if limit is None else min(wanted, limit)
+        self._finish = "stop" if self._num_chunks == wanted else "length"
+
+    def answer_words(self) -> list[str]:
+        """List the answer's words, each with the blank before it."""
+        echo = self._echo()
+        words = [echo[i % len(echo)] for i in range(self._num_chunks)]
+        return [word if i == 0 else f" {word}" for i, word in enumerate(words)]
+
+    def all_words(self) -> list[str]:
+        """List the words of prompt and answer: the tokens that the session holds afterwards."""
+        return [*self.prompt, "assistant:", *(x.strip() for x in self.answer_words())]
+
+    def events(self, cached: int) -> Iterator[bytes]:
+        """Yield the SSE events: one per word and choice, then finish, usage and [DONE]."""
+        for index in range(self._request.num_choices):
+            for i, word in enumerate(self.answer_words()):
+                yield _sse(self._chunk([self._delta(index, word, first=i == 0)]))
+            yield _sse(self._chunk([self._delta(index, None, first=False)]))
+        if self._request.include_usage:
+            yield _sse({**self._chunk([]), "usage": self._usage(cached)})
+        yield DONE
+
+    def whole(self, cached: int) -> dict[str, Any]:
+        """Make the answer's JSON; ``cached`` tokens of the prompt were reused."""
+        choices = [self._choice(i) for i in range(self._request.num_choices)]
+        return {**self._envelope(""), "choices": choices, "usage": self._usage(cached)}
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        text = "".join(self.answer_words())
+        said: dict[str, Any] = {"text": text}
+        if self._chat:
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"index": index, **said, "logprobs": None, "finish_reason": self._finish}
+
+    def _delta(self, index: int, word: str | None, first: bool) -> dict[str, Any]:
+        said: dict[str, Any] = {"text": word or ""}
+        if self._chat:
+            delta = {} if word is None else {"content": word}
+            said = {"delta": {"role": "assistant", **delta} if first else delta}
+        finish = self._finish if word is None else None
+        return {"index": index, **said, "logprobs": None, "finish_reason": finish}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._envelope(".chunk"), "choices": choices}
+        return {**chunk, "usage": None} if self._request.include_usage else chunk
+
+    def _envelope(self, suffix: str) -> dict[str, Any]:
+        kind = f"chat.completion{suffix}" if self._chat else "text_completion"
+        return {"id": self._id, "object": kind, "created": CREATED, "model": self._model}
+
+    def _usage(self, cached: int) -> dict[str, Any]:
+        answered = self._num_chunks * self._request.num_choices
+        return {
+            "prompt_tokens": len(self.prompt),
+            "completion_tokens": answered,
+            "total_tokens": len(self.prompt) + answered,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _echo(self) -> list[str]:
+        if isinstance(self._request, ChatRequest):
+            asked = _words(self._request.messages[-1])
+        else:
+            asked = " ".join(self.prompt).split()
+        return ["You", "said:", *asked]
+
+
+def prompt_words(request: ChatRequest | CompletionRequest) -> list[str]:
+    """Split a prompt into the fake engine's tokens."""
+    if isinstance(request, ChatRequest):
+        return [
+            word for message in request.messages for word in (f"{message.role}:", *_words(message))
+        ]
+    return [word for prompt in request.prompts for word in _split(prompt)] or [""]
+
+
+def _words(message: Message) -> list[str]:
+    """The words of a message, in order; one for each image."""
+    if not isinstance(message.content, list):
+        return message.text.split()
+    return [
+        word
+        for part in message.content
+        for word in ([IMAGE] if part.image_url else (part.body or "").split())
+    ]
+
+
+def _split(prompt: str | Sequence[int]) -> list[str]:
+    return prompt.split() if isinstance(prompt, str) else [str(x) for x in prompt]
+
+
+def _sse(event: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
 class DataServer:

@@ -40,7 +40,7 @@ from engines.host.grammar import (
 )
 from engines.host.grammar_trial import GrammarTrials
 from engines.host.grammar_trial import Vocabulary as TrialVocabulary
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 from engines.openai.requests import InvalidRequest
 
 MAX_SOURCE_CHARS: Final = 1 << 20

@@ -58,7 +58,7 @@ from engines.mlx_worker.answer.reply_format import (
 from engines.mlx_worker.embeddings import Embedder, shown
 from engines.mlx_worker.generation import ContextTooLong, Generator
 from engines.mlx_worker.grammar import GrammarCompiler
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.chat_template import PromptTokens
 from engines.mlx_worker.prompt.request_planner import Planning, RequestPlanner
 from engines.mlx_worker.prompt.tools import grammar_wanted

@@ -1,25 +1,249 @@
-"""Begins and ends the measurement of the model that this engine serves."""
+"""Measures the model that this engine serves, between users' requests.
+
+``Measuring`` begins and ends the measurement. ``ServingInstrument`` is what ``engines.calibration``
+measures with, on its own thread: all calls of mlx are small steps on the owner thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.utils import get_total_parameters
 
 from engines.calibration.first_order import TooShort, first_order
 from engines.calibration.fleet_profiles import FleetProfiles, open_sharing
-from engines.calibration.instrument import Interrupted
+from engines.calibration.instrument import (
+    HeldSession,
+    Interrupted,
+    Note,
+    Notice,
+    NotObservable,
+    StateNotice,
+    draw_seed,
+)
 from engines.config import CalibrationOrder, WorkerConfig
+from engines.mlx_worker.cache.layout import CachePlan
+from engines.mlx_worker.measuring_steps import Dropped, HeldPrefix, IdleSteps
+from engines.mlx_worker.model.instrument import kept_layout, rope_readers
+from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.owner import Owner
-from engines.mlx_worker.serving_instrument import ServingInstrument
 from engines.wire import CodecReport
+from kvstore.codecs.rope import Rope
+from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout
+
+logger = logging.getLogger(__name__)
+
+CPU_WORK: Final = 10**10  # tokens of a step times parameters
+GPU_WORK: Final = 10**12
+SMALLEST: Final = 8
+LARGEST: Final = 512
+T = TypeVar("T")
+MOST_NOTED: Final = 128  # tokens at a time whose calls are differentiated
+
+
+def step_tokens(num_parameters: int, *, on_gpu: bool) -> int:
+    """Return the tokens of a step, a power of two."""
+    wanted = (GPU_WORK if on_gpu else CPU_WORK) // max(num_parameters, 1)
+    return max(SMALLEST, min(LARGEST, 1 << max(wanted.bit_length() - 1, 0)))
+
+
+def step_tokens_of(model: Any) -> int:
+    """Return the tokens of a step of this model, on the device that computes it."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    count: int = get_total_parameters(model)  # type: ignore[no-untyped-call]
+    return step_tokens(count, on_gpu=on_gpu)
+
+
+class ServingInstrument:
+    """An ``Observing`` ``Instrument`` whose methods wait for idle moments of the owner thread.
+
+    Of a model with windows or states it is a ``StatefulInstrument``, too. All of them raise
+    ``Interrupted`` once the engine ends.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        plan: CachePlan,
+        fingerprint: str,
+        steps: IdleSteps,
+        held: HeldPrefix,
+        step_tokens: int = 0,
+    ) -> None:
+        """Look at the plan of the served model's cache.
+
+        ``step_tokens``: that are fed at a time; 0 = what suits the model's size.
+
+        Raises:
+            ValueError: this model's cache cannot be kept.
+        """
+        self._layout = kept_layout(plan)
+        self._plan = plan
+        self._loaded = loaded
+        self._fingerprint = fingerprint
+        self._steps = steps
+        self._held = held
+        self._step_tokens = step_tokens or step_tokens_of(loaded.model)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return self._ropes(windows=False)
+
+    def window_ropes(self) -> tuple[Rope | None, ...]:
+        return self._ropes(windows=True)
+
+    def _ropes(self, *, windows: bool) -> tuple[Rope | None, ...]:
+        find = partial(rope_readers, self._loaded.model, self._plan, windows=windows)
+        return tuple(self._steps.run(read) for read in self._steps.run(find))
+
+    @property
+    def states(self) -> StateLayout | None:
+        return self._plan.states
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._loaded.tokenizer.encode(text, verbose=False))
+
+    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
+        return self._until_done(lambda: self._prefilled(tokens, past))
+
+    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+        return self.log_probs_whole(HeldSession(run, run[0][0].shape[1]), tokens)
+
+    def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        return self._until_done(lambda: self._scored(session, tokens))
+
+    @property
+    def state_step(self) -> int:
+        return 1
+
+    def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
+        return self._until_done(lambda: self._whole(tokens, past or HeldSession((), 0)))
+
+    @property
+    def sees_states(self) -> bool:
+        return True
+
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
+        noted = _NotedOnce(note)
+        try:
+            return self._until_done(lambda: self._observed(tokens, first, noted))
+        except (RuntimeError, ValueError) as error:  # mlx says so in either way
+            raise NotObservable(f"mlx cannot differentiate a layer: {error}") from error
+
+    def _until_done(self, work: Callable[[], T]) -> T:
+        """Do work of several steps, again from its start whenever the KV was needed by others."""
+        while True:
+            try:
+                return work()
+            except Dropped:
+                continue  # its first step waits for the next idle moment
+            except Exception:
+                with suppress(Interrupted):
+                    self._steps.run(self._held.drop)
+                raise
+
+    def _prefilled(self, tokens: Sequence[int], past: KVRun) -> list[KVPair]:
+        num_past = past[0][0].shape[1] if past else 0
+        self._feed(HeldSession(past, num_past), tokens[num_past:])
+        return self._taken(len(tokens))
+
+    def _taken(self, num_tokens: int) -> list[KVPair]:
+        """The rows of all tokens that are held; nothing is held any more."""
+        out = self._layout.empty(num_tokens)
+        self._steps.run((lambda: self._held.take(out)) if out else self._held.drop)
+        return out
+
+    def _whole(self, tokens: Sequence[int], past: HeldSession) -> HeldSession:
+        self._feed(past, tokens[past.num_tokens :])
+        return self._steps.run(lambda: self._held.take_whole(len(tokens)))
+
+    def _feed(self, past: HeldSession, tokens: Sequence[int]) -> None:
+        """Have ``past``, followed by ``tokens``, held."""
+        self._steps.run(lambda: self._held.begin_whole(past))
+        at = 0
+        while at < len(tokens):
+            part = tokens[at : at + self._step_tokens]
+            self._steps.run(partial(self._held.feed, part))
+            at += len(part)
+
+    def _observed(self, tokens: Sequence[int], first: int, noted: _NotedOnce) -> KVRun:
+        noted.begin()
+        self._feed(HeldSession((), 0), tokens[:first])
+        at = first
+        while at < len(tokens):
+            part = tokens[at : at + min(self._step_tokens, MOST_NOTED)]
+            for number in range(self._steps.run(partial(self._held.feed_noted, part))):
+                seed = draw_seed(tokens, at, number)
+                look = partial(self._held.notice, number, first, seed)
+                noted.note(partial(self._steps.run, look))
+            at += len(part)
+        return self._taken(len(tokens))
+
+    def _scored(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        self._steps.run(lambda: self._held.begin_whole(session))
+        found, at = np.empty((0, 0), np.float32), 0
+        while at < len(tokens):
+            part = tokens[at : at + self._step_tokens]
+            is_last = at + len(part) == len(tokens)
+            scores = self._steps.run(partial(self._score, part, is_last))
+            if not at:
+                found = np.empty((len(tokens), scores.shape[1]), np.float32)
+            found[at : at + len(part)] = scores
+            at += len(part)
+        return found
+
+    def _score(self, tokens: Sequence[int], is_last: bool) -> np.ndarray:
+        """Score one part, on the owner thread; nothing is held after the last."""
+        found = self._held.score(tokens)
+        if is_last:
+            self._held.drop()
+        return found
+
+
+class _NotedOnce:
+    """Passes each notice of a text on once, also where the text had to be begun again.
+
+    Steps and draws are the same each time, and so is the order of notices.
+    """
+
+    def __init__(self, note: Note) -> None:
+        self._note = note
+        self._num_noted = 0
+        self._number = 0  # of the next look since the text was begun
+
+    def begin(self) -> None:
+        """Begin the text, perhaps again."""
+        self._number = 0
+
+    def note(self, look: Callable[[], Notice | StateNotice | None]) -> None:
+        """Pass on the notice that ``look`` returns, unless that was done before."""
+        self._number += 1
+        if self._number > self._num_noted:
+            notice = look()
+            self._num_noted = self._number
+            if notice is not None:
+                self._note(notice)
+
 
 if TYPE_CHECKING:
     from engines.calibration.self_measurement import SelfMeasurement
-
-logger = logging.getLogger(__name__)
 
 
 class Measuring:

@@ -24,7 +24,7 @@ from engines.vllm_plugin.process.command import is_cpu_build
 from kvstore.config import StoreConfig
 from kvstore.workers import usable_cores
 
-LOCAL_MODEL: Final = "engines.on_ray.local_model.LocalModel"
+LOCAL_MODEL: Final = "engines.on_ray.application.LocalModel"
 ROUTER: Final = "engines.on_ray.session_router:SessionRouter"
 POLICY: Final = "engines.on_ray.scaling:by_waiting_and_heat"
 CONNECTOR: Final[Mapping[str, str]] = {
@@ -56,6 +56,13 @@ SHORT: Final = (
     *("model", "name", "replicas", "hot_bytes", "max_context", "redis_url", "secret_file"),
     *("codec", "threads", "host"),
 )
+
+
+class LocalModel(CallbackBase):
+    """Keeps Ray from starting tasks that import vLLM once more, for a model without a download."""
+
+    async def on_before_node_init(self) -> None:
+        self.ctx.run_init_node = False
 
 
 def with_sessions(config: LLMConfig, store: Mapping[str, object], host: str = "") -> LLMConfig:

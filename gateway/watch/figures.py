@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from engines.base import EngineReport, TierName
-from engines.calibration.gate.bound import Bound
+from engines.calibration.gate.rules import Bound
 from engines.wire import CodecReport, TierReport
 from gateway.watch.rows import Key
 from gateway.watch.shape import (

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from engines.calibration.first_order import FALLBACKS
-from engines.calibration.gate.bound import Bound, refusal, short_reach
-from engines.calibration.gate.preference import UNTIMED, preferred
+from engines.calibration.gate.rules import UNTIMED, Bound, preferred, refusal, short_reach
 from kvstore.codecs.base import Codec
 from kvstore.codecs.names import EXACT, JOIN, OWN, first_part, for_session, must_learn
 from kvstore.codecs.presets import canonical_name, codec_by_name, open_codec

@@ -21,8 +21,8 @@ from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
+from engines.calibration.footprint import Scratch
 from engines.calibration.instrument import HeldSession, Instrument, StatefulInstrument, states_of
-from engines.calibration.measuring.scratch import Scratch
 from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.snapshot import decode_state, encode_state, state_elements
 from kvstore.blobs.state_packer import StatePacker

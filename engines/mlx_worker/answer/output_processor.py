@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engines.mlx_worker.answer.tool_calls import CallDelta, CallReader, NoCalls, ParsedText
 from engines.mlx_worker.generation import FinishReason, Token
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 
 # JSON has no -inf; OpenAI writes this for a token that cannot occur.
 _NEVER = -9999.0

@@ -30,7 +30,7 @@ from engines.mlx_worker.answer.output_processor import (
 from engines.mlx_worker.answer.reply import ChoiceDelta, ChoiceEnd, ReplyStream
 from engines.mlx_worker.answer.tool_calls import CallDelta
 from engines.mlx_worker.generation import PrefillProgress
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 from engines.openai.requests import ChatRequest, CompletionRequest
 
 logger = logging.getLogger(__name__)

@@ -4,14 +4,17 @@ Views are zero-copy and pin the engine's memory until they are dropped. They are
 of the cache's array, never of the array itself: mlx writes into a cache in place when nothing else
 holds its buffer, and a view of the cache's own array object would see, or outlive, that write. A
 slice counts as a holder, so the next write goes to a fresh buffer.
+
+A packed cache becomes the store's packed arrays. Nothing is packed or unpacked on the way: the rows
+have the bytes of the cold store's codec already.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -19,11 +22,14 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from engines.mlx_worker.cache.layout import Caches, is_growing, is_matrix, leaves, packable_window
+from engines.mlx_worker.cache.packed.host_rows import bits_of
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
-from engines.mlx_worker.cache.packed.store_arrays import fill_packed, packed_run
+from engines.mlx_worker.cache.packed.rows import PackedSide, RowKind
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
+from kvstore.codecs.base import NUM_SINKS
+from kvstore.codecs.rows.packed_array import PackedArray, empty_packed
 from kvstore.errors import Mismatch
-from kvstore.shapes import KVLayout, KVPair, KVRun
+from kvstore.shapes import DType, KVLayout, KVPair, KVRun
 
 
 def can_trim(caches: Caches) -> bool:
@@ -209,3 +215,83 @@ def _fill(leaf: Any, kept: Any, num_tokens: int) -> None:
         raise Mismatch(f"the stored {type(leaf).__name__} has another window than this model's")
     if getattr(leaf, "offset", num_tokens) != num_tokens:
         raise Mismatch("the stored state belongs to another position")
+
+
+def packed_run(caches: Sequence[PackedKVCache], num_tokens: int) -> list[KVPair]:
+    """Copy the first ``num_tokens`` tokens' K and V, (num_kv_heads, num_tokens, dim) each.
+
+    Raises:
+        Mismatch: a cache holds fewer.
+    """
+    sides = [side for cache in caches for side in _sides(cache, num_tokens)]
+    bits = [[bits_of(x) for x in side.arrays] for side in sides]
+    mx.eval(bits)  # all at once: a call costs as much as many rows
+    kinds = [(packer.kind, cache.dtype) for cache in caches for packer in cache.packers]
+    arrays = [
+        _array([np.asarray(x)[0] for x in held], *kind)
+        for held, kind in zip(bits, kinds, strict=True)
+    ]
+    return [cast(KVPair, pair) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
+
+
+def _sides(cache: PackedKVCache, num_tokens: int) -> list[PackedSide]:
+    if cache.sides is None or num_tokens > cache.offset:
+        raise Mismatch(f"a cache of {cache.offset} tokens where {num_tokens} are wanted")
+    return [side.trimmed(num_tokens) for side in cache.sides]
+
+
+def _array(held: Sequence[np.ndarray], kind: RowKind, dtype: DType) -> PackedArray:
+    """Join the arrays of a ``PackedSide``, viewed, without their first axis."""
+    sinks, codes, scales, recent, kept, places = held
+    first = sinks.shape[1]
+    last = first + scales.shape[1]
+    shape = (recent.shape[0], last + recent.shape[1], kind.dim)
+    array = empty_packed(kind.format, dtype, shape)
+    array.exact[:, :first] = sinks
+    array.exact[:, last:] = recent
+    array.codes[:, first:last] = codes
+    array.scales[:, first:last] = scales
+    array.exact[:, first:last][scales == 0] = 0  # rows of zeros, but for those that are kept
+    array.exact[places[:, 0], first + places[:, 1]] = kept
+    return array
+
+
+def fill_packed(cache: PackedKVCache, pair: Any, num_tokens: int) -> None:
+    """Make a fresh cache hold the K and V that ``packed_run`` or the cold store gave.
+
+    Raises:
+        Mismatch: they are not this model's.
+    """
+    if pair is None or any(not _fits(x, num_tokens) for x in pair):
+        raise Mismatch("the stored KV has another shape than this model's")
+    first = min(NUM_SINKS, num_tokens)
+    end = max(first, *(array.packed_end for array in pair))
+    keys, values = (
+        _side(array, packer.kind, first, end)
+        for array, packer in zip(pair, cache.packers, strict=True)
+    )
+    cache.sides, cache.offset = (keys, values), num_tokens
+
+
+def _fits(array: Any, num_tokens: int) -> bool:
+    return isinstance(array, PackedArray) and array.shape[1] == num_tokens
+
+
+def _side(array: PackedArray, kind: RowKind, first: int, end: int) -> PackedSide:
+    """Make a side of which the tokens from ``end`` on, none of which is packed, are the newest."""
+    packed = array[:, first:end]
+    odd = np.argwhere(packed.scales == 0)
+    rows = packed.exact[odd[:, 0], odd[:, 1]]
+    kept = rows.any(axis=1)
+    return PackedSide(
+        _stored(array.exact[:, :first], kind),
+        mx.array(np.ascontiguousarray(packed.codes))[None],
+        mx.array(np.ascontiguousarray(packed.scales))[None],
+        _stored(array.exact[:, end:], kind),
+        _stored(rows[kept], kind),
+        mx.array(odd[kept].astype(np.int32))[None],
+    )
+
+
+def _stored(bits: np.ndarray, kind: RowKind) -> mx.array:
+    return mx.array(np.ascontiguousarray(bits)).view(kind.dtype)[None]

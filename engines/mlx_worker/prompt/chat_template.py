@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from engines.host.control_tokens import ControlTokens
 from engines.mlx_worker.generation import ModelFacts
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.tools import (
     ChatMessage,
     ToolPlan,

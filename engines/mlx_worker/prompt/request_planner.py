@@ -32,7 +32,7 @@ from engines.mlx_worker.answer.output_processor import (
 from engines.mlx_worker.answer.reply import RequestPlan
 from engines.mlx_worker.generation import Generation, LogitsProcessor, ModelFacts, SequenceSampling
 from engines.mlx_worker.grammar import Grammar, GrammarProcessor
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.chat_template import ChatPrompt, PromptWriter
 from engines.mlx_worker.prompt.sampling import SamplingParams, fresh_seed, make_sampler
 from engines.mlx_worker.prompt.tools import ToolPlan, plan_tools

@@ -33,7 +33,7 @@ from engines.mlx_worker.answer.tool_calls import (
     NoCalls,
 )
 from engines.mlx_worker.grammar import Grammar
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 from engines.openai.messages import Message, NamedTool, Tool
 from engines.openai.requests import ChatRequest
 

@@ -14,8 +14,13 @@ from typing import Final
 import msgspec
 
 from engines.about_vllm.environment import import_path
-from engines.about_vllm.model_files import model_folder, read_model_files, with_tools
-from engines.about_vllm.parsers import needs_tool_template, parsers_for
+from engines.about_vllm.model_files import (
+    model_folder,
+    needs_tool_template,
+    parsers_for,
+    read_model_files,
+    with_tools,
+)
 from engines.config import VllmConfig, WorkerConfig
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION

@@ -45,9 +45,10 @@ class PackedArray:
         return NUMPY_DTYPES[self.dtype_name]
 
     @property
-    def is_exact(self) -> bool:
-        """True if no row is packed."""
-        return not self.scales.any()
+    def packed_end(self) -> int:
+        """The number of tokens up to the last that is packed, in any head; 0 = none is."""
+        packed = np.flatnonzero(self.scales.any(axis=0))
+        return int(packed[-1]) + 1 if len(packed) else 0
 
     def __getitem__(self, where: Slices) -> PackedArray:
         """Returns a view of some heads and tokens."""

@@ -2,9 +2,7 @@
 
 Rows that are not packed yet (the engine keeps its newest tokens unpacked) are packed here, for the
 first time. So a session saved from a packed cache has the same bytes as if its rows had been packed
-by the codec once, and no row is quantised a second time. The exception are sessions with a row that
-cannot be packed, such as one with an infinity: a live cache keeps that row and all later ones of
-the layer unpacked after a return, and they are packed once more.
+by the codec once, and no row is quantised a second time.
 """
 
 from __future__ import annotations
@@ -50,12 +48,12 @@ class PackedCodec:
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         arrays = _arrays(run)
-        if all(array.is_exact for array in arrays):  # nothing is packed: the fast path
+        end = max(array.packed_end for array in arrays)
+        if not end:  # nothing is packed: the fast path
             return self.inner.encode(_exact_run(arrays, layout), layout, first_token)
         num_tokens = check_run(run, layout)
         plan = plan_payload(self.inner.rows, layout, num_tokens, first_token)
         payload = np.empty(plan.nbytes, np.uint8)
-        end = max(_end_of_packed(array) for array in arrays)
         newest = [array[:, end:] for array in arrays]
         packed = self.inner.encode(_exact_run(newest, layout), layout, first_token + end)
         view = np.frombuffer(packed, np.uint8)
@@ -100,12 +98,6 @@ class PackedCodec:
             odd = np.nonzero(scales == 0)
             values = floats.widen(array.exact[:, sinks:][odd], array.dtype_name)
             codes[odd], scales[odd] = self.inner.rows.pack(values)
-
-
-def _end_of_packed(array: PackedArray) -> int:
-    """Returns the number of tokens up to the last that is packed, in any head."""
-    packed = np.flatnonzero(array.scales.any(axis=0))
-    return int(packed[-1]) + 1 if len(packed) else 0
 
 
 def _fill_newest(payload: np.ndarray, slot: ArraySlot, view: np.ndarray, part: ArraySlot) -> None:

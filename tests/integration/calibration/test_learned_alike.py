@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from engines.calibration.corpus import Text
+from engines.calibration.footprint import Scratch
 from engines.calibration.learn import Windows, learn, samples_of
-from engines.calibration.measuring.scratch import Scratch
-from engines.mlx_worker.serving_instrument import ServingInstrument
+from engines.mlx_worker.measurement import ServingInstrument
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
 
 pytestmark = pytest.mark.mlx

@@ -12,8 +12,8 @@ import pytest
 
 from engines.calibration.instrument import Interrupted, Notice, StateNotice
 from engines.mlx_worker.cache.layout import probe
+from engines.mlx_worker.measurement import ServingInstrument
 from engines.mlx_worker.model.instrument import MlxInstrument
-from engines.mlx_worker.serving_instrument import ServingInstrument
 from tests.integration.mlx_owner.harness import Engine, engine, read, session, text
 from tests.integration.tiny_models import tiny_model
 

@@ -25,6 +25,8 @@ from engines.mlx_worker.sessions.store_opening import store_opener
 from kvstore.codecs import floats
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rows.packed_array import PackedArray
+from kvstore.codecs.rows.packed_codec import packed_codec
+from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.shapes import KVPair, KVRun
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
@@ -70,6 +72,50 @@ async def test_nothing_is_packed_twice_by_going_to_sleep(tmp_path, codec):
         codes, scales = one.rows.pack(rows)
         np.testing.assert_array_equal(other.codes[:, 192:].reshape(codes.shape), codes)
         np.testing.assert_array_equal(other.scales[:, 192:].reshape(-1), scales)
+
+
+FAINT = 5  # a token; ``text`` has none of it
+WITH_FAINT = [*LONG[:100], FAINT, *LONG[100:270], FAINT, *LONG[270:]]
+
+
+@pytest.mark.parametrize("codec", ["tq3", "tq4"])
+@pytest.mark.parametrize("prompt", [LONG, WITH_FAINT], ids=["plain", "with-rows-kept-exactly"])
+async def test_a_session_that_sleeps_ten_times_keeps_its_bytes_and_its_next_tokens(
+    tmp_path, codec, prompt
+):
+    """Some rows are packed live, others at the first sleep; those of a faint token are too small
+    for a scale, and are kept as they are."""
+    async with engine("llama", tmp_path, codec=codec, hot_codec=codec, prefill_step=STEP) as it:
+        await it.owner.call(lambda: make_faint(it))
+        await it.turn(prompt, session("a"), max_tokens=1)
+        await it.settled()
+        stored, answers = [payload(it, codec, len(prompt))], []
+        for _ in range(10):
+            await it.demote_all()
+            answer = await it.turn([*prompt, 7], session("a"), max_tokens=8)
+            assert answer.cache is not None
+            assert (answer.cache.source, answer.cache.cached_tokens) == ("cold-ram", len(prompt))
+            answers.append(answer.tokens)
+            await it.settled()
+            stored.append(payload(it, codec, len(prompt)))
+            kept = sum(side.num_kept for x in hot_caches(it, "a") for side in x.sides)
+            assert kept == (2 * 2 * 2 if prompt is WITH_FAINT else 0)  # tokens, heads, K and V
+    assert [x == stored[0] for x in stored] == [True] * 11
+    assert [x == answers[0] for x in answers] == [True] * 10
+
+
+def payload(it: Engine, codec: str, num_tokens: int) -> bytes:
+    """The bytes that a hot session goes to sleep with."""
+    assert it.owner.plan is not None and isinstance(it.owner.plan.layout, PackedLayout)
+    layout = it.owner.plan.layout
+    run = kv_arrays.growing_run(hot_caches(it, "a"), num_tokens)
+    return bytes(packed_codec(codec_by_name(codec), layout).encode(run, layout, 0))
+
+
+def make_faint(it: Engine) -> None:
+    """Make the embedding of a token so small that K and V of the first layer nearly vanish."""
+    embedding = it.owner.loaded.model.model.model.embed_tokens
+    embedding.weight[FAINT] *= 1e-8
 
 
 def flat(run: KVRun) -> list[PackedArray]:

@@ -54,7 +54,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend
 
 from engines.about_vllm.environment import SUPPORTED, supported_releases
-from engines.about_vllm.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
+from engines.about_vllm.model_files import REASONING_PARSERS, TOOL_CALL_PARSERS
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.vllm_plugin.connector import BlockAcks, StepPlan, ThermoclineConnector
 from engines.vllm_plugin.grammar.backend import BoundedGrammar, TwoCompilers

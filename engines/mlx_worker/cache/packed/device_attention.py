@@ -1,6 +1,6 @@
 """Computes attention of one new token straight from packed rows, on any device that mlx has.
 
-The counterpart of ``host_attention``, which is for mlx on a CPU. Rows stay packed; see
+The counterpart of ``host_rows.attend``, which is for mlx on a CPU. Rows stay packed; see
 ``kvstore.codecs.attention.rotated``, whose values these kernels and operations give up to the
 order of addition. The query is rotated, and the sum rotated back, by ``mx_packer``.
 """
@@ -17,8 +17,7 @@ import numpy as np
 
 from engines.mlx_worker.cache.packed.metal_packer import LANES, unit_source
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
-from engines.mlx_worker.cache.packed.row_packer import NeverCopied, RowKind
-from engines.mlx_worker.cache.packed.side import PackedSide
+from engines.mlx_worker.cache.packed.rows import NeverCopied, PackedSide, RowKind
 from kvstore.codecs.attention.rotated import TOLERANCE, ReferenceAttention
 
 logger = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ def attend(
     queries: mx.array,
     scale: float,
 ) -> mx.array:
-    """Attend to each session's rows with its query; see ``host_attention.attend``."""
+    """Attend to each session's rows with its query; see ``host_rows.attend``."""
     shape = (*queries.shape[1:3], kinds[1].dim)
     given = queries.astype(mx.float32) * scale
     found = [

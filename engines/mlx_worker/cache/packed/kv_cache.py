@@ -20,10 +20,9 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import create_attention_mask
 
 from engines.kv_budget import BLOCK, NUM_RECENT
-from engines.mlx_worker.cache.packed import device_attention, host_attention
-from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
-from engines.mlx_worker.cache.packed.row_packer import RowPacker
-from engines.mlx_worker.cache.packed.side import PackedSide, empty_side
+from engines.mlx_worker.cache.packed import device_attention, host_rows
+from engines.mlx_worker.cache.packed.host_rows import HostRowPacker
+from engines.mlx_worker.cache.packed.rows import PackedSide, RowPacker, empty_side
 from kvstore.shapes import DType
 
 # K and V.
@@ -49,9 +48,6 @@ class PackedKVCache:
         self.dtype = dtype
         self.sides: KVSides | None = None  # None = no token yet
         self.offset = 0  # tokens it holds
-        # It met a row that cannot be packed (infinite, or out of a scale's range): from there on
-        # everything stays as it is.
-        self.stuck = False
 
     # ---- one layer's step
 
@@ -75,8 +71,12 @@ class PackedKVCache:
 
     @property
     def attends(self) -> bool:
-        """True if the next single token will be attended to packed rows."""
-        return self.seam is not None and self.seam.is_open()
+        """True if the next single token will be attended to packed rows.
+
+        Rows that cannot be packed are restored with all others.
+        """
+        is_open = self.seam is not None and self.seam.is_open()
+        return is_open and not any(side.num_kept for side in self.sides or ())
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add tokens; K and V are (1, num_kv_heads, num_tokens, dim) of any float dtype."""
@@ -93,20 +93,20 @@ class PackedKVCache:
         Call it before new tokens come: those that are here should be evaluated, since it asks them
         whether they can be packed.
         """
-        if self.sides is None or self.stuck:
+        if self.sides is None:
             return
         recent = int(self.sides[0].recent.shape[2])
         count = (self.offset - NUM_RECENT) // BLOCK * BLOCK - (self.offset - recent)
         if count <= 0:
             return
-        (keys, bad_key), (values, bad_value) = (
+        (keys, odd_keys), (values, odd_values) = (
             side.packed(packer, count)
             for side, packer in zip(self.sides, self.packers, strict=True)
         )
-        if bool((bad_key | bad_value).item()):
-            self.stuck = True
-        else:
-            self.sides = keys, values
+        if mx.any(odd_keys | odd_values).item():
+            old_keys, old_values = (side.recent for side in self.sides)
+            keys, values = keys.keeping(old_keys, odd_keys), values.keeping(old_values, odd_values)
+        self.sides = keys, values
 
     # ---- what mlx_lm asks of any cache
 
@@ -116,7 +116,8 @@ class PackedKVCache:
 
     @state.setter
     def state(self, arrays: Sequence[Any]) -> None:
-        self.sides = (PackedSide(*arrays[:4]), PackedSide(*arrays[4:])) if arrays else None
+        half = len(arrays) // 2
+        self.sides = (PackedSide(*arrays[:half]), PackedSide(*arrays[half:])) if arrays else None
         self.offset = self.sides[0].num_tokens if self.sides else 0
 
     def is_trimmable(self) -> bool:
@@ -148,7 +149,7 @@ class PackedKVCache:
     def copied(self) -> PackedKVCache:
         """An independent cache; the arrays that both hold are shared."""
         copy = PackedKVCache(self.packers, self.dtype, self.seam)
-        copy.sides, copy.offset, copy.stuck = self.sides, self.offset, self.stuck
+        copy.sides, copy.offset = self.sides, self.offset
         return copy
 
 
@@ -278,7 +279,7 @@ def attend(
 ) -> mx.array:
     """Attend to packed rows where they were packed: on the host, or on the device."""
     are_on_host = all(isinstance(packer, HostRowPacker) for packer in packers)
-    attend_there = host_attention.attend if are_on_host else device_attention.attend
+    attend_there = host_rows.attend if are_on_host else device_attention.attend
     return attend_there(sessions, (packers[0].kind, packers[1].kind), queries, scale)
 
 
@@ -320,7 +321,7 @@ def fetch(
         before = mx.zeros((1, num_heads, start, packer.kind.dim), packer.kind.dtype)
         columns = [before]
         if side is not None:
-            columns += [side.sinks, next(unpacked), side.recent]
+            columns += [side.sinks, side.filled(next(unpacked)), side.recent]
         after = width - sum(x.shape[2] for x in columns)
         columns.append(mx.zeros((1, num_heads, after, packer.kind.dim), packer.kind.dtype))
         filled = [x for x in columns if x.shape[2]]

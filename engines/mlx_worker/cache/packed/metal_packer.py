@@ -16,7 +16,7 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 
-from engines.mlx_worker.cache.packed.row_packer import NeverCopied, RowKind
+from engines.mlx_worker.cache.packed.rows import NeverCopied, RowKind
 from kvstore.codecs import floats
 from kvstore.codecs.rows import rotated_rows, rotation
 

@@ -6,8 +6,12 @@ import json
 
 import pytest
 
-from engines.about_vllm.model_files import ModelFiles, read_model_files
-from engines.about_vllm.parsers import needs_tool_template, parsers_for
+from engines.about_vllm.model_files import (
+    ModelFiles,
+    needs_tool_template,
+    parsers_for,
+    read_model_files,
+)
 from engines.config import VllmConfig
 
 QWEN = "{% if tools %}<tool_call>{{ x }}</tool_call>{% endif %}<think> enable_thinking"

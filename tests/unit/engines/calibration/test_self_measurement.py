@@ -13,7 +13,7 @@ import pytest
 
 from engines.calibration import first_order as orders
 from engines.calibration.first_order import FIRST_PRESETS, first_order
-from engines.calibration.gate import bound
+from engines.calibration.gate import rules
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument, Interrupted
 from engines.calibration.measuring.metrics import widened
@@ -248,7 +248,7 @@ def test_arrays_learned_from_more_texts_outlive_a_measurement_by_hand(
 ) -> None:
     monkeypatch.setattr(orders, "FIRST_WINDOWS", 8)
     monkeypatch.setattr(orders, "MOST_WINDOWS", 16)
-    monkeypatch.setattr(bound, "WORTH", 2.0)  # a model that plays one gains nothing by texts
+    monkeypatch.setattr(rules, "WORTH", 2.0)  # a model that plays one gains nothing by texts
     path = profile_path(tmp_path, Talking.fingerprint)
     measured: list[Profile] = []
 
@@ -259,7 +259,7 @@ def test_arrays_learned_from_more_texts_outlive_a_measurement_by_hand(
     assert Engine(tmp_path, Sensitive(), wanted=Wanted(learns_on=wanted)).ended() == ""
     taught = load_profile(path)
     assert taught.ids["balanced"] != measured[0].ids["balanced"]
-    monkeypatch.setattr(bound, "WORTH", 0.0)  # nor does it lose anything by few
+    monkeypatch.setattr(rules, "WORTH", 0.0)  # nor does it lose anything by few
     by_hand = Engine(tmp_path, Sensitive())
     assert by_hand.ended() == "" and by_hand.adopted == 1
     assert load_profile(path).ids == taught.ids
@@ -268,7 +268,7 @@ def test_arrays_learned_from_more_texts_outlive_a_measurement_by_hand(
 def test_an_order_whose_report_is_awaited_replaces_what_was_learned_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bound, "WORTH", 0.0)  # an engine itself would keep what it has
+    monkeypatch.setattr(rules, "WORTH", 0.0)  # an engine itself would keep what it has
     path = tmp_path / "report.json"
     order = CalibrationOrder(
         presets=("dense3", "max", "raw"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.calibration.fleet_profiles import difference
-from engines.calibration.gate.bound import Bound
+from engines.calibration.gate.rules import Bound
 from kvstore.codecs.quality import Quality, TextQuality
 
 BOUND = Bound(kl=0.01, top1=0.9)

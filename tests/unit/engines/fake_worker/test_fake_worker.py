@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engines.fake_worker.echo_answer import EchoAnswer, Script, prompt_words, read_script
 from engines.fake_worker.fake_sessions import HOT_BYTES_PER_TOKEN, FakeSessions
+from engines.fake_worker.server import EchoAnswer, Script, prompt_words, read_script
 from engines.openai.requests import InvalidRequest, validate_chat, validate_completion
 from engines.wire import Notice, SessionRef
 

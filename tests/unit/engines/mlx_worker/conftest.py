@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 from tests.tiny_tokenizer import THINKING, TOOLS, tiny_tokenizer
 
 LOGITS = 410  # wider than the tokenizer, as with padded models

@@ -16,7 +16,7 @@ from engines.host.grammar import GrammarWish, Verdict, answer_schema, source_of,
 from engines.host.grammar_trial import PROGRAM
 from engines.mlx_worker import grammar as grammar_module
 from engines.mlx_worker.grammar import Grammar, GrammarCompiler, GrammarFailed, GrammarProcessor
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 from engines.openai.messages import Tool
 from engines.openai.requests import InvalidRequest, validate_chat
 

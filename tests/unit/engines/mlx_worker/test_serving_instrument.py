@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.mlx_worker.serving_instrument import (
+from engines.mlx_worker.measurement import (
     CPU_WORK,
     GPU_WORK,
     LARGEST,

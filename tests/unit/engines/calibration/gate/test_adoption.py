@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from engines.calibration.gate.bound import Bound, worth_adopting
+from engines.calibration.gate.rules import Bound, worth_adopting
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.rope import Rope
 from tests.unit.engines.calibration.gate.test_choice import measured, row

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from engines.calibration.gate.bound import Bound, refusal
+from engines.calibration.gate.rules import Bound, refusal
 from kvstore.codecs.quality import Quality
 
 GOOD = Quality(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engines.calibration.gate.preference import preferred
+from engines.calibration.gate.rules import preferred
 from kvstore.codecs.quality import Quality
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 

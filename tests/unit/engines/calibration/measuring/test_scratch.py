@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from engines.calibration.measuring.scratch import Scratch
+from engines.calibration.footprint import Scratch
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.learning.statistics import element_means
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_run, ropes_of

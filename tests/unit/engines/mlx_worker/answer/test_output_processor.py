@@ -14,7 +14,7 @@ from engines.mlx_worker.answer.output_processor import (
     plain_sections,
 )
 from engines.mlx_worker.generation import FinishReason, ModelFacts, Token
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.request_planner import RequestPlanner
 from engines.openai.requests import validate_chat
 

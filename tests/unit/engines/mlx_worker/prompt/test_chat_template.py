@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.chat_template import ChatPrompt, PromptWriter
 from engines.mlx_worker.prompt.tools import plan_tools
 from engines.openai.requests import InvalidRequest, validate_chat

@@ -12,7 +12,7 @@ import pytest
 
 from engines.host.fair_shares import Payer
 from engines.mlx_worker.generation import ModelFacts
-from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.chat_template import PromptWriter
 from engines.mlx_worker.prompt.request_planner import PIECE_CHARS, Planning, make_processors, pieces
 from engines.openai.requests import (

@@ -21,7 +21,7 @@ from engines.mlx_worker.cache.packed.attention import (
     attending,
     modules_of,
 )
-from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
+from engines.mlx_worker.cache.packed.host_rows import HostRowPacker
 from engines.mlx_worker.cache.packed_model import PackedCacheModel, with_packed_caches
 from tests.integration.mlx_owner.harness import text
 from tests.integration.tiny_models import tiny_model

@@ -9,7 +9,7 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.cache.packed.attention_choice import attends_better, says_the_same
+from engines.mlx_worker.cache.packed.attention import attends_better, says_the_same
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed_model import with_packed_caches
 from engines.mlx_worker.model.loading import load_model

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engines.mlx_worker.cache.packed import host_attention
+from engines.mlx_worker.cache.packed import host_rows
 from engines.mlx_worker.cache.packed.device_attention import (
     MOST_QUERIES,
     SCORE_TOKENS,
@@ -22,8 +22,7 @@ from engines.mlx_worker.cache.packed.device_attention import (
     sums_source,
 )
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
-from engines.mlx_worker.cache.packed.row_packer import RowKind
-from engines.mlx_worker.cache.packed.side import empty_side
+from engines.mlx_worker.cache.packed.rows import RowKind, empty_side
 from kvstore.codecs.attention.rotated import TOLERANCE, ReferenceAttention
 from kvstore.codecs.rows import rotation
 from tests.unit.engines.mlx_worker.cache.packed.test_metal_packer import name, ran
@@ -121,7 +120,7 @@ def test_attention_on_the_device_is_that_on_the_host(num_tokens):
         sides.append(side.packed(MlxRowPacker(kind), count)[0] if count else side)
     queries = mx.array(uneven((3, 3 * HEADS, 1, 64), seed=5))
     sessions = [tuple(sides), None, tuple(sides)]
-    found, right = (x(sessions, kinds, queries, 0.1) for x in (attend, host_attention.attend))
+    found, right = (x(sessions, kinds, queries, 0.1) for x in (attend, host_rows.attend))
     assert found.shape == (3, 3 * HEADS, 1, 80)
     assert_close(np.array(found), np.array(right))
 

@@ -17,10 +17,10 @@ from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
 from engines.kv_budget import BLOCK, MOST_EXACT, NUM_RECENT
 from engines.mlx_worker.cache import kv_arrays
-from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
+from engines.mlx_worker.cache.packed.host_rows import HostRowPacker
 from engines.mlx_worker.cache.packed.kv_cache import BatchPackedKVCache, PackedKVCache
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
-from engines.mlx_worker.cache.packed.row_packer import RowKind
+from engines.mlx_worker.cache.packed.rows import RowKind
 from engines.mlx_worker.cache.packed_model import PackedCacheModel
 from tests.integration.mlx_owner.harness import text
 from tests.integration.tiny_models import tiny_model
@@ -199,19 +199,29 @@ def test_rows_of_zeros_are_packed_and_stay_zero(live):
 
 
 @pytest.mark.parametrize("strange", [float("inf"), float("nan"), 1e-8])
-def test_from_a_row_that_cannot_be_packed_everything_stays_exact(live, strange):
+def test_a_row_that_cannot_be_packed_is_kept_among_packed_ones(live, strange):
     cache = live.make_cache()[0]
     keys = mx.random.normal((1, 2, 300, 64)).astype(mx.bfloat16).astype(mx.float32)
+    values = mx.array(keys)
     keys[0, 1, 100] = 0
     keys[0, 1, 100, 5] = strange
-    cache.append(keys[:, :, :128], keys[:, :, :128])
+    cache.append(keys[:, :, :128], values[:, :, :128])
     cache.pack_old()
-    cache.append(keys[:, :, 128:], keys[:, :, 128:])
+    cache.append(keys[:, :, 128:], values[:, :, 128:])
     cache.pack_old()
-    assert cache.stuck
-    got = read(cache)[0]
-    np.testing.assert_array_equal(np.array(got[0, 1, 100]), bf16(keys[0, 1, 100]))
-    assert cache.copied().stuck
+    assert cache.sides[0].num_packed == packed_end(300) - 4
+    assert [side.num_kept for side in cache.sides] == [1, 0]
+    copy = cache.copied()
+    kv_arrays.compact([copy])
+    for each in (cache, copy, cache.merge([cache]).extract(0)):
+        got, plain = read(each)
+        np.testing.assert_array_equal(np.array(got[0, 1, 100]), bf16(keys[0, 1, 100]))
+        assert mx.array_equal(got[0, 0], plain[0, 0])
+        assert mx.array_equal(got[0, 1, 101:], plain[0, 1, 101:])
+    cache.trim(199)
+    np.testing.assert_array_equal(np.array(read(cache)[0][0, 1, 100]), bf16(keys[0, 1, 100]))
+    cache.trim(1)
+    assert [side.num_kept for side in cache.sides] == [0, 0]
 
 
 def bf16(values: mx.array) -> np.ndarray:

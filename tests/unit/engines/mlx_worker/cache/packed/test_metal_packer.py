@@ -21,8 +21,8 @@ from engines.mlx_worker.cache.packed.metal_packer import (
     pack_source,
     unpack_source,
 )
-from engines.mlx_worker.cache.packed.packer_choice import agrees, sample_rows
-from engines.mlx_worker.cache.packed.row_packer import RowKind
+from engines.mlx_worker.cache.packed.rows import RowKind
+from engines.mlx_worker.cache.packed_model import agrees, sample_rows
 from kvstore.codecs import floats
 from kvstore.codecs.rows import rotation
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.kv_budget import HOT_CODECS
-from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
+from engines.mlx_worker.cache.packed.host_rows import HostRowPacker
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
-from engines.mlx_worker.cache.packed.packer_choice import agrees, choose_packer
-from engines.mlx_worker.cache.packed.row_packer import RowKind, RowPacker
+from engines.mlx_worker.cache.packed.rows import RowKind, RowPacker
+from engines.mlx_worker.cache.packed_model import agrees, choose_packer
 from kvstore.codecs import floats
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rows.packed_codec import packed_codec

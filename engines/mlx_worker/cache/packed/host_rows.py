@@ -1,8 +1,9 @@
-"""Unpacks rows with the host's own kernels, where mlx runs on the host as well.
+"""Unpacks and attends to rows with the host's own kernels, where mlx runs on the host as well.
 
 On a CPU mlx's arrays are the host's memory: numpy sees them without a copy, and numba's kernel is
 many times faster than the same steps as mlx operations. Its results are put into the graph as
-constants, so the packed rows are evaluated first; they have been computed in an earlier step.
+constants, so the packed rows are evaluated first; they have been computed in an earlier step. For
+attention rows stay packed: see ``kvstore.codecs.attention.session_rows``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
-from engines.mlx_worker.cache.packed.row_packer import RowKind
-from engines.mlx_worker.cache.packed.side import PackedSide
+from engines.mlx_worker.cache.packed.rows import PackedSide, RowKind
 from kvstore.codecs import floats
+from kvstore.codecs.attention.session_rows import RowShapes, SessionRows, session_attention
 from kvstore.codecs.rows.backend import ArrayKernel, best_kernel
 from kvstore.codecs.rows.payload import ArraySlot, SlotGroup
 
@@ -69,6 +70,8 @@ class HostRowPacker(MlxRowPacker):
         out[:, :first] = _exact(side.sinks, out.dtype)
         if side.num_packed:
             self._unpack_into(out[:, first:last], viewed(side.codes), viewed(side.scales), kernel)
+            heads, tokens = viewed(side.places)[0].T
+            out[heads, first + tokens] = _exact(side.kept, out.dtype)
         out[:, last : side.num_tokens] = _exact(side.recent, out.dtype)
 
     def _unpack_into(
@@ -95,7 +98,7 @@ def bits_of(array: mx.array) -> mx.array:
 
 
 def _exact(array: mx.array, element: np.dtype) -> np.ndarray:
-    """Turn (1, num_kv_heads, num_tokens, dim) of the stored dtype into ``element``, less axis 0."""
+    """Turn rows, (1, ..., dim) of the stored dtype, into ``element``, less axis 0."""
     bits = viewed(array)[0]
     return floats.widen(bits, "bfloat16") if element == np.float32 else bits.view(element)
 
@@ -126,3 +129,36 @@ def _group(kind: RowKind, num_heads: int, num_tokens: int) -> SlotGroup:
     )
     offsets = np.array([(slot.packed_at, slot.scales_at)], np.int64)
     return SlotGroup(kind.dim, (0,), (slot,), offsets)
+
+
+KVSides = tuple[PackedSide, PackedSide]
+
+
+def attend(
+    sessions: Sequence[KVSides | None],
+    kinds: tuple[RowKind, RowKind],
+    queries: mx.array,
+    scale: float,
+) -> mx.array:
+    """Attend to each session's rows with its query; a session without tokens gives zeros.
+
+    ``queries``: (sessions, num_heads, 1, head_dim), already turned. Returns the same with
+    ``value_dim``, in the queries' dtype.
+    """
+    keys, values = kinds
+    given = (queries * scale).astype(mx.float32)
+    bits = [[bits_of(x) for side in sides or () for x in side.arrays[:4]] for sides in sessions]
+    mx.eval(given, bits)  # all at once: a call costs as much as many rows
+    attention = session_attention(RowShapes(keys.format, keys.dim, values.dim, keys.stored))
+    out = np.zeros((*given.shape[:2], values.dim), np.float32)
+    for query, arrays, target in zip(np.asarray(given)[:, :, 0], bits, out, strict=True):
+        if arrays:
+            sides = [np.asarray(x)[0] for x in arrays]
+            heads = len(sides[0])
+            attention.attend(
+                query.reshape(heads, -1, keys.dim),
+                SessionRows(*sides[:4]),
+                SessionRows(*sides[4:]),
+                target.reshape(heads, -1, values.dim),
+            )
+    return mx.array(out)[:, :, None].astype(queries.dtype)
