@@ -41,6 +41,8 @@ from kvstore.tiers.base import TierStats
 
 logger = logging.getLogger(__name__)
 _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
+# How long a list waits for the sessions that are on Redis: two looks of the ledger.
+KNOWN_S: Final = 7.0
 # How long a demote waits for a save that is on its way.
 SAVE_WAIT_S: Final = 30.0
 # How long smaller budgets are waited for before the gateway is to ask again, and how often it is
@@ -69,8 +71,9 @@ class SessionReports:
         return self._report((session.tenant, session.id), record)
 
     def sessions(self) -> list[SessionReport]:
-        """The reports on all sessions, hot and cold."""
-        records = {(x.tenant, x.id): x for x in (self._store.records() if self._store else [])}
+        """The reports on all sessions, hot and cold. Blocks until those on Redis are known."""
+        found = self._store.records(KNOWN_S) if self._store else []
+        records = {(x.tenant, x.id): x for x in found}
         keys = dict.fromkeys([*records, *(x.key for x in self._hot.all()), *self._hot.busy()])
         reports = (self._report(key, records.get(key)) for key in keys)
         return [x for x in reports if x is not None]

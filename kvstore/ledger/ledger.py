@@ -93,7 +93,8 @@ class Ledger(Generic[R]):
         self._say_whose_blobs(self.index.all())
         # Levels with records of earlier lives, and the keys still to be read; None: unknown yet.
         self._to_load: dict[int, list[bytes] | None] = dict.fromkeys(self.stack.shared)
-        self.index.is_whole = not self._to_load
+        self._all_known = threading.Event()
+        self._note_whether_all_known()
         self._vain_loads: Counter[int] = Counter()  # by level
         self._closing = threading.Event()
         self.pins = Pins(self.stack, config.pinned_share, config.tenant_pinned_share)
@@ -194,8 +195,17 @@ class Ledger(Generic[R]):
             self._to_load[level] = later + keys
         else:
             del self._to_load[level]
-            self.index.is_whole = not self._to_load
+            self._note_whether_all_known()
         return found
+
+    def _note_whether_all_known(self) -> None:
+        self.index.is_whole = not self._to_load
+        if self.index.is_whole:
+            self._all_known.set()
+
+    def wait_until_known(self, timeout_s: float) -> bool:
+        """Wait until sessions of earlier lives are known; False if they are not in time."""
+        return self._all_known.wait(timeout_s)
 
     def _follow_pin(self, key: bytes) -> None:
         with self.claims.claim(key):
@@ -312,6 +322,7 @@ class Ledger(Generic[R]):
     def close(self) -> None:
         """Stop all threads and close the tiers; waiting work is dropped. Call once."""
         self._closing.set()
+        self._all_known.set()  # none will be found any more
         self.company.close()
         self.repacker.close()
         if self._housekeeping is not None:

@@ -387,3 +387,21 @@ def test_a_save_before_the_others_are_known_leaves_the_state_that_they_share(
     come_to_list(store, {"a", "b"})
     assert states.back(store, ref("b"), [*beginning, *ends["b"], *history(4, 7)]) == 64
     store.close()
+
+
+def test_a_list_waits_for_them(rig: Rig, server: RedisServer, tmp_path: Path):
+    lived(rig, server, tmp_path, "a", "b")
+    store = rig.open(tiers_of(server, tmp_path))
+    assert {x.id for x in store.records(PATIENCE_S)} == {"a", "b"}
+    store.close()
+
+
+def test_a_list_does_not_wait_for_ever(rig: Rig, server: RedisServer, tmp_path: Path):
+    lived(rig, server, tmp_path, "a")
+    server.stop()
+    store = rig.open(tiers_of(server, tmp_path))
+    began = time.monotonic()
+    assert store.records(0.5) == []
+    assert time.monotonic() - began >= 0.5
+    server.cont()
+    store.close()
