@@ -1,13 +1,13 @@
-"""Replicas on Ray: sessions stay, one is killed under load, all are replaced, one is taken away.
+"""Replicas on Ray: sessions stay, one is killed under load, all are replaced, one goes.
 
 python -m benchmarks.ray_replicas [--sessions 12] [--tokens 300] [--json OUT]
 
 The sample model on a Ray of this machine, two replicas with small pools of KV, a gateway before
 them, one Redis. Sessions are stored exactly (``raw``). Every session takes a turn in each of five
-rounds: at first, again, while a replica is killed, after all replicas were replaced by two new ones,
-and by a single one. The texts are compared with those of one vLLM that nothing
-happens to (``--engine vllm`` of the product). A stream that had begun when its replica was killed
-ends in an error, as any engine's does; its client asks again, and that is counted.
+rounds: at first, again, while a replica is killed, after all replicas were replaced by two new
+ones, and by a single one. The texts are compared with those of one vLLM that nothing happens to
+(``--engine vllm`` of the product). A stream that had begun when its replica was killed ends in an
+error, as any engine's does; its client asks again, and that is counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.stacks.ray_stack import MISSING, RayReplicas, is_installed
 from tests.redis_server import RedisServer
 
 AT_ONCE = 4
-ROUNDS = ("first", "second", "killed", "replaced", "taken away")
+ROUNDS = ("first", "second", "killed", "replaced", "one left")
 ANSWER_TOKENS = 8
 KILL_AFTER = 1 / 3  # of the round's turns
 
@@ -124,7 +124,7 @@ async def _rounds(talks: Conversations, ray: RayReplicas, stack: Stack) -> dict[
         await ready(2)  # Ray has started another
         for name, change in (
             ("replaced", {"max_context": 1984}),
-            ("taken away", {"num_replicas": 1}),
+            ("one left", {"num_replicas": 1}),
         ):
             began = time.perf_counter()
             names = {x["name"] for x in await _replicas(client)}

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,8 @@ class RayReplicas:
                 self._address = line.split(READY)[1].strip()
                 break
         giving_up.cancel()
+        # What is not read stops Ray's threads, and with them its end.
+        threading.Thread(target=deque, args=(self._process.stdout, 0), daemon=True).start()
         if not self._address:
             self.__exit__()
             raise RuntimeError(f"the replicas did not start:\n{self.tail()}")
