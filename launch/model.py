@@ -328,7 +328,7 @@ class Model:
         )
 
 
-def find_model(given: str, cache_dir: Path, say: Callable[[str], None] | None = None) -> Model:
+def find_model(given: str, cache_dir: Path) -> Model:
     """The model that ``given`` names; "" is the sample model, converted if need be.
 
     Raises:
@@ -336,7 +336,7 @@ def find_model(given: str, cache_dir: Path, say: Callable[[str], None] | None = 
         LaunchError: the sample model cannot be made.
     """
     if not given:
-        folder = sample_model(cache_dir, say)
+        folder = sample_model(cache_dir)
         return Model(str(folder), folder.name, folder)
     path = Path(given).expanduser()
     if path.is_dir():

@@ -23,7 +23,6 @@ def print_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
-    title: str = "",
     right: Collection[str] = (),
     empty: str = "",
 ) -> None:
@@ -31,7 +30,7 @@ def print_table(
     if not rows and empty:
         print(empty)
         return
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for column in columns:
         justify = "right" if column in right else "left"
         table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]

@@ -74,14 +74,12 @@ class SharedLimits:
         ask: Ask,
         name_of: Callable[[str], str],
         on_change: Callable[[bool], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ask = ask
         self.name_of = name_of
         self.on_change = on_change
         # Lists a tenant's sessions here; set by the app.
         self.sessions_of: Callable[[str], Collection[str]] = lambda tenant: ()
-        self._clock = clock
         self._gateway = secrets.token_hex(8)
         self.is_shared = False
         self._is_reported = False
@@ -99,10 +97,10 @@ class SharedLimits:
         stock = self._stocks.get(tenant.key_id)
         if stock is None:
             name = self.name_of(tenant.key_id or tenant.name)
-            stock = self._stocks[tenant.key_id] = Stock(name, limits, self._clock)
+            stock = self._stocks[tenant.key_id] = Stock(name, limits, time.monotonic)
         elif stock.limits != limits:
             stock.limit_to(limits)
-        stock.used_at = self._clock()
+        stock.used_at = time.monotonic()
         return stock
 
     async def ready(self, tenant: Tenant, limits: Limits) -> Reservation | None:
@@ -186,7 +184,7 @@ class SharedLimits:
             self._ended.set_result(None)
 
     def _questions(self) -> list[Question]:
-        now = self._clock()
+        now = time.monotonic()
         for key, stock in list(self._stocks.items()):
             if stock.is_idle and now - stock.used_at > 2 * LEASE_S:
                 del self._stocks[key]
@@ -205,7 +203,7 @@ class SharedLimits:
         return [(drop(self._sessions_name(tenant), gone[:MAX_NAMES]), _pass)] if gone else []
 
     def _keeping(self, tenant: str, mine: _Claimed) -> list[Question]:
-        mine.kept_at = self._clock()
+        mine.kept_at = time.monotonic()
         names = [_short(x) for x in self.sessions_of(tenant)]
         lease_ms = round(SESSIONS_LEASE_S * 1000)
         name = self._sessions_name(tenant)
@@ -228,7 +226,7 @@ class SharedLimits:
             for mine in self._claimed.values():
                 mine.kept_at = float("-inf")
         self.on_change(is_shared)
-        now = self._clock()
+        now = time.monotonic()
         if now - self._said_at < SAY_EVERY_S and not is_shared:
             return
         if is_shared:

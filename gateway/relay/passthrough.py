@@ -197,7 +197,6 @@ class StreamOut:
         send: Send,
         send_body: Send,
         answer: AnswerFormat,
-        clock: Callable[[], float] | None = None,
         *,
         head_sent: bool = False,
     ) -> None:
@@ -205,12 +204,11 @@ class StreamOut:
         Args:
             head_sent: the head went out before there was an engine to ask.
             send: for the head; ``send_body`` is for all between head and end.
-            clock: in seconds; None = the event loop's.
         """
         self._send = send
         self._send_body = send_body
         self._answer = answer
-        self._clock = clock or asyncio.get_running_loop().time
+        self._clock = asyncio.get_running_loop().time
         self._sign = answer.sign_of_life() if isinstance(answer, ShowsLife) else b""
         self._head_sent = head_sent
         self._beginning = asyncio.Lock()

@@ -24,6 +24,7 @@ QUICK_SHARE: Final = (
 )
 LOST_IN_A_ROW: Final = 4  # then all older ones count as lost, too
 BY_TIME: Final = "time"
+ANSWER_TOKENS: Final = 8
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -70,7 +71,6 @@ class Search:
         words: int = 300,
         most: int = 256,
         start: int = 4,
-        answer_tokens: int = 8,
         timeout_s: float = 600.0,
         on_turn: Callable[[str], None] = lambda what: None,
     ) -> None:
@@ -78,7 +78,6 @@ class Search:
         self._address = address
         self._most = most
         self._start = min(start, most)
-        self._answer_tokens = answer_tokens
         self._timeout_s = timeout_s
         self._on_turn = on_turn
         self._tag = f"{time.time_ns():x}"
@@ -154,7 +153,7 @@ class Search:
             self.found.model,
             messages,
             session=f"bench-{name}",
-            max_tokens=self._answer_tokens,
+            max_tokens=ANSWER_TOKENS,
             fields={"temperature": 0},
             timeout_s=self._timeout_s,
         )

@@ -53,7 +53,6 @@ class Run:
         workload: Workload,
         *,
         timeout_s: float = 600.0,
-        temperature: float = 0.0,
         on_result: Callable[[Result], None] = lambda result: None,
     ) -> None:
         self.results: list[Result] = []
@@ -63,7 +62,6 @@ class Run:
         self._model = model
         self._workload = workload
         self._timeout_s = timeout_s
-        self._fields: dict[str, Any] = {"temperature": temperature}
         self._on_result = on_result
         self._tag = f"{time.time_ns():x}"  # sessions of two runs are never the same
         self._began = time.perf_counter()
@@ -123,7 +121,7 @@ class Run:
             [*messages, said],
             session=name,
             max_tokens=step.answer_tokens,
-            fields=self._fields | _mistake(step),
+            fields={"temperature": 0.0} | _mistake(step),
             timeout_s=self._timeout_s,
         )
         messages += [said, {"role": "assistant", "content": turn.text}]

@@ -86,7 +86,7 @@ class Bar:
         self._progress.update(self._task, advance=1, description=what)
 
 
-def run_workload(target: Target, workload: Workload, temperature: float = 0.0) -> Report:
+def run_workload(target: Target, workload: Workload) -> Report:
     """Play ``workload`` and report the results, also after Ctrl-C.
 
     Raises:
@@ -107,7 +107,6 @@ def run_workload(target: Target, workload: Workload, temperature: float = 0.0) -
             model,
             workload,
             timeout_s=target.timeout_s,
-            temperature=temperature,
             on_result=on_result,
         )
         await run.play(http)

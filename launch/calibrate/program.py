@@ -171,12 +171,9 @@ async def _end(engine: Engine, welcome: Welcome) -> MeasurementEnd:
 class ProfileWatch:
     """Watches the engine and its model's profile. Belongs to one event loop."""
 
-    def __init__(
-        self, effective: EffectiveSettings, engine: Engine, *, look_every_s: float = WATCH_EVERY_S
-    ) -> None:
+    def __init__(self, effective: EffectiveSettings, engine: Engine) -> None:
         self._effective = effective
         self._engine = engine
-        self._look_every_s = look_every_s
         self._seen: object = None  # the profile's file, as it was when the engine last looked
         self._remembered = ""
 
@@ -190,7 +187,7 @@ class ProfileWatch:
                 watch_log.warning("what was measured of the model is not looked for: %s", error)
             except Exception:  # the edge of this task: nothing here may end the service
                 watch_log.exception("what was measured of the model is not looked for")
-            await asyncio.sleep(self._look_every_s)
+            await asyncio.sleep(WATCH_EVERY_S)
 
     async def _look(self, codec: CodecReport) -> None:
         if codec.fingerprint != self._remembered:
