@@ -79,12 +79,13 @@ class NextLife:
             engine: returns one object for as long as the control connection lasts, None without.
             wait_s: the longest wait for the next one, in seconds.
             no_hope: says that none will come.
-            there: says that one can be asked, once the one of now has ended; None = its next life.
+            there: says that another one can be asked; None = only the next life of this one.
         """
         self._engine = engine
         self._then = engine()
         self._wait_s = wait_s
         self._no_hope = no_hope
+        self._beside = there is not None
         self._there = there or (lambda: engine() is not None)
 
     @property
@@ -92,8 +93,14 @@ class NextLife:
         """True once the engine of then has ended."""
         return self._engine() is not self._then
 
-    async def ready(self) -> bool:
-        """Wait until the engine has ended and one is there again; False if not in time."""
+    async def ready(self, *, broke: bool = False) -> bool:
+        """Wait until the engine has ended and one is there again; False if not in time.
+
+        ``broke``: the connection to the engine broke, so no answer can come from it any more. One
+        that is ``there`` beside it can then be asked at once.
+        """
+        if broke and self._beside and self._there():
+            return True
         loop = asyncio.get_running_loop()
         noticed, end = loop.time() + NOTICED_S, loop.time() + self._wait_s
         while loop.time() < end and not self._no_hope():

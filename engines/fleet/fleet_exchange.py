@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Final
 
-from engines.base import EngineUnavailable, EngineUnreached, Upstream
+from engines.base import EngineStalled, EngineUnavailable, EngineUnreached, Upstream
 from engines.client.http_exchange import (
     END_OF_COMMENT,
     ERROR_EVENT,
@@ -26,8 +26,10 @@ MAX_UNREACHED: Final = 3  # replicas that take no connection, one after the othe
 class FleetExchange:
     """A request and its response; an ``engines.base.Upstream``.
 
-    A replica that ends before it has said anything of its answer is one too few: another one is
-    asked, once, as ``HttpExchange`` asks the next life of a single engine.
+    If a replica ends, or its connection breaks, before it has said anything of its answer, another
+    one is asked, once, as ``HttpExchange`` asks the next life of a single engine. A process that
+    was killed may leave a socket that others hold open for some seconds, so a replica whose
+    connection broke is avoided for some time.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class FleetExchange:
         self._kept: bytes | None = None  # the body, to be sent once more
         self._stack = AsyncExitStack()  # holds the request at the replica
         self._upstream: Upstream
-        self._asked: tuple[Welcome | None, NextLife] | None = None  # the life that was asked
+        self._asked: tuple[Replica, Welcome | None, NextLife] | None = None  # and its life
 
     async def begin(self, body: bytes) -> None:
         """Send the request and wait for the head of the response.
@@ -64,8 +66,8 @@ class FleetExchange:
         self._kept = body if len(body) <= MAX_KEPT_BYTES else None
         try:
             await self._ask(body, None)
-        except EngineUnavailable:
-            if not await self._asked_again():
+        except EngineUnavailable as error:
+            if not await self._asked_again(self._broke(error)):
                 raise
         else:
             if self.status >= 500:  # perhaps vLLM's last words
@@ -77,7 +79,7 @@ class FleetExchange:
         for _ in range(MAX_UNREACHED):
             replica = self._choose(but)
             but = replica.engine.welcome
-            self._asked = but, self._next_life(replica)
+            self._asked = replica, but, self._next_life(replica)
             try:
                 await self._enter(replica, body)
                 return
@@ -99,13 +101,21 @@ class FleetExchange:
         if self._upstream.status < 400:
             self._served(replica)
 
-    async def _asked_again(self) -> bool:
-        """Ask another replica if this one ended; returns whether it was."""
+    def _broke(self, error: EngineUnavailable) -> bool:
+        """Say whether the connection to the replica broke, which is then avoided."""
+        if isinstance(error, EngineStalled | EngineUnreached):
+            return False
+        if self._asked is not None:
+            self._asked[0].avoid()
+        return True
+
+    async def _asked_again(self, broke: bool = False) -> bool:
+        """Ask another replica if this one ended or its connection broke; returns whether it did."""
         body, self._kept = self._kept, None
         if body is None or self._asked is None:
             return False
-        life, next_life = self._asked
-        if not await next_life.ready():
+        _, life, next_life = self._asked
+        if not await next_life.ready(broke=broke):
             return False
         log.warning("a replica ended with a request; another one is asked")
         await self._stack.aclose()
@@ -125,6 +135,7 @@ class FleetExchange:
         has_begun = False
         while True:
             failure: EngineUnavailable | None = None
+            broke = False
             try:
                 async for chunk in self._upstream.chunks():
                     if self._kept is not None:
@@ -135,8 +146,8 @@ class FleetExchange:
                     has_begun = True
                     yield chunk
             except EngineUnavailable as error:
-                failure = error
-            if not await self._promised_again(failure is not None):
+                failure, broke = error, self._broke(error)
+            if not await self._promised_again(failure is not None, broke):
                 if failure is not None:
                     raise failure
                 return
@@ -145,14 +156,14 @@ class FleetExchange:
 
     @property
     def _has_ended(self) -> bool:
-        return self._asked is not None and self._asked[1].ended
+        return self._asked is not None and self._asked[2].ended
 
-    async def _promised_again(self, failed: bool) -> bool:
+    async def _promised_again(self, failed: bool, broke: bool) -> bool:
         """Ask another replica after a head that was read; its answer must be of the same kind."""
         if self._kept is None or not (failed or self._has_ended):
             return False
         kind = self.status, self.headers.get("content-type")
-        asked = await self._asked_again()
+        asked = await self._asked_again(broke)
         if asked and kind != (self.status, self.headers.get("content-type")):
             raise EngineUnavailable(f"another replica answered with status {self.status}")
         return asked

@@ -11,7 +11,7 @@ from engines.base import Engine, ReplicaState, SessionRef
 from engines.wire import EngineReport, TierReport, Welcome
 from kvstore.stats import Repacking, most_different
 
-AVOID_S = 5.0  # a replica that took no connection comes last for so long
+AVOID_S = 5.0  # a replica that took no connection, or broke one, comes last for so long
 _SUMS = (
     *("hot_bytes", "idle_hot_bytes", "hot_capacity_bytes", "active_bytes"),
     *("num_running", "num_waiting", "save_queue_bytes"),
@@ -59,11 +59,11 @@ class Replica:
 
     @property
     def avoided(self) -> bool:
-        """True if it has just taken no connection."""
+        """True if it has just taken no connection, or broke one."""
         return self._clock() < self._avoid_until
 
     def avoid(self) -> None:
-        """Note that it took no connection: for some time others are asked first."""
+        """Note that it took or kept no connection: for some time others are asked first."""
         self._avoid_until = self._clock() + AVOID_S
 
     def left(self) -> None:

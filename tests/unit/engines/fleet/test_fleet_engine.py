@@ -12,6 +12,7 @@ import pytest
 
 from engines.base import (
     Demoted,
+    EngineStalled,
     EngineUnavailable,
     EngineUnreached,
     SessionRef,
@@ -39,6 +40,7 @@ class Engine(RecordingEngine):
         self.restarts: list[str] = []
         self.num_turns = 0
         self.dies_with_next = self.takes_no_connection = self.is_stopped = False
+        self.fails_with: EngineUnavailable | None = None
         self.gave_up = False
         self.heard: asyncio.Queue[Notice | None] = asyncio.Queue()
 
@@ -63,6 +65,8 @@ class Engine(RecordingEngine):
         if not self.ready or self.takes_no_connection:
             raise EngineUnreached("it takes no connections")
         self.num_turns += 1
+        if self.fails_with is not None:
+            raise self.fails_with
         if self.dies_with_next:
             self.die()
             raise EngineUnavailable("the connection broke")
@@ -104,14 +108,15 @@ class Engine(RecordingEngine):
 class Dying(Answered):
     """An answer whose engine ends after some pieces."""
 
-    def __init__(self, engine: Engine, *pieces: bytes) -> None:
+    def __init__(self, engine: Engine, *pieces: bytes, leaves_control: bool = False) -> None:
         super().__init__(200, {"content-type": "text/event-stream"}, b"")
-        self._engine, self._pieces = engine, pieces
+        self._engine, self._pieces, self._leaves_control = engine, pieces, leaves_control
 
     async def chunks(self) -> AsyncIterator[bytes]:
         for piece in self._pieces:
             yield piece
-        self._engine.die()
+        if not self._leaves_control:
+            self._engine.die()
         raise EngineUnavailable("the connection broke")
 
 
@@ -254,6 +259,36 @@ async def test_an_answer_that_has_begun_is_not_asked_again():
         first.answer = Dying(first, b"data: half\n\n")
         with pytest.raises(EngineUnavailable):
             await rig.turn(ref(1))
+        assert sum(x.num_turns for x in rig.engines.values()) == 1
+
+
+async def test_a_broken_connection_is_enough_to_ask_elsewhere_and_to_avoid_the_replica():
+    """Processes of a killed server may keep its sockets and its control connection for seconds."""
+    async with Rig() as rig:
+        name = rig.name(ref(1))
+        rig.engines[name].fails_with = EngineUnavailable("the connection broke")
+        assert await asyncio.wait_for(rig.turn(ref(1)), 1) == b"{}"
+        assert rig.engines[name].ready and rig.engines[name].num_turns == 1
+        assert not [i for i in range(100) if rig.name(ref(i)) == name]
+
+
+async def test_a_client_whose_stream_broke_is_sent_elsewhere_when_it_asks_again():
+    async with Rig() as rig:
+        first = rig.engines[rig.name(ref(1))]
+        first.answer = Dying(first, b"data: half\n\n", leaves_control=True)
+        with pytest.raises(EngineUnavailable):
+            await rig.turn(ref(1))
+        assert first.ready
+        assert await rig.turn(ref(1)) == b"{}"
+        assert first.num_turns == 1
+
+
+async def test_a_replica_that_is_only_silent_is_waited_for():
+    async with Rig() as rig:
+        name = rig.name(ref(1))
+        rig.engines[name].fails_with = EngineStalled("silent")
+        with pytest.raises(EngineStalled):
+            await rig.turn(ref(1), 0.1)
         assert sum(x.num_turns for x in rig.engines.values()) == 1
 
 
