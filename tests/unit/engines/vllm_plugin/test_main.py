@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import psutil
@@ -22,7 +23,7 @@ from kvstore.config import StoreConfig
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux adopts orphans")
 
 # Its child is in a session of its own and ignores SIGTERM; both have shared memory. The names of
-# both and the child's number go to a file.
+# both, the child's number and the folder for sockets go to a file.
 VLLM = """
 import os, signal, subprocess, sys, time
 from multiprocessing import get_context, shared_memory
@@ -39,7 +40,8 @@ if __name__ == "__main__":
     here, there = get_context("spawn").Pipe()
     child = get_context("spawn").Process(target=core, args=(there,))
     child.start()
-    words = [str(os.getpid()), str(child.pid), ours.name, here.recv()]
+    words = [str(os.getpid()), str(child.pid), os.environ["VLLM_RPC_BASE_PATH"]]
+    words += [ours.name, here.recv()]
     with open(os.environ["REPORT"] + ".new", "w") as report:
         report.write(" ".join(words))
     os.rename(os.environ["REPORT"] + ".new", os.environ["REPORT"])
@@ -74,7 +76,8 @@ class Started:
         self.main.stdin.write(msgspec.json.encode(worker) + b"\n")
         self.main.stdin.flush()
         until(report.exists)
-        server, core, *self.shared = report.read_text().split()
+        server, core, sockets, *self.shared = report.read_text().split()
+        self.sockets = Path(sockets)
         self.server, self.core = psutil.Process(int(server)), psutil.Process(int(core))
         self.family = psutil.Process(self.main.pid).children(recursive=True)
         assert {self.server, self.core} <= set(self.family)
@@ -84,17 +87,31 @@ class Started:
         assert self.main.stdin is not None
         self.main.stdin.close()
 
+    def end(self) -> None:
+        for process in (self.server, self.core):  # the tracker then tidies up
+            if process.is_running():
+                process.kill()
+        self.main.kill()
+        self.main.wait()
+        self.end_input()
+
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[Started]:
-    started = Started(tmp_path)
-    yield started
-    for process in (started.server, started.core):  # the tracker then tidies up
-        if process.is_running():
-            process.kill()
-    started.main.kill()
-    started.main.wait()
-    started.end_input()
+def start() -> Iterator[Callable[[Path], Started]]:
+    found: list[Started] = []
+
+    def one(folder: Path) -> Started:
+        found.append(Started(folder))
+        return found[-1]
+
+    yield one
+    for each in found:
+        each.end()
+
+
+@pytest.fixture
+def started(start: Callable[[Path], Started], tmp_path: Path) -> Started:
+    return start(tmp_path)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -131,3 +148,26 @@ def test_a_starter_that_is_killed_takes_the_server_along(started: Started) -> No
     """The server's own processes watch it; the connector sees to that."""
     started.main.kill()
     until(lambda: is_gone(started.server))
+
+
+def test_vllms_own_sockets_are_in_the_run_folder(
+    start: Callable[[Path], Started],
+) -> None:
+    with TemporaryDirectory() as folder:
+        assert start(Path(folder)).sockets == Path(folder)
+
+
+def test_a_start_removes_the_sockets_of_one_that_was_killed(
+    start: Callable[[Path], Started], tmp_path: Path
+) -> None:
+    """Also where the run folder's path is too long for sockets, which then have another."""
+    long = [tmp_path / (letter * max(1, 75 - len(str(tmp_path)))) for letter in "ab"]
+    killed = start(long[0])
+    assert not killed.sockets.is_relative_to(tmp_path)
+    killed.main.kill()
+    killed.main.wait()
+    after = start(long[1])
+    assert not killed.sockets.exists() and after.sockets.exists()
+    after.end_input()
+    after.main.wait(60)
+    assert not after.sockets.exists()
