@@ -16,7 +16,7 @@ import msgspec
 
 from engines.config import CalibrationOrder
 from kvstore.codecs.quality import Quality
-from kvstore.kv_size import KVSize as KVSize
+from kvstore.session import KVSize as KVSize
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
 from kvstore.stats import Members, Repacking

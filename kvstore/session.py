@@ -1,4 +1,4 @@
-"""Names of sessions and tiers, reasons why a part could not be reused, and the states to keep.
+"""Names of sessions and tiers, reasons why a part could not be reused, and what a session keeps.
 
 A state (recurrent layers, sliding windows) is as large as thousands of packed tokens, so a session
 keeps as few as returning needs. The newest serves the turn that continues the answer. The one
@@ -55,3 +55,21 @@ def kept_states(positions: Iterable[int], most: int) -> tuple[int, ...]:
 def by_worth(positions: Iterable[int]) -> list[int]:
     """Order positions of states by importance: the newest first."""
     return sorted(set(positions), reverse=True)
+
+
+class KVSize(msgspec.Struct, frozen=True):
+    """The bytes that a session's KV takes, by its tokens. Sizes of several parts add up."""
+
+    per_token: int = 0  # in layers that keep every token
+    windows: tuple[tuple[int, int], ...] = ()  # bytes per token, and of so many tokens at most
+    fixed: int = 0  # recurrent states
+
+    def of(self, num_tokens: int) -> int:
+        """Count the bytes of a session of ``num_tokens``."""
+        windows = sum(nbytes * min(num_tokens, longest) for nbytes, longest in self.windows)
+        return self.per_token * num_tokens + windows + (self.fixed if num_tokens else 0)
+
+    def __add__(self, other: KVSize) -> KVSize:
+        return KVSize(
+            self.per_token + other.per_token, self.windows + other.windows, self.fixed + other.fixed
+        )

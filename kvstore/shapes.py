@@ -1,16 +1,22 @@
-"""The shape of a model's KV, in plain numbers.
+"""The shape of a model's KV, in plain numbers, and the rotation of its keys.
 
 Arrays are numpy. numpy has no bfloat16, so a bf16 array is passed as its uint16 bit pattern; the
 layout, never the array, determines the dtype.
+
+A model rotates its keys by position (RoPE, arXiv 2104.09864): pairs of channels by position times
+frequency. This is only the description, a part of every profile; ``codecs.stages`` uses it to
+rotate keys back. Latent attention keeps its rotated keys in the place of values.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 DType: TypeAlias = Literal["bfloat16", "float16", "float32"]
 
@@ -25,6 +31,7 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 KVPair: TypeAlias = tuple[np.ndarray, np.ndarray]
 # All attention layers of a run of tokens.
 KVRun: TypeAlias = Sequence[KVPair]
+RotatedSide: TypeAlias = Literal["values"]
 
 
 class KVLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,3 +125,32 @@ def tokens_in(run: KVRun) -> int:
 def slice_tokens(run: KVRun, first: int, last: int) -> list[KVPair]:
     """Return views of tokens ``first..last`` of every layer; nothing is copied."""
     return [(k[:, first:last], v[:, first:last]) for k, v in run]
+
+
+class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rotation that a model applies to the first channels of every head of its keys.
+
+    ``frequencies``: radians per token, one for each pair of channels. ``interleaved``: channel 2i
+    is paired with 2i + 1, not channel i with i + len(frequencies). ``side``: "values" if the
+    rotated keys lie in the place of values; left out of a file otherwise.
+    """
+
+    frequencies: tuple[float, ...]
+    interleaved: bool = False
+    side: RotatedSide | UnsetType = UNSET
+
+    @property
+    def num_channels(self) -> int:
+        """The number of channels that are rotated; they are the first ones of a head."""
+        return 2 * len(self.frequencies)
+
+
+@functools.lru_cache(maxsize=256)
+def angle_tables(rope: Rope, first_token: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns cosines and sines for tokens ``first_token ..``.
+
+    Both fp32 (num_tokens, channels / 2).
+    """
+    positions = np.arange(first_token, first_token + num_tokens, dtype=np.float64)
+    angles = np.outer(positions, np.array(rope.frequencies, np.float64))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

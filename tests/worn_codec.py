@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.base import RawCodec
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout, KVRun
 

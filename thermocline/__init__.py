@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from kvstore.codecs.catalogue.entries import Parameter as Parameter
+    from kvstore.codecs.catalogue import Parameter as Parameter
     from kvstore.codecs.learning.samples import Samples as Samples
     from kvstore.codecs.profile import Profile as Profile
     from kvstore.codecs.quality import Quality as Quality
@@ -47,7 +47,7 @@ NAMES: Final = {
     "Mismatch": "kvstore.errors",
     "NoScores": "thermocline.method",
     "Packed": "thermocline.packed",
-    "Parameter": "kvstore.codecs.catalogue.entries",
+    "Parameter": "kvstore.codecs.catalogue",
     "Profile": "kvstore.codecs.profile",
     "Quality": "kvstore.codecs.quality",
     "Samples": "kvstore.codecs.learning.samples",

@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from kvstore.codecs.attention.planes import AttendedStack, attended_stack, can_attend
 from kvstore.codecs.attention.rotated import ReferenceAttention, row_attention
-from kvstore.codecs.attention.stacks import AttendedStack, attended_stack, can_attend
 from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.floats import widen
 from kvstore.codecs.reader import Reader

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from kvstore.codecs.catalogue.entries import Parameter
+from kvstore.codecs.catalogue import Parameter
 from kvstore.codecs.names import CODECS, FAMILIES, with_parameters
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile

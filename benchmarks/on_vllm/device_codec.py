@@ -48,8 +48,8 @@ from kvstore.codecs.calibrated import calibrated_codec, learn_profile
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.presets import codec_by_name
-from kvstore.codecs.rope import Rope
 from kvstore.config import StoreConfig
+from kvstore.shapes import Rope
 from kvstore.store.block_keys import BlockKeys
 from kvstore.store.block_store import BlockStore
 

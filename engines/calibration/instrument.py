@@ -10,8 +10,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from kvstore.blobs.snapshot import StateTree
-from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout
+from kvstore.shapes import KVLayout, KVPair, KVRun, Rope, StateLayout
 
 
 class Interrupted(Exception):

@@ -25,10 +25,8 @@ from engines.calibration.rope_probe import check_turning
 from kvstore.blobs.state_packer import rows_of, window_arrays
 from kvstore.codecs.calibrated import calibrated_preset, learn_profile
 from kvstore.codecs.learning.bounds import RateDistortionBound
-from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.sensitivity import Sensitivities
-from kvstore.codecs.learning.state_sensitivity import StateSensitivities
-from kvstore.codecs.learning.statistics import element_means
+from kvstore.codecs.learning.samples import Samples, element_means
+from kvstore.codecs.learning.sensitivity import Sensitivities, StateSensitivities
 from kvstore.codecs.names import is_learned
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.stack_shape import Scope

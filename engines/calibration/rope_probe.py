@@ -15,7 +15,7 @@ import numpy as np
 
 from engines.calibration.instrument import Instrument
 from engines.calibration.measuring.metrics import widened
-from kvstore.codecs.rope import Rope
+from kvstore.shapes import Rope
 
 # From a position to a matrix, fp32 (dim, dim), whose row i is the unit vector of channel i, turned.
 Turned = Callable[[int], np.ndarray]

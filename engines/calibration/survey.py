@@ -32,13 +32,13 @@ from engines.calibration.measuring.trials import AnyCodec, least_context
 from engines.calibration.unfinished import Unfinished
 from engines.config import CalibrationOrder, CalibrationReport, WaterFilling
 from kvstore.codecs.learning.bounds import RateDistortionBound
-from kvstore.codecs.learning.state_sensitivity import StateSensitivities
+from kvstore.codecs.learning.sensitivity import StateSensitivities
 from kvstore.codecs.names import first_part, is_learned, parts_of, session_presets
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, Profile, load_profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.session_codec import open_session_codec
-from kvstore.codecs.states.dealt import DEALT
+from kvstore.codecs.states import DEALT
 from kvstore.errors import Corrupt, Mismatch
 
 logger = logging.getLogger(__name__)

@@ -37,8 +37,7 @@ from engines.mlx_worker.model.instrument import kept_layout, rope_readers
 from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.owner import Owner
 from engines.wire import CodecReport
-from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout
+from kvstore.shapes import KVLayout, KVPair, KVRun, Rope, StateLayout
 
 logger = logging.getLogger(__name__)
 

@@ -36,10 +36,9 @@ from engines.vllm_plugin.device.device_check import blocks_for
 from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.process.processes import die_with_parent
 from engines.vllm_plugin.process.server import record_refusal, runtime_folder
+from engines.vllm_plugin.reports import ColdMetrics, ColdStats, KVEvents, StatsFeed, source_of
 from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
-from engines.vllm_plugin.stats import ColdMetrics, ColdStats, StatsFeed, source_of
 from engines.vllm_plugin.support import Unsupported, check, check_version
-from engines.vllm_plugin.vllm_events import KVEvents
 from engines.vllm_plugin.worker.worker_side import WorkerSide, open_worker_side
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
 from kvstore.store.block_store import BlockStore

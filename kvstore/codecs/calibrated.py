@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from kvstore.codecs.catalogue.imports import imported
-from kvstore.codecs.learning.statistics import element_means
+from kvstore.codecs.catalogue import imported
+from kvstore.codecs.learning.samples import Samples, element_means
 from kvstore.codecs.names import CALIBRATED, CODECS, family_of, parameters_of
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.pipeline import StackPacker
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout
-
-if TYPE_CHECKING:
-    from kvstore.codecs.learning.samples import Samples
 
 ARITHMETIC = 4  # raise it when a calibrated preset's bytes change
 

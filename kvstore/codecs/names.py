@@ -12,10 +12,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from kvstore.codecs.catalogue.entries import CodecEntry, Parameter
-from kvstore.codecs.catalogue.own import OWN as OWN
-from kvstore.codecs.catalogue.papers import LITERATURE as LITERATURE
-from kvstore.codecs.states.ways import STATES, USUAL_STATES, WINDOWS, WORST
+from kvstore.codecs.catalogue import LITERATURE as LITERATURE
+from kvstore.codecs.catalogue import OWN as OWN
+from kvstore.codecs.catalogue import STATES, USUAL_STATES, WINDOWS, WORST, CodecEntry, Parameter
 
 EXACT: Final = "raw"
 USUAL: Final = "dense3"  # the usual choice for most models

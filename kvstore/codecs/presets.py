@@ -12,8 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.catalogue.entries import MakeCodec
-from kvstore.codecs.catalogue.imports import imported, is_import_string
+from kvstore.codecs.catalogue import STATES, WINDOWS, MakeCodec, imported, is_import_string
 from kvstore.codecs.names import (
     CODECS,
     canonical,
@@ -23,7 +22,6 @@ from kvstore.codecs.names import (
     parts_of,
     unknown,
 )
-from kvstore.codecs.states.ways import STATES, WINDOWS
 from kvstore.errors import UnknownCodec
 
 if TYPE_CHECKING:

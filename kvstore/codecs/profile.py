@@ -24,9 +24,8 @@ import numpy as np
 
 from kvstore.codecs.names import first_part
 from kvstore.codecs.quality import Quality
-from kvstore.codecs.rope import Rope
 from kvstore.errors import Corrupt, Mismatch
-from kvstore.shapes import KVLayout
+from kvstore.shapes import KVLayout, Rope
 
 MAGIC: Final = b"TCPF"
 # 1: quality rows lack reasoning chains and times. 2: no windows

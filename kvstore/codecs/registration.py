@@ -15,10 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kvstore.codecs.catalogue.entries import CodecEntry, MakeCodec, Parameter
-from kvstore.codecs.catalogue.imports import imported
-from kvstore.codecs.catalogue.own import OWN
-from kvstore.codecs.catalogue.papers import LITERATURE
+from kvstore.codecs.catalogue import LITERATURE, OWN, CodecEntry, MakeCodec, Parameter, imported
 from kvstore.codecs.names import CODECS, FAMILIES
 from kvstore.errors import UnknownCodec
 

@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.codecs.base import Codec
+from kvstore.codecs.catalogue import STATES, WINDOWS
 from kvstore.codecs.names import parts_of
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import OF_STATES
-from kvstore.codecs.states import dealt, matrices
-from kvstore.codecs.states.dealt import DEALT, DealtCodec, dealt_codec
-from kvstore.codecs.states.matrices import MatrixCodec, matrix_codec
-from kvstore.codecs.states.ways import STATES, WINDOWS
+from kvstore.codecs.states import (
+    ARITHMETIC,
+    DEALT,
+    DEALT_ARITHMETIC,
+    DealtCodec,
+    MatrixCodec,
+    dealt_codec,
+    matrix_codec,
+)
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout, StateLayout
 
@@ -96,7 +102,7 @@ def matrix_codec_of(codec_id: str) -> AnyMatrixCodec:
     """Return the codec that reads blobs with this id. Raises ``UnknownCodec``."""
     name, _, version = codec_id.partition(".")
     arithmetic, _, digits = version.partition("-")
-    known = str(dealt.ARITHMETIC if name in DEALT else matrices.ARITHMETIC)
+    known = str(DEALT_ARITHMETIC if name in DEALT else ARITHMETIC)
     if name not in STATES or arithmetic != known or bool(digits) != (name in DEALT):
         raise UnknownCodec(f"states in {codec_id!r}, of another release")
     return dealt_codec(name, None, digits) if name in DEALT else matrix_codec(name)

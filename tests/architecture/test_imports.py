@@ -17,10 +17,8 @@ LIGHT_CODECS = {
     f"kvstore.codecs{name}"
     for name in (
         "",
-        *(".base", ".floats", ".names", ".presets", ".profile", ".quality", ".reader", ".rope"),
-        *(".catalogue", ".catalogue.entries", ".catalogue.own", ".catalogue.papers"),
-        *(".catalogue.imports", ".registration", ".session_codec"),
-        *(".states", ".states.matrices", ".states.ways"),
+        *(".base", ".floats", ".names", ".presets", ".profile", ".quality", ".reader"),
+        *(".catalogue", ".registration", ".session_codec", ".states"),
         *(".rows", ".rows.packed_layout"),
     )
 }
@@ -81,8 +79,7 @@ def test_the_gateway_process_imports_no_codec_before_one_is_chosen():
 def test_the_table_of_codec_names_imports_nothing():
     loaded = loaded_by("kvstore.codecs.names")
     ours = {name for name in loaded if name.startswith(("kvstore", "engines", "launch"))}
-    table = {"kvstore.codecs.names", "kvstore.codecs.states", "kvstore.codecs.states.ways"}
-    table |= {f"kvstore.codecs.catalogue{x}" for x in ("", ".entries", ".own", ".papers")}
+    table = {"kvstore.codecs.names", "kvstore.codecs.catalogue", "kvstore.errors"}
     assert ours == {"kvstore", "kvstore.codecs", *table}
     assert not loaded & {"numpy", "msgspec"}
 

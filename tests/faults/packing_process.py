@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from kvstore.blobs.codec_set import CodecSet
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.base import RawCodec
 from tests.kv_sessions import disk, open_store, ram
 from tests.worn_codec import ThinCodec
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engines.vllm_plugin.device.kernels import attend_kernels, rate_kernels, row_kernels
+from engines.vllm_plugin.device.kernels import rate_kernels, row_kernels, triton_attention
 
 WORDS = "thresholds ends rope_of partners columns lives bits firsts bounds squares first_units"
 FLOATS = "query weights signs levels unit angles scratch means sizes gains values rates"
@@ -31,7 +31,7 @@ POINTERS = {"sides": "*i64", "blocks": "*i64", "payload": "*u8", "payload16": "*
 POINTERS |= {x: "*i32" for x in WORDS.split()} | {x: "*fp32" for x in FLOATS.split()}
 STRIDES = {"s_block", "s_head", "s_token"}
 capability, dim, kind = map(int, sys.argv[1:4])
-module = {"rows": row_kernels, "rates": rate_kernels, "attend": attend_kernels}[sys.argv[4]]
+module = {"rows": row_kernels, "rates": rate_kernels, "attend": triton_attention}[sys.argv[4]]
 disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 found = {}
 for name, constants, num_warps in json.loads(sys.argv[5]):
@@ -40,7 +40,7 @@ for name, constants, num_warps in json.loads(sys.argv[5]):
     pointers = POINTERS | {"cache": "*i32" if kind == 2 else "*i16"}
     pointers |= {"bounds": "*fp32"} if module is row_kernels else {}
     pointers |= {"levels": "*u8"} if module is rate_kernels else {}
-    if module is attend_kernels:
+    if module is triton_attention:
         pointers |= {"out": "*fp32", "codes": "*u8", "scales": "*i16"}
     kinds = {n: pointers.get(n, "i64" if n in STRIDES else "i32") for n in names}
     signature = {n: "constexpr" if n in constants else kinds[n] for n in names}

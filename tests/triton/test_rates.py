@@ -44,8 +44,8 @@ from kvstore.blobs.codec_set import CodecSet  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402
 from kvstore.blobs.segments import squeezes  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
-from kvstore.codecs.rope import Rope  # noqa: E402
 from kvstore.config import StoreConfig  # noqa: E402
+from kvstore.shapes import Rope  # noqa: E402
 from kvstore.store.block_keys import BlockKeys  # noqa: E402
 from kvstore.store.block_store import BlockStore  # noqa: E402
 from kvstore.store.records import Span  # noqa: E402

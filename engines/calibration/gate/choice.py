@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Final
 from engines.calibration.first_order import FALLBACKS
 from engines.calibration.gate.rules import UNTIMED, Bound, preferred, refusal, short_reach
 from kvstore.codecs.base import Codec
+from kvstore.codecs.catalogue import USUAL_STATES
 from kvstore.codecs.names import EXACT, JOIN, OWN, first_part, for_session, must_learn
 from kvstore.codecs.presets import canonical_name, codec_by_name, open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
-from kvstore.codecs.states.ways import USUAL_STATES
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.session import TIER_NAMES, TierName

@@ -27,7 +27,7 @@ from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed.rows import PackedSide, RowKind
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.codecs.base import NUM_SINKS
-from kvstore.codecs.rows.packed_array import PackedArray, empty_packed
+from kvstore.codecs.rows.packed_layout import PackedArray, empty_packed
 from kvstore.errors import Mismatch
 from kvstore.shapes import DType, KVLayout, KVPair, KVRun
 

@@ -25,8 +25,7 @@ from engines.mlx_worker.model.layer_calls import (
 )
 from engines.mlx_worker.model.loading import LoadedModel, fingerprint
 from kvstore.blobs.snapshot import copied_state
-from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayer, KVLayout, KVRun, StateLayout
+from kvstore.shapes import KVLayer, KVLayout, KVRun, Rope, StateLayout
 
 CHUNK_TOKENS = 512  # of a prefill at a time
 

@@ -14,7 +14,7 @@ from engines.vllm_plugin.device.staging_layout import StagingLayout, TokenRun
 from kvstore.store.block_store import BlockStore
 from kvstore.store.records import Span
 
-MOST_TOKENS: Final = 512  # of a batch, as of a page of ``kernels.angles``
+MOST_TOKENS: Final = 512  # of a batch, as of a page of ``segment_layouts.Angles``
 MOST_BYTES: Final = 8 << 20
 
 

@@ -36,8 +36,7 @@ from engines.vllm_plugin.device.staging_layout import (
 from kvstore.blobs.packer import AnyBlob, Packer
 from kvstore.blobs.segments import Segment, ThinRows, is_first_chunk, squeezes
 from kvstore.codecs.base import NUM_SINKS, Codec
-from kvstore.codecs.fixed_rate.rate_payload import plan_rates
-from kvstore.codecs.fixed_rate.rate_pipeline import rate_pipelines
+from kvstore.codecs.fixed_rate.rate_pipeline import plan_rates, rate_pipelines
 from kvstore.codecs.rows.payload import plan_payload
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec

@@ -3,21 +3,30 @@
     region of a fixed rate: gains and planes as in a payload without kept rows | a bit for each row
 
 The bits mark the rows that cannot be packed. Such rows are very rare; their values are fetched from
-the blocks, and the host then assembles the payload.
+the blocks, and the host then assembles the payload. Keys of a fixed rate are rotated by ``Angles``:
+the host's cosines and sines, uploaded when first used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engines.vllm_plugin.device.kernels.angles import Angles
-from engines.vllm_plugin.device.kernels.rate_tables import rate_tables, ropes_of, vector_of
-from engines.vllm_plugin.device.kernels.triton_rates import RatePlaces, RateRun, TritonRates
+from engines.vllm_plugin.device.accelerator import sent
+from engines.vllm_plugin.device.kernels.triton_rates import (
+    RatePlaces,
+    RateRun,
+    TritonRates,
+    rate_tables,
+    ropes_of,
+    vector_of,
+)
 from engines.vllm_plugin.device.kernels.triton_rows import TritonRows
 from engines.vllm_plugin.device.kv_views import KVViewGroup
 from engines.vllm_plugin.device.staging_layout import (
@@ -28,11 +37,45 @@ from engines.vllm_plugin.device.staging_layout import (
     put_rows,
 )
 from kvstore.codecs import floats
-from kvstore.codecs.fixed_rate.rate_payload import Kept, RatePayload
-from kvstore.codecs.fixed_rate.rate_pipeline import RatePipeline
+from kvstore.codecs.fixed_rate.rate_pipeline import Kept, RatePayload, RatePipeline
 from kvstore.codecs.rows.payload import KEPT_DTYPE, PayloadPlan
 from kvstore.codecs.rows.row_codec import RowCodec
-from kvstore.shapes import KVLayout
+from kvstore.shapes import KVLayout, Rope, angle_tables
+
+PAGE_TOKENS: Final = 512  # of a table of angles
+KEPT_TABLES: Final = 32  # of angles; 8 MB in all for one RoPE and heads of 128 channels
+
+
+class Angles:
+    """Provides the angles of runs of tokens to the kernels of one stream, and caches some.
+
+    Math libraries differ in the last bit, so the device never computes angles. A table has a page
+    of positions, which are the same in all sessions. Freed memory is reused in the order of the
+    stream, so another stream needs another object.
+    """
+
+    def __init__(self, ropes: Sequence[Rope], device: torch.device) -> None:
+        self._ropes = tuple(ropes)
+        self._device = device
+        self.half: Final = max((len(x.frequencies) for x in ropes), default=1)
+        self._of = lru_cache(maxsize=KEPT_TABLES)(self._new)
+
+    def of(self, position: int, count: int) -> tuple[Tensor, int]:
+        """Return a table of cosines and sines, and the place in it of token ``position``.
+
+        The table is fp32 (ropes, 2, num_tokens, half) and covers ``count`` tokens from there on.
+        """
+        first = position - position % PAGE_TOKENS
+        if position + count <= first + PAGE_TOKENS:
+            return self._of(first, PAGE_TOKENS), position - first
+        return self._of(position, count), 0
+
+    def _new(self, position: int, count: int) -> Tensor:
+        tables = np.zeros((max(len(self._ropes), 1), 2, count, self.half), np.float32)
+        for table, rope in zip(tables, self._ropes, strict=False):
+            for part, values in zip(table, angle_tables(rope, position, count), strict=True):
+                part[:, : values.shape[1]] = values
+        return sent(torch.from_numpy(tables), self._device)
 
 
 class RowSegmentLayout:

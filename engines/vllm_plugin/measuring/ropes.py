@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from engines.calibration.rope_probe import read_rope
-from kvstore.codecs.rope import Rope
+from kvstore.shapes import Rope
 
 
 def ropes_of(

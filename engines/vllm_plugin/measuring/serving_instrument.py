@@ -16,8 +16,7 @@ from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.layer_views import LayerViews
 from engines.vllm_plugin.measuring.ropes import ropes_if_found, ropes_of, ropes_of_latents
 from kvstore.blobs.snapshot import StateTree
-from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout, slice_tokens
+from kvstore.shapes import KVLayout, KVPair, KVRun, Rope, StateLayout, slice_tokens
 
 logger = logging.getLogger("thermocline.vllm")
 

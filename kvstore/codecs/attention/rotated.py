@@ -22,8 +22,9 @@ import numpy as np
 
 from kvstore.codecs import floats
 from kvstore.codecs.loops.compiled import compiled_module
-from kvstore.codecs.rows import packing, rotation
+from kvstore.codecs.rows import rotation
 from kvstore.codecs.rows.rotated_rows import RotatedRows
+from kvstore.codecs.rows.row_format import from_planes
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class ReferenceAttention:
         """Returns rows before their rotation, fp32 (heads, tokens, dim)."""
         levels = self.rows.levels.astype(np.float32)
         flat = np.ascontiguousarray(codes).reshape(-1, codes.shape[2])
-        numbers = packing.from_planes(flat, self.rows.num_bits)
+        numbers = from_planes(flat, self.rows.num_bits)
         units = floats.widen_normal_fp16(scales) * self.rows.unit_of(self.dim)
         units = np.where(scales == 0, np.float32(0), units)
         rows: np.ndarray = np.concatenate([levels, -levels])[numbers].reshape(

@@ -118,7 +118,7 @@ class ClassCoder:
         return int(self._least_bits * num_tokens / 8)
 
     def _write_symbols(self, symbols: np.ndarray) -> bytes:
-        if rans.compiled_module() is None:
+        if rans.compiled_rans() is None:
             method, stream = DEFLATE, zlib.compress(symbols.tobytes(), 6)
         else:
             method, stream = RANS, rans.encode(symbols, self._classes, self._tables)

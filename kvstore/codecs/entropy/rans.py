@@ -11,19 +11,17 @@ stream is the eight final states (u32), then the words (u16), little-endian.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable
 from types import ModuleType
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from kvstore.codecs.entropy.tables import PRECISION, TOTAL, SymbolTables
+from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.errors import Corrupt
 
-logger = logging.getLogger(__name__)
-
+COMPILED: Final = "kvstore.codecs.entropy.compiled_rans"
 LANES = 8
 LOWEST = 1 << 16  # a state lies in LOWEST .. LOWEST << 16
 HEAD_BYTES = 4 * LANES
@@ -32,12 +30,17 @@ HEAD_BYTES = 4 * LANES
 Decoder: TypeAlias = Callable[..., int]
 
 
+def compiled_rans() -> ModuleType | None:
+    """Returns the compiled coder; None without numba."""
+    return compiled_module(COMPILED)
+
+
 def encode(symbols: np.ndarray, classes: np.ndarray, tables: SymbolTables) -> bytes:
     """Codes ``symbols``, uint8 (rows, tokens), none above the escape of its row's class.
 
     ``classes``: int64 (rows,).
     """
-    compiled = compiled_module()
+    compiled = compiled_rans()
     if compiled is None:
         return encode_reference(symbols, classes, tables)
     states = np.full(LANES, LOWEST, np.uint32)
@@ -129,19 +132,5 @@ REFERENCE: Decoder = decode_reference
 
 def decoder() -> Decoder:
     """Returns the fastest decoder on this host."""
-    compiled = compiled_module()
+    compiled = compiled_rans()
     return REFERENCE if compiled is None else compiled.decode
-
-
-@functools.cache
-def compiled_module() -> ModuleType | None:
-    """Imports the compiled module on first use; None without numba.
-
-    Importing numba takes most of a second: only a process that codes symbols should pay for it.
-    """
-    try:
-        from kvstore.codecs.entropy import compiled_rans as compiled
-    except ImportError as error:
-        logger.info("entropy coding without numba: %s (install thermocline[fast])", error)
-        return None
-    return compiled

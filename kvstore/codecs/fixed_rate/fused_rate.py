@@ -158,10 +158,10 @@ def _kernels() -> RateKernels | None:
 
 def _load_kernels() -> RateKernels:
     from kvstore.codecs.kernels.emit import dots
-    from kvstore.codecs.kernels.units import pack_fixed_rate, unit_arguments, unpack_fixed_rate
+    from kvstore.codecs.kernels.units import kernel_parts, pack_fixed_rate, unpack_fixed_rate
 
     host, pack = dots.host_vectors(), pack_fixed_rate.pack
-    addresses_of = unit_arguments.addresses_of
+    addresses_of = kernel_parts.addresses_of
     return RateKernels(unpack_fixed_rate.unpack, pack, addresses_of, host.group, host.offset)
 
 

@@ -1,6 +1,16 @@
-"""The integers of one stack of a fixed-rate preset, as a profile holds them, checked before use.
+"""The integers of one stack of a fixed-rate preset: derived from a KLT, and checked before use.
 
-Kernels read them unchecked: with an array of another shape they would read beyond its end.
+A component is restored as a level times a row of the basis, each of which is a byte. Their product
+is given; how its range is split between the two is free. A level of few steps and a coarse row both
+add noise, in proportion to the component itself. The split makes the sum of both smallest.
+
+Levels are fitted to observed values where those for normal values are not optimal, by Lloyd's
+iteration (1957) on histograms of sizes: a boundary lies half-way between two levels, a level is the
+mean of its cell. All components of a unit that have the same number of bits share one table: a
+single component has too few observed values.
+
+A profile holds the integers. They are checked when it is opened, since kernels read them unchecked:
+with an array of another shape they would read beyond its end.
 """
 
 from __future__ import annotations
@@ -10,7 +20,6 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.codecs.fixed_rate.integer_design import LARGEST, NEVER
 from kvstore.codecs.learning.array_checks import (
     ArraySpecs,
     are_powers_of_two,
@@ -20,10 +29,18 @@ from kvstore.codecs.learning.array_checks import (
     check_specs,
     length_of,
 )
+from kvstore.codecs.rows.lloyd_max import gauss_table
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stages.integer_klt import LARGEST_INPUT, MAX_BITS, NUM_MAGNITUDES
+from kvstore.codecs.stages.integer_klt import LARGEST_INPUT, MAX_BITS, NUM_MAGNITUDES, input_scale
 from kvstore.codecs.stages.octave_gain import CODES
 
+NUM_BINS = 1024
+FURTHEST = 8.0  # deviations; larger sizes are counted as this one
+LEAST_SEEN = 200  # observed values per level; with fewer, the levels for normal values are safer
+ROUNDS = 50
+LARGEST = 127
+ENCODE_NORM = 32000.0
+NEVER = np.iinfo(np.int32).max
 _SPECS: Final[ArraySpecs] = {
     "encode": ("i2", ("units", "components", "width")),
     "decode": ("i1", ("units", "components", "width")),
@@ -35,6 +52,133 @@ _SPECS: Final[ArraySpecs] = {
     "bits": ("u1", ("units", "components")),
     "gain_steps": ("i2", ("units", "codes")),
 }
+
+
+class SizeCounts:
+    """Histograms of the sizes of components of unit deviation, by unit and number of bits."""
+
+    def __init__(self, bits: np.ndarray) -> None:
+        """``bits``: integers (units, components)."""
+        self._bits = bits.astype(np.int64)
+        self._counts = np.zeros((len(bits), MAX_BITS + 1, NUM_BINS), np.int64)
+
+    def add(self, components: np.ndarray) -> None:
+        """Counts ``components``, fp32 (units, tokens, components)."""
+        bins = np.minimum(np.abs(components) * (NUM_BINS / FURTHEST), NUM_BINS - 1).astype(np.int64)
+        bins += (self._bits * NUM_BINS)[:, None]
+        for counts, seen in zip(self._counts, bins, strict=True):
+            counts += np.bincount(seen.reshape(-1), minlength=counts.size).reshape(counts.shape)
+
+    def levels(self) -> np.ndarray:
+        """Returns fp64 (units, MAX_BITS + 1, NUM_MAGNITUDES), ascending.
+
+        Unused places at the end are zero.
+        """
+        levels = gauss_levels(len(self._counts))
+        for unit, counts in zip(levels, self._counts, strict=True):
+            for bits in range(1, MAX_BITS + 1):
+                size = 1 << (bits - 1)
+                if counts[bits].sum() >= LEAST_SEEN * size:
+                    unit[bits, :size] = _fitted(unit[bits, :size], counts[bits])
+        return levels
+
+
+def gauss_levels(num_units: int) -> np.ndarray:
+    """Returns the levels for normal values, in the shape of ``SizeCounts.levels``."""
+    levels = np.zeros((num_units, MAX_BITS + 1, NUM_MAGNITUDES))
+    for bits in range(1, MAX_BITS + 1):
+        levels[:, bits, : 1 << (bits - 1)] = gauss_table(1 << bits).level_array
+    return levels
+
+
+def _fitted(levels: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    middles = (np.arange(NUM_BINS) + 0.5) * (FURTHEST / NUM_BINS)
+    for _ in range(ROUNDS):
+        cells = np.searchsorted((levels[1:] + levels[:-1]) / 2, middles)
+        seen = np.bincount(cells, counts, len(levels))
+        sums = np.bincount(cells, counts * middles, len(levels))
+        levels = np.where(seen > 0, sums / np.maximum(seen, 1), levels)
+    return levels
+
+
+def integers_of(
+    encode: np.ndarray,
+    decode: np.ndarray,
+    deviations: np.ndarray,
+    bits: np.ndarray,
+    levels: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:
+    """Returns the arrays of ``IntegerKlt`` and ``IntegerLevels``, components with most bits first.
+
+    ``encode``, ``decode``: fp32 (units, components, width). Products of a row with ``encode`` are
+    its components; the sum of components times rows of ``decode`` restores it. ``deviations``: fp32
+    (units, components), of the components of rows of unit size. ``bits``: integers of the same
+    shape. ``levels``: see ``SizeCounts``.
+    """
+    order = np.argsort(-bits.astype(np.int64), axis=1, kind="stable")
+    order = order[:, : int((bits > 0).sum(axis=1).max(initial=1))]
+    unit = np.arange(len(bits))[:, None]
+    designs = [
+        _unit(*parts)
+        for parts in zip(
+            encode[unit, order], decode[unit, order], deviations[unit, order], bits[unit, order],
+            gauss_levels(len(bits)) if levels is None else levels, strict=True,
+        )
+    ]  # fmt: skip
+    learned = {name: np.stack([design[name] for design in designs]) for name in designs[0]}
+    learned["bits"] = bits[unit, order].astype(np.uint8)
+    return learned
+
+
+def _unit(
+    encode: np.ndarray,
+    decode: np.ndarray,
+    deviations: np.ndarray,
+    bits: np.ndarray,
+    levels: np.ndarray,
+) -> dict[str, np.ndarray]:
+    norms = np.maximum(np.linalg.norm(encode, axis=1), 1e-30)
+    rates = norms / (ENCODE_NORM * input_scale(encode.shape[1]))
+    live = bits > 0
+    spread = np.where(live, levels.max(axis=1)[bits], 1.0)
+    outermost = spread * deviations
+    rows = np.maximum(np.abs(decode).max(axis=1), 1e-30)
+    scale = _scale(float((outermost * rows)[live].max(initial=1e-30)))
+    room = outermost * rows / scale
+    shape = np.sqrt(encode.shape[1]) * rows / np.maximum(np.linalg.norm(decode, axis=1), 1e-30)
+    share = np.clip(np.sqrt(spread * room / shape), room / LARGEST, LARGEST)
+    share = np.maximum(np.rint(share), 1)
+    units = np.where(live, outermost / share, 1.0)
+    factors = np.rint(decode * (units / scale)[:, None]) * live[:, None]
+    tables = [levels[b, : (1 << int(b)) >> 1] for b in bits]
+    sizes, bounds = _tables(tables, deviations, units, rates)
+    return {
+        "encode": np.rint(encode * (ENCODE_NORM / norms)[:, None]).astype(np.int16),
+        "decode": np.clip(factors, -LARGEST, LARGEST).astype(np.int8),
+        "scales": np.float32(scale),
+        "units": units.astype(np.float32),
+        "rates": rates.astype(np.float32),
+        "levels": sizes,
+        "bounds": bounds,
+    }
+
+
+def _scale(most: float) -> float:
+    """Returns the scale of sums, a power of two: multiplying by it never rounds."""
+    return float(2.0 ** np.ceil(np.log2(most / LARGEST**2)))
+
+
+def _tables(
+    tables: list[np.ndarray], deviations: np.ndarray, units: np.ndarray, rates: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    levels = np.zeros((len(tables), NUM_MAGNITUDES), np.uint8)
+    bounds = np.full((len(tables), NUM_MAGNITUDES), NEVER, np.int32)
+    for k, table in enumerate(tables):
+        sizes = np.clip(np.rint(table * (deviations[k] / units[k])), 0, LARGEST)
+        levels[k, : len(sizes)] = sizes
+        between = np.rint((sizes[1:] + sizes[:-1]) / 2 * (units[k] / rates[k]))
+        bounds[k, : len(between)] = np.clip(between, 0, NEVER)
+    return levels, bounds
 
 
 @dataclass(frozen=True, eq=False)

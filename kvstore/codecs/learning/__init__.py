@@ -1,6 +1,6 @@
-"""Samples from which presets learn, the allocation of bits, and theoretical bounds.
+"""Samples from which presets learn, how much their errors matter, and theoretical bounds.
 
-``samples`` (KV of some texts), ``sensitivity`` (how much errors matter), ``statistics`` of them,
-``allocation`` of bits, ``bounds`` of rate-distortion theory; ``array_checks`` checks the arrays
-of a profile before kernels read them.
+``samples`` (KV of some texts, and its statistics), ``sensitivity`` (how much errors matter), with
+``attention``; ``bounds`` of rate-distortion theory; ``array_checks`` checks the arrays of a profile
+before kernels read them.
 """

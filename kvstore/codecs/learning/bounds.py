@@ -12,12 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.statistics import SMALLEST_GAIN, unit_rows
+from kvstore.codecs.learning.samples import SMALLEST_GAIN, Samples, unit_rows
 from kvstore.codecs.stacks.stack_shape import Scope, StackShape, stack_shapes
 from kvstore.codecs.stages.gain import root_mean_squares
-from kvstore.codecs.stages.mean import ModelMean
-from kvstore.codecs.stages.metric import HeadMetric
+from kvstore.codecs.stages.model_transforms import HeadMetric, ModelMean
 from kvstore.shapes import KVRun
 
 BISECTIONS = 60

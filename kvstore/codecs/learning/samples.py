@@ -1,23 +1,26 @@
-"""The KV of the texts from which a profile is learned, and how much each head matters."""
+"""The KV of the texts from which a profile is learned: its means and axes, and how heads matter."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.floats import from_stored
-from kvstore.codecs.rope import Rope
-from kvstore.codecs.stacks.stack_shape import StackShape, Unit
-from kvstore.codecs.stages.un_rope import UnRope
-from kvstore.shapes import DType, KVLayout, KVRun, slice_tokens
+from kvstore.codecs.stacks.stack_shape import Scope, StackShape, Unit, stack_shapes
+from kvstore.codecs.stages.model_transforms import ModelMean, UnRope
+from kvstore.shapes import DType, KVLayout, KVRun, Rope, slice_tokens
 
 PIECE_TOKENS = 256  # tokens of a text at a time: a few rows of all layers take tens of mebibytes
 RIDGE = 1.0  # times a head's mean sensitivity: added to every direction
 SMALLEST_METRIC = 1e-6  # relative to all heads' mean: keeps a head that never matters
+SMALLEST_GAIN = np.float32(2.0**-31)
+# Maps rows, fp32 (units, tokens, width), to gains, fp32 (units, tokens, gain groups).
+Sizes: TypeAlias = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,3 +115,51 @@ def _root(metric: np.ndarray) -> np.ndarray:
     values, axes = np.linalg.eigh(metric.astype(np.float64) + ridge * np.eye(dim))
     root: np.ndarray = (axes * np.sqrt(np.maximum(values, ridge))) @ axes.T
     return root.astype(np.float32)
+
+
+def element_means(samples: Samples) -> np.ndarray:
+    """Returns the mean of each element of a token, fp32 (elements,), keys without RoPE."""
+    total = np.zeros(samples.layout.elements_per_token)
+    for shape in stack_shapes(Scope("side"), samples.layout):
+        for stack in samples.stacks(shape):
+            total[shape.elements] += stack.sum(axis=1, dtype=np.float64)
+    return (total / max(samples.num_tokens, 1)).astype(np.float32)
+
+
+def unit_rows(
+    samples: Samples,
+    shape: StackShape,
+    means: np.ndarray,
+    sizes: Sizes,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields all rows, piece by piece, without mean and of unit size, with their ``sizes``.
+
+    Rows are fp32 (units, tokens, width), gains fp32 (units, tokens, gain groups). ``means``: fp32
+    (elements of a token,).
+    """
+    centre = ModelMean(shape, means)
+    for piece in samples.stacks(shape):
+        stack, _ = centre.forward(piece, 0)
+        gains = np.maximum(sizes(stack), SMALLEST_GAIN)
+        for number, part in enumerate(shape.gain_groups):
+            stack[:, :, part.start : part.stop] /= gains[:, :, number, None]
+        yield stack, gains
+
+
+def principal_axes(rows: Iterator[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Learns the principal axes of stacks, fp32 (units, tokens, width), text by text.
+
+    Returns deviations (units, width), largest first, and their axes as columns (units, width,
+    width), fp32. Raises ``ValueError`` if there is no text.
+    """
+    covariance: np.ndarray | None = None
+    num_tokens = 0
+    for stack in rows:
+        products = np.matmul(stack.swapaxes(1, 2), stack)
+        covariance = products if covariance is None else covariance + products
+        num_tokens += stack.shape[1]
+    if covariance is None:
+        raise ValueError("nothing can be learned from no text")
+    variances, axes = np.linalg.eigh(covariance / num_tokens)
+    deviations = np.sqrt(np.maximum(variances[:, ::-1], 0))
+    return deviations, np.ascontiguousarray(axes[:, :, ::-1])

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.statistics import unit_rows
+from kvstore.codecs.learning.samples import Samples, unit_rows
 from kvstore.codecs.literature.stages.vectors import (
     NUM_VECTORS,
     UNIT,
@@ -32,9 +31,8 @@ from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.codecs.stages.gain import HalfGain, root_mean_squares
-from kvstore.codecs.stages.mean import ModelMean
+from kvstore.codecs.stages.model_transforms import ModelMean, UnRope
 from kvstore.codecs.stages.planes import BitPlanes
-from kvstore.codecs.stages.un_rope import UnRope
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout
 

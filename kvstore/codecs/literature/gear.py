@@ -19,7 +19,7 @@ import numpy as np
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.floats import FP16_LARGEST
-from kvstore.codecs.literature.stages.half_range import HalfRange
+from kvstore.codecs.literature.stages.half_numbers import HalfRange
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, equal_bits, planes_of
 from kvstore.codecs.literature.stages.min_max import GROUP, Axis, MinMaxGroups, Rounded
 from kvstore.codecs.reader import Reader

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.literature.stages.half_range import HalfRange
+from kvstore.codecs.literature.stages.half_numbers import HalfRange
 from kvstore.codecs.literature.stages.head_pipelines import head_pipelines
 from kvstore.codecs.literature.stages.min_max import MinMaxGroups, Rounded
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stages.model_transforms import UnRope
 from kvstore.codecs.stages.planes import BitPlanes
-from kvstore.codecs.stages.un_rope import UnRope
 from kvstore.shapes import KVLayout
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from kvstore.codecs.attention.angles import BLOCK, LEVEL_BITS, AnglePlanes
 from kvstore.codecs.base import Codec
-from kvstore.codecs.literature.stages import half_columns
-from kvstore.codecs.literature.stages.half_range import HalfRange
+from kvstore.codecs.literature.stages import half_numbers
+from kvstore.codecs.literature.stages.half_numbers import HalfRange
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, planes_of
 from kvstore.codecs.literature.stages.rotated import SignHadamard
 from kvstore.codecs.stacks.pipeline import Pipeline
@@ -50,7 +50,7 @@ class Polar:
     def bits(self) -> np.ndarray:
         """The bits of every column of codes, int64 (angles + 2 * blocks,)."""
         angles = [[n] * self._angles_of(level) for level, n in enumerate(LEVEL_BITS)]
-        return np.concatenate([*angles, half_columns.BITS * self._num_blocks])
+        return np.concatenate([*angles, half_numbers.BITS * self._num_blocks])
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
         radii, columns = components, []
@@ -58,7 +58,7 @@ class Polar:
             first, second = radii[..., ::2], radii[..., 1::2]
             columns.append(_angle_codes(np.arctan2(second, first), level))
             radii = np.hypot(first, second)
-        return np.concatenate([*columns, half_columns.to_columns(radii)], axis=-1)
+        return np.concatenate([*columns, half_numbers.to_columns(radii)], axis=-1)
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
         return restored(codes)
@@ -75,7 +75,7 @@ def restored(codes: np.ndarray) -> np.ndarray:
     num_blocks = codes.shape[-1] // (BLOCK + 1)  # a block: an angle less than values, two bytes
     ends = np.cumsum([num_blocks * BLOCK >> level + 1 for level in range(len(LEVEL_BITS))])
     *columns, halves = np.split(codes, ends, axis=-1)
-    radii = half_columns.from_columns(halves)
+    radii = half_numbers.from_columns(halves)
     for level in range(len(LEVEL_BITS) - 1, -1, -1):
         angles, pairs = angle_levels(level), np.empty((*radii.shape, 2), np.float32)
         np.multiply(radii, np.cos(angles)[columns[level]], out=pairs[..., 0])

@@ -15,14 +15,14 @@ import numpy as np
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, planes_of
+from kvstore.codecs.literature.stages.levels import Sign
 from kvstore.codecs.literature.stages.min_max import grouped
-from kvstore.codecs.literature.stages.sign import Sign
-from kvstore.codecs.literature.stages.sketch import directions, sign_size
-from kvstore.codecs.reader import Reader
+from kvstore.codecs.literature.stages.vectors import directions, sign_size
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.sources import Mapped, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stacks.stage_protocols import WithoutNote
 from kvstore.codecs.stages.gain import HalfGain
 
 
@@ -33,7 +33,7 @@ def qjl(signs: int = 0) -> Codec:
     return StackCodec("qjl.1", HeadPipelines(keys, values))
 
 
-class Sketch:
+class Sketch(WithoutNote):
     """Projects rows onto the directions; ``Sign(1)`` follows. Implements ``Transform``."""
 
     def __init__(self, width: int, num_signs: int) -> None:
@@ -43,9 +43,6 @@ class Sketch:
     def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
         return np.matmul(stack, self._directions.T), b""
 
-    def read(self, reader: Reader, num_tokens: int) -> object:
-        return None
-
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         restored: np.ndarray = np.matmul(stack, self._directions * self._size)
         return restored
@@ -53,9 +50,6 @@ class Sketch:
     def attended(self, source: Source, note: object) -> Source:
         directions = self._directions * self._size
         return Mapped(source, lambda x: x @ directions, lambda x: x @ directions.T)
-
-    def note_nbytes(self, num_tokens: int) -> int:
-        return 0
 
 
 def _sketched(shape: StackShape, num_signs: int) -> Pipeline:

@@ -43,8 +43,8 @@ from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import KEY, StackShape
 from kvstore.codecs.stacks.stage_protocols import Transform
 from kvstore.codecs.stages.gain import HalfGain
+from kvstore.codecs.stages.model_transforms import UnRope
 from kvstore.codecs.stages.planes import BitPlanes, PackedPlanes
-from kvstore.codecs.stages.un_rope import UnRope
 from kvstore.shapes import KVLayout
 
 VALUE_BITS = 4

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs.learning.allocation import greedy_bits
 from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.literature.stages.lloyd import LloydMax
+from kvstore.codecs.literature.stages.levels import LloydMax
 from kvstore.codecs.literature.stages.rotated import SignHadamard
 from kvstore.codecs.profile import Profile
+from kvstore.codecs.rows.lloyd_max import greedy_bits
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_shape import Scope, StackShape, stack_shapes
 from kvstore.codecs.stages.gain import HalfGain

@@ -14,8 +14,8 @@ import numpy as np
 from kvstore.codecs.attention.planes import levels_of_planes
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, equal_bits
+from kvstore.codecs.literature.stages.levels import Sign
 from kvstore.codecs.literature.stages.rotated import rotated
-from kvstore.codecs.literature.stages.sign import Sign
 from kvstore.codecs.rows.lloyd_max import gauss_error
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.sources import Source

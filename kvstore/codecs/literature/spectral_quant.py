@@ -16,17 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.statistics import principal_axes, unit_rows
-from kvstore.codecs.literature.stages.lloyd import LloydMax
+from kvstore.codecs.learning.samples import Samples, principal_axes, unit_rows
+from kvstore.codecs.literature.stages.levels import LloydMax
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
+from kvstore.codecs.stacks.stage_protocols import WithoutNote
 from kvstore.codecs.stages.gain import HalfGain, root_mean_squares
-from kvstore.codecs.stages.mean import ModelMean
+from kvstore.codecs.stages.model_transforms import ModelMean, UnRope
 from kvstore.codecs.stages.planes import BitPlanes
-from kvstore.codecs.stages.un_rope import UnRope
 from kvstore.shapes import KVLayout
 
 HEAD = Scope("head")
@@ -73,7 +71,7 @@ class SpectralQuant:
 SPECTRAL = SpectralQuant()
 
 
-class Klt:
+class Klt(WithoutNote):
     """Projects rows onto a basis with orthonormal columns. Implements ``Transform``.
 
     Axes of components that never get a bit may be absent: there may be fewer columns than rows.
@@ -88,15 +86,9 @@ class Klt:
         components = np.matmul(self._basis.swapaxes(1, 2), stack.swapaxes(1, 2))
         return components.swapaxes(1, 2), b""
 
-    def read(self, reader: Reader, num_tokens: int) -> object:
-        return None
-
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         restored: np.ndarray = np.matmul(stack, self._basis.swapaxes(1, 2))
         return restored
-
-    def note_nbytes(self, num_tokens: int) -> int:
-        return 0
 
 
 def effective_dimensions(variances: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 Idea: a rotated row has nearly normal components of one variance, for any row, so one table of
 Lloyd-Max levels serves them all (TurboQuant-MSE). TurboQuant-prod spends the last bit on a sketch
-of the error of the levels (see ``stages.sketch``), which makes products with a query unbiased.
+of the error of the levels (see ``stages.vectors``), which makes products with a query unbiased.
 Formula: code = level nearest to (H S x) sqrt(D) / |x|; ours keeps the norm that fits the levels
 best (norm correction), which the paper lacks.
 Size: ``tq1`` .. ``tq8``: b + 16 / D bits. ``tqprod``: b - 1 bits, one sign and the residual's norm,
@@ -18,11 +18,11 @@ import numpy as np
 
 from kvstore.codecs.attention.planes import PlaneLevels
 from kvstore.codecs.base import Codec
-from kvstore.codecs.literature.stages import half_columns
+from kvstore.codecs.literature.stages import half_numbers
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
-from kvstore.codecs.literature.stages.lloyd import LloydMax
+from kvstore.codecs.literature.stages.levels import LloydMax
 from kvstore.codecs.literature.stages.rotated import normal_levels, rotated
-from kvstore.codecs.literature.stages.sketch import directions, sign_size
+from kvstore.codecs.literature.stages.vectors import directions, sign_size
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.codecs.stacks.pipeline import Pipeline
@@ -62,7 +62,7 @@ class SketchedResidual:
     def bits(self) -> np.ndarray:
         """The bits of every column of codes, int64 (width + 2,)."""
         own = np.full(len(self._directions), self._first_bits + 1)
-        return np.concatenate([own, half_columns.BITS])
+        return np.concatenate([own, half_numbers.BITS])
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
         coarse = self._first.quantise(components)
@@ -70,11 +70,11 @@ class SketchedResidual:
         signs = (np.matmul(missed, self._directions.T) > 0).astype(np.uint8)
         sizes = np.sqrt(np.mean(missed * missed, axis=2, keepdims=True))
         codes = coarse | signs << self._first_bits
-        return np.concatenate([codes, half_columns.to_columns(sizes)], axis=2)
+        return np.concatenate([codes, half_numbers.to_columns(sizes)], axis=2)
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
         width = len(self._directions)
-        sizes = half_columns.from_columns(codes[:, :, width:])
+        sizes = half_numbers.from_columns(codes[:, :, width:])
         signs = 2 * (codes[:, :, :width] >> self._first_bits).astype(np.float32) - 1
         coarse = self._first.restore(codes[:, :, :width] & ((1 << self._first_bits) - 1))
         missed = np.matmul(signs, self._directions) * (self._size * sizes)
@@ -85,7 +85,7 @@ class SketchedResidual:
         """Returns the components as levels, and signs along the sketch's directions."""
         width, step, levels = len(self._directions), self._first_bits + 1, self._first.table()
         assert levels is not None
-        sizes = half_columns.from_columns(planes.codes(slice(width, None)))[:, :, 0] * self._size
+        sizes = half_numbers.from_columns(planes.codes(slice(width, None)))[:, :, 0] * self._size
         coarse = PlaneLevels(planes, 0, step, width, levels)
         signs = PlaneLevels(planes, self._first_bits, step, width, np.array([-1, 1], np.float32))
         sketch = Mapped(

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
-from kvstore.codecs.literature.stages.lloyd import LloydMax
+from kvstore.codecs.literature.stages.levels import LloydMax
 from kvstore.codecs.literature.stages.rotated import SignHadamard, normal_levels
 from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.codecs.reader import Reader

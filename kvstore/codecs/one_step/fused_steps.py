@@ -31,7 +31,7 @@ from kvstore.codecs.stacks.int16_products import panels_of
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stages.integer_rows import StepRows
-from kvstore.codecs.stages.prediction import Predictors
+from kvstore.codecs.stages.uniform import Predictors
 from kvstore.shapes import DType, KVRun
 
 CODECS = "one-step codecs"  # in the log
@@ -122,7 +122,7 @@ def fused_steps(
 ) -> StackPacker:
     """Makes the fused packer of a pipeline; the pipeline itself if it cannot be fused on this host.
 
-    ``known``: rows and levels of ``step_design.rows_of``, predictors, and all elements' means.
+    ``known``: rows and levels of ``step_integers.rows_of``, predictors, and all elements' means.
     """
     turns = rope_tables(pipeline.shape, profile.ropes)
     usable = profile.layout.dtype != "float16" and fits_vector_units(pipeline.shape)
@@ -142,11 +142,11 @@ def _kernels() -> StepKernels | None:
 
 def _load_kernels() -> StepKernels:
     from kvstore.codecs.kernels.emit import dots
-    from kvstore.codecs.kernels.units import unit_arguments, unpack_one_step
+    from kvstore.codecs.kernels.units import kernel_parts, unpack_one_step
 
     host = dots.host_vectors()
     known = (host.group, host.offset, host.tile_columns)
-    return StepKernels(unpack_one_step.unpack, unit_arguments.addresses_of, *known)
+    return StepKernels(unpack_one_step.unpack, kernel_parts.addresses_of, *known)
 
 
 def _tables(

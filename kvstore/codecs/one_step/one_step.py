@@ -31,10 +31,8 @@ from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.codecs.stages.gain import LogGain
 from kvstore.codecs.stages.integer_rows import IntegerRows, StepRows
-from kvstore.codecs.stages.mean import ModelMean
-from kvstore.codecs.stages.prediction import PredictedStep, Predictors
-from kvstore.codecs.stages.un_rope import UnRope
-from kvstore.codecs.stages.uniform import NUM_SHIFTS, UniformStep
+from kvstore.codecs.stages.model_transforms import ModelMean, UnRope
+from kvstore.codecs.stages.uniform import NUM_SHIFTS, PredictedStep, Predictors, UniformStep
 from kvstore.shapes import KVLayout
 
 MISSES_AT_A_TIME = 1024  # rows at a time

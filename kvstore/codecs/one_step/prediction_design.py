@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs.stages.prediction import MOST_FINER, Predictors
+from kvstore.codecs.stages.uniform import MOST_FINER, Predictors
 
 LARGEST_FACTOR = 32767
 RIDGE = 0.003  # times the mean variance of the known components

@@ -7,20 +7,19 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvstore.codecs.entropy.tables import classes_of
-from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.statistics import principal_axes, unit_rows
+from kvstore.codecs.learning.samples import Samples, principal_axes, unit_rows
 from kvstore.codecs.one_step.prediction_design import (
     PredictionWindow,
     band_of,
     expectations,
     predictors_of,
 )
-from kvstore.codecs.one_step.step_design import rows_of
+from kvstore.codecs.one_step.step_integers import rows_of
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stages.gain import COARSE, root_mean_squares
 from kvstore.codecs.stages.integer_rows import StepRows
-from kvstore.codecs.stages.metric import HeadMetric
-from kvstore.codecs.stages.prediction import Predictors
+from kvstore.codecs.stages.model_transforms import HeadMetric
+from kvstore.codecs.stages.uniform import Predictors
 
 # Rows of all texts together that are enough for the step and the symbol tables: so many tokens, or
 # fewer if they hold very many values, each of which takes some forty bytes here.

@@ -2,7 +2,6 @@
 
 ``row_codec`` is the codec, ``row_format`` the protocol of its arithmetic:
 ``rotated_rows`` (``rotation``, ``lloyd_max``) or ``plain_rows``; ``payload`` computes where each
-part lies, ``packing`` turns codes into bytes, ``backend`` chooses kernels or numpy.
-``packed_array``, ``packed_layout`` and ``packed_codec`` are for engines whose live KV is packed in
-the same bytes.
+part lies, ``backend`` chooses kernels or numpy. ``packed_layout`` and ``packed_codec`` are for
+engines whose live KV is packed in the same bytes.
 """

@@ -1,4 +1,4 @@
-"""The best scalar quantiser of a standard normal variable.
+"""The best scalar quantiser of a standard normal variable, and the best number of its levels.
 
 Joel Max (1960), Stuart Lloyd (1957/1982): a boundary lies half-way between two levels, a level is
 the mean of its cell. For the normal distribution both have closed forms, so the tables are computed
@@ -9,6 +9,7 @@ value is so close to the middle between two float32 numbers that a different lib
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -207,3 +208,27 @@ class _Sphere:
 
 def _rounded(values: np.ndarray) -> tuple[float, ...]:
     return tuple(float(np.float32(v)) for v in values)
+
+
+def greedy_bits(variances: np.ndarray, total: int, most: int = 8) -> np.ndarray:
+    """Gives one bit after another to the component whose error shrinks most by it.
+
+    ``variances``: floats of any shape, times the weight of errors. Returns int64 of that shape,
+    each 0 to ``most``, with the sum ``total``. Raises ``ValueError`` if that is impossible.
+    """
+    errors = [gauss_error(1 << bits) for bits in range(most + 1)]
+    gains = [before - after for before, after in zip(errors, errors[1:], strict=False)]
+    flat = np.asarray(variances, np.float64).reshape(-1)
+    if total > most * len(flat):
+        raise ValueError(f"{total} bits for {len(flat)} components of {most} at most")
+    bits = np.zeros(len(flat), np.int64)
+    heap = [(-value * gains[0], number) for number, value in enumerate(flat)]
+    heapq.heapify(heap)
+    for _ in range(total):
+        _, number = heap[0]
+        bits[number] += 1
+        if bits[number] == most:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (-flat[number] * gains[bits[number]], number))
+    return bits.reshape(np.shape(variances))

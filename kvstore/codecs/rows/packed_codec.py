@@ -15,8 +15,7 @@ import numpy as np
 
 from kvstore.codecs import floats
 from kvstore.codecs.base import Codec, Payload, check_run
-from kvstore.codecs.rows.packed_array import PackedArray
-from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.codecs.rows.packed_layout import PackedArray, PackedLayout
 from kvstore.codecs.rows.payload import KEPT_DTYPE, ArraySlot, PayloadPlan, plan_payload
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import UnknownCodec

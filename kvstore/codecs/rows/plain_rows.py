@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs.rows import packing
 from kvstore.codecs.rows.lloyd_max import gauss_table
 from kvstore.codecs.rows.rotated_rows import inverse_root
 from kvstore.codecs.rows.rotation import halving_sum
+from kvstore.codecs.rows.row_format import from_stream, to_stream
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class PlainRows:
             codes = np.zeros(rows.shape, np.uint8)
             for bound in self._bounds():
                 codes += rows > (bound * units)[:, None]
-        return packing.to_stream(codes), np.where(_is_normal(norms), norms, np.float32(0))
+        return to_stream(codes), np.where(_is_normal(norms), norms, np.float32(0))
 
     def unpack(self, packed: np.ndarray, scales: np.ndarray, dim: int) -> np.ndarray:
         levels = gauss_table(8).level_array
         ascending = np.concatenate([-levels[::-1], levels])
         units = scales * inverse_root(dim)
-        rows: np.ndarray = ascending[packing.from_stream(packed)] * units[:, None]
+        rows: np.ndarray = ascending[from_stream(packed)] * units[:, None]
         return rows
 
     def are_all_packed(self, scales: np.ndarray) -> bool:

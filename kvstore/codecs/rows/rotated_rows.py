@@ -30,8 +30,9 @@ import numpy as np
 
 from kvstore.codecs import floats
 from kvstore.codecs.loops.compiled import compiled_stages
-from kvstore.codecs.rows import packing, rotation
+from kvstore.codecs.rows import rotation
 from kvstore.codecs.rows.lloyd_max import gauss_table
+from kvstore.codecs.rows.row_format import from_planes, to_planes
 
 SMALLEST = np.float32(2.0**-63)
 SPARE_BITS = 12  # cleared in a factor: its product with a 16-bit float is exact in fp32
@@ -82,10 +83,10 @@ class RotatedRows:
             magnitudes = self._magnitudes(places)
             scales = norms / self._lengths(magnitudes)
         codes = magnitudes | (places < 0).astype(np.uint8) << (self.num_bits - 1)
-        return packing.to_planes(codes, self.num_bits), floats.round_to_normal_fp16(scales)
+        return to_planes(codes, self.num_bits), floats.round_to_normal_fp16(scales)
 
     def unpack(self, packed: np.ndarray, scales: np.ndarray, dim: int) -> np.ndarray:
-        codes = packing.from_planes(packed, self.num_bits)
+        codes = from_planes(packed, self.num_bits)
         levels = self.levels.astype(np.float32)
         z = rotation.rotate_back(np.concatenate([levels, -levels])[codes])
         units = floats.widen_normal_fp16(scales) * self.unit_of(dim)

@@ -16,10 +16,9 @@ import numpy as np
 
 from kvstore.codecs import floats
 from kvstore.codecs.reader import Reader
-from kvstore.codecs.rope import Rope, angle_tables
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.shapes import DType, KVLayout, KVRun
+from kvstore.shapes import DType, KVLayout, KVRun, Rope, angle_tables
 
 logger = logging.getLogger(__name__)
 K = TypeVar("K")  # kernels

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
-from types import ModuleType
+from typing import Final
 
 import numpy as np
 
-from kvstore.codecs.stacks.fused import aligned, if_installed
+from kvstore.codecs.loops.compiled import compiled_module
+from kvstore.codecs.stacks.fused import aligned
 
 logger = logging.getLogger(__name__)
+
+KERNELS: Final = "kvstore.codecs.kernels.units.word_products"
 
 
 class Int16Products:
@@ -25,7 +26,7 @@ class Int16Products:
         components in use.
         """
         self._width, self._live = matrix.shape[2], live.tolist()
-        self._kernels = _kernels()
+        self._kernels = compiled_module(KERNELS)
         rows = [x[:n] for x, n in zip(matrix, self._live, strict=True)]
         self._matrix, self._panels = rows, list[np.ndarray]()
         if self._kernels is None:
@@ -96,12 +97,3 @@ def _unpanelled(panels: np.ndarray, components: int, width: int) -> np.ndarray:
     """Undoes ``panels_of``: int16 (components, width)."""
     rows = np.ascontiguousarray(panels.swapaxes(1, 2)).reshape(-1, panels.shape[1])
     return rows.view(np.int16)[:components, :width]
-
-
-@functools.cache
-def _kernels() -> ModuleType | None:
-    return if_installed(_load_kernels, "products of words")
-
-
-def _load_kernels() -> ModuleType:
-    return importlib.import_module("kvstore.codecs.kernels.units.word_products")

@@ -18,8 +18,7 @@ import numpy as np
 
 from kvstore.codecs import floats
 from kvstore.codecs.loops.compiled import compiled_stages
-from kvstore.codecs.rope import Rope
-from kvstore.shapes import DType, KVLayout, KVRun
+from kvstore.shapes import DType, KVLayout, KVRun, Rope
 
 ScopeName: TypeAlias = Literal["head", "side", "layer", "group"]
 KEY, VALUE = 0, 1

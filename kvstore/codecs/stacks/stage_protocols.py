@@ -40,6 +40,16 @@ class Transform(Protocol):
         """Returns the length of the note of a chunk of ``num_tokens``."""
 
 
+class WithoutNote:
+    """The two methods of a ``Transform`` that has to store no values of a chunk."""
+
+    def read(self, reader: Reader, num_tokens: int) -> object:
+        return None
+
+    def note_nbytes(self, num_tokens: int) -> int:
+        return 0
+
+
 class Gain(Protocol):
     """Divides each token of a stack by its size: a gain for each unit, token and gain group."""
 

@@ -1,6 +1,6 @@
-"""Stages of the pipelines of the product's own presets, one file each.
+"""Stages of the pipelines of the product's own presets.
 
-Before the transform: ``un_rope``, ``mean``, ``gain``, ``octave_gain``, ``metric``. Transforms with
-their quantisers: ``integer_klt``, ``integer_rows``, ``prediction``, ``uniform``. Coders:
-``planes``. ``codecs/loops`` has their inner loops, compiled.
+Before the transform: ``model_transforms``, ``gain``, ``octave_gain``. Transforms with their
+quantisers: ``integer_klt``, ``integer_rows``, ``uniform``. Coders: ``planes``. ``codecs/loops`` has
+their inner loops, compiled.
 """

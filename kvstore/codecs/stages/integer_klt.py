@@ -4,14 +4,14 @@ Rows of unit size become 16-bit integers, and so does the basis; their products 
 any order and on any host. Restoring multiplies levels of a byte by a basis of bytes, which every
 processor does several times faster than with floats. Rounding adds only a small part of the error
 that quantising causes, because for each component the two bytes share the range between them (see
-``integer_design``).
+``rate_integers``).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks.stage_protocols import WithoutNote
 
 MAX_WIDTH = 1024  # for which sums of products of bytes stay below 2^24
 LARGEST_INPUT = 32767
@@ -24,7 +24,7 @@ def input_scale(width: int) -> int:
     return 1 << (13 - (width - 1).bit_length() // 2 - (width - 1).bit_length() % 2)
 
 
-class IntegerKlt:
+class IntegerKlt(WithoutNote):
     """Maps rows onto integer components, and integer levels back. Implements ``Transform``."""
 
     def __init__(self, encode: np.ndarray, decode: np.ndarray, scales: np.ndarray) -> None:
@@ -44,17 +44,11 @@ class IntegerKlt:
         components = np.matmul(self._encode.astype(np.float64), rows.swapaxes(1, 2))
         return components.astype(np.int32).swapaxes(1, 2), b""
 
-    def read(self, reader: Reader, num_tokens: int) -> object:
-        return None
-
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         """Restores rows; sums stay below 2^24, so that fp32 holds them in any order."""
         sums = np.matmul(stack.astype(np.float32), self._decode.astype(np.float32))
         restored: np.ndarray = sums * self._scales[:, None, None]
         return restored
-
-    def note_nbytes(self, num_tokens: int) -> int:
-        return 0
 
 
 class IntegerLevels:

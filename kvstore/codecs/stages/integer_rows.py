@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.int16_products import Int16Products
+from kvstore.codecs.stacks.stage_protocols import WithoutNote
 
 BYTE = 127
 LARGEST_INPUT = 32767
@@ -76,7 +76,7 @@ class StepRows:
         return live
 
 
-class IntegerRows:
+class IntegerRows(WithoutNote):
     """Maps rows to components and levels back, in whole numbers. Implements ``Transform``."""
 
     def __init__(self, rows: StepRows) -> None:
@@ -97,9 +97,6 @@ class IntegerRows:
             np.multiply(sums, self._rates[unit, :live, None], out=components[unit, :live])
         return components.swapaxes(1, 2), b""
 
-    def read(self, reader: Reader, num_tokens: int) -> object:
-        return None
-
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         """Restores rows, fp32 (units, tokens, width).
 
@@ -114,9 +111,6 @@ class IntegerRows:
             sums += _product(levels[:, rest], self._rows[unit, :others])
             restored[unit] = _wrapped(sums).astype(np.float32) * self._scales[unit]
         return restored
-
-    def note_nbytes(self, num_tokens: int) -> int:
-        return 0
 
 
 def _wrapped(sums: np.ndarray) -> np.ndarray:

@@ -24,9 +24,8 @@ from engines.mlx_worker.model.loading import load_model
 from engines.mlx_worker.sessions.store_opening import store_opener
 from kvstore.codecs import floats
 from kvstore.codecs.presets import codec_by_name
-from kvstore.codecs.rows.packed_array import PackedArray
 from kvstore.codecs.rows.packed_codec import packed_codec
-from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.codecs.rows.packed_layout import PackedArray, PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.shapes import KVPair, KVRun
 from tests.integration.mlx_owner.harness import Engine, engine, session, text

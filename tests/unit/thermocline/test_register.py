@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import thermocline
+from kvstore.codecs.base import RawCodec
 from kvstore.codecs.calibrated import calibrated_codec
 from kvstore.codecs.names import CODECS
 from kvstore.codecs.presets import check_name, codec_by_name
-from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.config import StoreConfig
@@ -75,7 +75,7 @@ def test_a_method_can_be_an_import_string_and_be_replaced():
         ("tq", mine, ValueError, "already"),
         ("Mine+", mine, ValueError, "small letters"),
         ("mine", None, ValueError, "neither be made nor learned"),
-        ("mine", "kvstore.codecs.raw:Nothing", UnknownCodec, "cannot be imported"),
+        ("mine", "kvstore.codecs.base:Nothing", UnknownCodec, "cannot be imported"),
         ("mine", object, UnknownCodec, "is no codec"),
         ("mine", lambda: RawCodec("x" * 25), UnknownCodec, "more than 24 characters"),
     ],

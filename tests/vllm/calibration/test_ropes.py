@@ -11,7 +11,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from engines.vllm_plugin.measuring.ropes import ropes_of_latents
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
-from kvstore.codecs.stages.un_rope import UnRope
+from kvstore.codecs.stages.model_transforms import UnRope
 from kvstore.shapes import KVLayer, KVLayout
 
 pytestmark = pytest.mark.vllm

@@ -29,7 +29,7 @@ from engines.vllm_plugin.worker.transfer import Transfer
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
-from kvstore.codecs.states.matrices import matrix_codec
+from kvstore.codecs.states import matrix_codec
 from kvstore.errors import Corrupt
 from tests.block_sessions import BLOCK, hashes, open_store, ref
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from engines.vllm_plugin.stats import ColdMetrics, ColdStats, StatsFeed, source_of
+from engines.vllm_plugin.reports import ColdMetrics, ColdStats, StatsFeed, source_of
 from engines.wire import EngineReport, TierReport
 
 pytestmark = pytest.mark.vllm

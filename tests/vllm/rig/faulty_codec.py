@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.base import RawCodec
 from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout, KVRun
 

@@ -12,7 +12,7 @@ import numpy as np
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import Notice, NotObservable
 from engines.calibration.learn import Windows, samples_of
-from kvstore.codecs.states.matrices import fp32, narrowed
+from kvstore.codecs.states import fp32, narrowed
 from kvstore.shapes import DType, KVRun, slice_tokens
 from tests.vllm.rig.instrument import seen_by
 from tests.vllm.rig.instrument_facts import TOKENS

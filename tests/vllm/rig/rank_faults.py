@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.base import RawCodec
 from kvstore.shapes import KVLayout, KVRun
 from tests.vllm.rig.faulty_codec import FaultyRaw, tokens_named
 

@@ -59,7 +59,7 @@ from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.vllm_plugin.connector import BlockAcks, StepPlan, ThermoclineConnector
 from engines.vllm_plugin.grammar.backend import BoundedGrammar, TwoCompilers
 from engines.vllm_plugin.process.command import command
-from engines.vllm_plugin.stats import ColdMetrics, ColdStats
+from engines.vllm_plugin.reports import ColdMetrics, ColdStats
 from engines.vllm_plugin.support import Unsupported, check_version
 from kvstore.config import StoreConfig
 from tests.vllm.rig.versions import make_arg_parser

@@ -20,7 +20,7 @@ from engines.vllm_plugin.connector import ThermoclineConnector
 from engines.vllm_plugin.groups import DENSE
 from engines.vllm_plugin.inventory import Inventory, wants_events
 from engines.vllm_plugin.messages import RankRests
-from engines.vllm_plugin.vllm_events import KVEvents
+from engines.vllm_plugin.reports import KVEvents
 from kvstore.session import SessionRef
 
 pytestmark = pytest.mark.vllm

@@ -17,7 +17,7 @@ output *is* the payload; that of the next chunk begins ``s_payload`` bytes later
 - *RoPE* combines each channel with its partner: when packing, both are loaded; when restoring, both
   are multiplied out from the same levels. Cosines and sines come from the host.
 
-Tables (``rate_tables``) have C = D components, those without bits last. Pointers to tables of a
+Tables (``triton_rates``) have C = D components, those without bits last. Pointers to tables of a
 unit have shapes (units, magnitudes, C) or (units, C), and (ropes, D) for the rotations.
 """
 

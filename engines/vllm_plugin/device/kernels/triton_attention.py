@@ -1,4 +1,9 @@
-"""Launches ``attend_kernels`` for ``RotatedRows`` on the device that holds the packed rows."""
+"""Products with packed rows on the device that holds them, and sums of weighted ones, in Triton.
+
+Rows stay packed; see ``kvstore.codecs.attention.rotated``. A program handles ``R`` rows of a head,
+and all queries of that head one after the other. Queries are rotated, and sums rotated back, by
+``TritonAttention``. Sums of floats have no fixed order here: values are close, not equal.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,65 @@ from typing import Any, Final
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from engines.vllm_plugin.device.kernels.attend_kernels import scores_kernel, sums_kernel
 from kvstore.codecs.rows import rotation
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 
 TILE: Final = 8192  # values of the rows of a program, which it has in registers
+
+
+@triton.jit
+def _rows(
+    codes, scales, levels, unit, num_tokens, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Return this program's rows before their rotation, fp32 (R, W), and their numbers."""
+    token = tl.program_id(0) * R + tl.arange(0, R)
+    ok = token < num_tokens
+    row = tl.program_id(1).to(tl.int64) * num_tokens + token
+    d = tl.arange(0, W)
+    keep = ok[:, None] & (d < D)[None, :]
+    source = codes + row[:, None] * (BITS * D // 8) + (d // 8)[None, :]
+    code = tl.zeros((R, W), tl.int32)
+    for bit in tl.static_range(BITS):
+        plane = tl.load(source + bit * (D // 8), mask=keep, other=0).to(tl.int32)
+        code += ((plane >> (d % 8)[None, :]) & 1) << bit
+    stored = tl.load(scales + row, mask=ok, other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
+    size = ((stored + 114688) << 13).to(tl.float32, bitcast=True) * tl.load(unit)
+    size = tl.where(stored == 0, 0.0, size)
+    return tl.load(levels + code, mask=keep, other=0.0) * size[:, None], token, ok
+
+
+@triton.jit(do_not_specialize=("num_tokens", "num_queries"))
+def scores_kernel(
+    query, codes, scales, levels, unit, out, num_tokens, num_queries,
+    R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Write the products of this program's rows with the rotated queries of their head."""
+    rows, token, ok = _rows(codes, scales, levels, unit, num_tokens, R, W, D, BITS)
+    d = tl.arange(0, W)
+    first = tl.program_id(1).to(tl.int64) * num_queries
+    for q in range(num_queries):
+        values = tl.load(query + (first + q) * D + d, mask=d < D, other=0.0)
+        products = tl.sum(rows * values[None, :], 1)
+        tl.store(out + (first + q) * num_tokens + token, products, mask=ok)
+
+
+@triton.jit(do_not_specialize=("num_tokens", "num_queries"))
+def sums_kernel(
+    weights, codes, scales, levels, unit, out, num_tokens, num_queries,
+    R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Write the weighted sum of this program's rows: ``out`` has a part for each program."""
+    rows, token, ok = _rows(codes, scales, levels, unit, num_tokens, R, W, D, BITS)
+    d = tl.arange(0, W)
+    first = tl.program_id(1).to(tl.int64) * num_queries
+    part = out + (first * tl.num_programs(0) + tl.program_id(0) * num_queries) * D
+    for q in range(num_queries):
+        weight = tl.load(weights + (first + q) * num_tokens + token, mask=ok, other=0.0)
+        tl.store(part + q * D + d, tl.sum(rows * weight[:, None], 0), mask=d < D)
 
 
 class TritonAttention:

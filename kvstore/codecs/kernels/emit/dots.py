@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 from llvmlite import ir
 from numba.core import cgutils
 
-from kvstore.codecs.kernels.emit.emitter import I8, I16, I32, I64, Emitter, Value
-from kvstore.codecs.kernels.emit.features import host_features
+from kvstore.codecs.kernels.emit.emitter import I8, I16, I32, I64, Emitter, Value, host_features
 
 # (emitter, sums, groups of one token in all lanes, groups of the columns) -> sums
 Dot: TypeAlias = Callable[[Emitter, Value, Value, Value], Value]
@@ -176,7 +175,7 @@ def _emit_component(e: Emitter, bits: int, offset: int, args: tuple[Value, ...])
     addresses = [b.add(source, b.mul(step, ir.Constant(I64, k))) for k in range(bits)]
     planes = [e.load(address, 0, I64) for address in addresses]
     lanes = ir.VectorType(I8, 64)
-    levels = [_splat_byte(e, e.load(table, k, I8), lanes) for k in range(1 << (bits - 1))]
+    levels = [e.filled(e.load(table, k, I8), lanes) for k in range(1 << (bits - 1))]
     mask_type = ir.VectorType(ir.IntType(1), 64)
     for plane in planes[:-1]:
         mask = b.bitcast(b.not_(b.xor(plane, planes[-1])), mask_type)
@@ -187,13 +186,6 @@ def _emit_component(e: Emitter, bits: int, offset: int, args: tuple[Value, ...])
     if offset:
         signed = b.xor(signed, ir.Constant(lanes, [ir.Constant(I8, offset)] * 64))
     e.store(signed, target, 0)
-
-
-def _splat_byte(e: Emitter, byte: Value, lanes: Value) -> Value:
-    empty = ir.Constant(lanes, ir.Undefined)
-    first = e.builder.insert_element(empty, byte, ir.Constant(I32, 0))
-    zeros = ir.Constant(ir.VectorType(I32, lanes.count), None)
-    return e.builder.shuffle_vector(first, first, zeros)
 
 
 def emit_groups(b: Any, group: int, args: tuple[Value, ...]) -> None:

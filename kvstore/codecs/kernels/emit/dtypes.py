@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 
-from kvstore.codecs.kernels.emit.emitter import I16, BFloat, Emitter, Value
-from kvstore.codecs.kernels.emit.features import host_features
+from kvstore.codecs.kernels.emit.emitter import I16, BFloat, Emitter, Value, host_features
 from kvstore.shapes import DType
 
 REBIAS = 112  # between the exponents of fp16 and fp32

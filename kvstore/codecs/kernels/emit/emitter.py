@@ -1,13 +1,16 @@
-"""Emits the few operations on vectors that rows need, as LLVM IR.
+"""Emits the few operations on vectors that rows need, as LLVM IR, for this host's instructions.
 
 All arithmetic is plain IEEE: no fast-math flag is ever set, so LLVM may neither reorder nor fuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import os
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
@@ -15,6 +18,25 @@ from numba.core import cgutils
 F32, I8, I16, I32, I64 = (ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64)))
 SIGN_BIT = 1 << 31
 Value = Any  # an llvmlite value; the library has no type annotations
+FEW = 4  # words: selecting among so many is not slower than a permutation
+SOME = 16  # words: selecting among more is slower than loading one for each lane
+PERMUTED = 32  # words that one instruction chooses from, in two vectors
+
+
+@functools.cache
+def host_features() -> Set[str]:
+    """The features of this machine, without those that ``NUMBA_CPU_FEATURES`` disables.
+
+    numba compiles for these features only. Empty if they are not known.
+    """
+    if os.environ.get("NUMBA_CPU_NAME"):  # code for another processor, whose features are not known
+        return set()
+    try:
+        found = {name for name, is_there in llvm.get_host_cpu_features().items() if is_there}
+    except RuntimeError:  # not every system reports them
+        return set()
+    named = os.environ.get("NUMBA_CPU_FEATURES", "").split(",")
+    return found - {item[1:] for item in named if item.startswith("-")}
 
 
 class BFloat(ir.types.Type):  # type: ignore[misc]
@@ -113,16 +135,18 @@ class Emitter:
 
     def splat(self, scalar: Value) -> Value:
         """Copy an fp32 number into all lanes."""
-        return self._splat(scalar, self.floats)
+        return self.filled(scalar, self.floats)
 
     def splat_word(self, scalar: Value) -> Value:
         """Copy a 32-bit integer into all lanes."""
-        return self._splat(scalar, self.words)
+        return self.filled(scalar, self.words)
 
-    def _splat(self, scalar: Value, kind: Value) -> Value:
+    def filled(self, scalar: Value, kind: Value) -> Value:
+        """Copy a number into all elements of a vector of type ``kind``."""
         empty = ir.Constant(kind, ir.Undefined)
         first = self.builder.insert_element(empty, scalar, ir.Constant(I32, 0))
-        return self.builder.shuffle_vector(first, first, self.all_words(0))
+        zeros = ir.Constant(ir.VectorType(I32, kind.count), None)
+        return self.builder.shuffle_vector(first, first, zeros)
 
     def as_words(self, floats: Value) -> Value:
         """Reinterpret the bits of fp32 numbers as integers."""
@@ -160,7 +184,11 @@ class Emitter:
         return self.multiply_exactly(x, x, addend)
 
     def multiply_exactly(self, x: Value, y: Value, addend: Value) -> Value:
-        """Compute x * y + addend, fused if the host can: only for products that are exact."""
+        """Compute x * y + addend, only for products that are exact."""
+        return self.multiply_add(x, y, addend)
+
+    def multiply_add(self, x: Value, y: Value, addend: Value) -> Value:
+        """Compute x * y + addend, fused if the host can: the last bit depends on the host."""
         return self._call(f"llvm.fmuladd.v{self.lanes}f32", x, y, addend)
 
     def nearest(self, floats: Value) -> Value:
@@ -213,3 +241,59 @@ class Emitter:
             return mask
         lanes = range(first_bit % 8, first_bit % 8 + self.lanes)
         return self.builder.shuffle_vector(mask, mask, self.word_list(lanes))
+
+
+def look_up(e: Emitter, masks: Sequence[Value], table: Sequence[Value]) -> Value:
+    """Return a word of ``table`` in each lane: the one whose index has these bits, lowest first.
+
+    ``table``: i32, two to the power of ``len(masks)``; constants if there are more than ``SOME``.
+    """
+    if len(table) > FEW and e.lanes == 16 and "avx512f" in host_features():
+        choices, at = _permuted(e, masks, table), log2(PERMUTED)
+    elif len(table) > SOME:
+        return _loaded(e, masks, table)
+    else:
+        choices, at = [e.splat_word(x) for x in table], 0
+    for mask in masks[at:]:
+        pairs = zip(choices[::2], choices[1::2], strict=True)
+        choices = [e.builder.select(mask, high, low) for low, high in pairs]
+    return choices[0]
+
+
+def _permuted(e: Emitter, masks: Sequence[Value], table: Sequence[Value]) -> list[Value]:
+    """Return what every ``PERMUTED`` words have at the index that the first masks give."""
+    index = _index(e, masks[: log2(PERMUTED)])
+    words = (*table, *[table[0]] * (-len(table) % e.lanes))
+    parts = [_vector(e, words[k : k + e.lanes]) for k in range(0, len(words), e.lanes)]
+    if len(parts) == 1:
+        return [e.call("llvm.x86.avx512.permvar.si.512", e.words, parts[0], index)]
+    name = "llvm.x86.avx512.vpermi2var.d.512"
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [e.call(name, e.words, low, index, high) for low, high in pairs]
+
+
+def _loaded(e: Emitter, masks: Sequence[Value], table: Sequence[Value]) -> Value:
+    """Return the words by one load for each lane."""
+    b = e.builder
+    words = ir.Constant(ir.ArrayType(I32, len(table)), list(table))
+    utilities: Any = cgutils
+    begin = b.ptrtoint(utilities.global_constant(b, "table", words), I64)
+    index, lanes = _index(e, masks), []
+    for lane in range(e.lanes):
+        place = b.zext(b.extract_element(index, ir.Constant(I32, lane)), I64)
+        lanes.append(e.load(b.add(begin, b.shl(place, ir.Constant(I64, 2))), 0, I32))
+    return _vector(e, lanes)
+
+
+def _index(e: Emitter, masks: Sequence[Value]) -> Value:
+    index = e.all_words(0)
+    for bit, mask in enumerate(masks):
+        index = e.builder.select(mask, e.builder.or_(index, e.all_words(1 << bit)), index)
+    return index
+
+
+def _vector(e: Emitter, lanes: Sequence[Value]) -> Value:
+    found = ir.Constant(e.words, ir.Undefined)
+    for lane, word in enumerate(lanes):
+        found = e.builder.insert_element(found, word, ir.Constant(I32, lane))
+    return found

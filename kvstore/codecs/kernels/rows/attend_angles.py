@@ -15,8 +15,7 @@ from numba.core import cgutils
 
 from kvstore.codecs.attention.angles import BLOCK, LEVEL_BITS, RADIUS_BITS
 from kvstore.codecs.kernels.emit.dtypes import widen_fp16
-from kvstore.codecs.kernels.emit.emitter import F32, I32, I64, Emitter, Value
-from kvstore.codecs.kernels.emit.lookup import look_up
+from kvstore.codecs.kernels.emit.emitter import F32, I32, I64, Emitter, Value, look_up
 from kvstore.codecs.kernels.rows.attend_planes import TILE_VECTORS
 
 LARGEST, INFINITE = 0x7BFF, 0x7C00  # the bits of fp16's largest number, and of infinity
@@ -100,7 +99,7 @@ def emit_products(e: Emitter, num_bits: int, num_queries: int, args: tuple[Value
         second = product(block, level - 1, 2 * number + 1)
         cosines, sines = tree.turn(level, block, number)
         return [
-            [_multiply_add(e, one[v], cosines[v], b.fmul(other[v], sines[v])) for v in VECTORS]
+            [e.multiply_add(one[v], cosines[v], b.fmul(other[v], sines[v])) for v in VECTORS]
             for one, other in zip(first, second, strict=True)
         ]
 
@@ -108,7 +107,7 @@ def emit_products(e: Emitter, num_bits: int, num_queries: int, args: tuple[Value
         found, radii = product(loop.index, len(LEVEL_BITS) - 1, 0), tree.radii(loop.index)
         for row, totals in zip(found, sums, strict=True):
             for v in VECTORS:
-                b.store(_multiply_add(e, row[v], radii[v], b.load(totals[v])), totals[v])
+                b.store(e.multiply_add(row[v], radii[v], b.load(totals[v])), totals[v])
     for q, row in enumerate(sums):
         target = b.add(out, b.mul(out_step, ir.Constant(I64, q)))
         for v, total in enumerate(row):
@@ -142,7 +141,3 @@ def emit_sums(e: Emitter, num_bits: int, num_queries: int, args: tuple[Value, ..
         radii = tree.radii(loop.index)
         sizes = [[b.fmul(x[v], radii[v]) for v in VECTORS] for x in factors]
         add(loop.index, len(LEVEL_BITS) - 1, 0, sizes)
-
-
-def _multiply_add(e: Emitter, x: Value, y: Value, addend: Value) -> Value:
-    return e.call(f"llvm.fmuladd.v{e.lanes}f32", e.floats, x, y, addend)

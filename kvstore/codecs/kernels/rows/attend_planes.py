@@ -10,8 +10,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core import cgutils
 
-from kvstore.codecs.kernels.emit.emitter import F32, I32, I64, Emitter, Value
-from kvstore.codecs.kernels.emit.lookup import look_up
+from kvstore.codecs.kernels.emit.emitter import F32, I32, I64, Emitter, Value, look_up
 
 TILE_VECTORS = 4  # of tokens, whose products stay in registers
 
@@ -36,7 +35,7 @@ def emit_products(e: Emitter, num_bits: int, num_queries: int, args: tuple[Value
         for v in range(TILE_VECTORS):
             numbers = _numbers(e, num_bits, words, column, plane_step, v)
             for value, row in zip(values, sums, strict=True):
-                b.store(_multiply_add(e, value, numbers, b.load(row[v])), row[v])
+                b.store(e.multiply_add(value, numbers, b.load(row[v])), row[v])
     for q, row in enumerate(sums):
         target = b.add(out, b.mul(out_step, ir.Constant(I64, q)))
         for v, total in enumerate(row):
@@ -61,7 +60,7 @@ def emit_sums(e: Emitter, num_bits: int, num_queries: int, args: tuple[Value, ..
         for v in range(TILE_VECTORS):
             numbers = _numbers(e, num_bits, words, column, plane_step, v)
             totals = [
-                _multiply_add(e, numbers, of_query[v], total)
+                e.multiply_add(numbers, of_query[v], total)
                 for of_query, total in zip(factors, totals, strict=True)
             ]
         for q, total in enumerate(totals):
@@ -81,7 +80,3 @@ def _numbers(
     ]
     masks = [e.load_mask(start, v * e.lanes) for start in starts]
     return e.as_floats(look_up(e, masks, words))
-
-
-def _multiply_add(e: Emitter, x: Value, y: Value, addend: Value) -> Value:
-    return e.call(f"llvm.fmuladd.v{e.lanes}f32", e.floats, x, y, addend)

@@ -22,8 +22,8 @@ from kvstore.codecs.kernels.emit.emitter import (
     all_of,
     bits_of,
     f32,
+    look_up,
 )
-from kvstore.codecs.kernels.emit.lookup import look_up
 from kvstore.codecs.kernels.rows.row_shape import RowShape
 
 TILE_TOKENS = 4  # number of rows whose weighted levels are added while a sum is in registers
@@ -44,7 +44,7 @@ def emit_scores(
         levels = _levels(e, shape, packed, i)
         for q, sum_of_query in enumerate(sums):
             query = e.load(queries, 4 * (q * shape.dim + i * e.lanes), e.floats)
-            sum_of_query[i % 2] = _multiply_add(e, levels, query, sum_of_query[i % 2])
+            sum_of_query[i % 2] = e.multiply_add(levels, query, sum_of_query[i % 2])
     unit = _unit(e, shape, scale, 0)
     for q, (even, odd) in enumerate(sums):
         product = b.fmul(_sum_of_lanes(e, b.fadd(even, odd)), unit)
@@ -111,7 +111,7 @@ def emit_sums(
             row = b.add(packed, ir.Constant(I64, token * row_nbytes))
             levels = _levels(e, shape, row, i)
             parts = [
-                _multiply_add(e, levels, factor, part)
+                e.multiply_add(levels, factor, part)
                 for factor, part in zip(of_queries, parts, strict=True)
             ]
         for part, place in zip(parts, places, strict=True):
@@ -135,10 +135,6 @@ def _unit(e: Emitter, shape: RowShape, scales: Value, token: int) -> Value:
     size = b.shl(b.add(bits, ir.Constant(I32, floats.REBIAS)), ir.Constant(I32, 13))
     unit = b.fmul(b.bitcast(size, F32), f32(shape.rows.unit_of(shape.dim)))
     return b.select(b.icmp_unsigned("==", bits, ir.Constant(I32, 0)), f32(0.0), unit)
-
-
-def _multiply_add(e: Emitter, x: Value, y: Value, addend: Value) -> Value:
-    return e.call(f"llvm.fmuladd.v{e.lanes}f32", e.floats, x, y, addend)
 
 
 def _sum_of_lanes(e: Emitter, values: Value) -> Value:

@@ -13,9 +13,9 @@ from numba.extending import intrinsic
 
 from kvstore.codecs.kernels.emit.emitter import Emitter
 from kvstore.codecs.kernels.rows import attend_rows
+from kvstore.codecs.kernels.rows.attend_rows import TILE_TOKENS
 from kvstore.codecs.kernels.rows.row_shape import RowShape, has_kernel
-from kvstore.codecs.kernels.sources import SOURCES
-from kvstore.codecs.loops.numba_functions import array_of, compiled, tuple_items
+from kvstore.codecs.loops.numba_functions import SOURCES, array_of, compiled, emitted, tuple_of
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.rotation import base_matrix, order_of, sign_masks
 
@@ -30,39 +30,49 @@ def _attend_intrinsic(emit: Callable[..., None]) -> Any:
     def typed(context: Any, bits: Any, dim: Any, queries: Any, sources: Any, at: Any) -> Any:
         shape = RowShape(bits.literal_value, dim.literal_value, "float32")
 
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            e = Emitter(builder, shape.lanes)
-            emit(e, shape, queries.literal_value, tuple_items(builder, at, args[4]))
-            return context.get_dummy_value()
+        def emit_here(builder: Any, addresses: Any) -> None:
+            emit(Emitter(builder, shape.lanes), shape, queries.literal_value, addresses)
 
-        return types.void(bits, dim, queries, sources, at), generate
+        return emitted(emit_here, bits, dim, queries, sources, at)
 
     return intrinsic(prefer_literal=True)(typed)
 
 
 def _sums_of_tile(e: Emitter, shape: RowShape, queries: int, at: tuple[Any, ...]) -> None:
-    attend_rows.emit_sums(e, shape, queries, attend_rows.TILE_TOKENS, at)
+    attend_rows.emit_sums(e, shape, queries, TILE_TOKENS, at)
 
 
 def _sums_of_one(e: Emitter, shape: RowShape, queries: int, at: tuple[Any, ...]) -> None:
     attend_rows.emit_sums(e, shape, queries, 1, at)
 
 
-scores_of_row = _attend_intrinsic(attend_rows.emit_scores)
+_scores_of_row = _attend_intrinsic(attend_rows.emit_scores)
 _byte_scores_of_row = _attend_intrinsic(attend_rows.emit_byte_scores)
-add_tile = _attend_intrinsic(_sums_of_tile)
-add_one = _attend_intrinsic(_sums_of_one)
+_add_tile = _attend_intrinsic(_sums_of_tile)
+_add_one = _attend_intrinsic(_sums_of_one)
 
 
 @njit
-def rotate(x: Any, signs: Any, base: Any, power: int, back: bool) -> None:
-    """Multiply fp32 (dim,) in place by signs, then H; if ``back``, by the transpose of that."""
-    count = len(base)
-    if not back:
-        for i in range(len(x)):
-            x[i] *= signs[i]
-    else:
-        _multiply_base(x, base.T, count, power)
+def rotate(rows: Any, turn: Any, back: bool) -> None:
+    """Multiply fp32 (rows, dim) in place by signs, then H; if ``back``, by the transpose of that.
+
+    ``turn``: from ``rotation_of``.
+    """
+    signs, base, power = turn
+    for row in range(len(rows)):
+        if back:
+            _multiply_base(rows[row], base.T, power)
+        else:
+            rows[row] *= signs
+        _butterflies(rows[row], power)
+        if back:
+            rows[row] *= signs
+        else:
+            _multiply_base(rows[row], base, power)
+
+
+@njit
+def _butterflies(x: Any, power: int) -> None:
     distance = 1
     while distance < power:
         for start in range(0, len(x), 2 * distance):
@@ -70,15 +80,11 @@ def rotate(x: Any, signs: Any, base: Any, power: int, back: bool) -> None:
                 low, high = x[i], x[i + distance]
                 x[i], x[i + distance] = low + high, low - high
         distance *= 2
-    if not back:
-        _multiply_base(x, base, count, power)
-    else:
-        for i in range(len(x)):
-            x[i] *= signs[i]
 
 
 @njit
-def _multiply_base(x: Any, base: Any, count: int, power: int) -> None:
+def _multiply_base(x: Any, base: Any, power: int) -> None:
+    count = len(base)
     if count == 1:
         return
     old = x.copy()
@@ -90,27 +96,66 @@ def _multiply_base(x: Any, base: Any, count: int, power: int) -> None:
             x[row * power + i] = total
 
 
-def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
-    sources, row_nbytes = SOURCES, bits * dim // 8
+@njit
+def rows_of_head(codes: Any, scales: Any, head: int) -> Any:
+    """Return the addresses of a head's first packed row and of its scale, and the rows' number."""
+    row = codes.ctypes.data + head * codes.strides[0]
+    return row, scales.ctypes.data + head * scales.strides[0], scales.shape[1]
 
-    def scores(
-        codes: Any, scales: Any, query: Any, out: Any, signs: Any, base: Any, power: int
-    ) -> None:
-        heads, tokens = scales.shape
+
+@njit
+def multiply_rows(
+    bits: int, dim: int, queries: int, sources: int, rows: Any, query: int, out: Any
+) -> None:
+    """Write the products of a head's rows with rotated queries.
+
+    The first four are literals. ``rows``: from ``rows_of_head``. ``query``: the address of the
+    first query. ``out``: the address of its first product, and the bytes to the next query's.
+    """
+    row, scale, count = rows
+    target, step = out
+    for _ in range(count):
+        _scores_of_row(bits, dim, queries, sources, (row, scale, query, target, step))
+        row += bits * dim // 8
+        scale += 2
+        target += 4
+
+
+@njit
+def add_rows(
+    bits: int, dim: int, queries: int, sources: int, rows: Any, weights: Any, sums: int
+) -> None:
+    """Add a head's weighted rows to the rotated sums at address ``sums``.
+
+    The first five are as for ``multiply_rows``. ``weights``: the address of the first weight of the
+    first query, and the bytes to the next query's.
+    """
+    row, scale, count = rows
+    weight, step = weights
+    whole = count - count % TILE_TOKENS
+    for _ in range(0, whole, TILE_TOKENS):
+        _add_tile(bits, dim, queries, sources, (row, scale, weight, step, sums))
+        row += TILE_TOKENS * (bits * dim // 8)
+        scale += TILE_TOKENS * 2
+        weight += TILE_TOKENS * 4
+    for _ in range(whole, count):
+        _add_one(bits, dim, queries, sources, (row, scale, weight, step, sums))
+        row += bits * dim // 8
+        scale += 2
+        weight += 4
+
+
+def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
+    sources = SOURCES
+
+    def scores(codes: Any, scales: Any, query: Any, out: Any, turn: Any) -> None:
         rotated = np.empty((num_queries, dim), np.float32)
-        for head in range(heads):
+        for head in range(len(scales)):
             rotated[:] = query[head]
-            for q in range(num_queries):
-                rotate(rotated[q], signs, base, power, False)
-            row = codes.ctypes.data + head * codes.strides[0]
-            scale = scales.ctypes.data + head * scales.strides[0]
-            target = out.ctypes.data + head * out.strides[0]
-            for _ in range(tokens):
-                at = (row, scale, rotated.ctypes.data, target, out.strides[1])
-                scores_of_row(bits, dim, num_queries, sources, at)
-                row += row_nbytes
-                scale += 2
-                target += 4
+            rotate(rotated, turn, False)
+            rows = rows_of_head(codes, scales, head)
+            target = (out.ctypes.data + head * out.strides[0], out.strides[1])
+            multiply_rows(bits, dim, num_queries, sources, rows, rotated.ctypes.data, target)
         rotated[0, 0] = 0  # numba frees an array after its last use; its address does not count
 
     return compiled(types.void, scores, *_argument_types())
@@ -131,20 +176,16 @@ def _to_bytes(x: Any, whole: Any) -> Any:
 def _byte_scores_function(bits: int, dim: int, num_queries: int) -> Any:
     sources, row_nbytes = SOURCES, bits * dim // 8
 
-    def scores(
-        codes: Any, scales: Any, query: Any, out: Any, signs: Any, base: Any, power: int
-    ) -> None:
-        heads, tokens = scales.shape
+    def scores(codes: Any, scales: Any, query: Any, out: Any, turn: Any) -> None:
         rotated = np.empty((num_queries, dim), np.float32)
         whole = np.empty((num_queries, dim), np.int8)
         ones = np.empty(num_queries, np.float32)
-        for head in range(heads):
+        for head in range(len(scales)):
             rotated[:] = query[head]
+            rotate(rotated, turn, False)
             for q in range(num_queries):
-                rotate(rotated[q], signs, base, power, False)
                 ones[q] = _to_bytes(rotated[q], whole[q])
-            row = codes.ctypes.data + head * codes.strides[0]
-            scale = scales.ctypes.data + head * scales.strides[0]
+            row, scale, tokens = rows_of_head(codes, scales, head)
             target = out.ctypes.data + head * out.strides[0]
             given = (whole.ctypes.data, ones.ctypes.data)
             for _ in range(tokens):
@@ -160,34 +201,16 @@ def _byte_scores_function(bits: int, dim: int, num_queries: int) -> Any:
 
 
 def _sums_function(bits: int, dim: int, num_queries: int) -> Any:
-    sources, row_nbytes, tile = SOURCES, bits * dim // 8, attend_rows.TILE_TOKENS
+    sources = SOURCES
 
-    def sums(
-        codes: Any, scales: Any, weights: Any, out: Any, signs: Any, base: Any, power: int
-    ) -> None:
-        heads, tokens = scales.shape
+    def sums(codes: Any, scales: Any, weights: Any, out: Any, turn: Any) -> None:
         total = np.empty((num_queries, dim), np.float32)
-        for head in range(heads):
+        for head in range(len(scales)):
             total[:] = 0
-            row = codes.ctypes.data + head * codes.strides[0]
-            scale = scales.ctypes.data + head * scales.strides[0]
-            weight = weights.ctypes.data + head * weights.strides[0]
-            step = weights.strides[1]
-            whole = tokens - tokens % tile
-            for _ in range(0, whole, tile):
-                at = (row, scale, weight, step, total.ctypes.data)
-                add_tile(bits, dim, num_queries, sources, at)
-                row += tile * row_nbytes
-                scale += tile * 2
-                weight += tile * 4
-            for _ in range(whole, tokens):
-                at = (row, scale, weight, step, total.ctypes.data)
-                add_one(bits, dim, num_queries, sources, at)
-                row += row_nbytes
-                scale += 2
-                weight += 4
-            for q in range(num_queries):
-                rotate(total[q], signs, base, power, True)
+            rows = rows_of_head(codes, scales, head)
+            given = (weights.ctypes.data + head * weights.strides[0], weights.strides[1])
+            add_rows(bits, dim, num_queries, sources, rows, given, total.ctypes.data)
+            rotate(total, turn, True)
             out[head] += total
         total[0, 0] = 0  # as in ``scores``
 
@@ -198,9 +221,13 @@ def _argument_types() -> tuple[Any, ...]:
     codes = types.Array(types.uint8, 3, "A", readonly=True)
     scales = types.Array(types.uint16, 2, "A", readonly=True)
     given = types.Array(types.float32, 3, "A", readonly=True)
-    out = types.Array(types.float32, 3, "A")
+    return codes, scales, given, types.Array(types.float32, 3, "A"), turn_type()
+
+
+def turn_type() -> Any:
+    """Return the numba type of ``rotation_of``'s result."""
     base = types.Array(types.float32, 2, "C", readonly=True)
-    return codes, scales, given, out, array_of(types.float32, 1), base, types.int64
+    return tuple_of(array_of(types.float32, 1), base, types.int64)
 
 
 @functools.cache
@@ -226,7 +253,7 @@ class NumbaAttention:
     ) -> None:
         for part in blocks_of(query.shape[1]):
             kernel, _ = _kernels(self.rows.num_bits, self.dim, part.stop - part.start)
-            kernel(codes, scales, query[:, part], out[:, part], *self._rotation)
+            kernel(codes, scales, query[:, part], out[:, part], self._rotation)
 
     def near_scores(
         self, query: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
@@ -236,14 +263,14 @@ class NumbaAttention:
             return self.scores(query, codes, scales, out)
         for part in blocks_of(query.shape[1]):
             kernel = _byte_kernel(self.rows.num_bits, self.dim, part.stop - part.start)
-            kernel(codes, scales, query[:, part], out[:, part], *self._rotation)
+            kernel(codes, scales, query[:, part], out[:, part], self._rotation)
 
     def add_weighted(
         self, weights: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
     ) -> None:
         for part in blocks_of(weights.shape[1]):
             _, kernel = _kernels(self.rows.num_bits, self.dim, part.stop - part.start)
-            kernel(codes, scales, weights[:, part], out[:, part], *self._rotation)
+            kernel(codes, scales, weights[:, part], out[:, part], self._rotation)
 
     @functools.cached_property
     def _rotation(self) -> tuple[np.ndarray, np.ndarray, int]:

@@ -18,8 +18,7 @@ from kvstore.codecs.kernels.emit.emitter import Emitter
 from kvstore.codecs.kernels.rows import pack_rows, unpack_rows
 from kvstore.codecs.kernels.rows.row_shape import RowShape
 from kvstore.codecs.kernels.rows.row_shape import has_kernel as has_kernel
-from kvstore.codecs.kernels.sources import SOURCES
-from kvstore.codecs.loops.numba_functions import LINE, compiled, tuple_items
+from kvstore.codecs.loops.numba_functions import LINE, SOURCES, compiled, emitted
 from kvstore.codecs.rows.payload import SlotGroup
 from kvstore.shapes import NUMPY_DTYPES, DType
 
@@ -41,22 +40,19 @@ def _row_intrinsic(emit: Callable[..., None]) -> Any:
     def typed(context: Any, bits: Any, dim: Any, dtype: Any, sources: Any, addresses: Any) -> Any:
         shape = RowShape(bits.literal_value, dim.literal_value, DTYPES[dtype.literal_value])
 
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            emit(Emitter(builder, shape.lanes), shape, *tuple_items(builder, addresses, args[4]))
-            return context.get_dummy_value()
+        def emit_here(builder: Any, numbers: Any) -> None:
+            emit(Emitter(builder, shape.lanes), shape, *numbers)
 
-        return types.void(bits, dim, dtype, sources, addresses), generate
+        return emitted(emit_here, bits, dim, dtype, sources, addresses)
 
     return intrinsic(prefer_literal=True)(typed)
 
 
 def _typed_scales(context: Any, lanes: Any, bits: Any, sources: Any, addresses: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e, numbers = Emitter(builder, lanes.literal_value), tuple_items(builder, addresses, args[3])
-        pack_rows.emit_scales(e, bits.literal_value, *numbers)
-        return context.get_dummy_value()
+    def emit_here(builder: Any, numbers: Any) -> None:
+        pack_rows.emit_scales(Emitter(builder, lanes.literal_value), bits.literal_value, *numbers)
 
-    return types.void(lanes, bits, sources, addresses), generate
+    return emitted(emit_here, lanes, bits, sources, addresses)
 
 
 _row_squares = _row_intrinsic(pack_rows.emit_squares)

@@ -13,8 +13,7 @@ from numba.extending import intrinsic
 from kvstore.codecs.kernels.emit.dots import host_vectors
 from kvstore.codecs.kernels.emit.emitter import Emitter
 from kvstore.codecs.kernels.rows import attend_angles, attend_planes
-from kvstore.codecs.kernels.sources import SOURCES
-from kvstore.codecs.loops.numba_functions import array_of, compiled, tuple_items, tuple_of
+from kvstore.codecs.loops.numba_functions import SOURCES, array_of, compiled, emitted, tuple_of
 
 LANES = host_vectors().lanes
 TILE = attend_planes.TILE_VECTORS * LANES  # tokens
@@ -27,14 +26,11 @@ def _intrinsic(emit: Mapping[str, Callable[..., None]]) -> Any:
     """
 
     def typed(context: Any, codes: Any, bits: Any, queries: Any, sources: Any, at: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def emit_here(builder: Any, numbers: Any) -> None:
             shape = bits.literal_value, queries.literal_value
-            emit[codes.literal_value](
-                Emitter(builder, LANES), *shape, tuple_items(builder, at, args[4])
-            )
-            return context.get_dummy_value()
+            emit[codes.literal_value](Emitter(builder, LANES), *shape, numbers)
 
-        return types.void(codes, bits, queries, sources, at), generate
+        return emitted(emit_here, codes, bits, queries, sources, at)
 
     return intrinsic(prefer_literal=True)(typed)
 

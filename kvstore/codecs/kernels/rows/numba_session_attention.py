@@ -15,18 +15,17 @@ import numpy as np
 from numba import njit, types
 
 from kvstore.codecs.attention.session_rows import RowShapes, SessionRows
-from kvstore.codecs.kernels.rows.attend_rows import TILE_TOKENS
 from kvstore.codecs.kernels.rows.numba_attention import (
-    add_one,
-    add_tile,
+    add_rows,
     blocks_of,
+    multiply_rows,
     rotate,
     rotation_of,
-    scores_of_row,
+    rows_of_head,
+    turn_type,
 )
 from kvstore.codecs.kernels.rows.row_shape import has_kernel
-from kvstore.codecs.kernels.sources import SOURCES
-from kvstore.codecs.loops.numba_functions import array_of, compiled, tuple_of
+from kvstore.codecs.loops.numba_functions import SOURCES, compiled, tuple_of
 
 _LOG2_E = np.float32(1 / math.log(2))
 _LN_2 = np.float32(math.log(2))
@@ -100,8 +99,6 @@ def _to_weights(scores: Any) -> Any:
 def _attend_function(shapes: RowShapes, num_queries: int) -> Any:
     bits, sources, is_fp16 = shapes.rows.num_bits, SOURCES, shapes.dtype == "float16"
     key_dim, value_dim = shapes.key_dim, shapes.value_dim
-    key_nbytes, value_nbytes = bits * key_dim // 8, bits * value_dim // 8
-    tile = TILE_TOKENS
 
     def attend(
         query: Any, keys: Any, values: Any, out: Any, key_turn: Any, value_turn: Any
@@ -114,43 +111,20 @@ def _attend_function(shapes: RowShapes, num_queries: int) -> Any:
         rotated = np.empty((num_queries, key_dim), np.float32)
         sums = np.empty((num_queries, value_dim), np.float32)
         totals = np.empty(num_queries, np.float32)
-        step = 4 * tokens
         for head in range(heads):
             _multiply_exact(query[head], keys[0][head], is_fp16, scores, 0)
             _multiply_exact(query[head], keys[3][head], is_fp16, scores, last)
             rotated[:] = query[head]
-            for q in range(num_queries):
-                rotate(rotated[q], key_turn[0], key_turn[1], key_turn[2], False)
-            row = keys[1].ctypes.data + head * keys[1].strides[0]
-            scale = keys[2].ctypes.data + head * keys[2].strides[0]
-            column = scores.ctypes.data + 4 * first
-            for _ in range(packed):
-                at = (row, scale, rotated.ctypes.data, column, step)
-                scores_of_row(bits, key_dim, num_queries, sources, at)
-                row += key_nbytes
-                scale += 2
-                column += 4
+            rotate(rotated, key_turn, False)
+            rows = rows_of_head(keys[1], keys[2], head)
+            columns = (scores.ctypes.data + 4 * first, 4 * tokens)
+            multiply_rows(bits, key_dim, num_queries, sources, rows, rotated.ctypes.data, columns)
             for q in range(num_queries):
                 totals[q] = _to_weights(scores[q])
             sums[:] = 0
-            row = values[1].ctypes.data + head * values[1].strides[0]
-            scale = values[2].ctypes.data + head * values[2].strides[0]
-            column = scores.ctypes.data + 4 * first
-            whole = packed - packed % tile
-            for _ in range(0, whole, tile):
-                at = (row, scale, column, step, sums.ctypes.data)
-                add_tile(bits, value_dim, num_queries, sources, at)
-                row += tile * value_nbytes
-                scale += tile * 2
-                column += tile * 4
-            for _ in range(whole, packed):
-                at = (row, scale, column, step, sums.ctypes.data)
-                add_one(bits, value_dim, num_queries, sources, at)
-                row += value_nbytes
-                scale += 2
-                column += 4
-            for q in range(num_queries):
-                rotate(sums[q], value_turn[0], value_turn[1], value_turn[2], True)
+            rows = rows_of_head(values[1], values[2], head)
+            add_rows(bits, value_dim, num_queries, sources, rows, columns, sums.ctypes.data)
+            rotate(sums, value_turn, True)
             _add_exact(scores, 0, values[0][head], is_fp16, sums)
             _add_exact(scores, last, values[3][head], is_fp16, sums)
             for q in range(num_queries):
@@ -163,9 +137,7 @@ def _attend_function(shapes: RowShapes, num_queries: int) -> Any:
     codes = types.Array(types.uint8, 3, "A", readonly=True)
     scales = types.Array(types.uint16, 2, "A", readonly=True)
     given = types.Array(types.float32, 3, "C", readonly=True)
-    matrix = types.Array(types.float32, 2, "C", readonly=True)
-    side = tuple_of(exact, codes, scales, exact)
-    turn = tuple_of(array_of(types.float32, 1), matrix, types.int64)
+    side, turn = tuple_of(exact, codes, scales, exact), turn_type()
     target = types.Array(types.float32, 3, "A")
     return compiled(types.void, attend, given, side, side, target, turn, turn)
 

@@ -13,8 +13,17 @@ from llvmlite import ir
 
 from kvstore.codecs import floats
 from kvstore.codecs.kernels.emit.dtypes import load_row, load_squares
-from kvstore.codecs.kernels.emit.emitter import F32, I8, I16, I32, Emitter, Value, all_of, log2
-from kvstore.codecs.kernels.emit.features import host_features
+from kvstore.codecs.kernels.emit.emitter import (
+    F32,
+    I8,
+    I16,
+    I32,
+    Emitter,
+    Value,
+    all_of,
+    host_features,
+    log2,
+)
 from kvstore.codecs.kernels.rows import rotation
 from kvstore.codecs.kernels.rows.row_shape import RowShape
 from kvstore.codecs.rows.rotated_rows import SPARE_BITS, RotatedRows, size_of, squared_levels

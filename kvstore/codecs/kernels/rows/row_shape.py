@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.codecs.kernels.emit.features import host_features
+from kvstore.codecs.kernels.emit.emitter import host_features
 from kvstore.codecs.rows.rotated_rows import RotatedRows, size_of
 from kvstore.codecs.rows.rotation import Order, order_of
 from kvstore.shapes import NUMPY_DTYPES, DType

@@ -17,11 +17,11 @@ from kvstore.codecs.kernels.emit.emitter import (
     Value,
     all_of,
     f32,
+    host_features,
     in_turn,
     log2,
+    look_up,
 )
-from kvstore.codecs.kernels.emit.features import host_features
-from kvstore.codecs.kernels.emit.lookup import look_up
 from kvstore.codecs.kernels.rows import rotation
 from kvstore.codecs.kernels.rows.row_shape import RowShape
 from kvstore.codecs.rows.rotation import sign_masks

@@ -2,7 +2,6 @@
 
 A *unit* is a run of K or V columns that one matrix transforms into components. ``pack_fixed_rate``
 and ``unpack_fixed_rate`` serve ``codecs.fixed_rate``; ``unpack_one_step``, with
-``one_step_levels`` and ``one_step_prediction``, serves ``codecs.one_step``. The other modules are
-parts of these: ``rows_in``, ``rows_out`` and ``codes`` emit IR, ``host_intrinsics`` makes it
-callable.
+``one_step_levels``, serves ``codecs.one_step``; ``word_products`` serves packing in both. The other
+modules are parts of these: ``engine_rows`` emits IR, ``kernel_parts`` makes it callable.
 """

@@ -12,19 +12,22 @@ import numpy as np
 from numba import njit, types
 
 from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
-from kvstore.codecs.kernels.sources import SOURCES
-from kvstore.codecs.kernels.units.host_intrinsics import (
+from kvstore.codecs.kernels.units.kernel_parts import (
+    BLOCK,
     GROUP,
     HOST,
+    ROPE_TABLES,
+    SEGMENTS,
+    count_of,
     put_groups,
     put_levels,
-    put_rows,
+    put_tile,
     tile_of_levels,
 )
-from kvstore.codecs.kernels.units.unit_arguments import BLOCK, ROPE_TABLES, SEGMENTS, count_of
 from kvstore.codecs.loops.numba_functions import (
     LINE,
     NBYTES,
+    SOURCES,
     address_of,
     array_of,
     compiled,
@@ -76,43 +79,6 @@ def _tail_of_planes(planes: Any, first: Any, num_planes: Any, start: Any, nbytes
     return tail
 
 
-@njit
-def _rows_of_tile(
-    sums: Any,
-    unit: Any,
-    token: Any,
-    count: Any,
-    gain: Any,
-    means: Any,
-    width: Any,
-    ropes: Any,
-    targets: Any,
-) -> None:
-    rope_of, halves, cosines, sines, dim, as_words = ropes
-    addresses, strides = targets
-    for segment in range(addresses.shape[1]):
-        rope, column, stride = rope_of[unit, segment], segment * dim, strides[unit, segment]
-        angle = NBYTES * (rope * cosines.shape[1] + token) * cosines.shape[2]
-        args = (
-            sums + NBYTES * column,
-            means + NBYTES * column,
-            address_of(cosines) + angle,
-            address_of(sines) + angle,
-            gain,
-            addresses[unit, segment] + token * stride,
-            NBYTES * width,
-            NBYTES * cosines.shape[2],
-            stride,
-            count,
-            halves[rope],
-            dim,
-        )
-        if as_words:
-            put_rows(SOURCES, 1, args)
-        else:
-            put_rows(SOURCES, 0, args)
-
-
 def _unpack_function(sources: int) -> Any:
     """Make the function; ``sources`` is part of numba's cache key, which covers one file only."""
 
@@ -126,6 +92,7 @@ def _unpack_function(sources: int) -> Any:
         ``ROPE_TABLES`` and whether rows are fp32.
         """
         runs, levels, matrix, begins, means, gain_tables = units
+        num_segments, dim = targets[0].shape[1], ropes[4]
         gains = np.empty(BLOCK, np.float32)
         plane_nbytes, width = (num_tokens + 7) // 8, begins.shape[1]
         scratch = np.zeros((3, LINE + NBYTES * BLOCK * max(width, levels.shape[1])), np.uint8)
@@ -171,7 +138,11 @@ def _unpack_function(sources: int) -> Any:
                         tile_of_levels(SOURCES, args)
                     token, rest = block + first, min(TILE_TOKENS, count - first)
                     gain_at = address_of(gains) + NBYTES * first
-                    _rows_of_tile(sums, unit, token, rest, gain_at, mean, width, ropes, targets)
+                    for segment in range(num_segments):
+                        place, column = (unit, segment, token, rest), NBYTES * segment * dim
+                        put_tile(
+                            sums + column, width, mean + column, gain_at, place, ropes, targets
+                        )
             plane += num_planes
         scratch[0, 0] = 0  # numba frees an array after its last use; its address does not count
 

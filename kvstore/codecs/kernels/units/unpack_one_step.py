@@ -1,6 +1,6 @@
 """Unpacks the symbols of a chunk to rows in one pass, in numba; see ``stages.integer_rows``.
 
-The prediction from earlier units is added to a unit's levels (``one_step_prediction``). Levels of
+The prediction from earlier units is added to a unit's levels (``one_step_levels``). Levels of
 all its tokens become groups, which stay in the second-level cache. Then its columns are computed
 panel by panel, so that every row of integers is read from memory once per chunk.
 """
@@ -13,26 +13,31 @@ import numpy as np
 from numba import njit, types
 
 from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
-from kvstore.codecs.kernels.sources import SOURCES
-from kvstore.codecs.kernels.units.host_intrinsics import GROUP, HOST, OFFSET, put_rows, split_tile
+from kvstore.codecs.kernels.units.kernel_parts import (
+    GROUP,
+    HOST,
+    OFFSET,
+    ROPE_TABLES,
+    SEGMENTS,
+    put_tile,
+    split_tile,
+)
 from kvstore.codecs.kernels.units.one_step_levels import (
     COMPONENT,
     NARROW,
+    PREDICTORS,
+    add_levels,
+    expect,
+    known_words,
     levels_of_row,
     note_beyond,
     put_narrow,
     put_words,
 )
-from kvstore.codecs.kernels.units.one_step_prediction import (
-    PREDICTORS,
-    add_levels,
-    expect,
-    known_words,
-)
-from kvstore.codecs.kernels.units.unit_arguments import ROPE_TABLES, SEGMENTS
 from kvstore.codecs.loops.numba_functions import (
     LINE,
     NBYTES,
+    SOURCES,
     address_of,
     array_of,
     compiled,
@@ -148,9 +153,8 @@ def _unpack_function(sources: int) -> Any:
         whether rows are fp32.
         """
         counts, wide, matrix, begins, rows, means, part_of = units
-        rope_of, halves, cosines, sines, dim, as_words = ropes
-        addresses, strides = targets
-        num_tokens, panels = coded[0].shape[1], wide.shape[1] // addresses.shape[1]
+        dim, num_segments = ropes[4], targets[0].shape[1]
+        num_tokens, panels = coded[0].shape[1], wide.shape[1] // num_segments
         num_tiles, padded = (num_tokens + TILE_TOKENS - 1) // TILE_TOKENS, panels * TILE_COLUMNS
         pairs, groups = wide.shape[2], matrix.shape[2]
         words = np.empty(LINE + num_tiles * pairs * TILE_TOKENS * 2, np.int16)
@@ -172,8 +176,7 @@ def _unpack_function(sources: int) -> Any:
                 number = unit * predicted + component
                 put_words(expected[component], number, len(counts) * predicted // 2, stored)
             any_beyond = beyond[0][num_tokens] > 0
-            for segment in range(addresses.shape[1]):
-                rope, stride = rope_of[unit, segment], strides[unit, segment]
+            for segment in range(num_segments):
                 mean = address_of(means[unit]) + NBYTES * segment * dim
                 part = address_of(gains[unit, part_of[segment]])
                 for tile in range(num_tiles):
@@ -197,25 +200,8 @@ def _unpack_function(sources: int) -> Any:
                     if any_beyond:
                         columns = (segment * dim, dim)
                         _add_beyond(beyond, token, count, rows[unit], columns, scratch)
-                    angle = NBYTES * (rope * cosines.shape[1] + token) * cosines.shape[2]
-                    out = (
-                        sums,
-                        mean,
-                        address_of(cosines) + angle,
-                        address_of(sines) + angle,
-                        part + NBYTES * token,
-                        addresses[unit, segment] + token * stride,
-                        NBYTES * padded,
-                        NBYTES * cosines.shape[2],
-                        stride,
-                        count,
-                        halves[rope],
-                        dim,
-                    )
-                    if as_words:
-                        put_rows(SOURCES, 1, out)
-                    else:
-                        put_rows(SOURCES, 0, out)
+                    place, gain = (unit, segment, token, count), part + NBYTES * token
+                    put_tile(sums, padded, mean, gain, place, ropes, targets)
         # numba frees an array after its last use; its address does not count as a use
         words[0], narrow[0], scratch[0, 0], stored[0] = 0, 0, 0, 0
 

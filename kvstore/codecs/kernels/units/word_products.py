@@ -8,9 +8,8 @@ import numpy as np
 from numba import types
 
 from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
-from kvstore.codecs.kernels.sources import SOURCES
-from kvstore.codecs.kernels.units.host_intrinsics import HOST, tile_of_rows
-from kvstore.codecs.loops.numba_functions import NBYTES, address_of, array_of, compiled
+from kvstore.codecs.kernels.units.kernel_parts import HOST, tile_of_rows
+from kvstore.codecs.loops.numba_functions import NBYTES, SOURCES, address_of, array_of, compiled
 
 TOKENS, COLUMNS = TILE_TOKENS, HOST.tile_columns
 

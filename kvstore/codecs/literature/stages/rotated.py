@@ -8,18 +8,17 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.codecs.literature.stages.head_pipelines import equal_bits, planes_of
-from kvstore.codecs.literature.stages.lloyd import LloydMax
-from kvstore.codecs.reader import Reader
+from kvstore.codecs.literature.stages.levels import LloydMax
 from kvstore.codecs.rows import rotation
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.sources import Mapped, Source
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stacks.stage_protocols import Quantiser
+from kvstore.codecs.stacks.stage_protocols import Quantiser, WithoutNote
 from kvstore.codecs.stages.gain import HalfGain
 from kvstore.errors import UnknownCodec
 
 
-class SignHadamard:
+class SignHadamard(WithoutNote):
     """Multiplies rows by signs and a Hadamard matrix. Implements ``Transform``."""
 
     def __init__(self, shape: StackShape) -> None:
@@ -34,9 +33,6 @@ class SignHadamard:
         signed = rotation.flip_signs(rows, rotation.sign_masks(self._width))
         return (rotation.rotate(signed) * self._unit).reshape(stack.shape), b""
 
-    def read(self, reader: Reader, num_tokens: int) -> object:
-        return None
-
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         rows = np.ascontiguousarray(stack).reshape(-1, self._width)
         turned = rotation.rotate_back(rows) * self._unit
@@ -44,9 +40,6 @@ class SignHadamard:
 
     def attended(self, source: Source, note: object) -> Source:
         return Mapped(source, lambda x: self.backward(x, 0, None), lambda x: self.forward(x, 0)[0])
-
-    def note_nbytes(self, num_tokens: int) -> int:
-        return 0
 
 
 def rotated(

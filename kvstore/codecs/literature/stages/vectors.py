@@ -1,23 +1,54 @@
-"""Vector quantisers: several neighbours at once become the nearest of 256 vectors.
+"""Drawn vectors, the same on every machine: directions of sketches, and codebooks of quantisers.
 
-The codebook of normal vectors needs no model. k-means (Lloyd) uses whole numbers, so that every
-machine finds the same codebook.
+QJL (arXiv 2406.03482): a sketch of ``k`` is sign(S k) with S normal. The mean of sqrt(pi / 2) / m
+|k| S^T sign(S k) over S is ``k``, so products with a query are unbiased; single ones are far off.
+
+A vector quantiser maps several neighbours at once to the nearest of 256 vectors. The codebook of
+normal vectors needs no model. k-means (Lloyd) uses whole numbers, so that every machine finds the
+same codebook.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 
 import numpy as np
 
-from kvstore.codecs.literature.stages.draws import normal_draws
 from kvstore.codecs.loops.compiled import compiled_stages
 
+# Draws are rounded to its multiples, which hides differences of libm's last bits; sums of products
+# of samples and vectors, in multiples of it, are exact in fp64.
+UNIT = 2.0**-10
 NUM_VECTORS = 256  # a byte each
 SAMPLES_EACH = 32
 ROUNDS = 20
-UNIT = 2.0**-10  # of samples and vectors; sums of their products are exact in fp64
 BLOCK_ROWS = 4096
+
+
+@functools.lru_cache(maxsize=32)
+def normal_draws(name: str, rows: int, columns: int) -> np.ndarray:
+    """Returns fp64 (rows, columns), read-only: SHAKE-256 of a name, then Box and Muller (1958)."""
+    pairs = -(-rows * columns // 2)
+    stream = hashlib.shake_256(f"thermocline {name} {rows} {columns}".encode()).digest(8 * pairs)
+    sizes, turns = (np.frombuffer(stream, "<u4").reshape(2, pairs) + 0.5) / 2.0**32
+    radii = np.sqrt(-2 * np.log(sizes))
+    angles = 2 * np.pi * turns
+    both = np.concatenate([radii * np.cos(angles), radii * np.sin(angles)])
+    draws: np.ndarray = np.rint(both[: rows * columns] / UNIT) * UNIT
+    draws = draws.reshape(rows, columns)
+    draws.setflags(write=False)
+    return draws
+
+
+def directions(width: int, num_signs: int) -> np.ndarray:
+    """Returns S, fp32 (num_signs, width)."""
+    return normal_draws("sketch", num_signs, width).astype(np.float32)
+
+
+def sign_size(width: int, num_signs: int) -> np.float32:
+    """Returns the length of one sign along its direction, for a row of root mean square one."""
+    return np.float32(np.sqrt(np.pi / 2 * width) / num_signs)
 
 
 class ProductVectors:

@@ -12,8 +12,7 @@ from engines.calibration.instrument import HeldSession, Notice, NotObservable
 from engines.calibration.learn import Windows, learn, samples_of, window_samples_of
 from kvstore.blobs.snapshot import WindowArray
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayer, KVLayout, KVRun, StateLayout
+from kvstore.shapes import KVLayer, KVLayout, KVRun, Rope, StateLayout
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_run, ropes_of, turned
 
 TEXTS = [Text("one", "ab" * 200), Text("two", "cd" * 125), Text("short", "ef" * 10)]

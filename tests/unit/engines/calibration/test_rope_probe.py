@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from engines.calibration.rope_probe import Turned, check_turning, read_rope
-from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayer, KVLayout, KVPair
+from kvstore.shapes import KVLayer, KVLayout, KVPair, Rope
 
 DIM = 16
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from kvstore.blobs.chain import CHUNK, RECORD, TAIL
 from kvstore.blobs.codec_set import TAG_BYTES, CodecSet, CodecTags, as_set, tag_of
 from kvstore.blobs.format import Header, pack
+from kvstore.codecs.base import RawCodec
 from kvstore.codecs.presets import codec_by_name
-from kvstore.codecs.raw import RawCodec
 
 RAW, TQ3, TQ4 = map(codec_by_name, ("raw", "tq3", "tq4"))
 

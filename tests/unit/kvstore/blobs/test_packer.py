@@ -15,7 +15,7 @@ from kvstore.blobs.segments import FRESH, Lineage, Segment, join
 from kvstore.blobs.snapshot import MatrixArray, StateArray
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
-from kvstore.codecs.states.matrices import matrix_codec
+from kvstore.codecs.states import matrix_codec
 from kvstore.errors import Corrupt, Mismatch, Unusable
 from kvstore.ledger.repacking import packed_again
 from kvstore.shapes import KVLayer, KVLayout, slice_tokens

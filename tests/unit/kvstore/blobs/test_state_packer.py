@@ -21,7 +21,7 @@ from kvstore.blobs.snapshot import (
 from kvstore.blobs.state_packer import KEPT, StatePacker, window_arrays
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
-from kvstore.codecs.states.matrices import EXACT_STATES, matrix_codec
+from kvstore.codecs.states import EXACT_STATES, matrix_codec
 from kvstore.errors import Corrupt, ForeignCodec
 from kvstore.shapes import KVLayer, KVLayout
 

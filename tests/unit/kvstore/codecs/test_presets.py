@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.blobs.format import codec_field
+from kvstore.codecs.base import RawCodec
 from kvstore.codecs.calibrated import calibrated_preset
 from kvstore.codecs.names import (
     CODECS,
@@ -14,7 +15,6 @@ from kvstore.codecs.names import (
     with_parameters,
 )
 from kvstore.codecs.presets import check_name, codec_by_name, is_exact, warm
-from kvstore.codecs.raw import RawCodec
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout
 from tests.unit.kvstore.codecs.samples import layout_of
@@ -36,7 +36,7 @@ def test_names_are_checked_without_a_profile():
     with pytest.raises(UnknownCodec, match="no codec named 'zip'.* balanced, .*max") as refused:
         check_name("zip")
     assert str(refused.value).count("dense3") == 1
-    for name in ("max", "spectral", "tq3", "kvstore.codecs.raw:RawCodec"):
+    for name in ("max", "spectral", "tq3", "kvstore.codecs.base:RawCodec"):
         check_name(name)
 
 
@@ -58,7 +58,7 @@ def test_a_learned_codec_without_a_profile_is_distinguished_from_an_unknown_one(
         ("kivi:bits=4.0", "kivi:bits=4"),
         ("ratequant:bits=2.25", "ratequant:bits=2.25"),
         ("commvq:stages=1,dim=32", "commvq:dim=32,stages=1"),
-        ("kvstore.codecs.raw:RawCodec", "kvstore.codecs.raw:RawCodec"),
+        ("kvstore.codecs.base:RawCodec", "kvstore.codecs.base:RawCodec"),
         ("dense3+state8", "dense3+state8"),
     ],
 )
@@ -114,8 +114,8 @@ def test_parameters_of_a_learned_preset_reach_it():
 
 
 def test_only_raw_is_exact():
-    names = [*CODECS, "kvstore.codecs.raw:RawCodec"]
-    assert [x for x in names if is_exact(x)] == ["raw", "kvstore.codecs.raw:RawCodec"]
+    names = [*CODECS, "kvstore.codecs.base:RawCodec"]
+    assert [x for x in names if is_exact(x)] == ["raw", "kvstore.codecs.base:RawCodec"]
     for name in READY:
         assert codec_by_name(name).exact == is_exact(name)
 
@@ -134,11 +134,13 @@ def test_presets_that_learn_can_be_imported():
 
 
 def test_an_import_string_is_a_codec_or_makes_one():
-    assert isinstance(codec_by_name("kvstore.codecs.raw:RawCodec"), RawCodec)
+    assert isinstance(codec_by_name("kvstore.codecs.base:RawCodec"), RawCodec)
     assert codec_by_name(f"{__name__}:OWN") is OWN
 
 
-@pytest.mark.parametrize("name", ["nowhere:Codec", "kvstore.codecs.raw:Nothing", ":", "a:", "..:x"])
+@pytest.mark.parametrize(
+    "name", ["nowhere:Codec", "kvstore.codecs.base:Nothing", ":", "a:", "..:x"]
+)
 def test_an_import_string_that_leads_nowhere(name):
     with pytest.raises(UnknownCodec):
         codec_by_name(name)

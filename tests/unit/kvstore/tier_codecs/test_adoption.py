@@ -9,7 +9,7 @@ import pytest
 from benchmarks.session_bytes import session_bytes
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.codec_set import CodecSet
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.base import RawCodec
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout
 from tests.blob_names import key_in

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.session_bytes import session_bytes
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.chain import RECORD, TAIL
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.base import RawCodec
 from kvstore.config import StoreConfig
 from kvstore.shapes import KVLayer, KVLayout, KVRun, StoredModel
 from kvstore.store.token_store import ColdStore

@@ -6,7 +6,7 @@ import dataclasses
 
 from engines.calibration.gate.rules import Bound, worth_adopting
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.rope import Rope
+from kvstore.shapes import Rope
 from tests.unit.engines.calibration.gate.test_choice import measured, row
 from tests.unit.kvstore.codecs.learning.calibration import model_profile
 

@@ -264,7 +264,7 @@ def test_without_a_measurement_to_come_it_is_refused() -> None:
     assert (found.name, found.unmeasured) == ("raw", False) and "it has windows" in found.why
 
 
-@pytest.mark.parametrize("name", ["raw", "kvstore.codecs.raw:RawCodec"])
+@pytest.mark.parametrize("name", ["raw", "kvstore.codecs.base:RawCodec"])
 def test_an_exact_codec_needs_no_measurement(name: str) -> None:
     choice = chosen(None, name, calibrate=False)
     assert (choice.name, choice.unmeasured, choice.codec.id) == (name, False, "raw.1")

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from engines.calibration.footprint import Scratch
-from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.statistics import element_means
+from kvstore.codecs.learning.samples import Samples, element_means
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_run, ropes_of
 
 SHAPES = arrays.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=40)

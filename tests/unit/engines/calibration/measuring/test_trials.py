@@ -20,7 +20,7 @@ from engines.calibration.measuring.trials import (
 from kvstore.blobs.snapshot import MatrixArray, StateArray
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
-from kvstore.codecs.states.matrices import matrix_codec
+from kvstore.codecs.states import matrix_codec
 from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun, StateLayout
 
 RAW = codec_by_name("raw")

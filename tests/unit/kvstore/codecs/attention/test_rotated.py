@@ -107,13 +107,13 @@ def test_the_compiled_rotation_is_that_of_rows(dim):
     pytest.importorskip("numba")
     from kvstore.codecs.kernels.rows.numba_attention import rotate, rotation_of
 
-    row, (signs, base, power) = uneven((1, dim)), rotation_of(dim)
+    row, turn = uneven((1, dim)), rotation_of(dim)
     right = rotation.rotate(rotation.flip_signs(row, rotation.sign_masks(dim)))
-    turned = row[0].copy()
-    rotate(turned, signs, base, power, False)
-    assert np.allclose(turned, right[0], rtol=0, atol=1e-5 * np.abs(right).max())
-    rotate(turned, signs, base, power, True)
-    assert np.allclose(turned, dim * row[0], rtol=0, atol=1e-5 * dim * np.abs(row).max())
+    turned = row.copy()
+    rotate(turned, turn, False)
+    assert np.allclose(turned, right, rtol=0, atol=1e-5 * np.abs(right).max())
+    rotate(turned, turn, True)
+    assert np.allclose(turned, dim * row, rtol=0, atol=1e-5 * dim * np.abs(row).max())
 
 
 @pytest.mark.slow

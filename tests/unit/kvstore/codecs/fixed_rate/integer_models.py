@@ -6,13 +6,12 @@ import numpy as np
 
 from kvstore.codecs.calibrated import calibrated_codec
 from kvstore.codecs.fixed_rate.fused_rate import FusedRate
-from kvstore.codecs.fixed_rate.integer_design import integers_of
+from kvstore.codecs.fixed_rate.rate_integers import integers_of
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.codecs.stages.octave_gain import CODES
-from kvstore.shapes import DType, KVLayer, KVLayout
+from kvstore.shapes import DType, KVLayer, KVLayout, Rope
 
 RUNS = (6, 5, 4, 4, 3, 3, 3, 3, 3, 3, 2, 2, 2, 1, 1, 0)  # bits of the components, repeated
 # By head dimension: digests, 8 bytes of blake2b, of 70 tokens' payload and of the restored rows.

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.fixed_rate.fused_rate import FusedRate
-from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.fused import proven_or_pipeline
-from kvstore.shapes import slice_tokens
+from kvstore.shapes import Rope, slice_tokens
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import (
     GOLDEN,
     codec_of,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.codecs.fixed_rate.axes import gain_steps
-from kvstore.codecs.fixed_rate.fitted_levels import SizeCounts, gauss_levels
-from kvstore.codecs.fixed_rate.integer_design import integers_of
+from kvstore.codecs.fixed_rate.fixed_rate import gain_steps
+from kvstore.codecs.fixed_rate.rate_integers import SizeCounts, gauss_levels, integers_of
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.rows.lloyd_max import gauss_error, gauss_table
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvstore.codecs.calibrated import calibrated_codec
 from kvstore.codecs.fixed_rate.rate_integers import ARRAYS, RateIntegers
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.errors import UnknownCodec
+from kvstore.shapes import Rope
 from tests.unit.kvstore.codecs.damages import SHAPES
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import layout_with, profile_of, rope_of
 from tests.unit.kvstore.codecs.samples import run_of

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.fixed_rate.rate_payload import RatePayload, plan_rates
-from kvstore.codecs.fixed_rate.rate_pipeline import rate_pipelines
+from kvstore.codecs.fixed_rate.rate_pipeline import RatePayload, plan_rates, rate_pipelines
 from kvstore.codecs.presets import codec_by_name
 from kvstore.errors import Corrupt
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import codec_of, layout_with, rope_of

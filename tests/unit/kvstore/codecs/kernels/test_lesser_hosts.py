@@ -36,7 +36,7 @@ CHOSEN = (
     ],
 )
 def test_kernels_of_a_lesser_host_give_the_same_bytes(without, tmp_path):
-    features = pytest.importorskip("kvstore.codecs.kernels.emit.features").host_features()
+    features = pytest.importorskip("kvstore.codecs.kernels.emit.emitter").host_features()
     missing = [name for name in sorted(features) if name.startswith(without)]
     if not any(name.startswith(without[0]) for name in missing):
         pytest.skip(f"this host has no {without[0]} itself")

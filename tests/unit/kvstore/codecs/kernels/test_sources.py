@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.codecs.kernels.sources import ROOT, SOURCES, digest_of
+pytest.importorskip("numba")
+
+from kvstore.codecs.loops.numba_functions import ROOT, SOURCES, digest_of
 
 
 @pytest.fixture

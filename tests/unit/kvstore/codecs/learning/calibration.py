@@ -15,10 +15,9 @@ from kvstore.codecs.floats import narrow
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
-from kvstore.codecs.stages.un_rope import UnRope
-from kvstore.shapes import DType, KVLayer, KVLayout, KVPair
+from kvstore.codecs.stages.model_transforms import UnRope
+from kvstore.shapes import DType, KVLayer, KVLayout, KVPair, Rope
 
 ROPE = Rope(tuple(10_000.0 ** (-k / 8) for k in range(8)))
 NUM_CAUSES = 12

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.codecs.learning.allocation import greedy_bits
+from kvstore.codecs.rows.lloyd_max import greedy_bits
 
 
 def test_bits_go_where_the_error_shrinks_most():

@@ -9,12 +9,10 @@ import pytest
 
 from engines.calibration.measuring.trials import round_trip
 from kvstore.codecs.learning.bounds import RateDistortionBound, gaussian_gap_db
-from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.statistics import element_means
+from kvstore.codecs.learning.samples import Samples, element_means
 from kvstore.codecs.presets import open_codec
-from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.stack_shape import Scope
-from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun
+from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun, Rope
 from tests.unit.kvstore.codecs.learning.calibration import (
     model_layout,
     model_metrics,

@@ -8,11 +8,10 @@ import pytest
 from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.calibrated import calibrated_codec, learn_profile
 from kvstore.codecs.floats import widen
-from kvstore.codecs.learning.samples import Samples
+from kvstore.codecs.learning.samples import Samples, element_means
 from kvstore.codecs.learning.sensitivity import Sensitivities
-from kvstore.codecs.learning.statistics import element_means
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
-from kvstore.codecs.stages.metric import HeadMetric
+from kvstore.codecs.stages.model_transforms import HeadMetric
 from tests.unit.kvstore.codecs.learning.calibration import (
     model_layout,
     model_metrics,

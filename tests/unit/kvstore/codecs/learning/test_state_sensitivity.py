@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.codecs.learning.state_sensitivity import FLOOR, StateSensitivities
-from kvstore.codecs.states.dealt import DEALT, dealt_codec
-from kvstore.codecs.states.ways import STATES
+from kvstore.codecs.catalogue import STATES
+from kvstore.codecs.learning.sensitivity import FLOOR, StateSensitivities
+from kvstore.codecs.states import DEALT, dealt_codec
 
 HEADS, ROWS, WIDTH = 3, 8, 16
 RNG = np.random.default_rng(5)

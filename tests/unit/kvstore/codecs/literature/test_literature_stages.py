@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from kvstore.codecs.literature.fp8 import LARGEST, Float8, TensorScale, float8_values
 from kvstore.codecs.literature.q8 import BlockScale
 from kvstore.codecs.literature.rvq import Residual
-from kvstore.codecs.literature.stages.lloyd import LloydMax
+from kvstore.codecs.literature.stages.levels import LloydMax, Sign
 from kvstore.codecs.literature.stages.min_max import MinMaxGroups, Rounded
 from kvstore.codecs.literature.stages.rotated import SignHadamard
-from kvstore.codecs.literature.stages.sign import Sign
 from kvstore.codecs.literature.turboquant_mlx import (
     DigitRows,
     Digits,

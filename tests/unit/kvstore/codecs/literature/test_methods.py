@@ -16,12 +16,11 @@ from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.literature.polar_quant import angle_levels
 from kvstore.codecs.literature.rate_quant import RateQuant
 from kvstore.codecs.literature.spectral_quant import effective_dimensions
-from kvstore.codecs.literature.stages.draws import normal_draws
-from kvstore.codecs.literature.stages.vectors import nearest, normal_vectors
+from kvstore.codecs.literature.stages.vectors import nearest, normal_draws, normal_vectors
 from kvstore.codecs.names import LITERATURE
 from kvstore.codecs.presets import codec_by_name, open_codec
-from kvstore.codecs.rows import packing
 from kvstore.codecs.rows.lloyd_max import gauss_error
+from kvstore.codecs.rows.row_format import from_stream, to_stream
 from kvstore.shapes import KVLayer, KVLayout
 from tests.unit.kvstore.codecs.learning.calibration import (
     model_layout,
@@ -144,7 +143,7 @@ def test_manthan_is_8_per_cent_better_than_uniform_levels_not_two_and_a_half_tim
 
 def test_manthan_loses_no_code_in_packing():
     codes = np.random.default_rng(1).integers(0, 8, (50, 64)).astype(np.uint8)
-    assert np.array_equal(packing.from_stream(packing.to_stream(codes)), codes)
+    assert np.array_equal(from_stream(to_stream(codes)), codes)
 
 
 @pytest.mark.parametrize("factor", [-1, 0.25, 1024])

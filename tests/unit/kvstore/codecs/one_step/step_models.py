@@ -10,14 +10,13 @@ from kvstore.codecs.entropy.tables import classes_of, fit_tables
 from kvstore.codecs.one_step.fused_steps import FusedSteps
 from kvstore.codecs.one_step.one_step import OneStep
 from kvstore.codecs.one_step.prediction_design import PredictionWindow
-from kvstore.codecs.one_step.step_design import rows_of
+from kvstore.codecs.one_step.step_integers import rows_of
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import Scope, StackShape, stack_shapes
-from kvstore.codecs.stages.prediction import MOST_FINER
-from kvstore.shapes import KVLayout
+from kvstore.codecs.stages.uniform import MOST_FINER
+from kvstore.shapes import KVLayout, Rope
 
 SCOPE = Scope("group", 2)
 STEP = 0.25

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.one_step.prediction_design import PredictionWindow
 from kvstore.codecs.reader import count_bytes
-from kvstore.codecs.rope import Rope
+from kvstore.shapes import Rope
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import layout_with, rope_of
 from tests.unit.kvstore.codecs.fused_checks import (
     assert_damage_does_the_same,

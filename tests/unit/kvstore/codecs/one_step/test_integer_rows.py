@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvstore.codecs.one_step.step_design import rows_of
+from kvstore.codecs.one_step.step_integers import rows_of
 from kvstore.codecs.stacks.int16_products import Int16Products
 from kvstore.codecs.stages.integer_rows import IntegerRows, StepRows
 from kvstore.codecs.stages.uniform import UniformStep

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.floats import narrow
-from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.statistics import element_means
+from kvstore.codecs.learning.samples import Samples, element_means
 from kvstore.codecs.one_step.one_step import OneStep
 from kvstore.codecs.one_step.prediction_design import (
     PredictionWindow,
@@ -20,8 +19,7 @@ from kvstore.codecs.one_step.prediction_design import (
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.stack_shape import Scope
-from kvstore.codecs.stages.prediction import PredictedStep, Predictors
-from kvstore.codecs.stages.uniform import LARGEST_LEVEL, UniformStep
+from kvstore.codecs.stages.uniform import LARGEST_LEVEL, PredictedStep, Predictors, UniformStep
 from kvstore.shapes import KVLayer, KVLayout
 from tests.unit.kvstore.codecs.learning.calibration import ropes_of, turned
 

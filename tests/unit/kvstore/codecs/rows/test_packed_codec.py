@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from kvstore.blobs.packer import Packer
 from kvstore.codecs import floats
 from kvstore.codecs.presets import codec_by_name
-from kvstore.codecs.rows.packed_array import PackedArray
 from kvstore.codecs.rows.packed_codec import packed_codec
-from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.codecs.rows.packed_layout import PackedArray, PackedLayout
 from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import DType, KVLayer, KVLayout, KVPair, slice_tokens
 

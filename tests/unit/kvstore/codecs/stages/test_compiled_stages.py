@@ -8,15 +8,15 @@ import sys
 
 import numpy as np
 
-from kvstore.codecs.literature.stages.lloyd import LloydMax
+from kvstore.codecs.literature.stages.levels import LloydMax
 from kvstore.codecs.literature.stages.vectors import nearest_of_each
 from kvstore.codecs.reader import Reader
-from kvstore.codecs.rope import Rope
 from kvstore.codecs.rows import rotation
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
+from kvstore.codecs.stages.model_transforms import UnRope
 from kvstore.codecs.stages.planes import BitPlanes
-from kvstore.codecs.stages.un_rope import UnRope
+from kvstore.shapes import Rope
 from tests.unit.kvstore.codecs.samples import layout_of, uneven
 
 

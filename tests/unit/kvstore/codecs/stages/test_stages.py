@@ -9,14 +9,13 @@ from msgspec import UNSET
 from kvstore.codecs.literature.rabitq import Clusters
 from kvstore.codecs.literature.stages.rotated import SignHadamard
 from kvstore.codecs.reader import Reader
-from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.stack_shape import KEY, Scope, stack_shapes
 from kvstore.codecs.stages.gain import HalfGain, NoGain
+from kvstore.codecs.stages.model_transforms import UnRope
 from kvstore.codecs.stages.planes import BitPlanes
-from kvstore.codecs.stages.un_rope import UnRope
 from kvstore.codecs.stages.uniform import UniformStep
 from kvstore.errors import Corrupt
-from kvstore.shapes import KVLayer, KVLayout
+from kvstore.shapes import KVLayer, KVLayout, Rope
 from tests.unit.kvstore.codecs.samples import layout_of, run_of, shape_of, uneven
 
 LAYOUT = KVLayout("bfloat16", (KVLayer(2, 32, 16), KVLayer(3, 16, 16), KVLayer(2, 32, 16)))

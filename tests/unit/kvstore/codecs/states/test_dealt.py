@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.session_codec import matrix_codec_of
-from kvstore.codecs.states.dealt import (
+from kvstore.codecs.states import (
     FEWEST,
     MOST,
     DealtCodec,
     dealt_bits,
     dealt_codec,
+    matrix_codec,
     relative_peaks,
 )
-from kvstore.codecs.states.matrices import matrix_codec
 from kvstore.errors import Corrupt, UnknownCodec
 from tests.unit.kvstore.codecs.states.test_matrices import DTYPES, plain, state, stored
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from kvstore.codecs.catalogue import STATES
 from kvstore.codecs.floats import round_to_bf16, widen
 from kvstore.codecs.session_codec import matrix_codec_of
-from kvstore.codecs.states.matrices import MatrixCodec, matrix_codec
-from kvstore.codecs.states.ways import STATES
+from kvstore.codecs.states import MatrixCodec, matrix_codec
 from kvstore.errors import Corrupt, UnknownCodec
 
 GOLDEN = {

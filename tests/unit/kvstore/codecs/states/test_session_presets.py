@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.codecs.catalogue import STATES
 from kvstore.codecs.names import PresetParts, for_session, parts_of, session_presets
 from kvstore.codecs.presets import check_name, is_exact
 from kvstore.codecs.session_codec import open_session_codec
-from kvstore.codecs.states.ways import STATES
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import StateLayout
 from tests.unit.kvstore.codecs.samples import layout_of

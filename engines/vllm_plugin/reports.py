@@ -1,8 +1,13 @@
-"""Publishes the engine's report among vLLM's own metrics, for deployments that scrape vLLM itself.
+"""Reports of the plug-in by vLLM's own means: figures among its metrics, and events for routers.
 
-The gateway gets the same report, so both show the same figures. It is fetched when vLLM runs a
-step, at most once a second. Between turns vLLM publishes nothing, so its figures are those of the
-last step; the gateway fetches a report whenever it is scraped.
+Metrics are for deployments that scrape vLLM itself. The gateway gets the same report, so both show
+the same figures. It is fetched when vLLM runs a step, at most once a second. Between turns vLLM
+publishes nothing, so its figures are those of the last step; the gateway fetches a report whenever
+it is scraped.
+
+Changes of the inventory become vLLM's events, which its publisher sends. vLLM's events of blocks on
+the GPU contain the cache salt of block 0 in clear text. Ours have no ``extra_keys`` and no
+``session_id``: the block's hash, which includes the salt, identifies the block.
 """
 
 from __future__ import annotations
@@ -10,16 +15,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from engines.vllm_plugin.groups import Groups
+from engines.vllm_plugin.inventory import BlocksRemoved, Change, Inventory
+from engines.vllm_plugin.support import layer_specs
 from engines.wire import EngineReport
 from kvstore.session import TierName
 
@@ -32,6 +43,14 @@ LOGGED: Final = ("restores", "restored_tokens", "saves", "saves_skipped", "loads
 SOURCES: Final[dict[TierName | None, CacheHitSource]] = {
     "ram": CacheHitSource.HOST,
     "disk": CacheHitSource.DISK,
+}
+TIER_GAUGES: Final = {
+    "nbytes": ("bytes", "Bytes of packed sessions held."),
+    "capacity_bytes": ("capacity_bytes", "Bytes that may be held."),
+    "num_blobs": ("blobs", "Blobs held."),
+    "evictions": ("evictions", "Blobs evicted."),
+    "errors": ("errors", "Failed operations."),
+    "available": ("available", "1 while the tier answers."),
 }
 
 
@@ -140,11 +159,53 @@ class ColdMetrics(KVConnectorPromMetrics):
                 gauge.labels(*labels, tier["name"]).set(tier[field])
 
 
-TIER_GAUGES: Final = {
-    "nbytes": ("bytes", "Bytes of packed sessions held."),
-    "capacity_bytes": ("capacity_bytes", "Bytes that may be held."),
-    "num_blobs": ("blobs", "Blobs held."),
-    "evictions": ("evictions", "Blobs evicted."),
-    "errors": ("errors", "Failed operations."),
-    "available": ("available", "1 while the tier answers."),
-}
+class EventPool(Protocol):
+    """The member of ``vllm.v1.core.block_pool.BlockPool`` that is read here."""
+
+    kv_event_queue: list[Any]
+
+
+def external_hash(block_hash: bytes) -> ExternalBlockHash:
+    """The hash in the form of events: bytes, or an integer if vLLM is configured for that."""
+    return maybe_convert_block_hash(BlockHash(block_hash))
+
+
+class KVEvents:
+    """Makes the events of one engine. On vLLM's thread."""
+
+    def __init__(
+        self, inventory: Inventory, block_tokens: int, groups: Groups, kv_cache_config: Any
+    ) -> None:
+        self._inventory = inventory
+        self._block_tokens = block_tokens
+        self._group = groups.full
+        spec = layer_specs(kv_cache_config.kv_cache_groups[groups.full].kv_cache_spec)[0]
+        self._kind = str(get_kv_cache_spec_kind(spec).value)
+
+    def look_for_clear(self, pool: EventPool) -> None:
+        """Report all blocks again if vLLM is about to report that it cleared its blocks.
+
+        vLLM reports that when it sleeps or gets other weights, and readers apply it to all media.
+        """
+        if any(isinstance(x, AllBlocksCleared) for x in pool.kv_event_queue):
+            self._inventory.report_again()
+
+    def take(self) -> list[KVCacheEvent]:
+        """The next events; [] if there is no news."""
+        return [self._event(x) for x in self._inventory.take()]
+
+    def _event(self, change: Change) -> KVCacheEvent:
+        hashes = [external_hash(x) for x in change.hashes]
+        if isinstance(change, BlocksRemoved):
+            return BlockRemoved(block_hashes=hashes, medium=change.medium, group_idx=self._group)
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None if change.parent is None else external_hash(change.parent),
+            token_ids=list(change.ids),
+            block_size=self._block_tokens,
+            lora_id=None,
+            medium=change.medium,
+            lora_name=None,
+            group_idx=self._group,
+            kv_cache_spec_kind=self._kind,
+        )

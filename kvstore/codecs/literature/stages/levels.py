@@ -1,4 +1,4 @@
-"""Lloyd-Max: each component, over its deviation, becomes the nearest level for normal values."""
+"""Lloyd-Max levels for normal values: a component, over its deviation, becomes the nearest one."""
 
 from __future__ import annotations
 
@@ -106,3 +106,20 @@ def _restore(
         chosen = kinds == kind
         values = levels[kind][np.minimum(codes[chosen], count)]
         out[chosen] = values * deviations[chosen, None]
+
+
+class Sign:
+    """Keeps the sign, two levels of equal size; code 1 is positive. Implements ``Quantiser``."""
+
+    def __init__(self, size: float | None = None) -> None:
+        """``size``: the value of a bit; by default the mean size of a standard normal variable."""
+        self._size = np.float32(gauss_table(2).levels[0] if size is None else size)
+
+    def quantise(self, components: np.ndarray) -> np.ndarray:
+        return (components > 0).astype(np.uint8)
+
+    def restore(self, codes: np.ndarray) -> np.ndarray:
+        return np.where(codes > 0, self._size, -self._size)
+
+    def attended(self, planes: PackedPlanes) -> Source:
+        return levels_of_planes(planes, np.array([-self._size, self._size], np.float32))

@@ -1,0 +1,172 @@
+"""Parts of which kernels of units are built: intrinsics of this host, arguments and their types.
+
+Intrinsics emit code for the vectors of this host. Addresses of arrays are read in batches: asking
+numpy for a single one takes a microsecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+from kvstore.codecs.kernels.emit import dots
+from kvstore.codecs.kernels.emit.emitter import Emitter
+from kvstore.codecs.kernels.units import engine_rows
+from kvstore.codecs.loops.numba_functions import (
+    NBYTES,
+    SOURCES,
+    address_of,
+    array_of,
+    compiled,
+    emitted,
+    tuple_of,
+)
+from kvstore.codecs.stages.integer_klt import MAX_BITS
+
+HOST = dots.host_vectors()
+GROUP, LANES, TILE_VECTORS, OFFSET = HOST.group, HOST.lanes, HOST.tile_vectors, HOST.offset
+
+
+def _plain(emit: Callable[..., None]) -> Any:
+    """Make an intrinsic (literal digest of the sources, tuple of numbers) that returns nothing."""
+
+    def typed(context: Any, sources: Any, values: Any) -> Any:
+        return emitted(emit, sources, values)
+
+    return intrinsic(prefer_literal=True)(typed)
+
+
+def _with_number(emit: Callable[..., None]) -> Any:
+    """Make an intrinsic (literal digest of the sources, literal number, tuple of numbers)."""
+
+    def typed(context: Any, sources: Any, number: Any, values: Any) -> Any:
+        known = number.literal_value
+        return emitted(lambda b, args: emit(b, known, args), sources, number, values)
+
+    return intrinsic(prefer_literal=True)(typed)
+
+
+def _emit_tile_of_levels(b: Any, args: Any) -> None:
+    dot = dots.dot_of_bytes if GROUP == 4 else dots.dot_of_words
+    dots.emit_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dot, args)
+
+
+def _emit_split_tile(b: Any, args: Any) -> None:
+    dot = dots.dot_of_bytes if GROUP == 4 else dots.dot_of_words
+    dots.emit_split_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dot, args)
+
+
+def _emit_tile_of_rows(b: Any, args: Any) -> None:
+    dots.emit_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dots.dot_of_words, args)
+
+
+put_levels: Any = _with_number(lambda b, bits, args: dots.emit_levels(b, bits, OFFSET, args))
+put_groups: Any = _plain(lambda b, args: dots.emit_groups(b, GROUP, args))
+tile_of_levels: Any = _plain(_emit_tile_of_levels)
+split_tile: Any = _plain(_emit_split_tile)
+_put_rows: Any = _with_number(
+    lambda b, words, args: engine_rows.emit_rows(b, LANES, words == 1, args)
+)
+
+load_rows: Any = _with_number(
+    lambda b, words, args: engine_rows.emit_load(b, LANES, words == 1, args)
+)
+put_squares: Any = _plain(lambda b, args: engine_rows.emit_squares(b, LANES, args))
+put_integers: Any = _plain(lambda b, args: engine_rows.emit_integers(b, LANES, args))
+put_columns: Any = _plain(lambda b, args: engine_rows.emit_transposed(b, LANES, args))
+tile_of_rows: Any = _plain(_emit_tile_of_rows)
+put_codes: Any = _with_number(lambda b, bits, args: engine_rows.emit_codes(b, LANES, bits, args))
+
+
+BLOCK = 64  # tokens that a kernel processes together
+BATCH = 8  # arrays per call
+ANGLES = array_of(types.float32, 3)
+# The RoPE table of each segment (0: none), half the channels that each table rotates, cosines,
+# sines, and head_dim.
+ROPE_TABLES = (array_of(types.int64, 2), array_of(types.int64, 1), ANGLES, ANGLES, types.int64)
+# Addresses of the engine's arrays and bytes from token to token, (units, segments) each.
+SEGMENTS = tuple_of(array_of(types.int64, 2), array_of(types.int64, 2))
+
+
+@njit
+def put_tile(
+    sums: Any, width: Any, mean: Any, gain: Any, place: Any, ropes: Any, targets: Any
+) -> None:
+    """Put the rows of one head of some tokens into the engine's array.
+
+    ``sums``: the address of the first sum, and ``width`` the number of sums of a token. ``mean``:
+    the address of the head's means. ``gain``: that of the first token's gain. ``place``: unit,
+    segment, first token, number of tokens. ``ropes``: ``ROPE_TABLES`` and whether rows are fp32.
+    """
+    rope_of, halves, cosines, sines, dim, as_words = ropes
+    addresses, strides = targets
+    unit, segment, token, count = place
+    rope, stride = rope_of[unit, segment], strides[unit, segment]
+    angle = NBYTES * (rope * cosines.shape[1] + token) * cosines.shape[2]
+    args = (
+        sums,
+        mean,
+        address_of(cosines) + angle,
+        address_of(sines) + angle,
+        gain,
+        addresses[unit, segment] + token * stride,
+        NBYTES * width,
+        NBYTES * cosines.shape[2],
+        stride,
+        count,
+        halves[rope],
+        dim,
+    )
+    if as_words:
+        _put_rows(SOURCES, 1, args)
+    else:
+        _put_rows(SOURCES, 0, args)
+
+
+@njit
+def count_of(runs: Any) -> Any:
+    """Return the numbers of planes and components of a unit.
+
+    ``runs``: int64 (MAX_BITS + 1,), the number of components that have each number of bits.
+    """
+    planes, components = 0, 0
+    for bits in range(1, MAX_BITS + 1):
+        planes += bits * runs[bits]
+        components += runs[bits]
+    return planes, components
+
+
+def _put_addresses(
+    a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, out: Any
+) -> None:
+    for number, array in enumerate((a, b, c, d, e, f, g, h)):
+        out[number, 0] = address_of(array)
+        out[number, 1], out[number, 2], out[number, 3] = array.strides
+
+
+def _compiled_for(kind: Any) -> Any:
+    array = types.Array(kind, 3, "A", readonly=True)
+    return compiled(types.void, _put_addresses, *[array] * BATCH, array_of(types.int64, 2))
+
+
+_PUT_ADDRESSES = {
+    np.dtype(np.uint16): _compiled_for(types.uint16),
+    np.dtype(np.float32): _compiled_for(types.float32),
+}
+
+
+def addresses_of(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return addresses and strides in bytes, int64 (num_arrays, 4).
+
+    ``arrays``: uint16 or fp32, all of one dtype and of three axes.
+    """
+    found = np.empty((-(-len(arrays) // BATCH) * BATCH, 4), np.int64)
+    for first in range(0, len(arrays), BATCH):
+        batch = list(arrays[first : first + BATCH])
+        batch += batch[:1] * (BATCH - len(batch))
+        _PUT_ADDRESSES[arrays[0].dtype](*batch, found[first : first + BATCH])
+    return found[: len(arrays)]
