@@ -20,7 +20,8 @@ from kvstore.directory.exchange import Command
 from kvstore.tiers.redis_server.link import RedisLink
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
-from tests.unit.scheduler.conftest import Clock, Held, RowsEngine
+from tests.clock import Clock
+from tests.unit.scheduler.conftest import Held, RowsEngine
 
 SECRET = b"one secret of several servers"
 

@@ -7,9 +7,10 @@ So a restored run either equals the prompt's own prefill, bit for bit, or it is 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair, StoredModel
+from kvstore.store.store import Store
 from kvstore.store.token_store import ColdStore, Match, Restored, Snapshot, StateArray, StateTree
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
@@ -103,14 +105,14 @@ def open_store(
     return ColdStore(settings, model, codecs or codec_by_name(codec), tiers, clock=clock)
 
 
-class Clock:
-    """Stands until the test moves it."""
+S = TypeVar("S", bound=Store[Any])
 
-    def __init__(self) -> None:
-        self.now = 1e9
 
-    def __call__(self) -> float:
-        return self.now
+@contextmanager
+def opener(open: Callable[..., S]) -> Iterator[Callable[..., S]]:
+    """Open stores that are closed at the end."""
+    with ExitStack() as stack:
+        yield lambda *args, **more: stack.enter_context(closing(open(*args, **more)))
 
 
 class RenamedRam(RamTier):

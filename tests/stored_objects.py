@@ -79,7 +79,6 @@ def page(
 
 def ids_of(objects: Objects, id: str, query: Query | None = None) -> list[str]:
     found = page(objects, id, query)
-    assert found is not None
     return [x.id for x in found.rows]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.contract.store_rig import MIB, BlockRig, Rig, Store, TokenRig
+from tests.redis_server import server  # noqa: F401
 
 
-@pytest.fixture(params=[TokenRig(), BlockRig()], ids=lambda rig: rig.name)
-def rig(request: pytest.FixtureRequest) -> Rig:
-    return request.param
+@pytest.fixture(params=[TokenRig, BlockRig], ids=lambda kind: kind.name)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    with ExitStack() as opened:
+        yield request.param(opened)
 
 
 @pytest.fixture
@@ -24,7 +27,5 @@ def tiers(tmp_path: Path) -> list[Tier]:
 
 
 @pytest.fixture
-def store(rig: Rig, tiers: list[Tier]) -> Iterator[Store]:
-    store = rig.open(tiers)
-    yield store
-    store.close()
+def store(rig: Rig, tiers: list[Tier]) -> Store:
+    return rig.open(tiers)

@@ -7,6 +7,7 @@ and on both sides a chunk has sixteen.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,13 +42,15 @@ class Back:
     reason: MissReason | None
 
 
+@dataclass(frozen=True)
 class TokenRig:
     """``ColdStore``: matches by token ids, packs on threads of its own."""
 
+    opened: ExitStack  # closes the stores at the end of a test
     name: ClassVar[str] = "by_tokens"
 
     def open(self, tiers: Sequence[Tier], **more: Any) -> ColdStore:
-        return kv_sessions.open_store(tiers, **more)
+        return self.opened.enter_context(closing(kv_sessions.open_store(tiers, **more)))
 
     def save(self, store: ColdStore, session: SessionRef, tokens: Sequence[int]) -> None:
         """Returns once every tier has all that it will take."""
@@ -60,13 +63,15 @@ class TokenRig:
         return Back(restored.num_tokens, restored.tier, restored.reason or match.reason)
 
 
+@dataclass(frozen=True)
 class BlockRig:
     """``BlockStore``: is handed hashes and blobs by an engine that has blocks."""
 
+    opened: ExitStack
     name: ClassVar[str] = "by_blocks"
 
     def open(self, tiers: Sequence[Tier], **more: Any) -> BlockStore:
-        return block_sessions.open_store(tiers, **more)
+        return self.opened.enter_context(closing(block_sessions.open_store(tiers, **more)))
 
     def save(self, store: BlockStore, session: SessionRef, tokens: Sequence[int]) -> None:
         block_sessions.save(store, session, block_sessions.hashes(tokens))
@@ -82,16 +87,6 @@ class BlockRig:
 
 Rig = TokenRig | BlockRig
 Store = ColdStore | BlockStore
-
-
-class Clock:
-    """Stands still until a test moves it."""
-
-    def __init__(self) -> None:
-        self.now = 1e9
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def blobs_of(tier: Tier) -> dict[bytes, Blob]:

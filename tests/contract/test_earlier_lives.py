@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from kvstore.tiers.seal import Seal, SealedTier
 from tests.contract.store_rig import LONG, MIB, Rig, Store, history, listed, ref
 from tests.contract.test_kept_states import BlockRig, StateRig, TokenRig
 from tests.redis_server import RedisServer
+from tests.waiting import until
 
 PATIENCE_S = 60.0
 SEAL = Seal(bytes(32), "shared", encrypt=True)
@@ -91,10 +93,7 @@ def test_the_listener_gets_one_notice(rig: Rig, server: RedisServer, tmp_path: P
     store = rig.open(tiers_of(server, tmp_path))
     notices: list[StoreNotice] = []
     store.listen(notices.append)
-    end = time.monotonic() + PATIENCE_S
-    while not notices:  # without anyone asking for the list
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: notices)
     assert notices == [StoreNotice(SessionRef("t", "b", b""), "found", is_gone=False)]
     store.close()
 
@@ -216,10 +215,7 @@ def test_a_deletion_of_an_earlier_life_leaves_what_was_saved_since(
     (tmp_path / "redis-deletions").write_bytes(owed)  # it ended before the next look
     store = rig.open(tiers_of(server, tmp_path))
     come_to_list(store, {"a", "same"})
-    end = time.monotonic() + PATIENCE_S
-    while (tmp_path / "redis-deletions").read_bytes():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not (tmp_path / "redis-deletions").read_bytes())
     assert listed(store) == {"a", "same"}
     for name, seed in (("a", 0), ("same", 1)):
         assert rig.back(store, ref(name), [*history(100, seed), *history(20, 9)]).num_tokens == 100
@@ -240,10 +236,7 @@ def test_a_deletion_of_an_earlier_life_leaves_what_another_engine_saved_since(
     rig.save(other, ref("a"), [*history(100, 0), *history(20, 7)])
     assert other.flush(30.0)
     store = rig.open(tiers_of(server, tmp_path / "one"))
-    end = time.monotonic() + PATIENCE_S
-    while (tmp_path / "one" / "redis-deletions").read_bytes():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not (tmp_path / "one" / "redis-deletions").read_bytes())
     store.close()
     other.close()
     other = rig.open(tiers_of(server, tmp_path / "other"))
@@ -287,10 +280,7 @@ def test_one_that_another_engine_continued_is_not_listed(
     rig.save(other, ref("a"), [*history(100, 0), *history(20, 9)])
     assert other.flush(30.0)
     store = rig.open(shared := tiers_of(server, tmp_path / "one"))
-    end = time.monotonic() + PATIENCE_S
-    while shared[1].written(b"r") is None:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: shared[1].written(b"r") is not None)
     come_to_list(store, {"b"})
     time.sleep(2 * LOOK_S)
     assert listed(store) == {"b"}
@@ -318,10 +308,7 @@ def test_records_that_can_never_be_read_are_given_up(
 
     store.ledger.stack.get = unreadable
     come_to_list(store, {"b"})
-    end = time.monotonic() + PATIENCE_S
-    while store.ledger._to_load:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: not store.ledger._to_load)
     assert MOST_LOADS <= len(reads) <= MOST_LOADS + 2
     store.close()
 
@@ -344,10 +331,7 @@ def test_those_of_another_engine_are_not_listed(rig: Rig, server: RedisServer, t
     lived(rig, server, tmp_path / "one", "a")
     store = rig.open(shared := tiers_of(server, tmp_path / "other"))
     rig.save(store, ref("b"), history(100, 7))
-    end = time.monotonic() + PATIENCE_S
-    while shared[1].written(b"r") is None:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: shared[1].written(b"r") is not None)
     assert listed(store) == {"b"}
     assert rig.back(store, ref("a"), [*history(100, 0), *history(20, 9)]).num_tokens == 100
     store.close()
@@ -363,8 +347,7 @@ def test_a_session_that_is_saved_before_it_is_known_and_then_deleted_leaves_noth
     store = rig.open(tiers_of(server, tmp_path))
     assert "a" not in listed(store)
     rig.save(store, ref("a"), history(100, 2))  # another conversation, of the same name
-    record = store.record(ref("a"))
-    assert record is not None and record.pinned
+    assert store.record(ref("a")).pinned
     assert store.forget(ref("a"))
     assert store.flush(10)
     with redis.Redis.from_url(server.url) as client:
@@ -372,10 +355,11 @@ def test_a_session_that_is_saved_before_it_is_known_and_then_deleted_leaves_noth
     store.close()
 
 
-@pytest.mark.parametrize("states", [TokenRig(), BlockRig()], ids=lambda x: x.name)
+@pytest.mark.parametrize("kind", [TokenRig, BlockRig], ids=lambda x: x.name)
 def test_a_save_before_the_others_are_known_leaves_the_state_that_they_share(
-    states: StateRig, server: RedisServer, tmp_path: Path
+    kind: type[StateRig], server: RedisServer, tmp_path: Path
 ):
+    states = kind(ExitStack())
     store = states.open(tiers_of(server, tmp_path))
     beginning, ends = history(64, 1), {"a": history(16, 5), "b": history(16, 6)}
     for name, end in ends.items():

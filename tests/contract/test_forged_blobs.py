@@ -17,23 +17,19 @@ from kvstore.tiers.redis_server.redis_tier import RedisTier
 from kvstore.tiers.registry import open_tiers
 from kvstore.tiers.seal import NOT_OURS, SEAL_BYTES, Seal, SealedTier
 from tests.contract.store_rig import FORK, LONG, LONGER, MIB, Rig, ref
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 
 SECRET = b"sixteen bytes or more"
 NUM = 10_000
 BATCH = 500
 
 
-@pytest.fixture(
-    params=["disk", pytest.param("redis", marks=pytest.mark.redis)],
-)
+@pytest.fixture(params=["disk", pytest.param("redis", marks=pytest.mark.redis)])
 def bare(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     """The tier as an attacker has it: all that our own code can do, but for the secret."""
     with ExitStack() as stack:
         if request.param == "disk":
             tier: Tier = DiskTier(tmp_path / "cold", 256 * MIB)
-        elif find_binary() is None:
-            pytest.skip("no redis-server")
         else:
             server = stack.enter_context(RedisServer())
             tier = RedisTier(server.url, 256 * MIB, deadline_s=10.0)
@@ -65,7 +61,6 @@ def test_forged_rows_are_a_miss_and_counted(rig: Rig, bare: Tier) -> None:
         rig.save(store, ref(), LONG)
         back = rig.back(store, ref(), LONG)
     assert back.num_tokens == 100
-    store.close()
 
 
 def test_without_a_seal_the_same_rows_would_be_believed(rig: Rig, bare: Tier) -> None:
@@ -76,7 +71,6 @@ def test_without_a_seal_the_same_rows_would_be_believed(rig: Rig, bare: Tier) ->
         assert bare.replace(name, zeros(bytes(stored) + bytes(SEAL_BYTES))[:-SEAL_BYTES])
     with pytest.raises(AssertionError):
         rig.back(store, ref(), LONG)
-    store.close()
 
 
 def names(number: int) -> list[bytes]:
@@ -201,4 +195,3 @@ def test_an_older_blob_put_back_costs_at_most_a_longer_prefill(rig: Rig, bare: T
     assert 0 < back.num_tokens <= len(LONGER)
     fork = rig.back(again, ref(), FORK)
     assert fork.num_tokens <= 48
-    again.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests import block_sessions, kv_sessions
+from tests.contract import store_rig
 from tests.contract.store_rig import MIB, SALT, SlowRam, blobs_of, history, ref, resting
 from tests.kv_sessions import trees_equal
 
@@ -31,13 +33,11 @@ def state_at(tokens: Sequence[int], position: int) -> StateArray:
     return StateArray("uint8", seed.integers(0, 256, STATE_BYTES, np.uint8))
 
 
-class TokenRig:
+class TokenRig(store_rig.TokenRig):
     """Stores states at any position."""
 
-    name = "by_tokens"
-
     def open(self, tiers: Sequence[Tier], **more: Any) -> ColdStore:
-        return kv_sessions.open_store(tiers, needs_state=True, **more)
+        return super().open(tiers, needs_state=True, **more)
 
     def save(
         self, store: ColdStore, session: SessionRef, tokens: Sequence[int], states: Sequence[int]
@@ -58,13 +58,11 @@ class TokenRig:
         return restored.num_tokens
 
 
-class BlockRig:
+class BlockRig(store_rig.BlockRig):
     """Stores states after blocks, of four tokens each."""
 
-    name = "by_blocks"
-
     def open(self, tiers: Sequence[Tier], **more: Any) -> BlockStore:
-        return block_sessions.open_store(tiers, has_state=True, **more)
+        return super().open(tiers, has_state=True, **more)
 
     def save(
         self, store: BlockStore, session: SessionRef, tokens: Sequence[int], states: Sequence[int]
@@ -99,9 +97,10 @@ StateRig = TokenRig | BlockRig
 Store = ColdStore | BlockStore
 
 
-@pytest.fixture(params=[TokenRig(), BlockRig()], ids=lambda rig: rig.name)
-def rig(request: pytest.FixtureRequest) -> StateRig:
-    return request.param
+@pytest.fixture(params=[TokenRig, BlockRig], ids=lambda kind: kind.name)
+def rig(request: pytest.FixtureRequest) -> Iterator[StateRig]:
+    with ExitStack() as opened:
+        yield request.param(opened)
 
 
 def num_states(tier: Tier) -> int:
@@ -119,7 +118,7 @@ def states_of(store: Store, session_id: str = "s") -> tuple[int, ...]:
 
 def test_a_session_keeps_the_newest_state_and_the_one_before_the_answer(
     rig: StateRig, tmp_path: Path
-) -> None:
+):
     tiers: list[Tier] = [RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)]
     store = rig.open(tiers)
     for n in (40, 80, 120, 160, 200):
@@ -134,12 +133,11 @@ def test_a_session_keeps_the_newest_state_and_the_one_before_the_answer(
         184,
         0,
     ]
-    store.close()
 
 
 def test_states_of_an_older_release_are_read_and_given_up_at_the_next_save(
     rig: StateRig, tmp_path: Path
-) -> None:
+):
     before = rig.open([DiskTier(tmp_path / "cold", 64 * MIB)], max_snapshots=4)
     rig.save(before, ref(), LONG[:160], [40, 80, 120, 160])
     before.close()
@@ -151,12 +149,11 @@ def test_states_of_an_older_release_are_read_and_given_up_at_the_next_save(
     rig.save(store, ref(), LONG, [184, 200])
     assert (num_states(disk), states_of(store)) == (2, (184, 200))
     assert rig.back(store, ref(), LONG) == 200
-    store.close()
 
 
 def test_a_turn_without_states_of_its_own_trims_those_of_an_older_release(
     rig: StateRig, tmp_path: Path
-) -> None:
+):
     before = rig.open([DiskTier(tmp_path / "cold", 64 * MIB)], max_snapshots=4)
     rig.save(before, ref(), LONG[:160], [40, 80, 120, 160])
     before.close()
@@ -164,7 +161,6 @@ def test_a_turn_without_states_of_its_own_trims_those_of_an_older_release(
     rig.save(store, ref(), LONG, [])
     assert states_of(store) == (120, 160)
     assert rig.back(store, ref(), LONG) == 160
-    store.close()
 
 
 def shrunk(tier: RamTier, num_victims: int) -> None:
@@ -178,9 +174,7 @@ def shrunk(tier: RamTier, num_victims: int) -> None:
     raise AssertionError("no pressure")
 
 
-def test_under_pressure_the_older_state_goes_first_and_costs_a_usual_return_nothing(
-    rig: StateRig,
-) -> None:
+def test_under_pressure_the_older_state_goes_first_and_costs_a_usual_return_nothing(rig: StateRig):
     trial = RamTier(64 * MIB)
     store = rig.open([trial])
     rig.save(store, ref(), LONG, [120, 200])
@@ -194,10 +188,9 @@ def test_under_pressure_the_older_state_goes_first_and_costs_a_usual_return_noth
     assert num_states(near) == 1
     assert rig.back(store, ref(), [*LONG, *history(20, 1)]) == 200
     assert rig.back(store, ref(), [*LONG[:160], *history(20, 1)]) == 0
-    store.close()
 
 
-def test_a_session_rests_where_its_newest_state_does(rig: StateRig) -> None:
+def test_a_session_rests_where_its_newest_state_does(rig: StateRig):
     """A return reads nothing of the slower tier that has the older state."""
     near = RamTier(64 * MIB)
     store = rig.open([near, SlowRam(64 * MIB)])
@@ -210,7 +203,6 @@ def test_a_session_rests_where_its_newest_state_does(rig: StateRig) -> None:
     newest = [name for name in blobs_of(near) if name[:1] == SNAPSHOT]
     near.delete_many(newest)
     assert resting(store) == "disk"
-    store.close()
 
 
 def _is_state_at(rig: StateRig, store: Store, name: bytes, position: int) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,12 +17,12 @@ from kvstore.session import SessionRef
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
+from tests.clock import Clock
 from tests.contract.store_rig import (
     FORK,
     LONG,
     LONGER,
     MIB,
-    Clock,
     Rig,
     SlowRam,
     Store,
@@ -33,6 +31,7 @@ from tests.contract.store_rig import (
     ref,
 )
 from tests.faulty_tier import FaultyTier
+from tests.waiting import until
 
 
 class SharedRam(RamTier):
@@ -46,13 +45,6 @@ class SharedRam(RamTier):
 
 RAW, TQ3, TQ4 = map(codec_by_name, ("raw", "tq3", "tq4"))
 PACKED = CodecSet(TQ3, TQ4, TQ4, readable=(RAW,))
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def always() -> bool:
@@ -97,9 +89,7 @@ def num_back(rig: Rig, store: Store, tokens: list[int], session: SessionRef | No
     return fetched.end_block * block_sessions.BLOCK
 
 
-def test_a_session_of_before_gets_the_codec_of_each_tier(
-    rig: Rig, store: Store, tiers: list[Tier]
-) -> None:
+def test_a_session_of_before_gets_the_codec_of_each_tier(rig: Rig, store: Store, tiers: list[Tier]):
     rig.save(store, ref(), LONG)
     before, pinned = [x.stats() for x in tiers], counted(store, ref())
     smaller: list[SessionRef] = []
@@ -109,7 +99,7 @@ def test_a_session_of_before_gets_the_codec_of_each_tier(
     assert store.flush(20)
     assert [(x.tenant, x.id) for x in smaller] == [("t", "s")]
     after, record = [x.stats() for x in tiers], store.record(smaller[0])  # as it is reported
-    assert record is not None and record.packed_bytes == counted(store, ref()) < pinned / 2
+    assert record.packed_bytes == counted(store, ref()) < pinned / 2
     assert record.tail_bytes and record.codecs[:2] == ("tq3.2", "tq4.2")
     for one, other in zip(before, after, strict=True):
         assert other.num_blobs == one.num_blobs and other.nbytes <= one.nbytes  # disks have pages
@@ -125,7 +115,7 @@ def test_a_session_of_before_gets_the_codec_of_each_tier(
     assert not any(blobs_of(x) for x in tiers)
 
 
-def test_each_blob_is_read_once(rig: Rig) -> None:
+def test_each_blob_is_read_once(rig: Rig):
     """What it takes afterwards is asked for without reading it."""
     tier = FaultyTier(RamTier(64 * MIB))
     store = rig.open([tier])
@@ -137,10 +127,9 @@ def test_each_blob_is_read_once(rig: Rig) -> None:
     until(lambda: bool(smaller))
     assert tier.calls[before:].count("get_many") == num_blobs
     assert tier.calls[before:].count("lengths") >= 1
-    store.close()
 
 
-def test_what_an_earlier_life_left_is_found_at_the_start(rig: Rig, tmp_path: Path) -> None:
+def test_what_an_earlier_life_left_is_found_at_the_start(rig: Rig, tmp_path: Path):
     first = rig.open([RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)])
     rig.save(first, ref(), LONG)
     first.close()
@@ -149,15 +138,13 @@ def test_what_an_earlier_life_left_is_found_at_the_start(rig: Rig, tmp_path: Pat
     store.pack_when(always)
     until(lambda: codecs_in(tiers[1]) == {"tq4.2"})
     until(lambda: not store.stats().repacking.sessions_left)
-    record = store.record(ref())
-    assert record is not None and record.packed_bytes == counted(store, ref())
+    assert store.record(ref()).packed_bytes == counted(store, ref())
     assert num_back(rig, store, LONG) == 100
-    store.close()
 
 
 def test_it_stops_before_the_next_blob_while_a_request_runs(
     rig: Rig, store: Store, tiers: list[Tier]
-) -> None:
+):
     rig.save(store, ref(), LONG)
     asked, may = [0], threading.Event()
 
@@ -181,7 +168,7 @@ def test_it_stops_before_the_next_blob_while_a_request_runs(
     assert num_back(rig, store, [*LONG, *history(20, 1)]) == 120
 
 
-def test_the_oldest_and_largest_come_first(rig: Rig) -> None:
+def test_the_oldest_and_largest_come_first(rig: Rig):
     clock, tier = Clock(), RamTier(64 * MIB)
     store = rig.open([tier], clock=clock)
     for name, length in (("old", 100), ("small", 40), ("large", 200)):
@@ -192,10 +179,9 @@ def test_the_oldest_and_largest_come_first(rig: Rig) -> None:
     store.pack_when(always, order.append)
     until(lambda: is_through(store) and len(order) == 3)
     assert [x.id for x in order] == ["old", "large", "small"]  # 3 h * 100, 1 h * 200, 2 h * 40
-    store.close()
 
 
-def test_sessions_that_share_a_beginning_keep_it(rig: Rig, store: Store, tiers: list[Tier]) -> None:
+def test_sessions_that_share_a_beginning_keep_it(rig: Rig, store: Store, tiers: list[Tier]):
     rig.save(store, ref("a"), LONG)
     rig.save(store, ref("b"), FORK)
     packed: list[SessionRef] = []
@@ -203,8 +189,7 @@ def test_sessions_that_share_a_beginning_keep_it(rig: Rig, store: Store, tiers: 
     store.pack_when(always, packed.append)
     until(lambda: is_through(store) and len(packed) == 2)
     for name in ("a", "b"):
-        record = store.record(ref(name))
-        assert record is not None and record.packed_bytes == counted(store, ref(name))
+        assert store.record(ref(name)).packed_bytes == counted(store, ref(name))
     assert store.forget(ref("a"))
     assert num_back(rig, store, FORK, ref("b")) == 100
     assert store.forget(ref("b"))
@@ -213,7 +198,7 @@ def test_sessions_that_share_a_beginning_keep_it(rig: Rig, store: Store, tiers: 
 
 def test_a_session_that_is_deleted_meanwhile_does_not_come_back(
     rig: Rig, store: Store, tiers: list[Tier]
-) -> None:
+):
     rig.save(store, ref(), LONG)
     gate, asked = threading.Event(), threading.Event()
 
@@ -233,7 +218,7 @@ def test_a_session_that_is_deleted_meanwhile_does_not_come_back(
     assert not any(blobs_of(x) for x in tiers)
 
 
-def test_what_came_from_a_lossy_copy_is_left_alone(rig: Rig, store: Store) -> None:
+def test_what_came_from_a_lossy_copy_is_left_alone(rig: Rig, store: Store):
     """Also where it lies under the name of an exact codec."""
     rig.save(store, ref(), LONG)
     stack = store.ledger.stack
@@ -256,7 +241,7 @@ def test_what_came_from_a_lossy_copy_is_left_alone(rig: Rig, store: Store) -> No
     assert num_back(rig, store, LONG) == 100
 
 
-def test_a_session_that_went_on_elsewhere_stays_as_it_was_left_there(rig: Rig) -> None:
+def test_a_session_that_went_on_elsewhere_stays_as_it_was_left_there(rig: Rig):
     clock, shared = Clock(), SharedRam(64 * MIB)
     here = rig.open([RamTier(64 * MIB), shared], clock=clock)
     there = rig.open([RamTier(64 * MIB), shared], clock=clock)
@@ -270,12 +255,11 @@ def test_a_session_that_went_on_elsewhere_stays_as_it_was_left_there(rig: Rig) -
     until(lambda: bool(done))
     assert {x.id for x in done} == {"other"}
     assert here.flush(20)
-    left = here.ledger.index.find_shared("t", "s")
-    assert left is not None and left.num_tokens == len(LONGER)
+    assert here.ledger.index.find_shared("t", "s").num_tokens == len(LONGER)
     here.close(), there.close()
 
 
-def test_a_copy_whose_exchange_was_cut_short_is_removed(rig: Rig) -> None:
+def test_a_copy_whose_exchange_was_cut_short_is_removed(rig: Rig):
     """As after a kill between the two steps of a tier that knows no exchange."""
     tier = SlowRam(64 * MIB)
     store = rig.open([tier])
@@ -290,11 +274,10 @@ def test_a_copy_whose_exchange_was_cut_short_is_removed(rig: Rig) -> None:
     store.adopt(PACKED)  # another look
     until(lambda: codecs_in(tier) == {"tq4.2"})
     assert num_back(rig, store, LONG) == 100
-    store.close()
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_full_tier_loses_nothing_by_it(rig: Rig, pinned: bool) -> None:
+def test_a_full_tier_loses_nothing_by_it(rig: Rig, pinned: bool):
     tier = RamTier(64 * MIB)
     store = rig.open([tier])
     rig.save(store, ref(), LONG)
@@ -317,12 +300,11 @@ def test_a_full_tier_loses_nothing_by_it(rig: Rig, pinned: bool) -> None:
         for i in range(20):
             rig.save(store, ref(f"more{i}"), history(200, 20 + i))
         assert tier.stats().evictions and num_back(rig, store, LONG, ref("a")) == 100
-    store.close()
 
 
 def test_tails_that_an_older_release_left_unpacked_are_served_and_packed(
     rig: Rig, store: Store, tiers: list[Tier]
-) -> None:
+):
     """They lie under the lossy codec's own name, in 16 bits, and their record says less."""
     store.adopt(PACKED)
     rig.save(store, ref(), LONG)
@@ -347,5 +329,4 @@ def test_tails_that_an_older_release_left_unpacked_are_served_and_packed(
     assert store.flush(20)
     assert all(codecs_in(x) <= {"tq3.2", "tq4.2"} for x in tiers)
     assert num_back(rig, store, LONG) == 100
-    record = store.record(ref())
-    assert record is not None and record.packed_bytes == counted(store, ref())
+    assert store.record(ref()).packed_bytes == counted(store, ref())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,12 @@ from kvstore.ledger import record
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
+from tests.clock import Clock
 from tests.contract.store_rig import (
     FORK,
     LONG,
     LONGER,
     MIB,
-    Clock,
     Rig,
     SlowRam,
     Store,
@@ -35,17 +36,14 @@ from tests.kv_sessions import kv_of
 # ---- save, extend, fork
 
 
-def test_a_session_comes_back_as_it_was(rig: Rig, store: Store) -> None:
+def test_a_session_comes_back_as_it_was(rig: Rig, store: Store):
     rig.save(store, ref(), LONG)
     back = rig.back(store, ref(), LONGER)
     assert (back.num_tokens, back.tier, back.reason) == (100, "ram", None)
-    record = store.record(ref())
-    assert record is not None and record.num_tokens == 100
+    assert store.record(ref()).num_tokens == 100
 
 
-def test_an_extended_session_stores_only_what_is_new(
-    rig: Rig, store: Store, tiers: list[Tier]
-) -> None:
+def test_an_extended_session_stores_only_what_is_new(rig: Rig, store: Store, tiers: list[Tier]):
     rig.save(store, ref(), LONG)
     before = blobs_of(tiers[0])
     rig.save(store, ref(), LONGER)
@@ -55,7 +53,7 @@ def test_an_extended_session_stores_only_what_is_new(
     assert rig.back(store, ref(), LONGER).num_tokens == 120
 
 
-def test_a_fork_shares_its_beginning_and_both_come_back(rig: Rig, store: Store) -> None:
+def test_a_fork_shares_its_beginning_and_both_come_back(rig: Rig, store: Store):
     rig.save(store, ref("a"), LONG)
     rig.save(store, ref("b"), FORK)
     assert rig.back(store, ref("a"), LONG).num_tokens == 100
@@ -63,12 +61,12 @@ def test_a_fork_shares_its_beginning_and_both_come_back(rig: Rig, store: Store) 
     assert listed(store) == {"a", "b"}
 
 
-def test_a_new_session_finds_what_another_one_of_the_tenant_left(rig: Rig, store: Store) -> None:
+def test_a_new_session_finds_what_another_one_of_the_tenant_left(rig: Rig, store: Store):
     rig.save(store, ref("a"), LONG)
     assert rig.back(store, ref("new"), LONG[:80]).num_tokens == 80
 
 
-def test_an_unknown_session_was_never_stored(rig: Rig, store: Store) -> None:
+def test_an_unknown_session_was_never_stored(rig: Rig, store: Store):
     assert rig.back(store, ref(), LONG).reason == "never-stored"
     assert resting(store) is None
 
@@ -76,7 +74,7 @@ def test_an_unknown_session_was_never_stored(rig: Rig, store: Store) -> None:
 # ---- restart
 
 
-def test_sessions_on_disk_survive_a_restart(rig: Rig, tmp_path: Path) -> None:
+def test_sessions_on_disk_survive_a_restart(rig: Rig, tmp_path: Path):
     first = rig.open([RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)])
     rig.save(first, ref("kept"), LONG)
     rig.save(first, ref("pinned"), FORK)
@@ -84,17 +82,16 @@ def test_sessions_on_disk_survive_a_restart(rig: Rig, tmp_path: Path) -> None:
     first.close()
     again = rig.open([RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)])
     assert listed(again) == {"kept", "pinned"}
-    record = again.record(ref("pinned"))
-    assert record is not None and record.pinned
+    assert resting(again, "kept") == "disk"
+    assert again.record(ref("pinned")).pinned
     back = rig.back(again, ref("kept"), LONG)
     assert (back.num_tokens, back.tier) == (100, "disk")
-    again.close()
 
 
 # ---- pins and their limits
 
 
-def test_a_pinned_session_is_not_demoted_and_outlives_pressure(rig: Rig, tmp_path: Path) -> None:
+def test_a_pinned_session_is_not_demoted_and_outlives_pressure(rig: Rig, tmp_path: Path):
     near = RamTier(8 * session_bytes(rig))
     store = rig.open([near, DiskTier(tmp_path / "cold", 64 * MIB)], tenant_pinned_share=1.0)
     rig.save(store, ref("kept"), LONG)
@@ -104,12 +101,9 @@ def test_a_pinned_session_is_not_demoted_and_outlives_pressure(rig: Rig, tmp_pat
         rig.save(store, ref(f"other{i}"), history(100, 10 + i))
     assert near.stats().evictions
     assert resting(store, "kept") == "ram"
-    store.close()
 
 
-def test_pins_beyond_the_share_are_refused_and_forgetting_makes_room(
-    rig: Rig, tmp_path: Path
-) -> None:
+def test_pins_beyond_the_share_are_refused_and_forgetting_makes_room(rig: Rig, tmp_path: Path):
     store = rig.open([RamTier(64 * MIB)], tenant_pinned_share=1.0)
     rig.save(store, ref("a"), LONG)
     record = store.record(ref("a"))
@@ -122,25 +116,47 @@ def test_pins_beyond_the_share_are_refused_and_forgetting_makes_room(
     store.pin(ref("a"), True)
     with pytest.raises(PinLimit):
         store.pin(ref("b"), True)
-    record = store.record(ref("b"))
-    assert record is not None and not record.pinned
+    assert not store.record(ref("b")).pinned
     assert store.forget(ref("a"))
     store.pin(ref("b"), True)
-    store.close()
 
 
-def test_a_pin_is_taken_along_by_the_next_save(rig: Rig, store: Store) -> None:
+def test_one_tenant_leaves_the_others_something_to_pin(rig: Rig):
+    room = 9 * session_bytes(rig)  # half for pins, and half of that for each tenant
+    store = rig.open([RamTier(room)])
+    sessions = [ref("a", "greedy"), ref("b", "greedy"), ref("c", "greedy"), ref("d", "modest")]
+    for number, session in enumerate(sessions):
+        rig.save(store, session, history(100, number))
+    for session in sessions[:2]:
+        store.pin(session, True)
+    with pytest.raises(PinLimit, match="tenant_pinned_share"):
+        store.pin(sessions[2], True)
+    store.pin(sessions[3], True)
+    store.pin(sessions[0], False)
+    store.pin(sessions[2], True)
+
+
+def test_small_pins_count_as_the_pages_that_they_fill(rig: Rig, tmp_path: Path):
+    disk = DiskTier(tmp_path / "cold", 4 * MIB)
+    store = rig.open([disk], tenant_pinned_share=1.0)
+    with pytest.raises(PinLimit):
+        for i in range(1000):  # each is one small tail and a record
+            rig.save(store, ref(str(i)), history(4, i))
+            store.pin(ref(str(i)), True)
+    assert disk.pinned_bytes <= disk.stats().capacity_bytes / 2
+
+
+def test_a_pin_is_taken_along_by_the_next_save(rig: Rig, store: Store):
     rig.save(store, ref(), LONG)
     store.pin(ref(), True)
     rig.save(store, ref(), LONGER)
     record = store.record(ref())
-    assert record is not None and (record.pinned, record.num_tokens) == (True, 120)
+    assert (record.pinned, record.num_tokens) == (True, 120)
     store.pin(ref(), False)
-    record = store.record(ref())
-    assert record is not None and not record.pinned
+    assert not store.record(ref()).pinned
 
 
-def test_a_session_that_was_never_saved_cannot_be_pinned(rig: Rig, store: Store) -> None:
+def test_a_session_that_was_never_saved_cannot_be_pinned(rig: Rig, store: Store):
     store.pin(ref(), True)
     assert store.record(ref()) is None
 
@@ -148,7 +164,7 @@ def test_a_session_that_was_never_saved_cannot_be_pinned(rig: Rig, store: Store)
 # ---- the time that sessions are kept
 
 
-def test_a_session_that_is_not_used_in_time_expires(rig: Rig, tiers: list[Tier]) -> None:
+def test_a_session_that_is_not_used_in_time_expires(rig: Rig, tiers: list[Tier]):
     clock, gone = Clock(), []
     store = rig.open(tiers, ttl_s=60.0, clock=clock)
     store.listen(gone.append)
@@ -157,14 +173,14 @@ def test_a_session_that_is_not_used_in_time_expires(rig: Rig, tiers: list[Tier])
     store.pin(ref("kept"), True)
     clock.now += 61
     rig.save(store, ref("new"), history(100, 3))
-    store.expire()
-    assert listed(store) == {"kept", "new"}
+    for _ in range(2):  # before and after it is removed
+        assert listed(store) == {"kept", "new"}
+        assert rig.back(store, ref("old"), history(20, 9)).reason == "ttl"
+        store.expire()
     assert [(x.session.tenant, x.session.id, x.why) for x in gone] == [("t", "old", "expired")]
-    assert rig.back(store, ref("old"), history(20, 9)).reason == "ttl"
-    store.close()
 
 
-def test_a_session_that_is_used_does_not_lapse(rig: Rig, tiers: list[Tier]) -> None:
+def test_a_session_that_is_used_does_not_lapse(rig: Rig, tiers: list[Tier]):
     clock = Clock()
     store = rig.open(tiers, ttl_s=60.0, clock=clock)
     rig.save(store, ref(), LONG)
@@ -173,7 +189,6 @@ def test_a_session_that_is_used_does_not_lapse(rig: Rig, tiers: list[Tier]) -> N
     clock.now += 50
     store.expire()
     assert listed(store) == {"s"}
-    store.close()
 
 
 def expiring(store: Store) -> threading.Thread:
@@ -185,7 +200,7 @@ def expiring(store: Store) -> threading.Thread:
     return thread
 
 
-def test_a_session_that_is_used_while_it_lapses_is_kept(rig: Rig, tiers: list[Tier]) -> None:
+def test_a_session_that_is_used_while_it_lapses_is_kept(rig: Rig, tiers: list[Tier]):
     clock = Clock()
     store = rig.open(tiers, ttl_s=60.0, clock=clock)
     rig.save(store, ref(), LONG)
@@ -196,11 +211,10 @@ def test_a_session_that_is_used_while_it_lapses_is_kept(rig: Rig, tiers: list[Ti
         store.ledger.index.use(key)
     looking.join(20)
     assert rig.back(store, ref(), LONG).num_tokens == 100
-    store.close()
 
 
-def test_a_session_whose_save_waits_does_not_lapse(tiers: list[Tier]) -> None:
-    rig, clock = TokenRig(), Clock()
+def test_a_session_whose_save_waits_does_not_lapse(tiers: list[Tier]):
+    rig, clock = TokenRig(ExitStack()), Clock()
     store = rig.open(tiers, ttl_s=60.0, clock=clock)
     rig.save(store, ref(), LONG)
     clock.now += 61
@@ -220,7 +234,7 @@ def test_a_session_whose_save_waits_does_not_lapse(tiers: list[Tier]) -> None:
 
 def test_demoted_it_rests_below_and_a_return_brings_it_near(
     rig: Rig, store: Store, tiers: list[Tier]
-) -> None:
+):
     rig.save(store, ref(), LONG)
     assert store.demote(ref(), "disk") == "disk"
     assert blobs_of(tiers[0]) == {}
@@ -228,9 +242,10 @@ def test_demoted_it_rests_below_and_a_return_brings_it_near(
     assert rig.back(store, ref(), LONG).tier == "disk"
     assert resting(store) == "ram"
     assert rig.back(store, ref(), LONG).tier == "ram"
+    assert store.stats().counters["promoted_blobs"] == 7
 
 
-def test_what_another_session_needs_stays_near(rig: Rig, store: Store) -> None:
+def test_what_another_session_needs_stays_near(rig: Rig, store: Store):
     rig.save(store, ref("a"), LONG)
     rig.save(store, ref("b"), FORK)
     assert store.demote(ref("a"), "disk") == "disk"
@@ -238,21 +253,20 @@ def test_what_another_session_needs_stays_near(rig: Rig, store: Store) -> None:
 
 
 @pytest.mark.parametrize("tier", ["ram", "redis"])
-def test_upwards_or_to_a_tier_that_is_off_nothing_moves(rig: Rig, store: Store, tier: str) -> None:
+def test_upwards_or_to_a_tier_that_is_off_nothing_moves(rig: Rig, store: Store, tier: str):
     rig.save(store, ref(), LONG)
     assert store.demote(ref(), tier) == "ram"
     assert store.demote(ref("unknown"), "disk") is None
 
 
-def test_a_session_that_the_lower_tier_cannot_take_stays(rig: Rig) -> None:
+def test_a_session_that_the_lower_tier_cannot_take_stays(rig: Rig):
     store = rig.open([RamTier(64 * MIB), SlowRam(4000)])
     rig.save(store, ref(), LONG)
     assert store.demote(ref(), "disk") == "ram"
     assert rig.back(store, ref(), LONG).num_tokens == 100
-    store.close()
 
 
-def test_a_save_during_a_demotion_keeps_its_own_copy_near(rig: Rig) -> None:
+def test_a_save_during_a_demotion_keeps_its_own_copy_near(rig: Rig):
     below = FaultyTier(SlowRam(64 * MIB))
     store = rig.open([RamTier(64 * MIB), below])
     rig.save(store, ref(), LONG)
@@ -268,20 +282,19 @@ def test_a_save_during_a_demotion_keeps_its_own_copy_near(rig: Rig) -> None:
     demoting.join(20)
     saving.join(20)
     assert rig.back(store, ref(), LONGER).num_tokens == 120
-    store.close()
 
 
 # ---- forgetting
 
 
-def test_forgotten_means_that_no_tier_holds_anything(
-    rig: Rig, store: Store, tiers: list[Tier]
-) -> None:
+def test_forgotten_means_that_no_tier_holds_anything(rig: Rig, store: Store, tiers: list[Tier]):
     rig.save(store, ref(), LONG)
     rig.save(store, ref(), FORK)  # leaves a branch
     assert store.forget(ref())
     assert blobs_of(tiers[0]) == blobs_of(tiers[1]) == {}
-    assert rig.back(store, ref(), LONG).num_tokens == 0
+    assert (listed(store), store.record(ref())) == (set(), None)
+    back = rig.back(store, ref(), LONG)
+    assert (back.num_tokens, back.reason) == (0, "never-stored")
     assert not store.forget(ref())
 
 
@@ -299,10 +312,9 @@ def test_abandoned_chunks_are_remembered_up_to_a_bound_and_deleted_beyond(rig, m
     assert sum(x.startswith(b"c") for x in blobs_of(tier)) == 2
     store.forget(ref("b"))
     assert tier.stats().num_blobs == 0
-    store.close()
 
 
-def test_forgetting_leaves_what_others_use(rig: Rig, store: Store, tiers: list[Tier]) -> None:
+def test_forgetting_leaves_what_others_use(rig: Rig, store: Store, tiers: list[Tier]):
     rig.save(store, ref("a"), LONG)
     rig.save(store, ref("b"), FORK)
     assert store.forget(ref("a"))
@@ -312,19 +324,20 @@ def test_forgetting_leaves_what_others_use(rig: Rig, store: Store, tiers: list[T
     assert blobs_of(tiers[0]) == blobs_of(tiers[1]) == {}
 
 
-def test_a_session_that_is_no_longer_listed_is_still_found_and_forgotten(rig: Rig) -> None:
+def test_a_session_that_is_no_longer_listed_is_still_found_and_forgotten(rig: Rig):
     tier = RamTier(64 * MIB)
     store = rig.open([tier], index_bytes=1)
     rig.save(store, ref("a"), LONG)
     rig.save(store, ref("b"), history(100, 4))
+    assert listed(store) == {"b"}
     assert rig.back(store, ref("a"), LONG).num_tokens == 100
     assert store.forget(ref("a")) and not store.forget(ref("a"))
     assert store.forget(ref("b"))
     assert blobs_of(tier) == {}
-    store.close()
+    assert not store.ledger.index._users
 
 
-def test_a_tier_that_was_down_gets_the_deletion_when_it_is_back(rig: Rig, tmp_path: Path) -> None:
+def test_a_tier_that_was_down_gets_the_deletion_when_it_is_back(rig: Rig, tmp_path: Path):
     disk = FaultyTier(DiskTier(tmp_path / "cold", 64 * MIB))
     store = rig.open([RamTier(64 * MIB), disk])
     rig.save(store, ref(), LONG)
@@ -334,10 +347,9 @@ def test_a_tier_that_was_down_gets_the_deletion_when_it_is_back(rig: Rig, tmp_pa
     disk.fails = lambda number, method: False
     store.expire()
     assert disk.stats().num_blobs == 0
-    store.close()
 
 
-def test_what_a_return_brings_near_is_not_left_by_forget(rig: Rig, tmp_path: Path) -> None:
+def test_what_a_return_brings_near_is_not_left_by_forget(rig: Rig, tmp_path: Path):
     near = FaultyTier(RamTier(64 * MIB))
     store = rig.open([near, DiskTier(tmp_path / "cold", 64 * MIB)])
     rig.save(store, ref(), LONG)
@@ -354,4 +366,3 @@ def test_what_a_return_brings_near_is_not_left_by_forget(rig: Rig, tmp_path: Pat
     returning.join(20)
     assert store.flush(20)
     assert near.stats().num_blobs == 0
-    store.close()

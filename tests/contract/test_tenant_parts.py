@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,16 +19,10 @@ from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from kvstore.tiers.tenant_parts import ACTIVE_S
 from tests.contract.store_rig import LONG, MIB, Rig, history, ref
-from tests.redis_server import RedisServer, find_binary
+from tests.waiting import until
 
 QUIET, GREEDY = ref("q", "quiet"), [ref(f"g{i}", "greedy") for i in range(12)]
 SHARE = 0.5
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with RedisServer() as running:
-        yield running
 
 
 def opens(kind: str, folder: Path, url: str) -> Callable[[int, float], Tier]:
@@ -71,11 +65,9 @@ def flooded(rig: Rig, tiers: Sequence[Tier]) -> int:
 @pytest.mark.parametrize("kind", ["ram", "disk", pytest.param("redis", marks=pytest.mark.redis)])
 def test_a_session_within_its_part_survives_another_tenants_flood(
     rig: Rig, kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+):
     url = ""
     if kind == "redis":
-        if find_binary() is None:
-            pytest.skip("no redis-server")
         url = request.getfixturevalue("server").url
     open_tier = opens(kind, tmp_path / "cold", url)
     capacity = 5 * taken(rig, open_tier)
@@ -89,7 +81,7 @@ def test_a_session_within_its_part_survives_another_tenants_flood(
 
 
 @pytest.mark.parametrize("away_s", [0.0, ACTIVE_S - 600.0, ACTIVE_S + 600.0])
-def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path, away_s: float) -> None:
+def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path, away_s: float):
     def disk(share: float) -> Tier:
         return DiskTier(tmp_path / "cold", capacity, share)
 
@@ -106,9 +98,7 @@ def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path, away_s: float)
 
 
 @pytest.mark.parametrize("share", [0.0, SHARE])
-def test_sessions_of_a_tenant_above_its_part_are_reported(
-    rig: Rig, tmp_path: Path, share: float
-) -> None:
+def test_sessions_of_a_tenant_above_its_part_are_reported(rig: Rig, tmp_path: Path, share: float):
     capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
     store = rig.open([RamTier(capacity, share), DiskTier(tmp_path / "cold", 64 * MIB)])
     notices: list[StoreNotice] = []
@@ -123,7 +113,7 @@ def test_sessions_of_a_tenant_above_its_part_are_reported(
     store.close()
 
 
-def test_sessions_that_no_tier_has_any_more_are_reported(rig: Rig, tmp_path: Path) -> None:
+def test_sessions_that_no_tier_has_any_more_are_reported(rig: Rig, tmp_path: Path):
     capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
     store = rig.open([RamTier(capacity, SHARE)])
     notices: list[StoreNotice] = []
@@ -142,11 +132,9 @@ def test_sessions_that_no_tier_has_any_more_are_reported(rig: Rig, tmp_path: Pat
 @pytest.mark.parametrize("kind", ["ram", "disk", pytest.param("redis", marks=pytest.mark.redis)])
 def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(
     rig: Rig, kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+):
     url = ""
     if kind == "redis":
-        if find_binary() is None:
-            pytest.skip("no redis-server")
         url = request.getfixturevalue("server").url
     of_one = taken(rig, opens(kind, tmp_path / "cold", url))
     store = rig.open([opens(kind, tmp_path / "other", url)(64 * MIB, SHARE)])
@@ -154,10 +142,7 @@ def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(
     store.listen(notices.append)
     name: TierName = kind  # type: ignore[assignment]
     limits = {name: TenantLimits({"greedy": 4 * of_one})}
-    end = time.monotonic() + 30
-    while store.limit_tenants(limits) != {name: {}}:  # sessions of earlier lives are looked for
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    until(lambda: store.limit_tenants(limits) == {name: {}}, every_s=0.1)
     rig.save(store, QUIET, LONG)
     for number, session in enumerate(GREEDY):
         rig.save(store, session, history(100, 50 + number))

@@ -6,8 +6,6 @@ every step mean equal budgets, pins and eviction order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -20,7 +18,6 @@ from hypothesis.stateful import (
 )
 
 from tests.contract.tier_rig import KINDS, TierRig, blob_of, key, rig
-from tests.redis_server import RedisServer, find_binary
 
 LENGTHS = (10, 9_000, 14_000)  # often too many for the budget, always some that fit
 CAPACITY_BLOBS = 3  # of the largest kind
@@ -155,23 +152,12 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.close()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer | None]:
-    if find_binary() is None:
-        yield None
-        return
-    with RedisServer() as running:
-        yield running
-
-
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[pytest.mark.redis] * x.endswith("redis")) for x in KINDS]
 )
-def test_behaves_like_the_model(kind: str, server: RedisServer | None) -> None:
-    if kind.endswith("redis") and server is None:
-        pytest.skip("no redis-server")
+def test_behaves_like_the_model(kind: str, request: pytest.FixtureRequest) -> None:
     examples = {"ram": 80, "disk": 12, "redis": 12}.get(kind, 6)
-    with rig(kind, server) as tiers:
+    with rig(kind, request) as tiers:
         run_state_machine_as_test(
             lambda: TierMachine(tiers),
             settings=settings(

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvstore.tiers.tenant_parts import ACTIVE_S
 from tests.contract.tier_rig import KINDS, TierRig, blob_of, key, rig
-from tests.redis_server import RedisServer, find_binary
 
 SMALL, LARGE = 100, 700_000  # within one fragment; several fragments on disk and in redis
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer | None]:
-    if find_binary() is None:
-        yield None
-        return
-    with RedisServer() as running:
-        yield running
 
 
 @pytest.fixture(
     params=[pytest.param(x, marks=[pytest.mark.redis] * x.endswith("redis")) for x in KINDS]
 )
-def tiers(request: pytest.FixtureRequest, server: RedisServer | None) -> Iterator[TierRig]:
-    if request.param.endswith("redis") and server is None:
-        pytest.skip("no redis-server")
-    with rig(request.param, server) as made:
+def tiers(request: pytest.FixtureRequest) -> Iterator[TierRig]:
+    with rig(request.param, request) as made:
         yield made
 
 
@@ -42,7 +30,7 @@ def keys(*numbers: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("length", [0, 1, SMALL, 2047, 2048, 4080, 131056, 131057, 262080, LARGE])
-def test_gives_back_what_it_got(tiers: TierRig, length: int) -> None:
+def test_gives_back_what_it_got(tiers: TierRig, length: int):
     tier = tiers.open()
     assert tier.put_many(chain(0, 3, length)) == 3
     assert tier.get_many(keys(2, 9, 0)) == [blob_of(2, length), None, blob_of(0, length)]
@@ -51,7 +39,7 @@ def test_gives_back_what_it_got(tiers: TierRig, length: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_takes_any_buffer_and_keeps_its_own_copy(tiers: TierRig, kind: type) -> None:
+def test_takes_any_buffer_and_keeps_its_own_copy(tiers: TierRig, kind: type):
     tier = tiers.open()
     source = bytearray(blob_of(1, LARGE))
     tier.put_many([(key(1), kind(source))])
@@ -59,7 +47,7 @@ def test_takes_any_buffer_and_keeps_its_own_copy(tiers: TierRig, kind: type) -> 
     assert tier.get_many([key(1)]) == [blob_of(1, LARGE)]
 
 
-def test_an_empty_call_does_nothing(tiers: TierRig) -> None:
+def test_an_empty_call_does_nothing(tiers: TierRig):
     tier = tiers.open()
     assert tier.put_many([]) == 0
     assert tier.get_many([]) == []
@@ -69,7 +57,7 @@ def test_an_empty_call_does_nothing(tiers: TierRig) -> None:
     tier.flush()
 
 
-def test_an_existing_blob_is_left_as_it_is(tiers: TierRig) -> None:
+def test_an_existing_blob_is_left_as_it_is(tiers: TierRig):
     tier = tiers.open()
     tier.put_many([(key(1), b"first")])
     before = tier.stats().nbytes
@@ -79,7 +67,7 @@ def test_an_existing_blob_is_left_as_it_is(tiers: TierRig) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(LARGE, SMALL), (SMALL, LARGE)])
-def test_a_blob_takes_the_place_of_another(tiers: TierRig, old: int, new: int) -> None:
+def test_a_blob_takes_the_place_of_another(tiers: TierRig, old: int, new: int):
     cost = tiers.cost(new)
     tier = tiers.open(max(tiers.cost(old), cost))
     tier.put_many([(key(1), blob_of(1, old))], "t")
@@ -90,13 +78,13 @@ def test_a_blob_takes_the_place_of_another(tiers: TierRig, old: int, new: int) -
     assert (stats.num_blobs, stats.nbytes, stats.evictions) == (1, cost, 0)
 
 
-def test_nothing_takes_the_place_of_what_is_not_here(tiers: TierRig) -> None:
+def test_nothing_takes_the_place_of_what_is_not_here(tiers: TierRig):
     tier = tiers.open()
     assert not tier.replace(key(2), blob_of(2, SMALL), "t", key(1))
     assert tier.contains_many(keys(1, 2)) == [False, False]
 
 
-def test_a_place_that_was_pinned_is_pinned_for_who_takes_it(tiers: TierRig) -> None:
+def test_a_place_that_was_pinned_is_pinned_for_who_takes_it(tiers: TierRig):
     tier = tiers.open(2 * tiers.cost(LARGE))
     tier.pin(keys(1, 2))
     tier.put_many([(key(1), blob_of(1, LARGE))])
@@ -106,7 +94,7 @@ def test_a_place_that_was_pinned_is_pinned_for_who_takes_it(tiers: TierRig) -> N
 
 
 @pytest.mark.parametrize(("old", "new"), [(SMALL, LARGE), (LARGE, SMALL), (LARGE, LARGE + 1)])
-def test_replace_lets_the_newer_value_win(tiers: TierRig, old: int, new: int) -> None:
+def test_replace_lets_the_newer_value_win(tiers: TierRig, old: int, new: int):
     tier = tiers.open()
     assert tier.replace(key(1), blob_of(1, old))
     assert tier.replace(key(1), blob_of(2, new))
@@ -116,7 +104,7 @@ def test_replace_lets_the_newer_value_win(tiers: TierRig, old: int, new: int) ->
     assert tier.stats().evictions == 0
 
 
-def test_what_cannot_fit_is_refused_and_nothing_else_suffers(tiers: TierRig) -> None:
+def test_what_cannot_fit_is_refused_and_nothing_else_suffers(tiers: TierRig):
     tier = tiers.open(3 * tiers.cost(SMALL))
     tier.put_many(chain(0, 3))
     assert tier.put_many([(key(7), blob_of(7, LARGE))]) == 0
@@ -125,7 +113,7 @@ def test_what_cannot_fit_is_refused_and_nothing_else_suffers(tiers: TierRig) -> 
     assert tier.stats().evictions == 0
 
 
-def test_the_least_recently_used_goes_first(tiers: TierRig) -> None:
+def test_the_least_recently_used_goes_first(tiers: TierRig):
     tier = tiers.open(4 * tiers.cost(SMALL))
     for i in range(4):
         tier.put_many(chain(i, i + 1))
@@ -136,7 +124,7 @@ def test_the_least_recently_used_goes_first(tiers: TierRig) -> None:
 
 
 @pytest.mark.parametrize("how", ["put", "touch", "unpin"])
-def test_a_chain_is_eaten_from_its_tail(tiers: TierRig, how: str) -> None:
+def test_a_chain_is_eaten_from_its_tail(tiers: TierRig, how: str):
     tier = tiers.open(4 * tiers.cost(SMALL))
     tier.put_many(chain(0, 4) if how == "put" else chain(0, 4)[::-1])
     if how == "touch":
@@ -148,7 +136,7 @@ def test_a_chain_is_eaten_from_its_tail(tiers: TierRig, how: str) -> None:
     assert tier.contains_many(keys(0, 1, 2, 3)) == [True, True, False, False]
 
 
-def test_a_chain_longer_than_the_tier_keeps_its_head(tiers: TierRig) -> None:
+def test_a_chain_longer_than_the_tier_keeps_its_head(tiers: TierRig):
     tier = tiers.open(3 * tiers.cost(SMALL))
     tier.put_many(chain(10, 12))
     assert tier.put_many(chain(0, 5)) == 3
@@ -156,9 +144,7 @@ def test_a_chain_longer_than_the_tier_keeps_its_head(tiers: TierRig) -> None:
 
 
 @pytest.mark.parametrize("length", [SMALL, LARGE])
-def test_what_is_guaranteed_to_a_tenant_stays_whatever_another_writes(
-    tiers: TierRig, length: int
-) -> None:
+def test_what_is_guaranteed_to_a_tenant_stays_whatever_another_writes(tiers: TierRig, length: int):
     tier = tiers.open(8 * tiers.cost(length), guaranteed_share=0.5)
     tier.put_many(chain(0, 4, length), "quiet")
     for i in range(10, 30):
@@ -171,7 +157,7 @@ def test_what_is_guaranteed_to_a_tenant_stays_whatever_another_writes(
     assert tier.contains_many(keys(0, 60)) == [True, True]
 
 
-def test_a_newcomer_gets_its_part_of_a_full_tier(tiers: TierRig) -> None:
+def test_a_newcomer_gets_its_part_of_a_full_tier(tiers: TierRig):
     tier = tiers.open(8 * tiers.cost(SMALL), guaranteed_share=0.5)
     tier.put_many(chain(0, 8), "greedy")
     assert tier.put_many(chain(10, 12), "new") == 2
@@ -179,7 +165,7 @@ def test_a_newcomer_gets_its_part_of_a_full_tier(tiers: TierRig) -> None:
     assert tier.contains_many(keys(10, 11)) == [True, True]
 
 
-def test_blobs_of_an_earlier_run_get_their_owner(tiers: TierRig) -> None:
+def test_blobs_of_an_earlier_run_get_their_owner(tiers: TierRig):
     tier = tiers.open(8 * tiers.cost(SMALL), guaranteed_share=0.5)
     tier.put_many(chain(0, 2))
     tier.put_many(chain(2, 4))
@@ -188,9 +174,7 @@ def test_blobs_of_an_earlier_run_get_their_owner(tiers: TierRig) -> None:
     assert tier.contains_many(keys(0, 1, 2, 3)) == [True, True, False, False]
 
 
-def test_who_was_away_for_longer_than_a_day_has_no_part_of_what_an_earlier_run_left(
-    tiers: TierRig,
-) -> None:
+def test_who_was_away_for_longer_than_a_day_has_no_part_of_what_an_earlier_run_left(tiers: TierRig):
     tier = tiers.open(8 * tiers.cost(SMALL), guaranteed_share=0.5)
     tier.put_many(chain(0, 2))
     tier.own("quiet", keys(0, 1), ACTIVE_S + 1)
@@ -198,7 +182,7 @@ def test_who_was_away_for_longer_than_a_day_has_no_part_of_what_an_earlier_run_l
     assert tier.contains_many(keys(0, 1)) == [False, False]
 
 
-def test_the_budget_holds_for_all_sizes(tiers: TierRig) -> None:
+def test_the_budget_holds_for_all_sizes(tiers: TierRig):
     tier = tiers.open(4 * tiers.cost(LARGE))
     for i in range(40):
         tier.put_many([(key(i), blob_of(i, (i * 7919) % LARGE))])
@@ -208,7 +192,7 @@ def test_the_budget_holds_for_all_sizes(tiers: TierRig) -> None:
     assert tier.get_many([key(39)]) == [blob_of(39, (39 * 7919) % LARGE)]
 
 
-def test_pinned_blobs_stay_until_the_last_unpin(tiers: TierRig) -> None:
+def test_pinned_blobs_stay_until_the_last_unpin(tiers: TierRig):
     tier = tiers.open(3 * tiers.cost(SMALL))
     tier.pin(keys(0, 0, 1))  # 1 is not there yet: remembered
     tier.put_many(chain(0, 2))
@@ -220,7 +204,7 @@ def test_pinned_blobs_stay_until_the_last_unpin(tiers: TierRig) -> None:
     assert tier.contains_many(keys(0, 1)) == [False, False]
 
 
-def test_a_pin_outlives_replace_and_delete(tiers: TierRig) -> None:
+def test_a_pin_outlives_replace_and_delete(tiers: TierRig):
     tier = tiers.open(2 * tiers.cost(SMALL))
     tier.pin([key(0)])
     tier.put_many(chain(0, 1))
@@ -233,7 +217,7 @@ def test_a_pin_outlives_replace_and_delete(tiers: TierRig) -> None:
     assert tier.contains_many([key(0)]) == [True]
 
 
-def test_unpinning_what_is_not_pinned_changes_nothing(tiers: TierRig) -> None:
+def test_unpinning_what_is_not_pinned_changes_nothing(tiers: TierRig):
     tier = tiers.open(2 * tiers.cost(SMALL))
     tier.unpin(keys(0, 1))
     tier.put_many(chain(0, 2))
@@ -241,7 +225,7 @@ def test_unpinning_what_is_not_pinned_changes_nothing(tiers: TierRig) -> None:
     assert tier.contains_many(keys(0, 1, 2, 3)) == [False, False, True, True]
 
 
-def test_deleted_blobs_are_gone_and_can_come_again(tiers: TierRig) -> None:
+def test_deleted_blobs_are_gone_and_can_come_again(tiers: TierRig):
     tier = tiers.open()
     tier.put_many(chain(0, 4, LARGE))
     assert tier.delete_many(keys(1, 2, 2, 9)) == 2
@@ -252,7 +236,7 @@ def test_deleted_blobs_are_gone_and_can_come_again(tiers: TierRig) -> None:
     assert tier.get_many([key(1)]) == [blob_of(1, SMALL)]
 
 
-def test_scan_finds_all_of_a_prefix_in_order(tiers: TierRig) -> None:
+def test_scan_finds_all_of_a_prefix_in_order(tiers: TierRig):
     tier = tiers.open()
     tier.put_many(chain(0, 3, LARGE))
     records = {b"r%02d}*?" % i: b"record %d" % i for i in range(20)}
@@ -263,14 +247,14 @@ def test_scan_finds_all_of_a_prefix_in_order(tiers: TierRig) -> None:
     assert list(tier.scan(b"x")) == []
 
 
-def test_two_keys_where_one_begins_like_the_other(tiers: TierRig) -> None:
+def test_two_keys_where_one_begins_like_the_other(tiers: TierRig):
     tier = tiers.open()
     tier.put_many([(b"k", b"short"), (b"k\x00\x00", b"long"), (b"k\x00\x01", b"longer")])
     assert tier.delete_many([b"k"]) == 1
     assert tier.get_many([b"k", b"k\x00\x00", b"k\x00\x01"]) == [None, b"long", b"longer"]
 
 
-def test_stats_name_the_tier(tiers: TierRig) -> None:
+def test_stats_name_the_tier(tiers: TierRig):
     tier = tiers.open(12 << 20)
     assert tier.get_many([b"k"]) == [None]  # a server is available once it answered
     stats = tier.stats()
@@ -284,7 +268,7 @@ def test_stats_name_the_tier(tiers: TierRig) -> None:
     assert tier.persistent == (tiers.kind != "ram")
 
 
-def test_many_threads_at_once(tiers: TierRig) -> None:
+def test_many_threads_at_once(tiers: TierRig):
     tier = tiers.open(20 * tiers.cost(SMALL))
     wrong: list[object] = []
 
@@ -301,11 +285,8 @@ def test_many_threads_at_once(tiers: TierRig) -> None:
             if i % 5 == 0:
                 tier.delete_many([key(number)])
 
-    threads = [threading.Thread(target=work, args=(x,)) for x in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert wrong == []
     assert tier.stats().nbytes <= tier.stats().capacity_bytes
     assert tier.put_many(chain(50, 55)) == 5  # no pin is left

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 import redis
 
 from kvstore.tiers.base import Tier
@@ -45,7 +46,6 @@ class TierRig:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tl-disk-"))
             return DiskTier(Path(folder) / "cold", capacity_bytes, share)
         if self.kind.endswith("redis"):
-            assert self._server is not None
             with redis.Redis.from_url(self._server.url) as client:
                 client.flushall()
             return RedisTier(
@@ -64,8 +64,9 @@ class TierRig:
 
 
 @contextmanager
-def rig(kind: str, server: RedisServer | None) -> Iterator[TierRig]:
+def rig(kind: str, request: pytest.FixtureRequest) -> Iterator[TierRig]:
     with ExitStack() as stack:
+        server = request.getfixturevalue("server") if kind.endswith("redis") else None
         yield TierRig(kind, stack, server)
 
 

@@ -20,9 +20,7 @@ def cached(response: Any) -> tuple[int, int]:
     return response.usage.input_tokens_details.cached_tokens, response.usage.input_tokens
 
 
-def test_a_response_goes_on_in_its_session_and_reuses_its_prefix(
-    client: openai.OpenAI, model: str
-) -> None:
+def test_a_response_goes_on_in_its_session_and_reuses_its_prefix(client: openai.OpenAI, model: str):
     create = client.responses.with_raw_response.create
     first = create(model=model, input=STORY, **GREEDY)
     second = create(
@@ -31,7 +29,6 @@ def test_a_response_goes_on_in_its_session_and_reuses_its_prefix(
     assert first.headers["x-thermocline-session"] == second.headers["x-thermocline-session"]
     reused, prompt = cached(second.parse())
     before = first.parse().usage
-    assert before is not None
     # All of the first turn but the end of its answer, which the template may write otherwise.
     assert reused >= before.input_tokens + before.output_tokens - 4
     assert reused < prompt
@@ -42,7 +39,7 @@ def test_a_response_goes_on_in_its_session_and_reuses_its_prefix(
     assert again.headers["x-thermocline-session"] == conversation.id
 
 
-def test_a_chat_and_a_response_say_the_same(client: openai.OpenAI, model: str) -> None:
+def test_a_chat_and_a_response_say_the_same(client: openai.OpenAI, model: str):
     history: list[Any] = [
         {"role": "system", "content": "Answer briefly."},
         {"role": "user", "content": "What is the capital of France?"},
@@ -60,7 +57,7 @@ def test_a_chat_and_a_response_say_the_same(client: openai.OpenAI, model: str) -
     assert response.usage.input_tokens == chat.usage.prompt_tokens
 
 
-def test_a_stream_is_the_same_as_a_whole_answer(client: openai.OpenAI, model: str) -> None:
+def test_a_stream_is_the_same_as_a_whole_answer(client: openai.OpenAI, model: str):
     whole = client.responses.create(model=model, input=STORY, **GREEDY)
     with client.responses.stream(model=model, input=STORY, **GREEDY) as stream:
         events = list(stream)
@@ -69,7 +66,7 @@ def test_a_stream_is_the_same_as_a_whole_answer(client: openai.OpenAI, model: st
     assert (final.status, whole.status) == ("incomplete", "incomplete")
 
 
-def test_functions_are_called_and_answered(client: openai.OpenAI, model: str) -> None:
+def test_functions_are_called_and_answered(client: openai.OpenAI, model: str):
     tool: Any = {
         "type": "function",
         "name": "get_weather",
@@ -98,10 +95,10 @@ def test_functions_are_called_and_answered(client: openai.OpenAI, model: str) ->
         model=model, input=[result], previous_response_id=response.id, tools=[tool], **GREEDY
     )
     assert answer.output  # a text, or another call: the model is small
-    assert answer.usage is not None and answer.usage.input_tokens_details.cached_tokens > 0
+    assert answer.usage.input_tokens_details.cached_tokens > 0
 
 
-def test_custom_tools_and_schemas(client: openai.OpenAI, model: str) -> None:
+def test_custom_tools_and_schemas(client: openai.OpenAI, model: str):
     response = client.responses.create(
         model=model,
         input="Write the word sun.",
@@ -128,7 +125,7 @@ def test_custom_tools_and_schemas(client: openai.OpenAI, model: str) -> None:
     assert json.loads(shaped.output_text) == {"country": "FR"}
 
 
-def test_the_same_on_vllm(vllm_stack: Stack) -> None:
+def test_the_same_on_vllm(vllm_stack: Stack):
     with openai.OpenAI(base_url=f"{vllm_stack.url}/v1", api_key="none", max_retries=0) as sdk:
         model = sdk.models.list().data[0].id
         first = sdk.responses.create(model=model, input=STORY, **GREEDY)
@@ -140,5 +137,4 @@ def test_the_same_on_vllm(vllm_stack: Stack) -> None:
         counted = sdk.responses.input_tokens.count(model=model, input=STORY)
     assert cached(second)[0] > 0
     assert events[-1].response.output_text == first.output_text  # type: ignore[union-attr]
-    assert first.usage is not None
     assert counted.input_tokens == first.usage.input_tokens

@@ -99,12 +99,7 @@ def test_json_schema_is_obeyed(client, model):
 
 def test_logprobs_are_the_chosen_tokens_and_their_rivals(client, model):
     answer = client.chat.completions.create(
-        model=model,
-        messages=CAPITAL,
-        temperature=0,
-        max_tokens=5,
-        logprobs=True,
-        top_logprobs=3,
+        model=model, messages=CAPITAL, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
     )
     content = answer.choices[0].logprobs.content
     assert "".join(x.token for x in content) == answer.choices[0].message.content

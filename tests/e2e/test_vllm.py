@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 
 import openai
 import pytest
 
 from benchmarks.stacks.product_stack import Stack, prose
+from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -37,10 +37,7 @@ def state_of(sdk: openai.OpenAI, session: str) -> dict[str, object]:
 
 
 def wait_for(sdk: openai.OpenAI, session: str, state: str) -> None:
-    end = time.monotonic() + 60
-    while state_of(sdk, session)["state"] != state:
-        assert time.monotonic() < end, state_of(sdk, session)
-        time.sleep(0.05)
+    until(lambda: state_of(sdk, session)["state"] == state, what=state_of(sdk, session))
 
 
 def test_a_chat_goes_cold_and_comes_back(sdk):

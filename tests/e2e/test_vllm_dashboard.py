@@ -101,7 +101,7 @@ def ask(url: str, num_words: int, session: str) -> int:
         return int(json.load(answer)["usage"]["prompt_tokens"])
 
 
-def test_how_far_a_prompt_is_read(stepping: Stack, browser: Browser, events: Events) -> None:
+def test_how_far_a_prompt_is_read(stepping: Stack, browser: Browser, events: Events):
     page = browser.open()
     page.get_by_role("tab", name=re.compile("^Now")).wait_for()
     lengths: list[int] = []
@@ -140,7 +140,7 @@ def move_to_disk(page: Any) -> str:
     return message
 
 
-def test_what_sleeps_is_made_ready_for_its_next_turn(stepping: Stack, browser: Browser) -> None:
+def test_what_sleeps_is_made_ready_for_its_next_turn(stepping: Stack, browser: Browser):
     """vLLM fills blocks for a running request only: the page does not say that it is awake."""
     ask(stepping.url, 300, "ready")
     page = browser.open("sessions//ready")
@@ -152,9 +152,7 @@ def test_what_sleeps_is_made_ready_for_its_next_turn(stepping: Stack, browser: B
     page.context.close()
 
 
-def test_a_measurement_is_begun_by_a_click(
-    stepping: Stack, browser: Browser, events: Events
-) -> None:
+def test_a_measurement_is_begun_by_a_click(stepping: Stack, browser: Browser, events: Events):
     page = browser.open("quality")
     page.get_by_role("button", name="Measure now").click()
     page.get_by_text("The engine measures in its idle moments").wait_for()

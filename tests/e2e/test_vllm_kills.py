@@ -4,7 +4,7 @@ engine that comes back, sessions that wake from disk, and nothing left of the de
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.stacks.product_stack import Client, Stack, client_of, prose
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -70,21 +71,17 @@ async def load(stack: Stack, model: str) -> AsyncIterator[list[User]]:
         users = [User(sdk, model, i) for i in range(USERS)]
         tasks = [asyncio.create_task(x.chat()) for x in users]
         try:
-            await until(lambda: all(x.num_pieces or x.num_answers for x in users))
+            await eventually(lambda: all(x.num_pieces or x.num_answers for x in users))
             pieces = [x.num_pieces for x in users]
-            await until(lambda: any(x.num_pieces > n for x, n in zip(users, pieces, strict=True)))
+            await eventually(
+                lambda: any(x.num_pieces > n for x, n in zip(users, pieces, strict=True))
+            )
             yield users
         finally:
             for task in tasks:
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(x, asyncio.CancelledError) for x in ended), ended
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(AWAY_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def shared_memory(processes: list[psutil.Process]) -> set[Path]:
@@ -132,7 +129,9 @@ async def test_kill_9_under_load(vllm_stack: Stack, victim: str) -> None:
             next(x for x in family if VICTIMS[victim] in " ".join(x.cmdline())).kill()
             await asyncio.to_thread(vllm_stack.wait_restarted, engine, AWAY_S)
             answers = [x.num_answers for x in users]
-            await until(lambda: all(x.num_answers > n for x, n in zip(users, answers, strict=True)))
+            await eventually(
+                lambda: all(x.num_answers > n for x, n in zip(users, answers, strict=True))
+            )
         check_errors(users)
         assert [x for x in family if not is_gone(x)] == []
         assert [x for x in memory if x.exists()] == []
@@ -145,4 +144,4 @@ async def test_nothing_outlives_gateway_and_starter(vllm_stack: Stack) -> None:
     """The last test: the stack is dead after it."""
     family = vllm_stack.gateway.children(recursive=True)
     await asyncio.to_thread(vllm_stack.kill, engine_too=True)
-    await until(lambda: all(map(is_gone, family)))
+    await eventually(lambda: all(map(is_gone, family)))

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import redis
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.faults.redis_writer import BUDGET, open_far
 from tests.redis_server import RedisServer
+from tests.waiting import until
 
 AMPLE = 1 << 30
 DEADLINE_S = 0.5
@@ -58,13 +59,6 @@ def names(client: redis.Redis) -> list[bytes]:
     return sorted(client.scan_iter())
 
 
-def until(what: str, condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
-
-
 def entries_for_ever(client: redis.Redis) -> list[bytes]:
     """The entries that stay on the server until a client removes them."""
     return [name for name in names(client) if client.ttl(name) == -1]
@@ -74,7 +68,7 @@ def next_life(server: RedisServer, folder: Path, capacity_bytes: int = BUDGET) -
     """Open a tier as an engine does whose folder this is; all that it left before is counted."""
     tier = open_far(server.url, folder, capacity_bytes)
     assert isinstance(tier, RedisTier)
-    until("counted", lambda: tier.knows_earlier_lives)
+    until(lambda: tier.knows_earlier_lives, what="counted")
     return tier
 
 

@@ -55,7 +55,7 @@ async def what_was_there_is_still_served(it: Engine) -> None:
         right = await it.turn(prompt)
         back = await it.turn(prompt, session(str(number)))
         assert back.tokens == right.tokens
-        assert back.cache is not None and back.cache.source != "miss"
+        assert back.cache.source != "miss"
 
 
 def disk_of(it: Engine) -> TierStats:

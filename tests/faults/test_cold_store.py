@@ -10,8 +10,8 @@ import itertools
 import random
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from kvstore.blobs.chain import RECORD, TAIL
 from kvstore.blobs.format import HEADER_BYTES, codec_in
 from kvstore.errors import PinLimit
 from kvstore.store.token_store import ColdStore
+from kvstore.tiers.base import Tier
 from tests.blob_names import all_named
 from tests.faults.packing_process import THIN
 from tests.faults.saving_process import BOTH
@@ -33,11 +34,13 @@ from tests.kv_sessions import (
     everything,
     kv_of,
     open_store,
+    opener,
     ram,
     ref,
     save,
     tokens,
 )
+from tests.waiting import until
 from tests.worn_codec import wear_of
 
 HISTORY = tokens(200)
@@ -46,6 +49,13 @@ ROOT = Path(__file__).parents[2]
 
 def faulty_pair() -> tuple[FaultyTier, FaultyTier]:
     return FaultyTier(ram()), FaultyTier(ram(), "disk")
+
+
+@pytest.fixture
+def opened():
+    """Opens stores as ``open_store`` does, and closes them at the end."""
+    with opener(open_store) as opened:
+        yield opened
 
 
 # ---- fail the k-th call to a tier, for every k
@@ -136,9 +146,9 @@ def test_a_tier_that_goes_away_in_the_middle_of_a_restore():
 # ---- damage
 
 
-def test_a_flipped_bit_anywhere_is_a_miss_and_the_blob_goes():
+def test_a_flipped_bit_anywhere_is_a_miss_and_the_blob_goes(opened):
     tier = ram()
-    store = open_store([tier])
+    store = opened([tier])
     save(store, ref(), HISTORY)
     keys = all_named(store.ledger.index.blob_keys(store.record(ref())))
     choose = random.Random(7)
@@ -154,13 +164,12 @@ def test_a_flipped_bit_anywhere_is_a_miss_and_the_blob_goes():
         assert tier.contains_many([keys[which]]) == [False]
         tier.put_many([(keys[which], good)])
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    store.close()
 
 
 @pytest.mark.parametrize("kind", [CHUNK_KIND, TAIL, RECORD])
-def test_blobs_cut_at_every_length(kind):
+def test_blobs_cut_at_every_length(kind, opened):
     tier = ram()
-    store = open_store([tier])
+    store = opened([tier])
     save(store, ref(), HISTORY[:20])
     (key, good), *_ = tier.scan(kind)
     for length in range(0, len(good), 37):
@@ -169,12 +178,11 @@ def test_blobs_cut_at_every_length(kind):
         come_back(store, ref(), HISTORY[:20])
         tier.replace(key, good)
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 20
-    store.close()
 
 
-def test_a_bad_copy_is_replaced_by_the_good_one_below(tmp_path):
+def test_a_bad_copy_is_replaced_by_the_good_one_below(tmp_path, opened):
     near, far = ram(), disk(tmp_path)
-    store = open_store([near, far])
+    store = opened([near, far])
     save(store, ref(), HISTORY)
     keys = all_named(store.ledger.index.blob_keys(store.record(ref())))
     near.replace(keys[3], b"noise")
@@ -183,12 +191,11 @@ def test_a_bad_copy_is_replaced_by_the_good_one_below(tmp_path):
     assert store.flush(10)
     assert near.get_many([keys[3]]) == [bytes(x) for x in far.get_many([keys[3]])]
     assert store.stats().counters["corrupt"] == 1
-    store.close()
 
 
-def test_a_blob_under_another_blobs_name_is_refused():
+def test_a_blob_under_another_blobs_name_is_refused(opened):
     tier = ram()
-    store = open_store([tier])
+    store = opened([tier])
     theirs = ref("x", tenant="other", salt=b"other")
     save(store, ref(), HISTORY)
     save(store, theirs, HISTORY)  # the same tokens, so the same bytes in all but the key
@@ -202,38 +209,35 @@ def test_a_blob_under_another_blobs_name_is_refused():
         assert restored.num_tokens == mine.index(a) * CHUNK
         assert restored.reason == "corrupt"
         tier.put_many([(a, good)])
-    store.close()
 
 
-def test_a_record_under_another_sessions_name_is_refused():
+def test_a_record_under_another_sessions_name_is_refused(opened):
     tier = ram()
-    store = open_store([tier])
+    store = opened([tier])
     save(store, ref("a"), HISTORY)
     (key, blob) = next(iter(tier.scan(RECORD)))
     stolen = store.keys.space.record_key("other", "b")
     tier.put_many([(stolen, blob)])
     assert store.match(ref("b", tenant="other"), b"other", HISTORY, 200).num_tokens == 0
     assert store.record(ref("b", tenant="other")) is None
-    store.close()
 
 
-def test_what_is_evicted_between_match_and_load_costs_the_rest():
+def test_what_is_evicted_between_match_and_load_costs_the_rest(opened):
     tier = ram()
-    store = open_store([tier])
+    store = opened([tier])
     save(store, ref(), HISTORY)
     match = store.match(ref(), ref().salt, HISTORY, 200)
     tier.delete_many(all_named([match.reads[5].key, match.reads[9].key]))
     restored = store.load(match)
     assert (restored.num_tokens, restored.reason) == (5 * CHUNK, "evicted")
-    store.close()
 
 
 # ---- time
 
 
-def test_a_tier_that_hangs_costs_the_deadline_and_no_more():
+def test_a_tier_that_hangs_costs_the_deadline_and_no_more(opened):
     near, far = faulty_pair()
-    store = open_store([near, far])
+    store = opened([near, far])
     save(store, ref(), HISTORY)
     keys = all_named(store.ledger.index.blob_keys(store.record(ref())))
     near.delete_many(keys[8:])
@@ -245,12 +249,11 @@ def test_a_tier_that_hangs_costs_the_deadline_and_no_more():
     assert (restored.num_tokens, restored.reason) == (8 * CHUNK, "deadline")
     far.go_on.set()
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    store.close()
 
 
-def test_a_late_answer_does_not_touch_what_was_handed_out():
+def test_a_late_answer_does_not_touch_what_was_handed_out(opened):
     near, far = faulty_pair()
-    store = open_store([near, far], codec="raw")
+    store = opened([near, far], codec="raw")
     save(store, ref(), HISTORY)
     keys = all_named(store.ledger.index.blob_keys(store.record(ref())))
     near.delete_many(keys[8:])
@@ -261,17 +264,16 @@ def test_a_late_answer_does_not_touch_what_was_handed_out():
     far.go_on.set()
     store.flush(10)
     assert [x.tobytes() for pair in restored.run for x in pair] == before
-    store.close()
 
 
 # ---- the process
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_while_saving(tmp_path, seed):
+def test_killed_while_saving(tmp_path, seed, opened):
     """Sessions that were reported safe are there, and hold only computed rows."""
     safe = run_until_killed(tmp_path, seed)
-    store = open_store([ram(), disk(tmp_path)])
+    store = opened([ram(), disk(tmp_path)])
     assert safe
     for record in store.records():
         history = tokens(record.num_tokens, int(record.id))
@@ -280,7 +282,6 @@ def test_killed_while_saving(tmp_path, seed):
         assert restored.num_tokens >= safe.get(record.id, 0)
     assert {x.id for x in store.records()} >= safe.keys()
     assert store.stats().counters.get("corrupt", 0) == 0
-    store.close()
 
 
 def run_until_killed(folder: Path, seed: int, *more: str) -> dict[str, int]:
@@ -288,7 +289,6 @@ def run_until_killed(folder: Path, seed: int, *more: str) -> dict[str, int]:
     command = [sys.executable, "-m", "tests.faults.saving_process", str(folder), str(seed), *more]
     safe: dict[str, int] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
-        assert child.stdout is not None
         lines = iter(child.stdout.readline, "")
         for line in itertools.islice(lines, 1 + 12 * seed):
             note(safe, line)
@@ -300,9 +300,9 @@ def run_until_killed(folder: Path, seed: int, *more: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_while_two_codecs_are_written(tmp_path, seed):
+def test_killed_while_two_codecs_are_written(tmp_path, seed, opened):
     safe = run_until_killed(tmp_path, seed, "both")
-    store = open_store([ram(), disk(tmp_path)], codecs=BOTH)
+    store = opened([ram(), disk(tmp_path)], codecs=BOTH)
     assert safe and {x.id for x in store.records()} >= safe.keys()
     for record in store.records():
         history = tokens(record.num_tokens, int(record.id))
@@ -313,26 +313,24 @@ def test_killed_while_two_codecs_are_written(tmp_path, seed):
         assert all(x in ({0}, {1}, {16}) for x in worn)
         assert all(x == {0} for x in worn[restored.lossy_tokens :])
     assert store.stats().counters.get("corrupt", 0) == 0
-    store.close()
 
 
 @pytest.mark.parametrize("num_lines", [9, 60, 130])
-def test_killed_while_packing_again(tmp_path, num_lines):
+def test_killed_while_packing_again(tmp_path, num_lines, opened):
     """Every session is whole, each blob raw or packed once, and the next life goes on."""
     lengths = {str(i): 200 + 16 * i + i for i in range(8)}
-    store = open_store([ram(), disk(tmp_path)])
+    store = opened([ram(), disk(tmp_path)])
     for name, length in lengths.items():
         save(store, ref(name), tokens(length, int(name)))
     store.close()
     command = [sys.executable, "-m", "tests.faults.packing_process", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
-        assert child.stdout is not None
         for _ in itertools.islice(iter(child.stdout.readline, ""), num_lines):
             pass
         child.kill()
     far = disk(tmp_path)
-    store = open_store([ram(), far], codecs=THIN)
-    codecs = {codec_in(x) for name, x in everything(far).items() if name[:1] == CHUNK_KIND}
+    store = opened([ram(), far], codecs=THIN)
+    codecs = codecs_of(far)
     assert codecs <= {b"raw.1", b"far.1"}  # it goes on until the signal comes
     assert b"far.1" in codecs or num_lines <= 9
 
@@ -348,15 +346,15 @@ def test_killed_while_packing_again(tmp_path, num_lines):
 
     assert worn() <= {0, 16}
     store.pack_when(lambda: True)
-    deadline = time.monotonic() + 60
-    while any(codec_in(x) == b"raw.1" for n, x in everything(far).items() if n[:1] == CHUNK_KIND):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: b"raw.1" not in codecs_of(far))
     store.close()
-    store = open_store([ram(), disk(tmp_path)], codecs=THIN)
+    store = opened([ram(), disk(tmp_path)], codecs=THIN)
     assert worn() == {16}
     assert store.stats().counters.get("corrupt", 0) == 0
-    store.close()
+
+
+def codecs_of(tier: Tier) -> set[bytes]:
+    return {codec_in(x) for name, x in everything(tier).items() if name[:1] == CHUNK_KIND}
 
 
 def note(safe: dict[str, int], line: str) -> None:
@@ -368,11 +366,10 @@ def note(safe: dict[str, int], line: str) -> None:
 # ---- many at once
 
 
-def test_saving_restoring_moving_and_forgetting_at_once(tmp_path):
+def test_saving_restoring_moving_and_forgetting_at_once(tmp_path, opened):
     tiers = [ram(300_000), disk(tmp_path, 2_000_000)]
-    store = open_store(tiers, tenant_pinned_share=1.0)
+    store = opened(tiers, tenant_pinned_share=1.0)
     stop = time.monotonic() + 3
-    failures: list[BaseException] = []
     restored_tokens = 0
 
     def one_user(number: int) -> None:
@@ -398,25 +395,14 @@ def test_saving_restoring_moving_and_forgetting_at_once(tmp_path):
             else:
                 store.forget(session)
 
-    def guarded(number: int) -> None:
-        try:
-            one_user(number)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(one_user, range(6)))
     assert restored_tokens > 1000
     for i in range(4):
         store.pin(ref(str(i)), False)
         store.forget(ref(str(i)))
     assert store.flush(20)
     assert not any(store.ledger.stack.scan(0, b"")) or left_by_eviction(store)
-    store.close()
 
 
 def left_by_eviction(store: ColdStore) -> bool:

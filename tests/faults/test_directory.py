@@ -12,13 +12,10 @@ import redis as redis_py
 from kvstore.directory.boards import LEASE_S
 from kvstore.errors import TierUnavailable
 from tests.directory_rig import OneServer, rounds
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 from tests.unit.scheduler.conftest import Held
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = pytest.mark.redis
 Make = Callable[..., OneServer]
 
 
@@ -52,7 +49,7 @@ def everything(client: redis_py.Redis) -> dict[bytes, bytes]:
     return {key: client.get(key) for key in client.keys("thermocline:directory:*")}
 
 
-async def test_each_server_knows_the_sessions_of_the_others(make: Make) -> None:
+async def test_each_server_knows_the_sessions_of_the_others(make: Make):
     a, b = make("a"), make("b")
     await a.turn("one")
     await a.turn("two")
@@ -65,7 +62,7 @@ async def test_each_server_knows_the_sessions_of_the_others(make: Make) -> None:
     assert (found.server, found.lives, found.row.tokens) == ("a", True, 0)
 
 
-async def test_a_deletion_removes_what_began_before_it_and_nothing_after(make: Make) -> None:
+async def test_a_deletion_removes_what_began_before_it_and_nothing_after(make: Make):
     a, b = make("a"), make("b")
     for server in (a, b):
         await server.turn("gone")
@@ -83,7 +80,7 @@ async def test_a_deletion_removes_what_began_before_it_and_nothing_after(make: M
     assert await a.elsewhere() == ["gone", "stays"]
 
 
-async def test_a_server_that_was_away_forgets_before_it_lists(make: Make) -> None:
+async def test_a_server_that_was_away_forgets_before_it_lists(make: Make):
     a, late = make("a"), make("late")
     await a.turn("gone")
     await a.sessions.forget(a.ref("gone"))
@@ -96,7 +93,7 @@ async def test_a_server_that_was_away_forgets_before_it_lists(make: Make) -> Non
     assert list(late.engine.held) == [("alice", "stays")]
 
 
-async def test_an_engine_that_was_away_forgets_before_it_lists(make: Make) -> None:
+async def test_an_engine_that_was_away_forgets_before_it_lists(make: Make):
     a, b = make("a"), make("b")
     for server in (a, b):
         await server.turn("gone")
@@ -114,7 +111,7 @@ async def test_an_engine_that_was_away_forgets_before_it_lists(make: Make) -> No
     await b.directory.removals.done()
 
 
-async def test_a_session_that_began_after_a_deletion_is_kept_by_the_next_life(make: Make) -> None:
+async def test_a_session_that_began_after_a_deletion_is_kept_by_the_next_life(make: Make):
     a, b = make("a"), make("b")
     await a.turn("again")
     b.directory.note_deleted("alice", ["again"])
@@ -128,7 +125,7 @@ async def test_a_session_that_began_after_a_deletion_is_kept_by_the_next_life(ma
     assert life2.own() == ["again"]
 
 
-async def test_a_split_network_is_made_up_for(make: Make, redis: RedisServer) -> None:
+async def test_a_split_network_is_made_up_for(make: Make, redis: RedisServer):
     """One server deletes while Redis is away, the other one goes on; Redis comes back empty."""
     a, b = make("a"), make("b")
     for server in (a, b):
@@ -157,9 +154,7 @@ async def test_a_split_network_is_made_up_for(make: Make, redis: RedisServer) ->
     assert await a.elsewhere() == ["stays"]
 
 
-async def test_nothing_of_a_session_can_be_read_on_the_server(
-    make: Make, client: redis_py.Redis
-) -> None:
+async def test_nothing_of_a_session_can_be_read_on_the_server(make: Make, client: redis_py.Redis):
     a = make("server-name")
     await a.turn("session-name", "tenant-name")
     a.directory.note_deleted("tenant-name", ["deleted-name"])
@@ -172,9 +167,7 @@ async def test_nothing_of_a_session_can_be_read_on_the_server(
             assert word not in value
 
 
-async def test_changed_moved_or_made_up_rows_are_not_believed(
-    make: Make, client: redis_py.Redis
-) -> None:
+async def test_changed_moved_or_made_up_rows_are_not_believed(make: Make, client: redis_py.Redis):
     a, b = make("a"), make("b")
     await a.turn("of-alice", "alice")
     await a.turn("of-bob", "bob")
@@ -201,7 +194,7 @@ async def test_changed_moved_or_made_up_rows_are_not_believed(
     assert await a.elsewhere("alice") == ["own"]
 
 
-async def test_servers_of_another_secret_never_meet(make: Make) -> None:
+async def test_servers_of_another_secret_never_meet(make: Make):
     a, foreign = make("a"), make("b", secret=b"a secret of another server")
     await a.turn("one")
     await foreign.turn("one")
@@ -213,7 +206,7 @@ async def test_servers_of_another_secret_never_meet(make: Make) -> None:
 
 async def test_a_replayed_deletion_removes_nothing_that_began_since(
     make: Make, client: redis_py.Redis
-) -> None:
+):
     a, b = make("a"), make("b")
     await a.turn("again")
     await rounds(a, b)
@@ -229,9 +222,7 @@ async def test_a_replayed_deletion_removes_nothing_that_began_since(
     assert a.own() == ["again"]
 
 
-async def test_a_replayed_row_brings_no_deleted_session_back(
-    make: Make, client: redis_py.Redis
-) -> None:
+async def test_a_replayed_row_brings_no_deleted_session_back(make: Make, client: redis_py.Redis):
     a, b = make("a"), make("b")
     await a.turn("gone")
     await rounds(a, b)
@@ -246,7 +237,7 @@ async def test_a_replayed_row_brings_no_deleted_session_back(
     assert a.own() == []
 
 
-async def test_clocks_that_jump_change_no_belief(make: Make) -> None:
+async def test_clocks_that_jump_change_no_belief(make: Make):
     a, b = make("a"), make("b")
     await a.turn("stays")
     await a.turn("gone")
@@ -268,7 +259,7 @@ async def test_clocks_that_jump_change_no_belief(make: Make) -> None:
     assert await b.elsewhere() == ["stays"]
 
 
-async def test_a_stale_lease_is_seen_by_ones_own_clock_alone(make: Make) -> None:
+async def test_a_stale_lease_is_seen_by_ones_own_clock_alone(make: Make):
     a, b = make("a"), make("b")
     await a.turn("one")
     await rounds(a, b)
@@ -296,7 +287,7 @@ async def answered(asker: OneServer, verb: str, id: str, *others: OneServer) -> 
     return tuple(asking.result())
 
 
-async def test_a_verb_is_carried_out_by_the_server_that_has_the_session(make: Make) -> None:
+async def test_a_verb_is_carried_out_by_the_server_that_has_the_session(make: Make):
     a, b = make("a"), make("b")
     await a.turn("one")
     await rounds(a, b)
@@ -314,9 +305,7 @@ async def test_a_verb_is_carried_out_by_the_server_that_has_the_session(make: Ma
     assert (status, msgspec.json.decode(body)["error"]["code"]) == (409, "session_busy")
 
 
-async def test_a_replayed_order_is_not_carried_out_again(
-    make: Make, client: redis_py.Redis
-) -> None:
+async def test_a_replayed_order_is_not_carried_out_again(make: Make, client: redis_py.Redis):
     a, b = make("a"), make("b")
     await a.turn("one")
     await rounds(a, b)
@@ -342,7 +331,7 @@ async def test_a_replayed_order_is_not_carried_out_again(
     assert not next_life.engine.held["alice", "one"].pinned
 
 
-async def test_a_verb_for_a_server_whose_lease_has_ended_is_refused_at_once(make: Make) -> None:
+async def test_a_verb_for_a_server_whose_lease_has_ended_is_refused_at_once(make: Make):
     a, b = make("a"), make("b")
     await a.turn("one")
     await rounds(a, b)
@@ -351,7 +340,7 @@ async def test_a_verb_for_a_server_whose_lease_has_ended_is_refused_at_once(make
     assert await b.directory.ask(found, "pin", "alice") == (503, b"")
 
 
-async def test_two_gateways_before_the_same_engines_agree_on_homes(make: Make) -> None:
+async def test_two_gateways_before_the_same_engines_agree_on_homes(make: Make):
     a, b = make("a"), make("b")
     await rounds(a, b)
     one = a.ref("one")

@@ -70,7 +70,6 @@ def kill_a_writer(folder: Path, budget: int, seed: int, after_s: float) -> int:
     ]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as writer:
-        assert writer.stdout is not None
         lines = [writer.stdout.readline()]  # it is up and writing
         time.sleep(after_s)
         writer.kill()

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
+from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 STALL_S = 3.0  # more than a busy machine makes a healthy engine wait
@@ -77,7 +78,7 @@ async def until_running(http: aiohttp.ClientSession, some: bool) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_kill_9_in_mid_stream(stack: FakeStack, http: aiohttp.ClientSession) -> None:
+async def test_kill_9_in_mid_stream(stack: FakeStack, http: aiohttp.ClientSession):
     """An error event and an end; the next request after the restart is right."""
     async with http.post(CHAT, json=asked("chunks=100000 delay_s=0.01")) as answer:
         await answer.content.readuntil(b"\n\n")
@@ -95,7 +96,7 @@ async def test_kill_9_in_mid_stream(stack: FakeStack, http: aiohttp.ClientSessio
 
 
 @pytest.mark.slow
-async def test_an_engine_that_kills_itself_three_times(http: aiohttp.ClientSession) -> None:
+async def test_an_engine_that_kills_itself_three_times(http: aiohttp.ClientSession):
     for _ in range(3):
         async with asyncio.timeout(60):  # a client that tries again gets there
             while (await status_and_code(http, asked()))[0] != 200:
@@ -105,13 +106,13 @@ async def test_an_engine_that_kills_itself_three_times(http: aiohttp.ClientSessi
 
 
 @pytest.mark.parametrize("fault", ["cut", "no-done"])
-async def test_an_answer_that_breaks_off(http: aiohttp.ClientSession, fault: str) -> None:
+async def test_an_answer_that_breaks_off(http: aiohttp.ClientSession, fault: str):
     parsed = await events(http, asked(f"fault={fault} after=3"))
     assert said(parsed) == "You said: hello"
     assert "error" in parsed[-2] and parsed[-1] == "[DONE]"
 
 
-async def test_a_stream_that_falls_silent(http: aiohttp.ClientSession) -> None:
+async def test_a_stream_that_falls_silent(http: aiohttp.ClientSession):
     began = time.monotonic()
     async with asyncio.timeout(STALL_S + 60):  # it is silent for ever
         parsed = await events(http, asked("fault=hang after=3"))
@@ -120,28 +121,26 @@ async def test_a_stream_that_falls_silent(http: aiohttp.ClientSession) -> None:
     await until_running(http, False)
 
 
-async def test_garbage_is_relayed_as_it_is(http: aiohttp.ClientSession) -> None:
+async def test_garbage_is_relayed_as_it_is(http: aiohttp.ClientSession):
     async with http.post(CHAT, json=asked("fault=garbage after=1")) as answer:
         body = await answer.read()
     assert b"\x00\xff\xfe not an event\n\ndata: {half\n\n" in body
     assert body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_bytes_one_by_one(http: aiohttp.ClientSession) -> None:
+async def test_bytes_one_by_one(http: aiohttp.ClientSession):
     """Half a character of UTF-8 at every boundary, and yet the same text."""
     parsed = await events(http, asked("fault=bytes", text="größer café 思考"))
     assert said(parsed) == "You said: größer café 思考"
 
 
-async def test_errors_before_the_head(http: aiohttp.ClientSession) -> None:
+async def test_errors_before_the_head(http: aiohttp.ClientSession):
     assert await status_and_code(http, asked("fault=plain-500")) == (502, "engine")
     assert (await status_and_code(http, asked("fault=error-400")))[0] == 400
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_its_place(
-    http: aiohttp.ClientSession, stream: bool
-) -> None:
+async def test_a_client_that_leaves_frees_its_place(http: aiohttp.ClientSession, stream: bool):
     body = asked("chunks=100000 delay_s=0.01", stream=stream)
     leaving = asyncio.create_task(events(http, body))
     await until_running(http, True)
@@ -151,7 +150,7 @@ async def test_a_client_that_leaves_frees_its_place(
 
 async def test_a_slow_reader_is_held_in_bounds_and_slows_no_other(
     stack: FakeStack, http: aiohttp.ClientSession
-) -> None:
+):
     async with http.post(CHAT, json=asked("chunks=200000")) as answer:
         await answer.content.readexactly(1000)
         before = stack.process.memory_info().rss
@@ -166,15 +165,13 @@ async def test_a_slow_reader_is_held_in_bounds_and_slows_no_other(
 @pytest.mark.slow
 async def test_a_stopped_engine_is_noticed_replaced_and_forgotten(
     stack: FakeStack, http: aiohttp.ClientSession
-) -> None:
+):
     """SIGSTOP: its sockets stay open, but nothing comes. Another one is started, and answers."""
     frozen = stack.engine
     frozen.send_signal(signal.SIGSTOP)
     waiting = asyncio.create_task(status_and_code(http, asked(stream=False)))
     assert await asyncio.wait_for(waiting, 60) == (200, None)
-    async with asyncio.timeout(60):
-        while not _gone(frozen):
-            await asyncio.sleep(0.1)
+    await eventually(lambda: _gone(frozen))
     stack.wait_ready()
     assert (await status_and_code(http, asked()))[0] == 200
 

@@ -164,9 +164,7 @@ def test_idle_connections_make_room_for_active_ones(stack: FakeStack) -> None:
     assert "connections were ended" in log and "Traceback" not in log
 
 
-def test_idle_connections_within_the_limit_stay_and_cost_the_others_nothing(
-    tmp_path: Path,
-) -> None:
+def test_idle_connections_within_the_limit_stay_and_cost_the_others_nothing(tmp_path: Path) -> None:
     """Compared is the gateway's CPU time for a chat, which other programs do not change."""
     number = 600
     with (

@@ -54,9 +54,7 @@ def one_text(nbytes: int) -> bytes:
     [(tiny_objects, b"too_many_values"), (one_text, TOO_LONG)],
     ids=["objects", "text"],
 )
-def test_memory_stays_in_proportion(
-    stack: FakeStack, make: Callable[[int], bytes], code: bytes
-) -> None:
+def test_memory_stays_in_proportion(stack: FakeStack, make: Callable[[int], bytes], code: bytes):
     body = make(BODY_BYTES)
     before, most, longest_s = stack.process.memory_info().rss, 0, 0.0
     ended = threading.Event()
@@ -80,7 +78,7 @@ def test_memory_stays_in_proportion(
     print(f"{(most - before) >> 20} MiB more, /livez {longest_s:.2f} s")
 
 
-def test_bodies_beyond_the_budget_are_asked_to_come_back(tmp_path: Path) -> None:
+def test_bodies_beyond_the_budget_are_asked_to_come_back(tmp_path: Path):
     limits = {"max_bodies_bytes": 2 * MIB, "body_timeout_s": 30.0}
     with FakeStack(tmp_path, gateway=limits) as stack:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"

@@ -79,7 +79,6 @@ async def test_a_hundred_chats_of_five_turns_that_sleep_and_wake_at_random(tmp_p
                 )
                 for chat, answer in zip(some, await asyncio.gather(*turns), strict=True):
                     assert answer.tokens == right[chat][turn], (chat, turn, answer.cache)
-                    assert answer.cache is not None
                     sources[answer.cache.source] += 1
                 await disturb(it, chance, names[chance.choice(some)])
                 await disturb(it, chance, names[chance.randrange(NUM_CHATS)])
@@ -155,7 +154,6 @@ async def test_two_hundred_sessions_that_return_at_once(tmp_path: Path) -> None:
     sources = Counter[str]()
     for chat, answer in enumerate(answers):
         assert answer.tokens == right[chat][1], chat
-        assert answer.cache is not None
         sources[answer.cache.source] += 1
     # What one has restored of the common system prompt is hot for those after it.
     assert sources["miss"] == 0 and sources["cold-ram"] > NUM_RETURNING // 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from engines.wire import SessionRef
 from kvstore.config import StoreConfig
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import MemoryScarce, SessionManager
+from tests.waiting import eventually
 
 PLENTY, USED_UP = 5000, 299
 MARKS = SchedulerConfig(memory_low_bytes=1000, memory_stop_bytes=600, memory_end_bytes=300)
@@ -41,12 +42,6 @@ async def running(engine: FakeServer, manager: SessionManager) -> AsyncIterator[
         await engine.stop(0)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 async def test_the_engine_is_ended_and_started_again(folder: Path) -> None:
     worker = WorkerConfig(
         engine=EngineConfig(),
@@ -61,15 +56,15 @@ async def test_the_engine_is_ended_and_started_again(folder: Path) -> None:
     manager = SessionManager(engine, MARKS, salt_of=str.encode, memory=lambda: machine[0])
     ref = SessionRef(tenant="alice", id="s", salt=b"alice")
     async with running(engine, manager):
-        await until(lambda: engine.ready)
+        await eventually(lambda: engine.ready)
         first = engine.pid
         machine[0] = USED_UP
-        await until(lambda: engine.pid != first)
+        await eventually(lambda: engine.pid != first)
         with pytest.raises(MemoryScarce):
             async with manager.turn(ref):
                 raise AssertionError("it was admitted")
         machine[0] = PLENTY
-        await until(lambda: engine.ready and engine.pid not in (None, first))
-        await until(lambda: not manager.headroom.scarce)
+        await eventually(lambda: engine.ready and engine.pid not in (None, first))
+        await eventually(lambda: not manager.headroom.scarce)
         async with manager.turn(ref):
             pass

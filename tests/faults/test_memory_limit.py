@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from launch.machine.resources import CGROUP, available_memory
 from tests.faults.cgroups import Group, limited_group
 from tests.integration.launch.test_serve import Server
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -54,19 +54,11 @@ def held(group: Group, nbytes: int) -> Iterator[None]:
     """Have another process of the group hold so much memory."""
     command = [*group.within, sys.executable, "-c", HOLD, str(nbytes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         try:
             yield
         finally:
             other.kill()
-
-
-def until(what: str, condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
 
 
 def refusal(server: Server) -> str:
@@ -97,11 +89,11 @@ def test_below_a_containers_limit_sessions_leave_memory_and_turns_wait(
             server.chat(name)
         assert states(server) == {("idle", "ram")}
         with held(group, left_in(group, tmp_path) - (LOW + STOP) // 2):
-            until("they sleep on the disk", lambda: states(server) == {("cold", "disk")})
+            until(lambda: states(server) == {("cold", "disk")}, what="they sleep on the disk")
             assert refusal(server) == ""
             with held(group, left_in(group, tmp_path) - STOP // 2):
-                until("turns are refused", lambda: refusal(server) != "")
-        until("turns are taken again", lambda: refusal(server) == "")
+                until(lambda: refusal(server) != "", what="turns are refused")
+        until(lambda: refusal(server) == "", what="turns are taken again")
         after = {of_server.pid, *(x.pid for x in of_server.children(recursive=True))}
         assert after == before
     finally:

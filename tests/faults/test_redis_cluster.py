@@ -15,16 +15,12 @@ from kvstore.tiers.redis_server.book import WriterName
 from kvstore.tiers.redis_server.fragments import manifest_name
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from tests.faults.redis_tiers import blobs, tier_at, until
+from tests.faults.redis_tiers import blobs, tier_at
 from tests.faults.test_redis_lines import doctors_word
-from tests.redis_server import RedisCluster, RedisServer, find_binary
+from tests.redis_server import RedisCluster, RedisServer
+from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
 STORED = blobs(30, 60_000)  # in fragments, which lie where their manifest lies
 
 
@@ -56,7 +52,7 @@ def test_one_budget_holds_over_all_nodes_and_lives(cluster: RedisCluster, tmp_pa
         tier = RedisTier(cluster.url, capacity, deadline_s=20.0, writer=WriterName(tmp_path))
         tier.pins_known()
         tier.count_earlier_lives()
-        until("counted", lambda tier=tier: tier.knows_earlier_lives)
+        until(lambda tier=tier: tier.knows_earlier_lives, what="counted")
         for key, blob in STORED.items():
             tier.put_many([(key, blob)])
         found = [x for x in tier.get_many(list(STORED)) if x is not None]
@@ -91,7 +87,7 @@ def test_a_lost_node_costs_misses_until_its_replica_has_taken_over(cluster: Redi
     with tier_at(cluster.url, deadline_s=2.0) as (tier, clock):
         assert tier.put_many(list(STORED.items())) == len(STORED)
         # A replica has what was written some time ago; the last of it may be lost.
-        until("replicated", lambda: cluster.ask(3, "DBSIZE") == cluster.ask(0, "DBSIZE"))
+        until(lambda: cluster.ask(3, "DBSIZE") == cluster.ask(0, "DBSIZE"), what="replicated")
         cluster.nodes[0].kill()
 
         def all_there() -> bool:
@@ -104,7 +100,7 @@ def test_a_lost_node_costs_misses_until_its_replica_has_taken_over(cluster: Redi
             return found == list(STORED.values())
 
         assert not all_there()
-        until("taken over", all_there)
+        until(all_there, what="taken over")
         assert tier.put_many(list(STORED.items())) == len(STORED)
 
 

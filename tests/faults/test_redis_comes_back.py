@@ -10,29 +10,17 @@ import pytest
 from kvstore.store.token_store import ColdStore
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.kv_sessions import MIB, come_back, open_store, ram, ref, save, tokens
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
+from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = pytest.mark.redis
 
 PATIENCE_S = 60.0  # the breaker's first waits, on a busy machine
 
 
-def until(what: str, *, tier: RedisTier, available: bool) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while tier.stats().available != available:
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
-
-
 def put_to_rest(store: ColdStore, name: str) -> None:
     """Demote a session to Redis, which may be too slow for it at first on a busy machine."""
-    end = time.monotonic() + PATIENCE_S
-    while store.demote(ref(name), "redis") != "redis":
-        assert time.monotonic() < end, name
-        time.sleep(0.02)
+    until(lambda: store.demote(ref(name), "redis") == "redis", what=name)
 
 
 def test_sessions_go_on_while_redis_dies_and_returns() -> None:
@@ -61,13 +49,13 @@ def test_sessions_go_on_while_redis_dies_and_returns() -> None:
         threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in histories]
         for thread in threads:
             thread.start()
-        until("noticed", tier=far, available=False)
+        until(lambda: far.stats().available is False, what="noticed")
         for name, history in histories.items():
             match, restored = come_back(store, ref(name), history)
             assert (match.num_tokens, restored.num_tokens) == (0, 0)
             assert match.reason is not None
         server.start()
-        until("asked again", tier=far, available=True)
+        until(lambda: far.stats().available is True, what="asked again")
         stop.set()
         for thread in threads:
             thread.join(PATIENCE_S)

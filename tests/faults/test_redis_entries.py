@@ -14,15 +14,12 @@ from kvstore.tiers.redis_server.blobs import UNFINISHED_S
 from kvstore.tiers.redis_server.fragments import FRAGMENT_BYTES, manifest_name
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.faults.redis_tiers import blobs, names, tier_at
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = pytest.mark.redis
 
 
-def test_a_blob_without_a_manifest_is_invisible_and_expires(server: RedisServer) -> None:
+def test_a_blob_without_a_manifest_is_invisible_and_expires(server: RedisServer):
     """What a writer leaves that dies between the fragments and the manifest."""
     stored = blobs(1)
     (key,) = stored
@@ -39,9 +36,7 @@ def test_a_blob_without_a_manifest_is_invisible_and_expires(server: RedisServer)
         assert {name for name in names(client) if client.ttl(name) > 0} == set(fragments)
 
 
-def test_a_blob_with_an_evicted_fragment_is_a_miss_and_can_be_stored_again(
-    server: RedisServer,
-) -> None:
+def test_a_blob_with_an_evicted_fragment_is_a_miss_and_can_be_stored_again(server: RedisServer):
     stored = blobs(3)
     with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
         tier.put_many(list(stored.items()))
@@ -56,7 +51,7 @@ def test_a_blob_with_an_evicted_fragment_is_a_miss_and_can_be_stored_again(
 
 
 @pytest.mark.parametrize("length", [1000, 700_000])
-def test_tampered_entries_are_misses(server: RedisServer, length: int) -> None:
+def test_tampered_entries_are_misses(server: RedisServer, length: int):
     stored = blobs(1, length)
     (key,) = stored
     with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
@@ -74,7 +69,7 @@ def test_tampered_entries_are_misses(server: RedisServer, length: int) -> None:
         assert tier.stats().errors >= 30  # a manifest that leads nowhere looks like an eviction
 
 
-def test_a_full_server_that_evicts_gives_back_whole_blobs_only() -> None:
+def test_a_full_server_that_evicts_gives_back_whole_blobs_only():
     stored = blobs(60)
     with (
         RedisServer("--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru") as server,
@@ -91,7 +86,7 @@ def test_a_full_server_that_evicts_gives_back_whole_blobs_only() -> None:
         assert tier.stats().errors == 0
 
 
-def test_a_full_server_that_may_not_evict_refuses_and_keeps_the_old() -> None:
+def test_a_full_server_that_may_not_evict_refuses_and_keeps_the_old():
     stored = blobs(60)
     with (
         RedisServer("--maxmemory", "24mb", "--maxmemory-policy", "noeviction") as server,
@@ -113,7 +108,7 @@ def test_a_full_server_that_may_not_evict_refuses_and_keeps_the_old() -> None:
         assert tier.put_many(list(stored.items())[:10]) == 10
 
 
-def test_a_read_only_replica_refuses_blobs_and_serves_reads(server: RedisServer) -> None:
+def test_a_read_only_replica_refuses_blobs_and_serves_reads(server: RedisServer):
     with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
         tier.put_many([(b"k", b"blob")])
         client.execute_command("REPLICAOF", "127.0.0.1", "1")
@@ -124,7 +119,7 @@ def test_a_read_only_replica_refuses_blobs_and_serves_reads(server: RedisServer)
         assert tier.put_many([(b"new", b"blob")]) == 1
 
 
-def test_entries_expire_unless_touched(server: RedisServer) -> None:
+def test_entries_expire_unless_touched(server: RedisServer):
     stored = blobs(2)
     kept, lost = stored
     with tier_at(server.url, ttl_s=30.0) as (tier, _), redis.Redis.from_url(server.url) as client:
@@ -139,7 +134,7 @@ def test_entries_expire_unless_touched(server: RedisServer) -> None:
         assert tier.get_many([kept, lost, b"r"]) == [stored[kept], None, b"record"]
 
 
-def test_of_two_writers_the_last_wins_with_a_whole_blob(server: RedisServer) -> None:
+def test_of_two_writers_the_last_wins_with_a_whole_blob(server: RedisServer):
     values = [random.Random(i).randbytes(3 * FRAGMENT_BYTES + i) for i in range(2)]
     with (
         tier_at(server.url, deadline_s=20.0) as (one, _),
@@ -166,7 +161,7 @@ def test_of_two_writers_the_last_wins_with_a_whole_blob(server: RedisServer) -> 
 
 
 @pytest.mark.parametrize("length", [3_000, 300_000])
-def test_a_write_after_its_caller_gave_up_is_removed(server: RedisServer, length: int) -> None:
+def test_a_write_after_its_caller_gave_up_is_removed(server: RedisServer, length: int):
     """A hanging server carries out its commands as soon as it goes on: no client counts them."""
     (key, blob), (other, another) = blobs(2, length).items()
     with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
@@ -184,7 +179,7 @@ def test_a_write_after_its_caller_gave_up_is_removed(server: RedisServer, length
         assert tier.get_many([key, other]) == [blob, another]
 
 
-def test_a_blob_that_comes_while_it_is_asked_for_is_counted(server: RedisServer) -> None:
+def test_a_blob_that_comes_while_it_is_asked_for_is_counted(server: RedisServer):
     ((key, blob),) = blobs(1, 1_000).items()
     stop = threading.Event()
     with tier_at(server.url, deadline_s=10.0) as (tier, _):

@@ -23,13 +23,11 @@ from kvstore.tiers.redis_server.redis_tier import RedisTier
 from launch.doctor import examine
 from launch.settings.effective_settings import effective_settings
 from launch.settings.fields import Value
-from tests.faults.redis_tiers import LONGEST_S, SlowLine, blobs, tier_at, until
-from tests.redis_server import RedisServer, find_binary, node_of_a_cluster
+from tests.faults.redis_tiers import LONGEST_S, SlowLine, blobs, tier_at
+from tests.redis_server import RedisServer, node_of_a_cluster
+from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = pytest.mark.redis
 
 
 @pytest.fixture
@@ -65,7 +63,7 @@ def test_a_late_line_that_breaks_now_and_then(far: RedisServer) -> None:
             assert time.monotonic() - started < 2 * (1.5 * deadline_s + 1.0)
         assert refused  # the resets were noticed
         line.reset_share = 0.0
-        until("all is there again", lambda: _all_there(tier, stored))
+        until(lambda: _all_there(tier, stored), what="all is there again")
 
 
 def _all_there(tier: RedisTier, stored: Mapping[bytes, bytes]) -> bool:
@@ -197,11 +195,11 @@ def test_a_node_of_a_cluster_refuses_keys_of_other_nodes_and_serves_the_rest() -
         nodes = [redis.Redis.from_url(x.url) for x in (one, other)]
         for node, first in zip(nodes, (0, 8192), strict=True):
             node.execute_command("CLUSTER", "ADDSLOTS", *range(first, first + 8192))
-        until("up", lambda: _info_of(nodes[0], "cluster_state") == "ok")
+        until(lambda: _info_of(nodes[0], "cluster_state") == "ok", what="up")
         with tier_at(one.url, deadline_s=5.0) as (tier, _):
             assert 0 < tier.put_many(list(stored.items())) < 40  # CLUSTERDOWN for the others
             nodes[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port_of(other))
-            until("met", lambda: _info_of(nodes[0], "cluster_slots_ok") == "16384")
+            until(lambda: _info_of(nodes[0], "cluster_slots_ok") == "16384", what="met")
             kept = tier.put_many(list(stored.items()))  # MOVED
             assert kept < 40
             assert tier.stats().errors > 0 and tier.stats().available

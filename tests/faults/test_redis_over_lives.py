@@ -17,14 +17,12 @@ from kvstore.tiers.redis_server.book import FILE_NAME, Book, WriterName
 from kvstore.tiers.redis_server.fragments import manifest_name, new_manifest, parse_manifest
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from tests.faults.redis_tiers import blobs, entries_for_ever, names, next_life, until
+from tests.faults.redis_tiers import blobs, entries_for_ever, names, next_life
 from tests.faults.redis_writer import BUDGET, open_far
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
+from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = pytest.mark.redis
 
 MIB = 1 << 20
 LIVES = 4
@@ -50,9 +48,7 @@ def live_and_be_killed(server: RedisServer, folder: Path, seed: int, num_lines: 
     return bytes.fromhex(line)
 
 
-def test_memory_is_flat_over_kills_in_the_middle_of_writing(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_memory_is_flat_over_kills_in_the_middle_of_writing(server: RedisServer, tmp_path: Path):
     """Each life writes 4 budgets or so. Without the book each one left another budget in use."""
     with redis.Redis.from_url(server.url) as client:
         empty = used_bytes(client)
@@ -71,7 +67,7 @@ def test_memory_is_flat_over_kills_in_the_middle_of_writing(
         assert entries_for_ever(client) == []
 
 
-def test_what_earlier_lives_used_last_stays_longest(server: RedisServer, tmp_path: Path) -> None:
+def test_what_earlier_lives_used_last_stays_longest(server: RedisServer, tmp_path: Path):
     tier = next_life(server, tmp_path)
     for key, blob in FEW.items():
         tier.put_many([(key, blob)])
@@ -100,10 +96,10 @@ def left_before(server: RedisServer, folder: Path) -> RedisTier:
 
 def test_none_is_evicted_before_the_pins_of_earlier_lives_are_known(
     server: RedisServer, tmp_path: Path
-) -> None:
+):
     tier = left_before(server, tmp_path)
     tier.count_earlier_lives()
-    until("listed", lambda: tier.written(b"c") is not None)
+    until(lambda: tier.written(b"c") is not None, what="listed")
     assert tier.written(b"c") == list(FEW) and tier.written(b"r") == []
     first, *_, last = FEW
     assert tier.replace(last, FEW[last])  # a write of this life
@@ -111,7 +107,7 @@ def test_none_is_evicted_before_the_pins_of_earlier_lives_are_known(
     assert tier.contains_many(list(FEW)) == [True] * len(FEW)
     tier.pin([first])
     tier.pins_known()
-    until("counted", lambda: tier.knows_earlier_lives)
+    until(lambda: tier.knows_earlier_lives, what="counted")
     held = [key for key, yes in zip(FEW, tier.contains_many(list(FEW)), strict=True) if yes]
     assert held == [first, *list(FEW)[-2:]]
     assert tier.stats().nbytes <= tier.stats().capacity_bytes
@@ -119,17 +115,15 @@ def test_none_is_evicted_before_the_pins_of_earlier_lives_are_known(
     tier.close()
 
 
-def test_without_pins_the_budget_is_kept_in_bounded_time(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_without_pins_the_budget_is_kept_in_bounded_time(server: RedisServer, tmp_path: Path):
     tier = left_before(server, tmp_path)
     tier.count_earlier_lives(pins_s=0.5)
-    until("counted", lambda: tier.knows_earlier_lives)
+    until(lambda: tier.knows_earlier_lives, what="counted")
     assert tier.contains_many(list(FEW)) == [False] * 5 + [True] * 3
     tier.close()
 
 
-def test_who_is_guaranteed_a_part_keeps_it_over_lives(server: RedisServer, tmp_path: Path) -> None:
+def test_who_is_guaranteed_a_part_keeps_it_over_lives(server: RedisServer, tmp_path: Path):
     writer, cost = WriterName(tmp_path), 0
     tier = RedisTier(server.url, BUDGET, deadline_s=10.0, writer=writer)
     for key, blob in FEW.items():
@@ -144,15 +138,13 @@ def test_who_is_guaranteed_a_part_keeps_it_over_lives(server: RedisServer, tmp_p
     tier.own("b", others, 0.0)
     tier.pins_known()
     tier.count_earlier_lives()
-    until("counted", lambda: tier.knows_earlier_lives)
+    until(lambda: tier.knows_earlier_lives, what="counted")
     assert tier.stats().num_blobs == 4
     assert tier.contains_many([first]) == [True]
     tier.close()
 
 
-def test_another_engine_counts_and_evicts_its_own_alone(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_another_engine_counts_and_evicts_its_own_alone(server: RedisServer, tmp_path: Path):
     one, two = (next_life(server, tmp_path / name) for name in ("one", "two"))
     mine, yours = list(FEW.items())[:4], list(FEW.items())[4:]
     one.put_many(mine)
@@ -167,9 +159,7 @@ def test_another_engine_counts_and_evicts_its_own_alone(
     two.close()
 
 
-def test_two_engines_in_one_folder_do_not_go_by_one_name(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_two_engines_in_one_folder_do_not_go_by_one_name(server: RedisServer, tmp_path: Path):
     one = next_life(server, tmp_path)
     one.put_many(list(FEW.items()))
     two = next_life(server, tmp_path, 1)
@@ -181,7 +171,7 @@ def test_two_engines_in_one_folder_do_not_go_by_one_name(
     again.close()
 
 
-def test_a_name_that_is_none_is_written_anew(tmp_path: Path) -> None:
+def test_a_name_that_is_none_is_written_anew(tmp_path: Path):
     (tmp_path / FILE_NAME).write_bytes(b"../../elsewhere\n")
     name = WriterName(tmp_path)
     name.release()
@@ -190,7 +180,7 @@ def test_a_name_that_is_none_is_written_anew(tmp_path: Path) -> None:
     again.release()
 
 
-def test_a_folder_that_cannot_be_written_costs_nothing_but_the_name(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_name(tmp_path: Path):
     (tmp_path / "file").touch()
     one, two = (WriterName(tmp_path / "file" / "folder") for _ in range(2))
     assert one.text != two.text
@@ -200,7 +190,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_name(tmp_path: Pa
 
 
 @pytest.mark.parametrize("how", ["hangs", "dead"])
-def test_a_server_that_is_away_at_the_start_is_asked_again(tmp_path: Path, how: str) -> None:
+def test_a_server_that_is_away_at_the_start_is_asked_again(tmp_path: Path, how: str):
     with RedisServer("--appendonly", "yes", "--appendfsync", "always") as server:
         tier = next_life(server, tmp_path)
         tier.put_many(list(FEW.items()))
@@ -212,15 +202,15 @@ def test_a_server_that_is_away_at_the_start_is_asked_again(tmp_path: Path, how: 
         tier.pins_known()
         tier.count_earlier_lives()
         assert time.monotonic() - started < 20.0  # no call waits for Redis
-        until("noticed", lambda: tier.stats().errors > 0)
+        until(lambda: tier.stats().errors > 0, what="noticed")
         assert not tier.knows_earlier_lives
         (server.cont if how == "hangs" else server.start)()
-        until("counted", lambda: tier.knows_earlier_lives)
+        until(lambda: tier.knows_earlier_lives, what="counted")
         assert tier.stats().num_blobs == len(FEW)
         tier.close()
 
 
-def test_a_server_that_came_back_empty_has_nothing_to_count(tmp_path: Path) -> None:
+def test_a_server_that_came_back_empty_has_nothing_to_count(tmp_path: Path):
     with RedisServer() as server:
         tier = next_life(server, tmp_path)
         tier.put_many(list(FEW.items()))
@@ -232,18 +222,16 @@ def test_a_server_that_came_back_empty_has_nothing_to_count(tmp_path: Path) -> N
         tier.close()
 
 
-def test_closing_does_not_wait_for_a_server_that_is_away(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_closing_does_not_wait_for_a_server_that_is_away(server: RedisServer, tmp_path: Path):
     server.kill()
     tier = open_far(server.url, tmp_path)
-    until("noticed", lambda: tier.stats().errors > 0)
+    until(lambda: tier.stats().errors > 0, what="noticed")
     started = time.monotonic()
     tier.close()
     assert time.monotonic() - started < 20.0
 
 
-def test_closing_does_not_wait_for_a_long_book(server: RedisServer, tmp_path: Path) -> None:
+def test_closing_does_not_wait_for_a_long_book(server: RedisServer, tmp_path: Path):
     next_life(server, tmp_path).close()
     with closing(RedisLink(server.url, 10.0)) as link, redis.Redis.from_url(server.url) as client:
         book = Book(link, (tmp_path / FILE_NAME).read_text())
@@ -259,7 +247,7 @@ def test_closing_does_not_wait_for_a_long_book(server: RedisServer, tmp_path: Pa
 @pytest.mark.parametrize("length", [10_000, 700_000], ids=["inline", "in fragments"])
 def test_a_touch_that_came_late_does_not_cost_the_newer_blob(
     server: RedisServer, tmp_path: Path, length: int
-) -> None:
+):
     """It lists a blob as used last that another turn has replaced meanwhile."""
     (key, old), (_, new) = blobs(2, length).items()
     tier = next_life(server, tmp_path)
@@ -286,7 +274,7 @@ def test_a_touch_that_came_late_does_not_cost_the_newer_blob(
 @pytest.mark.parametrize("lost", ["manifest", "fragment", "book"])
 def test_what_the_server_evicted_meanwhile_does_not_count(
     server: RedisServer, tmp_path: Path, lost: str
-) -> None:
+):
     tier = next_life(server, tmp_path)
     tier.put_many(list(FEW.items()))
     tier.close()
@@ -309,9 +297,7 @@ def test_what_the_server_evicted_meanwhile_does_not_count(
         tier.close()
 
 
-def test_deleted_and_forgotten_blobs_are_not_in_the_book(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_deleted_and_forgotten_blobs_are_not_in_the_book(server: RedisServer, tmp_path: Path):
     tier = next_life(server, tmp_path)
     tier.put_many(list(FEW.items()))
     key = next(iter(FEW))
@@ -321,13 +307,11 @@ def test_deleted_and_forgotten_blobs_are_not_in_the_book(
     tier = open_far(server.url, tmp_path)
     assert tier.delete_many(FEW) == len(FEW)  # perhaps before they are counted
     with redis.Redis.from_url(server.url) as client:
-        until("all is gone", lambda: entries_for_ever(client) == [])
+        until(lambda: entries_for_ever(client) == [], what="all is gone")
     tier.close()
 
 
-def test_with_a_time_to_live_nothing_stays_not_even_the_book(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_with_a_time_to_live_nothing_stays_not_even_the_book(server: RedisServer, tmp_path: Path):
     """An engine that is started in a new folder each time would leave one for ever."""
     first, second, *_ = FEW
     writer = WriterName(tmp_path)

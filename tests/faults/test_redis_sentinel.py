@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,13 +12,10 @@ from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.kv_sessions import MIB, come_back, open_store, ram, ref, save, tokens
-from tests.redis_server import RedisSentinel, RedisServer, find_binary
+from tests.redis_server import RedisSentinel, RedisServer
+from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
 
 PATIENCE_S = 90.0  # a failover takes some seconds, on a busy machine more
 
@@ -48,16 +44,9 @@ def info(link: RedisLink) -> bytes:
     return bytes(found)
 
 
-def until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def test_a_link_goes_on_with_the_master_that_is_named_next(
     master: RedisServer, sentinel: RedisSentinel
-) -> None:
+):
     link = RedisLink(sentinel.url, 2.0, longest_wait_s=0.5)
     assert link.run([("SET", "x", "1"), ("GET", "x")]) == [b"OK", b"1"]
     link.run([("WAIT", "1", "5000")])
@@ -76,9 +65,7 @@ def test_a_link_goes_on_with_the_master_that_is_named_next(
     link.close()
 
 
-def test_sessions_sleep_and_return_over_a_failover(
-    master: RedisServer, sentinel: RedisSentinel
-) -> None:
+def test_sessions_sleep_and_return_over_a_failover(master: RedisServer, sentinel: RedisSentinel):
     history = tokens(60, 0)
     far = RedisTier(sentinel.url, 64 * MIB, deadline_s=2.0)
     store = open_store([ram(), far])
@@ -93,9 +80,7 @@ def test_sessions_sleep_and_return_over_a_failover(
     store.close()
 
 
-def test_stored_objects_are_found_over_a_failover(
-    master: RedisServer, sentinel: RedisSentinel
-) -> None:
+def test_stored_objects_are_found_over_a_failover(master: RedisServer, sentinel: RedisSentinel):
     shelf = RedisShelf(sentinel.url, Limits(1 << 20, 3600.0), 2.0)
 
     def is_gone() -> bool:

@@ -16,12 +16,9 @@ from kvstore.tiers.base import Blob
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.fragments import manifest_name
 from tests.faults.redis_tiers import AMPLE, blobs, entries_for_ever, names, next_life
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = pytest.mark.redis
 
 LENGTHS = pytest.mark.parametrize("length", [10_000, 700_000], ids=["inline", "in fragments"])
 WITHOUT_SCRIPTS = ("--rename-command", "EVAL", "")
@@ -31,7 +28,7 @@ WITHOUT_SCRIPTS = ("--rename-command", "EVAL", "")
 @pytest.mark.parametrize("options", [(), WITHOUT_SCRIPTS], ids=["scripts", "no scripts"])
 def test_an_engine_does_not_evict_what_another_put_in_place_of_its_own(
     tmp_path: Path, length: int, options: tuple[str, ...]
-) -> None:
+):
     """So it is with the record of a session that went to sleep in one, and woke in the other."""
     (key, old), (_, new), *more = blobs(6, length).items()
     with RedisServer(*options) as server, redis.Redis.from_url(server.url) as client:
@@ -52,9 +49,7 @@ def test_an_engine_does_not_evict_what_another_put_in_place_of_its_own(
         assert entries_for_ever(client) == []
 
 
-def test_fragments_go_whose_manifest_the_server_evicted(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_fragments_go_whose_manifest_the_server_evicted(server: RedisServer, tmp_path: Path):
     """Two of three are noticed in the same life; one of them is written again."""
     kept, again, gone, late = blobs(4)
     items = blobs(4)
@@ -85,7 +80,7 @@ def test_fragments_go_whose_manifest_the_server_evicted(
 
 def test_a_book_does_not_grow_while_two_engines_replace_in_turns(
     server: RedisServer, tmp_path: Path
-) -> None:
+):
     (key, blob), (_, other) = blobs(2).items()
     one, two = (next_life(server, tmp_path / name) for name in ("one", "two"))
     for _ in range(5):
@@ -100,9 +95,7 @@ def test_a_book_does_not_grow_while_two_engines_replace_in_turns(
     two.close()
 
 
-def test_what_only_another_engine_can_read_is_left_to_it(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_what_only_another_engine_can_read_is_left_to_it(server: RedisServer, tmp_path: Path):
     """In memory of its own it goes: there it would keep a readable one from being stored."""
     key, near = b"t" + bytes(32), RamTier(AMPLE)
     tier = next_life(server, tmp_path)

@@ -22,13 +22,9 @@ import pytest
 
 from tests.faults.sharing_process import DEADLINE_S, LONGEST, SESSIONS, history, open_sharing
 from tests.kv_sessions import come_back, ref, save
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.slow,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 FIRST, SECOND, OURS = 1, 2, 3

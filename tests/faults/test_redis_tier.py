@@ -18,12 +18,10 @@ from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.redis_server.link import FIRST_WAIT_S, THRESHOLD
 from kvstore.tiers.registry import open_tiers
 from tests.faults.redis_tiers import DEADLINE_S, LONGEST_S, SlowLine, blobs, tier_at
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
+from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = pytest.mark.redis
 
 
 def took(call: Callable[[], object]) -> float:
@@ -65,10 +63,7 @@ def test_a_server_is_available_from_its_first_answer_on(server: RedisServer) -> 
 def test_a_server_is_greeted_when_the_tiers_are_opened(server: RedisServer, tmp_path: Path) -> None:
     config = StoreConfig(ram_bytes=0, disk_bytes=0, redis_url=server.url)
     (tier,) = open_tiers(config, tmp_path)
-    end = time.monotonic() + 60
-    while not tier.stats().available:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: tier.stats().available)
     tier.close()
 
 

@@ -25,9 +25,15 @@ from tests.stored_objects import (
     small_disk,
     stored_in,
 )
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply
+from tests.unit.gateway.in_process import (
+    MODEL,
+    App,
+    RecordingEngine,
+    Reply,
+    chat_answer,
+    streamed,
+)
 
-JSON = {"content-type": "application/json"}
 MIB = 1 << 20
 
 
@@ -40,23 +46,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 async def app(disk: Path) -> AsyncIterator[App]:
     stored = stored_in(disk / "stored.sqlite", 1 << 28)
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": "yo"},
-        "finish_reason": "stop",
-    }
-    body = {"id": "chat-1", "object": "chat.completion", "created": 1, "choices": [choice]}
-    yield App(RecordingEngine(Answered(200, JSON, json.dumps(body).encode())), stored=stored)
+    yield App(RecordingEngine(chat_answer()), stored=stored)
     await stored.close()
-
-
-def stream() -> Answered:
-    chunks = [
-        {"choices": [{"index": 0, "delta": {"content": "yo"}, "finish_reason": None}]},
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
-    ]
-    body = b"".join(b"data: " + json.dumps(x).encode() + b"\n\n" for x in chunks)
-    return Answered(200, {"content-type": "text/event-stream"}, body + b"data: [DONE]\n\n")
 
 
 async def respond(app: App, nbytes: int, **fields: Any) -> Reply:
@@ -116,7 +107,7 @@ async def test_an_answer_says_that_it_was_not_stored(app: App, disk: Path) -> No
     for path in ("/v1/conversations", f"/v1/conversations/{conversation}/items"):
         refused = await app.post(path, items)
         assert (refused.status, refused.error["code"]) == (507, "store_full")
-    app.engine.answer = stream()
+    app.engine.answer = streamed()
     text = (await respond(app, MIB, stream=True)).body.decode()
     events = [json.loads(x.partition("data: ")[2]) for x in text.split("\n\n")[:-1]]
     assert [x["sequence_number"] for x in events] == list(range(len(events)))
@@ -176,10 +167,7 @@ def test_a_kill_leaves_whole_objects_only(tmp_path: Path, life_s: float) -> None
         if number % 3 != 1:
             assert len(read_all(objects, str(number)) or []) == 50
     kept = read_all(objects, "kept")
-    assert kept is not None and kept[: len(stored)] == [
-        "first",
-        *(f"item-{i}" for i in stored[:-1]),
-    ]
+    assert kept[: len(stored)] == ["first", *(f"item-{i}" for i in stored[:-1])]
     for _ in objects.chores():
         pass
     lost = "SELECT count(*) FROM items WHERE owner NOT IN (SELECT seq FROM entries)"

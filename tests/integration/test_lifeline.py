@@ -34,7 +34,6 @@ def words_of(process: psutil.Process) -> list[str]:
 def test_a_benchmark_that_is_ended_leaves_no_server(tmp_path: Path, how: signal.Signals):
     command = [sys.executable, "-c", BENCHMARK, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as benchmark:
-        assert benchmark.stdout is not None
         servers = [psutil.Process(int(x)) for x in benchmark.stdout.readline().split()]
         assert len(servers) == 2
         benchmark.send_signal(how)

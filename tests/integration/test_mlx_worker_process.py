@@ -33,7 +33,8 @@ from kvstore.config import StoreConfig
 from tests.faults.redis_tiers import SlowLine
 from tests.integration.mlx_owner.harness import session
 from tests.integration.tiny_models import write_model
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -70,9 +71,7 @@ async def running(config: WorkerConfig) -> AsyncIterator[MlxServer]:
 
 
 async def until_ready(server: MlxServer) -> None:
-    async with asyncio.timeout(120):
-        while not server.ready:
-            await asyncio.sleep(0.05)
+    await eventually(lambda: server.ready, within_s=120)
 
 
 async def complete(
@@ -89,10 +88,10 @@ async def complete(
 PROMPT = [10 + i * i % 300 for i in range(300)]
 
 
-async def test_a_session_sleeps_wakes_and_survives_a_restart(model: Path, tmp_path: Path) -> None:
+async def test_a_session_sleeps_wakes_and_survives_a_restart(model: Path, tmp_path: Path):
     config = settings(model, tmp_path)
     async with running(config) as server:
-        assert server.welcome is not None and server.welcome.hibernation
+        assert server.welcome.hibernation
         assert (server.welcome.engine, server.welcome.codec.id) == ("mlx", "raw.1")
         live, in_bf16 = server.welcome.live_kv, server.welcome.bf16_kv
         assert live and in_bf16 and live.per_token in (in_bf16.per_token, 2 * in_bf16.per_token)
@@ -105,9 +104,9 @@ async def test_a_session_sleeps_wakes_and_survives_a_restart(model: Path, tmp_pa
         assert demoted.kept == "" and demoted.report is not None
         assert (demoted.report.hot, demoted.report.tier) == (False, "disk")
         report = await server.prefetch(ONE)
-        assert report is not None and report.hot
+        assert report.hot
         pinned = await server.pin(ONE, True)
-        assert pinned is not None and pinned.pinned
+        assert pinned.pinned
         assert (await server.demote(ONE)).kept == "pinned"
         stats = await server.stats()
         assert stats.idle_hot_bytes <= stats.hot_bytes <= stats.hot_capacity_bytes
@@ -135,7 +134,7 @@ async def notices(server: MlxServer, at_least: int) -> list[str]:
     return causes
 
 
-async def test_a_kill_in_mid_stream_costs_a_recompute_at_most(model: Path, tmp_path: Path) -> None:
+async def test_a_kill_in_mid_stream_costs_a_recompute_at_most(model: Path, tmp_path: Path):
     async with running(settings(model, tmp_path)) as server:
         expected, _ = await complete(server, PROMPT)
         await server.demote(ONE, "disk")
@@ -161,10 +160,9 @@ FAST, SLOW = 1 << 30, 100_000  # bytes/s
 
 
 @pytest.mark.redis
-@pytest.mark.skipif(find_binary() is None, reason="no redis-server")
 async def test_a_kill_in_the_middle_of_a_restore_costs_a_recompute_at_most(
     model: Path, tmp_path: Path
-) -> None:
+):
     with RedisServer(tcp=True) as far, SlowLine(far.url, FAST) as line:
         config = settings(model, tmp_path)
         own = {"ram_bytes": 0, "disk_bytes": 0, "redis_url": line.url, "redis_deadline_s": 60.0}
@@ -175,9 +173,7 @@ async def test_a_kill_in_the_middle_of_a_restore_costs_a_recompute_at_most(
             pid, before, line.bytes_per_s = server.pid, line.answered_bytes, SLOW
             assert pid is not None
             waking = asyncio.create_task(complete(server, PROMPT))
-            async with asyncio.timeout(60):
-                while line.answered_bytes < before + 2 * SLOW:  # there are 900,000
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: line.answered_bytes >= before + 2 * SLOW)
             assert not waking.done()
             os.kill(pid, signal.SIGKILL)
             line.bytes_per_s = FAST
@@ -202,7 +198,7 @@ async def fresh(config: WorkerConfig, folder: Path) -> Any:
 @pytest.mark.parametrize("changed", ["weights", "dtype", "chunk size", "tokenizer"])
 async def test_another_model_begins_anew_and_leaves_the_first_ones_sessions(
     model: Path, tmp_path: Path, changed: str
-) -> None:
+):
     """The engine comes back with one thing changed, and then as it was."""
     config = other = settings(model, tmp_path)
     folder = tmp_path / "other"
@@ -235,7 +231,7 @@ async def test_another_model_begins_anew_and_leaves_the_first_ones_sessions(
 
 async def test_sigterm_saves_what_runs_and_leaves_with_code_zero(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4000, "stream": True}
     async with running(settings(model, tmp_path)) as server:
         pid = server.pid
@@ -258,7 +254,7 @@ async def test_sigterm_saves_what_runs_and_leaves_with_code_zero(
     assert "the engine ended with code 0" in caplog.text
 
 
-async def test_control_speaks_only_to_who_knows_the_token(model: Path, tmp_path: Path) -> None:
+async def test_control_speaks_only_to_who_knows_the_token(model: Path, tmp_path: Path):
     async with running(settings(model, tmp_path)):
         path = str(tmp_path / "run" / "control.sock")
         assert Path(path).stat().st_mode & 0o077 == 0
@@ -277,7 +273,7 @@ async def test_control_speaks_only_to_who_knows_the_token(model: Path, tmp_path:
 
 async def test_a_model_that_is_not_there_ends_the_process_with_a_sentence(
     tmp_path: Path, model: Path
-) -> None:
+):
     broken = tmp_path / "model"
     broken.mkdir()
     (broken / "config.json").write_text('{"model_type": "never-heard-of"}')
@@ -285,9 +281,7 @@ async def test_a_model_that_is_not_there_ends_the_process_with_a_sentence(
     assert b"tiny cannot be served" in err
 
 
-async def test_too_little_hot_memory_ends_the_process_with_a_sentence(
-    tmp_path: Path, model: Path
-) -> None:
+async def test_too_little_hot_memory_ends_the_process_with_a_sentence(tmp_path: Path, model: Path):
     """It ends after the weights were read, and mlx's thread must not abort on its way out."""
     config = settings(model, tmp_path)
     small = msgspec.structs.replace(config.engine, hot_bytes=1 << 10)

@@ -92,7 +92,6 @@ class Server:
                     events.append(json.loads(line[6:]))
                 if len(events) >= SOON and not acted:
                     acted = True
-                    assert act is not None
                     act()
                     assert self.still_answers(), "the answer ended before the test acted"
                 if line.startswith(b"data: [DONE]"):
@@ -148,7 +147,7 @@ def text_of(events: list[Any]) -> tuple[str, str, int]:
 )
 def test_a_running_answer_is_not_disturbed(
     server: Server, undisturbed: list[Any], method: str, verb: str, body: Any, status: int
-) -> None:
+):
     key, session = server.new_key()[0], f"{method}{verb[1:]}{len(str(body))}"
     # What is acted on has a hot copy and a cold one already.
     server.answer(key, session, max_tokens=8)
@@ -162,7 +161,7 @@ def test_a_running_answer_is_not_disturbed(
 
 def test_a_session_that_was_forgotten_while_it_answered_is_gone_with_what_it_saved(
     server: Server, undisturbed: list[Any]
-) -> None:
+):
     key, path = server.new_key()[0], "/v1/sessions/gone"
 
     def act() -> None:
@@ -181,9 +180,7 @@ def test_a_session_that_was_forgotten_while_it_answered_is_gone_with_what_it_sav
     assert server.ask("GET", path, key)[0] == 404
 
 
-def test_a_key_that_is_revoked_ends_nothing_that_it_began(
-    server: Server, undisturbed: list[Any]
-) -> None:
+def test_a_key_that_is_revoked_ends_nothing_that_it_began(server: Server, undisturbed: list[Any]):
     key, key_id = server.new_key()
 
     def act() -> None:

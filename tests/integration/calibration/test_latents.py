@@ -75,7 +75,6 @@ def test_turned_channels_may_be_the_last_ones(tmp_path: Path) -> None:
     ropes = MlxInstrument(loaded, probe(loaded.model), tmp_path).ropes
     assert [x is not None and x.interleaved for x in ropes] == [True] * 3
     for rope in ropes:
-        assert rope is not None
         assert rope.frequencies[:24] == (0.0,) * 24  # pairs of 48 channels that are not turned
         assert rope.frequencies[24] == pytest.approx(1.0)
         assert len(rope.frequencies) == 32

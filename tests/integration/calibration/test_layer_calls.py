@@ -75,7 +75,7 @@ def test_windows_are_seen_while_they_hold_the_first_token() -> None:
     loaded = tiny_model("gemma3_text")
     instrument = MlxInstrument(loaded, probe(loaded.model))
     states = instrument.states
-    assert states is not None and states.windows is not None
+    assert states.windows is not None
     for tokens, num_seen in (
         (TOKENS[: states.window_tokens], len(states.windows.layers)),
         (TOKENS, 0),

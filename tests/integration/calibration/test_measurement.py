@@ -31,16 +31,14 @@ def case(num_prefix: int) -> Case:
     return Case("text", tuple(TOKENS[:num_prefix]), tuple(TOKENS[num_prefix : num_prefix + 40]))
 
 
-def test_a_cache_that_is_put_back_says_the_same_as_one_long_prefill(
-    instrument: MlxInstrument,
-) -> None:
+def test_a_cache_that_is_put_back_says_the_same_as_one_long_prefill(instrument: MlxInstrument):
     whole = instrument.log_probs(instrument.prefill(TOKENS[:200]), TOKENS[200:204])
     split = instrument.log_probs(instrument.prefill(TOKENS[:202]), TOKENS[202:204])
     assert whole[2:] == pytest.approx(split, abs=1e-4)
     assert whole.shape == (4, VOCAB)
 
 
-def test_fewer_bits_cost_more(instrument: MlxInstrument) -> None:
+def test_fewer_bits_cost_more(instrument: MlxInstrument):
     codecs = {name: codec_by_name(name) for name in ("raw", "tq4", "tq3")}
     rows = {row.preset: row for row in measure(instrument, codecs, [case(256)], 128)}
     raw, tq4, tq3 = (rows[name] for name in ("raw", "tq4", "tq3"))
@@ -52,17 +50,17 @@ def test_fewer_bits_cost_more(instrument: MlxInstrument) -> None:
     assert 3.25 < tq3.bits_per_element < 3.6  # four exact tokens of 256 are 0.2 bits
 
 
-def test_a_row_for_each_context(instrument: MlxInstrument) -> None:
+def test_a_row_for_each_context(instrument: MlxInstrument):
     rows = measure(instrument, {"tq3": codec_by_name("tq3")}, [case(128), case(256)], 128)
     assert [(row.context, len(row.texts)) for row in rows] == [(128, 1), (256, 1)]
 
 
-def test_a_needle_that_the_model_never_finds_is_not_counted(instrument: MlxInstrument) -> None:
+def test_a_needle_that_the_model_never_finds_is_not_counted(instrument: MlxInstrument):
     needle = Case("needle", tuple(TOKENS[:128]), tuple(TOKENS[128:140]), num_answer=5)
     assert measure(instrument, {"tq3": codec_by_name("tq3")}, [needle], 128) == []
 
 
-def test_a_needle_that_the_model_finds(instrument: MlxInstrument) -> None:
+def test_a_needle_that_the_model_finds(instrument: MlxInstrument):
     asked = TOKENS[128:135]
     scores = instrument.log_probs(instrument.prefill(TOKENS[:128]), asked)
     found = Case("needle", tuple(TOKENS[:128]), (*asked, int(scores[-1].argmax())), num_answer=1)
@@ -77,7 +75,7 @@ def chains(num_prefix: int, num_answers: int) -> Case:
     return Case("chains", tuple(TOKENS[:num_prefix]), tuple(rest), answers={"table": places})
 
 
-def test_chains_are_judged_at_their_answers_only(instrument: MlxInstrument) -> None:
+def test_chains_are_judged_at_their_answers_only(instrument: MlxInstrument):
     codecs = {name: codec_by_name(name) for name in ("raw", "q8", "tq4", "tq2")}
     cases = [case(256), chains(256, 9)]
     rows = {row.preset: row for row in measure(instrument, codecs, cases, 128)}
@@ -90,7 +88,7 @@ def test_chains_are_judged_at_their_answers_only(instrument: MlxInstrument) -> N
     assert 0 < q8.delta_p < tq4.delta_p < tq2.delta_p
 
 
-def test_restores_are_held_against_prefills(instrument: MlxInstrument) -> None:
+def test_restores_are_held_against_prefills(instrument: MlxInstrument):
     """By a clock that ticks once for each look."""
     ticks = itertools.count()
     codecs = {name: codec_by_name(name) for name in ("raw", "tq4")}
@@ -110,7 +108,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_a_whole_session_is_measured(kind: str) -> None:
+def test_a_whole_session_is_measured(kind: str):
     loaded = tiny_model(kind)
     instrument = MlxInstrument(loaded, probe(loaded.model))
     assert instrument.states is not None
@@ -124,7 +122,7 @@ def test_a_whole_session_is_measured(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_a_session_that_is_put_back_says_the_same(kind: str) -> None:
+def test_a_session_that_is_put_back_says_the_same(kind: str):
     loaded = tiny_model(kind)
     instrument = MlxInstrument(loaded, probe(loaded.model))
     nothing, session = HeldSession((), 0), instrument.prefill_whole(TOKENS[:200])

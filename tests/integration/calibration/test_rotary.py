@@ -31,24 +31,22 @@ def frequencies(base: float, dims: int) -> list[float]:
 
 def test_halves() -> None:
     rope = rope_of(layer_with(nn.RoPE(64, traditional=False, base=1e4)), 64)
-    assert rope is not None and not rope.interleaved
+    assert not rope.interleaved
     assert rope.frequencies == pytest.approx(frequencies(1e4, 64), rel=1e-4)
 
 
 def test_interleaved() -> None:
     rope = rope_of(layer_with(nn.RoPE(64, traditional=True, base=5e5)), 64)
-    assert rope is not None and rope.interleaved
+    assert rope.interleaved
     assert rope.frequencies == pytest.approx(frequencies(5e5, 64), rel=1e-3)
 
 
 def test_a_part_of_the_channels() -> None:
-    rope = rope_of(layer_with(nn.RoPE(32, traditional=False, base=1e4)), 128)
-    assert rope is not None and rope.num_channels == 32
+    assert rope_of(layer_with(nn.RoPE(32, traditional=False, base=1e4)), 128).num_channels == 32
 
 
 def test_linear_scaling() -> None:
     rope = rope_of(layer_with(nn.RoPE(64, traditional=False, base=1e4, scale=0.25)), 64)
-    assert rope is not None
     assert rope.frequencies == pytest.approx([x / 4 for x in frequencies(1e4, 64)], rel=1e-3)
 
 

@@ -48,7 +48,7 @@ async def test_it_finds_what_a_model_of_its_own_finds(tmp_path: Path) -> None:
             np.testing.assert_allclose(pair[1], other[1], atol=1e-4)
         scores = await asyncio.to_thread(beside.log_probs, run, rest)
         np.testing.assert_allclose(scores, alone.log_probs(expected, rest), atol=1e-3)
-        assert it.owner.held is not None and it.owner.held.nbytes == 0
+        assert it.owner.held.nbytes == 0
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next", "mamba2"])
@@ -70,7 +70,7 @@ async def test_it_finds_whole_sessions_of_models_with_states(kind: str, tmp_path
         assert (further.num_tokens, first.num_tokens) == (300, 200)
         again = await asyncio.to_thread(beside.log_probs_whole, further, rest)
         np.testing.assert_allclose(again, expected, atol=1e-2)
-        assert it.owner.held is not None and it.owner.held.nbytes == 0
+        assert it.owner.held.nbytes == 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
@@ -84,7 +84,7 @@ async def test_it_sees_what_a_model_of_its_own_sees(kind: str, tmp_path: Path) -
         run = await asyncio.to_thread(beside.observe, tokens, 150, seen.append)
         for pair, other in zip(run, alone.observe(tokens, 150, own.append), strict=True):
             np.testing.assert_allclose(pair[1], other[1], atol=1e-4)
-        assert it.owner.held is not None and it.owner.held.nbytes == 0
+        assert it.owner.held.nbytes == 0
     found, expected = ([x for x in notices if isinstance(x, Notice)] for notices in (seen, own))
     states = [{x.number for x in notices if isinstance(x, StateNotice)} for notices in (seen, own)]
     assert states[0] == states[1]

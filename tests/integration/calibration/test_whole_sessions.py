@@ -46,7 +46,7 @@ def test_windows_are_learned_by_themselves(tmp_path: Path) -> None:
     report = calibrated("gemma3_text", tmp_path)
     profile = load_profile(Path(report.profile))
     assert set(profile.learned) == {"dense3", "dense3" + OF_WINDOWS}
-    assert profile.windows is not None and len(profile.windows.layers) == 4
+    assert len(profile.windows.layers) == 4
     # The layers with windows turn their keys by another base.
     assert None not in (*profile.ropes, *profile.window_ropes)
     row, finer = report.rows
@@ -56,7 +56,7 @@ def test_windows_are_learned_by_themselves(tmp_path: Path) -> None:
     codecs = served("gemma3_text", report, tmp_path, max_kl=1e9)
     session = codecs.codecs.sessions[codecs.codecs.ram.id]
     assert session.id == row.codec_id == codecs.report.id
-    assert session.windows is not None and session.windows.id != session.kv.id
+    assert session.windows.id != session.kv.id
 
 
 def test_every_way_of_states_is_measured_with_the_usual_rows(tmp_path: Path) -> None:

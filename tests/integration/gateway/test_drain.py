@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
+from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 
@@ -73,9 +74,7 @@ async def test_a_second_signal_does_not_wait(tmp_path: Path, http: aiohttp.Clien
         assert "shutting down" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
         assert (done, end) == (b"data: [DONE]", b"")
         assert await asyncio.to_thread(stack.wait, 60) == 0  # the drain would take 300 s
-        async with asyncio.timeout(60):
-            while not gone(engine):
-                await asyncio.sleep(0.02)
+        await eventually(lambda: gone(engine))
 
 
 def gone(process: psutil.Process) -> bool:

@@ -39,7 +39,7 @@ def test_chat(client: openai.OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=HELLO)
     answer = raw.parse()
     assert answer.choices[0].message.content == "You said: hello big world"
-    assert answer.usage is not None and answer.usage.prompt_tokens == 4
+    assert answer.usage.prompt_tokens == 4
     assert raw.headers["x-thermocline-session"].startswith("chat-")
     assert raw.request_id
 
@@ -75,7 +75,7 @@ def test_cached_tokens_are_true_over_three_turns(client: openai.OpenAI) -> None:
     for _ in range(3):
         raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages)
         answer = raw.parse()
-        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details is not None
         cached.append(answer.usage.prompt_tokens_details.cached_tokens)
         sessions.add(raw.headers["x-thermocline-session"])
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})

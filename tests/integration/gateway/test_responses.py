@@ -30,7 +30,7 @@ def client(stack: FakeStack) -> Iterator[openai.OpenAI]:
 def test_a_response(client: openai.OpenAI) -> None:
     response = client.responses.create(model=MODEL, input="hello big world")
     assert response.output_text == "You said: hello big world"
-    assert response.usage is not None and response.usage.input_tokens == 4
+    assert response.usage.input_tokens == 4
 
 
 @pytest.mark.parametrize("fault", ["", "fault=bytes"])
@@ -42,7 +42,7 @@ def test_a_stream(client: openai.OpenAI, fault: str) -> None:
         events += stream
         final = stream.get_final_response()
     assert final.output_text == "You said: hello big world"
-    assert final.usage is not None and final.usage.output_tokens == 5
+    assert final.usage.output_tokens == 5
     deltas = [x.delta for x in events if x.type == "response.output_text.delta"]
     assert "".join(deltas) == final.output_text and len(deltas) == 5
     assert events[-1].type == "response.completed"
@@ -51,7 +51,6 @@ def test_a_stream(client: openai.OpenAI, fault: str) -> None:
 def test_an_answer_of_one_token_is_incomplete(client: openai.OpenAI) -> None:
     response = client.responses.create(model=MODEL, input="hello", max_output_tokens=1)
     assert response.status == "incomplete"
-    assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
 
 
@@ -62,7 +61,7 @@ def test_a_stream_that_fails_says_so(client: openai.OpenAI, fault: str) -> None:
     )
     *_, last = stream
     assert last.type == "response.failed"
-    assert last.response.error is not None and last.response.error.message
+    assert last.response.error.message
 
 
 def test_refusals_have_their_classes(client: openai.OpenAI) -> None:
@@ -98,11 +97,11 @@ def test_conversations(client: openai.OpenAI) -> None:
     items: list[Any] = [{"type": "message", "role": "user", "content": "one two"}]
     conversation = client.conversations.create(items=items, metadata={"a": "b"})
     response = client.responses.create(model=MODEL, input="three", conversation=conversation.id)
-    assert response.conversation is not None and response.conversation.id == conversation.id
+    assert response.conversation.id == conversation.id
     listed = list(client.conversations.items.list(conversation.id, limit=1, order="asc"))
     assert len(listed) == 3  # by pages of one
     cached = client.responses.create(model=MODEL, input="four", conversation=conversation.id)
-    assert cached.usage is not None and cached.usage.input_tokens_details.cached_tokens > 0
+    assert cached.usage.input_tokens_details.cached_tokens > 0
     assert client.conversations.update(conversation.id, metadata={}).metadata == {}
     assert client.conversations.delete(conversation.id).deleted
     with pytest.raises(openai.NotFoundError):

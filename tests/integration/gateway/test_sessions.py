@@ -121,9 +121,7 @@ async def test_pin_and_unpin(alice: Caller) -> None:
     assert (await alice.verb("pinned", "unpin"))[1]["pinned"] is False
 
 
-async def test_a_session_that_is_served_stays_awake_and_the_caller_hears_it(
-    alice: Caller,
-) -> None:
+async def test_a_session_that_is_served_stays_awake_and_the_caller_hears_it(alice: Caller) -> None:
     await alice.chat("one", session="served")
     endless = {"fake": "chunks=1000 delay_s=1"}
     talking = asyncio.create_task(alice.chat("one", "1", "two", session="served", metadata=endless))

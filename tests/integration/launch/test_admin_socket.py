@@ -38,9 +38,7 @@ async def first_event(path: Path) -> bytes:
             return event
 
 
-def test_only_clients_of_the_socket_are_admins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_clients_of_the_socket_are_admins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, keys, (key, line) = tmp_path / "admin.sock", tmp_path / "keys", generate_key("alice")
     keys.write_text(line + "\n")
     monkeypatch.setenv("THERMOCLINE_GATEWAY__ADMIN_SOCKET", str(path))
@@ -65,7 +63,7 @@ def test_only_clients_of_the_socket_are_admins(
 
 def test_who_opens_the_socket_gets_into_a_server_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     path = tmp_path / "admin.sock"
     monkeypatch.setenv("THERMOCLINE_GATEWAY__ADMIN_SOCKET", str(path))
     monkeypatch.setenv("THERMOCLINE_GATEWAY__MAX_CONNECTIONS", "1")

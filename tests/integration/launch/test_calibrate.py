@@ -139,10 +139,7 @@ def test_a_killed_command_leaves_no_program_running(folder: Path) -> None:
 def test_ctrl_c_ends_both_without_a_word_about_our_code(folder: Path) -> None:
     """Even while the program is still importing, which takes seconds."""
     with subprocess.Popen(
-        command(folder),
-        env=environment(folder),
-        stderr=subprocess.PIPE,
-        start_new_session=True,
+        command(folder), env=environment(folder), stderr=subprocess.PIPE, start_new_session=True
     ) as started:
         child = _program(psutil.Process(started.pid))
         os.killpg(started.pid, signal.SIGINT)  # as a terminal does

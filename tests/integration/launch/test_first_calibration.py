@@ -10,7 +10,6 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from engines.calibration.first_order import FIRST_PRESETS
 from kvstore.codecs.profile import load_profile
 from tests.integration.launch.test_serve import PROGRAM, Server
 from tests.integration.tiny_models import write_model
+from tests.waiting import until
 
 # A calibration has the lowest priority: on a busy machine it takes its time.
 pytestmark = [pytest.mark.mlx, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -63,13 +63,6 @@ def codec_of(server: Server) -> dict[str, Any]:
     return found
 
 
-def until(condition: Callable[[], object], within_s: float = 120.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def engine_of(server: Server) -> psutil.Process:
     """The engine process that this gateway runs now."""
     (found,) = processes(server, "engines.mlx_worker")
@@ -109,7 +102,7 @@ def unfinished(folder: Path) -> list[str]:
     return sorted(x.suffix for x in found if x.suffix in (".learned", ".cases"))
 
 
-def test_an_engine_that_is_killed_goes_on_where_it_was(fresh: Path) -> None:
+def test_an_engine_that_is_killed_goes_on_where_it_was(fresh: Path):
     server = start(fresh)
     try:
         assert codec_of(server)["name"] == "raw" and codec_of(server)["unmeasured"]
@@ -137,7 +130,7 @@ def calibrated(server: Server, *arguments: str) -> subprocess.CompletedProcess[s
     return subprocess.run(words, capture_output=True, text=True, timeout=800)
 
 
-def test_a_running_server_measures_when_asked(folder: Path, tmp_path: Path) -> None:
+def test_a_running_server_measures_when_asked(folder: Path, tmp_path: Path):
     (tmp_path / "tiny").symlink_to(folder / "tiny")
     server = start(tmp_path, "--set", "store.calibrate=false")
     try:
@@ -155,13 +148,13 @@ def test_a_running_server_measures_when_asked(folder: Path, tmp_path: Path) -> N
     assert gone.returncode == 1 and "does not answer" in gone.stderr
 
 
-def test_what_a_server_measures_is_not_chosen_here() -> None:
+def test_what_a_server_measures_is_not_chosen_here():
     words = [*PROGRAM, "calibrate", "--url", "http://127.0.0.1:9", "--contexts", "512"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "leave out" in done.stderr
 
 
-def test_it_ends_at_once_with_its_gateway(folder: Path) -> None:
+def test_it_ends_at_once_with_its_gateway(folder: Path):
     """Asked to, or killed; nothing is measured yet when the next test begins."""
     server = start(folder)
     until(lambda: codec_of(server)["progress"])
@@ -176,7 +169,7 @@ def test_it_ends_at_once_with_its_gateway(folder: Path) -> None:
     server.stop()
 
 
-def test_two_gateways_measure_once_and_both_adopt(folder: Path) -> None:
+def test_two_gateways_measure_once_and_both_adopt(folder: Path):
     one = start(folder)
     two = start(folder, "--disk", "0", name="two")
     try:
@@ -209,7 +202,7 @@ def _chat(server: Server) -> urllib.request.Request:
     )
 
 
-def test_the_next_start_knows_it(folder: Path) -> None:
+def test_the_next_start_knows_it(folder: Path):
     server = start(folder)
     try:
         assert codec_of(server)["name"] in FIRST_PRESETS
@@ -219,7 +212,7 @@ def test_the_next_start_knows_it(folder: Path) -> None:
         server.stop()
 
 
-def test_doctor_and_plan_show_the_measured_values(folder: Path) -> None:
+def test_doctor_and_plan_show_the_measured_values(folder: Path):
     found = {x["about"]: x for x in json.loads(run(folder, "doctor", "--json").stdout)}
     assert found["codec"]["verdict"] == "ok"
     assert re.match(r"(\w+) \(.*\1: KL 0\.00", found["codec"]["text"]), found["codec"]
@@ -232,9 +225,7 @@ def test_doctor_and_plan_show_the_measured_values(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", ["store.codec", "store.disk_codec", "store.redis_codec"])
-def test_a_named_codec_out_of_bounds_is_refused_by_doctor_and_serve(
-    folder: Path, tier: str
-) -> None:
+def test_a_named_codec_out_of_bounds_is_refused_by_doctor_and_serve(folder: Path, tier: str):
     bound = ("--set", "store.max_kl=0", "--set", f"{tier}=dense3")
     found = {x["about"]: x for x in json.loads(run(folder, "doctor", *bound, "--json").stdout)}
     assert found["codec"]["verdict"] == "failure"
@@ -252,16 +243,14 @@ def test_a_named_codec_out_of_bounds_is_refused_by_doctor_and_serve(
         ("store.max_kl=0", "failure", "engine.hot_codec: tq4 was not measured"),
     ],
 )
-def test_doctor_judges_what_packs_live_kv(
-    folder: Path, setting: str, verdict: str, said: str
-) -> None:
+def test_doctor_judges_what_packs_live_kv(folder: Path, setting: str, verdict: str, said: str):
     hot = ("--set", "engine.hot_codec=tq4", "--set", setting)
     found = {x["about"]: x for x in json.loads(run(folder, "doctor", *hot, "--json").stdout)}
     assert found["codec"]["verdict"] == verdict
     assert found["codec"]["text"].startswith(said)
 
 
-def test_it_learns_on_once_and_reads_what_was_packed_before(tmp_path: Path) -> None:
+def test_it_learns_on_once_and_reads_what_was_packed_before(tmp_path: Path):
     write_tiny(tmp_path, SHORT)
     server = start(tmp_path, "--set", "store.learn_on=true")
     try:
@@ -281,7 +270,7 @@ def test_it_learns_on_once_and_reads_what_was_packed_before(tmp_path: Path) -> N
     assert not unfinished(tmp_path)
 
 
-def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path):
     """The window is too short for any text."""
     write_tiny(tmp_path, 200)
     server = start(tmp_path)
@@ -295,7 +284,7 @@ def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind, presets", [("mamba2", 7), ("gemma3_text", 6)])
 def test_models_with_states_are_measured_whole(
     kind: str, presets: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+):
     """Nothing is packed before, and afterwards the measurement has a row for each preset."""
     folder = tmp_path_factory.mktemp(kind)
     write_tiny(folder, SHORT, kind)

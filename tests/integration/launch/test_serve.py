@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
+
 pytestmark = pytest.mark.slow
 
 PROGRAM = [sys.executable, "-m", "launch"]
@@ -52,7 +54,6 @@ class Server:
         self.wait_for("ready after")
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line)
 
@@ -100,7 +101,6 @@ class Server:
     def _ended(self) -> int:
         code = self.process.wait(timeout=60)
         self._reading.join()
-        assert self.process.stderr is not None
         self.process.stderr.close()
         return code
 
@@ -137,10 +137,9 @@ def test_of_a_killed_server_no_folder_stays(tmp_path):
         assert {"http.sock", "control.sock", "tmp"} <= {x.name for x in folder.iterdir()}
         server.process.kill()
         server.stop()
-        end = time.monotonic() + START_S
-        while list(Path(cache, "run").iterdir()):
-            assert time.monotonic() < end, "its engine has not removed the folder"
-            time.sleep(0.05)
+        until(
+            lambda: not list(Path(cache, "run").iterdir()), START_S, "its engine removes the folder"
+        )
 
 
 def test_the_log_says_how_to_take_a_turn(server):

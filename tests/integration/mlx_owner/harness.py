@@ -190,5 +190,4 @@ class Around:
 def surround(it: Engine, **replaced: Callable[..., Any]) -> None:
     """Let the owner thread and the restores go through these methods from now on."""
     cold = it.owner.parts.cold
-    assert cold is not None
     cold.store = cast(ColdStore, Around(it.store, **replaced))

@@ -35,7 +35,7 @@ class Peak:
             await asyncio.sleep(0.002)
 
 
-async def test_twelve_sessions_with_a_hot_budget_for_three(tmp_path: Path) -> None:
+async def test_twelve_sessions_with_a_hot_budget_for_three(tmp_path: Path):
     async with engine("llama", tmp_path, hot_bytes=BUDGET) as it:
         peak = Peak(it)
         watching = asyncio.create_task(peak.watch())
@@ -61,7 +61,7 @@ async def test_twelve_sessions_with_a_hot_budget_for_three(tmp_path: Path) -> No
     assert [x.tokens for x in last] == [x.tokens for x in fresh]
 
 
-async def test_the_peak_of_one_step_is_inside_the_budget_too() -> None:
+async def test_the_peak_of_one_step_is_inside_the_budget_too():
     """mlx's own report of its peak misses nothing, as sampling could."""
     async with engine("llama", hot_bytes=BUDGET) as it:
         await it.turn(text(0, 100))
@@ -72,9 +72,7 @@ async def test_the_peak_of_one_step_is_inside_the_budget_too() -> None:
     assert peak <= BUDGET + activations
 
 
-async def test_rows_that_outgrow_the_budget_step_back_and_finish_all_the_same(
-    tmp_path: Path,
-) -> None:
+async def test_rows_that_outgrow_the_budget_step_back_and_finish_all_the_same(tmp_path: Path):
     """Four rows are let in while they are short; there is room for two once they are long."""
     prompts = [text(i, 40) for i in range(4)]
     budget = 4 * (200 + 256) * TOKEN_BYTES
@@ -97,7 +95,7 @@ async def test_rows_that_outgrow_the_budget_step_back_and_finish_all_the_same(
     assert peak.nbytes <= budget
 
 
-async def test_a_row_that_steps_back_samples_every_position_once(tmp_path: Path) -> None:
+async def test_a_row_that_steps_back_samples_every_position_once(tmp_path: Path):
     """Seeded samplers and grammars count on it."""
     budget = 4 * (200 + 256) * TOKEN_BYTES
     async with engine("llama", tmp_path, hot_bytes=budget) as it:
@@ -126,7 +124,7 @@ class Counting:
         return mx.array([(self._next - 1) % 400])
 
 
-async def test_pinned_sessions_are_dropped_last(tmp_path: Path) -> None:
+async def test_pinned_sessions_are_dropped_last(tmp_path: Path):
     async with engine("llama", tmp_path, hot_bytes=BUDGET) as it:
         for name in ("oldest", "older", "old"):
             await it.turn(text(ord(name[-1]), 250), session(name))
@@ -139,13 +137,13 @@ async def test_pinned_sessions_are_dropped_last(tmp_path: Path) -> None:
     assert "oldest" in hot and "older" not in hot
 
 
-async def test_a_budget_without_room_for_a_session_is_refused() -> None:
+async def test_a_budget_without_room_for_a_session_is_refused():
     with pytest.raises(ValueError, match="hot_bytes = 100000 is too little"):
         async with engine("llama", hot_bytes=100_000):
             pass
 
 
-async def test_the_context_is_no_longer_than_the_budget(tmp_path: Path) -> None:
+async def test_the_context_is_no_longer_than_the_budget(tmp_path: Path):
     async with engine("llama", tmp_path, hot_bytes=BUDGET) as it:
         limit = it.owner.facts.max_context
         assert SESSION < limit < 600
@@ -158,7 +156,7 @@ async def test_the_context_is_no_longer_than_the_budget(tmp_path: Path) -> None:
     assert peak.nbytes <= BUDGET
 
 
-async def test_many_turns_leave_no_memory_in_use(tmp_path: Path) -> None:
+async def test_many_turns_leave_no_memory_in_use(tmp_path: Path):
     async with engine("llama", tmp_path, hot_bytes=BUDGET) as it:
         used = []
         for lap in range(3):

@@ -34,7 +34,7 @@ def cache(answer: Answer) -> CacheOutcome:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_session_that_slept_answers_as_one_that_did_not(kind: str, tmp_path: Path) -> None:
+async def test_a_session_that_slept_answers_as_one_that_did_not(kind: str, tmp_path: Path):
     """Three turns; before the third one copy sleeps. 300 tokens: two chunks and a tail."""
     awake, sleeper = session("awake"), session("sleeper", "other")
     async with engine(kind, tmp_path) as it:
@@ -46,7 +46,7 @@ async def test_a_session_that_slept_answers_as_one_that_did_not(kind: str, tmp_p
         await it.settled()
         assert (await it.verbs.demote(sleeper, None)).kept == ""
         report = await it.verbs.report(sleeper)
-        assert report is not None and not report.hot and report.tier == "ram"
+        assert not report.hot and report.tier == "ram"
         kept, woken = await it.turn(history, awake), await it.turn(history, sleeper)
     assert cache(kept).source == "hot" and cache(woken).source == "cold-ram"
     assert cache(woken).cached_tokens == cache(kept).cached_tokens == len(history) - len(NEW)
@@ -55,7 +55,7 @@ async def test_a_session_that_slept_answers_as_one_that_did_not(kind: str, tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_four_uneven_sessions_sleep_and_wake_in_one_batch(kind: str, tmp_path: Path) -> None:
+async def test_four_uneven_sessions_sleep_and_wake_in_one_batch(kind: str, tmp_path: Path):
     prompts = [text(i, n) for i, n in enumerate((40, 390, 129, 256))]
     refs = [session(f"s{i}") for i in range(4)]
     async with engine(kind, tmp_path) as it:
@@ -82,7 +82,7 @@ async def together(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-async def test_sessions_on_disk_survive_a_restart(kind: str, tmp_path: Path) -> None:
+async def test_sessions_on_disk_survive_a_restart(kind: str, tmp_path: Path):
     async with engine(kind, tmp_path) as it:
         first = await it.turn(text(1, 300), session("one"))
         longer = text(1, 300) + first.tokens + NEW
@@ -95,7 +95,7 @@ async def test_sessions_on_disk_survive_a_restart(kind: str, tmp_path: Path) -> 
     same(second, expected)
 
 
-async def test_a_lossy_codec_restores_almost_the_same_probabilities(tmp_path: Path) -> None:
+async def test_a_lossy_codec_restores_almost_the_same_probabilities(tmp_path: Path):
     async with engine("llama", tmp_path, codec="tq4") as it:
         first = await it.turn(text(1, 300), session("one"))
         longer = text(1, 300) + first.tokens + NEW
@@ -111,7 +111,7 @@ async def test_a_lossy_codec_restores_almost_the_same_probabilities(tmp_path: Pa
 @pytest.mark.parametrize("kind", UNTRIMMABLE)
 async def test_a_boundary_snapshot_saves_what_an_edited_turn_still_shares(
     kind: str, tmp_path: Path
-) -> None:
+):
     chat, one = text(1, 190), session("one")
     async with engine(kind, tmp_path) as it:
         await it.turn(chat + text(2, 10), one, boundaries=[140, 190])
@@ -125,7 +125,7 @@ async def test_a_boundary_snapshot_saves_what_an_edited_turn_still_shares(
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
 async def test_a_system_prompt_that_sessions_share_is_computed_twice_at_most(
     kind: str, tmp_path: Path
-) -> None:
+):
     """The second session to begin so shows that it is shared, and leaves the state to others."""
     system, names = text(1, 140), ("one", "two", "three")
     turns = []
@@ -140,7 +140,7 @@ async def test_a_system_prompt_that_sessions_share_is_computed_twice_at_most(
 
 
 @pytest.mark.parametrize("kind", UNTRIMMABLE)
-async def test_the_same_prompt_again_starts_at_a_full_chunk(kind: str, tmp_path: Path) -> None:
+async def test_the_same_prompt_again_starts_at_a_full_chunk(kind: str, tmp_path: Path):
     async with engine(kind, tmp_path) as it:
         first = await it.turn(text(1, 200), session("one"))
         await it.settled()
@@ -150,7 +150,7 @@ async def test_the_same_prompt_again_starts_at_a_full_chunk(kind: str, tmp_path:
     same(first, again)
 
 
-async def test_an_edited_turn_takes_the_longer_of_hot_and_cold(tmp_path: Path) -> None:
+async def test_an_edited_turn_takes_the_longer_of_hot_and_cold(tmp_path: Path):
     """The hot copy holds, after an edit, the new branch; the old one is still found by content."""
     one, old, new = session("one"), text(1, 600), text(1, 100) + text(2, 100)
     async with engine("llama", tmp_path) as it:
@@ -164,7 +164,7 @@ async def test_an_edited_turn_takes_the_longer_of_hot_and_cold(tmp_path: Path) -
     same(back, expected)
 
 
-async def test_turns_of_one_session_at_the_same_time_are_all_right(tmp_path: Path) -> None:
+async def test_turns_of_one_session_at_the_same_time_are_all_right(tmp_path: Path):
     one = session("one")
     async with engine("llama", tmp_path) as it:
         first = await it.turn(text(1, 300), one)
@@ -178,7 +178,7 @@ async def test_turns_of_one_session_at_the_same_time_are_all_right(tmp_path: Pat
     assert cache(later).cached_tokens >= len(base)
 
 
-async def test_demoting_gives_the_memory_back(tmp_path: Path) -> None:
+async def test_demoting_gives_the_memory_back(tmp_path: Path):
     one = session("one")
     async with engine("llama", tmp_path) as it:
         gc.collect()  # leftovers of earlier engines
@@ -194,7 +194,7 @@ async def test_demoting_gives_the_memory_back(tmp_path: Path) -> None:
     assert cold.active_bytes - empty.active_bytes < nbytes // 20
 
 
-async def test_what_cannot_be_demoted_says_why(tmp_path: Path) -> None:
+async def test_what_cannot_be_demoted_says_why(tmp_path: Path):
     one = session("one")
     async with engine("llama", tmp_path) as it:
         assert await it.verbs.report(one) is None
@@ -210,16 +210,14 @@ async def test_what_cannot_be_demoted_says_why(tmp_path: Path) -> None:
         await it.verbs.pin(one, False)
         assert (await it.verbs.demote(one, "disk")).kept == ""
         report = await it.verbs.report(one)
-    assert report is not None and report.tier == "disk" and not report.hot
+    assert report.tier == "disk" and not report.hot
     async with engine("llama") as it:
         await it.turn(text(1, 200), one)
         assert (await it.verbs.demote(one, None)).kept == "disabled"
 
 
 @pytest.mark.parametrize("prefetched", [True, False])
-async def test_a_pinned_session_stays_hot_after_a_restart_too(
-    prefetched: bool, tmp_path: Path
-) -> None:
+async def test_a_pinned_session_stays_hot_after_a_restart_too(prefetched: bool, tmp_path: Path):
     one = session("one")
     async with engine("llama", tmp_path) as it:
         first = await it.turn(text(1, 200), one)
@@ -237,14 +235,14 @@ async def test_a_pinned_session_stays_hot_after_a_restart_too(
         assert (await it.verbs.demote(one, None)).kept == ""
 
 
-async def test_prefetch_makes_a_session_hot_before_its_turn(tmp_path: Path) -> None:
+async def test_prefetch_makes_a_session_hot_before_its_turn(tmp_path: Path):
     one = session("one")
     async with engine("llama", tmp_path) as it:
         first = await it.turn(text(1, 300), one)
         await it.settled()
         await it.demote_all()
         done = await it.verbs.prefetch(one)
-        assert done.report is not None and done.report.hot and done.report.tokens == 308
+        assert done.report.hot and done.report.tokens == 308
         second = await it.turn(text(1, 300) + first.tokens + NEW, one)
         await it.settled()
         await it.demote_all()
@@ -259,7 +257,7 @@ async def test_prefetch_makes_a_session_hot_before_its_turn(tmp_path: Path) -> N
     assert cache(third).cached_tokens == len(longer) - len(NEW)
 
 
-async def test_a_forgotten_session_is_nowhere(tmp_path: Path) -> None:
+async def test_a_forgotten_session_is_nowhere(tmp_path: Path):
     one = session("one")
     async with engine("llama", tmp_path) as it:
         await it.turn(text(1, 300), one)
@@ -270,7 +268,7 @@ async def test_a_forgotten_session_is_nowhere(tmp_path: Path) -> None:
         stream = it.submit(text(2, 200), session("two"), max_tokens=4000)
         reading = await begun(stream)
         busy = await it.verbs.forget(session("two"))
-        assert busy.report is not None and busy.report.busy
+        assert busy.report.busy
         stream.cancel()
         await reading
         await it.settled()
@@ -278,7 +276,7 @@ async def test_a_forgotten_session_is_nowhere(tmp_path: Path) -> None:
     assert cache(again).header() == "miss; tokens=0; reason=never-stored"
 
 
-async def test_a_damaged_chunk_costs_a_prefill_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_damaged_chunk_costs_a_prefill_and_nothing_else(tmp_path: Path):
     """The second of three chunks is damaged: the tokens before it are still good."""
     one = session("one")
     async with engine("llama", tmp_path) as it:
@@ -300,7 +298,6 @@ async def test_a_damaged_chunk_costs_a_prefill_and_nothing_else(tmp_path: Path) 
 def keys_of(it: Engine, ref: SessionRef, position: int) -> bytes:
     """The first layer's first key at ``position``, as codec raw stores it."""
     hot = it.owner.parts.hot_cache.sessions.get((ref.tenant, ref.id))
-    assert hot is not None
     keys, _ = kv_arrays.growing_run(hot.caches, position + 1)[0]
     return keys[0, position].tobytes()
 
@@ -313,9 +310,7 @@ def overwrite(file: Path, wanted: bytes) -> int:
     return found
 
 
-async def test_a_store_that_cannot_be_read_costs_a_prefill_and_nothing_else(
-    tmp_path: Path,
-) -> None:
+async def test_a_store_that_cannot_be_read_costs_a_prefill_and_nothing_else(tmp_path: Path):
     one = session("one")
     async with engine("llama", tmp_path) as it:
         first = await it.turn(text(1, 300), one)
@@ -328,7 +323,7 @@ async def test_a_store_that_cannot_be_read_costs_a_prefill_and_nothing_else(
     same(second, fresh)
 
 
-async def test_a_view_that_waits_for_the_codec_never_sees_the_next_turn(tmp_path: Path) -> None:
+async def test_a_view_that_waits_for_the_codec_never_sees_the_next_turn(tmp_path: Path):
     """The next turn writes after the tokens that are being saved, and after an edit over them."""
     one = session("one")
     async with engine("llama", tmp_path) as it:
@@ -342,7 +337,7 @@ async def test_a_view_that_waits_for_the_codec_never_sees_the_next_turn(tmp_path
     same(last, fresh)
 
 
-async def test_active_memory_is_what_mlx_says(tmp_path: Path) -> None:
+async def test_active_memory_is_what_mlx_says(tmp_path: Path):
     async with engine("llama", tmp_path) as it:
         report = it.reports.engine()
         assert report.active_bytes == mx.get_active_memory()

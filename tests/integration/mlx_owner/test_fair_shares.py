@@ -19,7 +19,7 @@ LONG = 400
 TOKEN_BYTES = 3072  # of the tiny llama, as in test_budget
 
 
-async def test_a_tenant_with_every_place_makes_way_and_ends_with_the_same_tokens() -> None:
+async def test_a_tenant_with_every_place_makes_way_and_ends_with_the_same_tokens():
     prompts = [text(i, 30) for i in range(4)]
     async with engine("llama", max_batch=4) as it:
         alone = [await it.turn(x, max_tokens=LONG) for x in prompts]
@@ -38,7 +38,7 @@ async def test_a_tenant_with_every_place_makes_way_and_ends_with_the_same_tokens
     assert [x.tokens for x in answers] == [x.tokens for x in alone]
 
 
-async def test_a_short_answer_to_another_tenant_takes_no_place_from_another() -> None:
+async def test_a_short_answer_to_another_tenant_takes_no_place_from_another():
     prompts = [text(i, 30) for i in range(4)]
     async with engine("llama", max_batch=4) as it:
         alone = [await it.turn(x, max_tokens=LONG) for x in prompts]
@@ -56,7 +56,7 @@ async def test_a_short_answer_to_another_tenant_takes_no_place_from_another() ->
     assert [x.tokens for x in answers] == [x.tokens for x in alone]
 
 
-async def test_a_second_visitor_waits_for_a_place_like_everybody() -> None:
+async def test_a_second_visitor_waits_for_a_place_like_everybody():
     """Four places have one guest beside them: the next tenant takes the place of a row."""
     async with engine("llama", max_batch=4) as it:
         greedy = [
@@ -74,7 +74,7 @@ async def test_a_second_visitor_waits_for_a_place_like_everybody() -> None:
     assert counters["visits"] >= 1 and counters["parked"] >= 2  # the guest's visit ended as well
 
 
-async def test_rows_that_wait_take_turns_with_those_of_their_own_tenant() -> None:
+async def test_rows_that_wait_take_turns_with_those_of_their_own_tenant():
     """While another keeps a place, no row of the greedy tenant waits until a row ends."""
     async with engine("llama", max_batch=2) as it:
         greedy = [
@@ -87,7 +87,7 @@ async def test_rows_that_wait_take_turns_with_those_of_their_own_tenant() -> Non
     assert parked >= 2 * LONG // 64 // 2  # the one place goes to and fro
 
 
-async def test_they_do_so_while_another_tenant_is_always_first_in_the_line() -> None:
+async def test_they_do_so_while_another_tenant_is_always_first_in_the_line():
     """Both get as many tokens with each step: who was ahead by a few stays so, and is no head."""
     counts: dict[str, Counter[str]] = {"a": Counter(), "b": Counter()}
     at_the_first_end: dict[str, int] = {}
@@ -118,7 +118,7 @@ async def test_they_do_so_while_another_tenant_is_always_first_in_the_line() -> 
     assert min(at_the_first_end.values()) >= LONG - 4 * 64
 
 
-async def test_a_short_prompt_does_not_wait_for_ten_long_ones_of_its_tenant() -> None:
+async def test_a_short_prompt_does_not_wait_for_ten_long_ones_of_its_tenant():
     order: list[str] = []
 
     async def follow(name: str, num_tokens: int) -> None:
@@ -135,7 +135,7 @@ async def test_a_short_prompt_does_not_wait_for_ten_long_ones_of_its_tenant() ->
     assert order.index("short") <= 2  # after the one that ran, and the oldest
 
 
-async def test_a_parked_row_samples_every_position_once() -> None:
+async def test_a_parked_row_samples_every_position_once():
     async with engine("llama", max_batch=2) as it:
         samplers = [Counting() for _ in range(2)]
         reading = [
@@ -167,7 +167,7 @@ class Counting:
         return mx.array([(self._next - 1) % 400])
 
 
-async def test_a_long_prompt_that_is_being_fed_makes_way_too() -> None:
+async def test_a_long_prompt_that_is_being_fed_makes_way_too():
     async with engine("llama", max_batch=1, prefill_step=32) as it:
         expected = await it.turn(text(1, 700))
         long = it.submit(text(1, 700), session("long", "greedy"))
@@ -179,7 +179,7 @@ async def test_a_long_prompt_that_is_being_fed_makes_way_too() -> None:
     assert answer.tokens == expected.tokens
 
 
-async def test_a_parked_prompt_is_shown_as_far_as_it_was_fed() -> None:
+async def test_a_parked_prompt_is_shown_as_far_as_it_was_fed():
     shown: list[RequestProgress] = []  # while it was parked
     async with engine("llama", max_batch=1, prefill_step=32) as it:
         reading = asyncio.create_task(
@@ -199,7 +199,7 @@ async def test_a_parked_prompt_is_shown_as_far_as_it_was_fed() -> None:
     assert {x.prompt_tokens for x in shown} == {700}
 
 
-async def test_who_is_cancelled_while_parked_leaves_nothing() -> None:
+async def test_who_is_cancelled_while_parked_leaves_nothing():
     async with engine("llama", max_batch=1) as it:
         greedy = it.submit(text(1, 30), session("g", "greedy"), max_tokens=LONG)
         reading = await begun(greedy)
@@ -215,9 +215,7 @@ async def test_who_is_cancelled_while_parked_leaves_nothing() -> None:
         assert it.reports.engine().num_running == 0
 
 
-async def test_short_of_memory_parked_rows_sleep_and_end_with_the_same_tokens(
-    tmp_path: Path,
-) -> None:
+async def test_short_of_memory_parked_rows_sleep_and_end_with_the_same_tokens(tmp_path: Path):
     """Places for four, memory for two: who makes way cannot keep its KV hot."""
     prompts = [text(i, 200) for i in range(3)]
     budget = 3 * (300 + 256) * TOKEN_BYTES
@@ -239,7 +237,7 @@ async def test_short_of_memory_parked_rows_sleep_and_end_with_the_same_tokens(
     assert [x.tokens for x in answers] == [x.tokens for x in expected]
 
 
-async def test_tenants_that_all_wait_get_equal_tokens_for_any_demand() -> None:
+async def test_tenants_that_all_wait_get_equal_tokens_for_any_demand():
     """Forty, twelve and eight requests at once: Jain's index while the last of the eight waits."""
     asked = {"large": 40, "middle": 12, "small": 8}
     served: Counter[str] = Counter()
@@ -258,7 +256,7 @@ async def test_tenants_that_all_wait_get_equal_tokens_for_any_demand() -> None:
     assert sum(tokens) ** 2 / (3 * sum(x * x for x in tokens)) > 0.95
 
 
-async def test_a_newcomer_waits_for_steps_not_for_answers() -> None:
+async def test_a_newcomer_waits_for_steps_not_for_answers():
     """Between its arrival and its first token, each row of the busy tenant gets a few tokens."""
     async with engine("llama", max_batch=4) as it:
         streams = [
@@ -273,7 +271,7 @@ async def test_a_newcomer_waits_for_steps_not_for_answers() -> None:
         await asyncio.gather(*reading)
 
 
-async def test_each_request_visits_once() -> None:
+async def test_each_request_visits_once():
     """Five endless rows of five tenants take turns on four places, one of them a guest at first."""
     async with engine("llama", max_batch=4) as it:
         rows = [
@@ -285,7 +283,7 @@ async def test_each_request_visits_once() -> None:
     assert counters["visits"] == 1 and counters["parked"] >= 4
 
 
-async def test_who_is_ahead_does_not_visit() -> None:
+async def test_who_is_ahead_does_not_visit():
     """Long prompts with short answers: each counts as 150 tokens, and others get as many."""
     async with engine("llama", max_batch=4, prefill_step=512) as it:
         streams = [
@@ -303,7 +301,7 @@ async def test_who_is_ahead_does_not_visit() -> None:
     assert 1 <= turns <= 2 + LONG // 100
 
 
-async def test_guests_never_become_more_rows_than_there_are_places() -> None:
+async def test_guests_never_become_more_rows_than_there_are_places():
     """A guest that is ahead and a newcomer visit together; no row makes way in vain."""
     async with engine("llama", max_batch=8, prefill_step=32) as it:
         budget = it.owner.parts.budget

@@ -26,7 +26,7 @@ A, B = session("a"), session("b")
 
 async def test_a_prefetch_pairs_kv_with_its_own_tokens_though_a_save_comes_in_between(
     tmp_path: Path,
-) -> None:
+):
     async with engine("llama", tmp_path) as it:
         store, history = it.store, text(1, 200)
         first = await it.turn(history, A, max_tokens=4)
@@ -46,16 +46,13 @@ async def test_a_prefetch_pairs_kv_with_its_own_tokens_though_a_save_comes_in_be
         surround(it, record=record)
         await it.verbs.prefetch(A)
         hot = it.owner.parts.hot_cache.sessions.get((A.tenant, A.id))
-        assert hot is not None
         assert hot.caches[0].offset == len(hot.tokens) == len(history) + 4
         third = await it.turn(longest, A)
-    assert third.cache is not None and third.cache.source == "hot"
+    assert third.cache.source == "hot"
     assert third.tokens == expected.tokens
 
 
-async def test_a_save_that_fails_fails_no_request(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_save_that_fails_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     async with engine("llama", tmp_path) as it:
         store = it.store
 
@@ -85,7 +82,7 @@ async def test_a_save_that_fails_fails_no_request(
 
 async def test_kv_that_cannot_be_kept_fails_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     compact, calls = kv_arrays.compact, []
 
     def fails_once(caches: Caches) -> None:
@@ -108,7 +105,7 @@ async def test_kv_that_cannot_be_kept_fails_no_request(
 
 async def test_a_sequence_lost_between_its_prompt_and_its_batch_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     def nowhere(sequence: Sequence, caches: Caches) -> None:
         raise RuntimeError("no batch")
 
@@ -123,7 +120,7 @@ async def test_a_sequence_lost_between_its_prompt_and_its_batch_is_reported(
     assert "a round of the engine failed" in caplog.text
 
 
-async def test_a_prefetch_whose_kv_is_no_use_is_counted(tmp_path: Path) -> None:
+async def test_a_prefetch_whose_kv_is_no_use_is_counted(tmp_path: Path):
     async with engine("llama", tmp_path) as it:
         await it.turn(text(1, 200), A)
         await it.settled()
@@ -134,12 +131,11 @@ async def test_a_prefetch_whose_kv_is_no_use_is_counted(tmp_path: Path) -> None:
             return replace(store.load(match), run=[])
 
         surround(it, load=load)
-        report = (await it.verbs.prefetch(A)).report
-        assert report is not None and not report.hot
+        assert not (await it.verbs.prefetch(A)).report.hot
         assert it.reports.engine().counters["rebuild_failures"] == 1
 
 
-async def test_a_session_that_is_deleted_while_it_wakes_stays_deleted(tmp_path: Path) -> None:
+async def test_a_session_that_is_deleted_while_it_wakes_stays_deleted(tmp_path: Path):
     reading, go_on = threading.Event(), threading.Event()
 
     async with engine("llama", tmp_path) as it:
@@ -163,7 +159,7 @@ async def test_a_session_that_is_deleted_while_it_wakes_stays_deleted(tmp_path: 
         assert it.reports.sessions() == []
 
 
-async def test_a_prefetch_that_begins_during_a_delete_brings_nothing_back(tmp_path: Path) -> None:
+async def test_a_prefetch_that_begins_during_a_delete_brings_nothing_back(tmp_path: Path):
     """The store is asked for the session just before it removes it."""
     loop = asyncio.get_running_loop()
     async with engine("llama", tmp_path) as it:

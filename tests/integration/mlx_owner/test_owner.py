@@ -19,7 +19,7 @@ pytestmark = pytest.mark.mlx
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_uneven_batch_answers_as_each_prompt_does_alone(kind: str) -> None:
+async def test_an_uneven_batch_answers_as_each_prompt_does_alone(kind: str):
     prompts = [text(i, 20 + 37 * i) for i in range(4)]
     async with engine(kind) as it:
         alone = [await it.turn(x) for x in prompts]
@@ -28,21 +28,20 @@ async def test_an_uneven_batch_answers_as_each_prompt_does_alone(kind: str) -> N
     assert all(len(x.tokens) == 8 and x.finished == {0: "length"} for x in together)
 
 
-async def test_a_hot_session_is_continued_and_not_prefilled_again() -> None:
+async def test_a_hot_session_is_continued_and_not_prefilled_again():
     one = session("one")
     async with engine("llama") as it:
         first = await it.turn(text(1, 50), one)
         longer = text(1, 50) + first.tokens + [5, 6, 7]
         second = await it.turn(longer, one)
         fresh = await it.turn(longer)
-    assert first.cache is not None and first.cache.source == "miss"
-    assert second.cache is not None
+    assert first.cache.source == "miss"
     assert (second.cache.source, second.cache.cached_tokens) == ("hot", 58)
     assert second.cache.reason is None
     assert second.tokens == fresh.tokens
 
 
-async def test_an_edited_turn_reuses_what_it_still_shares() -> None:
+async def test_an_edited_turn_reuses_what_it_still_shares():
     one = session("one")
     async with engine("llama") as it:
         first = await it.turn(text(1, 50), one)
@@ -50,28 +49,26 @@ async def test_an_edited_turn_reuses_what_it_still_shares() -> None:
         second = await it.turn(edited, one)
         fresh = await it.turn(edited)
         again = await it.turn(text(1, 50), one)
-    assert second.cache is not None and second.cache.header() == "hot; tokens=40; reason=diverged"
+    assert second.cache.header() == "hot; tokens=40; reason=diverged"
     assert second.tokens == fresh.tokens
     assert again.tokens == first.tokens
 
 
-async def test_another_session_of_the_tenant_shares_a_prefix_and_one_of_another_does_not() -> None:
+async def test_another_session_of_the_tenant_shares_a_prefix_and_one_of_another_does_not():
     prompt = text(1, 80)
     async with engine("llama") as it:
         await it.turn(prompt, session("one"))
         shared = await it.turn(prompt[:60] + text(3, 10), session("two"))
         strange = await it.turn(prompt[:60] + text(3, 10), session("one", "stranger"))
         first = await it.turn(prompt + [7], session("one"))
-    assert shared.cache is not None and shared.cache.header() == "hot; tokens=60"
-    assert strange.cache is not None and strange.cache.source == "miss"
+    assert shared.cache.header() == "hot; tokens=60"
+    assert strange.cache.source == "miss"
     assert shared.tokens == strange.tokens
-    assert first.cache is not None and first.cache.cached_tokens == 80  # still whole
+    assert first.cache.cached_tokens == 80
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next", "mamba2"])
-async def test_a_cache_that_cannot_be_cut_is_reused_only_if_the_prompt_extends_it(
-    kind: str,
-) -> None:
+async def test_a_cache_that_cannot_be_cut_is_reused_only_if_the_prompt_extends_it(kind: str):
     one = session("one")
     async with engine(kind) as it:
         first = await it.turn(text(1, 50), one)
@@ -79,12 +76,12 @@ async def test_a_cache_that_cannot_be_cut_is_reused_only_if_the_prompt_extends_i
         extended = await it.turn(text(1, 45) + [5, 6] + edited.tokens + [7], one)
         fresh = await it.turn(text(1, 45) + [5, 6] + edited.tokens + [7])
     assert len(first.tokens) == 8
-    assert edited.cache is not None and edited.cache.header() == "miss; tokens=0; reason=diverged"
-    assert extended.cache is not None and extended.cache.header() == "hot; tokens=55"
+    assert edited.cache.header() == "miss; tokens=0; reason=diverged"
+    assert extended.cache.header() == "hot; tokens=55"
     assert extended.tokens == fresh.tokens
 
 
-async def test_n_rows_share_one_prefill_and_the_first_is_the_sessions() -> None:
+async def test_n_rows_share_one_prefill_and_the_first_is_the_sessions():
     one = session("one")
     constant = SequenceSampling(sampler=lambda logprobs: mx.array([123]))
     async with engine("llama") as it:
@@ -95,10 +92,10 @@ async def test_n_rows_share_one_prefill_and_the_first_is_the_sessions() -> None:
         second = await it.turn(longer, one)
     assert answer.rows[1] == [123] * 8
     assert answer.rows[0] == answer.rows[2] != answer.rows[1]
-    assert second.cache is not None and second.cache.cached_tokens == 58
+    assert second.cache.cached_tokens == 58
 
 
-async def test_more_rows_than_the_batch_has_are_served_in_groups() -> None:
+async def test_more_rows_than_the_batch_has_are_served_in_groups():
     async with engine("llama", max_batch=2) as it:
         answer = await it.turn(text(1, 50), session("one"), sampling=[SequenceSampling()] * 5)
     assert sorted(answer.rows) == [0, 1, 2, 3, 4]
@@ -106,7 +103,7 @@ async def test_more_rows_than_the_batch_has_are_served_in_groups() -> None:
     assert set(answer.finished.values()) == {"length"}
 
 
-async def test_stop_sequences_end_a_row_and_their_tokens_are_delivered() -> None:
+async def test_stop_sequences_end_a_row_and_their_tokens_are_delivered():
     async with engine("llama") as it:
         free = await it.turn(text(1, 50), max_tokens=12)
         stopped = await it.turn(text(1, 50), max_tokens=12, stop=[tuple(free.tokens[3:6])])
@@ -114,7 +111,7 @@ async def test_stop_sequences_end_a_row_and_their_tokens_are_delivered() -> None
     assert stopped.finished == {0: "stop"}
 
 
-async def test_a_stopped_row_leaves_its_slot_and_the_others_go_on() -> None:
+async def test_a_stopped_row_leaves_its_slot_and_the_others_go_on():
     async with engine("llama", max_batch=2) as it:
         stream = it.submit(
             text(1, 50),
@@ -133,7 +130,7 @@ async def test_a_stopped_row_leaves_its_slot_and_the_others_go_on() -> None:
     assert answer.finished == {0: "cancelled", 1: "cancelled"}
 
 
-async def test_what_a_cancelled_turn_computed_is_kept() -> None:
+async def test_what_a_cancelled_turn_computed_is_kept():
     one = session("one")
     async with engine("llama") as it:
         stream = it.submit(text(1, 50), one, max_tokens=4000)
@@ -143,7 +140,7 @@ async def test_what_a_cancelled_turn_computed_is_kept() -> None:
         again = await it.turn(text(1, 50) + answer.tokens + [7], one)
         assert not it.reports.engine().num_running
     assert answer.finished == {0: "cancelled"}
-    assert again.cache is not None and again.cache.source == "hot"
+    assert again.cache.source == "hot"
     assert again.cache.cached_tokens == 50 + len(answer.tokens)
 
 
@@ -168,7 +165,7 @@ class WatchedLayer:
 @pytest.mark.parametrize("with_store", [False, True], ids=["hot", "cold"])
 async def test_a_prefill_that_is_abandoned_ends_with_its_step_and_is_gone_on_with(
     kind: str, with_store: bool, tmp_path: Path
-) -> None:
+):
     one, prompt, at = session("one"), text(1, 64 * 12), 4
     async with engine(kind, tmp_path if with_store else None) as it:
         leaving: list[Callable[[], None]] = []
@@ -192,7 +189,7 @@ async def test_a_prefill_that_is_abandoned_ends_with_its_step_and_is_gone_on_wit
     assert again.cache.cached_tokens == at * 64
 
 
-async def test_a_turn_that_is_cancelled_while_it_waits_never_starts() -> None:
+async def test_a_turn_that_is_cancelled_while_it_waits_never_starts():
     async with engine("llama", max_batch=1) as it:
         running = it.submit(text(1, 50), max_tokens=4000)
         waiting = it.submit(text(2, 50), session("two"))
@@ -222,7 +219,7 @@ def _bad_processor(after: int) -> Any:
 
 
 @pytest.mark.parametrize("after", [0, 3])
-async def test_a_processor_that_raises_kills_its_own_request_only(after: int) -> None:
+async def test_a_processor_that_raises_kills_its_own_request_only(after: int):
     async with engine("llama") as it:
         expected = await it.turn(text(1, 50), max_tokens=20)
         good = it.submit(text(1, 50), max_tokens=20)
@@ -235,7 +232,7 @@ async def test_a_processor_that_raises_kills_its_own_request_only(after: int) ->
     assert len(answers[1].tokens) < 20
 
 
-async def test_an_error_of_a_processor_after_the_last_token_spoils_nothing() -> None:
+async def test_an_error_of_a_processor_after_the_last_token_spoils_nothing():
     async with engine("llama") as it:
         answer = await it.turn(
             text(1, 50), sampling=(SequenceSampling(None, (_bad_processor(8),)),)
@@ -243,7 +240,7 @@ async def test_an_error_of_a_processor_after_the_last_token_spoils_nothing() -> 
     assert answer.failed == "" and len(answer.tokens) == 8
 
 
-async def test_processors_of_the_wrong_shape_are_their_requests_fault() -> None:
+async def test_processors_of_the_wrong_shape_are_their_requests_fault():
     bad = SequenceSampling(None, (lambda tokens, logits: logits[:, :5],))
     async with engine("llama") as it:
         assert "logits of shape" in (await it.turn(text(1, 50), sampling=(bad,))).failed
@@ -253,7 +250,7 @@ async def test_processors_of_the_wrong_shape_are_their_requests_fault() -> None:
         )
 
 
-async def test_a_step_that_fails_takes_its_batch_along_and_the_engine_lives_on() -> None:
+async def test_a_step_that_fails_takes_its_batch_along_and_the_engine_lives_on():
     async with engine("llama") as it:
         expected = await it.turn(text(1, 50))
         stream = it.submit(text(2, 50), session("two"), max_tokens=4000)
@@ -267,7 +264,7 @@ async def test_a_step_that_fails_takes_its_batch_along_and_the_engine_lives_on()
     assert again.tokens == expected.tokens
 
 
-async def test_prompts_that_cannot_fit_are_refused_with_both_numbers() -> None:
+async def test_prompts_that_cannot_fit_are_refused_with_both_numbers():
     async with engine("llama", max_context=100) as it:
         assert it.owner.facts.max_context == 100
         with pytest.raises(ContextTooLong, match="120 tokens.*100 tokens"):
@@ -276,7 +273,7 @@ async def test_prompts_that_cannot_fit_are_refused_with_both_numbers() -> None:
     assert len(answer.tokens) == 5
 
 
-async def test_the_line_is_bounded_and_no_tenant_may_fill_it() -> None:
+async def test_the_line_is_bounded_and_no_tenant_may_fill_it():
     async with engine("llama", max_batch=1) as it:
         running = it.submit(text(1, 50), max_tokens=4000)
         streams = [it.submit(text(2, 50), session("x")) for _ in range(12)]
@@ -292,7 +289,7 @@ async def test_the_line_is_bounded_and_no_tenant_may_fill_it() -> None:
         await asyncio.gather(*(read(x) for x in streams))
 
 
-async def test_rows_that_outgrow_their_bucket_go_on_as_if_nothing_happened() -> None:
+async def test_rows_that_outgrow_their_bucket_go_on_as_if_nothing_happened():
     """1,000 + 60 tokens cross the first bound; a second row keeps the bucket alive meanwhile."""
     prompt = text(1, 1000)
     async with engine("llama") as it:
@@ -305,7 +302,7 @@ async def test_rows_that_outgrow_their_bucket_go_on_as_if_nothing_happened() -> 
     assert mixed[1].tokens == short.tokens
 
 
-async def test_a_stop_sequence_is_found_across_the_bound_of_a_bucket() -> None:
+async def test_a_stop_sequence_is_found_across_the_bound_of_a_bucket():
     script = list(range(100, 140))
     ends = tuple(script[20:29])  # tokens 1,020 to 1,028 of the row: the bound lies in between
     async with engine("llama") as it:
@@ -325,7 +322,7 @@ def _scripted(tokens: list[int]) -> Any:
 
 async def test_a_defect_of_the_loop_fails_what_runs_and_the_next_turn_is_right(
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     async with engine("llama") as it:
         expected = await it.turn(text(1, 50))
         reading = await begun(it.submit(text(2, 50), session("x"), max_tokens=4000))

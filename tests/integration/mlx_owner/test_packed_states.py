@@ -32,7 +32,7 @@ def snapshots(it: Engine) -> dict[bytes, bytes]:
 @pytest.mark.parametrize("kind, codec, times", PACKED)
 async def test_states_sleep_smaller_and_come_back(
     kind: str, codec: str, times: float, tmp_path: Path
-) -> None:
+):
     prompt, sizes = text(1, 200), {}
     for name in ("raw", codec):
         async with engine(kind, tmp_path / name.replace("+", "-"), codec=name) as it:
@@ -45,14 +45,14 @@ async def test_states_sleep_smaller_and_come_back(
             await it.demote_all()
             longer = [*prompt, *first.tokens, 5, 6, 7]
             woken = await it.turn(longer, session("one"))
-            assert woken.cache is not None and woken.cache.header().startswith("cold-ram")
+            assert woken.cache.header().startswith("cold-ram")
             fresh = await it.turn(longer)
             moved = np.abs(np.array(woken.logprobs[:1]) - np.array(fresh.logprobs[:1]))
             assert (moved < (1e-3 if name == "raw" else 0.5)).all()
     assert sizes["raw"] > times * sizes[codec]
 
 
-async def test_a_session_that_was_saved_exactly_is_still_read(tmp_path: Path) -> None:
+async def test_a_session_that_was_saved_exactly_is_still_read(tmp_path: Path):
     prompt = text(1, 200)
     async with engine("gemma3_text", tmp_path, codec="raw") as it:
         first = await it.turn(prompt, session("one"))
@@ -60,13 +60,11 @@ async def test_a_session_that_was_saved_exactly_is_still_read(tmp_path: Path) ->
         await it.demote_all()
     async with engine("gemma3_text", tmp_path, codec="raw", disk_codec="tq4") as it:
         again = await it.turn([*prompt, *first.tokens, 9], session("one"))
-        assert again.cache is not None and again.cache.header().startswith("cold-disk")
+        assert again.cache.header().startswith("cold-disk")
 
 
 @pytest.mark.parametrize("kind, codec", [("gemma3_text", "tq4"), ("mamba2", "raw+state8")])
-async def test_a_hundred_sleeps_leave_the_bytes_of_the_first(
-    kind: str, codec: str, tmp_path: Path
-) -> None:
+async def test_a_hundred_sleeps_leave_the_bytes_of_the_first(kind: str, codec: str, tmp_path: Path):
     prompt = text(1, 200)
     async with engine(kind, tmp_path, codec=codec) as it:
         await it.turn(prompt, session("one"), max_tokens=1)
@@ -80,7 +78,7 @@ async def test_a_hundred_sleeps_leave_the_bytes_of_the_first(
         assert snapshots(it) == before
 
 
-async def test_rows_of_a_window_are_packed_once(tmp_path: Path) -> None:
+async def test_rows_of_a_window_are_packed_once(tmp_path: Path):
     """A turn of a few tokens after a sleep: packed rows keep their bytes in the next state."""
     prompt = text(1, 200)
     async with engine("gemma3_text", tmp_path, codec="tq4") as it:
@@ -90,7 +88,7 @@ async def test_rows_of_a_window_are_packed_once(tmp_path: Path) -> None:
         await it.demote_all()
         longer = [*prompt, *first.tokens, 5, 6]
         again = await it.turn(longer, session("one"), max_tokens=4)
-        assert again.cache is not None and again.cache.header().startswith("cold-ram")
+        assert again.cache.header().startswith("cold-ram")
         await it.settled()
         after = _segments(it)
         newest = max(after)

@@ -26,14 +26,14 @@ async def test_a_session_that_may_not_be_pinned_sleeps_as_before(tmp_path: Path)
         with pytest.raises(PinLimit, match="pinned_share"):
             await it.verbs.pin(one, True)
         report = await it.verbs.report(one)
-        assert report is not None and not report.pinned
+        assert not report.pinned
         assert (await it.verbs.demote(one, None)).kept == ""
         it.owner.parts.hot_cache.sessions.pin(
             ("tenant", "two"), True
         )  # before its save was through
         await it.verbs.pin_saved(two)
         report = await it.verbs.report(two)
-        assert report is not None and report.hot and not report.pinned
+        assert report.hot and not report.pinned
 
 
 async def test_a_session_that_the_store_lost_is_reported_and_loses_its_pin(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ async def test_a_session_that_is_unpinned_while_it_comes_back_stays_unpinned(
         go_on.set()
         await woken
         report = await it.verbs.report(one)
-        assert report is not None and report.hot and not report.pinned
+        assert report.hot and not report.pinned
 
 
 async def test_a_session_that_was_pinned_before_comes_back_pinned(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from engines.mlx_worker.owner import Owner
 from tests.integration.tiny_models import tiny_model
 from tests.integration.worker_http.stage import Open, Stage, staged
 from tests.tiny_tokenizer import tiny_tokenizer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.mlx
 
@@ -69,9 +70,7 @@ def unit(vector: Any) -> Any:
 
 @pytest.mark.parametrize("step", [1, 7, 512])
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-async def test_a_vector_is_the_mean_of_the_models_states(
-    tmp_path: Path, step: int, kind: str
-) -> None:
+async def test_a_vector_is_the_mean_of_the_models_states(tmp_path: Path, step: int, kind: str):
     async with embedding(tmp_path, step, kind) as stage:
         (vector,) = await of(stage, LONG[:30])
         wanted = unit((await states(stage, LONG[:30])).mean(axis=0))
@@ -79,7 +78,7 @@ async def test_a_vector_is_the_mean_of_the_models_states(
     assert np.isclose(np.linalg.norm(vector), 1, atol=1e-5)
 
 
-def test_models_that_were_made_for_it_give_their_last_state(tmp_path: Path) -> None:
+def test_models_that_were_made_for_it_give_their_last_state(tmp_path: Path):
     (tmp_path / "1_Pooling").mkdir()
     file = tmp_path / "1_Pooling" / "config.json"
     modes = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
@@ -89,7 +88,7 @@ def test_models_that_were_made_for_it_give_their_last_state(tmp_path: Path) -> N
     assert pooling_of(tmp_path) == "mean" == pooling_of(None)
 
 
-async def test_the_last_state_is_that_of_the_whole_text(tmp_path: Path) -> None:
+async def test_the_last_state_is_that_of_the_whole_text(tmp_path: Path):
     async with embedding(tmp_path) as stage:
         owner = stage.owner
         read = HiddenStates(owner.loaded.model, inner_of(owner.loaded.model), "last")
@@ -100,7 +99,7 @@ async def test_the_last_state_is_that_of_the_whole_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["one", ["one", "two three"], [5, 6, 7], [[5, 6], [7]]])
-async def test_every_form_of_input(tmp_path: Path, given: Any) -> None:
+async def test_every_form_of_input(tmp_path: Path, given: Any):
     async with embedding(tmp_path) as stage:
         answer = await stage.client.embeddings.create(model="toy", input=given)
         floats = await of(stage, given, encoding_format="float")
@@ -114,14 +113,14 @@ async def test_every_form_of_input(tmp_path: Path, given: Any) -> None:
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
 
 
-async def test_fewer_dimensions_are_a_vector_of_length_one_again(tmp_path: Path) -> None:
+async def test_fewer_dimensions_are_a_vector_of_length_one_again(tmp_path: Path):
     async with embedding(tmp_path) as stage:
         (whole,), (short,) = await of(stage, "one"), await of(stage, "one", dimensions=5)
     assert len(short) == 5 < len(whole)
     assert np.allclose(short, unit(np.array(whole[:5])), atol=1e-5)
 
 
-async def test_answers_go_on_meanwhile(tmp_path: Path) -> None:
+async def test_answers_go_on_meanwhile(tmp_path: Path):
     """A chat that comes while a long text is read, one token at a time, ends before it."""
     async with embedding(tmp_path, step=1) as stage:
         (wanted,) = await of(stage, LONG)
@@ -136,7 +135,7 @@ async def test_answers_go_on_meanwhile(tmp_path: Path) -> None:
     assert np.allclose(vectors, [wanted] * 20, atol=1e-5)
 
 
-async def test_a_client_that_leaves_ends_it(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_ends_it(tmp_path: Path):
     async with embedding(tmp_path, step=1) as stage:
         reading = asyncio.create_task(of(stage, [LONG] * 500))
         await asyncio.sleep(0.1)
@@ -163,7 +162,7 @@ async def test_a_client_that_leaves_ends_it(tmp_path: Path) -> None:
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
     ],
 )
-async def test_what_cannot_be_embedded(tmp_path: Path, body: Any, param: str) -> None:
+async def test_what_cannot_be_embedded(tmp_path: Path, body: Any, param: str):
     async with embedding(tmp_path) as stage:
         with pytest.raises(openai.BadRequestError) as caught:
             await stage.client.post("/embeddings", body={"model": "toy", **body}, cast_to=object)
@@ -171,7 +170,7 @@ async def test_what_cannot_be_embedded(tmp_path: Path, body: Any, param: str) ->
         assert len(await of(stage, "still there")) == 1
 
 
-async def test_a_text_that_is_nothing_to_the_tokenizer(tmp_path: Path) -> None:
+async def test_a_text_that_is_nothing_to_the_tokenizer(tmp_path: Path):
     async with embedding(tmp_path) as stage:
         stage.tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
         with pytest.raises(openai.BadRequestError) as caught:
@@ -179,7 +178,7 @@ async def test_a_text_that_is_nothing_to_the_tokenizer(tmp_path: Path) -> None:
         assert caught.value.param == "input"
 
 
-async def test_an_engine_or_a_model_without_it_says_so(tmp_path: Path, toy: Open) -> None:
+async def test_an_engine_or_a_model_without_it_says_so(tmp_path: Path, toy: Open):
     async with toy() as stage:
         with pytest.raises(openai.NotFoundError):
             await of(stage, "a")
@@ -191,7 +190,7 @@ async def test_an_engine_or_a_model_without_it_says_so(tmp_path: Path, toy: Open
         assert await stage.chat(max_tokens=2)
 
 
-async def test_a_long_text_waits_for_memory_and_a_short_one_does_not(tmp_path: Path) -> None:
+async def test_a_long_text_waits_for_memory_and_a_short_one_does_not(tmp_path: Path):
     owner = Owner(lambda: tiny_model("llama"), EngineConfig(max_batch=1), "toy")
     await owner.start()
     try:
@@ -200,9 +199,7 @@ async def test_a_long_text_waits_for_memory_and_a_short_one_does_not(tmp_path: P
             # One answer runs and another waits for its place.
             ask = partial(stage.chat, max_tokens=3000, extra_body={"ignore_eos": True})
             running = [asyncio.create_task(ask()) for _ in range(2)]
-            async with asyncio.timeout(30):
-                while not owner.num_waiting:
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: owner.num_waiting)
             assert len(await of(stage, LONG[:16])) == 1
             with pytest.raises(openai.RateLimitError):
                 await of(stage, LONG)
@@ -216,7 +213,7 @@ async def test_a_long_text_waits_for_memory_and_a_short_one_does_not(tmp_path: P
 @pytest.mark.parametrize(("step_s", "fewest", "most"), [(0.001, 4, 9), (2.0, 16, 16)])
 async def test_steps_are_short_where_the_engine_is_slow(
     tmp_path: Path, step_s: float, fewest: int, most: int
-) -> None:
+):
     """A short answer waits for several of them."""
     readings = [0.0]
 
@@ -235,7 +232,7 @@ async def test_steps_are_short_where_the_engine_is_slow(
         await owner.close()
 
 
-async def test_one_tenants_requests_leave_places_and_turns_to_others(tmp_path: Path) -> None:
+async def test_one_tenants_requests_leave_places_and_turns_to_others(tmp_path: Path):
     async with embedding(tmp_path, step=1) as stage:
         alices = asking(stage, "alice", MAX_WAITING, [LONG[:50]] * 50)
         refused, _ = await asyncio.wait(alices, return_when=asyncio.FIRST_COMPLETED)
@@ -256,7 +253,7 @@ async def test_one_tenants_requests_leave_places_and_turns_to_others(tmp_path: P
             assert len(await of(stage, "the line is empty again")) == 1
 
 
-async def test_what_is_embedded_counts_in_a_tenants_share_of_the_engine(tmp_path: Path) -> None:
+async def test_what_is_embedded_counts_in_a_tenants_share_of_the_engine(tmp_path: Path):
     async with embedding(tmp_path, step=16) as stage:
         shares = stage.owner.parts.shares
         await stage.owner.call(lambda: shares.come("other"))  # nothing is forgotten meanwhile

@@ -44,11 +44,7 @@ async def test_a_client_that_leaves_frees_its_slot(tmp_path: Path, stream: bool)
                 len(owner.parts.batches),
                 owner.parts.prefiller.num_admitted,
                 owner.num_waiting,
-            ) == (
-                0,
-                0,
-                0,
-            )
+            ) == (0, 0, 0)
     finally:
         await owner.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from engines.fake_worker.server import DataServer
 from engines.host.control_server import ControlServer
 from engines.wire import Welcome
 from kvstore.config import StoreConfig
+from tests.waiting import eventually
 
 WELCOME = Welcome(
     engine="fake", engine_version="1", model="m", max_context=1000, codec=CODEC, hibernation=True
@@ -70,7 +71,7 @@ async def fake(folder: Path) -> AsyncIterator[FakeProcess]:
 async def client(folder: Path, fake: FakeProcess) -> AsyncIterator[EngineClient]:
     engine = EngineClient(worker_config(folder))
     await engine.start()
-    await until(lambda: engine.ready)
+    await eventually(lambda: engine.ready)
     yield engine
     await engine.stop(0)
 
@@ -84,9 +85,3 @@ def worker_config(folder: Path, token: str = "right") -> WorkerConfig:
         runtime_dir=str(folder),
         token=token,
     )
-
-
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -53,7 +53,6 @@ def process(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]
 
 
 def line_of(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
     return child.stdout.readline().strip()
 
 
@@ -85,7 +84,6 @@ def test_an_engine_keeps_the_folder_of_its_killed_gateway_until_it_ends(tmp_path
             gateway.wait()
             with runtime_folder(tmp_path):
                 assert folder.exists()
-            assert engine.stdin is not None
             engine.stdin.close()
             assert engine.wait() == 0
     assert not folder.exists()
@@ -100,7 +98,6 @@ def test_an_engine_waits_for_a_killed_gateway_that_the_system_is_still_closing(t
             fcntl.flock(still_open, fcntl.LOCK_SH)
             gateway.send_signal(signal.SIGKILL)
             gateway.wait()
-            assert engine.stdin is not None
             engine.stdin.close()
             with suppress(subprocess.TimeoutExpired):
                 engine.wait(0.3)  # one that does not wait has left by then

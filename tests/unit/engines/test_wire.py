@@ -91,7 +91,7 @@ def reports(ids: list[str]) -> list[SessionReport]:
     return [
         SessionReport(
             tenant="t", id=x, hot=True, tier="disk", tokens=1, hot_bytes=1, cold_bytes=1,
-            idle_s=0.0, pinned=False, busy=False,
+            idle_s=0.0, pinned=False, busy=False
         )
         for x in ids
     ]  # fmt: skip

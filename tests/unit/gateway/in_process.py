@@ -57,13 +57,34 @@ class Answered:
         return self._body
 
 
+def json_answer(body: Any, status: int = 200) -> Answered:
+    return Answered(status, {"content-type": "application/json"}, json.dumps(body).encode())
+
+
+def chat_answer(
+    text: str | None = "yo", ending: str = "stop", usage: Any = None, **message: Any
+) -> Answered:
+    """An engine's whole answer to a chat, with one choice."""
+    said = {"role": "assistant", "content": text, **message}
+    head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": MODEL}
+    choice = {"index": 0, "message": said, "finish_reason": ending}
+    usage = usage or {"prompt_tokens": 3, "completion_tokens": 1}
+    return json_answer({**head, "choices": [choice], "usage": usage})
+
+
+def streamed(text: str = "yo", ending: bytes = b"data: [DONE]\n\n") -> Answered:
+    """An engine's answer to a chat in pieces; ``ending`` comes after the last chunk."""
+    said = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+    over = {"index": 0, "delta": {}, "finish_reason": "stop"}
+    chunks = [b"data: " + json.dumps({"choices": [x]}).encode() + b"\n\n" for x in (said, over)]
+    return Answered(200, {"content-type": "text/event-stream"}, b"".join(chunks) + ending)
+
+
 @dataclass
 class RecordingEngine:
     """Knows no sessions. Every request gets ``answer``."""
 
-    answer: Upstream = field(
-        default_factory=lambda: Answered(200, {"content-type": "application/json"}, b"{}")
-    )
+    answer: Upstream = field(default_factory=lambda: json_answer({}))
     welcome: Welcome | None = WELCOME
     asked: list[Asked] = field(default_factory=list)
 

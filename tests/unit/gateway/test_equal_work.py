@@ -73,9 +73,7 @@ def refused(tenants: Tenants, key: str) -> Work:
 
 
 @pytest.mark.parametrize("admins", [0, 2])
-def test_a_key_is_compared_by_its_hash_with_all_of_them_however_much_of_it_is_right(
-    admins: int,
-) -> None:
+def test_a_key_is_compared_by_its_hash_with_all_of_them_however_much_of_it_is_right(admins: int):
     made = [generate_key(f"tenant-{i}") for i in range(5)]
     lines = [line for _, line in made]
     tenants = Tenants(SECRET, lines, [generate_key("admin")[1] for _ in range(admins)])
@@ -87,7 +85,7 @@ def test_a_key_is_compared_by_its_hash_with_all_of_them_however_much_of_it_is_ri
     assert all(x == first for x in others)
 
 
-def test_whose_key_is_right_is_compared_with_all_of_them_as_well() -> None:
+def test_whose_key_is_right_is_compared_with_all_of_them_as_well():
     made = [generate_key(f"tenant-{i}") for i in range(5)]
     tenants = Tenants(SECRET, [line for _, line in made])
     for i, (key, _) in enumerate(made):
@@ -120,9 +118,7 @@ VERBS = [
 
 
 @pytest.mark.parametrize(("method", "verb"), VERBS)
-async def test_a_foreign_session_takes_the_same_steps_as_none_at_all(
-    method: str, verb: str
-) -> None:
+async def test_a_foreign_session_takes_the_same_steps_as_none_at_all(method: str, verb: str):
     two = Two()
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     headers = {**two.alice, "x-session-id": "secret-plan"}
@@ -141,9 +137,7 @@ async def test_a_foreign_session_takes_the_same_steps_as_none_at_all(
 
 
 @pytest.mark.parametrize("kind", ["response", "conversation", "completion"])
-def test_a_foreign_stored_object_takes_the_same_steps_as_none_at_all(
-    tmp_path: Path, kind: Kind
-) -> None:
+def test_a_foreign_stored_object_takes_the_same_steps_as_none_at_all(tmp_path: Path, kind: Kind):
     objects = Objects(shelf_in(tmp_path / "stored.sqlite", Limits(1 << 20, 1e6)), KEY_OF)
     put(objects, entry("secret-one", kind=kind), items("secret-item"), tenant="alice")
 

@@ -107,8 +107,7 @@ async def test_a_revoked_key_gets_nothing_more():
     assert await followed(app, caller, "alice", ([BOB[1]],)) == GOODBYE
 
 
-async def test_who_saw_everything_without_a_key_leaves_when_admins_have_one():
-    app = App()
+async def test_who_saw_everything_without_a_key_leaves_when_admins_have_one(app: App):
     assert await followed(app, CALLER, None, ([], [ROOT[1]])) == GOODBYE
 
 
@@ -149,8 +148,7 @@ async def test_with_a_port_of_their_own_admins_have_no_rights_elsewhere():
     assert is_admin(alone, 9000) and not is_admin(alone, 8080)
 
 
-async def test_a_page_of_another_site_cannot_act():
-    app = App()
+async def test_a_page_of_another_site_cannot_act(app: App):
     reply = await app.post("/admin/measure", {}, origin="http://evil.example")
     assert (reply.status, reply.error["code"]) == (403, "origin_not_allowed")
     reply = await app.get("/admin/keys", host="evil.example")

@@ -59,7 +59,7 @@ def has_its_shape(path: str, reply: Reply) -> None:
     assert "Traceback" not in reply.body.decode() and len(reply.body) < 2000
 
 
-async def test_bodies_that_are_no_json_object_are_refused(app: App) -> None:
+async def test_bodies_that_are_no_json_object_are_refused(app: App):
     posts = [path for method, path in await paths(app) if method == "POST"]
     assert len(posts) >= 18
     for path in posts:
@@ -73,7 +73,7 @@ async def test_bodies_that_are_no_json_object_are_refused(app: App) -> None:
     assert app.engine.asked == []
 
 
-async def test_a_body_beyond_the_bound_is_refused(app: App) -> None:
+async def test_a_body_beyond_the_bound_is_refused(app: App):
     large = b" " * (app.gateway.config.max_body_bytes + 1)
     for method, path in await paths(app):
         if method == "POST" and "{" not in path and not path.startswith("/admin"):
@@ -82,7 +82,7 @@ async def test_a_body_beyond_the_bound_is_refused(app: App) -> None:
             has_its_shape(path, reply)
 
 
-async def test_without_a_key_nothing_private_is_sent(app: App) -> None:
+async def test_without_a_key_nothing_private_is_sent(app: App):
     of_all = {"/", "/docs", "/ui", "/ui/{version}/{name}", "/livez", "/readyz", "/health", "/ping"}
     of_all |= {"/version", "/openapi.json", "/metrics"}
     for method, path in await paths(app):
@@ -112,7 +112,7 @@ async def made_by_alice(app: App) -> dict[str, str]:
     return found
 
 
-async def test_another_tenants_objects_are_ones_that_never_were(app: App) -> None:
+async def test_another_tenants_objects_are_ones_that_never_were(app: App):
     ids = await made_by_alice(app)
     never = {name: f"never-{name}" for name in ids}
     body = json.dumps({"metadata": {}, "items": []}).encode()
@@ -146,7 +146,7 @@ async def test_another_tenants_objects_are_ones_that_never_were(app: App) -> Non
 
 
 @pytest.mark.parametrize("path", [f"/v1/responses{x}" for x in ("", "/input_tokens", "/compact")])
-async def test_nor_can_they_be_gone_on_from(app: App, path: str) -> None:
+async def test_nor_can_they_be_gone_on_from(app: App, path: str):
     ids = await made_by_alice(app)
     num_asked = len(app.engine.asked)
     for field, id in [
@@ -204,9 +204,7 @@ def of_chat(part: Any) -> dict[str, Any]:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-async def test_images_are_refused_by_name(
-    app: App, path: str, body: dict[str, Any], named: str
-) -> None:
+async def test_images_are_refused_by_name(app: App, path: str, body: dict[str, Any], named: str):
     reply = await app.post(path, body, **auth("alice"))
     assert reply.status == 400
     has_its_shape(path, reply)
@@ -214,7 +212,7 @@ async def test_images_are_refused_by_name(
     assert app.engine.asked == []
 
 
-async def test_background_is_refused_by_name(app: App) -> None:
+async def test_background_is_refused_by_name(app: App):
     for path in ("/v1/responses", "/v1/responses/compact"):
         reply = await app.post(path, {"input": "x", "background": True}, **auth("alice"))
         assert (reply.status, reply.error["param"]) == (400, "background")

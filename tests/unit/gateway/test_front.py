@@ -12,20 +12,19 @@ import pytest
 from gateway.keys import generate_key
 from scheduler.config import SchedulerConfig
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine
+from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_every_answer_has_an_id_and_a_time() -> None:
-    app = App()
+async def test_every_answer_has_an_id_and_a_time(app: App) -> None:
     for reply in (await app.get("/livez"), await app.get("/nowhere"), await app.chat()):
         assert re.fullmatch(r"req_[0-9a-f]{24}", reply.headers["x-request-id"])
         assert int(reply.headers["openai-processing-ms"]) >= 0
 
 
-async def test_a_clients_request_id_is_kept_where_it_is_sane() -> None:
-    app = App()
+async def test_a_clients_request_id_is_kept_where_it_is_sane(app: App) -> None:
     assert (await app.get("/livez", x_request_id="abc-1:2")).headers["x-request-id"] == "abc-1:2"
     for bad in ("a b", "x" * 200, "a\r\nset-cookie: y", "\u00e9", "-x"):
         assert (await app.get("/livez", x_request_id=bad)).headers["x-request-id"] != bad
@@ -33,16 +32,14 @@ async def test_a_clients_request_id_is_kept_where_it_is_sane() -> None:
     assert app.engine.asked[0].headers["x-request-id"] == "trace-7"
 
 
-async def test_health_checks_need_no_host() -> None:
-    app = App()
+async def test_health_checks_need_no_host(app: App) -> None:
     for path in ("/livez", "/readyz", "/health", "/ping"):
         assert (await app.get(path, host="")).status in (200, 503)
     for path in ("/v1/models", "/metrics", "/ui"):
         assert (await app.get(path, host="")).error["code"] == "host_missing"
 
 
-async def test_paths_and_methods_that_do_not_exist() -> None:
-    app = App()
+async def test_paths_and_methods_that_do_not_exist(app: App) -> None:
     assert (await app.get("/v1/nope")).error["code"] == "not_found"
     for path, allowed in (
         ("/v1/completions", "POST"),
@@ -54,8 +51,7 @@ async def test_paths_and_methods_that_do_not_exist() -> None:
         assert reply.headers["allow"] == allowed
 
 
-async def test_a_slash_at_the_end_and_head_change_nothing() -> None:
-    app = App()
+async def test_a_slash_at_the_end_and_head_change_nothing(app: App) -> None:
     assert (await app.get("/v1/models/")).json == (await app.get("/v1/models")).json
     assert (await app.get("/livez//")).status == 200
     for path, status in (("/livez", 200), ("/v1/models", 200), ("/nope", 404)):
@@ -64,8 +60,7 @@ async def test_a_slash_at_the_end_and_head_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
-async def test_health_by_other_names(path: str) -> None:
-    app = App()
+async def test_health_by_other_names(app: App, path: str) -> None:
     assert (await app.get(path)).status == (await app.get("/readyz")).status
     app.engine.welcome = None
     assert (await app.get(path)).status == 503
@@ -126,8 +121,7 @@ async def test_a_browser_that_asks_for_a_foreign_page_gets_the_reason() -> None:
     assert reply.headers["access-control-allow-origin"] == "https://ui.example"
 
 
-async def test_pages_of_other_origins_cannot_post() -> None:
-    app = App()
+async def test_pages_of_other_origins_cannot_post(app: App) -> None:
     for origin in ("https://evil.example", "null", "http://localhost:9"):
         reply = await app.post(CHAT, BODY, origin=origin)
         assert (reply.status, reply.error["code"]) == (403, "origin_not_allowed")
@@ -180,9 +174,7 @@ async def test_health() -> None:
     early = await app.get("/readyz")
     assert (early.status, early.error["code"]) == (503, "engine_unavailable")
     following = asyncio.create_task(app.sessions.run())
-    async with asyncio.timeout(10):
-        while not app.sessions.settled:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: app.sessions.settled)
     following.cancel()
     ready = await app.get("/readyz")
     assert (ready.status, ready.json["model"]) == (200, MODEL)
@@ -201,9 +193,7 @@ async def test_scarce_memory_refuses_turns_and_says_so() -> None:
     assert refused.headers["retry-after"] == "5"
     assert app.engine.asked == []
     following = asyncio.create_task(app.sessions.run())
-    async with asyncio.timeout(10):
-        while not app.sessions.settled:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: app.sessions.settled)
     following.cancel()
     ready = await app.get("/readyz")
     assert (ready.status, ready.error["code"]) == (503, "memory_scarce")
@@ -236,8 +226,7 @@ async def test_who_may_read_metrics(settings: dict[str, str], status: int) -> No
     assert (await app.get("/metrics")).status == status
 
 
-async def test_metrics_count_answers_by_route_and_not_by_path() -> None:
-    app = App()
+async def test_metrics_count_answers_by_route_and_not_by_path(app: App) -> None:
     await app.chat(session_id="a secret name")
     await app.get("/v1/sessions/a-secret-name")
     await app.get("/some/path")

@@ -34,8 +34,7 @@ async def pages(app: App, limit: int = MAX_ROWS) -> list[list[dict[str, Any]]]:
         after = f"&after={quote(listed['next'], safe='')}"
 
 
-async def test_a_list_has_so_many_rows_and_says_where_it_goes_on():
-    app = App()
+async def test_a_list_has_so_many_rows_and_says_where_it_goes_on(app: App):
     ids = [f"s{i}" for i in range(2 * MAX_ROWS + 5)]
     used(app, app.sessions, *ids)
     found = await pages(app)
@@ -44,8 +43,7 @@ async def test_a_list_has_so_many_rows_and_says_where_it_goes_on():
     assert len((await app.get("/v1/sessions")).json["data"]) == MAX_ROWS
 
 
-async def test_sessions_used_or_forgotten_between_two_pages_end_no_walk():
-    app = App()
+async def test_sessions_used_or_forgotten_between_two_pages_end_no_walk(app: App):
     used(app, app.sessions, "a", "b/c", "d", "e")
     first = (await app.get("/v1/sessions?limit=2")).json
     assert [x["id"] for x in first["data"]] == ["e", "d"]
@@ -57,8 +55,7 @@ async def test_sessions_used_or_forgotten_between_two_pages_end_no_walk():
     assert [x["id"] for x in third["data"]] == ["a"] and "next" not in third
 
 
-async def test_of_several_models_the_pages_go_on_from_one_to_the_next():
-    app = App()
+async def test_of_several_models_the_pages_go_on_from_one_to_the_next(app: App):
     other = SessionManager(app.engine, app.sessions._config, salt_of=app.gateway.tenants.salt_of)
     config, gateway = app.gateway.config, app.gateway
     models = [
@@ -80,14 +77,12 @@ async def test_bad_pages(query):
 
 
 @pytest.mark.parametrize("after", ["9/1.0/x", "0/nan/x", "-1/1/x", "0/1..2/x", "0/1.0/"])
-async def test_a_place_that_is_none_is_no_failure_of_ours(after):
-    app = App()
+async def test_a_place_that_is_none_is_no_failure_of_ours(app: App, after):
     used(app, app.sessions, "a")
     assert (await app.get(f"/v1/sessions?after={quote(after, safe='')}")).status in (200, 400)
 
 
-async def test_a_table_of_many_is_not_counted_for_each_reader_of_figures():
-    app = App()
+async def test_a_table_of_many_is_not_counted_for_each_reader_of_figures(app: App):
     for number in (2, 3):
         used(app, app.sessions, *(f"s{i}" for i in range(number)))
         assert sum((await app.model.gauges()).sessions.values()) == number

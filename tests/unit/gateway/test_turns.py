@@ -33,15 +33,13 @@ PRIVATE: dict[str, Any] = {
 }
 
 
-async def test_private_fields_never_reach_the_engine() -> None:
-    app = App()
+async def test_private_fields_never_reach_the_engine(app: App) -> None:
     assert (await app.chat(**PRIVATE, temperature=0.5, made_up_field=1)).status == 200
     (asked,) = app.engine.asked
     assert set(asked.body) == {"model", "messages", "temperature", "made_up_field"}
 
 
-async def test_headers_of_ours_are_never_taken_from_a_client() -> None:
-    app = App()
+async def test_headers_of_ours_are_never_taken_from_a_client(app: App) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     given = {"x_thermocline_tenant": "victim", "x_thermocline_salt": "00", "x_tenant": "victim"}
     await app.post("/v1/chat/completions", body, **given)
@@ -50,8 +48,7 @@ async def test_headers_of_ours_are_never_taken_from_a_client() -> None:
     assert not any("victim" in value for value in headers.values())
 
 
-async def test_the_session_goes_out_and_comes_back() -> None:
-    app = App()
+async def test_the_session_goes_out_and_comes_back(app: App) -> None:
     reply = await app.chat(session_id="café 1")
     assert app.engine.asked[0].headers["x-session"] == "café 1"
     assert reply.headers["x-thermocline-session"] == "caf%C3%A9 1"
@@ -65,8 +62,7 @@ async def test_the_engines_report_of_its_cache_is_passed_on() -> None:
     assert reply.body == b'{"usage": null}'
 
 
-async def test_turns_of_a_chat_share_a_session_and_its_salt() -> None:
-    app = App()
+async def test_turns_of_a_chat_share_a_session_and_its_salt(app: App) -> None:
     messages = [{"role": "user", "content": "hi"}]
     await app.post("/v1/chat/completions", {"model": MODEL, "messages": messages})
     messages += [{"role": "assistant", "content": "yo"}, {"role": "user", "content": "more"}]
@@ -76,8 +72,7 @@ async def test_turns_of_a_chat_share_a_session_and_its_salt() -> None:
     assert len(bytes.fromhex(first["x-salt"])) == 32
 
 
-async def test_text_completions_take_the_same_walk() -> None:
-    app = App()
+async def test_text_completions_take_the_same_walk(app: App) -> None:
     body = {"model": MODEL, "prompt": "once upon", "prompt_cache_key": "tale"}
     assert (await app.post("/v1/completions", body)).status == 200
     (asked,) = app.engine.asked
@@ -92,8 +87,7 @@ async def test_the_model_must_be_the_one_that_is_served() -> None:
     assert app.engine.asked[0].body["model"] == MODEL
 
 
-async def test_fields_that_engines_answer_differently_are_evened_out() -> None:
-    app = App()
+async def test_fields_that_engines_answer_differently_are_evened_out(app: App) -> None:
     fields = {"max_tokens": 100, "max_completion_tokens": 99, "stream_options": {}}
     assert (await app.chat(**fields)).status == 200  # the context has 100 tokens
     assert app.engine.asked[0].body.keys() == {"model", "messages", "max_completion_tokens"}
@@ -217,8 +211,7 @@ async def test_with_keys_no_client_comes_in_without_one() -> None:
     assert key not in str(app.engine.asked)
 
 
-async def test_a_large_body_is_the_same_request() -> None:
-    app = App()
+async def test_a_large_body_is_the_same_request(app: App) -> None:
     text = "x" * LARGE_BODY_BYTES
     for _ in range(2):
         assert (await app.chat(text, temperature=0.5)).status == 200

@@ -9,7 +9,7 @@ from benchmarks.session_bytes import session_bytes
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.shapes import KVLayout, slice_tokens
 from kvstore.tiers.ram_tier import ENTRY_BYTES
-from tests.kv_sessions import kv_of, open_store, ram, ref, tokens
+from tests.kv_sessions import kv_of, ram, ref, tokens
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile, model_run
 
 CHUNK = 16  # of ``open_store``
@@ -40,10 +40,10 @@ def test_a_tail_of_any_length_takes_as_much_as_its_tokens_in_a_chunk(preset: str
         assert nbytes(count) <= begin + 1.25 * nbytes(128) * whole / 128
 
 
-def test_the_record_has_the_bytes_of_the_session() -> None:
+def test_the_record_has_the_bytes_of_the_session(opened) -> None:
     layout = KVLayout("bfloat16", SMOLLM2.layers[:4])
     tier = ram()
-    store = open_store([tier], codec="tq3", layout=layout)
+    store = opened([tier], codec="tq3", layout=layout)
     for num_tokens in (44, 60, 64, 90):
         history = tokens(num_tokens)
         assert store.save(ref(), history, kv_of(history, layout)) and store.flush(20)
@@ -53,4 +53,3 @@ def test_the_record_has_the_bytes_of_the_session() -> None:
         assert record.tail_bytes == counted.tail
         assert tier.stats().nbytes == counted.total + counted.num_blobs * ENTRY_BYTES
         assert counted.tail < layout.bytes_per_token * (num_tokens % CHUNK) / 3 + 200
-    store.close()

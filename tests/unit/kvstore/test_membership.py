@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import msgspec
@@ -22,29 +22,14 @@ from kvstore.shapes import StoredModel
 from kvstore.store.token_store import ColdStore
 from kvstore.tiers.redis_server.link import RedisLink
 from tests import kv_sessions
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
+from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = pytest.mark.redis
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 FACTS = Facts(model="a model", fingerprint="f1", codec="tq3", chunk_tokens=128, release="1.0")
 PATIENCE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(server.url) as client:
-        client.flushall()
-        yield client
 
 
 @contextmanager
@@ -57,13 +42,6 @@ def member(
         yield membership
     finally:
         membership.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def kinds(membership: Membership) -> dict[str, int]:
@@ -96,7 +74,7 @@ def roster(server: RedisServer, secret: bytes) -> Roster:
 )
 def test_engines_of_one_secret_name_their_differences(
     server: RedisServer, client: redis.Redis, change: dict[str, object], found: dict[str, int]
-) -> None:
+):
     other = msgspec.structs.replace(FACTS, **change)
     with member(server) as one, member(server, facts=other) as two:
         until(lambda: alike(one) == alike(two) == (not found))
@@ -105,7 +83,7 @@ def test_engines_of_one_secret_name_their_differences(
 
 def test_another_secret_is_reported_by_both_and_is_the_reason_of_misses(
     server: RedisServer, client: redis.Redis, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     with caplog.at_level(logging.INFO), ExitStack() as stack:
         one = stack.enter_context(member(server))
         until(lambda: one.report() is not None)
@@ -123,7 +101,7 @@ def test_another_secret_is_reported_by_both_and_is_the_reason_of_misses(
 
 def test_a_store_says_why_a_session_of_another_secret_is_unknown(
     server: RedisServer, client: redis.Redis
-) -> None:
+):
     tokens = kv_sessions.tokens(64)
     with member(server, OTHER), member(server) as company:
         until(lambda: kinds(company) == {"secret": 1})
@@ -137,14 +115,11 @@ def test_a_store_says_why_a_session_of_another_secret_is_unknown(
         # A beginning that another session of the tenant shares is no loss.
         assert store.match(unknown, unknown.salt, tokens, 64).reason is None
         members = store.stats().members
-        assert members is not None
         assert [x.kind for x in members.differing] == ["secret"]
         store.close()
 
 
-def test_engines_that_name_blocks_by_another_seed_say_so(
-    server: RedisServer, client: redis.Redis
-) -> None:
+def test_engines_that_name_blocks_by_another_seed_say_so(server: RedisServer, client: redis.Redis):
     seeded = msgspec.structs.replace(FACTS, hash_seed="7")
     with member(server) as one, member(server, facts=seeded):
         until(lambda: kinds(one) == {"seed": 1})
@@ -152,9 +127,7 @@ def test_engines_that_name_blocks_by_another_seed_say_so(
         assert one.why_unknown() == "never-stored"
 
 
-def test_an_entry_shows_nothing_to_who_lacks_the_secret(
-    server: RedisServer, client: redis.Redis
-) -> None:
+def test_an_entry_shows_nothing_to_who_lacks_the_secret(server: RedisServer, client: redis.Redis):
     with member(server) as one:
         until(lambda: len(client.keys()) == 1 and one.report() is not None)
         raw = client.get(client.keys()[0])
@@ -168,9 +141,7 @@ def test_an_entry_shows_nothing_to_who_lacks_the_secret(
     assert client.keys() == []  # who leaves takes its entry along
 
 
-def test_a_forged_moved_or_replayed_entry_is_no_engine(
-    server: RedisServer, client: redis.Redis
-) -> None:
+def test_a_forged_moved_or_replayed_entry_is_no_engine(server: RedisServer, client: redis.Redis):
     seal, id = EntrySeal(SECRET), b"i" * ID_BYTES
     seconds, micros = client.time()
     now = seconds * 1000 + micros // 1000
@@ -185,7 +156,7 @@ def test_a_forged_moved_or_replayed_entry_is_no_engine(
 
 def test_a_server_full_of_rubbish_hides_engines_and_does_no_more(
     server: RedisServer, client: redis.Redis
-) -> None:
+):
     for slot in SLOTS[2:]:
         client.set(slot, b"\xff" * (MAX_BYTES + 10))
     client.rpush(SLOTS[0], "of another type")
@@ -197,7 +168,7 @@ def test_a_server_full_of_rubbish_hides_engines_and_does_no_more(
     assert client.strlen(SLOTS[1]) == 32 << 20  # not ours, so left alone
 
 
-def test_without_a_server_nothing_is_known_after_a_lease(client: redis.Redis) -> None:
+def test_without_a_server_nothing_is_known_after_a_lease(client: redis.Redis):
     skipped = [0.0]
     with (
         RedisServer() as own,
@@ -215,7 +186,7 @@ def test_without_a_server_nothing_is_known_after_a_lease(client: redis.Redis) ->
         until(lambda: kinds(one) == {"secret": 1})
 
 
-def test_a_slot_that_another_took_is_left_to_it(server: RedisServer, client: redis.Redis) -> None:
+def test_a_slot_that_another_took_is_left_to_it(server: RedisServer, client: redis.Redis):
     mine = roster(server, SECRET)
     mine.look()
     assert mine.keep(b"a" * ID_BYTES, FACTS)
@@ -228,7 +199,7 @@ def test_a_slot_that_another_took_is_left_to_it(server: RedisServer, client: red
     assert client.keys() == [slot]
 
 
-def test_a_refusal_is_no_entry_and_no_error_of_ours() -> None:
+def test_a_refusal_is_no_entry_and_no_error_of_ours():
     with RedisServer("--rename-command", "GETRANGE", "") as refusing:
         with pytest.raises(TierUnavailable):
             roster(refusing, SECRET).look()
@@ -236,13 +207,13 @@ def test_a_refusal_is_no_entry_and_no_error_of_ours() -> None:
             assert one.why_unknown() == "never-stored"
 
 
-def test_without_redis_there_is_no_company() -> None:
+def test_without_redis_there_is_no_company():
     assert joined(StoreConfig(), lambda: FACTS) is ALONE
     assert ALONE.report() is None
 
 
 @given(st.binary(max_size=200), st.integers(0, 300), st.integers(0, 7))
-def test_bytes_of_any_kind_are_read_without_an_error(noise: bytes, at: int, bit: int) -> None:
+def test_bytes_of_any_kind_are_read_without_an_error(noise: bytes, at: int, bit: int):
     seal = EntrySeal(SECRET)
     seal.read(SLOTS[0], noise)
     good = bytearray(seal.write(SLOTS[0], b"i" * ID_BYTES, FACTS, 5))

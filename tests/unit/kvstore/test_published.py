@@ -23,29 +23,13 @@ from kvstore.published import (
 )
 from kvstore.shapes import KVLayer, KVLayout
 from kvstore.tiers.redis_server.link import RedisLink
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = pytest.mark.redis
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 LAYOUT = KVLayout("bfloat16", (KVLayer(2, 64, 64),))
 NAMES = PublishedNames(SECRET, "a model", LAYOUT)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(server.url) as client:
-        client.flushall()
-        yield client
 
 
 @pytest.fixture
@@ -69,7 +53,7 @@ def published(shelf: Shelf, file: Path, *, anew: bool = False) -> Publication:
     return publication
 
 
-def test_others_get_the_published_file(shelf: Shelf, file: Path, tmp_path: Path) -> None:
+def test_others_get_the_published_file(shelf: Shelf, file: Path, tmp_path: Path):
     assert shelf.look("first") is None
     publication = published(shelf, file)
     assert shelf.look("first") == publication and shelf.look("further") is None
@@ -77,7 +61,7 @@ def test_others_get_the_published_file(shelf: Shelf, file: Path, tmp_path: Path)
     assert (tmp_path / "fetched").read_bytes() == file.read_bytes()
 
 
-def test_the_first_one_stays(shelf: Shelf, file: Path, tmp_path: Path) -> None:
+def test_the_first_one_stays(shelf: Shelf, file: Path, tmp_path: Path):
     first = published(shelf, file)
     (tmp_path / "other").write_bytes(b"other")
     second = described(tmp_path / "other", "two", {})
@@ -99,7 +83,7 @@ def test_the_first_one_stays(shelf: Shelf, file: Path, tmp_path: Path) -> None:
 )
 def test_of_another_secret_model_dtype_or_layout_is_none(
     names: PublishedNames, server: RedisServer, shelf: Shelf, file: Path
-) -> None:
+):
     published(shelf, file)
     other = Shelf(RedisLink(server.url, 5.0), names)
     assert other.look("first") is None
@@ -134,7 +118,7 @@ def test_a_damaged_publication_is_noticed_and_written_over(
     shelf: Shelf,
     file: Path,
     tmp_path: Path,
-) -> None:
+):
     publication = published(shelf, file)
     damage(client, NAMES.pieces("first", publication)[4])
     with pytest.raises(Corrupt):
@@ -149,7 +133,7 @@ def test_a_damaged_publication_is_noticed_and_written_over(
 
 def test_a_piece_that_was_evicted_is_noticed(
     client: redis.Redis, shelf: Shelf, file: Path, tmp_path: Path
-) -> None:
+):
     publication = published(shelf, file)
     assert shelf.refresh("first", publication)
     client.delete(NAMES.pieces("first", publication)[9])
@@ -160,7 +144,7 @@ def test_a_piece_that_was_evicted_is_noticed(
 
 def test_all_of_it_expires_a_while_after_the_last_engine(
     client: redis.Redis, shelf: Shelf, file: Path
-) -> None:
+):
     publication = published(shelf, file)
     names = [NAMES.notice("first"), *NAMES.pieces("first", publication)]
     assert sorted(names) == sorted(client.keys("*"))  # type: ignore[type-var]
@@ -170,9 +154,7 @@ def test_all_of_it_expires_a_while_after_the_last_engine(
     assert min(client.pttl(x) for x in names) > TTL_MS - 60_000  # type: ignore[type-var]
 
 
-def test_pieces_of_who_was_not_first_expire_soon(
-    client: redis.Redis, shelf: Shelf, file: Path
-) -> None:
+def test_pieces_of_who_was_not_first_expire_soon(client: redis.Redis, shelf: Shelf, file: Path):
     """As if another engine had published meanwhile."""
     publication = described(file, "one", {})
 
@@ -188,14 +170,14 @@ def test_pieces_of_who_was_not_first_expire_soon(
     assert all(0 < client.pttl(x) <= UNFINISHED_MS for x in left)  # type: ignore[operator]
 
 
-def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path):
     with (tmp_path / "large").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(ValueError, match="more than 256"):
         described(tmp_path / "large", "one", {})
 
 
-def test_the_notice_is_bounded(shelf: Shelf, client: redis.Redis, file: Path) -> None:
+def test_the_notice_is_bounded(shelf: Shelf, client: redis.Redis, file: Path):
     """By the seal's own engine as well: it may be of a release that says more."""
     notice = NAMES.notice("first")
     client.set(notice, NAMES.close(notice, b"\xc1" * 100))
@@ -207,7 +189,7 @@ def test_the_notice_is_bounded(shelf: Shelf, client: redis.Redis, file: Path) ->
     assert len(described(file, "m" * 1000, {}).by) == 100
 
 
-def test_without_redis_it_says_so(file: Path, tmp_path: Path) -> None:
+def test_without_redis_it_says_so(file: Path, tmp_path: Path):
     with RedisServer() as own:
         shelf = Shelf(RedisLink(own.url, 1.0), NAMES)
         publication = published(shelf, file)

@@ -86,7 +86,6 @@ ENDPOINT_PICKER: Final = _object(
     plugins=_list(_PLUGIN),
     schedulingProfiles=_list(_object(["name", "plugins"], name=_TEXT, plugins=_list(_WEIGHED))),
     dataLayer=_object(
-        ["sources"],
-        sources=_list(_object(["pluginRef"], pluginRef=_TEXT, extractors=_list(_REF))),
+        ["sources"], sources=_list(_object(["pluginRef"], pluginRef=_TEXT, extractors=_list(_REF)))
     ),
 )

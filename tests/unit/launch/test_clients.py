@@ -68,7 +68,7 @@ def test_json_keeps_its_own_values(tmp_path: Path) -> None:
     change.path.write_text(json.dumps(own))
     change.path.chmod(0o644)
     backup = write(change)
-    assert backup is not None and json.loads(backup.read_text()) == own
+    assert json.loads(backup.read_text()) == own
     now = json.loads(change.path.read_text())
     assert now["permissions"] == own["permissions"]
     assert (now["env"]["MINE"], now["env"]["ANTHROPIC_MODEL"]) == ("1", SERVER.model)
@@ -101,10 +101,7 @@ def test_lines_keep_their_neighbours(tmp_path: Path) -> None:
     text = merged("# mine\nexport OPENAI_MODEL=old\nOTHER=1\nOPENAI_MODEL_2=x", change)
     lines = text.splitlines()
     assert lines[:4] == ["# mine", f"OPENAI_MODEL={SERVER.model}", "OTHER=1", "OPENAI_MODEL_2=x"]
-    assert sorted(lines[4:]) == [
-        f"OPENAI_API_KEY={SERVER.key}",
-        f"OPENAI_BASE_URL={SERVER.url}/v1",
-    ]
+    assert sorted(lines[4:]) == [f"OPENAI_API_KEY={SERVER.key}", f"OPENAI_BASE_URL={SERVER.url}/v1"]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +116,6 @@ def test_lines_keep_their_neighbours(tmp_path: Path) -> None:
 )
 def test_a_file_that_cannot_be_merged_is_left_alone(client: str, text: str, tmp_path: Path) -> None:
     change = connection(client, SERVER, tmp_path).change
-    assert change is not None
     change.path.parent.mkdir(parents=True)
     change.path.write_text(text)
     with pytest.raises(LaunchError):

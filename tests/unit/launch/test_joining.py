@@ -25,7 +25,7 @@ from launch.settings.effective_settings import EffectiveSettings, effective_sett
 from launch.settings.fields import Fields, Value
 from launch.settings.schema import Settings
 from launch.settings.sources import from_file
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 
 REDIS = "redis://:correct-horse@10.0.0.9/0"
 
@@ -44,7 +44,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_second_server_gets_the_settings_of_the_first(tmp_path: Path) -> None:
+def test_the_second_server_gets_the_settings_of_the_first(tmp_path: Path):
     _, line = generate_key("alice")
     (tmp_path / "keys").write_text(line + "\n")
     first = settings(
@@ -72,7 +72,7 @@ def test_the_second_server_gets_the_settings_of_the_first(tmp_path: Path) -> Non
     assert tomllib.loads(toml.read_text())["store"]["redis_url"] == REDIS
 
 
-def test_who_has_joined_others_keeps_their_secret(tmp_path: Path) -> None:
+def test_who_has_joined_others_keeps_their_secret(tmp_path: Path):
     one = invitation_of(settings(tmp_path / "one"), {})
     other = invitation_of(settings(tmp_path / "other"), {})
     accept(one, tmp_path / "joined")
@@ -81,7 +81,7 @@ def test_who_has_joined_others_keeps_their_secret(tmp_path: Path) -> None:
     assert (tmp_path / "joined" / "secret").read_bytes() == one.secret
 
 
-def test_a_file_that_is_there_is_never_written_over(tmp_path: Path) -> None:
+def test_a_file_that_is_there_is_never_written_over(tmp_path: Path):
     invitation = invitation_of(settings(tmp_path), {})
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
@@ -93,28 +93,25 @@ def test_a_file_that_is_there_is_never_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"secret": "c2VjcmV0"}', b"[" * 99])
-def test_a_file_that_is_no_invitation_is_refused_and_not_quoted(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_a_file_that_is_no_invitation_is_refused_and_not_quoted(tmp_path: Path, content: bytes):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(UsageError, match="join --invite") as refused:
         read_invitation(str(tmp_path / "file"))
     assert "c2VjcmV0" not in str(refused.value)
 
 
-def test_without_redis_there_is_nothing_to_join(tmp_path: Path) -> None:
+def test_without_redis_there_is_nothing_to_join(tmp_path: Path):
     with pytest.raises(UsageError, match="redis_url"):
         invitation_of(settings(tmp_path, store__redis_url=""), {})
 
 
-def test_an_address_of_this_machine_is_known_as_one() -> None:
+def test_an_address_of_this_machine_is_known_as_one():
     assert is_local("unix:///tmp/x.sock") and is_local("redis://localhost:6379/0")
     assert not is_local(REDIS)
 
 
 @pytest.mark.redis
-@pytest.mark.skipif(find_binary() is None, reason="no redis-server")
-def test_the_roll_call_says_who_differs(tmp_path: Path) -> None:
+def test_the_roll_call_says_who_differs(tmp_path: Path):
     with RedisServer(tcp=True) as server:
         here = settings(tmp_path, store__redis_url=server.url)
         assert roll_call(here, {}) == (0, ())

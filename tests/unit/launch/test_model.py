@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -129,11 +129,8 @@ def test_the_draft_of_a_crash_is_removed(tmp_path, sample):
 
 def test_two_at_once_convert_once(tmp_path, sample):
     said: list[str] = []
-    threads = [threading.Thread(target=make, args=(tmp_path, sample, said)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: make(tmp_path, sample, said), range(3)))
     assert sum(text.startswith("Converting") for text in said) == 1
 
 

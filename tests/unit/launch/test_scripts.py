@@ -126,10 +126,7 @@ def test_a_model_that_is_none_costs_no_installation(fitting, model):
 def test_the_served_command(fitting, given, expected):
     done = fitting.run("cpu.sh", *given)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:2] == [
-        "install serve",
-        f"serve --profile cpu {expected}",
-    ]
+    assert done.stdout.splitlines()[:2] == ["install serve", f"serve --profile cpu {expected}"]
 
 
 @pytest.mark.parametrize("name", ["cpu.sh", "serve.sh"])

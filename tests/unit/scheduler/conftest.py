@@ -22,14 +22,7 @@ from engines.base import (
 from scheduler.config import SchedulerConfig
 from scheduler.session import Step
 from scheduler.sessions import SessionManager
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 class Log:

@@ -10,8 +10,9 @@ from engines.base import Demoted, SessionRef
 from scheduler.admission import LOOK_EVERY_S, RETRY_S, Headroom, MemoryScarce
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
+from tests.clock import Clock
 
-from .conftest import Clock, Held, Log, RowsEngine, salt_of
+from .conftest import Held, Log, RowsEngine, salt_of
 
 MARKS = {"memory_low_bytes": 1000, "memory_stop_bytes": 600, "memory_end_bytes": 300}
 

@@ -15,8 +15,9 @@ from scheduler.config import SchedulerConfig
 from scheduler.moves import KEPT_RETRY_S
 from scheduler.session import State
 from scheduler.sessions import SessionKept, SessionManager
+from tests.clock import Clock
 
-from .conftest import Clock, Held, Log, RowsEngine, salt_of
+from .conftest import Held, Log, RowsEngine, salt_of
 
 
 async def test_a_turn_is_active_then_idle(manager, ref, talk):

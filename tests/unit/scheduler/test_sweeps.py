@@ -34,11 +34,7 @@ NUMBERS = count()
 def idle(name: str, tenant: str = "t", **facts) -> Session:
     ref = SessionRef(tenant=tenant, id=name, salt=b"")
     session = Session(
-        ref=ref,
-        state=State.IDLE,
-        last_used=0.0,
-        listener=lambda *_: None,
-        number=next(NUMBERS),
+        ref=ref, state=State.IDLE, last_used=0.0, listener=lambda *_: None, number=next(NUMBERS)
     )
     for key, fact in {"tokens": 1000, "hot_bytes": 100, "tier": "ram", **facts}.items():
         setattr(session, key, fact)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from engines.base import CacheOutcome, EngineRefused, SessionRef
 from scheduler.session import Event, Observer, State, TurnHints
 from scheduler.table import Queue, SessionTable
+from tests.clock import Clock
 
-from .conftest import Clock, Held
+from .conftest import Held
 
 
 async def test_the_table_is_bounded_and_drops_the_longest_idle_row(manager_with, clock, ref, talk):

@@ -84,7 +84,6 @@ class Measured:
         self._engine.control(Measure(order))
         self._front.run_until(self._has_ended)
         self._last = self._codec.ended
-        assert self._last is not None
         return self._last.error
 
     def report(self, **order: Any) -> CalibrationReport:
@@ -186,7 +185,6 @@ def test_matrices_of_states_are_measured_packed(tmp_path):
             r"every (\d+)th token only; ask for contexts of (\d+) tokens or more",
             engine.end(engine.order()),
         )
-        assert said is not None
         step, least = map(int, said.groups())
         assert least == 4 * step, "four sleeps judge a state"
         too_short = engine.order(contexts=(least - 1,))

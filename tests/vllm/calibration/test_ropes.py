@@ -44,7 +44,7 @@ def test_keys_beside_latents_are_equal_once_they_are_rotated_back(
         key = torch.randn(1, 1, DIM, generator=torch.Generator().manual_seed(1))
         keys = key.expand(TOKENS, 1, DIM).contiguous()
         _, rotated = layer.rotary_emb(torch.arange(TOKENS), keys.clone(), keys.clone())
-    assert rope is not None and rope.side == "values" and rope.interleaved is not halves
+    assert rope.side == "values" and rope.interleaved is not halves
     layout = KVLayout("float32", (KVLayer(1, 16, DIM),))
     (shape,) = (x for x in stack_shapes(Scope("head"), layout) if x.width == DIM)
     plain, _ = UnRope(shape, (rope,)).forward(rotated.numpy().reshape(1, TOKENS, DIM).copy(), 0)

@@ -63,8 +63,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealEngin
 
 
 def test_a_session_is_measured_whole(engine, sessions, capfd):
-    report = engine.report().codec
-    assert report is not None and report.unmeasured
+    assert engine.report().codec.unmeasured
     front = MeasuringFront(engine)
     front.run_until(lambda: not engine.report().codec.unmeasured)
     assert "count alike" not in capfd.readouterr().err, "which errors matter was seen"

@@ -21,8 +21,9 @@ from engines.vllm_plugin.process.command import transfer_config
 from kvstore.config import StoreConfig
 from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.engine import BLOCK, RealEngine, Result
-from tests.vllm.rig.served import Served, session, until
+from tests.vllm.rig.served import Served, session
 from tests.vllm.rig.tiny_model import VOCAB, write_tiny_model
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -81,7 +82,9 @@ class Rehearsed(Served):
         first = psutil.Process(self.server.pid)
         for process in [first, *first.children(recursive=True)]:
             process.kill()
-        self.run(until(lambda: self.server.pid not in (None, first.pid) and not self.server.ready))
+        self.run(
+            eventually(lambda: self.server.pid not in (None, first.pid) and not self.server.ready)
+        )
         self.wait_ready()
 
 

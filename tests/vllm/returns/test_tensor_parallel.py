@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from kvstore.config import StoreConfig
 from tests.vllm.rig.engine import BLOCK, RealEngine
 from tests.vllm.rig.faulty_codec import Faults
 from tests.vllm.rig.tiny_model import write_tiny_model
+from tests.waiting import until
 
 pytestmark = pytest.mark.vllm
 WHOLE = 599 // BLOCK * BLOCK
@@ -47,10 +47,7 @@ def engine(two_ranks: RealEngine, faults: Faults) -> Iterator[RealEngine]:
 def leave(engine: RealEngine) -> None:
     """Every rank has ended its saves, well or badly, and vLLM's own cache is empty."""
     assert engine.forget_local(), "a rank did not give the blocks back"
-    end = time.monotonic() + 60
-    while engine.save_queue_bytes():
-        assert time.monotonic() < end, "a save did not end"
-        time.sleep(0.05)
+    until(lambda: not engine.save_queue_bytes(), what="a save did not end")
 
 
 def test_every_rank_keeps_its_own_heads(engine, sessions):

@@ -30,7 +30,6 @@ def look(instrument: Any) -> dict[str, object]:
     from engines.vllm_plugin.measuring.layer_views import LayerViews
 
     model, dtype = EXCHANGE.model, instrument.layout.dtype
-    assert model is not None
     names = [name for name, x in model.named_modules() if isinstance(x, Attention)]
     found: list[Notice] = []
     run = instrument.observe(TOKENS[:WINDOW], PAST, found.append)

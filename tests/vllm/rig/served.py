@@ -116,9 +116,3 @@ class Served:
     def close(self) -> None:
         self.run(self.server.stop(1.0))
         self.loop.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)

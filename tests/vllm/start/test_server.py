@@ -16,7 +16,8 @@ from kvstore.store.records import BlockRecord, decode_record
 from kvstore.tiers.registry import open_tiers
 from tests.vllm.conftest import FAULTY_RAW, model_path
 from tests.vllm.rig.faulty_codec import Faults
-from tests.vllm.rig.served import Served, session, until
+from tests.vllm.rig.served import Served, session
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 HISTORY = "The quick brown fox jumps over the lazy dog and runs far away. " * 40
@@ -38,7 +39,7 @@ class Chats(Served):
         async def left() -> None:
             asking = [asyncio.create_task(self.post(body_of(x, fields), session(x))) for x in names]
             await self.until_served(len(names))
-            await until(when)
+            await eventually(when)
             assert not any(x.done() for x in asking), "an answer came too early"
             for task in asking:
                 task.cancel()
@@ -163,7 +164,7 @@ def test_a_stop_lets_saves_end(served, faults):
     served.wait_all_saved()  # saves of earlier tests would be slowed down as well
     faults.delay_encoding(0.3)
     served.chat("last words", max_tokens=1)
-    served.run(until(faults.is_encoding))
+    served.run(eventually(faults.is_encoding))
     served.run(served.server.stop(1.0))
     disk = open_tiers(served.store, Path(served.store.disk_path) / "vllm-rank-0")[-1]
     blobs = [parse(blob)[1] for _, blob in disk.scan(RECORD)]

@@ -11,8 +11,8 @@ from engines.vllm_plugin.messages import RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.worker.worker_side import WorkerSide
 from tests.block_sessions import ref
-from tests.unit.engines.vllm_plugin.hub_engine import wait
 from tests.unit.engines.vllm_plugin.worker.test_rank import CHAIN, IDS, Rank
+from tests.waiting import until
 
 pytestmark = pytest.mark.vllm
 
@@ -33,7 +33,7 @@ def test_a_save_under_way_is_reported_and_reaches_the_disk(tmp_path: Path) -> No
     rank.blocks.go_on.set()
     closing.join(60)
     assert not closing.is_alive()
-    wait(lambda: rank.news == [RankSaved(1, ref(), kept=True)])
+    until(lambda: rank.news == [RankSaved(1, ref(), kept=True)])
     rank.close()  # what is left of it; all else may be closed twice
     again = Rank(tmp_path)
     assert again.staged(1, CHAIN).tier == "disk"

@@ -26,29 +26,13 @@ from kvstore.config import StoreConfig
 from kvstore.published import PublishedNames, Shelf
 from kvstore.shapes import KVRun
 from kvstore.tiers.redis_server.link import RedisLink
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 from tests.unit.engines.calibration.test_self_measurement import WITHIN_S, Talking
 from tests.unit.kvstore.codecs.learning.calibration import model_run
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = pytest.mark.redis
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(server.url) as client:
-        client.flushall()
-        yield client
 
 
 def quick_order(config: StoreConfig, data: Path) -> CalibrationOrder:

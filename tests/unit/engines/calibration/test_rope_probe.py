@@ -45,7 +45,7 @@ def _kept(number: float, digits: int) -> float:
 def test_pairs_and_angles(num_pairs: int, interleaved: bool, stretch: float, digits: int) -> None:
     given = turning(num_pairs, interleaved=interleaved, stretch=stretch, digits=digits)
     rope = read_rope(given)
-    assert rope is not None and rope.interleaved == interleaved
+    assert rope.interleaved == interleaved
     # Off by this much at most, keys of 4,000 tokens are turned back to within 0.02.
     assert np.abs(np.array(rope.frequencies) - frequencies(num_pairs)).max() < 5e-6
 

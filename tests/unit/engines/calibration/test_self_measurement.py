@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,6 +24,7 @@ from kvstore.codecs.quality import Quality
 from kvstore.config import StoreConfig
 from kvstore.shapes import KVRun
 from tests.unit.engines.calibration.test_learn import Blind
+from tests.waiting import until
 
 WITHIN_S = 240.0
 
@@ -96,7 +96,7 @@ def untimed(profile: Profile) -> list[Quality]:
     return [msgspec.structs.replace(x, prefill_s=None, restore_s=None) for x in profile.rows]
 
 
-def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path):
     first = Talking(stop_after=7)
     one = Engine(tmp_path, first)
     assert one.ended() is None
@@ -129,7 +129,7 @@ class Frail(Talking):
         return logits - np.log(np.exp(logits).sum(1, keepdims=True))
 
 
-def test_fallbacks_are_measured_where_the_first_preset_loses_too_much(tmp_path: Path) -> None:
+def test_fallbacks_are_measured_where_the_first_preset_loses_too_much(tmp_path: Path):
     whole = Frail()
     assert Engine(tmp_path / "whole", whole).ended() == ""
     profile = load_profile(profile_path(tmp_path / "whole", whole.fingerprint))
@@ -148,7 +148,7 @@ def test_fallbacks_are_measured_where_the_first_preset_loses_too_much(tmp_path: 
 
 def test_it_learns_on_after_the_verdict_and_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """The densest is there at the end; arrays learned first stay where they are as close."""
     monkeypatch.setattr(orders, "FIRST_WINDOWS", 8)
     monkeypatch.setattr(orders, "MOST_WINDOWS", 16)
@@ -187,7 +187,7 @@ def test_it_learns_on_after_the_verdict_and_over_a_restart(
 @pytest.mark.parametrize("kind", [OSError, RuntimeError, MemoryError])
 def test_a_verdict_stands_if_no_more_can_be_learned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Exception]
-) -> None:
+):
     class Unlearned(Talking):
         def encode(self, text: str) -> list[int]:
             if self.engine.measurement.has_verdict:
@@ -199,7 +199,7 @@ def test_a_verdict_stands_if_no_more_can_be_learned(
     assert "no more is learned of the model" in caplog.text and "no text is left" in caplog.text
 
 
-def test_it_ends_when_it_is_closed(tmp_path: Path) -> None:
+def test_it_ends_when_it_is_closed(tmp_path: Path):
     one = Engine(tmp_path, Talking())
     until(lambda: one.report.progress)
     one.measurement.close()
@@ -207,7 +207,7 @@ def test_it_ends_when_it_is_closed(tmp_path: Path) -> None:
     assert one.adopted == 0
 
 
-def test_one_process_measures_a_model_at_a_time(tmp_path: Path) -> None:
+def test_one_process_measures_a_model_at_a_time(tmp_path: Path):
     """The other waits; the profile that it finds afterwards needs no second measurement."""
     needed = threading.Event()
     instrument = Talking()
@@ -218,20 +218,11 @@ def test_one_process_measures_a_model_at_a_time(tmp_path: Path) -> None:
     assert instrument.num_prefills == 0 and one.adopted == 1
 
 
-def test_a_failure_ends_the_measurement_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_ends_the_measurement_only(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     instrument = Talking()
     instrument.ropes = ()
     error = Engine(tmp_path, instrument).ended()
     assert error and f"the model is not measured: {error}" in caplog.text
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 class Sensitive(Talking):
@@ -245,7 +236,7 @@ class Sensitive(Talking):
 
 def test_arrays_learned_from_more_texts_outlive_a_measurement_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(orders, "FIRST_WINDOWS", 8)
     monkeypatch.setattr(orders, "MOST_WINDOWS", 16)
     monkeypatch.setattr(rules, "WORTH", 2.0)  # a model that plays one gains nothing by texts
@@ -267,7 +258,7 @@ def test_arrays_learned_from_more_texts_outlive_a_measurement_by_hand(
 
 def test_an_order_whose_report_is_awaited_replaces_what_was_learned_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(rules, "WORTH", 0.0)  # an engine itself would keep what it has
     path = tmp_path / "report.json"
     order = CalibrationOrder(
@@ -292,7 +283,7 @@ def test_an_order_whose_report_is_awaited_replaces_what_was_learned_before(
     assert profile.before().ids["dense3"] != profile.ids["dense3"]
 
 
-def test_an_order_that_fails_leaves_no_report(tmp_path: Path) -> None:
+def test_an_order_that_fails_leaves_no_report(tmp_path: Path):
     path = tmp_path / "report.json"
     order = CalibrationOrder(
         presets=("raw",), contexts=(1 << 20,), data_path=str(tmp_path), report_path=str(path)

@@ -56,7 +56,7 @@ def test_learned_arrays_come_back_from_the_file(order: CalibrationOrder) -> None
     profile = model_profile()
     kept = Unfinished.of(order, FINGERPRINT).keep_learned(profile)
     again = Unfinished.of(order, FINGERPRINT).learned()
-    assert again is not None and kept.ids == again.ids == profile.ids
+    assert kept.ids == again.ids == profile.ids
     more = dataclasses.replace(again, learned={"dense3": again.learned["dense3"]})
     Unfinished.of(order, FINGERPRINT).keep_learned(more)
     assert again.ids == profile.ids, "its arrays are those of the older file"

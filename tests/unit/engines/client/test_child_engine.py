@@ -31,7 +31,8 @@ from engines.wire import CodecReport, Welcome
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from launch.engine_start import engine_factory
-from tests.unit.engines.conftest import until, worker_config
+from tests.unit.engines.conftest import worker_config
+from tests.waiting import eventually
 
 
 def worker(folder: Path, **engine) -> WorkerConfig:
@@ -147,9 +148,7 @@ async def test_an_attached_engine_that_is_vllm_gets_vllms_fields(tmp_path):
     )
     attached = AttachedEngine(there)
     await attached.start()
-    async with asyncio.timeout(10):
-        while not attached.ready:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: attached.ready)
     session = SessionRef("tenant", "id", b"\x01")
     assert attached.prepare_body({"model": "m"}, session) == with_session({"model": "m"}, session)
     await attached.stop(0)
@@ -277,7 +276,7 @@ async def test_a_stop_that_is_cancelled_ends_at_once(folder: Path, num_steps: in
     """However far it is: a wait for a task that it has cancelled must not hide its own end."""
     engine = FakeServer(worker_config(folder))
     await engine.start()
-    await until(lambda: engine.ready)
+    await eventually(lambda: engine.ready)
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": "hi"}],

@@ -19,7 +19,8 @@ from engines.http import CACHE_HEADER
 from engines.wire import CodecReport, SessionRef, TenantUses, TierName
 from kvstore.tenant_bytes import TenantLimits
 from launch.engine_start import UnknownEngine, engine_factory
-from tests.unit.engines.conftest import FakeProcess, until, welcomed, worker_config
+from tests.unit.engines.conftest import FakeProcess, welcomed, worker_config
+from tests.waiting import eventually
 
 PATH = "/v1/chat/completions"
 SESSION = SessionRef(tenant="t", id="a b/ü%", salt=b"\x01\x02")
@@ -39,12 +40,12 @@ async def answer(client: EngineClient, body: bytes) -> tuple[int, str, bytes]:
         return upstream.status, upstream.headers.get(CACHE_HEADER, ""), await upstream.read()
 
 
-async def test_ready_once_the_engine_said_welcome(client: EngineClient) -> None:
-    assert client.welcome is not None and client.welcome.model == "m"
+async def test_ready_once_the_engine_said_welcome(client: EngineClient):
+    assert client.welcome.model == "m"
     assert client.trouble == ""
 
 
-async def test_without_an_engine_there_is_a_reason(folder: Path) -> None:
+async def test_without_an_engine_there_is_a_reason(folder: Path):
     client = EngineClient(worker_config(folder))
     await client.start()
     assert not client.ready and "starting" in client.trouble
@@ -55,7 +56,7 @@ async def test_without_an_engine_there_is_a_reason(folder: Path) -> None:
     await client.stop(0)
 
 
-async def test_a_stream_and_a_whole_answer(client: EngineClient) -> None:
+async def test_a_stream_and_a_whole_answer(client: EngineClient):
     status, cache, body = await answer(client, asked(stream=True))
     assert (status, cache) == (200, "miss; tokens=0; reason=never-stored")
     assert body.endswith(b"data: [DONE]\n\n")
@@ -64,13 +65,13 @@ async def test_a_stream_and_a_whole_answer(client: EngineClient) -> None:
     assert json.loads(body)["choices"][0]["message"]["content"] == "You said: hello big world"
 
 
-async def test_the_session_arrives_as_it_is(client: EngineClient, fake: FakeProcess) -> None:
+async def test_the_session_arrives_as_it_is(client: EngineClient, fake: FakeProcess):
     await answer(client, asked())
     (report,) = await client.sessions()
     assert (report.tenant, report.id, report.hot) == ("t", SESSION.id, True)
 
 
-async def test_more_sessions_than_fit_in_one_message(folder: Path, fake: FakeProcess) -> None:
+async def test_more_sessions_than_fit_in_one_message(folder: Path, fake: FakeProcess):
     names = [f"{i:05d}" + "x" * 2000 for i in range(9000)]  # 18 MB
     for name in names:
         fake.sessions.begin(SessionRef(tenant="t", id=name, salt=b""), ["a"])
@@ -78,53 +79,52 @@ async def test_more_sessions_than_fit_in_one_message(folder: Path, fake: FakePro
     patient = msgspec.structs.replace(worker.engine, stall_timeout_s=60.0)
     client = EngineClient(msgspec.structs.replace(worker, engine=patient))
     await client.start()
-    await until(lambda: client.ready)
+    await eventually(lambda: client.ready)
     assert [x.id for x in await client.sessions()] == names
     await client.stop(0)
 
 
-async def test_control_verbs(client: EngineClient) -> None:
+async def test_control_verbs(client: EngineClient):
     await answer(client, asked())
     demoted = await client.demote(SESSION, "disk")
-    assert demoted.report is not None
     assert (demoted.report.hot, demoted.report.tier, demoted.kept) == (False, "disk", "")
     woken = await client.prefetch(SESSION)
-    assert woken is not None and woken.hot
+    assert woken.hot
     pinned = await client.pin(SESSION, True)
-    assert pinned is not None and pinned.pinned
+    assert pinned.pinned
     unpinned = await client.pin(SESSION, False)
-    assert unpinned is not None and not unpinned.pinned
+    assert not unpinned.pinned
     assert (await client.stats()).counters["turns"] == 1
     await client.forget(SESSION)
     assert await client.sessions() == []
     assert await client.prefetch(SESSION) is None
 
 
-async def test_the_codec_is_known_as_it_is_now(client: EngineClient, fake: FakeProcess) -> None:
+async def test_the_codec_is_known_as_it_is_now(client: EngineClient, fake: FakeProcess):
     welcome = client.welcome
-    assert welcome is not None and welcome.codec == CODEC == client.codec
+    assert welcome.codec == CODEC == client.codec
     fake.sessions.codec = CodecReport(name="better")  # another gateway had it adopt that
     await client.stats()
-    assert client.codec is not None and client.codec.name == "better"
+    assert client.codec.name == "better"
     fake.sessions.codec = CODEC
     assert await client.adopt() == CODEC == client.codec
     assert client.welcome is welcome  # by which others know that it is the same engine still
 
 
-async def test_errors_of_the_engine_are_answers(client: EngineClient) -> None:
+async def test_errors_of_the_engine_are_answers(client: EngineClient):
     status, _, body = await answer(client, scripted("fault=error-400"))
     assert status == 400 and json.loads(body)["error"]["message"] == "not like this"
     status, _, body = await answer(client, scripted("fault=plain-500"))
     assert (status, body) == (500, b"Internal Server Error")
 
 
-async def test_a_body_of_megabytes(client: EngineClient) -> None:
+async def test_a_body_of_megabytes(client: EngineClient):
     status, _, body = await answer(client, asked("x" * (3 << 20)))
     assert status == 200 and len(body) > 3 << 20
 
 
 @pytest.mark.parametrize("fault", ["cut", "no-done"])
-async def test_a_cut_connection_is_not_taken_for_an_end(client: EngineClient, fault: str) -> None:
+async def test_a_cut_connection_is_not_taken_for_an_end(client: EngineClient, fault: str):
     if fault == "no-done":
         assert (await answer(client, scripted("fault=no-done after=2")))[2].count(b"\n\n") == 2
         return
@@ -140,12 +140,12 @@ class LateSessions(FakeSessions):
         return TenantUses({})
 
 
-async def test_limits_of_tenants_wait_only_briefly_for_an_answer(folder: Path) -> None:
+async def test_limits_of_tenants_wait_only_briefly_for_an_answer(folder: Path):
     control = ControlServer("right", welcomed, LateSessions(1 << 30))
     server = await control.serve(f"unix:{folder}/control.sock")
     client = EngineClient(worker_config(folder))
     await client.start()
-    await until(lambda: client.ready)
+    await eventually(lambda: client.ready)
     async with asyncio.timeout(5):
         with pytest.raises(EngineUnavailable, match="no answer to LimitTenants"):
             await client.limit_tenants({})
@@ -154,12 +154,12 @@ async def test_limits_of_tenants_wait_only_briefly_for_an_answer(folder: Path) -
     control.close()
 
 
-async def test_a_silent_stream_stalls(client: EngineClient) -> None:
+async def test_a_silent_stream_stalls(client: EngineClient):
     with pytest.raises(EngineStalled, match=r"0\.4 s"):
         await answer(client, scripted("fault=hang after=2"))
 
 
-async def test_a_slow_reader_is_not_a_stall(client: EngineClient) -> None:
+async def test_a_slow_reader_is_not_a_stall(client: EngineClient):
     async with client.open(PATH, asked(stream=True), client.session_headers(SESSION)) as upstream:
         chunks = upstream.chunks()
         body = await anext(chunks)
@@ -168,31 +168,29 @@ async def test_a_slow_reader_is_not_a_stall(client: EngineClient) -> None:
     assert body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_leaving_early_cancels_in_the_engine(client: EngineClient, fake: FakeProcess) -> None:
+async def test_leaving_early_cancels_in_the_engine(client: EngineClient, fake: FakeProcess):
     body = scripted("chunks=100000 delay_s=0.01")
     async with client.open(PATH, body, client.session_headers(SESSION)) as upstream:
         await anext(upstream.chunks())
         assert fake.sessions.num_running == 1
-    await until(lambda: fake.sessions.num_running == 0)  # by itself it would take longer
+    await eventually(lambda: fake.sessions.num_running == 0)  # by itself it would take longer
 
 
-async def test_cancelling_while_the_head_is_awaited(
-    client: EngineClient, fake: FakeProcess
-) -> None:
+async def test_cancelling_while_the_head_is_awaited(client: EngineClient, fake: FakeProcess):
     task = asyncio.create_task(answer(client, scripted("delay_s=1000", stream=False)))
-    await until(lambda: fake.sessions.num_running == 1)
+    await eventually(lambda: fake.sessions.num_running == 1)
     task.cancel()
-    await until(lambda: fake.sessions.num_running == 0)
+    await eventually(lambda: fake.sessions.num_running == 0)
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
 async def test_a_dead_engine_ends_requests_without_a_stream(
     client: EngineClient, fake: FakeProcess
-) -> None:
+):
     """They have no stall clock; the end of the control link ends them."""
     waiting = asyncio.create_task(answer(client, scripted("delay_s=10", stream=False)))
-    await until(lambda: fake.sessions.num_running == 1)
+    await eventually(lambda: fake.sessions.num_running == 1)
     await fake.stop()
     with pytest.raises(EngineUnavailable):
         await waiting
@@ -200,42 +198,40 @@ async def test_a_dead_engine_ends_requests_without_a_stream(
     await fake.start()
 
 
-async def test_it_comes_back_by_itself_and_says_so(client: EngineClient, fake: FakeProcess) -> None:
+async def test_it_comes_back_by_itself_and_says_so(client: EngineClient, fake: FakeProcess):
     notices = client.notices()
     assert await anext(notices) is None
     await fake.stop()
-    await until(lambda: not client.ready)
+    await eventually(lambda: not client.ready)
     await fake.start()
-    await until(lambda: client.ready)
+    await eventually(lambda: client.ready)
     assert await anext(notices) is None
     await answer(client, asked())
     notice = await anext(notices)
-    assert notice is not None and notice.cause == "turn"
+    assert notice.cause == "turn"
 
 
-async def test_a_wrong_token_is_refused(folder: Path, fake: FakeProcess) -> None:
+async def test_a_wrong_token_is_refused(folder: Path, fake: FakeProcess):
     client = EngineClient(worker_config(folder, token="wrong"))
     await client.start()
-    await until(lambda: "wrong token" in client.trouble)
+    await eventually(lambda: "wrong token" in client.trouble)
     assert not client.ready
     await client.stop(0)
 
 
-async def test_stop_lets_requests_finish(client: EngineClient, fake: FakeProcess) -> None:
+async def test_stop_lets_requests_finish(client: EngineClient, fake: FakeProcess):
     running = asyncio.create_task(answer(client, scripted("chunks=20 delay_s=0.01")))
-    await until(lambda: fake.sessions.num_running == 1)
+    await eventually(lambda: fake.sessions.num_running == 1)
     async with asyncio.timeout(60):  # it waits for the requests, not for the end of their time
         await client.stop(1000.0)
     assert (await running)[2].endswith(b"data: [DONE]\n\n")
 
 
-async def test_stop_ends_requests_whose_time_is_over(
-    client: EngineClient, fake: FakeProcess
-) -> None:
+async def test_stop_ends_requests_whose_time_is_over(client: EngineClient, fake: FakeProcess):
     running = asyncio.create_task(answer(client, scripted("chunks=100000 delay_s=0.01")))
-    await until(lambda: fake.sessions.num_running == 1)
+    await eventually(lambda: fake.sessions.num_running == 1)
     stopping = asyncio.create_task(client.stop(0.2))
-    await until(lambda: not client.ready)
+    await eventually(lambda: not client.ready)
     with pytest.raises(EngineUnavailable, match="shutting down"):  # while the other may go on
         await answer(client, asked())
     await stopping
@@ -243,7 +239,7 @@ async def test_stop_ends_requests_whose_time_is_over(
         await running
 
 
-async def test_stopping_twice_is_stopping_once(client: EngineClient) -> None:
+async def test_stopping_twice_is_stopping_once(client: EngineClient):
     await client.stop(0)
     await client.stop(0)
     assert not client.ready and "shutting down" in client.trouble
@@ -251,12 +247,12 @@ async def test_stopping_twice_is_stopping_once(client: EngineClient) -> None:
         await client.stats()
 
 
-def test_attaching_needs_both_addresses(folder: Path) -> None:
+def test_attaching_needs_both_addresses(folder: Path):
     with pytest.raises(EngineError, match=r"engine\.control.* without our plug-in"):
         AttachedEngine(worker_config(folder))
 
 
-async def test_an_engine_without_our_plug_in_is_reported(folder: Path) -> None:
+async def test_an_engine_without_our_plug_in_is_reported(folder: Path):
     """It serves HTTP, and nothing listens at the control address: nothing is relayed."""
     worker = worker_config(folder)
     addresses = {"url": "http://127.0.0.1:1", "control": "tcp://127.0.0.1:1"}
@@ -271,7 +267,7 @@ async def test_an_engine_without_our_plug_in_is_reported(folder: Path) -> None:
     await attached.stop(0)
 
 
-def test_engines_by_name_and_by_import_string(folder: Path) -> None:
+def test_engines_by_name_and_by_import_string(folder: Path):
     assert engine_factory("attached") is engine_factory(
         "engines.client.engine_client:AttachedEngine"
     )

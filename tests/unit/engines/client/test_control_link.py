@@ -25,7 +25,8 @@ from engines.wire import (
     frame,
     read_request,
 )
-from tests.unit.engines.conftest import WELCOME, until
+from tests.unit.engines.conftest import WELCOME
+from tests.waiting import eventually
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 REPORT = SessionReport(
@@ -68,7 +69,7 @@ async def test_replies_find_their_requests_in_any_order(folder: Path) -> None:
         await reader.read()
 
     async with linked(folder, peer) as link:
-        await until(lambda: link.welcome)
+        await eventually(lambda: link.welcome)
         first, second = await asyncio.gather(
             link.ask(GetStats(), 5.0), link.ask(ListSessions(), 5.0)
         )
@@ -81,7 +82,7 @@ async def test_no_answer_in_time(folder: Path) -> None:
         await reader.read()
 
     async with linked(folder, peer) as link:
-        await until(lambda: link.welcome)
+        await eventually(lambda: link.welcome)
         with pytest.raises(EngineUnavailable, match="GetStats"):
             await link.ask(GetStats(), 0.05)
         assert link.welcome is not None  # one slow verb is not the end of the link
@@ -95,7 +96,7 @@ async def test_a_refused_verb(folder: Path) -> None:
         await reader.read()
 
     async with linked(folder, peer) as link:
-        await until(lambda: link.welcome)
+        await eventually(lambda: link.welcome)
         with pytest.raises(EngineRefused, match="not now") as refused:
             await link.ask(GetStats(), 5.0)
         assert refused.value.code == "pin_limit"
@@ -110,10 +111,10 @@ async def test_a_frozen_engine_is_given_up_and_welcomed_back(folder: Path) -> No
         await asyncio.sleep(60)
 
     async with linked(folder, peer, silence_s=0.1) as link:
-        await until(lambda: link.welcome)
-        await until(lambda: link.welcome is None)
+        await eventually(lambda: link.welcome)
+        await eventually(lambda: link.welcome is None)
         assert "does not answer" in link.trouble
-        await until(lambda: link.welcome)
+        await eventually(lambda: link.welcome)
         assert len(connections) >= 2
 
 
@@ -129,7 +130,7 @@ async def test_the_heartbeat_keeps_a_quiet_link(folder: Path) -> None:
     connections: list[int] = []
     beats: list[int] = []
     async with linked(folder, peer, silence_s=1.5):
-        await until(lambda: len(beats) >= 4)  # three of them in the time of silence
+        await eventually(lambda: len(beats) >= 4)  # three of them in the time of silence
     assert connections == [1]
 
 
@@ -140,7 +141,7 @@ async def test_garbage_ends_the_connection_only(folder: Path) -> None:
         await reader.read()
 
     async with linked(folder, peer) as link:
-        await until(lambda: "not a control message" in link.trouble)
+        await eventually(lambda: "not a control message" in link.trouble)
 
 
 async def test_another_version_is_refused_with_a_reason(folder: Path) -> None:
@@ -152,7 +153,7 @@ async def test_another_version_is_refused_with_a_reason(folder: Path) -> None:
         await reader.read()
 
     async with linked(folder, peer) as link:
-        await until(lambda: "version 99" in link.trouble)
+        await eventually(lambda: "version 99" in link.trouble)
         assert link.welcome is None
 
 
@@ -167,7 +168,7 @@ async def test_too_many_notices_become_one_question(folder: Path) -> None:
         await reader.read()
 
     async with linked(folder, peer) as link:
-        await until(lambda: link.welcome)
+        await eventually(lambda: link.welcome)
         await link.ask(ListSessions(), 10.0)  # all notices came before this answer
         notices = link.notices.read()
         assert await anext(notices) is None
@@ -193,6 +194,6 @@ async def test_open_requests_end_with_the_link(folder: Path) -> None:
         await read_request(reader)
 
     async with linked(folder, peer) as link:
-        await until(lambda: link.welcome)
+        await eventually(lambda: link.welcome)
         with pytest.raises(EngineUnavailable, match="closed the connection"):
             await link.ask(GetStats(), 10.0)

@@ -15,7 +15,8 @@ from engines.client.connection import HttpAddress
 from engines.client.engine_client import EngineClient
 from engines.client.http_exchange import HttpExchange, NextLife
 from engines.wire import Welcome
-from tests.unit.engines.conftest import WELCOME, FakeProcess, until
+from tests.unit.engines.conftest import WELCOME, FakeProcess
+from tests.waiting import eventually
 
 
 def life(client: EngineClient, wait_s: float = 60.0, hopeless: bool = False) -> NextLife:
@@ -32,7 +33,7 @@ async def test_one_that_ends_and_comes_back(client: EngineClient, fake: FakeProc
     now, hopeless = life(client), life(client, hopeless=True)
     impatient = life(client, 0.1)
     await fake.stop()
-    await until(lambda: now.ended)
+    await eventually(lambda: now.ended)
     assert not await hopeless.ready()
     assert not await impatient.ready()
     waiting = asyncio.create_task(now.ready())

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +18,7 @@ import uvloop
 
 from engines.client.supervisor import RestartPolicy, RestartRules, Supervisor
 from engines.config import WRONG_SETTINGS
+from tests.waiting import eventually
 
 QUICK = RestartRules(first_delay_s=0.01, longest_delay_s=0.05, stable_after_s=60, loop_after=3)
 LISTEN = "import sys; print('got', sys.stdin.readline().strip(), flush=True); sys.stdin.read()"
@@ -26,7 +27,7 @@ LISTEN = "import sys; print('got', sys.stdin.readline().strip(), flush=True); sy
 # ---- the policy, without processes
 
 
-def test_delays_double_up_to_the_cap() -> None:
+def test_delays_double_up_to_the_cap():
     policy = RestartPolicy(RestartRules(first_delay_s=1, longest_delay_s=5))
     delays = []
     for now in range(4):
@@ -35,7 +36,7 @@ def test_delays_double_up_to_the_cap() -> None:
     assert delays == [1, 2, 4, 5]
 
 
-def test_a_long_life_is_forgiven() -> None:
+def test_a_long_life_is_forgiven():
     policy = RestartPolicy(RestartRules(first_delay_s=1, stable_after_s=60, loop_after=2))
     for now in (0, 10):
         policy.started(now)
@@ -46,14 +47,14 @@ def test_a_long_life_is_forgiven() -> None:
     assert not policy.crash_looping
 
 
-def test_a_thousand_short_lives_do_not_overflow() -> None:
+def test_a_thousand_short_lives_do_not_overflow():
     policy = RestartPolicy()
     for now in range(1000):
         policy.started(now)
         assert policy.ended(now, "x") <= 30
 
 
-def test_ends_of_one_kind_are_hopeless_and_a_change_is_not() -> None:
+def test_ends_of_one_kind_are_hopeless_and_a_change_is_not():
     policy = RestartPolicy(RestartRules(loop_after=3, stable_after_s=1))
     seen = []
     for now, how in enumerate(["a", "a", "b", "b", "b", "a"]):
@@ -87,65 +88,57 @@ async def running(
             await supervisor.stop(5.0)
 
 
-async def until(condition: Callable[[], object], within_s: float = 15.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def test_settings_arrive_and_output_becomes_log_lines(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_settings_arrive_and_output_becomes_log_lines(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     async with running(LISTEN, b"the settings\n"):
-        await until(lambda: "got the settings" in caplog.text)
+        await eventually(lambda: "got the settings" in caplog.text)
     assert "thermocline.engine.test" in caplog.text
 
 
-async def test_log_lines_are_cut_and_cleaned(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_lines_are_cut_and_cleaned(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     program = "print('\\x1b[31mred\\x00', 'x' * 20000, flush=True); import sys; sys.stdin.read()"
     async with running(program):
-        await until(lambda: "?[31mred?" in caplog.text)
+        await eventually(lambda: "?[31mred?" in caplog.text)
     assert max(len(x.getMessage()) for x in caplog.records) < 5000
 
 
-async def test_a_line_keeps_its_level(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_line_keeps_its_level(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     program = "print('WARNING mind the gap', flush=True); import sys; sys.stdin.read()"
     async with running(program):
-        await until(lambda: "mind the gap" in caplog.text)
+        await eventually(lambda: "mind the gap" in caplog.text)
     assert ("thermocline.engine.test", logging.WARNING, "mind the gap") in caplog.record_tuples
 
 
-async def test_a_child_that_cannot_serve_is_not_started_again() -> None:
+async def test_a_child_that_cannot_serve_is_not_started_again():
     async with running(f"raise SystemExit({WRONG_SETTINGS})") as supervisor:
-        await until(lambda: supervisor.gave_up)
+        await eventually(lambda: supervisor.gave_up)
         await asyncio.sleep(0.2)
         assert (supervisor.num_starts, supervisor.pid) == (1, None)
         assert f"code {WRONG_SETTINGS}" in supervisor.trouble
 
 
-async def test_settings_that_worked_once_are_tried_again_for_ever() -> None:
+async def test_settings_that_worked_once_are_tried_again_for_ever():
     async with running(f"raise SystemExit({WRONG_SETTINGS})", served=True) as supervisor:
-        await until(lambda: supervisor.num_starts > 2 * QUICK.loop_after)
+        await eventually(lambda: supervisor.num_starts > 2 * QUICK.loop_after)
         assert not supervisor.gave_up
         assert "keeps failing" in supervisor.trouble
 
 
 async def test_a_child_that_never_serves_is_given_up_with_the_reason(
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     program = "print('ERROR no such device'); print('bye'); raise SystemExit(3)"
     async with running(program) as supervisor:
-        await until(lambda: supervisor.gave_up)
+        await eventually(lambda: supervisor.gave_up)
         assert (supervisor.num_starts, supervisor.pid) == (3, None)
     said = [x.getMessage() for x in caplog.records][-1]
     assert "ended with code 3 3 times in a row and was never ready" in said
     assert said.endswith("no such device")
 
 
-def test_a_child_that_ends_before_it_reads_is_started_again() -> None:
+def test_a_child_that_ends_before_it_reads_is_started_again():
     """On the gateway's own kind of loop, whose closed pipes raise other errors than asyncio's."""
 
     async def lives() -> None:
@@ -160,16 +153,14 @@ def test_a_child_that_ends_before_it_reads_is_started_again() -> None:
                 rules=QUICK,
             )
             await supervisor.start()
-            await until(lambda: supervisor.num_starts > 20)
+            await eventually(lambda: supervisor.num_starts > 20)
             await supervisor.stop(0)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(lives())
 
 
-async def test_a_child_has_temporary_files_of_its_own_life(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_child_has_temporary_files_of_its_own_life(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     program = (
         "import os, tempfile, sys\n"
@@ -180,45 +171,45 @@ async def test_a_child_has_temporary_files_of_its_own_life(
     )
     async with running(program) as supervisor:
         for life in (1, 2):
-            await until(lambda life=life: caplog.text.count("found 0o700 []") == life)
+            await eventually(lambda life=life: caplog.text.count("found 0o700 []") == life)
             supervisor.kill("the test")
 
 
-async def test_a_killed_child_is_started_again() -> None:
+async def test_a_killed_child_is_started_again():
     async with running(LISTEN) as supervisor:
-        await until(lambda: supervisor.pid)
+        await eventually(lambda: supervisor.pid)
         first = supervisor.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        await until(lambda: supervisor.pid not in (None, first))
+        await eventually(lambda: supervisor.pid not in (None, first))
         assert supervisor.num_starts == 2
 
 
-async def test_a_crash_loop_is_reported() -> None:
+async def test_a_crash_loop_is_reported():
     async with running("raise SystemExit(3)", served=True) as supervisor:
-        await until(lambda: "keeps failing" in supervisor.trouble)
+        await eventually(lambda: "keeps failing" in supervisor.trouble)
         assert "code 3" in supervisor.trouble
 
 
-async def test_a_program_that_cannot_be_started_is_reported(tmp_path: Path) -> None:
+async def test_a_program_that_cannot_be_started_is_reported(tmp_path: Path):
     supervisor = Supervisor(
         ["/no/such/program"], b"", {}, name="test", folder=tmp_path, rules=QUICK
     )
     await supervisor.start()
-    await until(lambda: "could not be started" in supervisor.trouble)
+    await eventually(lambda: "could not be started" in supervisor.trouble)
     await supervisor.stop(0)
 
 
-async def test_stop_lets_the_child_finish(caplog: pytest.LogCaptureFixture) -> None:
+async def test_stop_lets_the_child_finish(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     program = "import sys; sys.stdin.read(); print('saved all', flush=True)"
     async with running(program) as supervisor:
-        await until(lambda: supervisor.pid)
+        await eventually(lambda: supervisor.pid)
     assert "saved all" in caplog.text
     assert "SIGTERM" not in caplog.text
 
 
-async def test_a_deaf_child_is_killed_with_its_own_children(tmp_path: Path) -> None:
+async def test_a_deaf_child_is_killed_with_its_own_children(tmp_path: Path):
     program = (
         "import signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -235,22 +226,22 @@ async def test_a_deaf_child_is_killed_with_its_own_children(tmp_path: Path) -> N
         term_grace_s=0.2,
     )
     await supervisor.start()
-    await until(lambda: supervisor.pid and psutil.Process(supervisor.pid).children())
+    await eventually(lambda: supervisor.pid and psutil.Process(supervisor.pid).children())
     assert supervisor.pid is not None
     family = [psutil.Process(supervisor.pid), *psutil.Process(supervisor.pid).children()]
     await supervisor.stop(0.2)
-    await until(lambda: not any(_alive(x) for x in family))
+    await eventually(lambda: not any(_alive(x) for x in family))
 
 
-async def test_hanging_child_is_replaced_on_demand() -> None:
+async def test_hanging_child_is_replaced_on_demand():
     async with running(LISTEN) as supervisor:
-        await until(lambda: supervisor.pid)
+        await eventually(lambda: supervisor.pid)
         first = supervisor.pid
         supervisor.kill("no answer")
-        await until(lambda: supervisor.pid not in (None, first))
+        await eventually(lambda: supervisor.pid not in (None, first))
 
 
-async def test_the_child_sees_the_end_of_a_gateway_that_was_killed(tmp_path: Path) -> None:
+async def test_the_child_sees_the_end_of_a_gateway_that_was_killed(tmp_path: Path):
     """Its standard input ends, however the parent died."""
     program = (
         "import asyncio, sys\n"
@@ -268,11 +259,10 @@ async def test_the_child_sees_the_end_of_a_gateway_that_was_killed(tmp_path: Pat
     parent = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
     )
-    assert parent.stdout is not None
     child = psutil.Process(int(await parent.stdout.readline()))
     parent.kill()
     await parent.wait()
-    await until(lambda: not _alive(child))
+    await eventually(lambda: not _alive(child))
 
 
 def _alive(process: psutil.Process) -> bool:

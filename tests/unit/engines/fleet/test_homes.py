@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engines.base import SessionRef
 from engines.fleet.homes import SAID_S, LastHomes, SaidMoves, SharedHomes
-from tests.unit.scheduler.conftest import Clock
+from tests.clock import Clock
 
 ONE, OTHER = SessionRef("alice", "one", b""), SessionRef("alice", "other", b"")
 

@@ -33,7 +33,7 @@ def of(**weights: int) -> FairShares:
     return shares
 
 
-def test_who_was_served_least_by_weight_is_first() -> None:
+def test_who_was_served_least_by_weight_is_first():
     shares = of(a=2, b=2)
     assert shares.first("ab") == "a"
     shares.serve("a", 10)
@@ -42,7 +42,7 @@ def test_who_was_served_least_by_weight_is_first() -> None:
     assert shares.first("ab") == "a"
 
 
-def test_a_tenant_has_one_weight_the_largest_of_its_requests() -> None:
+def test_a_tenant_has_one_weight_the_largest_of_its_requests():
     shares = of(a=4, b=4)
     shares.serve("a", 40)
     shares.come("a", 1)
@@ -57,7 +57,7 @@ def test_a_tenant_has_one_weight_the_largest_of_its_requests() -> None:
     assert shares.held("a", 3) == 3.0
 
 
-def test_without_places_tokens_follow_weights() -> None:
+def test_without_places_tokens_follow_weights():
     shares = of(heavy=2, light=1)
     served = Counter[str]()
     for _ in range(300):
@@ -67,14 +67,14 @@ def test_without_places_tokens_follow_weights() -> None:
     assert served == {"heavy": 200, "light": 100}
 
 
-def test_a_tenant_that_is_a_quantum_short_is_first_even_if_it_holds_places() -> None:
+def test_a_tenant_that_is_a_quantum_short_is_first_even_if_it_holds_places():
     shares = of(a=1, b=3)
     assert shares.first("ab", {"b": 1}) == "b"  # 2 / 3 of a place by weight
     shares.serve("b", 3 * QUANTUM)
     assert shares.first("ab", {"b": 1}) == "a"
 
 
-def test_a_pause_is_no_credit_and_old_use_no_debt_to_newcomers() -> None:
+def test_a_pause_is_no_credit_and_old_use_no_debt_to_newcomers():
     shares = of(a=1, b=1)
     shares.serve("a", 100)
     shares.serve("b", 100)
@@ -89,7 +89,7 @@ def test_a_pause_is_no_credit_and_old_use_no_debt_to_newcomers() -> None:
     assert shares.first(["new", "a"]) == "a"
 
 
-def test_a_tenant_that_leaves_for_a_moment_keeps_its_count() -> None:
+def test_a_tenant_that_leaves_for_a_moment_keeps_its_count():
     shares = of(a=1, b=1)
     shares.serve("a", 500)
     shares.leave("a")
@@ -97,7 +97,7 @@ def test_a_tenant_that_leaves_for_a_moment_keeps_its_count() -> None:
     assert shares.first("ab") == "b"
 
 
-def test_who_holds_fewest_places_by_weight_is_first() -> None:
+def test_who_holds_fewest_places_by_weight_is_first():
     shares = of(a=1, b=1, c=10)
     shares.serve("b", 5)
     assert shares.first("ab", {"a": 1}) == "b"
@@ -105,7 +105,7 @@ def test_who_holds_fewest_places_by_weight_is_first() -> None:
     assert shares.first("abc", {"a": 0, "b": 0, "c": 5}) == "c"
 
 
-def test_a_place_is_taken_from_a_tenant_that_keeps_as_many() -> None:
+def test_a_place_is_taken_from_a_tenant_that_keeps_as_many():
     shares = of(a=1, b=1)
     assert shares.holder_to_yield("b", 1, 1, {"a": 8}) == "a"
     assert shares.holder_to_yield("b", 1, 1, {"a": 5, "b": 3}) == "a"
@@ -115,13 +115,13 @@ def test_a_place_is_taken_from_a_tenant_that_keeps_as_many() -> None:
     assert shares.holder_to_yield("b", 1, 1, {"b": 8}) is None
 
 
-def test_weights_count() -> None:
+def test_weights_count():
     shares = of(a=3, b=1)
     assert shares.holder_to_yield("b", 1, 1, {"a": 7, "b": 1}) == "a"
     assert shares.holder_to_yield("b", 1, 1, {"a": 6, "b": 2}) is None
 
 
-def test_more_tenants_than_places_take_turns() -> None:
+def test_more_tenants_than_places_take_turns():
     shares = of(a=1, b=1, c=1)
     places = {"a": 1, "b": 1}
     assert shares.holder_to_yield("c", 1, 1, places) is None
@@ -131,7 +131,7 @@ def test_more_tenants_than_places_take_turns() -> None:
     assert shares.holder_to_yield("c", 1, 1, places) == "b"
 
 
-def test_an_exchange_is_never_taken_back_at_once() -> None:
+def test_an_exchange_is_never_taken_back_at_once():
     """Or rows would change places in every step."""
     for places in itertools.product(range(9), repeat=2):
         shares, held = of(a=1, b=1), dict(zip("ab", places, strict=True))
@@ -140,7 +140,7 @@ def test_an_exchange_is_never_taken_back_at_once() -> None:
             assert shares.holder_to_yield("a", 1, 1, held) is None
 
 
-def test_absent_tenants_are_forgotten_in_the_end() -> None:
+def test_absent_tenants_are_forgotten_in_the_end():
     shares = of(here=1)
     for i in range(2 * MAX_ABSENT):
         shares.come(f"t{i}")
@@ -149,7 +149,7 @@ def test_absent_tenants_are_forgotten_in_the_end() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=6), st.integers(1, 8))
-def test_tokens_follow_weights_while_all_wait(weights: list[int], num_places: int) -> None:
+def test_tokens_follow_weights_while_all_wait(weights: list[int], num_places: int):
     """Tenants with more requests than there are places get tokens by their weights."""
     shares, names = FairShares(), [f"t{i}" for i in range(len(weights))]
     for name, weight in zip(names, weights, strict=True):
@@ -170,7 +170,7 @@ def test_tokens_follow_weights_while_all_wait(weights: list[int], num_places: in
     assert max(by_weight) - min(by_weight) <= 2 * QUANTUM + num_places
 
 
-def test_who_is_ahead_owes_the_others_time_by_their_weights() -> None:
+def test_who_is_ahead_owes_the_others_time_by_their_weights():
     shares = of(a=1, b=2, c=1)
     assert shares.owed("a") == 0.0
     shares.serve("a", 30)
@@ -184,15 +184,13 @@ def test_who_is_ahead_owes_the_others_time_by_their_weights() -> None:
 TENANTS = st.sampled_from("abcdef")
 
 
-def test_lengths_differ_by_doublings() -> None:
+def test_lengths_differ_by_doublings():
     lengths = [length_class(x) for x in (0, SHORT_TOKENS - 1, SHORT_TOKENS, 1023, 1024, 8192)]
     assert lengths == [0, 0, 1, 1, 2, 5]
 
 
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(0, 9))
-def test_the_whole_line_is_that_of_one_choice_after_another(
-    lengths: list[int], num_begun: int
-) -> None:
+def test_the_whole_line_is_that_of_one_choice_after_another(lengths: list[int], num_begun: int):
     line, expected = list(enumerate(lengths)), []
     left = list(line)
     while left:
@@ -202,7 +200,7 @@ def test_the_whole_line_is_that_of_one_choice_after_another(
     assert in_turns(line, lambda x: x[1], num_begun) == expected
 
 
-def test_equals_keep_their_order() -> None:
+def test_equals_keep_their_order():
     assert in_turns("abcdefg", lambda x: 0, 0) == list("abcdefg")
 
 
@@ -213,7 +211,7 @@ class Clock:
 SECONDS = {0: 1.0, 1: 20.0}  # that one of each length takes
 
 
-def test_a_long_one_begins_in_bounded_time_however_many_short_ones_come() -> None:
+def test_a_long_one_begins_in_bounded_time_however_many_short_ones_come():
     clock, waited = Clock(), {}
     line = [(f"long {i}", 1, clock.now) for i in range(10)]
     for number in range(OLDEST_EVERY * 10):
@@ -229,7 +227,7 @@ def test_a_long_one_begins_in_bounded_time_however_many_short_ones_come() -> Non
 
 
 @pytest.mark.parametrize("num_begun", range(OLDEST_EVERY))
-def test_a_short_one_does_not_wait_for_ten_long_ones(num_begun: int) -> None:
+def test_a_short_one_does_not_wait_for_ten_long_ones(num_begun: int):
     clock = Clock()
     line = [(f"long {i}", 1) for i in range(10)]
     clock.now = 60.0  # so long have they waited
@@ -253,7 +251,7 @@ def test_tenants_are_served_as_if_each_place_were_asked_for(
     places: dict[str, int],
     served: dict[str, float],
     weights: dict[str, int],
-) -> None:
+):
     shares = FairShares()
     for tenant in dict.fromkeys([*(x for x, _ in waiting), *places]):
         shares.come(tenant, weights.get(tenant, 1))

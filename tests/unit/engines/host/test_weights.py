@@ -35,7 +35,7 @@ def flip(file: Path, at: int) -> None:
 @pytest.mark.parametrize(
     "at", [0, 3_333_333, SEGMENT_BYTES - 1, SEGMENT_BYTES, SEGMENT_BYTES + 999]
 )
-def test_any_byte_changes_the_digest(file: Path, at: int, tmp_path: Path) -> None:
+def test_any_byte_changes_the_digest(file: Path, at: int, tmp_path: Path):
     """A change counts even if size and mtime stay the same."""
     before, stat = weight_digests([file], tmp_path, later), file.stat()
     flip(file, at)
@@ -45,14 +45,14 @@ def test_any_byte_changes_the_digest(file: Path, at: int, tmp_path: Path) -> Non
     assert weight_digests([file], None) == after
 
 
-def test_length_counts(tmp_path: Path) -> None:
+def test_length_counts(tmp_path: Path):
     files = [tmp_path / str(n) for n in (0, 1, SEGMENT_BYTES, SEGMENT_BYTES + 1)]
     for file in files:
         file.write_bytes(bytes(int(file.name)))
     assert len(set(weight_digests(files, None))) == 4
 
 
-def test_a_file_with_a_known_digest_is_not_read_again(file: Path, tmp_path: Path) -> None:
+def test_a_file_with_a_known_digest_is_not_read_again(file: Path, tmp_path: Path):
     (digest,) = weight_digests([file], tmp_path, later)
     remembered = tmp_path / CACHE_NAME
     planted = remembered.read_text().replace(digest.hex(), "ab" * 32)
@@ -61,12 +61,12 @@ def test_a_file_with_a_known_digest_is_not_read_again(file: Path, tmp_path: Path
     assert remembered.read_text() == planted
 
 
-def test_a_file_that_may_still_be_written_to_is_not_remembered(file: Path, tmp_path: Path) -> None:
+def test_a_file_that_may_still_be_written_to_is_not_remembered(file: Path, tmp_path: Path):
     weight_digests([file], tmp_path, lambda: file.stat().st_ctime)
     assert not (tmp_path / CACHE_NAME).exists()
 
 
-def test_other_models_stay_remembered(file: Path, tmp_path: Path) -> None:
+def test_other_models_stay_remembered(file: Path, tmp_path: Path):
     other = tmp_path / "other.safetensors"
     other.write_bytes(b"x")
     for each in (file, other):
@@ -75,14 +75,12 @@ def test_other_models_stay_remembered(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"[1]", b'{"x": 1}', b"\xff\xfe", b"{"])
-def test_a_damaged_memory_costs_reading_and_nothing_else(
-    file: Path, tmp_path: Path, damage: bytes
-) -> None:
+def test_a_damaged_memory_costs_reading_and_nothing_else(file: Path, tmp_path: Path, damage: bytes):
     expected = weight_digests([file], tmp_path, later)
     (tmp_path / CACHE_NAME).write_bytes(damage)
     assert weight_digests([file], tmp_path, later) == expected
 
 
-def test_no_folder_to_remember_in(file: Path, tmp_path: Path) -> None:
+def test_no_folder_to_remember_in(file: Path, tmp_path: Path):
     expected = weight_digests([file], None)
     assert weight_digests([file], tmp_path / "missing", later) == expected

@@ -35,21 +35,19 @@ def raising(error: Exception) -> Callable[[], LoadedModel]:
 
 
 @pytest.mark.parametrize("error", [ValueError("hot_bytes"), PermissionError(errno.EACCES, "no")])
-async def test_an_error_that_only_the_operator_can_fix_is_final(error: Exception) -> None:
+async def test_an_error_that_only_the_operator_can_fix_is_final(error: Exception):
     with pytest.raises(CannotServe, match=str(error).replace("[", r"\[").replace("]", r"\]")):
         await worker.start(Owner(raising(error), EngineConfig(), "toy"))
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC, errno.ENOMEM])
-async def test_an_error_that_passes_by_itself_is_not_final(number: int) -> None:
+async def test_an_error_that_passes_by_itself_is_not_final(number: int):
     with pytest.raises(OSError) as caught:
         await worker.start(Owner(raising(OSError(number, "no more")), EngineConfig(), "toy"))
     assert caught.value.errno == number
 
 
-def test_a_loader_that_ran_out_of_files_has_not_judged_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_loader_that_ran_out_of_files_has_not_judged_the_model(monkeypatch: pytest.MonkeyPatch):
     def load(path: str, dtype: str) -> LoadedModel:
         raise OSError(errno.EMFILE, "too many open files")
 
@@ -68,7 +66,7 @@ def test_a_loader_that_ran_out_of_files_has_not_judged_the_model(
 )
 def test_the_exit_code_says_whether_to_start_again(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     async def serve(config: WorkerConfig, lifeline: Lifeline) -> None:
         raise error
 

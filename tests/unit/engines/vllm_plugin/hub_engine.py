@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +39,7 @@ from kvstore.stats import Counters
 from kvstore.store.block_store import BlockStore
 from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref, save, served
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
+from tests.waiting import until
 
 CHAIN = hashes(list(range(100)))
 
@@ -110,17 +109,17 @@ class Engine:
         self.staging = [StagingArea(), StagingArea()]
         self.measurements = [Unmeasured(), Unmeasured()]
         self.links = [self._link(i, folder) for i in range(2)]
-        wait(lambda: self.hub.ready)
+        until(lambda: self.hub.ready)
         self._folder = folder
 
     def restart_rank(self, i: int, **config: Any) -> None:
         """End rank ``i`` and start it again, with these fields of its store's configuration."""
         self.links[i].close()
         self.stores[i].close()
-        wait(lambda: not self.hub.ready)
+        until(lambda: not self.hub.ready)
         self.stores[i] = self._store(i, self._folder, **config)
         self.links[i] = self._link(i, self._folder)
-        wait(lambda: self.hub.ready)
+        until(lambda: self.hub.ready)
 
     def _store(self, i: int, folder: Path, **config: Any) -> BlockStore:
         return open_store(ram_and_disk(folder / f"disk{i}"), **config)
@@ -129,15 +128,7 @@ class Engine:
         store: BlockStore = self.stores[i]
         hello = RankHello(i, "raw.1", 1000, 1000)
         path = str(folder / "hub.sock")
-        return RankLink(
-            path,
-            hello,
-            store,
-            self.staging[i],
-            self,
-            served(),
-            self.measurements[i],
-        )
+        return RankLink(path, hello, store, self.staging[i], self, served(), self.measurements[i])
 
     queued_bytes = 0
 
@@ -166,7 +157,7 @@ class Engine:
     def stage(self, ticket: int = 1, first: int = 0) -> Staged:
         self.hub.send(Stage(ticket, ref(), first, b"".join(CHAIN)))
         found: list[Staged] = []
-        wait(lambda: found.extend(x for x in [self.hub.staged(ticket)] if x) or bool(found))
+        until(lambda: found.extend(x for x in [self.hub.staged(ticket)] if x) or bool(found))
         return found[0]
 
     async def verbs_list(self) -> list[SessionReport]:
@@ -190,10 +181,3 @@ class Engine:
         answer = self.ask(verb)
         assert isinstance(answer, Done), answer
         return answer
-
-
-def wait(until: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not until():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.002)

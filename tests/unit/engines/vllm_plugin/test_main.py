@@ -6,8 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +18,7 @@ import pytest
 from engines.about_vllm.environment import import_path
 from engines.config import EngineConfig, WorkerConfig
 from kvstore.config import StoreConfig
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux adopts orphans")
 
@@ -72,7 +72,6 @@ class Started:
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, "REPORT": str(report)},
         )
-        assert self.main.stdin is not None
         self.main.stdin.write(msgspec.json.encode(worker) + b"\n")
         self.main.stdin.flush()
         until(report.exists)
@@ -84,7 +83,6 @@ class Started:
         assert len(self.family) == 3, "and the resource tracker"
 
     def end_input(self) -> None:
-        assert self.main.stdin is not None
         self.main.stdin.close()
 
     def end(self) -> None:
@@ -112,13 +110,6 @@ def start() -> Iterator[Callable[[Path], Started]]:
 @pytest.fixture
 def started(start: Callable[[Path], Started], tmp_path: Path) -> Started:
     return start(tmp_path)
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def is_gone(process: psutil.Process) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +12,16 @@ import pytest
 from engines.base import EngineUnavailable, Upstream
 from gateway.keys import generate_key
 from scheduler.config import SchedulerConfig
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply
+from tests.unit.gateway.in_process import (
+    MODEL,
+    Answered,
+    App,
+    RecordingEngine,
+    Reply,
+    chat_answer,
+    json_answer,
+    streamed,
+)
 
 BODY: dict[str, Any] = {
     "model": MODEL,
@@ -70,7 +78,7 @@ async def test_keys_in_either_header() -> None:
         {"authorization": f"Bearer {alice}", "x_api_key": alice},
     ):
         for path in ("/v1/messages", "/v1/chat/completions"):
-            app.engine.answer = answered("x")
+            app.engine.answer = chat_answer("x")
             assert (await app.post(path, BODY, **headers)).status == 200
             assert app.engine.asked[-1].headers["x-tenant"] == "alice"
     for headers in (
@@ -79,12 +87,6 @@ async def test_keys_in_either_header() -> None:
         {"authorization": f"Bearer {alice}", "x_api_key": "a stray one"},
     ):
         assert (await app.post("/v1/messages", BODY, **headers)).status == 401
-
-
-def answered(text: str) -> Answered:
-    said = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-    body = {"choices": [said], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
-    return Answered(200, {"content-type": "application/json"}, json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def answered(text: str) -> Answered:
     ],
 )
 async def test_refusals_of_the_engine(status: int, said: Any, expected: int, kind: str) -> None:
-    answer = Answered(status, {}, json.dumps({"error": said}).encode())
+    answer = json_answer({"error": said}, status)
     reply = await App(RecordingEngine(answer)).post("/v1/messages", BODY)
     assert (reply.status, error_of(reply)["type"]) == (expected, kind)
 
@@ -110,7 +112,7 @@ async def test_refusals_of_the_engine(status: int, said: Any, expected: int, kin
     ],
 )
 async def test_too_long_a_prompt_is_said_in_the_words_that_agents_know(said: Any) -> None:
-    answer = Answered(400, {}, json.dumps({"error": said}).encode())
+    answer = json_answer({"error": said}, 400)
     app = App(RecordingEngine(answer))
     reply = await app.post("/v1/messages", BODY)
     message = error_of(reply)["message"]
@@ -141,12 +143,7 @@ class SlowEngine(RecordingEngine):
             yield upstream
 
 
-STREAM = Answered(
-    200,
-    {"content-type": "text/event-stream"},
-    b'data: {"choices":[{"delta":{"content":"yo"}}]}\n\n'
-    b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n',
-)
+STREAM = streamed()
 
 
 def names(reply: Reply) -> list[str]:

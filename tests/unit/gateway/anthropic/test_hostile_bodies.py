@@ -90,8 +90,9 @@ def test_any_bytes_are_refused(body: bytes) -> None:
         b'{"model":"m","max_tokens":1e400,"messages":[]}',
     ],
 )
-async def test_hostile_bodies_are_refused_in_anthropics_shape(path: str, body: bytes) -> None:
-    app = App()
+async def test_hostile_bodies_are_refused_in_anthropics_shape(
+    app: App, path: str, body: bytes
+) -> None:
     reply = await app.post(path, body.replace(b'"m"', f'"{MODEL}"'.encode()))
     assert reply.status == 400
     assert reply.json["error"]["type"] == "invalid_request_error"

@@ -83,14 +83,7 @@ def test_system_messages_in_the_middle_stay_there() -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, reminder]},
         system="top",
     )
-    assert [x["role"] for x in found] == [
-        "system",
-        "user",
-        "system",
-        "assistant",
-        "user",
-        "system",
-    ]
+    assert [x["role"] for x in found] == ["system", "user", "system", "assistant", "user", "system"]
     assert (found[2]["content"], found[5]["content"]) == ("9 tokens left", "note")
 
 

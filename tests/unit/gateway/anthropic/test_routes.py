@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gateway.anthropic.routes import num_unknown
-from tests.unit.gateway.anthropic.test_errors import BODY, answered
-from tests.unit.gateway.in_process import MODEL, App, RecordingEngine
+from tests.unit.gateway.anthropic.test_errors import BODY
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 
 
 def test_only_unknown_betas_are_counted() -> None:
@@ -14,7 +14,7 @@ def test_only_unknown_betas_are_counted() -> None:
 
 
 async def test_left_out_parts_show_in_the_metrics() -> None:
-    app = App(RecordingEngine(answered("x")))
+    app = App(RecordingEngine(chat_answer("x")))
     blocks = [{"type": "compaction", "content": "x"}, {"type": "text", "text": "hi"}]
     nonce = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
     body = {**BODY, "system": [nonce], "messages": [{"role": "user", "content": blocks}]}
@@ -28,7 +28,7 @@ async def test_left_out_parts_show_in_the_metrics() -> None:
 
 
 async def test_a_changed_prompt_shows_in_the_metrics() -> None:
-    app = App(RecordingEngine(answered("x")))
+    app = App(RecordingEngine(chat_answer("x")))
     for text in ("one", "two"):
         body = {**BODY, "system": text}
         await app.post("/v1/messages", body, x_session_id="s")

@@ -44,16 +44,14 @@ async def test_nothing_but_this_server_may_be_asked(path):
     assert "frame-ancestors 'none'" in policy and headers["x-frame-options"] == "DENY"
 
 
-async def test_a_page_that_the_browser_has_is_not_sent_again():
-    app = App()
+async def test_a_page_that_the_browser_has_is_not_sent_again(app: App):
     first = await app.get("/ui")
     again = await app.get("/ui", if_none_match=first.headers["etag"])
     assert (again.status, again.body) == (304, b"")
     assert (await app.get("/ui", if_none_match='"another"')).status == 200
 
 
-async def test_packed_bytes_are_the_same_page():
-    app = App()
+async def test_packed_bytes_are_the_same_page(app: App):
     packed = await app.get("/ui", accept_encoding="gzip, br")
     assert packed.headers["content-encoding"] == "gzip"
     assert gzip.decompress(packed.body) == (await app.get("/ui")).body
@@ -69,8 +67,7 @@ async def test_another_version_has_no_files():
     assert (await App().get("/ui/0123456789abcdef/app.js")).status == 404
 
 
-async def test_browsers_are_led_to_the_page_and_programs_are_not():
-    app = App()
+async def test_browsers_are_led_to_the_page_and_programs_are_not(app: App):
     led = await app.get("/", accept="text/html,*/*;q=0.8")
     assert (led.status, led.headers["location"]) == (302, "ui")
     assert (await app.get("/", accept="*/*")).error["code"] == "not_found"

@@ -12,15 +12,14 @@ from engines.base import Upstream
 from gateway.keys import generate_key
 from scheduler.config import SchedulerConfig
 from tests.unit.gateway.in_process import App, RecordingEngine
+from tests.waiting import eventually
 
 TEXT = "x" * 50_000
 DECLARED = {"content-type": "application/json", "content-length": "60000"}
 
 
 async def until_asked(engine: RecordingEngine, times: int) -> None:
-    async with asyncio.timeout(10):
-        while len(engine.asked) < times:
-            await asyncio.sleep(0)
+    await eventually(lambda: len(engine.asked) >= times)
 
 
 class Computing(RecordingEngine):
@@ -92,9 +91,7 @@ async def test_a_body_counts_in_the_line_but_not_while_the_engine_computes() -> 
     await until_asked(engine, 1)
     assert app.gateway.bodies.nbytes == 0
     second = asyncio.create_task(app.chat(TEXT, session_id="b"))
-    async with asyncio.timeout(10):
-        while not app.sessions.num_waiting:
-            await asyncio.sleep(0)
+    await eventually(lambda: app.sessions.num_waiting)
     assert app.gateway.bodies.nbytes > len(TEXT)
     engine.going_on.set()
     assert [(await x).status for x in (first, second)] == [200, 200]

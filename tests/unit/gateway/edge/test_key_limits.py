@@ -16,19 +16,13 @@ from gateway.errors import Refused
 from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
 from gateway.models.served_model import Models, ServedModel
 from scheduler.config import SchedulerConfig
+from tests.clock import Clock
 from tests.unit.gateway.in_process import Answered, App, RecordingEngine
+from tests.waiting import eventually
 
 ALICE = Tenant("alice", b"salt", "a1")
 OTHER_KEY = Tenant("alice", b"salt", "a2")
 TURN, READ = ACCOUNTS["chat_completions"], ACCOUNTS["show_response"]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def enter(limits: KeyLimits, tenant: Tenant = ALICE, account: Account = TURN) -> KeyShare:
@@ -46,7 +40,7 @@ def refusal(limits: KeyLimits, tenant: Tenant = ALICE) -> Refused:
     return caught.value
 
 
-def test_requests_per_minute() -> None:
+def test_requests_per_minute():
     clock = Clock()
     limits = KeyLimits(Limits(requests_per_minute=3), clock)
     shares = [enter(limits) for _ in range(3)]
@@ -58,7 +52,7 @@ def test_requests_per_minute() -> None:
     refusal(limits)
 
 
-def test_tokens_are_counted_after_the_answer() -> None:
+def test_tokens_are_counted_after_the_answer():
     clock = Clock()
     limits = KeyLimits(Limits(tokens_per_minute=600), clock)
     share = enter(limits)
@@ -70,7 +64,7 @@ def test_tokens_are_counted_after_the_answer() -> None:
     enter(limits)
 
 
-def test_requests_at_once() -> None:
+def test_requests_at_once():
     limits = KeyLimits(Limits(concurrent_requests=2), Clock())
     one, two = enter(limits), enter(limits)
     refusal(limits)
@@ -83,7 +77,7 @@ def test_requests_at_once() -> None:
     enter(limits)
 
 
-def test_reads_cost_a_part_of_a_request_and_need_no_place() -> None:
+def test_reads_cost_a_part_of_a_request_and_need_no_place():
     limits = KeyLimits(Limits(requests_per_minute=2, concurrent_requests=1), Clock())
     turn = enter(limits)
     for _ in range(10):
@@ -95,20 +89,20 @@ def test_reads_cost_a_part_of_a_request_and_need_no_place() -> None:
     turn.leave()
 
 
-def test_a_key_that_owes_tokens_may_read_but_not_compute() -> None:
+def test_a_key_that_owes_tokens_may_read_but_not_compute():
     limits = KeyLimits(Limits(tokens_per_minute=600), Clock())
     enter(limits).used_tokens(900)
     enter(limits, account=READ)
     refusal(limits)
 
 
-def test_a_path_that_is_open_to_all_is_charged_to_no_key() -> None:
+def test_a_path_that_is_open_to_all_is_charged_to_no_key():
     scope: dict[str, Any] = {"state": {}}
     KeyLimits(Limits(requests_per_minute=1), Clock()).enter(ALICE, scope, ACCOUNTS["livez"])
     assert key_share_of(scope) is None
 
 
-def test_a_keys_own_line_goes_before_the_usual_limits_and_may_change() -> None:
+def test_a_keys_own_line_goes_before_the_usual_limits_and_may_change():
     clock = Clock()
     limits = KeyLimits(Limits(concurrent_requests=1), clock)
     mine = ALICE._replace(limits=Limits(concurrent_requests=2))
@@ -121,7 +115,7 @@ def test_a_keys_own_line_goes_before_the_usual_limits_and_may_change() -> None:
     second.leave()
 
 
-def test_requests_that_began_under_other_limits_make_room_when_they_end() -> None:
+def test_requests_that_began_under_other_limits_make_room_when_they_end():
     limits = KeyLimits(Limits(), Clock())
     before = [enter(limits, ALICE._replace(limits=Limits(concurrent_requests=2))) for _ in "ab"]
     changed = ALICE._replace(limits=Limits(60, 600, concurrent_requests=2))
@@ -137,9 +131,7 @@ def test_requests_that_began_under_other_limits_make_room_when_they_end() -> Non
 @given(
     st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 90), st.integers(0, 3000)), max_size=20)
 )
-def test_a_bucket_never_gives_more_than_its_rate(
-    per_minute: int, steps: list[tuple[float, int]]
-) -> None:
+def test_a_bucket_never_gives_more_than_its_rate(per_minute: int, steps: list[tuple[float, int]]):
     clock = Clock()
     bucket, began, taken = Bucket(per_minute, clock), clock.now, 0
     for pause_s, wanted in steps:
@@ -155,7 +147,7 @@ def test_a_bucket_never_gives_more_than_its_rate(
 # ---- in the lines of the keys
 
 
-def test_a_line_may_have_limits() -> None:
+def test_a_line_may_have_limits():
     key, line = generate_key("alice")
     tenants = Tenants(b"sixteen bytes or more", [line + " requests_per_minute=60  sessions=5"])
     assert tenants.authenticate(f"Bearer {key}").limits == Limits(60, 0, 0, 5)
@@ -164,7 +156,7 @@ def test_a_line_may_have_limits() -> None:
 @pytest.mark.parametrize(
     "words", [" rpm=5", " sessions=-1", " sessions", " sessions=x", "sessions=1"]
 )
-def test_a_line_with_other_words_is_refused(words: str) -> None:
+def test_a_line_with_other_words_is_refused(words: str):
     _, line = generate_key("alice")
     with pytest.raises(BadKeyLine):
         Tenants(b"sixteen bytes or more", [line + words])
@@ -187,7 +179,7 @@ def test_a_line_with_other_words_is_refused(words: str) -> None:
         ("DELETE", "/v1/sessions/x"),
     ],
 )
-async def test_requests_that_are_no_turn_count_too(method: str, path: str) -> None:
+async def test_requests_that_are_no_turn_count_too(method: str, path: str):
     app = App(RecordingEngine(), requests_per_minute=1)
     body = b"{}" if method == "POST" else b""
     headers = {"content-type": "application/json"}
@@ -195,7 +187,7 @@ async def test_requests_that_are_no_turn_count_too(method: str, path: str) -> No
     assert 429 not in statuses[:2] and statuses[-1] == 429
 
 
-async def test_asking_for_the_caller_twice_charges_once() -> None:
+async def test_asking_for_the_caller_twice_charges_once():
     """The handlers of conversations look at the caller at several places."""
     app = App(RecordingEngine(), requests_per_minute=1)
     first = await app.post("/v1/conversations", {})
@@ -203,7 +195,7 @@ async def test_asking_for_the_caller_twice_charges_once() -> None:
     assert (await app.post("/v1/conversations", {})).status != 429
 
 
-async def test_answers_say_how_much_is_left_and_refusals_when_to_come_back() -> None:
+async def test_answers_say_how_much_is_left_and_refusals_when_to_come_back():
     usage = b'{"usage": {"prompt_tokens": 90, "completion_tokens": 20}}'
     engine = RecordingEngine(Answered(200, {"content-type": "application/json"}, usage))
     app = App(engine, requests_per_minute=2, tokens_per_minute=100)
@@ -219,14 +211,14 @@ async def test_answers_say_how_much_is_left_and_refusals_when_to_come_back() -> 
     assert len(engine.asked) == 1
 
 
-async def test_a_request_that_has_ended_makes_room_however_it_ended() -> None:
+async def test_a_request_that_has_ended_makes_room_however_it_ended():
     app = App(concurrent_requests=1)
     for _ in range(3):
         assert (await app.post("/v1/chat/completions", b"nonsense")).status == 400
         assert (await app.chat()).status == 200
 
 
-async def test_requests_at_once_of_one_key() -> None:
+async def test_requests_at_once_of_one_key():
     going_on = asyncio.Event()
 
     class Slow(Answered):
@@ -246,7 +238,7 @@ async def test_requests_at_once_of_one_key() -> None:
     assert (await first).status == 200
 
 
-async def test_sessions_that_come_together() -> None:
+async def test_sessions_that_come_together():
     """A row is there only once its turn has a slot; until then the ids count."""
     going_on = asyncio.Event()
 
@@ -259,27 +251,24 @@ async def test_sessions_that_come_together() -> None:
     app = App(engine, SchedulerConfig(max_running=1), sessions_per_tenant=1)
     names = ["a", "b", "c", "a", "d"]
     asked = [asyncio.create_task(app.chat(f"{i}", session_id=x)) for i, x in enumerate(names)]
-    async with asyncio.timeout(10):
-        while sum(x.done() for x in asked) < 3 or not app.sessions.num_waiting:
-            await asyncio.sleep(0)
+    await eventually(lambda: not (sum(x.done() for x in asked) < 3 or not app.sessions.num_waiting))
     going_on.set()
     assert [(await x).status for x in asked] == [200, 429, 429, 200, 429]
     assert app.sessions.num_sessions("local") == 1
 
 
-def test_tenants_are_busy_while_one_of_their_turns_runs() -> None:
+def test_tenants_are_busy_while_one_of_their_turns_runs():
     limits, scope = KeyLimits(Limits(), Clock()), {"state": {}}
     limits.enter(ALICE, scope, TURN)
     assert list(limits.busy) == []
     limits.comes(ALICE, "s", scope)
     assert list(limits.busy) == [ALICE.name]
     share = key_share_of(scope)
-    assert share is not None
     share.leave()
     assert list(limits.busy) == []
 
 
-async def test_a_session_that_came_to_nothing_leaves_its_place() -> None:
+async def test_a_session_that_came_to_nothing_leaves_its_place():
     app = App(sessions_per_tenant=1)
     app.sessions.stop_admitting()
     assert (await app.chat(session_id="b")).status == 503
@@ -287,7 +276,7 @@ async def test_a_session_that_came_to_nothing_leaves_its_place() -> None:
     assert not app.gateway.limits.coming(app.gateway.tenants.operator())
 
 
-async def test_sessions_of_one_tenant() -> None:
+async def test_sessions_of_one_tenant():
     app = App(sessions_per_tenant=2)
     for name, status in [("a", 200), ("b", 200), ("c", 429), ("a", 200)]:
         answer = await app.chat(session_id=name)
@@ -295,7 +284,7 @@ async def test_sessions_of_one_tenant() -> None:
     assert answer.status == 200
 
 
-async def test_one_name_on_two_models_is_two_sessions() -> None:
+async def test_one_name_on_two_models_is_two_sessions():
     app = App(sessions_per_tenant=1)
     gateway, tenant = app.gateway, app.gateway.tenants.operator()
     one, two = (

@@ -12,7 +12,7 @@ import pytest
 
 from engines.base import Upstream
 from gateway.edge.accounts import LARGE_BODY_BYTES
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, json_answer
 
 HI = [{"role": "user", "content": "hi"}]
 QUESTIONS = {
@@ -27,7 +27,7 @@ HEAVY = b'{"model": "' + MODEL.encode() + b'", "x": [' + b"{}," * 500_000 + b"{}
 
 
 def counting_engine() -> RecordingEngine:
-    return RecordingEngine(Answered(200, {"content-type": "application/json"}, b'{"count": 3}'))
+    return RecordingEngine(json_answer({"count": 3}))
 
 
 class Computing(RecordingEngine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,29 +19,13 @@ from gateway.errors import Refused
 from gateway.keys import Limits, Tenant, Tenants
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.link import RedisLink
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
-]
+pytestmark = pytest.mark.redis
 
 ALICE = Tenant("alice", b"salt", "a1")
 TURN = ACCOUNTS["chat_completions"]
 PATIENCE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(server.url) as client:
-        client.flushall()
-        yield client
 
 
 class OneGateway:
@@ -114,7 +98,7 @@ async def burst(number: int, *gateways: OneGateway) -> list[KeyShare]:
 @pytest.mark.parametrize("most", [3, 60])
 def test_a_burst_at_two_gateways_is_let_in_once(
     server: RedisServer, client: redis.Redis, most: int
-) -> None:
+):
     async def work(one: OneGateway, two: OneGateway) -> None:
         began = time.monotonic()
         shares = await burst(2 * most, one, two)
@@ -129,7 +113,7 @@ def test_a_burst_at_two_gateways_is_let_in_once(
     run(server.url, Limits(requests_per_minute=most), work)
 
 
-def test_one_gateway_alone_gets_all_of_a_burst(server: RedisServer, client: redis.Redis) -> None:
+def test_one_gateway_alone_gets_all_of_a_burst(server: RedisServer, client: redis.Redis):
     async def work(one: OneGateway, two: OneGateway) -> None:
         assert len(await burst(60, one)) == 60
         assert await burst(10, two) == []
@@ -137,9 +121,7 @@ def test_one_gateway_alone_gets_all_of_a_burst(server: RedisServer, client: redi
     run(server.url, Limits(requests_per_minute=60), work)
 
 
-def test_tokens_that_one_used_are_owed_at_the_other(
-    server: RedisServer, client: redis.Redis
-) -> None:
+def test_tokens_that_one_used_are_owed_at_the_other(server: RedisServer, client: redis.Redis):
     async def work(one: OneGateway, two: OneGateway) -> None:
         (share,) = await burst(1, one)
         share.used_tokens(1500)
@@ -150,7 +132,7 @@ def test_tokens_that_one_used_are_owed_at_the_other(
     run(server.url, Limits(tokens_per_minute=1000), work)
 
 
-def test_places_are_shared_and_free_again(server: RedisServer, client: redis.Redis) -> None:
+def test_places_are_shared_and_free_again(server: RedisServer, client: redis.Redis):
     async def work(one: OneGateway, two: OneGateway) -> None:
         shares = await burst(8, one, two)
         assert len(shares) == 4
@@ -168,7 +150,7 @@ def test_places_are_shared_and_free_again(server: RedisServer, client: redis.Red
 
 def test_places_of_a_killed_gateway_are_free_after_their_lease(
     server: RedisServer, client: redis.Redis
-) -> None:
+):
     async def work(one: OneGateway, two: OneGateway) -> None:
         assert len(await burst(2, one)) == 2
         assert await two.try_one() is None
@@ -187,9 +169,7 @@ def test_places_of_a_killed_gateway_are_free_after_their_lease(
     run(server.url, Limits(concurrent_requests=2), work)
 
 
-def test_a_lease_of_a_clock_that_jumped_holds_nothing(
-    server: RedisServer, client: redis.Redis
-) -> None:
+def test_a_lease_of_a_clock_that_jumped_holds_nothing(server: RedisServer, client: redis.Redis):
     client.hset("thermocline:limits:n-a1:places", "dead", "2:99999999999999")
     client.hset("thermocline:limits:n-a1:requests", mapping={"level": "0", "at": "99999999999999"})
 
@@ -205,7 +185,7 @@ def test_a_lease_of_a_clock_that_jumped_holds_nothing(
 
 def test_while_redis_is_away_each_counts_for_itself_and_no_request_waits(
     client: redis.Redis, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     async def work(one: OneGateway, two: OneGateway) -> None:
         own.stop()
         try:
@@ -231,7 +211,7 @@ def test_while_redis_is_away_each_counts_for_itself_and_no_request_waits(
     assert len(said) == 2  # once by each
 
 
-def test_sessions_of_all_gateways_count(server: RedisServer, client: redis.Redis) -> None:
+def test_sessions_of_all_gateways_count(server: RedisServer, client: redis.Redis):
     async def work(one: OneGateway, two: OneGateway) -> None:
         one.sessions = ["a", "b"]
         assert await one.shared.claim_session(ALICE, 3, "c")
@@ -253,7 +233,7 @@ def test_sessions_of_all_gateways_count(server: RedisServer, client: redis.Redis
 @pytest.mark.parametrize(
     "script", ["--rename-command EVAL nope", ""], ids=["no scripts", "nonsense"]
 )
-def test_answers_that_cannot_be_right_make_a_gateway_count_for_itself(script: str) -> None:
+def test_answers_that_cannot_be_right_make_a_gateway_count_for_itself(script: str):
     async def main(url: str) -> None:
         one = OneGateway(url, Limits(4, concurrent_requests=2))
         await one.until(lambda: bool(one.changes))
@@ -270,13 +250,13 @@ def test_answers_that_cannot_be_right_make_a_gateway_count_for_itself(script: st
 
 
 @pytest.mark.parametrize("reply", [None, b"", [b"1"], [b"x", b"y"], [b"99", b"1"], [b"1", b"nan"]])
-def test_no_answer_of_a_bucket_is_believed_that_is_none(reply: Reply) -> None:
+def test_no_answer_of_a_bucket_is_believed_that_is_none(reply: Reply):
     with pytest.raises(ValueError):
         read_taken(reply, 10)
 
 
 @pytest.mark.parametrize("reply", [None, b"1", -1, redis.ResponseError("no")])
-def test_no_number_is_believed_that_is_none(reply: Reply) -> None:
+def test_no_number_is_believed_that_is_none(reply: Reply):
     with pytest.raises(ValueError):
         read_number(reply)
     with pytest.raises(ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -26,21 +26,14 @@ from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from tests.redis_server import RedisServer, find_binary
+from tests.redis_server import RedisServer
 from tests.unit.gateway.in_process import WELCOME
 
-needs_redis = pytest.mark.skipif(find_binary() is None, reason="no redis-server")
 BLOBS, BLOB = 4, 3 << 10
 SESSION = BLOBS * (BLOB + (1 << 10))  # with names and overhead, at most
 MOST = 10 * SESSION
 TENANT = "alice"
 DIGEST = "0" * 64
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
 
 
 class TierOfEngine:
@@ -75,11 +68,17 @@ class TierOfEngine:
         self.on_answer()
         return TenantUses({} if uses is None else {self.name: uses})
 
-    def save(self, tenant: str = TENANT) -> bool:
-        """Write a session more; returns whether all of it is kept."""
-        number = f"{id(self)}-{next(self._numbers)}"
-        blobs = [(f"{number}-{i}".encode(), bytes(BLOB)) for i in range(BLOBS)]
-        return self.tier.put_many(blobs, tenant) == BLOBS
+    def save(self, tenant: str = TENANT, times: int = 1) -> bool:
+        """Write sessions more; returns whether all of each was kept."""
+        kept = []
+        for _ in range(times):
+            number = f"{id(self)}-{next(self._numbers)}"
+            blobs = [(f"{number}-{i}".encode(), bytes(BLOB)) for i in range(BLOBS)]
+            kept.append(self.tier.put_many(blobs, tenant) == BLOBS)
+        return all(kept)
+
+    def reconnect(self) -> None:
+        self.welcome = msgspec.structs.replace(self.welcome)
 
     @property
     def held(self) -> int:
@@ -102,9 +101,10 @@ class OneGateway:
     """The limits of one gateway and its engines, round by round."""
 
     def __init__(
-        self, engines: Sequence[TierOfEngine], most: int = MOST, tier: TierName = "ram"
+        self, engines: int | Sequence[TierOfEngine], most: int = MOST, tier: TierName = "ram"
     ) -> None:
-        self.engines = list(engines)
+        made = [TierOfEngine() for _ in range(engines)] if isinstance(engines, int) else engines
+        self.engines = list(made)
         self.most = most
         limits = Limits(**{f"{tier}_bytes": most})
         self.shared: SharedLimits | None = None
@@ -137,15 +137,23 @@ class OneGateway:
             async with asyncio.TaskGroup() as group:
                 await self.bytes.round(group)
 
+    async def turns(self, number: int, *engines: TierOfEngine, tenant: str = TENANT) -> None:
+        """Save sessions one by one, with rounds between; the bytes stay within the limit."""
+        for _ in range(number):
+            for engine in engines:
+                engine.save(tenant)
+            await self.rounds(2)
+            assert self.held <= self.most
+
     @property
     def held(self) -> int:
         return sum(x.held for x in self.engines)
 
 
 async def test_one_engine_gives_a_tenant_all_that_it_may_have_and_no_more():
-    gateway = OneGateway([TierOfEngine()])
+    gateway = OneGateway(1)
     await gateway.rounds(3)
-    assert all(gateway.engines[0].save() for _ in range(30))
+    assert gateway.engines[0].save(times=30)
     assert MOST - 2 * SESSION < gateway.held <= MOST
     await gateway.rounds(2)
     used = (await gateway.bytes.used(TENANT))["ram"]
@@ -154,50 +162,42 @@ async def test_one_engine_gives_a_tenant_all_that_it_may_have_and_no_more():
 
 
 async def test_another_tenants_bytes_are_not_touched():
-    gateway = OneGateway([TierOfEngine()])
+    gateway = OneGateway(1)
     gateway.bytes.seen("bob")
     await gateway.rounds(3)
     engine = gateway.engines[0]
     assert engine.save("bob")
     bobs = engine.held
-    assert all(engine.save() for _ in range(30))
+    assert engine.save(times=30)
     assert engine.held <= MOST + bobs
     await gateway.rounds(3)
     assert (await gateway.bytes.used("bob"))["ram"].held == bobs
 
 
 async def test_without_limits_engines_are_asked_once():
-    gateway = OneGateway([TierOfEngine()], most=0)
+    gateway = OneGateway(1, most=0)
     await gateway.rounds()
     assert gateway.engines[0].num_told == 1
-    assert all(gateway.engines[0].save() for _ in range(30))
+    assert gateway.engines[0].save(times=30)
     assert await gateway.bytes.used(TENANT) == {}
 
 
-async def test_a_limit_that_is_taken_away_holds_no_more():
-    gateway = OneGateway([TierOfEngine()])
+@pytest.mark.parametrize("set_by", ["this gateway", "an earlier one"])
+async def test_a_limit_that_is_taken_away_holds_no_more(set_by: str):
+    gateway = OneGateway(1)
     await gateway.rounds(3)
     gateway._usual = Limits()
+    if set_by == "an earlier one":
+        gateway._begin()
     await gateway.rounds(1)
-    assert all(gateway.engines[0].save() for _ in range(30))
-    assert gateway.held > 2 * MOST
-
-
-async def test_a_limit_that_an_earlier_gateway_set_holds_no_more():
-    gateway = OneGateway([TierOfEngine()])
-    await gateway.rounds(3)
-    gateway._usual = Limits()
-    gateway._begin()
-    await gateway.rounds(1)
-    assert all(gateway.engines[0].save() for _ in range(30))
+    assert gateway.engines[0].save(times=30)
     assert gateway.held > 2 * MOST
 
 
 async def test_when_the_last_limit_has_gone_no_tenant_is_full():
-    gateway = OneGateway([TierOfEngine()])
+    gateway = OneGateway(1)
     await gateway.rounds(3)
-    for _ in range(30):
-        gateway.engines[0].save()
+    gateway.engines[0].save(times=30)
     await gateway.rounds(2)
     assert gateway.full == {"ram": 1}
     gateway._usual = Limits()
@@ -206,51 +206,46 @@ async def test_when_the_last_limit_has_gone_no_tenant_is_full():
 
 
 async def test_a_tenant_whose_key_allows_any_number_is_not_held_to_the_usual_limit():
-    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    gateway = OneGateway(2)
     lines = [f"{TENANT}:{DIGEST}", f"bob:{DIGEST[1:]}1 requests_per_minute=600"]
     gateway.tenants.replace(lines)
     gateway.bytes.seen("bob")
     await gateway.rounds()
-    assert all(gateway.engines[0].save("bob") for _ in range(30))
+    assert gateway.engines[0].save("bob", 30)
     await gateway.rounds()
     assert gateway.held > 2 * MOST
     assert await gateway.bytes.used("bob") == {}
 
 
 async def test_a_tenant_whose_key_was_revoked_has_the_usual_limit():
-    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    gateway = OneGateway(2)
     gateway.bytes.seen("bob")
     await gateway.rounds()
-    assert all(gateway.engines[0].save("bob") for _ in range(4))
+    assert gateway.engines[0].save("bob", 4)
     before = gateway.held
     gateway.tenants.replace([f"{TENANT}:{DIGEST}"])
     gateway._begin()
     await gateway.rounds()
     assert gateway.held == before
-    for _ in range(12):
-        for engine in gateway.engines:
-            engine.save("bob")
-        await gateway.rounds(2)
-        assert gateway.held <= MOST
+    await gateway.turns(12, *gateway.engines, tenant="bob")
 
 
 async def test_a_limit_that_is_set_later_takes_only_what_is_beyond_it():
-    gateway = OneGateway([TierOfEngine()])
+    gateway = OneGateway(1)
     lines = [f"{TENANT}:{DIGEST} sessions=9", f"bob:{DIGEST[1:]}1"]
     gateway.tenants.replace(lines)
     await gateway.rounds(3)
-    assert all(gateway.engines[0].save() for _ in range(8))
+    assert gateway.engines[0].save(times=8)
     before = gateway.held
     gateway.tenants.replace([f"{lines[0]} ram_bytes={MOST}", lines[1]])
     await gateway.rounds(3)
     assert gateway.held == before
-    for _ in range(30):
-        gateway.engines[0].save()
+    gateway.engines[0].save(times=30)
     assert before < gateway.held <= MOST
 
 
 async def test_engines_are_told_of_tenants_that_hold_or_want_something_only():
-    gateway = OneGateway([TierOfEngine()])
+    gateway = OneGateway(1)
     gateway.tenants.replace([f"{TENANT}:{DIGEST}", *(f"t{i}:{i:064x}" for i in range(1, 100))])
     await gateway.rounds()
     assert gateway.engines[0].told["ram"].named.keys() == {TENANT}
@@ -258,7 +253,7 @@ async def test_engines_are_told_of_tenants_that_hold_or_want_something_only():
 
 
 async def test_a_tenant_with_a_running_turn_keeps_bytes_ready():
-    gateway = OneGateway([TierOfEngine()])
+    gateway = OneGateway(1)
     gateway.busy = [TENANT]
     for _ in range(20):
         gateway.now_s += IDLE_S / 10
@@ -273,10 +268,9 @@ async def test_a_tenant_with_a_running_turn_keeps_bytes_ready():
 
 
 async def test_a_lower_limit_evicts_the_oldest_copies():
-    gateway = OneGateway([TierOfEngine()])
+    gateway = OneGateway(1)
     await gateway.rounds(3)
-    for _ in range(9):
-        gateway.engines[0].save()
+    gateway.engines[0].save(times=9)
     gateway._usual = Limits(ram_bytes=3 * SESSION)
     await gateway.rounds(2)
     assert SESSION < gateway.held <= 3 * SESSION
@@ -286,9 +280,8 @@ async def test_a_lower_limit_evicts_the_oldest_copies():
 
 
 async def test_contents_of_an_earlier_life_are_not_lost_when_a_gateway_begins():
-    gateway = OneGateway([TierOfEngine(), TierOfEngine(), TierOfEngine()])
-    for _ in range(9):  # before any limit is known
-        gateway.engines[1].save()
+    gateway = OneGateway(3)
+    gateway.engines[1].save(times=9)  # before any limit is known
     before = gateway.held
     gateway.bytes._seen.clear()
     await gateway.rounds()
@@ -297,15 +290,14 @@ async def test_contents_of_an_earlier_life_are_not_lost_when_a_gateway_begins():
 
 @pytest.mark.parametrize("begins", ["gateway", "connection"])
 async def test_saves_are_taken_when_one_begins_again(begins: str):
-    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    gateway = OneGateway(2)
     engine = gateway.engines[0]
     await gateway.rounds()
-    assert all(engine.save() for _ in range(3))
+    assert engine.save(times=3)
     if begins == "gateway":
         gateway._begin()
     else:
-        assert engine.welcome is not None
-        engine.welcome = msgspec.structs.replace(engine.welcome)
+        engine.reconnect()
     before = gateway.held
     took: list[bool] = []
     engine.on_answer = lambda: took.append(engine.save())
@@ -316,10 +308,10 @@ async def test_saves_are_taken_when_one_begins_again(begins: str):
 
 
 async def test_contents_of_a_tier_that_was_away_are_not_lost_when_it_is_back():
-    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    gateway = OneGateway(2)
     first, _ = gateway.engines
     await gateway.rounds()
-    assert all(first.save() for _ in range(3))
+    assert first.save(times=3)
     before = gateway.held
     first.name = "redis"  # its RAM is not reported now
     await gateway.rounds()
@@ -329,27 +321,20 @@ async def test_contents_of_a_tier_that_was_away_are_not_lost_when_it_is_back():
 
 
 async def test_an_engine_that_has_all_gives_way_to_one_that_wants_some():
-    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    gateway = OneGateway(2)
     first, second = gateway.engines
     await gateway.rounds()
-    for _ in range(12):
-        first.save()
-        await gateway.rounds(2)
+    await gateway.turns(12, first)
     assert first.held > 0.7 * MOST
-    for _ in range(12):
-        second.save()
-        await gateway.rounds(2)
-        assert gateway.held <= MOST
+    await gateway.turns(12, second)
     assert min(first.held, second.held) > 0.35 * MOST
 
 
 async def test_an_engine_that_does_not_answer_keeps_its_share():
-    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    gateway = OneGateway(2)
     first, second = gateway.engines
     await gateway.rounds()
-    for _ in range(4):
-        first.save()
-        await gateway.rounds(2)
+    await gateway.turns(4, first)
     first.is_away = True
     for _ in range(12):
         second.save()
@@ -360,7 +345,7 @@ async def test_an_engine_that_does_not_answer_keeps_its_share():
 
 
 async def test_an_engine_that_is_slow_to_answer_delays_no_other():
-    gateway = OneGateway([TierOfEngine(), TierOfEngine()])
+    gateway = OneGateway(2)
     first, second = gateway.engines
     await gateway.rounds()
     second.may_answer.clear()
@@ -378,18 +363,16 @@ async def test_an_engine_that_is_slow_to_answer_delays_no_other():
 
 
 @pytest.mark.redis
-@needs_redis
 async def test_a_share_is_renewed_while_its_engine_does_not_answer(server: RedisServer):
-    gateway, asked = OneGateway([TierOfEngine()]), []
+    gateway, asked = OneGateway(1), []
     gateway.share(server.url, secrets.token_hex(4))
-    assert gateway.shared is not None
     ask = gateway.shared.ask
     gateway.shared.ask = lambda commands: asked.extend(commands) or ask(commands)
     await gateway.rounds()
     engine = gateway.engines[0]
     assert engine.save()
     assert engine.welcome is not None
-    engine.welcome = msgspec.structs.replace(engine.welcome)  # after a lost connection
+    engine.reconnect()  # after a lost connection
     engine.is_away = True
     asked.clear()
     await gateway.rounds(1)
@@ -399,7 +382,6 @@ async def test_a_share_is_renewed_while_its_engine_does_not_answer(server: Redis
 
 
 @pytest.mark.redis
-@needs_redis
 @pytest.mark.parametrize("kind", ["disk", "redis"])
 async def test_other_tiers_hold_to_it(kind: TierName, tmp_path: Path, server: RedisServer):
     tiers: list[Tier] = [
@@ -438,8 +420,7 @@ async def _act(gateways: Sequence[OneGateway], actions: Sequence[tuple[str, int]
     for what, number in actions:
         engine, gateway = engines[number % len(engines)], gateways[number % len(gateways)]
         if what in ("save", "flood"):
-            for _ in range(1 if what == "save" else 12):
-                engine.save()
+            engine.save(times=1 if what == "save" else 12)
         elif what == "round":
             await gateway.rounds(1)
         elif what == "die":
@@ -455,47 +436,39 @@ async def _act(gateways: Sequence[OneGateway], actions: Sequence[tuple[str, int]
 @settings(max_examples=60, deadline=None)
 @given(ACTIONS)
 def test_the_sum_is_never_more_than_the_limit_and_a_session(actions: list[tuple[str, int]]):
-    asyncio.run(_act([OneGateway([TierOfEngine() for _ in range(4)])], actions))
+    asyncio.run(_act([OneGateway(4)], actions))
 
 
 @pytest.mark.redis
-@needs_redis
 @settings(max_examples=20, deadline=None)
 @given(actions=ACTIONS)
 def test_so_it_is_over_two_gateways_of_a_redis(server: RedisServer, actions: list[tuple[str, int]]):
     space = secrets.token_hex(8)
-    gateways = [OneGateway([TierOfEngine(), TierOfEngine()]) for _ in range(2)]
+    gateways = [OneGateway(2) for _ in range(2)]
     for gateway in gateways:
         gateway.share(server.url, space)
     asyncio.run(_act(gateways, actions))
 
 
 @pytest.mark.redis
-@needs_redis
 async def test_while_redis_is_away_each_gateway_holds_to_it_and_afterwards_all():
     with RedisServer() as redis:
         space = secrets.token_hex(8)
-        gateways = [OneGateway([TierOfEngine()]) for _ in range(2)]
+        gateways = [OneGateway(1) for _ in range(2)]
         for gateway in gateways:
             gateway.share(redis.url, space)
         for _ in range(6):
             for gateway in gateways:
-                gateway.engines[0].save()
-                await gateway.rounds(2)
+                await gateway.turns(1, *gateway.engines)
         assert sum(x.held for x in gateways) <= MOST
         redis.kill()
         for gateway in gateways:
-            assert gateway.shared is not None
             gateway.shared.is_shared = False
-        for _ in range(12):
-            for gateway in gateways:
-                gateway.engines[0].save()
-                await gateway.rounds(2)
-                assert gateway.held <= MOST
+        for gateway in gateways:
+            await gateway.turns(12, *gateway.engines)
         assert sum(x.held for x in gateways) > 1.5 * MOST
         redis.restart()
         for gateway in gateways:
-            assert gateway.shared is not None
             gateway.shared.is_shared = True
         async with asyncio.timeout(30):
             while sum(x.held for x in gateways) > MOST:
@@ -506,9 +479,8 @@ async def test_while_redis_is_away_each_gateway_holds_to_it_and_afterwards_all()
 
 
 @pytest.mark.redis
-@needs_redis
 async def test_each_gateway_shows_what_a_tenant_holds_at_all_of_them(server: RedisServer):
-    gateways = [OneGateway([TierOfEngine() for _ in range(i)]) for i in (2, 1, 0)]
+    gateways = [OneGateway(i) for i in (2, 1, 0)]
     space = secrets.token_hex(8)
     for gateway in gateways:
         gateway.share(server.url, space)
@@ -520,14 +492,12 @@ async def test_each_gateway_shows_what_a_tenant_holds_at_all_of_them(server: Red
     shown = [(await x.bytes.used(TENANT))["ram"] for x in gateways]
     assert shown == [Used(of_all, MOST)] * 3 and of_all > gateways[0].held
     for gateway in gateways:  # as where Redis does not answer
-        assert gateway.shared is not None
         gateway.shared.is_shared = False
     shown = [(await x.bytes.used(TENANT))["ram"] for x in gateways]
     assert shown == [Used(x.held, MOST, True) for x in gateways]
 
 
 @pytest.mark.redis
-@needs_redis
 async def test_an_engine_that_two_gateways_use_is_counted_once(server: RedisServer):
     space, engine = secrets.token_hex(8), TierOfEngine(shared_address="http://10.0.0.1:9000")
     gateways = [OneGateway([engine]) for _ in range(2)]
@@ -541,7 +511,6 @@ async def test_an_engine_that_two_gateways_use_is_counted_once(server: RedisServ
 
 
 @pytest.mark.redis
-@needs_redis
 async def test_one_gateway_sets_the_limits_of_an_engine_that_two_use(server: RedisServer):
     space, engine = secrets.token_hex(8), TierOfEngine(shared_address="http://10.0.0.1:9000")
     first, second = OneGateway([engine]), OneGateway([engine])
@@ -576,7 +545,6 @@ def test_shares_are_no_more_than_the_limit_unless_more_is_in_use(
 
 
 @pytest.mark.redis
-@needs_redis
 @settings(max_examples=40, deadline=None)
 @given(most=st.integers(1, 1 << 45), asked=SHARES, unit=st.integers(1, 1 << 40))
 def test_the_server_divides_as_a_gateway_does(

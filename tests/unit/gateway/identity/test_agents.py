@@ -28,11 +28,7 @@ MINE, LESSER = Row("s"), Row("s/beside", True)
         ({**CLAUDE, "x-session-affinity": "o"}, NamedSession("s1")),
         ({**CLAUDE, "x-claude-code-agent-id": "7"}, NamedSession("s1/7", "s1", True)),
         (
-            {
-                **CLAUDE,
-                "x-claude-code-agent-id": "7",
-                "x-claude-code-parent-agent-id": "6",
-            },
+            {**CLAUDE, "x-claude-code-agent-id": "7", "x-claude-code-parent-agent-id": "6"},
             NamedSession("s1/7", "s1/6", True),
         ),
         ({"x-session-affinity": "o", "session_id": "x"}, NamedSession("o")),
@@ -79,7 +75,7 @@ def user(text: str) -> dict[str, Any]:
 def test_older_claude_code_names_its_session_in_the_user_id(user_id: str) -> None:
     metadata = {"user_id": user_id}
     main = by_user_id(metadata, [{"role": "system", "content": "s"}, user("fix it")])
-    assert main is not None and main.startswith("0a-b1/")
+    assert main.startswith("0a-b1/")
     assert by_user_id(metadata, [user("fix it"), user("more")]) == main
     assert by_user_id(metadata, [user("find files")]) != main
 
@@ -98,8 +94,7 @@ async def asked_as(app: App, headers: dict[str, str], **fields: Any) -> str:
     return app.engine.asked[-1].headers["x-session"]
 
 
-async def test_the_order_of_names() -> None:
-    app = App()
+async def test_the_order_of_names(app: App) -> None:
     body = {"session_id": "b", "metadata": {"user_id": "u_session_abc"}}
     assert await asked_as(app, {"x_session_id": "h", "x_session_affinity": "o"}, **body) == "h"
     assert await asked_as(app, {"x_session_affinity": "o"}, **body) == "o"
@@ -108,8 +103,7 @@ async def test_the_order_of_names() -> None:
     assert (await asked_as(app, {}, previous_response_id="resp_1")).startswith("chat-")
 
 
-async def test_a_shared_key_is_no_session() -> None:
-    app = App()
+async def test_a_shared_key_is_no_session(app: App) -> None:
     one = await asked_as(app, {}, prompt_cache_key="team")
     two = await asked_as(app, {}, prompt_cache_key="team", messages=[user("other")])
     again = await asked_as(app, {}, prompt_cache_key="team", messages=[user("hi"), user("so")])
@@ -179,8 +173,7 @@ async def answered_as(app: App, body: dict[str, Any], **headers: str) -> str:
     return reply.headers["x-thermocline-session"]
 
 
-async def test_a_title_is_asked_beside_and_goes_with_its_session() -> None:
-    app = App()
+async def test_a_title_is_asked_beside_and_goes_with_its_session(app: App) -> None:
     agent = {"x_session_affinity": "o"}
     assert [await answered_as(app, x, **agent) for x in (MAIN, TITLE, LATER)] == [
         "o",
@@ -194,8 +187,7 @@ async def test_a_title_is_asked_beside_and_goes_with_its_session() -> None:
     assert (await app.get("/v1/sessions")).json["data"] == []
 
 
-async def test_an_id_that_a_user_chose_is_obeyed() -> None:
-    app = App()
+async def test_an_id_that_a_user_chose_is_obeyed(app: App) -> None:
     for body in (MAIN, TITLE):
         assert await answered_as(app, body, x_session_id="mine", x_session_affinity="o") == "mine"
 

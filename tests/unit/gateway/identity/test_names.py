@@ -44,7 +44,7 @@ def said(*texts: str) -> list[dict[str, Any]]:
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-def test_first_name_wins() -> None:
+def test_first_name_wins():
     raw = {"session_id": "b", "prompt_cache_key": "c", "conversation": {"id": "d"}}
     assert named_in_body(raw) == "b"
     del raw["session_id"]
@@ -53,11 +53,11 @@ def test_first_name_wins() -> None:
     assert named_in_body(raw) is None
 
 
-def test_conversation_may_be_a_plain_string() -> None:
+def test_conversation_may_be_a_plain_string():
     assert named_in_body({"conversation": "abc"}) == "abc"
 
 
-def test_null_names_count_as_absent() -> None:
+def test_null_names_count_as_absent():
     assert named_in_body({"session_id": None, "conversation": "k"}) == "k"
 
 
@@ -66,7 +66,7 @@ def test_null_names_count_as_absent() -> None:
     ["", "a\nb", "a\r\nset-cookie: x", "x\x00", "\u202egnp", "\ud800", 7, ["a"], {"a": 1}]
     + ["y" * 257, "ü" * 129, "🙂" * 65],
 )
-def test_unfit_ids_are_refused(value: object) -> None:
+def test_unfit_ids_are_refused(value: object):
     with pytest.raises(InvalidRequest) as caught:
         named_in_body({"session_id": value})
     assert caught.value.status == 400
@@ -78,15 +78,14 @@ def test_unfit_ids_are_refused(value: object) -> None:
     ["etc/..passwd", "a b", "ümlaut:@x", "x" * 256, "🙂" * 64, "50%25"]
     + ["...", "a/", "/a", "a//b", "%2e%2e"],
 )
-def test_odd_but_printable_ids_are_taken(value: str) -> None:
+def test_odd_but_printable_ids_are_taken(value: str):
     assert checked_id(value, "session_id") == value
 
 
 @pytest.mark.parametrize("value", [".", "..", "./a", "a/..", "a/../b", "../../etc/passwd"])
 async def test_ids_that_clients_resolve_in_a_path_are_refused_wherever_they_are_named(
-    value: str,
-) -> None:
-    app = App()
+    app: App, value: str
+):
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     text = {"model": MODEL, "prompt": "hi", "prompt_cache_key": value}
     for reply in (
@@ -102,7 +101,7 @@ async def test_ids_that_clients_resolve_in_a_path_are_refused_wherever_they_are_
 
 
 @given(st.text(st.sampled_from("./%2ea"), min_size=1, max_size=12))
-def test_the_path_of_an_id_is_the_same_after_a_client_has_resolved_it(value: str) -> None:
+def test_the_path_of_an_id_is_the_same_after_a_client_has_resolved_it(value: str):
     try:
         checked_id(value, "session_id")
     except InvalidRequest:
@@ -112,22 +111,22 @@ def test_the_path_of_an_id_is_the_same_after_a_client_has_resolved_it(value: str
 
 
 @given(st.text(min_size=1, max_size=256).filter(str.isprintable))
-def test_ids_survive_headers(session_id: str) -> None:
+def test_ids_survive_headers(session_id: str):
     text = id_to_header(session_id)
     assert text.isascii() and text.isprintable()
     assert id_from_header(text) == session_id
 
 
-def test_plain_ids_stand_in_headers_as_they_are() -> None:
+def test_plain_ids_stand_in_headers_as_they_are():
     assert id_to_header("user-17/chat:3 (b)") == "user-17/chat:3 (b)"
 
 
-def test_header_with_broken_utf8_is_refused() -> None:
+def test_header_with_broken_utf8_is_refused():
     with pytest.raises(InvalidRequest):
         id_from_header("%ff%fe")
 
 
-def test_a_chat_keeps_its_id_from_turn_to_turn() -> None:
+def test_a_chat_keeps_its_id_from_turn_to_turn():
     chats = KnownChats(100)
     first = identify(chats, ALICE, said("hi"), none_known)
     second = identify(chats, ALICE, said("hi", "hello", "more"), none_known)
@@ -135,14 +134,14 @@ def test_a_chat_keeps_its_id_from_turn_to_turn() -> None:
     assert first == second == third
 
 
-def test_a_retry_finds_the_same_session() -> None:
+def test_a_retry_finds_the_same_session():
     chats = KnownChats(100)
     identify(chats, ALICE, said("hi"), none_known)
     turn = said("hi", "hello", "more")
     assert identify(chats, ALICE, turn, none_known) == identify(chats, ALICE, turn, none_known)
 
 
-def test_an_edited_old_turn_is_a_fork_and_leaves_the_chat_alone() -> None:
+def test_an_edited_old_turn_is_a_fork_and_leaves_the_chat_alone():
     chats = KnownChats(100)
     chat = identify(chats, ALICE, said("hi"), none_known)
     assert identify(chats, ALICE, said("hi", "hello", "more"), none_known) == chat
@@ -155,7 +154,7 @@ def test_an_edited_old_turn_is_a_fork_and_leaves_the_chat_alone() -> None:
     )
 
 
-def test_chats_that_begin_alike_are_separated_once_they_differ() -> None:
+def test_chats_that_begin_alike_are_separated_once_they_differ():
     chats = KnownChats(100)
     one = identify(chats, ALICE, said("hi"), none_known)
     assert identify(chats, ALICE, said("hi", "hello", "about cats"), none_known) == one
@@ -164,7 +163,7 @@ def test_chats_that_begin_alike_are_separated_once_they_differ() -> None:
     assert identify(chats, ALICE, said("hi", "hey", "about dogs"), none_known) == two
 
 
-def test_a_last_question_that_is_written_anew_goes_on_in_its_session() -> None:
+def test_a_last_question_that_is_written_anew_goes_on_in_its_session():
     """As aider does: the question without its reminder, and the files after the conversation."""
     chats, quiet = KnownChats(9), True
 
@@ -183,7 +182,7 @@ def test_a_last_question_that_is_written_anew_goes_on_in_its_session() -> None:
     assert ask(*begin, *longer) != first
 
 
-def test_a_shared_first_message_is_no_sign_of_a_question_written_anew() -> None:
+def test_a_shared_first_message_is_no_sign_of_a_question_written_anew():
     chats = KnownChats(9)
     one, other = (said("rules", *texts) for texts in (["hi"], ["you", "me", "ho"]))
     found = [
@@ -193,14 +192,14 @@ def test_a_shared_first_message_is_no_sign_of_a_question_written_anew() -> None:
     assert found[0] != found[1]
 
 
-def test_a_shared_system_prompt_does_not_join_chats() -> None:
+def test_a_shared_system_prompt_does_not_join_chats():
     chats = KnownChats(100)
     system = [{"role": "system", "content": "be brief"}]
     one = identify(chats, ALICE, system + said("cats"), none_known)
     assert identify(chats, ALICE, system + said("dogs"), none_known) != one
 
 
-def test_a_key_that_chats_share_is_no_identity_but_keeps_them_together() -> None:
+def test_a_key_that_chats_share_is_no_identity_but_keeps_them_together():
     chats = KnownChats(100)
 
     def of(*texts: str, group: str | None) -> str:
@@ -216,14 +215,14 @@ def test_a_key_that_chats_share_is_no_identity_but_keeps_them_together() -> None
     assert of("cats", group=None) not in (one, two)
 
 
-def test_tenants_never_share_a_session() -> None:
+def test_tenants_never_share_a_session():
     chats = KnownChats(100)
     assert identify(chats, ALICE, said("hi"), none_known) != identify(
         chats, BOB, said("hi"), none_known
     )
 
 
-def test_empty_fields_and_key_order_do_not_matter() -> None:
+def test_empty_fields_and_key_order_do_not_matter():
     chats = KnownChats(100)
     sent = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     echoed = [
@@ -235,7 +234,7 @@ def test_empty_fields_and_key_order_do_not_matter() -> None:
     assert identify(chats, ALICE, echoed + more, none_known) == chat
 
 
-def test_after_a_restart_a_chat_is_found_by_its_derived_id() -> None:
+def test_after_a_restart_a_chat_is_found_by_its_derived_id():
     before = KnownChats(100)
     chat = identify(before, ALICE, said("hi"), none_known)
     identify(before, ALICE, said("hi", "hello", "more"), none_known)
@@ -246,7 +245,7 @@ def test_after_a_restart_a_chat_is_found_by_its_derived_id() -> None:
     assert identify(after, ALICE, said("hi"), lambda x: x == chat) != chat
 
 
-def test_the_longest_unused_chat_is_forgotten_first() -> None:
+def test_the_longest_unused_chat_is_forgotten_first():
     chats = KnownChats(2)
     first = identify(chats, ALICE, said("a"), none_known)
     second = identify(chats, ALICE, said("b"), none_known)
@@ -257,9 +256,7 @@ def test_the_longest_unused_chat_is_forgotten_first() -> None:
 
 
 @given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=6), max_size=40))
-def test_a_request_and_its_retry_are_one_session_after_any_requests(
-    requests: list[list[str]],
-) -> None:
+def test_a_request_and_its_retry_are_one_session_after_any_requests(requests: list[list[str]]):
     chats = KnownChats(5)
     for texts in requests:
         session_id = identify(chats, ALICE, said(*texts), none_known)

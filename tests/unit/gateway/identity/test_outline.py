@@ -59,7 +59,6 @@ def test_a_session_is_compared_with_its_own_latest_request() -> None:
     assert watch.compare("bob", "a", outline_of(chat("y"), SALT)).change is None
     changed.prompt_tokens, changed.cached_tokens = 9, 4
     report = watch.report("alice", "a")
-    assert report is not None
     assert (report.changed, report.at_message, report.num_messages) == ("messages", 0, 1)
     assert (report.prompt_tokens, report.cached_tokens) == (9, 4)
     watch.forget("alice", "a")

@@ -24,6 +24,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.session import Event
 from scheduler.sessions import Overloaded, SessionManager
 from tests.unit.gateway.in_process import WELCOME, RecordingEngine
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -333,9 +334,7 @@ async def test_an_engine_that_still_packs_is_not_ended():
         rig.now += 61
         await rig.until(0, State.UNLOADING)
         looks = model.engine.num_looks
-        async with asyncio.timeout(20):
-            while model.engine.num_looks < looks + 3:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: model.engine.num_looks >= looks + 3)
         assert model.engine.ready  # it was not ended
         model.engine.save_queue_bytes = 0
         await rig.until(0, State.UNLOADED)

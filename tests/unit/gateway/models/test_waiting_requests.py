@@ -18,6 +18,7 @@ from gateway.models.served_model import ServedModel
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
 from tests.unit.gateway.in_process import WELCOME, App, RecordingEngine
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,9 +59,7 @@ class TwoModels(App):
         return asyncio.create_task(self.post("/v1/chat/completions", body))
 
     async def until_waiting(self, number: int) -> None:
-        async with asyncio.timeout(60):
-            while len(self.on_demand.waiting) < number:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(self.on_demand.waiting) >= number)
 
 
 async def test_a_request_that_waits_for_its_model_holds_bytes_and_no_values():

@@ -17,7 +17,15 @@ from engines.wire import FillIn
 from gateway.openai.chat import ChatEvents
 from gateway.openai.chat_fields import ChatCalls
 from tests.stored_objects import stored_in
-from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine, Reply
+from tests.unit.gateway.in_process import (
+    MODEL,
+    WELCOME,
+    Answered,
+    App,
+    RecordingEngine,
+    Reply,
+    json_answer,
+)
 
 LOOK = {"name": "look", "parameters": {"type": "object"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -27,7 +35,7 @@ HEAD = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": 
 def answer(reason: str = "stop", **message: Any) -> Answered:
     choice = {"index": 0, "message": {"role": "assistant", "content": None, **message}}
     body = {**HEAD, "choices": [{**choice, "finish_reason": reason, "logprobs": None}]}
-    return Answered(200, {"content-type": "application/json"}, json.dumps(body).encode())
+    return json_answer(body)
 
 
 def stream(*deltas: Any, reason: str = "stop") -> bytes:
@@ -265,8 +273,7 @@ async def test_a_suffix_is_put_after_the_prompt_where_the_model_learned_that() -
     assert len(app.engine.asked) == num_asked
 
 
-async def test_a_suffix_is_refused_elsewhere() -> None:
-    app = App()
+async def test_a_suffix_is_refused_elsewhere(app: App) -> None:
     reply = await complete(app, suffix="x")
     assert (reply.status, reply.error["param"]) == (400, "suffix")
     assert app.engine.asked == []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from engines.base import Upstream
 from engines.http import TENANT_HEADER, WEIGHT_HEADER
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
+from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, json_answer
+from tests.waiting import eventually
 
 PATH = "/v1/embeddings"
 JSON = {"content-type": "application/json"}
@@ -24,12 +24,8 @@ def app_of(answer: Answered, **settings: object) -> App:
     return App(RecordingEngine(answer), **settings)
 
 
-def answered() -> Answered:
-    return Answered(200, JSON, json.dumps(ANSWER).encode())
-
-
 async def test_the_engine_is_asked_and_its_answer_is_passed_on() -> None:
-    app = app_of(answered(), model_aliases=["text-embedding-3-small"])
+    app = app_of(json_answer(ANSWER), model_aliases=["text-embedding-3-small"])
     more = {"encoding_format": "base64", "dimensions": 4, "user": "u", "cache_salt": "x"}
     body = {"model": "text-embedding-3-small", "input": ["a", "b"], **more}
     reply = await app.post(PATH, body)
@@ -47,7 +43,7 @@ async def test_the_engine_is_asked_and_its_answer_is_passed_on() -> None:
 
 
 async def test_its_tokens_are_those_of_the_key() -> None:
-    app = app_of(answered(), tokens_per_minute=5)
+    app = app_of(json_answer(ANSWER), tokens_per_minute=5)
     assert (await app.post(PATH, {"model": MODEL, "input": "a"})).status == 200
     assert (await app.post(PATH, {"model": MODEL, "input": "a"})).status == 429
     metrics = (await app.get("/metrics")).body.decode()
@@ -65,7 +61,7 @@ async def test_an_engine_that_makes_none() -> None:
 
 
 async def test_bodies_that_are_no_request_for_embeddings() -> None:
-    app = app_of(answered())
+    app = app_of(json_answer(ANSWER))
     for body, param in (
         ({"model": MODEL}, "input"),
         ({"input": "a"}, "model"),
@@ -82,7 +78,7 @@ class BusyEngine(RecordingEngine):
     """Takes its time for an answer."""
 
     def __init__(self) -> None:
-        super().__init__(answered())
+        super().__init__(json_answer(ANSWER))
         self.done = asyncio.Event()
 
     @asynccontextmanager
@@ -99,9 +95,7 @@ async def test_questions_that_are_held_count_as_bodies_until_they_are_answered()
     app = App(engine, max_bodies_bytes=4 << 20, max_body_bytes=1 << 20)
     body = {"model": MODEL, "input": "x" * 1_000_000}
     asking = [asyncio.create_task(app.post(PATH, body)) for _ in range(6)]
-    async with asyncio.timeout(10):
-        while len(engine.asked) + sum(x.done() for x in asking) < 6:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: len(engine.asked) + sum(x.done() for x in asking) >= 6)
     # Three quarters of all bodies' bytes are one tenant's.
     assert len(engine.asked) == 3
     assert app.gateway.bodies.nbytes > 3_000_000

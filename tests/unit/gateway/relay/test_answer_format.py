@@ -63,8 +63,7 @@ def test_the_event_is_left_out_however_the_stream_is_cut(cuts: list[int]) -> Non
     sent = b"".join(events.feed(stream[a:b]) for a, b in zip(edges, edges[1:], strict=False))
     assert sent == SAID + DONE
     assert events.complete
-    usage = events.usage()
-    assert usage is not None and usage.completion_tokens == 9
+    assert events.usage().completion_tokens == 9
 
 
 @pytest.mark.parametrize("fields", [{}, {"store": True}, {"functions": [{"name": "f"}]}])

@@ -32,8 +32,7 @@ def test_byte_by_byte() -> None:
     sent = [events.feed(STREAM[i : i + 1]) for i in range(len(STREAM))]
     assert b"".join(sent) == STREAM
     usage = events.usage()
-    assert usage is not None and usage.prompt_tokens == 7
-    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens == 7
     assert usage.prompt_tokens_details.cached_tokens == 5
 
 

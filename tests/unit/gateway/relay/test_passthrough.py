@@ -74,7 +74,7 @@ async def relayed(upstream: ScriptedUpstream, client: Client, **limits: Any) -> 
     return failure and failure.status
 
 
-async def test_bytes_go_through_as_they_are() -> None:
+async def test_bytes_go_through_as_they_are():
     client = Client()
     assert await relayed(ScriptedUpstream([b": hi\n\n", EVENT + EVENT, DONE]), client) is None
     assert client.body == b": hi\n\n" + EVENT + EVENT + DONE
@@ -88,44 +88,42 @@ async def test_bytes_go_through_as_they_are() -> None:
         (b"", 503),  # a clean end, but no [DONE]
     ],
 )
-async def test_a_broken_stream_is_a_failure_and_no_half_event(
-    end: bytes | Exception, status: int
-) -> None:
+async def test_a_broken_stream_is_a_failure_and_no_half_event(end: bytes | Exception, status: int):
     client = Client()
     upstream = ScriptedUpstream([EVENT, EVENT[:9], end])
     assert await relayed(upstream, client) == status
     assert client.body == EVENT
 
 
-async def test_the_deadline_ends_a_stream() -> None:
+async def test_the_deadline_ends_a_stream():
     client = Client()
     upstream = ScriptedUpstream([EVENT, 5.0, DONE])
     assert await relayed(upstream, client, seconds=0.05) == 504
 
 
-async def test_a_reader_that_takes_nothing_is_given_up() -> None:
+async def test_a_reader_that_takes_nothing_is_given_up():
     upstream = ScriptedUpstream([EVENT] * 10 + [DONE])
     with pytest.raises(ClientGone):
         await relayed(upstream, Client(takes=3), client_stall_s=0.05)
 
 
-async def test_a_whole_answer_goes_out_as_it_is() -> None:
+async def test_a_whole_answer_goes_out_as_it_is():
     for nbytes in (0, 1, SLICE_BYTES, SLICE_BYTES + 1, 5 * SLICE_BYTES):
         client = Client()
         await send_whole(client.send, [], bytes(nbytes), client_stall_s=10.0)
         assert client.body == bytes(nbytes)
 
 
-async def test_a_reader_that_takes_no_more_of_a_whole_answer_is_given_up() -> None:
+async def test_a_reader_that_takes_no_more_of_a_whole_answer_is_given_up():
     with pytest.raises(ClientGone):
         await send_whole(Client(takes=2).send, [], bytes(3 * SLICE_BYTES), client_stall_s=0.05)
 
 
-async def test_a_slow_engine_is_not_the_readers_fault() -> None:
+async def test_a_slow_engine_is_not_the_readers_fault():
     upstream = ScriptedUpstream([EVENT, 0.2, EVENT, DONE])
     assert await relayed(upstream, Client(), client_stall_s=0.05) is None
 
 
-def test_only_known_headers_are_passed_on() -> None:
+def test_only_known_headers_are_passed_on():
     upstream = ScriptedUpstream([], **{"content-type": "a/b", "server": "x", "set-cookie": "y"})
     assert passed_on(upstream) == [(b"content-type", b"a/b")]

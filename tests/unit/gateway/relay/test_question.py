@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from engines.wire import TemplateRules
 from gateway.relay.question import fitted
-from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
+from tests.unit.gateway.in_process import (
+    MODEL,
+    WELCOME,
+    App,
+    RecordingEngine,
+    json_answer,
+)
 
 ANY = TemplateRules()
 FIRST = TemplateRules(inline_system=False)
@@ -22,9 +28,7 @@ ROLES = st.sampled_from(["user", "assistant", "system", "developer", "tool"])
 async def test_a_count_is_of_the_prompt_as_it_would_be_served() -> None:
     rules = TemplateRules(inline_system=False, reasoning_switch={"preserve_thinking": True})
     welcome = msgspec.structs.replace(WELCOME, template=rules)
-    engine = RecordingEngine(
-        Answered(200, {"content-type": "application/json"}, b'{"count": 5}'), welcome
-    )
+    engine = RecordingEngine(json_answer({"count": 5}), welcome)
     app = App(engine, keep_reasoning=True)
     said = [{"role": r, "content": "x"} for r in ("user", "assistant", "system", "user")]
     for path, body in (

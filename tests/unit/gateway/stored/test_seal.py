@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,7 +31,8 @@ from tests.stored_objects import (
     shown,
     stored_in,
 )
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
+from tests.waiting import eventually
 
 HERE = Tenants(b"a secret of the tests")
 LIMITS = Limits(1 << 26, 1e6)
@@ -288,11 +287,7 @@ async def test_it_is_sealed_beside_requests_from_the_start_on(tmp_path: Path) ->
     old.put("local", "response", FIRST, [ASKED])
     old.close()
     stored = stored_in(path, 1 << 26)
-    answer: dict[str, Any] = {"choices": [{"message": {"content": "yo"}, "finish_reason": "stop"}]}
-    engine = RecordingEngine(
-        Answered(200, {"content-type": "application/json"}, json.dumps(answer).encode())
-    )
-    app = App(engine, stored=stored)
+    app = App(RecordingEngine(chat_answer()), stored=stored)
     stored.start()
     body = {"model": MODEL, "input": "on", "previous_response_id": "resp_1"}
     assert (await app.post("/v1/responses", body)).status == 200
@@ -301,7 +296,5 @@ async def test_it_is_sealed_beside_requests_from_the_start_on(tmp_path: Path) ->
     assert old_left > 0  # not all was sealed before the first answer
     listed = await app.get("/v1/chat/completions?metadata[number]=8999")
     assert [x["metadata"]["number"] for x in listed.json["data"]] == ["8999"]
-    async with asyncio.timeout(60):
-        while b"said said" in content_of(tmp_path):
-            await asyncio.sleep(0.1)
+    await eventually(lambda: b"said said" not in content_of(tmp_path))
     await stored.close()

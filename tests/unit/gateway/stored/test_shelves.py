@@ -22,6 +22,7 @@ from gateway.stored.shelf import (
     label_of,
     stored_form,
 )
+from tests.clock import Clock
 from tests.redis_server import RedisServer
 from tests.stored_objects import (
     KEY_OF,
@@ -40,30 +41,16 @@ from tests.stored_objects import (
 LIMITS = Limits(tenant_bytes=20_000, max_age_s=1000.0)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture(scope="module")
-def redis_server() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
 
 
 def opened(request: pytest.FixtureRequest, limits: Limits, clock: Clock) -> Shelf:
     if request.param == "sqlite":
         folder: Path = request.getfixturevalue("tmp_path")
         return shelf_in(folder / "stored" / "objects.sqlite", limits, clock)
-    server: RedisServer = request.getfixturevalue("redis_server")
+    server: RedisServer = request.getfixturevalue("server")
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
     return RedisShelf(server.url, limits, 5.0, clock)
@@ -142,13 +129,12 @@ def test_an_answer_is_put_together_again_and_its_items_are_found(objects: Object
     put(objects, Entry("response", "r", "s", stored_form("response", response)), items("i", "j"))
     assert shown(objects, "r", "response") == response
     for query in (Query(9), Query(9, ascending=False)):
-        found = page(objects, "r", query, "response")
-        assert found is not None and {x.id for x in found.rows} == {"i", "j"}
+        assert {x.id for x in page(objects, "r", query, "response").rows} == {"i", "j"}
     assert read_all(objects, "r", "response") == ["i", "j", "msg_1", "rs_1"]
     assert b"reasoning" in (done(objects.find_item("a", "rs_1")) or b"")
     assert done(objects.find_item("b", "rs_1")) is None
     object = done(objects.find("a", "response", "r"))
-    assert object is not None and object.head.about == {"previous": "0", "conversation": "c"}
+    assert object.head.about == {"previous": "0", "conversation": "c"}
     assert done(objects.delete("a", "response", "r"))
     assert done(objects.find_item("a", "rs_1")) is None
 
@@ -177,7 +163,6 @@ PAGES = [
 def test_pages(objects: Objects, query: Query, ids: str, more: bool) -> None:
     put(objects, entry("1"), items(*"abcde"))
     found = page(objects, "1", query)
-    assert found is not None
     assert ("".join(x.id for x in found.rows), found.more) == (ids, more)
 
 
@@ -245,7 +230,6 @@ def test_a_page_holds_no_more_bytes_than_a_page_may(roomy: Objects) -> None:
     seen: list[str] = []
     while True:
         found = page(roomy, "1", Query(100, seen[-1] if seen else None))
-        assert found is not None
         assert sum(len(x.body) for x in found.rows) < 1.5 * PAGE_BYTES
         seen += [x.id for x in found.rows]
         if not found.more:
@@ -260,7 +244,7 @@ def test_a_step_says_before_how_much_it_will_hold(roomy: Objects) -> None:
     put(roomy, entry("1", text=text(100_000)), items("i", text=text(200_000)))
     assert sum(roomy.show("a", "conversation", "1")) >= 100_000
     object = done(roomy.find("a", "conversation", "1"))
-    assert object is not None and object.head.nbytes > 200_000
+    assert object.head.nbytes > 200_000
     assert sum(roomy.page("a", object, Query(9))) >= 200_000
 
 

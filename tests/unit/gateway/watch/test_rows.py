@@ -12,17 +12,10 @@ from gateway.watch.rows import MAX_STEPS, MAX_TURNS, Histories, title_of
 from gateway.watch.shape import TurnShown
 from gateway.watch.tally import Pace, PrefillSpeed, Tally
 from scheduler.session import Step
+from tests.clock import Clock
 
 REF = SessionRef("alice", "s", b"")
 KEY = ("alice", "s")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def live_request(id: str, clock: Clock) -> LiveRequest:
@@ -85,7 +78,6 @@ def test_pasts_are_bounded_each_and_together():
         pasts.turned(KEY, turn(clock))
         pasts.stepped(KEY, Step("idle", "turn", "active"))
     past = pasts.of(KEY)
-    assert past is not None
     assert (len(past.turns), len(past.steps)) == (MAX_TURNS, MAX_STEPS)
     assert past.num_turns == 100 and past.saved_s == 200.0
     for i in range(100):

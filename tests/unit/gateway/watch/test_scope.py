@@ -22,6 +22,7 @@ from gateway.watch.scope import ChangeLog, Scope
 from scheduler.config import SchedulerConfig
 from scheduler.session import Event
 from scheduler.sessions import SessionManager
+from tests.clock import Clock
 from tests.unit.gateway.in_process import WELCOME, RecordingEngine
 
 marks = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 3)), max_size=30)
@@ -50,19 +51,11 @@ def test_a_bounded_log_never_hides_a_change_that_it_claims_to_know(marks, since)
         assert set(log.since(since)) == {x for x, at in latest.items() if at > since}
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Watched:
     """A live view over a table of sessions that the test changes."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         engine = self.engine = RecordingEngine()
         self.sessions = SessionManager(
             engine, SchedulerConfig(), salt_of=lambda name: b"", clock=self.clock

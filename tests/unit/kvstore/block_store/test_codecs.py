@@ -14,7 +14,6 @@ from tests.block_sessions import (
     PER_CHUNK,
     check_rows,
     hashes,
-    open_store,
     pack,
     ram_and_disk,
     ref,
@@ -30,8 +29,8 @@ def codecs_in(store, place: int) -> list[str]:
     return sorted(codec_in(blob).decode() for _, blob in store.ledger.stack.scan(place, CHUNK))
 
 
-def test_slower_tiers_get_blobs_that_are_packed_for_them(tmp_path):
-    store = open_store(ram_and_disk(tmp_path), codecs=CodecSet(TQ3, TQ4, RAW))
+def test_slower_tiers_get_blobs_that_are_packed_for_them(tmp_path, opened):
+    store = opened(ram_and_disk(tmp_path), codecs=CodecSet(TQ3, TQ4, RAW))
     assert [x.id for x in store.save_codecs] == ["tq3.2", "tq4.2"]
     fresh = {x.key: pack(store, LONG, x) for x in store.missing(LONG)}
     asked: list[str] = []
@@ -50,21 +49,19 @@ def test_slower_tiers_get_blobs_that_are_packed_for_them(tmp_path):
     assert asked == ["tq4.2"]
     assert store.forget(ref())
     assert not any(store.ledger.stack.scan(0, b"")) and not any(store.ledger.stack.scan(1, b""))
-    store.close()
 
 
-def test_without_that_they_get_copies(tmp_path):
-    store = open_store(ram_and_disk(tmp_path), codecs=CodecSet(TQ3, TQ4, RAW))
+def test_without_that_they_get_copies(tmp_path, opened):
+    store = opened(ram_and_disk(tmp_path), codecs=CodecSet(TQ3, TQ4, RAW))
     save(store, ref(), LONG)
     assert store.flush(10)
     assert codecs_in(store, 1) == ["tq3.2"] * 6
     assert store.demote(ref(), "disk") == "disk"
     assert store.fetch(ref(), LONG, 0).end_block == 25
-    store.close()
 
 
-def test_another_codec_is_adopted_and_the_old_one_read(tmp_path):
-    store = open_store(ram_and_disk(tmp_path))
+def test_another_codec_is_adopted_and_the_old_one_read(tmp_path, opened):
+    store = opened(ram_and_disk(tmp_path))
     save(store, ref(), LONG)
     store.adopt(CodecSet.one(TQ3))
     assert [x.first_block for x in store.missing(LONGER)] == [24, 28, 32]
@@ -77,12 +74,11 @@ def test_another_codec_is_adopted_and_the_old_one_read(tmp_path):
     assert record.codecs == ("tq3.2", "raw.1")
     blobs = [store.ledger.stack.find(0, [x])[0] for x in store.ledger.index.blob_keys(record)]
     assert record.packed_bytes == sum(map(len, blobs))
-    store.close()
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_an_old_codec_is_read_only_if_it_is_kept(tmp_path, keep):
-    store = open_store(ram_and_disk(tmp_path), codecs=CodecSet.one(TQ3))
+def test_an_old_codec_is_read_only_if_it_is_kept(tmp_path, keep, opened):
+    store = opened(ram_and_disk(tmp_path), codecs=CodecSet.one(TQ3))
     save(store, ref(), LONG)
     store.adopt(CodecSet.one(TQ4), keep=keep)
     fetched = store.fetch(ref(), LONG, 0)
@@ -91,24 +87,22 @@ def test_an_old_codec_is_read_only_if_it_is_kept(tmp_path, keep):
     assert len(store.missing(LONG)) == (0 if keep else 7)
     assert store.forget(ref())
     assert not any(store.ledger.stack.scan(0, b"")) and not any(store.ledger.stack.scan(1, b""))
-    store.close()
 
 
-def test_after_a_restart_with_another_codec_it_is_no_error(tmp_path):
-    store = open_store(ram_and_disk(tmp_path), codecs=CodecSet.one(TQ3))
+def test_after_a_restart_with_another_codec_it_is_no_error(tmp_path, opened):
+    store = opened(ram_and_disk(tmp_path), codecs=CodecSet.one(TQ3))
     save(store, ref(), LONG)
     store.close()
-    store = open_store(ram_and_disk(tmp_path), codecs=CodecSet.one(TQ4))
+    store = opened(ram_and_disk(tmp_path), codecs=CodecSet.one(TQ4))
     fetched = store.fetch(ref(), LONG, 0)
     assert (fetched.spans, fetched.reason) == ([], "fingerprint")
     assert store.forget(ref())
     assert not any(store.ledger.stack.scan(1, b""))
-    store.close()
 
 
-def test_a_blob_in_an_unknown_codec_is_a_miss_and_no_error():
-    theirs = open_store([RamTier(1 << 26)], codecs=CodecSet.one(TQ4))
-    store = open_store([RamTier(1 << 26)], codecs=CodecSet.one(TQ3))
+def test_a_blob_in_an_unknown_codec_is_a_miss_and_no_error(opened):
+    theirs = opened([RamTier(1 << 26)], codecs=CodecSet.one(TQ4))
+    store = opened([RamTier(1 << 26)], codecs=CodecSet.one(TQ3))
     save(store, ref(), LONG)
     span = store.keys.whole(LONG)[2]
     name = named(span.key, TQ3.id)
@@ -117,4 +111,3 @@ def test_a_blob_in_an_unknown_codec_is_a_miss_and_no_error():
     assert (fetched.end_block, fetched.reason) == (2 * PER_CHUNK, "fingerprint")
     assert [x.first_block for x in store.missing(LONG)] == [8]  # it does not keep ours out
     assert store.counters.as_dict().get("corrupt", 0) == 0
-    store.close(), theirs.close()

@@ -21,7 +21,6 @@ from tests.block_sessions import (
     FINGERPRINT,
     LAYOUT,
     hashes,
-    open_store,
     ram_and_disk,
     ref,
     rows_behind,
@@ -30,13 +29,6 @@ from tests.block_sessions import (
 
 LONG = hashes(list(range(100)))  # 25 blocks: 6 chunks and a tail of one
 AFTER = (100, 101, 102)
-
-
-@pytest.fixture
-def store():
-    store = open_store()
-    yield store
-    store.close()
 
 
 def check_part(store: BlockStore, fetched: Fetched, taken: int, codec: str = "raw") -> None:
@@ -59,13 +51,12 @@ def test_it_comes_back_after_all_blocks(store, taken):
     check_part(store, fetched, taken)
 
 
-def test_under_a_lossy_codec_it_is_packed_like_a_chunk():
-    store = open_store(codec="tq3")
+def test_under_a_lossy_codec_it_is_packed_like_a_chunk(opened):
+    store = opened(codec="tq3")
     save(store, ref(), LONG, AFTER)
     fetched = store.fetch(ref(), LONG, 0)
     check_part(store, fetched, 3, "tq3")
     assert len(fetched.spans[-1][1].payload) * 4 < 3 * LAYOUT.bytes_per_token
-    store.close()
 
 
 def test_it_alone_comes_back_to_an_engine_that_has_all_blocks(store):
@@ -117,9 +108,9 @@ def test_it_counts_as_tokens_and_bytes(store):
     assert store.unlisted(LONG, part=AFTER) == []
 
 
-def test_it_is_evicted_first_and_missed():
+def test_it_is_evicted_first_and_missed(opened):
     tier = RamTier(1 << 26)
-    store = open_store([tier])
+    store = opened([tier])
     save(store, ref(), LONG, AFTER)
     tier.delete_many([named(store.keys.part(LONG, AFTER).key)])
     fetched = store.fetch(ref(), LONG, 0)
@@ -128,12 +119,11 @@ def test_it_is_evicted_first_and_missed():
     tier.delete_many([named(store.keys.chunks(LONG)[3].key)])
     fetched = store.fetch(ref(), LONG, 0)
     assert (fetched.end_block, fetched.part) == (12, ())
-    store.close()
 
 
-def test_a_damaged_one_costs_its_own_tokens():
+def test_a_damaged_one_costs_its_own_tokens(opened):
     tier = RamTier(1 << 26)
-    store = open_store([tier])
+    store = opened([tier])
     save(store, ref(), LONG, AFTER)
     key = named(store.keys.part(LONG, AFTER).key)
     blob = bytearray(tier.get_many([key])[0])
@@ -143,20 +133,18 @@ def test_a_damaged_one_costs_its_own_tokens():
     fetched = store.fetch(ref(), LONG, 0)
     assert (fetched.end_block, fetched.part, fetched.reason) == (25, (), "corrupt")
     assert not any(x.is_part for x, _ in fetched.spans)
-    store.close()
 
 
-def test_it_survives_a_restart_and_is_forgotten(tmp_path: Path):
-    store = open_store(ram_and_disk(tmp_path))
+def test_it_survives_a_restart_and_is_forgotten(tmp_path: Path, opened):
+    store = opened(ram_and_disk(tmp_path))
     save(store, ref(), LONG, AFTER)
     store.close()
-    store = open_store(ram_and_disk(tmp_path))
+    store = opened(ram_and_disk(tmp_path))
     fetched = store.fetch(ref(), LONG, 0)
     assert (fetched.part, fetched.tier) == (AFTER, "disk")
     check_part(store, fetched, 3)
     store.forget(ref())
     assert len(store.missing(LONG, part=AFTER)) == 8
-    store.close()
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=6), st.data())

@@ -17,7 +17,7 @@ from kvstore.store.records import (
 )
 from kvstore.tiers.ram_tier import RamTier
 from tests.blob_names import all_named, named
-from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, pack, ram_and_disk, ref
+from tests.block_sessions import BLOCK, LAYOUT, hashes, pack, ram_and_disk, ref
 
 LONG = hashes(list(range(100)))  # 25 blocks: 6 chunks and a tail of one
 
@@ -28,10 +28,8 @@ def tier():
 
 
 @pytest.fixture
-def store(tier):
-    store = open_store([tier], has_state=True)
-    yield store
-    store.close()
+def store(opened, tier):
+    return opened([tier], has_state=True)
 
 
 def state_blob(store: BlockStore, chain: Sequence[bytes], num_blocks: int) -> tuple[bytes, bytes]:
@@ -138,7 +136,6 @@ def test_a_turn_without_states_keeps_those_that_still_hold(store):
     other = hashes([*range(10 * BLOCK), *range(900, 960)])
     save(store, other, [])
     record = store.record(ref())
-    assert record is not None
     assert record.states == ()
 
 
@@ -149,16 +146,15 @@ def test_states_go_with_their_session(store, tier):
     assert tier.contains_many(states) == [False, False]
 
 
-def test_states_follow_to_the_disk_and_over_a_restart(tmp_path):
-    store = open_store(ram_and_disk(tmp_path), has_state=True)
+def test_states_follow_to_the_disk_and_over_a_restart(tmp_path, opened):
+    store = opened(ram_and_disk(tmp_path), has_state=True)
     save(store, LONG, [24])
     assert store.demote(ref(), "disk") == "disk"
     store.close()
-    again = open_store(ram_and_disk(tmp_path), has_state=True)
+    again = opened(ram_and_disk(tmp_path), has_state=True)
     fetched = again.fetch(ref(), LONG, 0)
     assert (fetched.end_block, fetched.tier) == (24, "disk")
     check_state(again, LONG, fetched)
-    again.close()
 
 
 def test_their_bytes_count(store):
@@ -167,7 +163,6 @@ def test_their_bytes_count(store):
     save(store, LONG, [24])
     record = store.record(ref())
     assert without is not None
-    assert record is not None
     assert record.packed_bytes == without.packed_bytes + record.state_bytes
     assert record.state_bytes == len(state_blob(store, LONG, 24)[1])
 

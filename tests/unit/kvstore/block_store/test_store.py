@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,34 +9,17 @@ from kvstore.session import SessionRef
 from kvstore.store.records import common_blocks
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
-from tests.blob_names import named
 from tests.block_sessions import (
     BLOCK,
-    PER_CHUNK,
     check_rows,
     hashes,
     open_store,
-    ram_and_disk,
     ref,
     save,
 )
 from tests.faulty_tier import FaultyTier
 
 LONG = hashes(list(range(100)))  # 25 blocks: 6 chunks and a tail of one
-
-
-@pytest.fixture
-def store():
-    store = open_store()
-    yield store
-    store.close()
-
-
-def test_a_saved_chain_comes_back_whole(store):
-    save(store, ref(), LONG)
-    fetched = store.fetch(ref(), LONG, 0)
-    assert (fetched.end_block, fetched.tier, fetched.reason) == (25, "ram", None)
-    check_rows(store, LONG, fetched)
 
 
 def test_blocks_that_the_engine_still_has_are_not_read(store):
@@ -68,9 +50,9 @@ def test_blocks_of_no_known_session_are_found_without_asking_a_tier(store):
     assert len(store.unlisted(LONG)) == 7
 
 
-def test_a_session_that_no_tier_takes_is_not_saved():
+def test_a_session_that_no_tier_takes_is_not_saved(opened):
     full = FaultyTier(RamTier(1 << 26))
-    store = open_store([full])
+    store = opened([full])
     save(store, ref(), LONG[:20])
     full.fails = lambda number, method: True
     longer = store.missing(LONG)
@@ -80,18 +62,16 @@ def test_a_session_that_no_tier_takes_is_not_saved():
     counters = store.counters.as_dict()
     assert (counters["saves"], counters["saves_failed"]) == (1, 1)
     assert store.fetch(ref(), LONG, 0).end_block == 20
-    store.close()
 
 
-def test_a_slower_tier_may_still_take_it(tmp_path):
+def test_a_slower_tier_may_still_take_it(tmp_path, opened):
     full = FaultyTier(RamTier(1 << 26))
-    store = open_store([full, DiskTier(tmp_path, 1 << 26)])
+    store = opened([full, DiskTier(tmp_path, 1 << 26)])
     full.fails = lambda number, method: method in {"put_many", "replace"}
     save(store, ref(), LONG)
     assert store.flush(10)
     assert store.tier_of(store.record(ref())) == "disk"
     assert store.counters.as_dict()["saves"] == 1
-    store.close()
 
 
 def test_a_tail_that_grew_is_deleted(store):
@@ -138,65 +118,12 @@ def test_another_model_finds_nothing():
     assert other.records() == []
 
 
-def test_a_damaged_blob_ends_the_prefix_and_is_dropped(store):
-    save(store, ref(), LONG)
-    bad = named(store.keys.whole(LONG)[2].key)
-    tier = store.ledger.stack.tiers[0]
-    blob = bytearray(tier.get_many([bad])[0])
-    blob[-1] ^= 1
-    tier.delete_many([bad])
-    tier.put_many([(bad, blob)])
-    fetched = store.fetch(ref(), LONG, 0)
-    assert (fetched.end_block, fetched.reason) == (2 * PER_CHUNK, "corrupt")
-    assert tier.get_many([bad]) == [None]
-    save(store, ref(), LONG)  # the next turn heals it
-    assert store.fetch(ref(), LONG, 0).end_block == 25
-
-
-def test_a_lower_tier_helps_out_for_a_damaged_blob(tmp_path):
-    store = open_store(ram_and_disk(tmp_path))
-    save(store, ref(), LONG)
-    assert store.flush(10)
-    bad = named(store.keys.whole(LONG)[2].key)
-    near = store.ledger.stack.tiers[0]
-    near.delete_many([bad])
-    near.put_many([(bad, b"rubbish")])
-    fetched = store.fetch(ref(), LONG, 0)
-    assert (fetched.end_block, fetched.tier) == (25, "disk")
-    check_rows(store, LONG, fetched)
-    store.close()
-
-
-def test_sessions_survive_a_restart(tmp_path):
-    store = open_store(ram_and_disk(tmp_path))
-    save(store, ref(), LONG)
-    store.close()
-    again = open_store(ram_and_disk(tmp_path))
-    assert [(x.tenant, x.id, x.num_tokens) for x in again.records()] == [("t", "s", 100)]
-    fetched = again.fetch(ref(), LONG, 0)
-    assert (fetched.end_block, fetched.tier) == (25, "disk")
-    check_rows(again, LONG, fetched)
-    again.close()
-
-
-def test_eviction_takes_the_tail_first():
-    store = open_store([RamTier(230_000)])
-    save(store, ref("old"), LONG)
-    save(store, ref("new"), hashes(list(range(2000, 2040))))
-    fetched = store.fetch(ref("old"), LONG, 0)
-    assert 0 < fetched.end_block < 25
-    assert fetched.reason == "evicted"
-    check_rows(store, LONG, fetched)
-    store.close()
-
-
-def test_a_lossy_codec_keeps_the_tail_in_16_bits():
-    store = open_store(codec="tq3")
+def test_a_lossy_codec_keeps_the_tail_in_16_bits(opened):
+    store = opened(codec="tq3")
     save(store, ref(), LONG)
     record = store.record(ref())
     assert record.packed_bytes < 100 * store.packer.layout.bytes_per_token / 4
     assert store.fetch(ref(), LONG, 0).end_block == 25
-    store.close()
 
 
 def test_ids_of_any_kind_are_sessions(store):
@@ -243,12 +170,11 @@ def test_a_peek_says_how_far_a_fetch_comes(stored, common, asked, first, named):
     store.close()
 
 
-def test_a_peek_reads_nothing():
+def test_a_peek_reads_nothing(opened):
     ram = FaultyTier(RamTier(1 << 30))
-    store = open_store([ram])
+    store = opened([ram])
     save(store, ref(), LONG)
     ram.calls.clear()
     assert store.peek(ref(), LONG, 3) == (25, None)
     assert store.peek(None, hashes(list(range(500, 600))), 0) == (0, "never-stored")
     assert "get_many" not in ram.calls
-    store.close()

@@ -7,7 +7,8 @@ from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
 from kvstore.store.records import SessionRecord
 from kvstore.store.token_keys import TokenRecords
-from tests.kv_sessions import Clock, come_back, open_store, ram, ref, save, tokens
+from tests.clock import Clock
+from tests.kv_sessions import come_back, ram, ref, save, tokens
 
 HISTORY = tokens(200)
 
@@ -45,10 +46,9 @@ def test_another_history_has_other_keys(store):
     assert listed(after) == [x.key for x in store.keys.spans(after)]
 
 
-def test_the_list_of_sessions_is_bounded_and_loses_the_oldest():
-    store = open_store([ram()], index_bytes=3000)  # a session of 50 tokens takes about 1,450
+def test_the_list_of_sessions_is_bounded_and_loses_the_oldest(opened):
+    store = opened([ram()], index_bytes=3000)  # a session of 50 tokens takes about 1,450
     for name in "abc":
         save(store, ref(name), tokens(50, ord(name)))
     assert {x.id for x in store.ledger.index.all()} == {"b", "c"}
     assert come_back(store, ref("a"), tokens(50, ord("a")))[1].num_tokens == 50
-    store.close()

@@ -3,76 +3,16 @@
 from __future__ import annotations
 
 from kvstore.ledger.notices import StoreNotice
+from tests.clock import Clock
 from tests.faulty_tier import FaultyTier
-from tests.kv_sessions import (
-    Clock,
-    come_back,
-    disk,
-    everything,
-    open_store,
-    ram,
-    ref,
-    save,
-    tokens,
-)
+from tests.kv_sessions import come_back, disk, everything, ram, ref, save, tokens
 
 HISTORY = tokens(200)
 
 
-def test_sessions_without_another_turn_expire(tmp_path):
-    clock = Clock()
-    tiers = [ram(), disk(tmp_path)]
-    store = open_store(tiers, clock=clock, ttl_s=100.0)
-    save(store, ref("old"), HISTORY)
-    save(store, ref("pinned"), tokens(30, 4))
-    store.pin(ref("pinned"), True)
-    clock.now += 90
-    save(store, ref("new"), tokens(30, 3))
-    clock.now += 20
-    assert store.match(ref("old"), ref().salt, HISTORY, 200).reason == "ttl"
-    assert {x.id for x in store.records()} == {"new", "pinned"}
-    store.expire()
-    assert store.match(ref("old"), ref().salt, HISTORY, 200).reason == "ttl"
-    assert len(everything(tiers[1])) == (1 + 1 + 1) * 2
-    store.close()
-
-
-def test_a_listener_hears_of_sessions_whose_time_ran_out():
-    clock = Clock()
-    store = open_store([ram()], clock=clock, ttl_s=100.0)
-    gone = []
-    store.listen(gone.append)
-    save(store, ref("old"), HISTORY)
-    store.expire()
-    assert gone == []
-    clock.now += 110
-    for _ in range(3):
-        store.expire()
-    assert gone == [StoreNotice(ref("old", salt=b""), "expired")]
-    store.close()
-
-
-def test_a_listener_hears_once_of_sessions_that_were_evicted():
-    store = open_store([ram(100_000)])
-    gone = []
-    store.listen(gone.append)
-    for i in range(10):
-        save(store, ref(str(i)), tokens(100, i))
-    kept = {x.id for x in store.records() if store.tier_of(x)}
-    assert 0 < len(kept) < 10
-    for _ in range(4):
-        store.expire()
-    assert sorted(x.session.id for x in gone) == sorted({str(i) for i in range(10)} - kept)
-    first = gone[0].session.id
-    save(store, ref(first), tokens(100, int(first)))
-    store.expire()
-    assert [x.session.id for x in gone].count(first) == 1
-    store.close()
-
-
-def test_no_session_is_reported_gone_while_a_tier_is_down():
+def test_no_session_is_reported_gone_while_a_tier_is_down(opened):
     below = FaultyTier(ram(), "disk")
-    store = open_store([ram(100_000), below])
+    store = opened([ram(100_000), below])
     gone = []
     store.listen(gone.append)
     for i in range(10):
@@ -81,12 +21,11 @@ def test_no_session_is_reported_gone_while_a_tier_is_down():
     for _ in range(3):
         store.expire()
     assert gone == []
-    store.close()
 
 
-def test_a_listener_that_fails_does_not_keep_others_from_expiring():
+def test_a_listener_that_fails_does_not_keep_others_from_expiring(opened):
     clock = Clock()
-    store = open_store([ram()], clock=clock, ttl_s=100.0)
+    store = opened([ram()], clock=clock, ttl_s=100.0)
 
     def fails(session):
         raise ValueError("the listener fell down")
@@ -97,33 +36,19 @@ def test_a_listener_that_fails_does_not_keep_others_from_expiring():
     clock.now += 110
     store.expire()
     assert store.records() == [] and everything(store.ledger.stack.tiers[0]) == {}
-    store.close()
 
 
-def test_coming_back_starts_the_time_again():
+def test_a_clock_that_jumps_back_expires_nothing(opened):
     clock = Clock()
-    store = open_store([ram()], clock=clock, ttl_s=100.0)
-    save(store, ref(), HISTORY)
-    clock.now += 90
-    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    assert store.flush(10)
-    clock.now += 90
-    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    store.close()
-
-
-def test_a_clock_that_jumps_back_expires_nothing():
-    clock = Clock()
-    store = open_store([ram()], clock=clock, ttl_s=100.0)
+    store = opened([ram()], clock=clock, ttl_s=100.0)
     save(store, ref(), HISTORY)
     clock.now -= 86400
     store.expire()
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    store.close()
 
 
-def test_who_came_back_last_is_evicted_last():
-    store = open_store([ram(170_000)])
+def test_who_came_back_last_is_evicted_last(opened):
+    store = opened([ram(170_000)])
     for name in "abc":
         save(store, ref(name), tokens(200, ord(name)))
     assert store.stats().tiers[0].evictions == 0
@@ -132,11 +57,10 @@ def test_who_came_back_last_is_evicted_last():
     save(store, ref("d"), tokens(200, 1))
     held = {x: store.match(ref(x), ref().salt, tokens(200, ord(x)), 200).num_tokens for x in "abc"}
     assert held["a"] == held["c"] == 200 and held["b"] < 200
-    store.close()
 
 
-def test_a_listener_hears_that_a_session_went_down_a_tier(tmp_path):
-    store = open_store([ram(100_000), disk(tmp_path)])
+def test_a_listener_hears_that_a_session_went_down_a_tier(tmp_path, opened):
+    store = opened([ram(100_000), disk(tmp_path)])
     left = []
     store.listen(left.append)
     save(store, ref("first"), tokens(100, 1))
@@ -151,4 +75,3 @@ def test_a_listener_hears_that_a_session_went_down_a_tier(tmp_path):
     assert [x.session.id for x in left].count("first") == 1
     record = store.record(ref("first"))
     assert record is not None and store.tier_of(record) == "disk"
-    store.close()

@@ -10,12 +10,10 @@ from kvstore.errors import PinLimit
 from tests.blob_names import all_named
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
-    MIB,
     RenamedRam,
     come_back,
     disk,
     kv_of,
-    open_store,
     ram,
     ref,
     save,
@@ -26,21 +24,19 @@ HISTORY = tokens(200)
 ALONE = {"tenant_pinned_share": 1.0}  # one tenant may pin all that may be pinned
 
 
-def test_pinned_sessions_survive_saves_that_evict_the_others():
-    store = open_store([ram(200_000)], **ALONE)
+def test_pinned_sessions_survive_saves_that_evict_the_others(opened):
+    store = opened([ram(200_000)], **ALONE)
     save(store, ref(), HISTORY)
     store.pin(ref(), True)
     for i in range(10):
         save(store, ref(f"other {i}"), tokens(200, 50 + i))
     assert store.stats().tiers[0].evictions > 0
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    record = store.record(ref())
-    assert record is not None and record.pinned
+    assert store.record(ref()).pinned
     store.pin(ref(), False)
     for i in range(10):
         save(store, ref(f"other {i}"), tokens(200, 80 + i))
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 0
-    store.close()
 
 
 def test_new_chunks_of_a_pinned_session_are_pinned_and_its_old_tail_is_not(store, tiers):
@@ -57,26 +53,24 @@ def test_new_chunks_of_a_pinned_session_are_pinned_and_its_old_tail_is_not(store
     assert tiers[0].pins == {}
 
 
-def test_a_pin_outlives_a_restart(tmp_path):
-    store = open_store([disk(tmp_path)])
+def test_a_pin_outlives_a_restart(tmp_path, opened):
+    store = opened([disk(tmp_path)])
     save(store, ref(), HISTORY)
     store.pin(ref(), True)
     store.close()
     again = disk(tmp_path)
-    store = open_store([again])
-    record = store.record(ref())
-    assert record is not None and record.pinned
+    store = opened([again])
+    assert store.record(ref()).pinned
     assert len(again.pins) == 14
-    store.close()
 
 
 def num_pinned(tier) -> int:
     return len(tier.pins)
 
 
-def test_a_pin_beyond_the_share_is_refused_and_says_what_to_do():
+def test_a_pin_beyond_the_share_is_refused_and_says_what_to_do(opened):
     # A session is about 46 kB, and takes 52 kB of memory.
-    store = open_store([ram(400_000), RenamedRam(240_000)], **ALONE)
+    store = opened([ram(400_000), RenamedRam(240_000)], **ALONE)
     for name in "abc":
         save(store, ref(name), tokens(200, ord(name)))
     store.pin(ref("a"), True)
@@ -89,37 +83,11 @@ def test_a_pin_beyond_the_share_is_refused_and_says_what_to_do():
     store.pin(ref("c"), True)
     store.forget(ref("c"))
     store.pin(ref("a"), True)
-    store.close()
 
 
-def test_one_tenant_leaves_the_others_something_to_pin():
-    store = open_store([ram(420_000)])  # half for pins, and half of that for each tenant
-    sessions = [ref("a", "greedy"), ref("b", "greedy"), ref("c", "modest")]
-    for i, session in enumerate(sessions):
-        save(store, session, tokens(200, i))
-    store.pin(sessions[0], True)
-    with pytest.raises(PinLimit, match="tenant_pinned_share"):
-        store.pin(sessions[1], True)
-    store.pin(sessions[2], True)
-    store.pin(sessions[0], False)
-    store.pin(sessions[1], True)
-    store.close()
-
-
-def test_small_pins_count_as_the_pages_that_they_fill(tmp_path):
-    tier = disk(tmp_path, 4 * MIB)
-    store = open_store([tier], **ALONE)
-    with pytest.raises(PinLimit):
-        for i in range(1000):  # each is a tail of a few hundred bytes, and a record
-            save(store, ref(str(i)), tokens(4, i))
-            store.pin(ref(str(i)), True)
-    assert tier.pinned_bytes <= tier.stats().capacity_bytes / 2
-    store.close()
-
-
-def test_whether_a_session_is_pinned_is_known_without_asking_a_tier(tmp_path):
+def test_whether_a_session_is_pinned_is_known_without_asking_a_tier(tmp_path, opened):
     tier = FaultyTier(disk(tmp_path))
-    store = open_store([tier])
+    store = opened([tier])
     save(store, ref(), HISTORY)
     store.pin(ref(), True)
     tier.fails = lambda number, method: True
@@ -128,11 +96,10 @@ def test_whether_a_session_is_pinned_is_known_without_asking_a_tier(tmp_path):
     tier.fails = lambda number, method: False
     store.pin(ref(), False)
     assert not store.is_pinned(ref())
-    store.close()
 
 
-def test_others_always_have_room_beside_the_pinned():
-    store = open_store([ram(240_000)], **ALONE)
+def test_others_always_have_room_beside_the_pinned(opened):
+    store = opened([ram(240_000)], **ALONE)
     for i in range(12):
         save(store, ref(str(i)), tokens(200, i))
         with suppress(PinLimit):
@@ -140,12 +107,11 @@ def test_others_always_have_room_beside_the_pinned():
     save(store, ref("last"), HISTORY)
     assert come_back(store, ref("last"), HISTORY)[1].num_tokens == 200
     assert sum(x.pinned for x in store.ledger.index.all()) == 2
-    store.close()
 
 
-def test_new_chunks_of_a_pinned_session_beyond_the_share_are_not_pinned():
+def test_new_chunks_of_a_pinned_session_beyond_the_share_are_not_pinned(opened):
     tier = ram(200_000)
-    store = open_store([tier], **ALONE)
+    store = opened([tier], **ALONE)
     save(store, ref(), HISTORY)
     store.pin(ref(), True)
     assert num_pinned(tier) == 14
@@ -158,33 +124,24 @@ def test_new_chunks_of_a_pinned_session_beyond_the_share_are_not_pinned():
     assert 192 <= come_back(store, ref(), long)[1].num_tokens < 700
     store.pin(ref(), False)
     assert num_pinned(tier) == 0 and not store.ledger.pins._by_tenant.total()
-    store.close()
 
 
-def test_with_a_smaller_share_after_a_restart_the_newest_pins_stay(tmp_path):
-    store = open_store([disk(tmp_path)])
+def test_with_a_smaller_share_after_a_restart_the_newest_pins_stay(tmp_path, opened):
+    store = opened([disk(tmp_path)])
     for name in "abc":
         save(store, ref(name), tokens(200, ord(name)))
         store.pin(ref(name), True)
     store.close()
     again = disk(tmp_path)
     share = 340_000 / again.stats().capacity_bytes  # each fills 160 kB of pages
-    store = open_store([again], pinned_share=share, **ALONE)
+    store = opened([again], pinned_share=share, **ALONE)
     newest = [store.ledger.index.key(store.record(ref(x))) for x in "bc"]
     assert set(store.ledger.pins.pinned) == set(newest) and num_pinned(again) == 28
-    store.close()
-
-
-def test_a_pinned_session_is_not_demoted(store):
-    save(store, ref(), HISTORY)
-    store.pin(ref(), True)
-    assert store.demote(ref(), "disk") == "ram"
 
 
 def test_a_pin_waits_for_the_first_save(store):
     store.save(ref(), HISTORY, kv_of(HISTORY))
     store.pin(ref(), True)
-    record = store.record(ref())
-    assert record is not None and record.pinned
+    assert store.record(ref()).pinned
     store.pin(ref("new"), True)
     assert store.record(ref("new")) is None

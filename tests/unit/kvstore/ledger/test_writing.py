@@ -12,7 +12,7 @@ from kvstore.stats import Counters
 from kvstore.tiers.ram_tier import RamTier
 from tests.blob_names import all_named
 from tests.faulty_tier import FaultyTier
-from tests.kv_sessions import come_back, kv_of, open_store, ram, ref, save, tokens
+from tests.kv_sessions import come_back, kv_of, ram, ref, save, tokens
 
 HISTORY = tokens(200)
 KEYS = [CHUNK_KIND + bytes([i]) * 32 for i in range(40)]
@@ -147,9 +147,9 @@ def test_closing_drops_waiting_deliveries():
     assert late.done.result(5) is False
 
 
-def test_a_tier_that_was_down_is_caught_up_by_a_flush():
+def test_a_tier_that_was_down_is_caught_up_by_a_flush(opened):
     tier = slow()
-    store = open_store([ram(), tier])
+    store = opened([ram(), tier])
     tier.fails = lambda number, method: True
     store.save(ref(), HISTORY, kv_of(HISTORY))
     store.flush(10)
@@ -160,12 +160,11 @@ def test_a_tier_that_was_down_is_caught_up_by_a_flush():
     assert all(
         tier.inner.contains_many(all_named(store.ledger.index.blob_keys(store.record(ref()))))
     )
-    store.close()
 
 
-def test_a_tier_that_was_down_is_caught_up_by_the_next_save():
+def test_a_tier_that_was_down_is_caught_up_by_the_next_save(opened):
     tier = slow()
-    store = open_store([ram(), tier])
+    store = opened([ram(), tier])
     tier.fails = lambda number, method: True
     store.save(ref(), HISTORY[:100], kv_of(HISTORY[:100]))
     store.flush(10)
@@ -173,12 +172,11 @@ def test_a_tier_that_was_down_is_caught_up_by_the_next_save():
     save(store, ref(), HISTORY)
     assert store.demote(ref(), "disk") == "disk"
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    store.close()
 
 
-def test_a_tier_that_was_down_is_caught_up_by_a_demotion():
+def test_a_tier_that_was_down_is_caught_up_by_a_demotion(opened):
     tier = slow()
-    store = open_store([ram(), tier])
+    store = opened([ram(), tier])
     tier.fails = lambda number, method: True
     store.save(ref(), HISTORY, kv_of(HISTORY))
     store.flush(10)
@@ -186,20 +184,6 @@ def test_a_tier_that_was_down_is_caught_up_by_a_demotion():
     tier.fails = lambda number, method: False
     assert store.demote(ref(), "disk") == "disk"
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    store.close()
-
-
-def test_deletions_a_tier_missed_are_made_good():
-    tier = slow()
-    store = open_store([ram(), tier])
-    save(store, ref(), HISTORY)
-    tier.fails = lambda number, method: method == "delete_many"
-    assert store.forget(ref())
-    assert any(tier.inner.scan(b""))
-    tier.fails = lambda number, method: False
-    store.expire()
-    assert not any(tier.inner.scan(b""))
-    store.close()
 
 
 def test_an_older_delivery_does_not_hide_that_a_newer_one_was_refused():

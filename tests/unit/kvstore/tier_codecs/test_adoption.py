@@ -39,8 +39,8 @@ from tests.kv_sessions import (
 from tests.worn_codec import WornCodec
 
 
-def test_old_chunks_are_read_and_new_ones_are_packed_by_the_new_codec(tiers):
-    store = open_store(tiers)
+def test_old_chunks_are_read_and_new_ones_are_packed_by_the_new_codec(tiers, opened):
+    store = opened(tiers)
     save(store, ref(), HISTORY)
     store.adopt(CodecSet.one(FAST))
     assert store.codecs.ram is FAST
@@ -59,11 +59,10 @@ def test_old_chunks_are_read_and_new_ones_are_packed_by_the_new_codec(tiers):
     assert wear(again, longer)[:WHOLE] == [{0}] * WHOLE
     record, counted = store.record(ref()), session_bytes(store, ref())
     assert record.packed_bytes == counted.chunks + counted.tail
-    store.close()
 
 
-def test_without_keeping_them_old_blobs_are_a_miss_and_make_room(tiers):
-    store = open_store(tiers, codecs=CodecSet.one(FAST))
+def test_without_keeping_them_old_blobs_are_a_miss_and_make_room(tiers, opened):
+    store = opened(tiers, codecs=CodecSet.one(FAST))
     save(store, ref(), HISTORY)
     store.adopt(CodecSet.one(RawCodec()), keep=False)
     match = store.match(ref(), ref().salt, HISTORY, 200)
@@ -73,48 +72,44 @@ def test_without_keeping_them_old_blobs_are_a_miss_and_make_room(tiers):
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
     assert store.forget(ref())
     assert everything(tiers[0]) == everything(tiers[1]) == {}
-    store.close()
 
 
-def test_a_part_in_a_codec_that_is_not_known_any_more_is_no_eviction(tmp_path, tiers):
-    store = open_store(tiers)
+def test_a_part_in_a_codec_that_is_not_known_any_more_is_no_eviction(tmp_path, tiers, opened):
+    store = opened(tiers)
     save(store, ref(), HISTORY)
     store.adopt(CodecSet.one(FAST))
     longer = [*HISTORY, *tokens(40, 2)]
     turn(store, ref(), longer)
     store.close()
     near, far = ram(), disk(tmp_path)
-    store = open_store([near, far], codecs=CodecSet.one(FAST))
+    store = opened([near, far], codecs=CodecSet.one(FAST))
     match = store.match(ref(), ref().salt, longer, 300)
     assert (match.num_tokens, match.reason) == (0, "fingerprint")
     assert store.forget(ref())
     assert everything(near) == everything(far) == {}
-    store.close()
 
 
-def test_a_restarted_store_reads_the_codecs_that_it_is_given(tmp_path, tiers):
-    store = open_store(tiers)
+def test_a_restarted_store_reads_the_codecs_that_it_is_given(tmp_path, tiers, opened):
+    store = opened(tiers)
     save(store, ref(), HISTORY)
     store.close()
-    store = open_store([ram(), disk(tmp_path)], codecs=CodecSet.one(FAST, (RawCodec(),)))
+    store = opened([ram(), disk(tmp_path)], codecs=CodecSet.one(FAST, (RawCodec(),)))
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    store.close()
 
 
-def test_a_codec_that_cannot_take_the_layout_changes_nothing():
+def test_a_codec_that_cannot_take_the_layout_changes_nothing(opened):
     layout = KVLayout("float32", (KVLayer(1, 16, 16),))
-    store = open_store([ram()], layout=layout)
+    store = opened([ram()], layout=layout)
     with pytest.raises(UnknownCodec):
         store.adopt(CodecSet.one(FAST))
     assert store.codecs.ram.id == "raw.1"
     save(store, ref(), HISTORY)
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    store.close()
 
 
-def test_a_pin_holds_new_chunks_in_the_new_codec(tmp_path):
+def test_a_pin_holds_new_chunks_in_the_new_codec(tmp_path, opened):
     near, far = ram(), disk(tmp_path)
-    store = open_store([near, far], codecs=CodecSet.one(FAST))
+    store = opened([near, far], codecs=CodecSet.one(FAST))
     save(store, ref(), HISTORY[:100])
     store.pin(ref(), True)
     store.adopt(CodecSet.one(DENSE))
@@ -123,17 +118,16 @@ def test_a_pin_holds_new_chunks_in_the_new_codec(tmp_path):
     assert {key_in(x) for x in held} == {key_in(x) for x in everything(near)}
     store.pin(ref(), False)
     assert near.pins == far.pins == {}
-    store.close()
 
 
-def test_a_blob_in_an_unknown_codec_is_a_miss_and_no_error(tiers):
+def test_a_blob_in_an_unknown_codec_is_a_miss_and_no_error(tiers, opened):
     """Another server may have put it there under our tag."""
     their_tier = ram()
-    theirs = open_store([their_tier], codecs=CodecSet.one(WornCodec("theirs.1", 3)))
+    theirs = opened([their_tier], codecs=CodecSet.one(WornCodec("theirs.1", 3)))
     save(theirs, ref(), HISTORY)
     foreign = {key_in(x): blob for x, blob in everything(their_tier).items()}
     theirs.close()
-    store = open_store(tiers, codecs=CodecSet.one(FAST))
+    store = opened(tiers, codecs=CodecSet.one(FAST))
     save(store, ref(), HISTORY)
     for tier in tiers:
         name = next(x for x, _ in tier.scan(CHUNK_KIND))
@@ -144,7 +138,6 @@ def test_a_blob_in_an_unknown_codec_is_a_miss_and_no_error(tiers):
     assert store.stats().counters.get("corrupt", 0) == 0
     save(store, ref(), HISTORY)  # the foreign blob does not keep ours out
     assert wake(store, ref(), HISTORY).num_tokens == 200
-    store.close()
 
 
 def test_engines_with_other_codecs_share_a_disk_without_meeting(tiers):
@@ -159,8 +152,7 @@ def test_engines_with_other_codecs_share_a_disk_without_meeting(tiers):
     assert sorted(codecs_in(shared)) == ["dense.1"] * 12 + ["fast.1"] * 12
 
 
-def test_adopting_while_saving_and_waking(tiers):
-    store = open_store(tiers, codecs=BOTH)
+def test_adopting_while_saving_and_waking(tiers, store):
     stop, failures = threading.Event(), []
     sets = [BOTH, CodecSet.one(FAST), CodecSet.one(DENSE), CodecSet(DENSE, FAST, FAST)]
 
@@ -197,4 +189,3 @@ def test_adopting_while_saving_and_waking(tiers):
         store.forget(ref(str(i)))
     assert store.flush(20)
     assert everything(tiers[0]) == everything(tiers[1]) == {}
-    store.close()

@@ -24,7 +24,6 @@ from tests.kv_sessions import (
     disk,
     everything,
     kv_of,
-    open_store,
     ram,
     ref,
     save,
@@ -69,7 +68,7 @@ def test_blobs_that_were_read_from_disk_are_put_near_as_they_are(store, tiers):
     assert (again.tier, wear(again, HISTORY)[0]) == ("ram", {16})
 
 
-def test_memory_has_the_session_before_it_is_packed_for_the_disk(tiers):
+def test_memory_has_the_session_before_it_is_packed_for_the_disk(tiers, opened):
     gate = threading.Event()
 
     class Slow(WornCodec):
@@ -77,7 +76,7 @@ def test_memory_has_the_session_before_it_is_packed_for_the_disk(tiers):
             assert gate.wait(20)
             return super().encode(run, layout, first_token)
 
-    store = open_store(tiers, codecs=CodecSet(FAST, Slow("slow.1", 16), DENSE))
+    store = opened(tiers, codecs=CodecSet(FAST, Slow("slow.1", 16), DENSE))
     saved = threading.Event()
     store.save(ref(), HISTORY, kv_of(HISTORY), on_done=lambda record: saved.set())
     while wake(store, ref(), HISTORY).num_tokens < 200:
@@ -87,10 +86,9 @@ def test_memory_has_the_session_before_it_is_packed_for_the_disk(tiers):
     gate.set()
     assert store.flush(20)
     assert saved.is_set() and codecs_in(tiers[1]) == ["slow.1"] * 12
-    store.close()
 
 
-def test_under_pressure_the_disk_gets_copies_of_the_blobs_in_memory(tiers):
+def test_under_pressure_the_disk_gets_copies_of_the_blobs_in_memory(tiers, opened):
     gate, entered = threading.Event(), threading.Event()
 
     class Gated(WornCodec):
@@ -100,7 +98,7 @@ def test_under_pressure_the_disk_gets_copies_of_the_blobs_in_memory(tiers):
             return super().encode(run, layout, first_token)
 
     limit = 250 * LAYOUT.bytes_per_token  # one that is being saved, and most of another
-    store = open_store(
+    store = opened(
         tiers, codecs=CodecSet(Gated("gated.1", 1), DENSE, DENSE), save_queue_bytes=2 * limit
     )
     store.save(ref("a"), HISTORY, kv_of(HISTORY))
@@ -115,20 +113,18 @@ def test_under_pressure_the_disk_gets_copies_of_the_blobs_in_memory(tiers):
     for session, history in ((ref("a"), HISTORY), (ref("b"), other)):
         store.demote(session, "disk")
         assert wake(store, session, history).num_tokens == len(history)
-    store.close()
 
 
-def test_a_codec_that_fails_for_the_disk_leaves_the_session_in_memory(tiers):
+def test_a_codec_that_fails_for_the_disk_leaves_the_session_in_memory(tiers, opened):
     class Failing(WornCodec):
         def encode(self, run, layout, first_token):
             raise ValueError("as a defect would")
 
-    store = open_store(tiers, codecs=CodecSet(FAST, Failing("failing.1", 16), DENSE))
+    store = opened(tiers, codecs=CodecSet(FAST, Failing("failing.1", 16), DENSE))
     store.save(ref(), HISTORY, kv_of(HISTORY))
     assert store.flush(20)
     assert wake(store, ref(), HISTORY).num_tokens == 200
     assert codecs_in(tiers[1]) == ["fast.1"] * 12
-    store.close()
 
 
 def test_a_forgotten_session_is_gone_in_every_codec(store, tiers):
@@ -140,9 +136,9 @@ def test_a_forgotten_session_is_gone_in_every_codec(store, tiers):
     assert everything(tiers[0]) == everything(tiers[1]) == {}
 
 
-def test_a_pinned_session_is_held_in_any_codec(tmp_path):
+def test_a_pinned_session_is_held_in_any_codec(tmp_path, opened):
     near, far = ram(130_000), disk(tmp_path)
-    store = open_store([near, far], codecs=BOTH, pinned_share=0.9, tenant_pinned_share=1.0)
+    store = opened([near, far], codecs=BOTH, pinned_share=0.9, tenant_pinned_share=1.0)
     save(store, ref(), HISTORY[:64])
     store.demote(ref(), "disk")
     wake(store, ref(), HISTORY[:64])
@@ -153,16 +149,13 @@ def test_a_pinned_session_is_held_in_any_codec(tmp_path):
     assert codecs_in(near).count("dense.1") == 4
     store.pin(ref(), False)
     assert near.pins == far.pins == {}
-    store.close()
 
 
-def test_after_a_restart_the_disk_is_read_in_its_own_codec(tmp_path, tiers):
-    store = open_store(tiers, codecs=BOTH)
+def test_after_a_restart_the_disk_is_read_in_its_own_codec(store, tmp_path, tiers, opened):
     save(store, ref(), HISTORY)
     store.close()
-    store = open_store([ram(), disk(tmp_path)], codecs=BOTH)
+    store = opened([ram(), disk(tmp_path)], codecs=BOTH)
     counted = session_bytes(store, ref())
     assert [x.packed_bytes for x in store.records()] == [counted.chunks + counted.tail]
     restored = wake(store, ref(), HISTORY)
     assert (restored.num_tokens, wear(restored, HISTORY)[0]) == (200, {16})
-    store.close()

@@ -25,7 +25,6 @@ from tests.kv_sessions import (
     come_back,
     everything,
     kv_of,
-    open_store,
     ref,
     save,
     snapshot,
@@ -113,8 +112,8 @@ def test_rows_that_a_shorter_prompt_left_of_a_tail_are_taken_over(store):
     assert (again.num_tokens, wear(again, shorter)) == (46, [{1}] * 46)
 
 
-def test_rows_that_an_edit_dropped_of_a_tail_never_come_back(tiers):
-    store = open_store(tiers, codecs=CodecSet(THIN, THIN, THIN))
+def test_rows_that_an_edit_dropped_of_a_tail_never_come_back(tiers, opened):
+    store = opened(tiers, codecs=CodecSet(THIN, THIN, THIN))
     save(store, ref(), HISTORY[:46])  # a tail of 14
     history = [*HISTORY[:40], *tokens(3, 1)]
     for more in range(2, 6):
@@ -122,7 +121,6 @@ def test_rows_that_an_edit_dropped_of_a_tail_never_come_back(tiers):
         again = wake(store, ref(), history)
         assert (again.num_tokens, wear(again, history)) == (len(history), [{1}] * len(history))
         history += tokens(3, more)
-    store.close()
 
 
 def test_of_a_tail_that_is_gone_the_restored_rows_are_kept_and_the_others_packed(store, tiers):
@@ -140,8 +138,8 @@ def test_of_a_tail_that_is_gone_the_restored_rows_are_kept_and_the_others_packed
     assert codecs_in(tiers[0], TAIL) == ["segments.1"]
 
 
-def test_a_state_with_restored_rows_stays_one(tiers):
-    store = open_store(tiers, codecs=BOTH, needs_state=True)
+def test_a_state_with_restored_rows_stays_one(tiers, opened):
+    store = opened(tiers, codecs=BOTH, needs_state=True)
     save(store, ref(), HISTORY[:40], [24, 40])
     run = kv_of(HISTORY[:30])
     for array in (x for pair in run for x in pair):
@@ -151,11 +149,10 @@ def test_a_state_with_restored_rows_stays_one(tiers):
     assert store.flush(20)
     restored = wake(store, ref("b"), HISTORY[:30])
     assert (restored.num_tokens, restored.lossy_tokens) == (30, 30)
-    store.close()
 
 
-def test_rows_beside_states_are_of_one_generation(tiers):
-    store = open_store(tiers, codecs=BOTH, needs_state=True)
+def test_rows_beside_states_are_of_one_generation(tiers, opened):
+    store = opened(tiers, codecs=BOTH, needs_state=True)
     history = list(HISTORY[:25])
     save(store, ref(), history, [25])
     for i, more in enumerate((3, 2, 7, 20, 5)):
@@ -171,7 +168,6 @@ def test_rows_beside_states_are_of_one_generation(tiers):
     assert (again.num_tokens, wear(again, history)) == (62, [{1}] * 62)
     store.demote(ref(), "disk")
     assert wear(wake(store, ref(), history), history) == [{16}] * 62
-    store.close()
 
 
 def test_many_sleeps_are_one_generation(store):
@@ -189,8 +185,7 @@ def test_many_sleeps_are_one_generation(store):
         }
 
 
-def test_exact_codecs_have_nothing_to_remember(tiers):
-    store = open_store(tiers)
+def test_exact_codecs_have_nothing_to_remember(tiers, opened):
+    store = opened(tiers)
     save(store, ref(), HISTORY)
     assert come_back(store, ref(), HISTORY)[1].lossy_tokens == 0
-    store.close()

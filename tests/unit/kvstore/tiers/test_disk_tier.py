@@ -48,14 +48,14 @@ def put(tier: DiskTier, numbers: range, length: int = 1000) -> None:
     assert tier.put_many([(keys(i)[0], text(i, length)) for i in numbers]) == len(numbers)
 
 
-def test_blobs_survive_a_restart(opened: Open) -> None:
+def test_blobs_survive_a_restart(opened: Open):
     put(opened(), range(5), 300_000)
     tier = opened()
     assert tier.get_many(keys(0, 4, 5)) == [text(0, 300_000), text(4, 300_000), None]
     assert tier.stats().num_blobs == 5
 
 
-def test_the_order_survives_a_restart(opened: Open, tmp_path: Path) -> None:
+def test_the_order_survives_a_restart(opened: Open, tmp_path: Path):
     tier = opened()
     put(tier, range(1))
     room = 100 * tier.stats().nbytes
@@ -73,7 +73,7 @@ def test_the_order_survives_a_restart(opened: Open, tmp_path: Path) -> None:
     assert tier.contains_many(keys(1, 3, 7)) == [False, False, True]
 
 
-def test_recency_alone_is_saved_by_flush(opened: Open, tmp_path: Path) -> None:
+def test_recency_alone_is_saved_by_flush(opened: Open, tmp_path: Path):
     tier = opened()
     put(tier, range(3))
     tier.touch(keys(2))
@@ -83,7 +83,7 @@ def test_recency_alone_is_saved_by_flush(opened: Open, tmp_path: Path) -> None:
     assert (tmp_path / "cold" / "data.mdb").stat().st_mtime_ns == written_at
 
 
-def test_everything_is_private(opened: Open, tmp_path: Path) -> None:
+def test_everything_is_private(opened: Open, tmp_path: Path):
     put(opened(), range(3))
     opened().close()
     folder = tmp_path / "cold"
@@ -91,7 +91,7 @@ def test_everything_is_private(opened: Open, tmp_path: Path) -> None:
     assert {x.stat().st_mode & 0o777 for x in folder.iterdir()} == {0o600}
 
 
-def test_a_second_process_is_refused_with_the_first_ones_pid(opened: Open, tmp_path: Path) -> None:
+def test_a_second_process_is_refused_with_the_first_ones_pid(opened: Open, tmp_path: Path):
     opened()
     code = (
         "import sys, pathlib\n"
@@ -106,7 +106,7 @@ def test_a_second_process_is_refused_with_the_first_ones_pid(opened: Open, tmp_p
 
 
 @pytest.mark.parametrize("name", ["data.mdb", "owner.lock"])
-def test_planted_links_are_refused(tmp_path: Path, name: str) -> None:
+def test_planted_links_are_refused(tmp_path: Path, name: str):
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "cold").mkdir()
@@ -116,7 +116,7 @@ def test_planted_links_are_refused(tmp_path: Path, name: str) -> None:
     assert victim.read_text() == "precious"
 
 
-def test_a_folder_that_is_a_file_is_refused_with_advice(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file_is_refused_with_advice(tmp_path: Path):
     (tmp_path / "cold").write_text("")
     with pytest.raises(TierUnavailable, match="disk_path"):
         DiskTier(tmp_path / "cold", MB)
@@ -125,7 +125,7 @@ def test_a_folder_that_is_a_file_is_refused_with_advice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "length", [1, 1000, 4080, 4081, FRAGMENT_BYTES - 16, FRAGMENT_BYTES, 1_000_000]
 )
-def test_accounting_covers_the_pages_used(opened: Open, tmp_path: Path, length: int) -> None:
+def test_accounting_covers_the_pages_used(opened: Open, tmp_path: Path, length: int):
     tier = opened()
     count = 20_000_000 // (length + 8000)
     for i in range(0, count, 200):
@@ -135,9 +135,7 @@ def test_accounting_covers_the_pages_used(opened: Open, tmp_path: Path, length: 
     assert tier.stats().nbytes <= 1.05 * used + 300_000
 
 
-def test_the_file_stays_inside_its_limit_under_steady_eviction(
-    opened: Open, tmp_path: Path
-) -> None:
+def test_the_file_stays_inside_its_limit_under_steady_eviction(opened: Open, tmp_path: Path):
     budget = 48 * MB
     tier = opened(budget)
     source = random.Random(5)
@@ -155,9 +153,7 @@ def test_the_file_stays_inside_its_limit_under_steady_eviction(
 
 
 @pytest.mark.parametrize("file_mib", [4, 5, 8, 12, 24])
-def test_a_small_file_never_passes_its_limit_and_takes_every_blob(
-    tmp_path: Path, file_mib: int
-) -> None:
+def test_a_small_file_never_passes_its_limit_and_takes_every_blob(tmp_path: Path, file_mib: int):
     """Blobs that are a good part of the file, and small ones that leave gaps between them."""
     limit = file_mib * MB
     tier = DiskTier(tmp_path / "cold", capacity_within(limit))
@@ -187,7 +183,7 @@ def test_a_small_file_never_passes_its_limit_and_takes_every_blob(
     again.close()
 
 
-def test_a_chain_that_fills_a_small_file_keeps_its_head(tmp_path: Path) -> None:
+def test_a_chain_that_fills_a_small_file_keeps_its_head(tmp_path: Path):
     tier = DiskTier(tmp_path / "cold", capacity_within(12 * MB))
     for chain in range(6):
         names = keys(*range(100 * chain, 100 * chain + 40))
@@ -199,7 +195,7 @@ def test_a_chain_that_fills_a_small_file_keeps_its_head(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_file_that_is_full_to_its_end_is_brought_inside_a_lower_budget(tmp_path: Path) -> None:
+def test_a_file_that_is_full_to_its_end_is_brought_inside_a_lower_budget(tmp_path: Path):
     put(tier := DiskTier(tmp_path / "cold", capacity_within(24 * MB)), range(20), 1_000_000)
     tier.close()
     tier = DiskTier(tmp_path / "cold", capacity_within(8 * MB))
@@ -209,7 +205,7 @@ def test_a_file_that_is_full_to_its_end_is_brought_inside_a_lower_budget(tmp_pat
     tier.close()
 
 
-def test_a_limit_that_holds_hardly_a_blob_is_refused() -> None:
+def test_a_limit_that_holds_hardly_a_blob_is_refused():
     with pytest.raises(
         TierUnavailable, match="disk_bytes is 4194303, .* 4 MiB or more, or 0 to turn"
     ):
@@ -217,20 +213,20 @@ def test_a_limit_that_holds_hardly_a_blob_is_refused() -> None:
 
 
 @pytest.mark.parametrize("limit", [4 * MB, 12 * MB, 60 * MB, 1 << 30, 16 << 30, 1 << 44])
-def test_most_of_the_file_is_for_blobs(limit: int) -> None:
+def test_most_of_the_file_is_for_blobs(limit: int):
     capacity = capacity_within(limit)
     assert file_bytes_limit(capacity) <= limit
     assert capacity > (0.7 if limit < 8 * MB else 0.84) * limit
 
 
-def test_a_batch_of_any_size_is_written_in_bounded_commits(opened: Open) -> None:
+def test_a_batch_of_any_size_is_written_in_bounded_commits(opened: Open):
     tier = opened(100 * MB)
     blob = bytes(700_000)
     assert tier.put_many([(keys(i)[0], blob) for i in range(100)]) == 100
     assert tier.get_many(keys(0, 99)) == [blob, blob]
 
 
-def test_a_lowered_budget_shrinks_blobs_and_file(opened: Open, tmp_path: Path) -> None:
+def test_a_lowered_budget_shrinks_blobs_and_file(opened: Open, tmp_path: Path):
     put(opened(256 * MB), range(150), 1_000_000)
     tier = opened(10 * MB)
     assert tier.stats().nbytes <= 10 * MB
@@ -240,7 +236,7 @@ def test_a_lowered_budget_shrinks_blobs_and_file(opened: Open, tmp_path: Path) -
     put(tier, range(200, 203), 1_000_000)
 
 
-def test_forgotten_content_leaves_the_file(opened: Open, tmp_path: Path) -> None:
+def test_forgotten_content_leaves_the_file(opened: Open, tmp_path: Path):
     tier = opened()
     for i, length in enumerate((10, 1000, 4000, 140_000, 1_000_000)):
         put(tier, range(i, i + 1), length)
@@ -254,7 +250,7 @@ def test_forgotten_content_leaves_the_file(opened: Open, tmp_path: Path) -> None
     assert tier.stats().errors == 0
 
 
-def test_calls_after_close_are_refused(opened: Open) -> None:
+def test_calls_after_close_are_refused(opened: Open):
     tier = opened()
     tier.close()
     tier.close()
@@ -263,7 +259,7 @@ def test_calls_after_close_are_refused(opened: Open) -> None:
             call()
 
 
-def test_a_file_of_another_program_is_moved_aside(opened: Open, tmp_path: Path) -> None:
+def test_a_file_of_another_program_is_moved_aside(opened: Open, tmp_path: Path):
     import lmdb
 
     folder = tmp_path / "cold"

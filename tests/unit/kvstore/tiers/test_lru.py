@@ -7,6 +7,7 @@ from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import MAX_REMEMBERED, EvictionCauses
 from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
 from kvstore.tiers.tenant_parts import ACTIVE_S
+from tests.clock import Clock
 
 
 def filled(capacity: int, *keys: bytes) -> RecencyIndex:
@@ -17,7 +18,7 @@ def filled(capacity: int, *keys: bytes) -> RecencyIndex:
     return index
 
 
-def test_add_lists_the_keys_that_come_and_go() -> None:
+def test_add_lists_the_keys_that_come_and_go():
     index = filled(30, b"a", b"b", b"c")
     update = index.add({b"b": 10, b"d": 10})
     assert update.added == [b"d"]
@@ -26,7 +27,7 @@ def test_add_lists_the_keys_that_come_and_go() -> None:
     assert index.nbytes == 30
 
 
-def test_a_blob_that_gets_evicted_by_its_own_chain_is_added_afresh() -> None:
+def test_a_blob_that_gets_evicted_by_its_own_chain_is_added_afresh():
     index = filled(30, b"z", b"a", b"b")
     update = index.add({b"x": 25, b"z": 5})
     assert update.added == [b"x", b"z"]
@@ -34,14 +35,14 @@ def test_a_blob_that_gets_evicted_by_its_own_chain_is_added_afresh() -> None:
     assert index.nbytes == 30
 
 
-def test_add_evicts_nothing_for_a_key_that_cannot_fit() -> None:
+def test_add_evicts_nothing_for_a_key_that_cannot_fit():
     index = filled(30, b"a", b"b", b"c")
     index.pin([b"a", b"b"])
     assert index.add({b"d": 11}) == IndexUpdate([], [])
     assert index.nbytes == 30
 
 
-def test_undo_restores_order_and_stamps() -> None:
+def test_undo_restores_order_and_stamps():
     index = filled(30, b"a", b"b", b"c")
     before = {key: index.entry(key) for key in index}
     update = index.add({b"x": 15})
@@ -51,7 +52,7 @@ def test_undo_restores_order_and_stamps() -> None:
     assert index.nbytes == 30
 
 
-def test_undo_puts_an_evicted_key_that_was_pinned_meanwhile_among_the_pinned() -> None:
+def test_undo_puts_an_evicted_key_that_was_pinned_meanwhile_among_the_pinned():
     index = filled(20, b"a", b"b")
     update = index.add({b"x": 15})
     index.pin([b"a"])
@@ -60,7 +61,7 @@ def test_undo_puts_an_evicted_key_that_was_pinned_meanwhile_among_the_pinned() -
     assert b"a" in index
 
 
-def test_stamps_grow_with_every_use_and_follow_the_order() -> None:
+def test_stamps_grow_with_every_use_and_follow_the_order():
     index = filled(100, b"a", b"b", b"c")
     index.touch([b"a", b"b"])
     stamps = [index.entry(key).stamp for key in index]  # type: ignore[union-attr]
@@ -68,7 +69,7 @@ def test_stamps_grow_with_every_use_and_follow_the_order() -> None:
     assert list(index) == [b"c", b"b", b"a"]
 
 
-def test_persisted_stamps_are_taken_over_and_continued() -> None:
+def test_persisted_stamps_are_taken_over_and_continued():
     index = RecencyIndex(100)
     index.insert(b"a", 10, stamp=7)
     index.insert(b"b", 10, stamp=1000)
@@ -77,14 +78,14 @@ def test_persisted_stamps_are_taken_over_and_continued() -> None:
     assert index.entry(b"c") == RecencyEntry(10, 1001)
 
 
-def test_shrink_leaves_the_pinned_even_above_the_budget() -> None:
+def test_shrink_leaves_the_pinned_even_above_the_budget():
     index = filled(15, b"a", b"b", b"c")
     index.pin([b"a", b"c"])
     assert [key for key, _ in index.shrink()] == [b"b"]
     assert index.nbytes == 20
 
 
-def test_an_absent_key_has_no_entry() -> None:
+def test_an_absent_key_has_no_entry():
     index = RecencyIndex(10)
     assert index.entry(b"a") is None
     assert index.remove(b"a") is None
@@ -92,7 +93,7 @@ def test_an_absent_key_has_no_entry() -> None:
     assert (len(index), index.nbytes) == (0, 0)
 
 
-def test_evict_takes_the_least_recent_and_stops_at_spared_keys() -> None:
+def test_evict_takes_the_least_recent_and_stops_at_spared_keys():
     index = RecencyIndex(100)
     for key in (b"a", b"b", b"c", b"d"):
         index.insert(key, 10)
@@ -105,15 +106,8 @@ def test_evict_takes_the_least_recent_and_stops_at_spared_keys() -> None:
 # ---- tenants
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_who_is_away_for_longer_than_a_day_has_no_part() -> None:
-    clock = Clock()
+def test_who_is_away_for_longer_than_a_day_has_no_part():
+    clock = Clock(0.0)
     index = RecencyIndex(100, 0.5, clock)
     index.add({b"q1": 10, b"q2": 10}, "quiet")
     clock.now = ACTIVE_S - 1
@@ -124,8 +118,8 @@ def test_who_is_away_for_longer_than_a_day_has_no_part() -> None:
     assert not {b"q1", b"q2"} & set(index)
 
 
-def test_a_touch_keeps_a_tenant_active() -> None:
-    clock = Clock()
+def test_a_touch_keeps_a_tenant_active():
+    clock = Clock(0.0)
     index = RecencyIndex(100, 0.5, clock)
     index.add({b"q1": 10}, "quiet")
     clock.now = ACTIVE_S - 1
@@ -135,8 +129,8 @@ def test_a_touch_keeps_a_tenant_active() -> None:
     assert b"q1" in index
 
 
-def test_a_part_that_began_in_an_earlier_run_ends_a_day_after_its_tenants_last_use() -> None:
-    clock = Clock()
+def test_a_part_that_began_in_an_earlier_run_ends_a_day_after_its_tenants_last_use():
+    clock = Clock(0.0)
     index = RecencyIndex(100, 0.5, clock)
     index.insert(b"q1", 10)
     index.insert(b"r1", 10)
@@ -150,7 +144,7 @@ def test_a_part_that_began_in_an_earlier_run_ends_a_day_after_its_tenants_last_u
     assert b"q1" not in index and b"r1" in index
 
 
-def test_bytes_that_others_pin_are_not_taken_from_the_writer() -> None:
+def test_bytes_that_others_pin_are_not_taken_from_the_writer():
     index = RecencyIndex(100, 0.5)
     index.add({b"p": 70}, "pins")
     index.pin([b"p"])
@@ -171,7 +165,7 @@ CHAINS = st.dictionaries(
 @example([("c", {b"0": 1}), ("a", {b"0": 30}), ("c", {b"1": 71, b"0": 20})], 0.2)
 def test_no_tenant_takes_the_part_of_another(
     writes: list[tuple[str, dict[bytes, int]]], share: float
-) -> None:
+):
     index = RecencyIndex(100, share)
     for owner, chain in writes:
         sizes = {owner.encode() + key: nbytes for key, nbytes in chain.items()}
@@ -196,19 +190,19 @@ def held(index: RecencyIndex) -> dict[str, int]:
     sums: dict[str, int] = {}
     for key in index:
         entry = index.entry(key)
-        assert entry is not None and key.startswith(entry.owner.encode())
+        assert key.startswith(entry.owner.encode())
         sums[entry.owner] = sums.get(entry.owner, 0) + entry.nbytes
     return sums
 
 
-def test_the_tiers_room_is_the_cause_where_no_tenant_has_a_part() -> None:
+def test_the_tiers_room_is_the_cause_where_no_tenant_has_a_part():
     index = RecencyIndex(30)
     index.add({b"a": 10, b"b": 10, b"c": 10}, "one")
     index.add({b"d": 10}, "two")
     assert index.why_evicted([b"a", b"b", b"c", b"d"]) == [None, None, "budget", None]
 
 
-def test_the_share_is_the_cause_where_another_tenant_needs_the_room() -> None:
+def test_the_share_is_the_cause_where_another_tenant_needs_the_room():
     index = RecencyIndex(40, 0.5)
     for key in (b"a", b"b", b"c", b"d"):
         index.add({key: 10}, "one")
@@ -218,14 +212,14 @@ def test_the_share_is_the_cause_where_another_tenant_needs_the_room() -> None:
     assert index.why_evicted([b"a"]) == [None]
 
 
-def test_one_tenant_alone_makes_way_for_itself_because_of_the_room() -> None:
+def test_one_tenant_alone_makes_way_for_itself_because_of_the_room():
     index = RecencyIndex(30, 0.5)
     for key in (b"a", b"b", b"c", b"d"):
         index.add({key: 10}, "one")
     assert index.why_evicted([b"a"]) == ["budget"]
 
 
-def test_the_share_is_the_cause_while_older_entries_are_guaranteed() -> None:
+def test_the_share_is_the_cause_while_older_entries_are_guaranteed():
     index = RecencyIndex(40, 0.5)
     index.add({b"a": 10}, "two")  # the oldest, and two's part
     for key in (b"b", b"c", b"d", b"e"):
@@ -233,8 +227,8 @@ def test_the_share_is_the_cause_while_older_entries_are_guaranteed() -> None:
     assert index.why_evicted([b"a", b"b"]) == [None, "share"]
 
 
-def test_the_room_is_the_cause_for_who_was_away_for_a_day() -> None:
-    clock = Clock()
+def test_the_room_is_the_cause_for_who_was_away_for_a_day():
+    clock = Clock(0.0)
     index = RecencyIndex(30, 0.5, clock)
     index.add({b"a": 10}, "one")
     clock.now = ACTIVE_S + 1.0
@@ -243,7 +237,7 @@ def test_the_room_is_the_cause_for_who_was_away_for_a_day() -> None:
     assert index.why_evicted([b"a"]) == ["budget"]
 
 
-def test_only_so_many_causes_are_remembered() -> None:
+def test_only_so_many_causes_are_remembered():
     causes = EvictionCauses()
     for number in range(MAX_REMEMBERED + 1):
         causes.remember(number.to_bytes(4, "big"), "share")
@@ -315,14 +309,11 @@ def test_a_named_tenant_may_hold_any_number_where_others_may_not():
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["a", "b", ""]), st.integers(1, 40), st.booleans()),
-        max_size=80,
+        st.tuples(st.sampled_from(["a", "b", ""]), st.integers(1, 40), st.booleans()), max_size=80
     ),
     st.integers(0, 200),
 )
-def test_no_tenant_ever_holds_more_than_its_limit(
-    writes: list[tuple[str, int, bool]], most: int
-) -> None:
+def test_no_tenant_ever_holds_more_than_its_limit(writes: list[tuple[str, int, bool]], most: int):
     index = RecencyIndex(300, 0.5)
     index.limit(TenantLimits({"a": most}, others=100))
     held = dict.fromkeys(("a", "b", ""), 0)

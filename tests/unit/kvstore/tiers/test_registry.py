@@ -21,23 +21,21 @@ LAZY_URL = "redis://127.0.0.1:1/0"  # no server listens there, and no call waits
         (StoreConfig(ram_bytes=0, disk_bytes=0), []),
     ],
 )
-def test_opens_enabled_tiers_fastest_first(
-    tmp_path: Path, config: StoreConfig, names: list[str]
-) -> None:
+def test_opens_enabled_tiers_fastest_first(tmp_path: Path, config: StoreConfig, names: list[str]):
     tiers = open_tiers(config, tmp_path)
     assert [x.name for x in tiers] == names
     for tier in tiers:
         tier.close()
 
 
-def test_passes_the_budgets_on(tmp_path: Path) -> None:
+def test_passes_the_budgets_on(tmp_path: Path):
     tiers = open_tiers(StoreConfig(ram_bytes=1 << 20, disk_bytes=1 << 23), tmp_path)
     assert [x.stats().capacity_bytes for x in tiers] == [1 << 20, capacity_within(1 << 23)]
     for tier in tiers:
         tier.close()
 
 
-def test_the_folder_itself_keeps_its_permissions(tmp_path: Path) -> None:
+def test_the_folder_itself_keeps_its_permissions(tmp_path: Path):
     tmp_path.chmod(0o755)
     (tier,) = open_tiers(StoreConfig(ram_bytes=0), tmp_path)
     tier.close()
@@ -45,7 +43,7 @@ def test_the_folder_itself_keeps_its_permissions(tmp_path: Path) -> None:
     assert (tmp_path / "cold").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_second_store_in_one_folder_is_refused(tmp_path: Path) -> None:
+def test_a_second_store_in_one_folder_is_refused(tmp_path: Path):
     tiers = open_tiers(StoreConfig(), tmp_path)
     with pytest.raises(TierUnavailable, match="in use by another process"):
         open_tiers(StoreConfig(), tmp_path)
@@ -55,7 +53,7 @@ def test_a_second_store_in_one_folder_is_refused(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_a_folder_that_another_engine_has_is_a_mistake_and_no_outage(tmp_path: Path) -> None:
+def test_a_folder_that_another_engine_has_is_a_mistake_and_no_outage(tmp_path: Path):
     first = open_usable_tiers(StoreConfig(), tmp_path)
     with pytest.raises(TierInUse):
         open_usable_tiers(StoreConfig(), tmp_path)
@@ -63,7 +61,7 @@ def test_a_folder_that_another_engine_has_is_a_mistake_and_no_outage(tmp_path: P
         tier.close()
 
 
-def test_without_a_usable_folder_the_other_tiers_are_opened(tmp_path: Path) -> None:
+def test_without_a_usable_folder_the_other_tiers_are_opened(tmp_path: Path):
     (tmp_path / "file").touch()
     tiers = open_usable_tiers(StoreConfig(), tmp_path / "file" / "below")
     assert [x.name for x in tiers] == ["ram"]

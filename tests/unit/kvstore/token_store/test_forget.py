@@ -12,7 +12,6 @@ from tests.kv_sessions import (
     come_back,
     everything,
     kv_of,
-    open_store,
     ram,
     ref,
     save,
@@ -20,28 +19,6 @@ from tests.kv_sessions import (
 )
 
 HISTORY = tokens(200)
-
-
-def test_forgotten_means_no_tier_holds_anything(store, tiers):
-    save(store, ref(), HISTORY)
-    save(store, ref(), [*HISTORY[:40], *tokens(90, 2)])  # leaves a branch behind
-    assert store.forget(ref())
-    assert everything(tiers[0]) == everything(tiers[1]) == {}
-    assert (store.records(), store.record(ref())) == ([], None)
-    assert come_back(store, ref(), HISTORY)[0].reason == "never-stored"
-    assert not store.forget(ref())
-
-
-def test_chunks_that_others_use_stay(store, tiers):
-    save(store, ref("a"), [*HISTORY[:100], 1])
-    save(store, ref("b"), [*HISTORY[:70], 2])
-    only_b = set(everything(tiers[0]))
-    assert store.forget(ref("a"))
-    assert come_back(store, ref("b"), [*HISTORY[:70], 2])[1].num_tokens == 71
-    assert come_back(store, None, HISTORY)[1].num_tokens == 64
-    assert set(everything(tiers[0])) < only_b
-    assert store.forget(ref("b"))
-    assert everything(tiers[0]) == everything(tiers[1]) == {}
 
 
 def test_a_branch_left_behind_stays_while_another_session_is_on_it(store, tiers):
@@ -72,10 +49,10 @@ class SlowRedis(RamTier):
         return super().replace(*arguments, **options)
 
 
-def test_an_older_record_of_our_own_in_a_slow_tier_is_not_that_of_another_engine():
+def test_an_older_record_of_our_own_in_a_slow_tier_is_not_that_of_another_engine(opened):
     """Otherwise the newer record, which is on its way there, is forgotten with blobs of its own."""
     redis, memory = SlowRedis(), RamTier(1 << 24)
-    store = open_store([memory, redis])
+    store = opened([memory, redis])
     base = tokens(48)
     first, edited, last = [*base, *tokens(5, 2)], [*base, *tokens(7, 3)], [*base, *tokens(9, 4)]
     save(store, ref(), first)
@@ -89,7 +66,6 @@ def test_an_older_record_of_our_own_in_a_slow_tier_is_not_that_of_another_engine
     assert store.forget(ref())
     assert store.flush(10)
     assert everything(memory) == everything(redis) == {}
-    store.close()
 
 
 def _saved_here(store, prompt):
@@ -106,9 +82,9 @@ def test_forgetting_takes_a_save_that_waits_along(store, tiers):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_forgetting_waits_for_blobs_on_their_way_to_a_tier(place):
+def test_forgetting_waits_for_blobs_on_their_way_to_a_tier(place, opened):
     tiers = [FaultyTier(ram()), FaultyTier(ram(), "disk")]
-    store = open_store(tiers)
+    store = opened(tiers)
     if place == 0:  # a promotion after a restore
         save(store, ref(), HISTORY)
         store.demote(ref(), "disk")
@@ -126,7 +102,6 @@ def test_forgetting_waits_for_blobs_on_their_way_to_a_tier(place):
     forgetting.join(20)
     assert store.flush(20)
     assert everything(tiers[0]) == everything(tiers[1]) == {}
-    store.close()
 
 
 def test_forgetting_needs_no_salt_that_still_fits(store, tiers):

@@ -5,23 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvstore.shapes import KVLayer, KVLayout
-from tests.kv_sessions import CHUNK, LAYOUT, come_back, kv_of, open_store, ram, ref, save, tokens
+from tests.kv_sessions import CHUNK, LAYOUT, come_back, kv_of, ram, ref, save, tokens
 
 HISTORY = tokens(100)
 
 
 @pytest.fixture
-def store():
-    store = open_store([ram()])
-    yield store
-    store.close()
-
-
-def test_the_whole_session_comes_back_tail_included(store):
-    save(store, ref(), HISTORY)
-    match, restored = come_back(store, ref(), [*HISTORY, 1, 2, 3])
-    assert (match.num_tokens, match.tier, match.reason) == (100, "ram", None)
-    assert (restored.num_tokens, restored.tier, restored.reason) == (100, "ram", None)
+def store(opened):
+    return opened([ram()])
 
 
 @pytest.mark.parametrize("limit", [0, 1, 15, 16, 17, 95, 96, 97, 99, 100, 200])
@@ -107,27 +98,25 @@ def test_another_tenant_with_the_same_session_id_has_its_own(store):
         {"layout": KVLayout("bfloat16", (KVLayer(2, 32, 32),)), "fingerprint": "f2"},
     ],
 )
-def test_another_model_or_codec_is_a_miss_with_its_reason(tmp_path, change):
+def test_another_model_or_codec_is_a_miss_with_its_reason(tmp_path, change, opened):
     from tests.kv_sessions import disk
 
     layout = KVLayout("bfloat16", (KVLayer(2, 32, 32),))
-    before = open_store([disk(tmp_path)], layout=layout)
+    before = opened([disk(tmp_path)], layout=layout)
     save(before, ref(), HISTORY)
     before.close()
-    after = open_store([disk(tmp_path)], **{"layout": layout} | change)
+    after = opened([disk(tmp_path)], **{"layout": layout} | change)
     match = after.match(ref(), ref().salt, HISTORY, 100)
     assert (match.num_tokens, match.reason) == (0, "fingerprint")
     assert after.records() == []
     assert after.record(ref()) is None
-    after.close()
 
 
 def test_everything_a_record_covers_can_be_prepared(store):
     save(store, ref(), HISTORY)
     restored = store.load(store.prepare(ref()))
     assert restored.num_tokens == 100
-    record = store.record(ref())
-    assert record is not None and record.tokens.tolist() == HISTORY
+    assert store.record(ref()).tokens.tolist() == HISTORY
 
 
 def test_shorter_than_a_chunk_is_all_tail(store):

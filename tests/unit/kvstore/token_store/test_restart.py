@@ -14,102 +14,65 @@ from tests.redis_server import RedisServer
 HISTORY = tokens(200)
 
 
-def test_sessions_on_disk_are_back_after_a_restart(tmp_path):
-    store = open_store([ram(), disk(tmp_path)])
-    for i in range(5):
-        save(store, ref(f"s {i}"), tokens(100 + i, i))
-    listed = {x.id: x for x in store.records()}
-    store.close()
-    store = open_store([ram(), disk(tmp_path)])
-    assert {x.id: x for x in store.records()} == listed
-    for i in range(5):
-        assert store.tier_of(ref(f"s {i}")) == "disk"
-        match, restored = come_back(store, ref(f"s {i}"), [*tokens(100 + i, i), 1])
-        assert (match.tier, restored.num_tokens) == ("disk", 100 + i)
-    store.close()
-
-
-def test_closing_writes_saves_that_were_still_waiting(tmp_path):
-    store = open_store([ram(), disk(tmp_path)])
+def test_closing_writes_saves_that_were_still_waiting(tmp_path, opened):
+    store = opened([ram(), disk(tmp_path)])
     assert store.save(ref(), HISTORY, kv_of(HISTORY))
     store.close()
-    store = open_store([ram(), disk(tmp_path)])
+    store = opened([ram(), disk(tmp_path)])
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    store.close()
 
 
-def test_another_models_sessions_in_the_same_place_are_not_ours(tmp_path):
+def test_another_models_sessions_in_the_same_place_are_not_ours(tmp_path, opened):
     tier = disk(tmp_path)
-    store = open_store([tier])
+    store = opened([tier])
     save(store, ref(), HISTORY)
     (key, blob), *_ = tier.scan(RECORD)
     foreign = RECORD + bytes(32)
     tier.put_many([(foreign, blob), (RECORD + b"\1" * 32, b"no blob at all")])
     store.close()
     tier = disk(tmp_path)
-    store = open_store([tier])
+    store = opened([tier])
     assert [x.id for x in store.records()] == ["s"]
     assert tier.contains_many([key, foreign, RECORD + b"\1" * 32]) == [True, True, False]
     assert store.stats().counters["corrupt"] == 1
-    store.close()
 
 
-def test_a_record_without_chunks_and_chunks_without_a_record(tmp_path):
+def test_a_record_without_chunks_and_chunks_without_a_record(tmp_path, opened):
     tier = disk(tmp_path)
-    store = open_store([tier])
+    store = opened([tier])
     save(store, ref("a"), HISTORY)
     save(store, ref("b"), tokens(100, 1))
     tier.delete_many([key for key, _ in tier.scan(CHUNK_KIND)][:1])
     store.close()
-    store = open_store([disk(tmp_path)])
+    store = opened([disk(tmp_path)])
     lost = [come_back(store, ref(x), t) for x, t in (("a", HISTORY), ("b", tokens(100, 1)))]
     assert sorted(x.reason is None for x, _ in lost) == [False, True]
-    store.close()
 
 
-def test_the_newest_record_wins_in_any_tier():
+def test_the_newest_record_wins_in_any_tier(opened):
     near, far = ram(), ram()
     far.name = "disk"
-    store = open_store([far])
+    store = opened([far])
     save(store, ref(), HISTORY[:100])
     (key, old) = next(iter(far.scan(RECORD)))
     save(store, ref(), HISTORY)
     near.put_many([(key, old)])
-    second = open_store([near, far])
+    second = opened([near, far])
     assert [x.num_tokens for x in second.records()] == [200]
     second.ledger.index.remove(key)
     assert come_back(second, ref(), HISTORY)[1].num_tokens == 200
-    second.close()
-    store.close()
 
 
-def test_a_second_engine_finds_sessions_that_the_first_put_into_the_shared_tier():
-    shared = ram()
-    shared.name = "redis"
-    one, two = open_store([ram(), shared]), open_store([ram(), shared])
-    save(one, ref(), HISTORY[:100])
-    match, restored = come_back(two, ref(), HISTORY)
-    assert (match.tier, restored.num_tokens) == ("redis", 100)
-    save(two, ref(), HISTORY[:150])
-    assert come_back(one, ref(), HISTORY)[1].num_tokens == 150  # though it knows of 100 only
-    assert one.tier_of(ref()) is not None
-    assert two.forget(ref())
-    assert not any(shared.scan(b""))
-    one.close()
-    two.close()
-
-
-def test_a_restart_encodes_nothing_again(tmp_path):
-    store = open_store([ram(), disk(tmp_path)])
+def test_a_restart_encodes_nothing_again(tmp_path, opened):
+    store = opened([ram(), disk(tmp_path)])
     run = kv_of(HISTORY)
     assert store.save(ref(), HISTORY, run) and store.flush(20)
     store.close()
-    store = open_store([ram(), disk(tmp_path)])
+    store = opened([ram(), disk(tmp_path)])
     restored = store.load(store.prepare(ref()))
     assert store.save(ref(), HISTORY, restored.run) and store.flush(20)
     assert store.stats().counters["chunks_encoded"] == 0
     assert np.array_equal(restored.run[0][0], store.load(store.prepare(ref())).run[0][0])
-    store.close()
 
 
 @pytest.mark.redis

@@ -10,9 +10,9 @@ from tests.kv_sessions import RenamedRam, come_back, everything, open_store, ram
 HISTORY = tokens(400)
 
 
-def test_the_thread_that_waits_unpacks_chunks_that_no_codec_thread_has_begun() -> None:
+def test_the_thread_that_waits_unpacks_chunks_that_no_codec_thread_has_begun(opened) -> None:
     """With every codec thread busy for as long as the restore takes, it is whole all the same."""
-    store = open_store([ram()], restore_deadline_s=60.0)
+    store = opened([ram()], restore_deadline_s=60.0)
     save(store, ref(), HISTORY)
     done = threading.Event()
     busy = [store.ledger.workers.codec(done.wait, 60) for _ in range(2)]
@@ -22,7 +22,6 @@ def test_the_thread_that_waits_unpacks_chunks_that_no_codec_thread_has_begun() -
         done.set()
     assert restored.num_tokens == len(HISTORY) and restored.reason is None
     assert all(x.result() for x in busy), "they were busy until the restore was done"
-    store.close()
 
 
 def test_a_hanging_tier_that_is_asked_in_need_does_not_outlast_the_deadline() -> None:

@@ -51,48 +51,48 @@ class GatedCodec(RawCodec):
         return super().encode(run, layout, first_token)
 
 
+@pytest.fixture
+def store(opened):
+    return opened([ram()])
+
+
 def gated_store(**config) -> tuple[ColdStore, GatedCodec]:
     codec = GatedCodec()
     settings = StoreConfig(chunk_tokens=CHUNK, num_threads=1, **config)
     return ColdStore(settings, StoredModel("m", "f", LAYOUT), codec, [ram()]), codec
 
 
-def test_the_work_is_that_of_the_new_tokens():
+def test_the_work_is_that_of_the_new_tokens(opened):
     tier = CountingRam(1 << 26)
-    store = open_store([tier])
+    store = opened([tier])
     save(store, ref(), HISTORY[:100])
     assert store.stats().counters["chunks_encoded"] == 6
     tier.written.clear()
     save(store, ref(), HISTORY[:140])
     assert store.stats().counters["chunks_encoded"] == 8
     assert tier.written == [CHUNK_KIND] * 2 + [TAIL, RECORD]
-    store.close()
 
 
-def test_the_old_tail_goes_and_the_record_stays_one():
-    store = open_store([ram()])
+def test_the_old_tail_goes_and_the_record_stays_one(store):
     for n in (100, 130, 199):
         save(store, ref(), HISTORY[:n])
         assert store.stats().tiers[0].num_blobs == n // CHUNK + 2
     save(store, ref(), HISTORY[:192])  # no tail at all
     assert store.stats().tiers[0].num_blobs == 192 // CHUNK + 1
-    store.close()
 
 
-def test_a_shared_prefix_is_stored_once():
-    store = open_store([ram()])
+def test_a_shared_prefix_is_stored_once(store):
     save(store, ref("a"), HISTORY[:100])
     save(store, ref("b"), [*HISTORY[:100], *tokens(20, 5)])
     assert store.stats().counters["chunks_encoded"] == 7
     assert store.stats().tiers[0].num_blobs == 7 + 2 + 2
-    store.close()
 
 
 @pytest.mark.parametrize("codec", ["raw", "tq3"])
-def test_a_hundred_cycles_leave_the_same_bytes(codec):
+def test_a_hundred_cycles_leave_the_same_bytes(codec, opened):
     layout = KVLayout("bfloat16", (KVLayer(2, 64, 64),))
     tier = ram()
-    store = open_store([tier], codec=codec, layout=layout)
+    store = opened([tier], codec=codec, layout=layout)
     assert store.save(ref(), HISTORY, kv_of(HISTORY, layout)) and store.flush(20)
     before = dict(tier.scan(CHUNK_KIND)) | dict(tier.scan(TAIL))
     first = store.load(store.prepare(ref())).run
@@ -103,7 +103,6 @@ def test_a_hundred_cycles_leave_the_same_bytes(codec):
     assert store.stats().counters["chunks_encoded"] == 200 // CHUNK
     for got, want in zip(store.load(store.prepare(ref())).run, first, strict=True):
         assert all(map(np.array_equal, got, want))
-    store.close()
 
 
 def test_a_full_queue_skips_and_counts():
@@ -121,14 +120,12 @@ def test_a_full_queue_skips_and_counts():
     store.close()
 
 
-def test_only_unsaved_bytes_count():
-    store = open_store([ram()])
+def test_only_unsaved_bytes_count(store):
     save(store, ref(), HISTORY[:160])
     job_bytes = store._unsaved_bytes(
         store.keys.space.record_key("t", "s"), np.asarray(HISTORY, np.int32)
     )
     assert job_bytes == 40 * LAYOUT.bytes_per_token
-    store.close()
 
 
 def test_a_newer_save_takes_the_place_of_a_waiting_one():
@@ -161,21 +158,19 @@ def test_settled_says_when_a_save_is_over():
     store.close()
 
 
-def test_the_views_are_let_go_once_encoded():
+def test_the_views_are_let_go_once_encoded(opened):
     import weakref
 
-    store = open_store([ram()])
+    store = opened([ram()])
     run = kv_of(HISTORY)
     watched = weakref.ref(run[0][0])
     assert store.save(ref(), HISTORY, run)
     del run
     assert store.flush(20)
     assert watched() is None
-    store.close()
 
 
-def test_one_bad_save_does_not_end_the_others():
-    store = open_store([ram()])
+def test_one_bad_save_does_not_end_the_others(store):
     outcome: list[object] = []
     wrong = [(k[..., :8], v) for k, v in kv_of(HISTORY)]
     assert store.save(ref("bad"), HISTORY, wrong, on_done=outcome.append)
@@ -184,24 +179,20 @@ def test_one_bad_save_does_not_end_the_others():
     assert store.stats().counters["saves_failed"] == 1
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
     assert store.stats().save_queue_bytes == 0
-    store.close()
 
 
-def test_a_failing_listener_does_not_end_the_saving_thread():
-    store = open_store([ram()])
+def test_a_failing_listener_does_not_end_the_saving_thread(store):
     store.save(ref("a"), HISTORY, kv_of(HISTORY), on_done=lambda record: 1 // 0)
     assert store.flush(20)
     save(store, ref(), HISTORY)
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    store.close()
 
 
-def test_a_store_without_tiers_saves_nothing():
-    store = open_store([])
+def test_a_store_without_tiers_saves_nothing(opened):
+    store = opened([])
     assert not store.save(ref(), HISTORY, kv_of(HISTORY))
     assert store.match(ref(), b"pepper", HISTORY, 100).num_tokens == 0
     assert store.flush(1)
-    store.close()
 
 
 def test_a_closed_store_is_a_store_without_sessions():

@@ -12,7 +12,6 @@ from tests.kv_sessions import (
     LAYOUT,
     check,
     come_back,
-    open_store,
     ram,
     ref,
     save,
@@ -27,10 +26,8 @@ ROTATING_ONLY = KVLayout("bfloat16", ())
 
 
 @pytest.fixture(params=[LAYOUT, ROTATING_ONLY], ids=["hybrid", "no growing layers"])
-def store(request):
-    store = open_store([ram()], layout=request.param, needs_state=True)
-    yield store
-    store.close()
+def store(request, opened):
+    return opened([ram()], layout=request.param, needs_state=True)
 
 
 def num_snapshots(store: ColdStore) -> int:
@@ -72,16 +69,15 @@ def test_another_session_finds_the_state_at_a_boundary(store, session):
 def test_the_newest_state_and_the_one_before_the_answer_are_kept(store):
     for n in (20, 40, 60, 80, 100, 120):
         save(store, ref(), HISTORY[:n], [10, n - 8, n])
-    record = store.record(ref())
-    assert record is not None and record.snapshots == (112, 120)
+    assert store.record(ref()).snapshots == (112, 120)
     assert num_snapshots(store) == 2
     again = [*HISTORY[:112], 1]  # the answer is generated again
     assert come_back(store, ref(), again)[1].num_tokens == 112
     assert come_back(store, ref(), [*HISTORY[:70], 1])[0].num_tokens == 0
 
 
-def test_a_beginning_that_sessions_share_keeps_its_state_once():
-    store = open_store([ram()], needs_state=True)
+def test_a_beginning_that_sessions_share_keeps_its_state_once(opened):
+    store = opened([ram()], needs_state=True)
     system = HISTORY[:40]
     prompts = [[*system, *tokens(60, seed)] for seed in (1, 2, 3)]
     save(store, ref("a"), prompts[0], [37, 90, 100])
@@ -98,17 +94,14 @@ def test_a_beginning_that_sessions_share_keeps_its_state_once():
     store.forget(ref("a"))
     store.forget(ref("c"))
     save(store, ref("b"), [*longer, 5], [120, 121])
-    record = store.record(ref("b"))
-    assert record is not None and record.snapshots == (120, 121)
-    store.close()
+    assert store.record(ref("b")).snapshots == (120, 121)
 
 
 def test_states_of_an_abandoned_branch_go(store):
     save(store, ref(), HISTORY[:100], [30, 100])
     other = [*HISTORY[:50], *tokens(40, 8)]
     save(store, ref(), other, [90])
-    record = store.record(ref())
-    assert record is not None and record.snapshots == (30, 90)
+    assert store.record(ref()).snapshots == (30, 90)
     assert num_snapshots(store) == 2
     assert come_back(store, ref(), [*other, 1])[1].num_tokens == 90
 
@@ -135,19 +128,17 @@ def test_a_lost_state_is_left_out_of_the_next_record(store):
     chain = store.keys.chain(store.record(ref()))
     store.ledger.stack.delete(0, [chain.snapshot_key(30)])
     save(store, ref(), HISTORY[:120], [120])
-    record = store.record(ref())
-    assert record is not None and record.snapshots == (100, 120)
+    assert store.record(ref()).snapshots == (100, 120)
 
 
-def test_a_lost_chunk_takes_the_chunks_after_it():
-    store = open_store([ram()], needs_state=True)
+def test_a_lost_chunk_takes_the_chunks_after_it(opened):
+    store = opened([ram()], needs_state=True)
     save(store, ref(), HISTORY[:100], [30, 100])
     chunks = store.keys.chain(store.record(ref())).chunk_keys
     store.ledger.stack.delete(0, [chunks[3]])
     match, restored = come_back(store, ref(), HISTORY)
     assert (match.num_tokens, match.reason) == (30, "evicted")
     assert restored.num_tokens == 30
-    store.close()
 
 
 def test_a_run_without_the_state_at_its_end_is_not_handed_out(store):
@@ -159,8 +150,8 @@ def test_a_run_without_the_state_at_its_end_is_not_handed_out(store):
     check(store, restored, HISTORY)
 
 
-def test_there_is_no_tail_of_its_own():
-    store = open_store([ram()], needs_state=True)
+def test_there_is_no_tail_of_its_own(opened):
+    store = opened([ram()], needs_state=True)
     save(store, ref(), HISTORY[:100], [100])
     assert store.stats().tiers[0].num_blobs == 6 + 1 + 1
     counted = session_bytes(store, ref())
@@ -168,7 +159,6 @@ def test_there_is_no_tail_of_its_own():
     assert counted is not None and record is not None
     assert counted.tail == 0
     assert record.packed_bytes == counted.chunks + counted.snapshots
-    store.close()
 
 
 def test_positions_outside_the_tokens_are_not_kept(store):
@@ -176,13 +166,11 @@ def test_positions_outside_the_tokens_are_not_kept(store):
     states = [snapshot(HISTORY, x) for x in (60, 50)] + [snapshot(HISTORY, 1).__class__(0, None)]
     assert store.save(ref(), HISTORY[:50], run, states)
     assert store.flush(10)
-    record = store.record(ref())
-    assert record is not None and record.snapshots == (50,)
+    assert store.record(ref()).snapshots == (50,)
 
 
-def test_models_that_can_be_cut_keep_no_states():
-    store = open_store([ram()])
+def test_models_that_can_be_cut_keep_no_states(opened):
+    store = opened([ram()])
     save(store, ref(), HISTORY[:100], [50, 100])
     assert num_snapshots(store) == 0
     assert come_back(store, ref(), HISTORY)[1].state is None
-    store.close()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.blob_names import all_named
 from tests.kv_sessions import (
     MIB,
-    RenamedRam,
     come_back,
     disk,
     everything,
@@ -28,48 +25,10 @@ def test_a_saved_session_is_in_every_tier(store, tiers):
     assert store.tier_of(ref()) == "ram"
 
 
-def test_demoted_it_rests_below_and_comes_back_promoted(store, tiers):
-    save(store, ref(), HISTORY)
-    assert store.demote(ref(), "disk") == "disk"
-    assert everything(tiers[0]) == {}
-    assert store.tier_of(ref()) == "disk"
-    match, restored = come_back(store, ref(), HISTORY)
-    assert (match.tier, restored.tier, restored.num_tokens) == ("disk", "disk", 200)
-    assert store.flush(10)
-    assert store.tier_of(ref()) == "ram"
-    assert come_back(store, ref(), HISTORY)[1].tier == "ram"
-    assert store.stats().counters["promoted_blobs"] == 13
-
-
 def test_a_demotion_waits_for_the_save_before_it(store, tiers):
     assert store.save(ref(), HISTORY, kv_of(HISTORY))
     assert store.demote(ref(), "disk") == "disk"
     assert everything(tiers[0]) == {}
-
-
-def test_chunks_of_another_session_stay_near(store, tiers):
-    save(store, ref("a"), HISTORY[:100])
-    save(store, ref("b"), HISTORY[:70])
-    assert store.demote(ref("a"), "disk") == "disk"
-    assert store.tier_of(ref("b")) == "ram"
-
-
-@pytest.mark.parametrize("tier", ["ram", "redis"])
-def test_upwards_or_to_a_tier_that_is_off_nothing_moves(store, tier):
-    save(store, ref(), HISTORY)
-    assert store.demote(ref(), tier) == "ram"
-
-
-def test_an_unknown_session_is_not_moved(store):
-    assert store.demote(ref("new"), "disk") is None
-
-
-def test_a_session_that_the_lower_tier_cannot_take_stays(tmp_path):
-    store = open_store([ram(), RenamedRam(4000)])
-    save(store, ref(), HISTORY)
-    assert store.demote(ref(), "disk") == "ram"
-    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
-    store.close()
 
 
 def test_half_of_it_near_and_half_far(store, tiers):
@@ -86,13 +45,12 @@ def test_half_of_it_near_and_half_far(store, tiers):
 # ---- the list
 
 
-def test_sessions_whose_record_was_evicted_are_not_listed():
-    store = open_store([ram(100_000)])
+def test_sessions_whose_record_was_evicted_are_not_listed(opened):
+    store = opened([ram(100_000)])
     for i in range(20):
         save(store, ref(str(i)), tokens(100, i))
     listed = {x.id for x in store.records()}
     assert "19" in listed and len(listed) < 20
-    store.close()
 
 
 def test_ram_off_and_disk_off(tmp_path):

@@ -27,18 +27,15 @@ def settings(tmp_path: Path) -> EffectiveSettings:
     return found
 
 
-def test_it_is_found_for_the_model_as_it_was(settings: EffectiveSettings, tmp_path: Path) -> None:
+def test_it_is_found_for_the_model_as_it_was(settings: EffectiveSettings, tmp_path: Path):
     assert find_profile(settings) is None  # no note says yet that this model is the one
     write_note(settings, FINGERPRINT)
-    found = find_profile(settings)
-    assert found is not None and found.fingerprint == FINGERPRINT
+    assert find_profile(settings).fingerprint == FINGERPRINT
     (tmp_path / "config.json").write_text('{"other": 1}')
     assert find_profile(settings) is None
 
 
-def test_a_damaged_one_is_reported(
-    settings: EffectiveSettings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_one_is_reported(settings: EffectiveSettings, caplog: pytest.LogCaptureFixture):
     write_note(settings, FINGERPRINT)
     path = profile_path(settings.folders.data, FINGERPRINT)
     path.write_bytes(path.read_bytes()[:-1])

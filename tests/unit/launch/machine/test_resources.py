@@ -50,7 +50,7 @@ def own(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_limit_of_the_first_version_counts(tmp_path: Path, own: Path) -> None:
+def test_a_limit_of_the_first_version_counts(tmp_path: Path, own: Path):
     unlimited = available_memory(tmp_path, own)
     write_v1(tmp_path / "memory", 1_000_000, 400_000)
     assert available_memory(tmp_path, own) == 600_000 < unlimited
@@ -60,7 +60,7 @@ def test_a_limit_of_the_first_version_counts(tmp_path: Path, own: Path) -> None:
     assert available_memory(tmp_path, own) > 600_000
 
 
-def test_the_smallest_of_all_groups_above_counts(tmp_path: Path, own: Path) -> None:
+def test_the_smallest_of_all_groups_above_counts(tmp_path: Path, own: Path):
     own.write_text("9:cpu,cpuacct:/x\n4:memory:/slice/unit\n0::/slice/unit\n")
     write_v1(tmp_path / "memory" / "slice" / "unit", 900_000, 0)
     write_v1(tmp_path / "memory" / "slice", 500_000, 100_000)
@@ -73,13 +73,13 @@ def test_the_smallest_of_all_groups_above_counts(tmp_path: Path, own: Path) -> N
     assert available_memory(tmp_path, own) == 300_000
 
 
-def test_a_name_from_outside_of_the_container_finds_its_root(tmp_path: Path, own: Path) -> None:
+def test_a_name_from_outside_of_the_container_finds_its_root(tmp_path: Path, own: Path):
     own.write_text("4:memory:/docker/0123abcd\n")
     write_v1(tmp_path / "memory", 1_000_000, 0)
     assert available_memory(tmp_path, own) == 1_000_000
 
 
-def test_pages_of_files_are_left(tmp_path: Path, own: Path) -> None:
+def test_pages_of_files_are_left(tmp_path: Path, own: Path):
     write_v1(
         tmp_path / "memory", 1_000_000, 900_000, total_inactive_file=50_000, total_active_file=5_000
     )
@@ -88,9 +88,7 @@ def test_pages_of_files_are_left(tmp_path: Path, own: Path) -> None:
     assert available_memory(tmp_path, own) == 114_000
 
 
-def test_the_watched_memory_is_the_smaller_of_machine_and_container(
-    tmp_path: Path, own: Path
-) -> None:
+def test_the_watched_memory_is_the_smaller_of_machine_and_container(tmp_path: Path, own: Path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemAvailable:   2048 kB\n")
     write_v2(tmp_path, 3 << 20, 2 << 20)
@@ -100,7 +98,7 @@ def test_the_watched_memory_is_the_smaller_of_machine_and_container(
 
 
 @pytest.mark.parametrize("content", ["", "nonsense", "\n\n", "memory"])
-def test_files_of_another_form_are_no_limit(tmp_path: Path, own: Path, content: str) -> None:
+def test_files_of_another_form_are_no_limit(tmp_path: Path, own: Path, content: str):
     own.write_text(content)
     for name in ("memory.max", "memory.current", "memory.stat"):
         (tmp_path / name).write_text(content)
@@ -119,17 +117,17 @@ def limits(soft: int, hard: int, kind: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_soft_limit_becomes_the_hard_one() -> None:
+def test_the_soft_limit_becomes_the_hard_one():
     # Not above this process's own limit, which mlx_lm lowers where a test has imported it.
     assert limits(200, 4096, "mlx") == "4096 4096 4096"
 
 
 @pytest.mark.parametrize(("hard", "kind"), [(1024, "mlx"), (200, "fake")])
-def test_too_low_a_limit_is_refused_with_a_sentence(hard: int, kind: str) -> None:
+def test_too_low_a_limit_is_refused_with_a_sentence(hard: int, kind: str):
     said = limits(hard, hard, kind)
     assert said.startswith(f"refused: only {hard} files may be open")
     assert ("mlx_lm" in said) == (kind == "mlx")
 
 
-def test_other_engines_need_less_than_mlx_lm() -> None:
+def test_other_engines_need_less_than_mlx_lm():
     assert limits(256, 1024, "fake") == "1024 1024 1024"

@@ -83,11 +83,7 @@ _GEMMA3 = {
 }
 
 LLAMA_8B = {"model_type": "llama", **_attention(4096, 32, 32, 8, 128)}
-QWEN3_32B = {
-    "model_type": "qwen3",
-    **_attention(5120, 64, 64, 8, 128),
-    "use_sliding_window": False,
-}
+QWEN3_32B = {"model_type": "qwen3", **_attention(5120, 64, 64, 8, 128), "use_sliding_window": False}
 QWEN35_35B = _text(
     "qwen3_5_moe",
     "qwen3_5_moe_text",

@@ -72,7 +72,7 @@ def test_packed_windows_and_matrices_are_counted_as_they_are_stored():
         TINY.growing, (Window(KVLayer(1, 32, 32), 100),) * 2, state_float32=64 * 80, state_width=64
     )
     states = shape.states("bfloat16")
-    assert states is not None and states.windows is not None and states.has_matrices
+    assert states.windows is not None and states.has_matrices
     codec = open_session_codec("tq3+state8", None, states)
     layout, config = KVLayout("bfloat16", TINY.growing), StoreConfig(max_snapshots=2)
     model = StoredModel("m", "f", layout, True, states.windows)

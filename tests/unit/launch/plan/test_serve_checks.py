@@ -26,12 +26,7 @@ LLAMA = {
     "head_dim": 64,
     "max_position_embeddings": 8192,
 }
-WINDOWS = {
-    **LLAMA,
-    "model_type": "gemma3_text",
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-}
+WINDOWS = {**LLAMA, "model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6}
 
 
 def settings(tmp_path: Path, **values: object) -> EffectiveSettings:

@@ -46,7 +46,7 @@ def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "mine\n"
+        assert process.stdout.readline() == "mine\n"
         yield process
 
 
@@ -63,7 +63,7 @@ def test_a_second_server_is_refused_at_once_and_the_first_named(tmp_path):
     command, pipe = [sys.executable, "-c", program, str(tmp_path)], subprocess.PIPE
     for _ in range(2):  # a killed one leaves nothing behind that counts
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as first:
-            assert first.stdout is not None and first.stdout.readline() == "mine\n"
+            assert first.stdout.readline() == "mine\n"
             said = rf"{tmp_path} belongs to a server that runs \(process {first.pid}\)"
             with pytest.raises(LaunchError, match=said), sole_server(tmp_path):
                 pass

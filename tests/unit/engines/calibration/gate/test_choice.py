@@ -41,7 +41,7 @@ def chosen(profile: Profile | None, codec: str = "auto", unmeasurable: str = "",
     return choose(codec, StoreConfig(**config), LAYOUT, profile, unmeasurable)
 
 
-def test_auto_takes_three_bits_where_they_keep_the_bound() -> None:
+def test_auto_takes_three_bits_where_they_keep_the_bound():
     choice = chosen(measured(row("dense3"), row("max"), row("tq4")))
     assert (choice.name, choice.unmeasured) == ("dense3", False)
     assert choice.codec.id == open_codec("dense3", model_profile()).id
@@ -49,7 +49,7 @@ def test_auto_takes_three_bits_where_they_keep_the_bound() -> None:
     assert choice.rows == (row("dense3"),)
 
 
-def test_a_row_without_chains_says_that_they_are_missing() -> None:
+def test_a_row_without_chains_says_that_they_are_missing():
     old = chosen(measured(row("dense3")))
     assert old.name == "dense3" and "never judged by reasoning chains" in old.why
     assert "thermocline calibrate" in old.why
@@ -59,7 +59,7 @@ def test_a_row_without_chains_says_that_they_are_missing() -> None:
     assert "never judged" not in new.why
 
 
-def test_a_codec_that_loses_the_thread_of_reasoning_is_refused() -> None:
+def test_a_codec_that_loses_the_thread_of_reasoning_is_refused():
     bad = {"chain_tokens": 80, "chain_kl": 0.4, "chain_top1": 0.7}
     profile = measured(row("dense3", **bad), row("tq4"))
     choice = chosen(profile)
@@ -90,28 +90,26 @@ TIMED = tuple(timed(preset, share) for preset, share in SHARES.items())
         ({"max_kl": 0.001}, ("raw", "raw", "raw")),
     ],
 )
-def test_each_tier_gets_the_codec_that_suits_it(
-    settings: dict[str, Any], wanted: tuple[str, ...]
-) -> None:
+def test_each_tier_gets_the_codec_that_suits_it(settings: dict[str, Any], wanted: tuple[str, ...]):
     found = choose_tiers(StoreConfig(**settings), LAYOUT, measured(*TIMED))
     assert tuple(x.name for x in found.values()) == wanted
     assert not any(x.unmeasured for x in found.values())
 
 
-def test_tiers_with_one_codec_share_it() -> None:
+def test_tiers_with_one_codec_share_it():
     found = choose_tiers(StoreConfig(), LAYOUT, measured(*TIMED))
     assert found["disk"] is found["redis"]
     named = choose_tiers(StoreConfig(codec="max", disk_codec="max"), LAYOUT, measured(*TIMED))
     assert named["ram"] is named["disk"]
 
 
-def test_a_codec_that_suits_two_tiers_for_different_reasons_is_made_once() -> None:
+def test_a_codec_that_suits_two_tiers_for_different_reasons_is_made_once():
     found = choose_tiers(StoreConfig(restore_share=0.2), LAYOUT, measured(*TIMED))
     assert found["ram"].why != found["disk"].why
     assert found["ram"].codec is found["disk"].codec
 
 
-def test_tiers_with_the_same_codec_of_rows_pack_windows_alike() -> None:
+def test_tiers_with_the_same_codec_of_rows_pack_windows_alike():
     config = StoreConfig(codec="tq3", disk_codec="tq3+window4", accept_loss=True)
     states = StateLayout(LAYOUT, 128)
     found = choose_tiers(config, LAYOUT, None, states=states)
@@ -126,15 +124,13 @@ def test_tiers_with_the_same_codec_of_rows_pack_windows_alike() -> None:
 
 
 @pytest.mark.parametrize(("ram", "disk"), [("raw", "raw+state8"), ("raw+state8", "raw")])
-def test_a_tier_that_is_to_lose_nothing_has_others_lose_nothing_beside_it(
-    ram: str, disk: str
-) -> None:
+def test_a_tier_that_is_to_lose_nothing_has_others_lose_nothing_beside_it(ram: str, disk: str):
     config = StoreConfig(codec=ram, disk_codec=disk, redis_codec="tq4", accept_loss=True)
     found = choose_tiers(config, LAYOUT, None, states=StateLayout(has_matrices=True))
     assert [x.is_exact for x in found.values()] == [True, True, False]
 
 
-def test_a_tier_names_denser_codecs_that_are_out_of_bounds() -> None:
+def test_a_tier_names_denser_codecs_that_are_out_of_bounds():
     rows = (timed("dense3", 0.04, kl=0.02), timed("max", 0.2, kl=0.03), timed("balanced", 0.3))
     profile = measured(*rows, timed("safe", 0.04))
     ram, disk, _ = choose_tiers(StoreConfig(), LAYOUT, profile).values()
@@ -145,7 +141,7 @@ def test_a_tier_names_denser_codecs_that_are_out_of_bounds() -> None:
     assert "balanced would take 30.0%" in ram.why and "read seldom" in disk.why
 
 
-def test_a_packed_live_cache_sleeps_as_it_is_in_every_tier() -> None:
+def test_a_packed_live_cache_sleeps_as_it_is_in_every_tier():
     layout = PackedLayout(dtype="bfloat16", layers=model_profile().layout.layers, num_bits=4)
     found = choose_tiers(StoreConfig(), layout, measured(timed("tq4", 0.04), *TIMED))
     assert {x.name for x in found.values()} == {"tq4"}
@@ -160,13 +156,11 @@ def test_a_packed_live_cache_sleeps_as_it_is_in_every_tier() -> None:
         ({"ram_bytes": 0, "disk_bytes": 0, "redis_url": "redis://there"}, ("ram", "disk", "redis")),
     ],
 )
-def test_the_fastest_tier_is_one_that_is_in_use(
-    settings: dict[str, Any], wanted: tuple[str, ...]
-) -> None:
+def test_the_fastest_tier_is_one_that_is_in_use(settings: dict[str, Any], wanted: tuple[str, ...]):
     assert fastest_tiers(StoreConfig(**settings)) == wanted
 
 
-def test_else_the_densest_that_does_and_says_both() -> None:
+def test_else_the_densest_that_does_and_says_both():
     rows = [row("dense3", kl=0.02), row("max", kl=0.03), row("balanced"), row("tq4"), row("safe")]
     choice = chosen(measured(*rows))
     assert choice.name == "balanced"
@@ -174,23 +168,23 @@ def test_else_the_densest_that_does_and_says_both() -> None:
     assert "balanced: KL 0.0050" in choice.why
 
 
-def test_else_an_exact_one() -> None:
+def test_else_an_exact_one():
     choice = chosen(measured(row("dense3", kl=0.02), row("tq4", kl=0.02), row("safe", kl=0.02)))
     assert (choice.name, choice.codec.exact, choice.unmeasured) == ("raw", True, False)
     assert "KL of 0.0200" in choice.why
 
 
-def test_a_stricter_bound_has_the_fallbacks_measured() -> None:
+def test_a_stricter_bound_has_the_fallbacks_measured():
     choice = chosen(measured(row("dense3", kl=0.004), row("balanced", kl=0.004)), max_kl=0.002)
     assert (choice.name, choice.unmeasured) == ("raw", True)
 
 
-def test_the_bound_is_the_operators() -> None:
+def test_the_bound_is_the_operators():
     assert chosen(measured(row("dense3", kl=0.02)), max_kl=0.03).name == "dense3"
     assert chosen(measured(row("dense3")), max_kl=0.001).name == "raw"
 
 
-def test_one_bad_context_is_enough() -> None:
+def test_one_bad_context_is_enough():
     assert chosen(measured(row("dense3"), row("dense3", context=6144, kl=1.0))).name == "raw"
 
 
@@ -212,14 +206,14 @@ def profile_of(preset: str, rows: Rows) -> Profile | None:
         ({"codec_id": ""},),
     ],
 )
-def test_nothing_is_lost_before_it_was_measured(rows: Rows) -> None:
+def test_nothing_is_lost_before_it_was_measured(rows: Rows):
     profile = profile_of("dense3", rows)
     choice = chosen(profile)
     assert (choice.name, choice.unmeasured) == ("raw", True)
     assert "not measured" in choice.why
 
 
-def test_a_codec_that_another_release_learned_is_measured_again() -> None:
+def test_a_codec_that_another_release_learned_is_measured_again():
     known = model_profile().learned
     learned = {**known, "dense3": {"other": known["max"]["step"]}}
     profile = dataclasses.replace(measured(row("dense3"), row("tq4")), learned=learned)
@@ -227,13 +221,13 @@ def test_a_codec_that_another_release_learned_is_measured_again() -> None:
     assert (choice.name, choice.unmeasured) == ("tq4", True)
 
 
-def test_methods_of_the_literature_have_to_be_named() -> None:
+def test_methods_of_the_literature_have_to_be_named():
     profile = measured(row("dense3", kl=1), row("manthan", codec_id="manthan.1"))
     assert chosen(profile).name == "raw"
     assert chosen(profile, "manthan").name == "manthan"
 
 
-def test_a_named_codec_out_of_bounds_is_refused_with_the_numbers() -> None:
+def test_a_named_codec_out_of_bounds_is_refused_with_the_numbers():
     profile = measured(row("tq3", kl=0.0289), row("tq4"))
     with pytest.raises(CodecRefused, match=r"tq3 at 2048 .* KL of 0\.0289, above .* 0\.01; .*loss"):
         chosen(profile, "tq3")
@@ -243,7 +237,7 @@ def test_a_named_codec_out_of_bounds_is_refused_with_the_numbers() -> None:
     assert chosen(profile, "tq4").name == "tq4"
 
 
-def test_a_named_codec_waits_exactly_for_its_measurement() -> None:
+def test_a_named_codec_waits_exactly_for_its_measurement():
     waiting = chosen(None, "tq3")
     assert (waiting.name, waiting.unmeasured) == ("raw", True) and "tq3 was not" in waiting.why
     assert chosen(None, "max").unmeasured  # it cannot even be made yet
@@ -251,7 +245,7 @@ def test_a_named_codec_waits_exactly_for_its_measurement() -> None:
     assert chosen(None, "max", accept_loss=True).name == "raw"
 
 
-def test_without_a_measurement_to_come_it_is_refused() -> None:
+def test_without_a_measurement_to_come_it_is_refused():
     with pytest.raises(CodecRefused, match="not measured on this model; .* thermocline calibrate"):
         chosen(None, "tq3", calibrate=False)
     with pytest.raises(CodecRefused, match="cannot be measured on this model: it has windows"):
@@ -265,17 +259,17 @@ def test_without_a_measurement_to_come_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["raw", "kvstore.codecs.base:RawCodec"])
-def test_an_exact_codec_needs_no_measurement(name: str) -> None:
+def test_an_exact_codec_needs_no_measurement(name: str):
     choice = chosen(None, name, calibrate=False)
     assert (choice.name, choice.unmeasured, choice.codec.id) == (name, False, "raw.1")
 
 
-def test_a_codec_that_cannot_be_had() -> None:
+def test_a_codec_that_cannot_be_had():
     with pytest.raises(UnknownCodec, match="no codec named 'zip'"):
         chosen(None, "zip")
 
 
-def test_a_model_that_packs_nothing_needs_no_choice() -> None:
+def test_a_model_that_packs_nothing_needs_no_choice():
     choice = choose("tq3", StoreConfig(calibrate=False), KVLayout("float32", ()), None)
     assert (choice.name, choice.unmeasured) == ("raw", False)
 
@@ -291,20 +285,20 @@ def packed(profile: Profile | None, **settings: Any) -> Choice:
     )
 
 
-def test_live_kv_is_packed_where_that_keeps_the_bound() -> None:
+def test_live_kv_is_packed_where_that_keeps_the_bound():
     choice = packed(measured(row("tq4")))
     assert choice.name == "tq4" and choice.rows == (row("tq4"),)
 
 
 @pytest.mark.parametrize("rows", [None, (), ({"kl": 0.5},)])
-def test_elsewhere_only_by_who_accepts_the_loss(rows: Rows) -> None:
+def test_elsewhere_only_by_who_accepts_the_loss(rows: Rows):
     profile = profile_of("tq4", rows)
     with pytest.raises(CodecRefused, match="hot_codec.*store.accept_loss"):
         packed(profile)
     assert packed(profile, accept_loss=True).why.startswith("the loss was accepted")
 
 
-def test_presets_that_learned_turned_parts_of_latents_never_serve() -> None:
+def test_presets_that_learned_turned_parts_of_latents_never_serve():
     """Only keys are turned back, so these were learned at the positions of short texts."""
     layout = KVLayout("bfloat16", (KVLayer(1, 32, 16),) * 2)
     texts = [layout.empty(300) for _ in range(2)]

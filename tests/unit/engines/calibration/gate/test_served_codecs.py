@@ -41,7 +41,7 @@ def write(profile: Profile, data: Path) -> Path:
     return path
 
 
-def test_the_profile_decides_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_profile_decides_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     write(measured(row("dense3")), tmp_path)
     codecs = served(tmp_path)
@@ -55,7 +55,7 @@ def test_the_profile_decides_at_the_start(tmp_path: Path, caplog: pytest.LogCapt
     assert [x.id for x in codecs.codecs.readable] == ["raw.1"]
 
 
-def test_a_profile_that_comes_later_is_adopted(tmp_path: Path) -> None:
+def test_a_profile_that_comes_later_is_adopted(tmp_path: Path):
     codecs, store = served(tmp_path), Store()
     assert codecs.report.name == "raw" and codecs.report.unmeasured
     codecs.renew(store.adopt)  # nothing is there yet
@@ -68,7 +68,7 @@ def test_a_profile_that_comes_later_is_adopted(tmp_path: Path) -> None:
     assert codecs.report.name == "dense3" and not codecs.report.unmeasured
 
 
-def test_a_worse_measurement_takes_a_codec_back_and_its_blobs_with_it(tmp_path: Path) -> None:
+def test_a_worse_measurement_takes_a_codec_back_and_its_blobs_with_it(tmp_path: Path):
     write(measured(row("dense3")), tmp_path)
     codecs, store = served(tmp_path), Store()
     write(measured(row("dense3", kl=0.5), row("tq4")), tmp_path)
@@ -79,7 +79,7 @@ def test_a_worse_measurement_takes_a_codec_back_and_its_blobs_with_it(tmp_path: 
 
 def test_a_named_codec_that_is_refused_while_it_serves_gives_way(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     codecs, store = served(tmp_path, codec="tq3"), Store()
     assert codecs.report.unmeasured
     write(measured(row("tq3", kl=0.0289)), tmp_path)
@@ -92,7 +92,7 @@ def test_a_named_codec_that_is_refused_while_it_serves_gives_way(
         served(tmp_path, codec="tq3")
 
 
-def test_each_tier_passes_the_gate(tmp_path: Path) -> None:
+def test_each_tier_passes_the_gate(tmp_path: Path):
     write(measured(row("dense3"), row("max")), tmp_path)
     report = served(tmp_path, disk_codec="max").report
     assert report.tiers["ram"].startswith("dense3") and report.tiers["disk"].startswith("max")
@@ -103,7 +103,7 @@ def test_each_tier_passes_the_gate(tmp_path: Path) -> None:
         served(tmp_path, disk_codec="max")
 
 
-def test_auto_gives_each_tier_its_own_and_says_why(tmp_path: Path) -> None:
+def test_auto_gives_each_tier_its_own_and_says_why(tmp_path: Path):
     write(measured(*TIMED), tmp_path)
     codecs = served(tmp_path)
     report = codecs.report
@@ -121,7 +121,7 @@ def test_auto_gives_each_tier_its_own_and_says_why(tmp_path: Path) -> None:
     assert not any(x.texts or x.chains for x in report.rows)
 
 
-def test_a_codec_that_two_tiers_have_for_different_reasons_is_reported_once(tmp_path: Path) -> None:
+def test_a_codec_that_two_tiers_have_for_different_reasons_is_reported_once(tmp_path: Path):
     write(measured(timed("dense3", 0.04), timed("balanced", 0.09)), tmp_path)
     report = served(tmp_path).report
     assert {x.split(".")[0] for x in report.tiers.values()} == {"balanced"}
@@ -130,7 +130,7 @@ def test_a_codec_that_two_tiers_have_for_different_reasons_is_reported_once(tmp_
     assert [x.preset for x in report.others] == ["dense3"]
 
 
-def test_a_codec_that_is_only_too_slow_now_is_read_on(tmp_path: Path) -> None:
+def test_a_codec_that_is_only_too_slow_now_is_read_on(tmp_path: Path):
     write(measured(*TIMED), tmp_path)
     codecs, store = served(tmp_path, disk_bytes=0), Store()
     slower = (timed("dense3", 0.05), timed("balanced", 0.15), timed("max", 0.3))
@@ -143,9 +143,7 @@ def test_a_codec_that_is_only_too_slow_now_is_read_on(tmp_path: Path) -> None:
     assert [keep for _, keep in store.adopted] == [True, False]  # max is out of bounds
 
 
-def test_a_profile_that_is_no_use_is_as_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_profile_that_is_no_use_is_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = write(measured(row("dense3")), tmp_path)
     whole = path.read_bytes()
     other_model = dataclasses.replace(measured(row("dense3")), fingerprint="another")
@@ -158,7 +156,7 @@ def test_a_profile_that_is_no_use_is_as_none(
     assert served(None).report.unmeasured
 
 
-def test_integers_that_no_learning_gives_count_as_nothing_learned(tmp_path: Path) -> None:
+def test_integers_that_no_learning_gives_count_as_nothing_learned(tmp_path: Path):
     """Whole by its digest, but written by something else: kernels would read beyond its arrays."""
     profile = measured(row("dense3"))
     learned = dict(profile.learned["dense3"])
@@ -180,7 +178,7 @@ def learned_anew(factor: float, **changes: object) -> Profile:
     return dataclasses.replace(profile, rows=(row("dense3", codec_id=codec_id, **changes),))
 
 
-def test_a_codec_that_packed_before_is_read_in_the_next_life(tmp_path: Path) -> None:
+def test_a_codec_that_packed_before_is_read_in_the_next_life(tmp_path: Path):
     (tmp_path / "profiles").mkdir()
     save(measured(row("dense3")), tmp_path)
     first = served(tmp_path).codecs.ram.id
@@ -196,7 +194,7 @@ def test_a_codec_that_packed_before_is_read_in_the_next_life(tmp_path: Path) -> 
     assert not served(tmp_path, codec="raw").codecs.readable, "nothing with loss is wanted"
 
 
-def test_a_codec_that_packed_before_is_not_read_out_of_the_bound(tmp_path: Path) -> None:
+def test_a_codec_that_packed_before_is_not_read_out_of_the_bound(tmp_path: Path):
     (tmp_path / "profiles").mkdir()
     save(measured(row("dense3", kl=0.009)), tmp_path)
     served(tmp_path)
@@ -205,7 +203,7 @@ def test_a_codec_that_packed_before_is_not_read_out_of_the_bound(tmp_path: Path)
     assert len(served(tmp_path, max_kl=0.005).codecs.readable) == 1
 
 
-def test_the_list_of_codecs_that_packed_is_short_and_survives_damage(tmp_path: Path) -> None:
+def test_the_list_of_codecs_that_packed_is_short_and_survives_damage(tmp_path: Path):
     known = PackedBy(tmp_path, "f")
     (tmp_path / "profiles").touch()  # no folder can be made: that only costs a recompute later
     known.add(["a"])
@@ -219,7 +217,7 @@ def test_the_list_of_codecs_that_packed_is_short_and_survives_damage(tmp_path: P
     assert known.ids() == []
 
 
-def test_it_learns_on_until_the_densest_is_known(tmp_path: Path) -> None:
+def test_it_learns_on_until_the_densest_is_known(tmp_path: Path):
     assert served(tmp_path).learns_on
     write(measured(row("dense3")), tmp_path)
     assert served(tmp_path).learns_on

@@ -71,7 +71,7 @@ def rebuilt(model: Model, caches: Caches, num_tokens: int) -> Caches:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("kinds", ["K", "KKK", "RK", "AK", "A", "LK", "RAL"])
-def test_rebuilt_caches_go_on_as_the_originals(kinds: str, dtype: mx.Dtype) -> None:
+def test_rebuilt_caches_go_on_as_the_originals(kinds: str, dtype: mx.Dtype):
     model = Model(kinds, dtype)
     for num_tokens in (3, WINDOW, 20, 300):
         kept = fed(model, num_tokens)
@@ -82,7 +82,7 @@ def test_rebuilt_caches_go_on_as_the_originals(kinds: str, dtype: mx.Dtype) -> N
         assert restore_fault(model, probe(model), 500) == ""
 
 
-def test_a_view_keeps_its_values_when_the_cache_is_written_over() -> None:
+def test_a_view_keeps_its_values_when_the_cache_is_written_over():
     model = Model("K")
     caches = fed(model, 40)
     ((keys, _),) = kv_arrays.growing_run(caches, 40)
@@ -93,7 +93,7 @@ def test_a_view_keeps_its_values_when_the_cache_is_written_over() -> None:
     assert np.array_equal(keys, before)
 
 
-def test_settling_gives_back_unused_memory() -> None:
+def test_settling_gives_back_unused_memory():
     model = Model("K")
     caches = model.make_cache()
     model(mx.array([[1] * 10]), caches)
@@ -102,7 +102,7 @@ def test_settling_gives_back_unused_memory() -> None:
     assert kv_arrays.nbytes_of(caches) == 10 * 2 * 6 * 4
 
 
-def test_the_plan_names_the_growing_layers_and_their_cost() -> None:
+def test_the_plan_names_the_growing_layers_and_their_cost():
     plan = probe(Model("KRAL", mx.bfloat16))
     assert plan.class_names == (
         "KVCache",
@@ -120,7 +120,7 @@ def test_the_plan_names_the_growing_layers_and_their_cost() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
-def test_in_bf16_a_value_takes_two_bytes_for_any_dtype_of_the_engine(dtype: mx.Dtype) -> None:
+def test_in_bf16_a_value_takes_two_bytes_for_any_dtype_of_the_engine(dtype: mx.Dtype):
     live, in_bf16 = probe(Model("KRAL", dtype)).kv_sizes()
     assert in_bf16 == KVSize(2 * 2 * 6 * 2, ((2 * 6 * 2, WINDOW),), 3 * 3 * 4)
     wide = dtype.size // 2
@@ -131,7 +131,7 @@ class Strange(KVCache):
     """A class that the engine does not know."""
 
 
-def test_an_unknown_cache_class_is_served_but_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_cache_class_is_served_but_not_kept(monkeypatch: pytest.MonkeyPatch):
     model = Model("K")
     monkeypatch.setattr(model, "make_cache", lambda: [Strange()])
     plan = probe(model)
@@ -139,7 +139,7 @@ def test_an_unknown_cache_class_is_served_but_not_kept(monkeypatch: pytest.Monke
     assert restore_fault(model, plan, 500) == "its caches of class Strange are not known here"
 
 
-def test_a_cache_class_that_cannot_be_batched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_class_that_cannot_be_batched_is_refused(monkeypatch: pytest.MonkeyPatch):
     class Lonely:
         offset = 0
         state = ()
@@ -151,7 +151,7 @@ def test_a_cache_class_that_cannot_be_batched_is_refused(monkeypatch: pytest.Mon
         probe(model)
 
 
-def test_the_self_test_notices_a_cache_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_notices_a_cache_that_forgets(monkeypatch: pytest.MonkeyPatch):
     model = Model("RK")
     plan = probe(model)
     rebuild = kv_arrays.rebuild
@@ -172,9 +172,7 @@ class Wide(Model):
         return [RotatingKVCache(50 * WINDOW), KVCache()]
 
 
-def test_the_self_test_looks_at_windows_that_have_gone_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_self_test_looks_at_windows_that_have_gone_round(monkeypatch: pytest.MonkeyPatch):
     model = Wide("RK")
     plan = probe(model)
     assert restore_fault(model, plan, 500) == ""
@@ -197,7 +195,7 @@ def pieces() -> tuple[Model, KVLayout, list[tuple[np.ndarray, np.ndarray]], Stat
     return model, layout, kv_arrays.growing_run(caches, 20), kv_arrays.state_tree(caches)
 
 
-def test_pieces_of_another_model_are_refused() -> None:
+def test_pieces_of_another_model_are_refused():
     model, layout, run, state = pieces()
     assert isinstance(state, list)
     (name, fields), *_ = state  # type: ignore[misc]
@@ -220,7 +218,7 @@ def test_pieces_of_another_model_are_refused() -> None:
             kv_arrays.rebuild(model, layout, bad_run, bad_state, num_tokens)
 
 
-def test_bf16_travels_as_its_bits() -> None:
+def test_bf16_travels_as_its_bits():
     model = Model("RK", mx.bfloat16)
     caches = fed(model, 20)
     ((keys, _),) = kv_arrays.growing_run(caches, 20)

@@ -64,10 +64,10 @@ def test_its_own_session_is_preferred_and_a_longer_prefix_wins() -> None:
         sessions.put(x)
     prompt = np.arange(100, dtype=np.int32)
     best = sessions.best_prefix(SessionRef("t", "one", b"t"), prompt, 99)
-    assert best is not None and (best.session.ref.id, best.num_tokens) == ("three", 90)
+    assert (best.session.ref.id, best.num_tokens) == ("three", 90)
     sessions.take(("t", "three"))
     best = sessions.best_prefix(SessionRef("t", "one", b"t"), prompt, 99)
-    assert best is not None and best.own and best.num_tokens == 60
+    assert best.own and best.num_tokens == 60
     assert (
         sessions.best_prefix(SessionRef("t", "new", b"t"), prompt[:20], 19) is None
     )  # not worth it
@@ -85,7 +85,7 @@ def test_one_token_at_least_is_left_to_feed() -> None:
     sessions = HotSessions(Clock())
     sessions.put(hot("one", list(range(60))))
     best = sessions.best_prefix(SessionRef("t", "one", b"t"), np.arange(60, dtype=np.int32), 59)
-    assert best is not None and best.num_tokens == 59
+    assert best.num_tokens == 59
     assert best.take_caches()[0].offset == 59
 
 
@@ -95,8 +95,7 @@ def test_a_cache_that_cannot_be_cut_is_offered_whole_or_not_at_all() -> None:
     ref = SessionRef("t", "one", b"t")
     extended, edited = np.arange(80, dtype=np.int32), np.arange(80, dtype=np.int32)
     edited[50] = 7
-    best = sessions.best_prefix(ref, extended, 79)
-    assert best is not None and best.num_tokens == 60
+    assert sessions.best_prefix(ref, extended, 79).num_tokens == 60
     assert sessions.best_prefix(ref, edited, 79) is None
 
 
@@ -105,7 +104,7 @@ def test_a_copy_of_anothers_beginning_leaves_the_other_whole() -> None:
     original = hot("one", list(range(60)))
     sessions.put(original)
     best = sessions.best_prefix(SessionRef("t", "two", b"t"), np.arange(50, dtype=np.int32), 49)
-    assert best is not None and not best.own
+    assert not best.own
     (copy,) = best.take_caches()
     copy.update_and_fetch(mx.full((1, 1, 5, 1), -1.0), mx.full((1, 1, 5, 1), -1.0))
     assert copy.offset == 54 and original.caches[0].offset == 60
@@ -118,7 +117,6 @@ def test_victims_come_in_order() -> None:
         sessions.put(hot(name, [1]))
     sessions.pin(("t", "pinned"), True)
     saving = sessions.get(("t", "saving"))
-    assert saving is not None
     saving.saved = Future()
     assert [x.ref.id for x in sessions.victims()] == ["old", "new", "saving", "pinned"]
 

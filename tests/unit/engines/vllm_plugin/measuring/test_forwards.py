@@ -29,7 +29,7 @@ from engines.vllm_plugin.scheduler.measured_requests import Forwards
 from kvstore.codecs.profile import Profile
 from kvstore.shapes import KVLayout
 from tests.unit.engines.calibration.test_agreement import row
-from tests.unit.engines.vllm_plugin.hub_engine import wait
+from tests.waiting import until
 
 
 class Peer:
@@ -69,7 +69,7 @@ class Rig:
         self.ranks = [Rank(path, i) for i in range(2)]
         self.front = Peer(path, FrontHello())
         self.pool = ThreadPoolExecutor(2)
-        wait(lambda: self.hub.ready and self.hub.num_fronts)
+        until(lambda: self.hub.ready and self.hub.num_fronts)
 
     def _hear(self, news: object) -> None:
         if isinstance(news, ForwardDone):

@@ -132,12 +132,7 @@ def new_bench(
     saves = TurnSaves(hot, blocks, num_ranks)
     tracker = RequestTracker(
         Restores(
-            ranks,
-            hot,
-            blocks,
-            deadline_s=5.0,
-            max_staged_bytes=1000,
-            monotonic=lambda: now[0],
+            ranks, hot, blocks, deadline_s=5.0, max_staged_bytes=1000, monotonic=lambda: now[0]
         ),
         saves,
         hot,

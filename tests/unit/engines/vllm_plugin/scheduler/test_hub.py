@@ -32,8 +32,9 @@ from engines.wire import (
 )
 from kvstore.stats import Counters
 from tests.block_sessions import BLOCK, open_store, ref, save, served
-from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, NoSaves, Unmeasured, wait, welcomed
+from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, NoSaves, Unmeasured, welcomed
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Request
+from tests.waiting import until
 
 
 def test_all_ranks_stage_and_the_answer_is_theirs(engine):
@@ -47,8 +48,7 @@ def test_all_ranks_stage_and_the_answer_is_theirs(engine):
 def test_the_answer_can_be_waited_for(engine):
     engine.save()
     engine.hub.send(Stage(1, ref(), 0, b"".join(CHAIN)))
-    staged = engine.hub.staged(1, 60)
-    assert staged is not None and staged.end_block == 25
+    assert engine.hub.staged(1, 60).end_block == 25
     assert engine.hub.staged(2, 0.01) is None
 
 
@@ -77,12 +77,12 @@ def test_a_released_ticket_is_dropped_everywhere(engine):
     engine.save()
     engine.stage()
     engine.hub.send(Release(1))
-    wait(lambda: not len(engine.staging[0]) and not len(engine.staging[1]))
+    until(lambda: not len(engine.staging[0]) and not len(engine.staging[1]))
 
 
 def test_a_rank_that_went_away_makes_the_hub_unready(engine):
     engine.links[0].close()
-    wait(lambda: not engine.hub.ready)
+    until(lambda: not engine.hub.ready)
     assert isinstance(engine.ask(ListSessions()), Refused)
 
 
@@ -99,7 +99,7 @@ def test_the_gateway_is_served_only_once_the_http_server_has_come(tmp_path):
     with socket.socket(socket.AF_UNIX) as front:
         front.connect(str(tmp_path / "hub.sock"))
         front.sendall(message_frame(FrontHello()))
-        wait(control.exists)
+        until(control.exists)
     hub.close()
 
 
@@ -113,7 +113,7 @@ def test_ranks_may_come_before_the_hub(tmp_path):
     link = RankLink(hub_path(tmp_path), hello, store, staging, NoSaves(), served(), Unmeasured())
     hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
     hub.start()
-    wait(lambda: hub.ready)
+    until(lambda: hub.ready)
     link.close()
     store.close()
     hub.close()
@@ -143,18 +143,18 @@ MANY = 2 * MAX_UNSENT_BYTES // MEGABYTE
 
 def test_a_rank_that_does_not_read_is_cut_off(hub, tmp_path):
     with peer(tmp_path, RankHello(0, "raw.1", 1, 1)):
-        wait(lambda: hub.ready)
+        until(lambda: hub.ready)
         for ticket in range(MANY):
             hub.send(Stage(ticket, None, 0, bytes(MEGABYTE)))
-        wait(lambda: not hub.ready)
+        until(lambda: not hub.ready)
 
 
 def test_an_http_server_that_does_not_read_is_cut_off(hub, tmp_path):
     with peer(tmp_path, FrontHello()):
-        wait(lambda: hub.num_fronts == 1)
+        until(lambda: hub.num_fronts == 1)
         for _ in range(MANY):
             hub.admitted(RequestAdmitted("x" * MEGABYTE, "hot"))
-        wait(lambda: not hub.num_fronts)
+        until(lambda: not hub.num_fronts)
 
 
 def test_the_socket_is_for_this_user_only(tmp_path):
@@ -211,13 +211,13 @@ def test_a_request_does_not_wait_for_a_rank_that_is_silent(tmp_path: Path) -> No
     restores = Restores(hub, hot, TokenBlocks(BLOCK), deadline_s=0.2, max_staged_bytes=50)
     first, second = (TrackedRequest(Request(tokens, name=x), ref()) for x in ("r1", "r2"))
     with peer(tmp_path, RankHello(1, "raw.1", 1, 1)):
-        wait(lambda: hub.ready)
+        until(lambda: hub.ready)
         assert restores.match(first, 0, idle=True) == (None, False)
         assert restores.match(second, 0, idle=True) == (None, False)  # there is no room for it
-        wait(lambda: restores.match(second, 0, idle=True) == (0, False))
+        until(lambda: restores.match(second, 0, idle=True) == (0, False))
         assert restores.match(first, 0, idle=True) == (0, False)
         assert first.cache_header(0) == second.cache_header(0) == "miss; tokens=0; reason=deadline"
-        wait(lambda: not len(staging))
+        until(lambda: not len(staging))
     link.close()
     store.close()
     hub.close()

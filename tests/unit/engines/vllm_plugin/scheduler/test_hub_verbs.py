@@ -26,7 +26,8 @@ from engines.wire import (
     Unpin,
 )
 from tests.block_sessions import BLOCK, ref, save
-from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, Engine, wait
+from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, Engine
+from tests.waiting import until
 
 TOO_LITTLE = 1000 / (1 << 26)  # of a tier's bytes: less than a session takes
 
@@ -177,7 +178,7 @@ def test_a_list_of_any_length_reaches_the_gateway(engine):
 
 def test_a_session_that_a_rank_lost_is_reported(engine):
     engine.links[0].send(RankLost(ref()))
-    wait(lambda: engine.saved == [RankLost(ref())])
+    until(lambda: engine.saved == [RankLost(ref())])
 
 
 def test_verbs_for_an_unknown_session_do_nothing(engine):

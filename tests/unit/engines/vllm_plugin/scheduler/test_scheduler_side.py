@@ -42,8 +42,9 @@ from engines.wire import (
 from kvstore.config import StoreConfig
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, hashes, open_store, ref, save, served
-from tests.unit.engines.vllm_plugin.hub_engine import NoSaves, Unmeasured, wait
+from tests.unit.engines.vllm_plugin.hub_engine import NoSaves, Unmeasured
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
+from tests.waiting import until
 
 
 class Bench:
@@ -77,7 +78,7 @@ class Bench:
         if events:
             self.link.watch(RestingWatch(self.store, 0, self.link.send))
         self.store.listen(lambda left: self.link.send(RankLost(*left)))
-        wait(lambda: self.side.ready)
+        until(lambda: self.side.ready)
         self.gateway = socket.socket(socket.AF_UNIX)
         self.gateway.settimeout(30)
         self.gateway.connect(settings.control_address.removeprefix("unix:"))
@@ -125,7 +126,7 @@ def test_a_session_that_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> No
 
 def test_the_gateway_lists_all_again_where_the_ranks_do_not_say_what_changed(bench: Bench) -> None:
     bench.link.close()
-    wait(lambda: not bench.side.ready)
+    until(lambda: not bench.side.ready)
     news = (RankLost(ref("a"), "found", False), RankPacked(ref("b")), RankLost(ref("c")))
     with socket.socket(socket.AF_UNIX) as rank:  # says what it has to say, and answers nothing
         rank.connect(bench.hub_path)
@@ -185,13 +186,13 @@ def test_readers_hear_where_a_session_rests_before_its_blocks_leave(tmp_path: Pa
         (stored,) = inventory.take()  # vLLM's step
         assert isinstance(stored, BlocksStored)
         assert (stored.medium, stored.hashes) == ("CPU", chain)
-        wait(lambda: bench.side._resident.has_drops)
+        until(lambda: bench.side._resident.has_drops)
         assert bench.side.has_work  # and now the engine is to drop the blocks, and to say so
         bench.side.tracker.take_step([])
         assert not bench.pool.cached
         assert not bench.side.has_work
         bench.gateway.sendall(frame(ControlRequest(2, Forget(ref()))))
-        wait(lambda: inventory.has_news)
+        until(lambda: inventory.has_news)
         (removed,) = inventory.take()
         assert isinstance(removed, BlocksRemoved)
         assert {*removed.hashes} == {*chain}

@@ -125,7 +125,7 @@ def packs_by(device: Callable[[], Device | None], blocks: CheckedBlocks, wanted:
     blob = b""
     while not ((found := device()) and found.packed) and time.monotonic() < deadline:
         blob = bytes(blocks.pack([wanted], None)[0].result())
-    assert found is not None and found.packed == [wanted.span.key]
+    assert found.packed == [wanted.span.key]
     return blob
 
 

@@ -47,9 +47,10 @@ from tests.block_sessions import (
 )
 from tests.faulty_tier import FaultyTier
 from tests.unit.engines.calibration.gate.test_bound import GOOD
-from tests.unit.engines.vllm_plugin.hub_engine import NoSaves, Unmeasured, wait
+from tests.unit.engines.vllm_plugin.hub_engine import NoSaves, Unmeasured
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
+from tests.waiting import until
 
 CHAIN = hashes(list(range(100)))
 OTHER = hashes(list(range(500, 600)))
@@ -95,7 +96,7 @@ class Rank:
             codecs or served(),
             Unmeasured(),
         )
-        wait(lambda: self.hub.ready)
+        until(lambda: self.hub.ready)
 
     def _open_hub(self) -> Hub:
         hub = Hub(self.path, 1, self.news.append)
@@ -105,7 +106,7 @@ class Rank:
     def restart_hub(self) -> None:
         self.hub.close()
         self.hub = self._open_hub()
-        wait(lambda: self.hub.ready)
+        until(lambda: self.hub.ready)
 
     def stage(self, ticket: int, chain: list[bytes]) -> None:
         self.hub.send(Stage(ticket, ref(), 0, b"".join(chain)))
@@ -175,7 +176,7 @@ def test_a_codec_is_adopted_once_it_was_measured(tmp_path: Path) -> None:
     adopted = rank.hub.submit(rank.verbs.adopt()).result(30)
     assert (adopted.name, adopted.id, adopted.unmeasured) == ("tq3", "tq3.2", False)
     assert rank.store.codecs.ram.id == "tq3.2"
-    wait(lambda: rank.hub.packed_bytes_per_token == packed_bytes_per_token(rank.store))
+    until(lambda: rank.hub.packed_bytes_per_token == packed_bytes_per_token(rank.store))
     save(rank.store, ref("new"), OTHER)
     records = {x.id: x.packed_bytes for x in rank.store.records()}
     assert records["new"] < 0.5 * records["s"]
@@ -201,7 +202,7 @@ def test_a_tier_that_hangs_keeps_no_rank_from_its_last_flush(rank: Rank) -> None
     closing.start()
     rank.disk.go_on.set()
     keys = [x.key for x in rank.store.keys.whole(CHAIN)]
-    wait(lambda: all(rank.disk.inner.contains_many(all_named(keys))))
+    until(lambda: all(rank.disk.inner.contains_many(all_named(keys))))
     assert not rank.ram.go_on.is_set()
     rank.ram.go_on.set()
     closing.join(30)
@@ -243,7 +244,6 @@ def test_a_question_is_answered_while_all_readers_are_busy(rank: Rank) -> None:
     ):
         rank.hub.send(Probe(ticket, None, 0, b"".join(chain)))
         answer = rank.hub.staged(ticket, 30)
-        assert answer is not None
         assert (answer.end_block, answer.tier, answer.reason) == (end, None, reason)
         assert not rank.staging.is_wanted(ticket)
 
@@ -270,9 +270,8 @@ def test_a_request_of_an_earlier_hub_does_not_answer_a_later_one(rank: Rank) -> 
     rank.restart_hub()
     assert rank.staged(1, OTHER).end_block == 0
     rank.ram.go_on.set()
-    wait(lambda: not rank.link.num_staging)
-    fetched = rank.staging.take(1)
-    assert fetched is not None and fetched.spans == []
+    until(lambda: not rank.link.num_staging)
+    assert rank.staging.take(1).spans == []
 
 
 @pytest.mark.parametrize(

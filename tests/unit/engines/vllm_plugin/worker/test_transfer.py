@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -17,6 +16,7 @@ from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ref
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
+from tests.waiting import until
 
 CHAIN = hashes(list(range(100)))  # 25 blocks
 IDS = list(range(30, 55))
@@ -67,15 +67,8 @@ class Rank:
 def ended_loads(transfer: Transfer) -> set[str]:
     """The requests that are reported as loaded next."""
     loaded: set[str] = set()
-    wait(lambda: loaded.update(transfer.take_loaded()) or bool(loaded))
+    until(lambda: loaded.update(transfer.take_loaded()) or bool(loaded))
     return loaded
-
-
-def wait(until: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not until():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -202,9 +195,9 @@ def test_a_save_too_many_is_skipped_but_acknowledged(rank):
     rank.transfer.save(Save(3, ref("b"), CHAIN, IDS, waits=True), rank.on_ended)
     assert rank.transfer.take_acks() == {}
     gate.set()
-    wait(lambda: rank.transfer.queued_bytes == 0)
+    until(lambda: rank.transfer.queued_bytes == 0)
     assert rank.transfer.take_acks() == {1: 1, 3: 1}
-    wait(lambda: rank.ended == [(1, True), (2, False), (3, True)])
+    until(lambda: rank.ended == [(1, True), (2, False), (3, True)])
     assert rank.store.counters.as_dict()["saves_skipped"] == 1
 
 
@@ -222,7 +215,7 @@ def test_long_turns_of_stored_sessions_that_end_together_are_all_saved(rank):
         rank.transfer.save(Save(job, ref(session), chain, IDS), rank.on_ended)
     assert rank.transfer.queued_bytes == 15 * BLOCK_BYTES
     gate.set()
-    wait(lambda: rank.transfer.queued_bytes == 0)
+    until(lambda: rank.transfer.queued_bytes == 0)
     assert rank.ended == [(job, True) for job in range(6)]
     assert all(rank.store.fetch(ref(x), chain, 0).end_block == 25 for x, chain in chains.items())
 
@@ -313,7 +306,7 @@ def test_a_save_that_fails_still_gives_the_blocks_back(rank, caplog):
 
     rank.blocks.read = broken
     rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
-    wait(lambda: rank.transfer.queued_bytes == 0)
+    until(lambda: rank.transfer.queued_bytes == 0)
     assert rank.transfer.take_acks() == {1: 1}
     assert rank.ended == [(1, False)]
     assert rank.store.counters.as_dict()["saves_failed"] == 1

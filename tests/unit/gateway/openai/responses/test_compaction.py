@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,18 @@ from engines.wire import TemplateRules
 from gateway.keys import generate_key
 from gateway.openai.responses.compaction import MAX_SUMMARY_TOKENS
 from tests.stored_objects import stored_in
-from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine, Reply
+from tests.unit.gateway.in_process import (
+    MODEL,
+    WELCOME,
+    Answered,
+    App,
+    RecordingEngine,
+    Reply,
+    chat_answer,
+    json_answer,
+)
 
 COMPACT, RESPONSES = "/v1/responses/compact", "/v1/responses"
-JSON = {"content-type": "application/json"}
 USERS = {name: generate_key(name) for name in ("alice", "bob")}
 ROOMY = msgspec.structs.replace(WELCOME, max_context=16384)
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
@@ -36,13 +43,9 @@ TALK: list[dict[str, Any]] = [
 
 
 def said(text: str | None, ending: str = "stop", **message: Any) -> Answered:
-    choice = {"message": {"content": text, **message}, "finish_reason": ending}
-    usage = {
-        "prompt_tokens": 30,
-        "completion_tokens": 5,
-        "prompt_tokens_details": {"cached_tokens": 20},
-    }
-    return Answered(200, JSON, json.dumps({"choices": [choice], "usage": usage}).encode())
+    usage = {"prompt_tokens_details": {"cached_tokens": 20}}
+    usage |= {"prompt_tokens": 30, "completion_tokens": 5}
+    return chat_answer(text, ending, usage, **message)
 
 
 @pytest.fixture
@@ -238,7 +241,7 @@ async def test_requests_that_cannot_be_compacted(app: App) -> None:
     named = await ask(app, COMPACT, input=[{"role": "king", "content": "x"}])
     assert (named.status, named.error["param"]) == (400, "input[0].role")
     too_long = {"message": "too long", "code": "context_length_exceeded", "param": "messages"}
-    app.engine.answer = Answered(400, JSON, json.dumps({"error": too_long}).encode())
+    app.engine.answer = json_answer({"error": too_long}, 400)
     refused = await ask(app, COMPACT, input=TALK)
     assert (refused.status, refused.error["param"]) == (400, "input")
     assert refused.error["code"] == "context_length_exceeded"

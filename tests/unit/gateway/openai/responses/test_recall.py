@@ -18,11 +18,11 @@ from gateway.stored.objects import Objects
 from gateway.stored.sqlite_shelf import SqliteShelf
 from gateway.stored.stored import Stored
 from tests.stored_objects import stored_in
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, Reply, chat_answer
+from tests.waiting import eventually
 
 KIB = 1 << 10
 JSON = {"content-type": "application/json"}
-ANSWER = {"choices": [{"message": {"content": "yo"}, "finish_reason": "stop"}]}
 LIMIT = 600 * KIB
 
 
@@ -34,8 +34,7 @@ async def stored(tmp_path: Path) -> AsyncIterator[Stored]:
 
 
 def app_of(stored: Stored, **settings: Any) -> App:
-    answer = Answered(200, JSON, json.dumps(ANSWER).encode())
-    return App(RecordingEngine(answer), stored=stored, **settings)
+    return App(RecordingEngine(chat_answer()), stored=stored, **settings)
 
 
 async def conversation(app: App, *texts: str) -> str:
@@ -201,9 +200,7 @@ async def test_an_answer_counts_while_it_is_sent(stored: Stored) -> None:
     reads, leaves = asyncio.Event(), asyncio.Event()
     path = f"/v1/conversations/{id}/items"
     asked = asyncio.create_task(app.call("GET", path, b"", {}, leaves, reads))
-    async with asyncio.timeout(20):
-        while app.gateway.bodies.nbytes < 800 * KIB:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: app.gateway.bodies.nbytes >= 800 * KIB)
     reads.set()
     assert len((await asked).json["data"]) == 4
     assert app.gateway.bodies.nbytes == 0

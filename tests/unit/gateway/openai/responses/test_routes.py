@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from openai.types.responses import Response
 
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply
+from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply, chat_answer
 
-SAID = {
-    "id": "chatcmpl-1",
-    "choices": [{"message": {"content": "yo"}, "finish_reason": "stop"}],
-    "usage": {"prompt_tokens": 3, "completion_tokens": 1},
-}
 PATH = "/v1/responses/input_tokens"
 
 
 def app_of(**settings: Any) -> App:
-    body = json.dumps(SAID).encode()
-    return App(
-        RecordingEngine(Answered(200, {"content-type": "application/json"}, body)), **settings
-    )
+    return App(RecordingEngine(chat_answer()), **settings)
 
 
 async def respond(app: App, **fields: Any) -> Reply:
@@ -57,7 +48,7 @@ async def test_a_text_is_asked_and_answered() -> None:
     assert (response.status, response.instructions) == ("completed", "be brief")
     assert reply.json["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
     assert (response.prompt_cache_key, response.prompt_cache_retention) == ("k", "24h")
-    assert response.usage is not None and response.usage.total_tokens == 4
+    assert response.usage.total_tokens == 4
     assert reply.headers["x-thermocline-session"]
 
 

@@ -18,15 +18,14 @@ from gateway.stored.shelf import Limits, StoreFailed
 from gateway.stored.stored import Stored
 from tests.redis_server import RedisServer
 from tests.stored_objects import KEY_OF, stored_in
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply
-
-JSON = {"content-type": "application/json"}
-
-
-def said(text: str, **message: Any) -> Answered:
-    choice = {"message": {"content": text, **message}, "finish_reason": "stop"}
-    usage = {"prompt_tokens": 3, "completion_tokens": 1}
-    return Answered(200, JSON, json.dumps({"choices": [choice], "usage": usage}).encode())
+from tests.unit.gateway.in_process import (
+    MODEL,
+    App,
+    RecordingEngine,
+    Reply,
+    chat_answer,
+    streamed,
+)
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def stored(tmp_path: Path) -> Iterator[Stored]:
 
 @pytest.fixture
 async def app(stored: Stored) -> Any:
-    yield App(RecordingEngine(said("yo")), stored=stored)
+    yield App(RecordingEngine(chat_answer("yo")), stored=stored)
     await stored.close()
 
 
@@ -56,7 +55,7 @@ async def test_a_response_goes_on_from_the_ones_before(app: App) -> None:
     first = (await respond(app, "one", instructions="be brief")).json
     assert first["store"] is True
     began = session(app)
-    app.engine.answer = said("ya")
+    app.engine.answer = chat_answer("ya")
     second = (await respond(app, "two", previous_response_id=first["id"])).json
     assert messages(app) == [("user", "one"), ("assistant", "yo"), ("user", "two")]
     assert second["previous_response_id"] == first["id"]
@@ -122,17 +121,11 @@ async def test_a_stored_response_is_shown_listed_and_deleted(app: App) -> None:
 
 
 async def test_streams_are_stored_before_their_end_is_sent(app: App) -> None:
-    chunks = [
-        {"choices": [{"index": 0, "delta": {"content": "yo"}, "finish_reason": None}]},
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
-    ]
-    body = b"".join(b"data: " + json.dumps(x).encode() + b"\n\n" for x in chunks)
-    done = body + b"data: [DONE]\n\n"
-    app.engine.answer = Answered(200, {"content-type": "text/event-stream"}, done)
+    app.engine.answer = streamed()
     stream = (await respond(app, stream=True)).body.decode()
     last = json.loads(stream.rstrip().rpartition("data: ")[2])["response"]
     assert (await app.get(f"/v1/responses/{last['id']}")).json == last
-    app.engine.answer = Answered(200, {"content-type": "text/event-stream"}, body)
+    app.engine.answer = streamed(ending=b"")
     stream = (await respond(app, stream=True)).body.decode()
     failed = json.loads(stream.rstrip().rpartition("data: ")[2])["response"]
     assert failed["status"] == "failed"
@@ -146,7 +139,7 @@ async def test_who_does_not_want_it_stored_finds_nothing(app: App) -> None:
 
 
 async def test_where_nothing_is_stored_requests_are_served_all_the_same() -> None:
-    app = App(RecordingEngine(said("yo")))
+    app = App(RecordingEngine(chat_answer("yo")))
     made = (await respond(app, store=True)).json
     assert (made["status"], made["store"]) == ("completed", False)
     assert (await app.get(f"/v1/responses/{made['id']}")).status == 404
@@ -160,7 +153,7 @@ async def test_a_store_that_fails_costs_no_answer() -> None:
         raise StoreFailed("no disk")
 
     stored = Stored(broken, KEY_OF)
-    app = App(RecordingEngine(said("yo")), stored=stored)
+    app = App(RecordingEngine(chat_answer("yo")), stored=stored)
     made = await respond(app)
     assert made.status == 200
     found = await app.get(f"/v1/responses/{made.json['id']}")
@@ -195,7 +188,9 @@ async def test_the_second_turn_of_the_vercel_ai_sdk(tmp_path: Path, place: str) 
             server = stack.enter_context(RedisServer())
             made = Stored(lambda: RedisShelf(server.url, Limits(10**6, 1000.0), 5.0), KEY_OF)
         call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-        app = App(RecordingEngine(said("a look", reasoning="hm", tool_calls=[call])), stored=made)
+        app = App(
+            RecordingEngine(chat_answer("a look", reasoning="hm", tool_calls=[call])), stored=made
+        )
         tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
         user = {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]}
         first = (await respond(app, [user], tools=[tool])).json
@@ -203,7 +198,7 @@ async def test_the_second_turn_of_the_vercel_ai_sdk(tmp_path: Path, place: str) 
         assert set(kinds) == {"reasoning", "message", "function_call"}
         references = [{"type": "item_reference", "id": x["id"]} for x in first["output"]]
         result = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
-        app.engine.answer = said("it rains")
+        app.engine.answer = chat_answer("it rains")
         second = await respond(app, [user, *references, result], tools=[tool])
         assert second.status == 200
         asked, called, returned = app.engine.asked[-1].body["messages"]
@@ -228,7 +223,7 @@ async def test_the_second_turn_of_the_vercel_ai_sdk(tmp_path: Path, place: str) 
 
 async def test_references_reach_no_other_tenants_items(stored: Stored) -> None:
     (key, line), (other, other_line) = generate_key("alice"), generate_key("bob")
-    app = App(RecordingEngine(said("yo")), stored=stored, api_keys=(line, other_line))
+    app = App(RecordingEngine(chat_answer("yo")), stored=stored, api_keys=(line, other_line))
     made = await app.post("/v1/responses", {"input": "hi"}, authorization=f"Bearer {key}")
     answers = []
     for id in (made.json["output"][0]["id"], "msg_never"):
@@ -241,7 +236,7 @@ async def test_references_reach_no_other_tenants_items(stored: Stored) -> None:
 
 async def test_another_tenants_id_is_one_that_never_was(stored: Stored) -> None:
     (key, line), (other, other_line) = generate_key("alice"), generate_key("bob")
-    app = App(RecordingEngine(said("yo")), stored=stored, api_keys=(line, other_line))
+    app = App(RecordingEngine(chat_answer("yo")), stored=stored, api_keys=(line, other_line))
     mine = {"authorization": f"Bearer {key}"}
     yours = {"authorization": f"Bearer {other}"}
     made = (await app.post("/v1/responses", {"input": "hi"}, **mine)).json["id"]

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.calibrated import calibrated_codec
 from kvstore.codecs.fixed_rate.rate_integers import ARRAYS, RateIntegers
-from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
-from kvstore.errors import UnknownCodec
 from kvstore.shapes import Rope
-from tests.unit.kvstore.codecs.damages import SHAPES
+from tests.unit.kvstore.codecs.damages import (
+    SHAPES,
+    assert_refused_or_restoring,
+    changed,
+    incomplete,
+    is_refused,
+)
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import layout_with, profile_of, rope_of
-from tests.unit.kvstore.codecs.samples import run_of
 
 LAYOUT = layout_with((64, 64), (64, 64))
 PROFILE = profile_of(LAYOUT, rope_of(64))
@@ -46,83 +48,50 @@ VALUES: list[tuple[str, tuple[int, ...], Any]] = [
 ]
 
 
-def changed(name: str, array: np.ndarray) -> Profile:
-    learned = {**PROFILE.learned["dense3"], name: array}
-    return dataclasses.replace(PROFILE, learned={"dense3": learned})
-
-
-def is_refused(profile: Profile) -> bool:
-    try:
-        calibrated_codec("dense3", profile)
-    except UnknownCodec as error:
-        return "calibrate again" in str(error)
-    return False
-
-
-def test_learned_integers_are_taken() -> None:
+def test_learned_integers_are_taken():
     RateIntegers(SHAPE, **KNOWN)
     assert not is_refused(PROFILE)
 
 
 @pytest.mark.parametrize("damage", SHAPES)
 @pytest.mark.parametrize("name", [*ARRAYS, "means"])
-def test_arrays_of_another_form_are_refused(name: str, damage: str) -> None:
+def test_arrays_of_another_form_are_refused(name: str, damage: str):
     key = name if name == "means" else f"{name}.0"
     array = SHAPES[damage](PROFILE.learned["dense3"][key])
-    assert is_refused(changed(key, array))
+    assert is_refused(changed(PROFILE, key, array))
 
 
 @pytest.mark.parametrize(("name", "place", "value"), VALUES)
-def test_integers_that_no_learning_gives_are_refused(
-    name: str, place: tuple[int, ...], value: Any
-) -> None:
+def test_integers_that_no_learning_gives_are_refused(name: str, place: tuple[int, ...], value: Any):
     array = KNOWN[name].copy()
     array[place] = value
     with pytest.raises(ValueError, match=f"out of range:.* {name}"):
         RateIntegers(SHAPE, **{**KNOWN, name: array})
-    assert is_refused(changed(f"{name}.0", array))
+    assert is_refused(changed(PROFILE, f"{name}.0", array))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_mean_that_is_no_number_is_refused(value: float) -> None:
+def test_a_mean_that_is_no_number_is_refused(value: float):
     means = PROFILE.learned["dense3"]["means"].copy()
     means[77] = value
-    assert is_refused(changed("means", means))
+    assert is_refused(changed(PROFILE, "means", means))
 
 
 @pytest.mark.parametrize("ropes", [(), (rope_of(64),), (rope_of(64),) * 3])
-def test_turns_of_other_layers_are_refused(ropes: tuple[Rope, ...]) -> None:
+def test_turns_of_other_layers_are_refused(ropes: tuple[Rope, ...]):
     assert is_refused(dataclasses.replace(PROFILE, ropes=ropes))
 
 
-def test_turns_of_more_channels_than_a_head_has_are_refused() -> None:
+def test_turns_of_more_channels_than_a_head_has_are_refused():
     """The kernels would turn the memory after the row."""
     assert is_refused(dataclasses.replace(PROFILE, ropes=(rope_of(128),) * 2))
 
 
-def test_an_array_that_is_missing_is_refused() -> None:
-    for name in PROFILE.learned["dense3"]:
-        learned = {k: x for k, x in PROFILE.learned["dense3"].items() if k != name}
-        assert is_refused(dataclasses.replace(PROFILE, learned={"dense3": learned}))
+def test_an_array_that_is_missing_is_refused():
+    assert all(map(is_refused, incomplete(PROFILE)))
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_bytes_of_anything_are_refused_or_pack_and_restore(data: st.DataObject) -> None:
-    """Accepted arrays restore the packed rows within their bounds: else this process would end."""
-    name = data.draw(st.sampled_from(ARRAYS))
-    array = KNOWN[name].copy()
-    flat = array.reshape(-1).view(np.uint8)
-    for at in data.draw(st.lists(st.integers(0, len(flat) - 1), min_size=1, max_size=6)):
-        flat[at] = data.draw(st.integers(0, 255))
-    try:
-        codec = calibrated_codec("dense3", changed(f"{name}.0", array))
-    except UnknownCodec:
-        return
-    out = LAYOUT.empty(70)
-    payload = codec.encode(run_of(LAYOUT, 70), LAYOUT, 9)
-    codec.decode(memoryview(payload), LAYOUT, 9, out)
-    again = LAYOUT.empty(70)
-    codec.decode(memoryview(payload), LAYOUT, 9, again)
-    for (key, value), (same_key, same_value) in zip(out, again, strict=True):
-        assert np.array_equal(key, same_key) and np.array_equal(value, same_value)
+def test_bytes_of_anything_are_refused_or_pack_and_restore(data: st.DataObject):
+    assert_refused_or_restoring(data, PROFILE, ARRAYS, 70)

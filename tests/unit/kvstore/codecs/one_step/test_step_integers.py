@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.calibrated import calibrated_codec
 from kvstore.codecs.one_step.prediction_design import PredictionWindow
 from kvstore.codecs.one_step.step_integers import ARRAYS
 from kvstore.codecs.profile import Profile
-from kvstore.errors import UnknownCodec
-from tests.unit.kvstore.codecs.damages import SHAPES
+from tests.unit.kvstore.codecs.damages import (
+    SHAPES,
+    assert_refused_or_restoring,
+    changed,
+    incomplete,
+    is_refused,
+)
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import layout_with, rope_of
 from tests.unit.kvstore.codecs.one_step.step_models import profile_of
-from tests.unit.kvstore.codecs.samples import run_of
 
 # As ``max`` has it: groups of ten layers. Kernels take the first, the pipeline the second.
 WINDOW = PredictionWindow(34, 1)
@@ -42,35 +44,22 @@ VALUES: list[tuple[str, tuple[int, ...], Any]] = [
 ]
 
 
-def changed(profile: Profile, name: str, array: np.ndarray) -> Profile:
-    learned = {**profile.learned["max"], name: array}
-    return dataclasses.replace(profile, learned={"max": learned})
-
-
-def is_refused(profile: Profile) -> bool:
-    try:
-        calibrated_codec("max", profile)
-    except UnknownCodec as error:
-        return "calibrate again" in str(error)
-    return False
-
-
 @PROFILES
-def test_a_learned_profile_is_taken(profile: Profile) -> None:
+def test_a_learned_profile_is_taken(profile: Profile):
     assert not is_refused(profile)
 
 
 @PROFILES
 @pytest.mark.parametrize("damage", SHAPES)
 @pytest.mark.parametrize("name", [*ARRAYS, "means"])
-def test_arrays_of_another_form_are_refused(profile: Profile, name: str, damage: str) -> None:
+def test_arrays_of_another_form_are_refused(profile: Profile, name: str, damage: str):
     key = name if name == "means" else f"{name}.0"
     assert is_refused(changed(profile, key, SHAPES[damage](profile.learned["max"][key])))
 
 
 @PROFILES
 @pytest.mark.parametrize("length", [33, 35, 67])
-def test_factors_of_parts_of_units_are_refused(profile: Profile, length: int) -> None:
+def test_factors_of_parts_of_units_are_refused(profile: Profile, length: int):
     factors = np.resize(profile.learned["max"]["factors.0"], (2, 34, length))
     assert is_refused(changed(profile, "factors.0", factors))
 
@@ -79,7 +68,7 @@ def test_factors_of_parts_of_units_are_refused(profile: Profile, length: int) ->
 @pytest.mark.parametrize(("name", "place", "value"), VALUES)
 def test_values_that_no_learning_gives_are_refused(
     profile: Profile, name: str, place: tuple[int, ...], value: Any
-) -> None:
+):
     array = profile.learned["max"][f"{name}.0"].copy()
     array[place] = value
     assert is_refused(changed(profile, f"{name}.0", array))
@@ -87,38 +76,18 @@ def test_values_that_no_learning_gives_are_refused(
 
 @PROFILES
 @pytest.mark.parametrize("step", [np.nan, np.inf, 0.0, -0.25])
-def test_a_step_that_is_none_is_refused(profile: Profile, step: float) -> None:
+def test_a_step_that_is_none_is_refused(profile: Profile, step: float):
     assert is_refused(changed(profile, "step", np.array([step], np.float32)))
 
 
 @PROFILES
-def test_an_array_that_is_missing_is_refused(profile: Profile) -> None:
-    for name in profile.learned["max"]:
-        learned = {k: x for k, x in profile.learned["max"].items() if k != name}
-        assert is_refused(dataclasses.replace(profile, learned={"max": learned}))
+def test_an_array_that_is_missing_is_refused(profile: Profile):
+    assert all(map(is_refused, incomplete(profile)))
 
 
 @pytest.mark.slow
 @PROFILES
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_bytes_of_anything_are_refused_or_pack_and_restore(
-    profile: Profile, data: st.DataObject
-) -> None:
-    """Accepted arrays restore the packed rows within their bounds: else this process would end."""
-    filled = [name for name in ARRAYS if profile.learned["max"][f"{name}.0"].size]
-    name = data.draw(st.sampled_from(filled))
-    array = profile.learned["max"][f"{name}.0"].copy()
-    flat = array.reshape(-1).view(np.uint8)
-    for at in data.draw(st.lists(st.integers(0, len(flat) - 1), min_size=1, max_size=6)):
-        flat[at] = data.draw(st.integers(0, 255))
-    try:
-        codec = calibrated_codec("max", changed(profile, f"{name}.0", array))
-    except UnknownCodec:
-        return
-    out, again = profile.layout.empty(20), profile.layout.empty(20)
-    payload = codec.encode(run_of(profile.layout, 20), profile.layout, 9)
-    for run in (out, again):
-        codec.decode(memoryview(payload), profile.layout, 9, run)
-    for (key, value), (same_key, same_value) in zip(out, again, strict=True):
-        assert np.array_equal(key, same_key) and np.array_equal(value, same_value)
+def test_bytes_of_anything_are_refused_or_pack_and_restore(profile: Profile, data: st.DataObject):
+    assert_refused_or_restoring(data, profile, ARRAYS, 20)

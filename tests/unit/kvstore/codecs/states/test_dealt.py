@@ -37,7 +37,7 @@ def back(payload: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return plain(reader.decode(memoryview(payload), dtype, shape), dtype)
 
 
-def test_the_bytes_are_these() -> None:
+def test_the_bytes_are_these():
     payload = codec_of().encode(state(), "float32")
     assert len({*payload[:ROWS]}) > 4, "rows have many numbers of bits"
     assert blake2b(payload, digest_size=8).hexdigest() == GOLDEN
@@ -45,9 +45,7 @@ def test_the_bytes_are_these() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(seed=st.integers(0, 1 << 20), level=st.floats(1e-12, 1e6))
-def test_every_value_comes_back_within_half_a_step_of_its_row(
-    dtype: str, seed: int, level: float
-) -> None:
+def test_every_value_comes_back_within_half_a_step_of_its_row(dtype: str, seed: int, level: float):
     array = stored(np.clip(state(seed), -60000, 60000), dtype)
     payload = codec_of(level).encode(array, dtype)
     bits = np.frombuffer(payload, np.uint8, ROWS).reshape(array.shape[:-1])
@@ -61,11 +59,8 @@ def test_every_value_comes_back_within_half_a_step_of_its_row(
     assert (np.abs(back(payload, dtype, array.shape) - exact) <= allowed).all()
 
 
-@given(
-    costs=st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=12),
-    level=st.floats(1e-9, 1e3),
-)
-def test_no_bit_is_better_placed_elsewhere(costs: list[float], level: float) -> None:
+@given(costs=st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=12), level=st.floats(1e-9, 1e3))
+def test_no_bit_is_better_placed_elsewhere(costs: list[float], level: float):
     known = np.array(costs)
     bits = dealt_bits(known, level).astype(int)
     errors = [c * (2.0 ** (np.arange(FEWEST - 1, MOST)) - 1) ** -2 for c in known]
@@ -77,21 +72,21 @@ def test_no_bit_is_better_placed_elsewhere(costs: list[float], level: float) -> 
                 assert won <= lost * (1 + 1e-9)
 
 
-def test_peaks_are_relative_to_the_size_of_their_matrix() -> None:
+def test_peaks_are_relative_to_the_size_of_their_matrix():
     values = np.array([[2, 0], [0, 0], [200, 0], [0, 0]], np.float32)
     assert relative_peaks(values, 2) == pytest.approx([4, 0, 4, 0])
     assert relative_peaks(np.zeros((2, 3), np.float32), 2) == pytest.approx([0, 0])
 
 
 @pytest.mark.parametrize(("number", "weights"), [(1, WEIGHTS), (0, WEIGHTS[1:])])
-def test_an_array_that_was_not_seen_has_eight_bits(number: int, weights: np.ndarray) -> None:
+def test_an_array_that_was_not_seen_has_eight_bits(number: int, weights: np.ndarray):
     payload = codec_of(weights=weights).encode(state(), "float32", number)
     same = matrix_codec("state8")
     expected = same.decode(memoryview(same.encode(state(), "float32")), "float32", state().shape)
     assert (back(payload, "float32", state().shape) == expected).all()
 
 
-def test_no_prefix_and_no_other_shape_is_read() -> None:
+def test_no_prefix_and_no_other_shape_is_read():
     codec, array = codec_of(), state()
     payload = codec.encode(array, "float32")
     for length in (0, 1, ROWS, len(payload) - 1):
@@ -105,14 +100,14 @@ def test_no_prefix_and_no_other_shape_is_read() -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 9, 255])
-def test_bits_that_no_encoder_writes_are_refused(bits: int) -> None:
+def test_bits_that_no_encoder_writes_are_refused(bits: int):
     payload = bytearray(codec_of().encode(state(), "float32"))
     payload[3] = bits
     with pytest.raises(Corrupt):
         codec_of().decode(memoryview(payload), "float32", state().shape)
 
 
-def test_arrays_that_another_release_learned_are_refused() -> None:
+def test_arrays_that_another_release_learned_are_refused():
     known = {"weights0": WEIGHTS, "levels": np.ones(3, np.float32)}
     assert dealt_codec("dealt5", known, "ab").id == "dealt5.1-ab"
     for wrong in (

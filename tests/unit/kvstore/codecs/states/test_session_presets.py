@@ -77,8 +77,8 @@ def test_rows_of_windows_go_through_the_codec_that_is_named() -> None:
     states = StateLayout(layout_of(64), 128)
     own = open_session_codec("tq3", None, states)
     finer = open_session_codec("tq3+window4", None, states)
-    assert own.windows is not None and own.windows.id == own.kv.id
-    assert finer.windows is not None and finer.windows.id.startswith("tq4")
+    assert own.windows.id == own.kv.id
+    assert finer.windows.id.startswith("tq4")
     assert finer.kv.id == own.kv.id and finer.id != own.id
 
 

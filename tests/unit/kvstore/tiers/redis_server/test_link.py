@@ -19,7 +19,8 @@ from kvstore.tiers.redis_server.link import (
     masked,
 )
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from tests.redis_server import RedisServer, find_binary
+from tests.clock import Clock
+from tests.redis_server import RedisServer
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,6 @@ def test_without_redis_py_the_error_says_what_to_install() -> None:
 
 
 @pytest.mark.redis
-@pytest.mark.skipif(find_binary() is None, reason="no redis-server")
 def test_who_uses_a_link_that_closes_hears_that_it_is_not_there() -> None:
     """Anything else would end the thread; redis-py raises TypeError among others."""
     others: list[Exception] = []
@@ -84,14 +84,6 @@ def test_who_uses_a_link_that_closes_hears_that_it_is_not_there() -> None:
             link.close()
             user.join()
     assert not others
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def opened() -> tuple[Breaker, Clock]:

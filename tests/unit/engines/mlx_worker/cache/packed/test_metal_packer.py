@@ -108,7 +108,7 @@ def test_the_tables_in_the_text_are_the_definitions(kind):
     assert constants(pack_source(kind), "bounds") == kind.format.bounds.tolist()
     for source in (pack_source(kind), unpack_source(kind)):
         words = re.search(r"uint signs\[(\d+)\] = \{(.*?)\}", source)
-        assert words is not None and int(words[1]) == kind.dim // 32
+        assert int(words[1]) == kind.dim // 32
         bits = np.array([int(word.strip(" u"), 16) for word in words[2].split(",")], "<u4")
         signs = np.unpackbits(bits.view(np.uint8), bitorder="little")
         np.testing.assert_array_equal(signs, rotation.sign_masks(kind.dim) >> 31)
@@ -116,7 +116,6 @@ def test_the_tables_in_the_text_are_the_definitions(kind):
 
 def constants(source: str, array: str) -> list[int]:
     found = re.search(rf"{array}\[(\d+)\] = \{{(.*?)\}};", source)
-    assert found is not None
     numbers = [int(x) for x in found[2].split(",")]
     assert len(numbers) == int(found[1])
     return numbers
