@@ -42,6 +42,8 @@ COSINES = {
     "playground": 0.8,
     "kivi": 0.8,
     "gear": 0.85,
+    "ratequant": 0.95,
+    "kvquant": 0.95,
 }
 
 

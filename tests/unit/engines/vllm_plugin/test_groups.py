@@ -87,8 +87,7 @@ def test_a_failed_request_gets_no_second_offer(bench):
 
 
 def ended(bench: Bench, tables: list[list[int]], prompt_tokens: int) -> Any:
-    request = Request(PROMPT, num_computed_tokens=42, num_prompt_tokens=prompt_tokens)
-    bench.tracker.add(request)
+    request = bench.add(num_computed_tokens=42, num_prompt_tokens=prompt_tokens)
     bench.pool.hold(request.block_hashes, tables)
     bench.tracker.finished(request, tables)
     return bench.tracker.take_step([]).saves[0]

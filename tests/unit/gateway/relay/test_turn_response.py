@@ -6,12 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
 from engines.base import Upstream
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, Reply
+from tests.waiting import eventually
 
 SAID = [b'data: {"choices":[{"delta":{"content":"%d"}}]}\n\n' % i for i in range(3)]
 DONE = b"data: [DONE]\n\n"
@@ -71,18 +71,12 @@ def ask(
     )
 
 
-async def until(true: Any) -> None:
-    async with asyncio.timeout(20):
-        while not true():
-            await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("answers", [False, True])
 async def test_a_turn_ends_when_its_client_leaves(answers: bool) -> None:
     app = App(engine := SlowEngine())
     leaves = asyncio.Event()
     asked = ask(app, leaves)
-    await until(lambda: engine.asked)
+    await eventually(lambda: engine.asked)
     if answers:
         engine.head.set()
         engine.slow.say(SAID[0])
@@ -117,9 +111,9 @@ async def test_a_request_that_is_sent_again_is_a_turn_of_its_own() -> None:
     app = App(engine := SlowEngine())
     leaves = asyncio.Event()
     first = ask(app, leaves)
-    await until(lambda: engine.asked)
+    await eventually(lambda: engine.asked)
     second = ask(app)
-    await until(lambda: len(engine.asked) == 2)
+    await eventually(lambda: len(engine.asked) == 2)
     leaves.set()
     await first
     engine.head.set()

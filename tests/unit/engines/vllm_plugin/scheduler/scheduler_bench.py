@@ -115,6 +115,11 @@ class Bench:
     counters: Counters
     orders: dict[str, Forward]  # of measurements, by ticket
 
+    def add(self, tokens: list[int] = PROMPT, **fields: Any) -> Request:
+        request = Request(tokens, **fields)
+        self.tracker.add(request)
+        return request
+
 
 def new_bench(
     groups: Groups = DENSE,

@@ -27,8 +27,7 @@ def bench() -> Bench:
 
 def measuring(bench: Bench, ticket: str = TICKET, **fields: Any) -> Request:
     bench.orders[TICKET] = Forward(0, 7, tuple(PROMPT), "salt", **fields)
-    request = Request(PROMPT, kv_transfer_params={"thermocline": {TICKET_FIELD: ticket}})
-    bench.tracker.add(request)
+    request = bench.add(kv_transfer_params={"thermocline": {TICKET_FIELD: ticket}})
     return request
 
 

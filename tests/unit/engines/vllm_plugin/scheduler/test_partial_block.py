@@ -13,7 +13,6 @@ from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.scheduler.tracked_request import ids_between, num_common
 from tests.block_sessions import BLOCK, hashes, ref, rows_behind
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import (
-    PROMPT,
     Bench,
     Request,
     new_bench,
@@ -81,8 +80,7 @@ def test_a_prompt_may_go_on_with_some_of_them(prompt, last, common):
 
 
 def ended(bench: Bench, tokens: list[int] = TURN, **fields: Any) -> Save | None:
-    request = Request(tokens, name="before", num_computed_tokens=len(tokens) - 1, **fields)
-    bench.tracker.add(request)
+    request = bench.add(tokens, name="before", num_computed_tokens=len(tokens) - 1, **fields)
     ids = [*bench.pool.fill(request.block_hashes), 60]
     bench.tracker.finished(request, [ids])
     saves = bench.tracker.take_step([]).saves
@@ -113,8 +111,7 @@ def test_a_turn_of_whole_blocks_and_one_of_none(bench):
 def test_engines_that_gain_nothing_by_it_keep_none():
     bench = new_bench(keeps_parts=False)
     assert ended(bench).part == ()
-    request = Request(NEXT)
-    bench.tracker.add(request)
+    request = bench.add(NEXT)
     bench.tracker.match(request, 0)
     bench.ranks.answer(10, part=PART)
     assert bench.tracker.match(request, 0) == (40, True)
@@ -122,8 +119,7 @@ def test_engines_that_gain_nothing_by_it_keep_none():
 
 @pytest.mark.parametrize(("last", "rows"), [([41, 42, 900], 2), ([5, 6, 900], 1), ([], 0)])
 def test_it_is_offered_as_far_as_the_prompt_follows_it(bench, last, rows):
-    request = Request([*TURN[:41], *last], name="r-tcm" + "0" * 24)
-    bench.tracker.add(request)
+    request = bench.add([*TURN[:41], *last], name="r-tcm" + "0" * 24)
     bench.tracker.match(request, 0)
     bench.ranks.answer(10, part=PART)
     assert bench.tracker.match(request, 0) == (40 + rows, True)
@@ -139,16 +135,14 @@ def test_it_is_offered_as_far_as_the_prompt_follows_it(bench, last, rows):
 
 
 def test_one_token_is_left_to_compute_of_it_too(bench):
-    request = Request(TURN[:42])
-    bench.tracker.add(request)
+    request = bench.add(TURN[:42])
     bench.tracker.match(request, 0)
     bench.ranks.answer(10, part=PART)
     assert bench.tracker.match(request, 0) == (41, True)
 
 
 def test_one_that_cannot_be_restored_is_computed_and_not_asked_for_again(bench):
-    request = Request(NEXT, name="r-tcm" + "0" * 24)
-    bench.tracker.add(request)
+    request = bench.add(NEXT, name="r-tcm" + "0" * 24)
     bench.tracker.match(request, 0)
     bench.ranks.answer(10, part=PART)
     bench.tracker.allocated(request, [list(range(20, 31))], bench.tracker.match(request, 0)[0])
@@ -161,8 +155,7 @@ def test_one_that_cannot_be_restored_is_computed_and_not_asked_for_again(bench):
 def hot(bench: Bench, prompt: list[int] = TURN) -> Request:
     """The session of the turn comes back, with all its full blocks in vLLM's hands."""
     ended(bench)
-    request = Request(prompt, name="r-tcm" + "0" * 24)
-    bench.tracker.add(request)
+    request = bench.add(prompt, name="r-tcm" + "0" * 24)
     return request
 
 
@@ -190,8 +183,7 @@ def test_a_hot_session_that_goes_on_otherwise_asks_for_nothing(bench, prompt):
 def test_a_hot_session_does_not_wait_for_it_while_others_run(bench):
     """Each step of a model that runs for another request takes longer than computing it."""
     request = hot(bench)
-    other = Request(PROMPT, name="running")
-    bench.tracker.add(other)
+    bench.add(name="running")
     bench.tracker.take_step([("running", 0)])
     assert bench.tracker.match(request, 40) == (0, False)
 

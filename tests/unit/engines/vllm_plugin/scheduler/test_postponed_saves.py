@@ -5,7 +5,7 @@ from __future__ import annotations
 from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler import turn_saves
 from tests.block_sessions import hashes
-from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Bench, Request
+from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Bench
 from tests.unit.engines.vllm_plugin.test_groups import TABLES, new_group_bench
 from tests.unit.engines.vllm_plugin.test_groups import ended as group_turn
 
@@ -13,8 +13,7 @@ OTHER = list(range(200, 242))
 
 
 def turn(bench: Bench, session: str, tokens: list[int]) -> Save:
-    request = Request(tokens, name=session, session=session, num_computed_tokens=len(tokens))
-    bench.tracker.add(request)
+    request = bench.add(tokens, name=session, session=session, num_computed_tokens=len(tokens))
     ids = bench.pool.fill(request.block_hashes)
     bench.tracker.finished(request, [ids])
     return planned(bench)[0]

@@ -13,8 +13,7 @@ from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Req
 
 
 def test_nothing_is_offered_before_it_is_verified(bench):
-    request = Request(PROMPT)
-    bench.tracker.add(request)
+    request = bench.add()
     for _ in range(3):
         assert bench.tracker.match(request, 0) == (None, False)
     assert len(bench.ranks.sent) == 1
@@ -49,15 +48,13 @@ def test_a_running_request_waits_for_no_restore(bench):
 
 
 def test_one_token_is_always_left_to_compute(bench):
-    request = Request(PROMPT[:40])  # ten whole blocks
-    bench.tracker.add(request)
+    request = bench.add(PROMPT[:40])  # ten whole blocks
     bench.tracker.match(request, 0)
     assert len(bench.ranks.sent[0].hashes) == 9 * 32
 
 
 def test_local_blocks_are_not_asked_for(bench):
-    request = Request(PROMPT)
-    bench.tracker.add(request)
+    request = bench.add()
     assert bench.tracker.match(request, 10 * BLOCK) == (0, False)
     assert bench.tracker.match(request, 4 * BLOCK) == (None, False)
     bench.ranks.answer(10)
@@ -69,8 +66,7 @@ def test_local_blocks_are_not_asked_for(bench):
 
 
 def test_a_local_prefix_that_shrank_is_asked_for_again(bench):
-    request = Request(PROMPT)
-    bench.tracker.add(request)
+    request = bench.add()
     bench.tracker.match(request, 4 * BLOCK)
     bench.ranks.answer(10)
     assert bench.tracker.match(request, 2 * BLOCK) == (None, False)
@@ -79,14 +75,12 @@ def test_a_local_prefix_that_shrank_is_asked_for_again(bench):
 
 def test_ranks_that_are_not_there_yet_are_not_waited_for(bench):
     bench.ranks.ready = False
-    request = Request(PROMPT)
-    bench.tracker.add(request)
+    request = bench.add()
     assert bench.tracker.match(request, 0) == (0, False)
 
 
 def test_a_rank_that_never_answers_costs_the_deadline(bench):
-    request = Request(PROMPT, name="x-tcm" + "0" * 24)
-    bench.tracker.add(request)
+    request = bench.add(name="x-tcm" + "0" * 24)
     assert bench.tracker.match(request, 0) == (None, False)
     bench.now[0] = 7.1
     assert bench.tracker.match(request, 0) == (0, False)
@@ -97,16 +91,14 @@ def test_a_rank_that_never_answers_costs_the_deadline(bench):
 
 
 def test_adapters_are_neither_restored_nor_saved(bench):
-    request = Request(PROMPT, num_computed_tokens=42, lora_request=object())
-    bench.tracker.add(request)
+    request = bench.add(num_computed_tokens=42, lora_request=object())
     assert bench.tracker.match(request, 0) == (0, False)
     bench.tracker.finished(request, [list(range(10))])
     assert bench.tracker.is_settled
 
 
 def test_prompt_logprobs_need_every_token_computed(bench):
-    request = Request(PROMPT, skip_reading_prefix_cache=True)
-    bench.tracker.add(request)
+    request = bench.add(skip_reading_prefix_cache=True)
     assert bench.tracker.match(request, 0) == (0, False)
 
 

@@ -61,8 +61,7 @@ def test_other_requests_failures_are_none_of_ours(bench):
 
 
 def test_a_miss_is_counted_as_reported_to_its_client(bench):
-    request = Request(PROMPT)
-    bench.tracker.add(request)
+    request = bench.add()
     bench.tracker.match(request, 0)
     bench.ranks.answer(0, tier=None, reason="never-stored")
     assert bench.tracker.match(request, 0) == (0, False)
@@ -91,8 +90,7 @@ def test_after_a_preemption_a_request_may_be_restored_again(bench):
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_an_abort_before_the_load_releases_the_staged_blobs(bench, answered):
-    request = Request(PROMPT)
-    bench.tracker.add(request)
+    request = bench.add()
     bench.tracker.match(request, 0)
     if answered:
         bench.ranks.answer(10)

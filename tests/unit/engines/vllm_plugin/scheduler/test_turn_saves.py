@@ -7,8 +7,7 @@ from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Ben
 
 
 def test_a_turns_full_blocks_are_held_until_every_rank_has_them(bench):
-    request = Request(PROMPT, num_computed_tokens=42)
-    bench.tracker.add(request)
+    request = bench.add(num_computed_tokens=42)
     ids = bench.pool.fill(request.block_hashes)
     bench.tracker.finished(request, [[*ids, 30]])
     save = bench.tracker.take_step([]).saves[0]
@@ -23,30 +22,26 @@ def test_a_turns_full_blocks_are_held_until_every_rank_has_them(bench):
 
 
 def test_tokens_of_a_step_in_flight_do_not_count(bench):
-    request = Request(PROMPT, num_computed_tokens=40, num_in_flight_tokens=1)
-    bench.tracker.add(request)
+    request = bench.add(num_computed_tokens=40, num_in_flight_tokens=1)
     bench.tracker.finished(request, [list(range(10))])
     assert len(bench.tracker.take_step([]).saves[0].hashes) == 9
 
 
 def test_a_request_without_a_session_is_not_saved(bench):
-    request = Request(PROMPT, num_computed_tokens=42, kv_transfer_params=None)
-    bench.tracker.add(request)
+    request = bench.add(num_computed_tokens=42, kv_transfer_params=None)
     bench.tracker.finished(request, [list(range(10))])
     assert bench.tracker.is_settled
 
 
 def test_vllms_own_session_id_will_do(bench):
-    request = Request(PROMPT, num_computed_tokens=42, kv_transfer_params=None, session_id="theirs")
-    bench.tracker.add(request)
+    request = bench.add(num_computed_tokens=42, kv_transfer_params=None, session_id="theirs")
     bench.tracker.finished(request, [list(range(10))])
     assert bench.tracker.take_step([]).saves[0].session == SessionRef("", "theirs", b"ab")
 
 
 def ran(bench: Bench, name: str, tokens: list[int]) -> list[int]:
     """One whole turn that left its blocks in vLLM's pool."""
-    request = Request(tokens, name=name, session=name, num_computed_tokens=len(tokens))
-    bench.tracker.add(request)
+    request = bench.add(tokens, name=name, session=name, num_computed_tokens=len(tokens))
     ids = bench.pool.fill(request.block_hashes)
     bench.tracker.finished(request, [ids])
     for save in bench.tracker.take_step([]).saves:
@@ -60,7 +55,7 @@ def test_demoted_blocks_are_gone_before_the_next_look(bench):
     bench.hot.ask_to_drop(("t", "a"))
     assert bench.hot.num_resident(("t", "a")) == 0
     assert bench.pool.cached  # vLLM's tables change on vLLM's thread only
-    bench.tracker.add(Request([7] * 42, name="other", session="other"))
+    bench.add([7] * 42, name="other", session="other")
     assert not bench.pool.cached
 
 
@@ -84,8 +79,7 @@ def test_a_turn_that_came_meanwhile_keeps_its_blocks(bench):
 
 def test_idle_time_and_business_of_sessions(bench):
     bench.now[0] = 100.0
-    request = Request(PROMPT, num_computed_tokens=42)
-    bench.tracker.add(request)
+    request = bench.add(num_computed_tokens=42)
     assert bench.hot.is_busy(("t", "s"))
     bench.now[0] = 107.0
     bench.tracker.finished(request, [list(range(10))])
@@ -97,13 +91,12 @@ def test_idle_time_and_business_of_sessions(bench):
 
 def test_blocks_that_requests_and_saves_hold_are_not_idle(bench):
     """They are counted as used; counted twice, they would look like pressure."""
-    request = Request(PROMPT, num_computed_tokens=len(PROMPT))
-    bench.tracker.add(request)
+    request = bench.add(num_computed_tokens=len(PROMPT))
     ids = bench.pool.fill(request.block_hashes)
     bench.tracker.finished(request, [ids])
     assert (bench.hot.num_used_blocks(), bench.hot.num_idle_blocks()) == (10, 0)
     for save in bench.tracker.take_step([]).saves:
         bench.tracker.absorb(set(), [], {save.job: 2})
     assert (bench.hot.num_used_blocks(), bench.hot.num_idle_blocks()) == (0, 10)
-    bench.tracker.add(Request(PROMPT, name="again"))
+    bench.add(name="again")
     assert bench.hot.num_idle_blocks() == 0
