@@ -14,14 +14,14 @@ import msgspec
 from engines.calibration.corpus import held_out_texts
 from engines.config import CalibrationOrder
 from kvstore.chunk_size import USUAL_TOKENS
-from kvstore.codecs.names import first_part, is_learned, session_presets
+from kvstore.codecs.names import USUAL, first_part, is_learned, session_presets
 from kvstore.config import AUTO, StoreConfig
 from kvstore.shapes import StateLayout
 from kvstore.workers import restoring_threads
 
 # The presets that ``auto`` chooses among except ``max``, which takes longer to learn than all the
 # others together; and those that may serve where the first of these loses too much.
-FIRST_PRESETS: Final = ("dense3", "balanced")
+FIRST_PRESETS: Final = (USUAL, "balanced")
 FALLBACKS: Final = ("tq4", "safe")
 FIRST_CONTEXT: Final = 1024
 FIRST_SCORED: Final = 64

@@ -16,7 +16,7 @@ from engines.calibration.agreement import Partners
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
 from engines.calibration.footprint import Scratch
 from engines.calibration.gate.profiles import make_folder, profile_path, save
-from engines.calibration.gate.rules import Bound, refusal, short_reach
+from engines.calibration.gate.rules import Bound, beyond_measured, refusal
 from engines.calibration.instrument import Instrument, StatefulInstrument, states_of
 from engines.calibration.learn import (
     Windows,
@@ -174,7 +174,7 @@ def _serves(rows: Sequence[Quality], profile: Profile, bound: Bound) -> bool:
     """Return whether the first preset may serve in any of the forms in which it was measured."""
     first = first_part(rows[0].preset) if rows else ""
     return any(
-        not refusal(rows, x.preset, bound) and not short_reach(x.preset, profile)
+        not refusal(rows, x.preset, bound) and not beyond_measured(x.preset, profile)
         for x in rows
         if first_part(x.preset) == first
     )

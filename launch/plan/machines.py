@@ -13,10 +13,9 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from engines.calibration.gate.choice import FIRST
 from engines.kv_budget import UNSTATED_CONTEXT, stated_context
 from kvstore.chunk_size import chunk_tokens
-from kvstore.codecs.names import EXACT
+from kvstore.codecs.names import EXACT, USUAL
 from kvstore.codecs.presets import open_codec
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import UnknownCodec
@@ -290,8 +289,8 @@ def _asleep(effective: EffectiveSettings, shape: CacheShape, context: int) -> tu
         except UnknownCodec as error:
             raise LaunchError(f"--codec {named} cannot be counted: {error}") from error
     try:
-        codec = open_codec(FIRST, find_profile(effective))
-        return FIRST, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
+        codec = open_codec(USUAL, find_profile(effective))
+        return USUAL, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
     except UnknownCodec:
         codec = open_codec(EXACT, None)
     try:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from engines.calibration.gate.choice import FIRST, Choice
+from engines.calibration.gate.choice import Choice
 from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
+from kvstore.codecs.names import USUAL
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk_budget import file_bytes_limit
 from launch.errors import LaunchError, UsageError
@@ -120,7 +121,7 @@ def _asleep(effective: EffectiveSettings, cold: dict[str, ColdPlan]) -> dict[str
         choices = expected_choices(effective)
     except (CodecRefused, UnknownCodec, NotUnderstood) as error:
         raise UsageError(f"store.codec cannot serve this model: {error}") from error
-    planned = first_measurement(effective).will_be and FIRST in cold
+    planned = first_measurement(effective).will_be and USUAL in cold
     return {str(tier): _of(choice, cold, planned) for tier, choice in choices.items()}
 
 
@@ -131,7 +132,7 @@ def _of(choice: Choice, cold: dict[str, ColdPlan], planned: bool) -> Asleep:
         raise LaunchError(f"nothing is known of what codec {choice.name} takes of this model")
     now = cold[names[0]].bytes_per_session
     if choice.unmeasured and planned:
-        return Asleep(FIRST, cold[FIRST].bytes_per_session, planned=True, until_then=now)
+        return Asleep(USUAL, cold[USUAL].bytes_per_session, planned=True, until_then=now)
     return Asleep(choice.name, now, planned=False)
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from engines.calibration.first_order import FALLBACKS
-from engines.calibration.gate.rules import UNTIMED, Bound, preferred, refusal, short_reach
+from engines.calibration.gate.rules import Bound, beyond_measured, preferred, refusal
 from kvstore.codecs.base import Codec
 from kvstore.codecs.catalogue import USUAL_STATES
-from kvstore.codecs.names import EXACT, JOIN, OWN, first_part, for_session, must_learn
+from kvstore.codecs.names import EXACT, JOIN, OWN, USUAL, first_part, for_session, must_learn
 from kvstore.codecs.presets import canonical_name, codec_by_name, open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIRST: Final = UNTIMED  # without a row of it a model counts as not measured yet
 _OVERRULE: Final = "accept the loss with store.accept_loss = true"
 
 
@@ -73,7 +72,7 @@ class _Offers:
     refused: Mapping[str, _Offer]  # measured, and out of it; ``why`` says how far
     unmeasured: bool
     missing: str  # why there is no row of ``first``; "" if there is one
-    first: str = FIRST  # the preset that most models get
+    first: str = USUAL  # without a row of it a model counts as not measured yet
 
 
 def choose_tiers(
@@ -229,9 +228,9 @@ class _Model:
     def first(self) -> str:
         """The preset without a row of which the model counts as not measured yet."""
         if self.states is None:
-            return FIRST
+            return USUAL
         has_rows = bool(self.layout.layers or self.states.windows)
-        rows = FIRST if has_rows else EXACT
+        rows = USUAL if has_rows else EXACT
         return f"{rows}{JOIN}{USUAL_STATES}" if self.states.has_matrices else rows
 
 
@@ -242,13 +241,13 @@ def _offers(config: StoreConfig, model: _Model) -> _Offers:
     refused = {
         name: replace(x, why=why)
         for name, x in measured.items()
-        if (why := _refusal(x, bound) or short_reach(name, model.profile))
+        if (why := _refusal(x, bound) or beyond_measured(name, model.profile))
     }
     first = model.first
     missing = "" if first in measured else f"{first} was not measured on this model yet"
     good = {name: x for name, x in measured.items() if name not in refused}
     # A fallback may keep a bound that was looser when the model was measured.
-    untried = first_part(first) == FIRST and not set(FALLBACKS) <= set(map(first_part, measured))
+    untried = first_part(first) == USUAL and not set(FALLBACKS) <= set(map(first_part, measured))
     if unmeasurable:
         missing = f"no codec can be measured here: {unmeasurable}"
     return _Offers(
@@ -289,7 +288,7 @@ def _named(name: str, config: StoreConfig, model: _Model) -> Choice:
         return replace(choice, why=f"{name} loses nothing")
     refused = f"{name} was not measured"
     if choice is not None and choice.rows:
-        refused = _refusal(choice, bound) or short_reach(name, model.profile)
+        refused = _refusal(choice, bound) or beyond_measured(name, model.profile)
     if choice is not None and config.accept_loss:
         return replace(choice, why=f"the loss was accepted: {refused or choice.why}")
     if choice is not None and choice.rows:

@@ -17,14 +17,13 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 
 from engines.calibration.first_order import DENSEST
-from kvstore.codecs.names import first_part, is_learned
+from kvstore.codecs.names import USUAL, first_part, is_learned
 from kvstore.codecs.profile import OF_WINDOWS, Profile
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import is_latent
 
 logger = logging.getLogger(__name__)
 WORTH: Final = 0.9  # of the KL of before: less is no reason to give a preset another form
-UNTIMED: Final = "dense3"  # wherever it keeps the bound, if nothing is known of times
 TOKENS: Final = 2000  # of the restore that is held against its prefill
 
 
@@ -83,7 +82,7 @@ def _chains_refusal(row: Quality, bound: Bound) -> str:
     return ""
 
 
-def short_reach(preset: str, profile: Profile | None) -> str:
+def beyond_measured(preset: str, profile: Profile | None) -> str:
     """The reason why a preset holds only at positions near those measured; "" if it does not.
 
     Where a model's rotation of the keys beside its latents was not found, they are learned as they
@@ -175,8 +174,8 @@ def _untimed(rows: Mapping[str, Quality], by_bits: Sequence[str]) -> Preferred:
     One that is denser and closer than three bits goes before them.
     """
     untimed = "its restore was not timed, so all tiers have it; to choose for each, run:"
-    if UNTIMED in by_bits and not any(_beats(rows[x], rows[UNTIMED]) for x in by_bits):
-        return Preferred(UNTIMED, f"{untimed} thermocline calibrate")
+    if USUAL in by_bits and not any(_beats(rows[x], rows[USUAL]) for x in by_bits):
+        return Preferred(USUAL, f"{untimed} thermocline calibrate")
     return Preferred(by_bits[0], f"the densest of these; {untimed} thermocline calibrate")
 
 
