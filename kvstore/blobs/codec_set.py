@@ -160,13 +160,21 @@ class CodecTags:
     def all(self, keys: Iterable[bytes]) -> list[bytes]:
         """List every name that a blob may have, key by key."""
         if not self.others:
-            return [self.one(key) for key in keys]
+            tag = self.home
+            return [key if key[:1] == RECORD else key + tag for key in keys]
         every = (self.home, *self.others)
         return [
             name
             for key in keys
             for name in ((key,) if key[:1] == RECORD else (key + tag for tag in every))
         ]
+
+    def named(self, items: Sequence[tuple[bytes, Blob]]) -> list[tuple[bytes, Blob]]:
+        """Replace the keys of blobs by the names to store them under."""
+        if not self.others:
+            names = self.all([key for key, _ in items])
+            return [(name, blob) for name, (_, blob) in zip(names, items, strict=True)]
+        return [(self.new(key, blob), blob) for key, blob in items]
 
     def new(self, key: bytes, blob: Blob) -> bytes:
         """The name to store this blob under."""

@@ -71,7 +71,7 @@ class Claims:
             return record_key in self._claimed
 
 
-class _Entry(NamedTuple, Generic[R]):
+class _Entry(msgspec.Struct, Generic[R], frozen=True, gc=False):
     record: R
     blob_keys: tuple[bytes, ...]
     nbytes: int
@@ -279,7 +279,7 @@ class SessionIndex(Generic[R]):
             entry = self._entries.get(key)
             if entry is not None:
                 used = msgspec.structs.replace(entry.record, last_used_s=self.clock())
-                self._entries[key] = entry._replace(record=used)
+                self._entries[key] = _Entry(used, entry.blob_keys, entry.nbytes)
                 self._entries.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
@@ -339,30 +339,40 @@ class SessionIndex(Generic[R]):
     def _insert(
         self, key: bytes, record: R, blob_keys: Iterable[bytes], *, oldest: bool = False
     ) -> None:
-        self._take_out(key)
         self._lapsed.pop(key, None)
-        keys = tuple(blob_keys)
+        before, keys = self._entries.get(key), tuple(blob_keys)
+        num_same = 0 if before is None else _num_common(before.blob_keys, keys)
+        self._take_out(key, num_same)
         nbytes = ENTRY_BYTES + record.nbytes + BLOB_KEY_BYTES * len(keys)
         self._entries[key] = _Entry(record, keys, nbytes)
         self._entries.move_to_end(key, last=not oldest)
-        self._users.update(keys)
+        self._users.update(keys[num_same:])
         self._nbytes += nbytes
         while self._nbytes > self._max_bytes and len(self._entries) > 1:
             self._take_out(next(iter(self._entries)))
 
-    def _take_out(self, key: bytes) -> None:
+    def _take_out(self, key: bytes, num_kept: int = 0) -> None:
+        """Remove an entry, whose first few blobs still count."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
         self._nbytes -= entry.nbytes
-        for blob_key in entry.blob_keys:
-            self._users[blob_key] -= 1
-            if not self._users[blob_key]:
-                del self._users[blob_key]
+        users = self._users
+        for blob_key in entry.blob_keys[num_kept:]:
+            if (left := users[blob_key] - 1) > 0:
+                users[blob_key] = left
+            else:
+                del users[blob_key]
 
 
 def _is_newer(record: R, other: R | None) -> bool:
     return other is None or other.last_used_s < record.last_used_s
+
+
+def _num_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """Count the first keys that both have; a session that grows keeps nearly all."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _needed(record: StoredSession, blob_keys: Sequence[bytes]) -> list[bytes]:

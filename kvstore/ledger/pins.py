@@ -98,7 +98,8 @@ class Pins:
 
     def release(self, record_key: bytes) -> None:
         with self._lock:
-            self._loosen(self._take_out(record_key))
+            if record_key in self._held:
+                self._loosen(self._take_out(record_key))
 
     def renew(self) -> None:
         """Pin all pinned blobs again, since their names may have changed."""

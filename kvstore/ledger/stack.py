@@ -119,6 +119,8 @@ class TierStack:
     ) -> list[T]:
         """Ask for blobs under one codec's tag after another. Raises ``TierUnavailable``."""
         tags = self._tags[i]
+        if not tags.others:
+            return ask(tags.all(keys))
         found = ask([tags.one(key) for key in keys])
         for tag in tags.others:
             rest = {j: tagged(keys[j], tag) for j, x in enumerate(found) if x is None}
@@ -169,8 +171,7 @@ class TierStack:
 
     def put(self, i: int, items: Sequence[tuple[bytes, Blob]], tenant: str = "") -> bool:
         """Write blobs of a tenant to one tier; True if it now holds every one of them."""
-        tags = self._tags[i]
-        named = [(tags.new(key, blob), blob) for key, blob in items]
+        named = self._tags[i].named(items)
         try:
             return not items or self._tiers[i].put_many(named, tenant) == len(items)
         except TierUnavailable:
@@ -216,15 +217,21 @@ class TierStack:
 
     def delete(self, i: int, keys: Sequence[bytes]) -> bool:
         """Delete blobs, in any codec, from one tier; False if it is not available."""
-        tags = (self._tags[i].home, *self._tags[i].others, *self._met)
-        names = dict.fromkeys(tagged(key, tag) for tag in tags for key in keys)
+        if not keys:
+            return True
+        tags = dict.fromkeys((self._tags[i].home, *self._tags[i].others, *self._met))
         try:
-            if keys:
-                self._tiers[i].delete_many(names)
+            self._tiers[i].delete_many(dict.fromkeys(tagged(x, tag) for tag in tags for x in keys))
             return True
         except TierUnavailable:
             self._count_down(i)
             return False
+
+    def used_by(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
+        """Mark blobs in one tier as just used by a tenant, whose they are if they have no owner."""
+        names = self._tags[i].all(keys)
+        self._tiers[i].own(tenant, names)
+        self._touch(i, names)
 
     def own_in(self, i: int, tenant: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         """Assign blobs to a tenant in one tier, unless they have an owner; see ``Tier.own``."""
@@ -242,11 +249,11 @@ class TierStack:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blobs as used in every tier, ``keys[0]`` as the most recent."""
         for i in range(len(self)):
-            self.touch_in(i, keys)
+            self._touch(i, self._tags[i].all(keys))
 
-    def touch_in(self, i: int, keys: Sequence[bytes]) -> None:
+    def _touch(self, i: int, names: Sequence[bytes]) -> None:
         try:
-            self._tiers[i].touch(self._tags[i].all(keys))
+            self._tiers[i].touch(names)
         except TierUnavailable:
             self._count_down(i)
 
@@ -320,7 +327,7 @@ class TierStack:
         """Ask a tier for blobs in every codec at once. Raises ``TierUnavailable``, not counted."""
         tags = self._tags[i]
         if not tags.others:
-            return self._tiers[i].contains_many([tags.one(key) for key in keys])
+            return self._tiers[i].contains_many(tags.all(keys))
         names = tags.all(keys)
         held = {x for x, yes in zip(names, self._tiers[i].contains_many(names), strict=True) if yes}
         return [not held.isdisjoint(tags.all([key])) for key in keys]

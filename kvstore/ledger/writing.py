@@ -1,10 +1,9 @@
 """Writes a session into the tiers: at once to the fastest, soon to the slower ones.
 
-``deliver`` does it for one tier, at once. ``WriteBehind`` does it for a slower tier on a thread of
-its own, through a bounded queue. After a delivery that was skipped or cut short, the tier still has
-an older record that is valid, and perhaps some more chunks. The tier is then *behind* with this
-session. The next save, a demotion or a flush catches up: the missing blobs are then read from the
-faster tiers.
+``deliver`` does it for one tier, at once; ``WriteBehind`` for a slower tier, on a thread of its own
+with a bounded queue. After a delivery that was skipped or cut short, the tier still has an older,
+valid record and perhaps some more chunks, and is *behind* with this session. The next save, a
+demotion or a flush catches up: the missing blobs are then read from the faster tiers.
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
 from typing import Final, Generic, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.ledger.index import Claims, SessionIndex
@@ -27,16 +28,13 @@ from kvstore.stats import Counters
 from kvstore.tiers.base import Blob
 
 WRITE_BATCH: Final = 16  # blobs per call to a tier
-# Without a limit, a tier that is down for days would be behind with every session that ever was.
-# The session longest behind is dropped from the list; its next save brings all that is missing, as
-# any save does.
+# The session longest behind is dropped from the list; its next save brings all that is missing.
 MAX_BEHIND: Final = 65_536
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """One session as of one save.
 
     Args:
@@ -44,15 +42,21 @@ class Delivery:
         fresh: those blobs that this save made, still in memory.
         obsolete: keys of blobs that the older record needed and no record needs now.
         tenant: the session's.
+        done: gets whether all of it was written; None: no caller waits for that.
     """
 
     record_key: bytes
     record: Blob
     chain: Sequence[bytes]
-    fresh: Mapping[bytes, Blob] = field(default_factory=dict)
+    fresh: Mapping[bytes, Blob] = {}
     obsolete: Sequence[bytes] = ()
     tenant: str = ""
-    done: Future[bool] = field(default_factory=Future)
+    done: Future[bool] | None = None
+
+    def end(self, is_written: bool) -> None:
+        """Answer the caller that waits, if there is one."""
+        if self.done is not None:
+            self.done.set_result(is_written)
 
     @property
     def nbytes(self) -> int:
@@ -81,14 +85,16 @@ def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) ->
         return Delivered(False, False)
     if not stack.replace(level, delivery.record_key, delivery.record, delivery.tenant):
         return Delivered(False, False)
-    keys = [delivery.record_key, *delivery.chain]
-    stack.own_in(level, delivery.tenant, keys)
-    stack.touch_in(level, keys)
+    stack.used_by(level, delivery.tenant, [delivery.record_key, *delivery.chain])
     return Delivered(True, stack.delete(level, delivery.obsolete) and complete)
 
 
 def _write(stack: TierStack, level: int, delivery: Delivery, missing: Sequence[bytes]) -> bool:
     """Write the missing blobs, as far as a tier has them; True if that was all of them."""
+    if not missing:
+        return True
+    if len(missing) == len(delivery.chain) <= WRITE_BATCH:  # these do not evict each other
+        return _write_batch(stack, level, delivery, missing)
     # The chain is pinned meanwhile, so that the end of a long session never evicts its head.
     with stack.pinned_in(level, delivery.chain):
         done = [
@@ -153,10 +159,7 @@ class WriteBehind:
         return self._nbytes
 
     def offer(self, delivery: Delivery) -> None:
-        """Queue a delivery without waiting; before ``start`` it is written at once.
-
-        The result of ``delivery.done`` is whether all of it was written.
-        """
+        """Queue a delivery without waiting; before ``start`` it is written at once."""
         with self._changed:
             self._num_offered += 1
             number = self._num_offered
@@ -189,7 +192,7 @@ class WriteBehind:
         obsolete = [key for x in dropped for key in x.obsolete]
         self._stack.delete(self._level, self._unused([*owed, *obsolete]))
         for delivery in dropped:
-            delivery.done.set_result(False)
+            delivery.end(False)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no delivery waits or is written; False if that took too long."""
@@ -205,7 +208,7 @@ class WriteBehind:
             dropped, self._waiting = self._waiting, deque()
             self._changed.notify_all()
         for _, delivery in dropped:
-            delivery.done.set_result(False)
+            delivery.end(False)
         if self._thread is not None:
             self._thread.join()
 
@@ -218,8 +221,7 @@ class WriteBehind:
 
         A separate function, so that no local variable holds blobs while the next is awaited.
         """
-        found = self._next()
-        if found is None:
+        if (found := self._next()) is None:
             return False
         number, delivery = found
         self._settle(number, delivery, self._is_delivered(delivery))
@@ -244,6 +246,8 @@ class WriteBehind:
             number, delivery = self._waiting.popleft()
             self._current = delivery.record_key
             owed = self._obsolete.pop(delivery.record_key, ())
+        if not owed and not delivery.obsolete:
+            return number, delivery
         chain = set(delivery.chain)
         # Another session may have taken some over since.
         still = [x for x in self._unused([*owed, *delivery.obsolete]) if x not in chain]
@@ -263,7 +267,7 @@ class WriteBehind:
             for remembered in (self._behind, self._obsolete):
                 if len(remembered) > self._max_behind:
                     del remembered[next(iter(remembered))]
-        delivery.done.set_result(complete)
+        delivery.end(complete)
 
 
 class Committer(Generic[R]):
@@ -317,9 +321,11 @@ class Committer(Generic[R]):
         obsolete: Sequence[bytes],
     ) -> None:
         """Queue a committed session for the slower tiers; each may have blobs of its own codec."""
+        if not self._slower:
+            return
+        made = self._delivery(record, {}, obsolete)
         for level, tier in enumerate(self._slower, 1):
-            fresh = fresh_of(self._stack.name(level))
-            tier.offer(self._delivery(record, fresh, obsolete))
+            tier.offer(replace(made, fresh=fresh_of(self._stack.name(level))))
 
     def save(
         self,
@@ -368,9 +374,9 @@ class Committer(Generic[R]):
 
     def send(self, level: int, record: R) -> Future[bool]:
         """Bring a claimed session as it is to one slower tier; the result: all of it is there."""
-        delivery = self._delivery(record, {}, ())
-        self._slower[level - 1].offer(delivery)
-        return delivery.done
+        done: Future[bool] = Future()
+        self._slower[level - 1].offer(replace(self._delivery(record, {}, ()), done=done))
+        return done
 
     def cancel(self, record_key: bytes) -> None:
         """Drop waiting writes of this session; none of them is running when this returns."""

@@ -22,14 +22,17 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
+
+import msgspec
 
 from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
 from kvstore.tiers.base import EvictionCause, EvictionCauses
 from kvstore.tiers.tenant_parts import TenantParts
 
 
-class RecencyEntry(NamedTuple):
+class RecencyEntry(msgspec.Struct, frozen=True, gc=False):
     """A key's size, its place in the eviction order, and its tenant."""
 
     nbytes: int
@@ -118,31 +121,35 @@ class RecencyIndex:
         added if it cannot fit beside pinned keys and those guaranteed to other tenants, or if its
         owner's limit leaves no room beside the owner's pinned keys.
         """
-        added: list[bytes] = []
+        added: dict[bytes, int] = {}
         evicted: list[tuple[bytes, RecencyEntry]] = []
         self._parts.use(owner)
-        room = self.capacity_bytes - self._parts.kept_for_others(owner)
-        own = 0  # evictable bytes of this very chain; they are at the recent end
+        limit = self._limits.of(owner)
+        is_ample = self.nbytes + sum(sizes.values()) <= self.capacity_bytes
+        room = self.capacity_bytes - (0 if is_ample else self._parts.kept_for_others(owner))
+        # Evictable bytes of this very chain, which are at the recent end, and those to be entered.
+        own = new = 0
         for key, nbytes in sizes.items():
-            if key not in self:
-                if self._pinned_bytes + own + nbytes > room:
+            if (entry := self._evictable.get(key)) is not None:
+                self._evictable.move_to_end(key)
+                self._parts.move(entry.owner, key, last=True)
+                own += entry.nbytes
+            elif key not in self._pinned:
+                if self._pinned_bytes + own + new + nbytes > room:
                     continue
-                limit = self._limits.of(owner)
-                if limit is not None and self._parts.pinned(owner) + own + nbytes > limit:
-                    self._missed[owner] += nbytes
-                    continue
-                for victim in self._keep_to_limit(owner, nbytes, own):
-                    self._missed[owner] += victim[1].nbytes
-                    evicted.append(victim)
-                evicted.extend(self._make_room(nbytes, owner, own))
-                self.insert(key, nbytes, owner=owner)
-                added.append(key)
-            elif key in self._evictable:
-                self._make_recent(key)
-            if key in self._evictable:
-                own += self._evictable[key].nbytes
-        self.touch(list(sizes))
-        return IndexUpdate(added, evicted)
+                if limit is not None:
+                    if self._parts.pinned(owner) + own + new + nbytes > limit:
+                        self._missed[owner] += nbytes
+                        continue
+                    for victim in self._keep_to_limit(owner, new + nbytes, own):
+                        self._missed[owner] += victim[1].nbytes
+                        evicted.append(victim)
+                new += nbytes
+                if not is_ample:
+                    evicted.extend(self._make_room(new, owner, own))
+                added[key] = nbytes
+        self._make_recent(list(sizes), added, owner)
+        return IndexUpdate(list(added), evicted)
 
     def expect(self, owner: str, idle_s: float) -> None:
         """Record that a tenant used blobs ``idle_s`` seconds ago that are entered only later."""
@@ -153,9 +160,13 @@ class RecencyIndex:
 
         ``idle_s``: for how many seconds the owner has used none of them.
         """
-        found = {key: entry for key in keys if (entry := self.entry(key)) and not entry.owner}
+        found: dict[bytes, RecencyEntry] = {}
+        for key in keys:
+            entry = self._evictable.get(key) or self._pinned.get(key)
+            if entry is not None and not entry.owner:
+                found[key] = entry
         for key, entry in found.items():
-            now = entry._replace(owner=owner)
+            now = RecencyEntry(entry.nbytes, entry.stamp, owner)
             if key in self._evictable:
                 self._evictable[key] = now
                 self._parts.leave("", key, entry.nbytes)
@@ -200,7 +211,7 @@ class RecencyIndex:
         """
         evicted: list[tuple[bytes, RecencyEntry]] = []
         while nbytes > 0 and self._evictable:
-            key = self._next_victim() or next(iter(self._evictable))
+            key = self._next_victim(self._parts.givers()) or next(iter(self._evictable))
             if key in spare:
                 break
             self._causes.remember(key, "budget")
@@ -226,29 +237,35 @@ class RecencyIndex:
         self, nbytes: int, owner: str = "", own: int = 0
     ) -> Iterator[tuple[bytes, RecencyEntry]]:
         """Evict the least recent keys until ``nbytes`` more would fit; yield each."""
+        if self.nbytes + nbytes <= self.capacity_bytes:
+            return
+        gives = self._parts.givers(owner, nbytes, own)
         while self._evictable and self.nbytes + nbytes > self.capacity_bytes:
-            key = self._next_victim(owner, nbytes, own)
+            key = self._next_victim(gives, owner, own)
             if key is None:
                 return
-            self._causes.remember(key, self._cause(key, owner, nbytes, own))
+            self._causes.remember(key, self._cause(key, gives, owner))
             yield key, self._take_out(key)
 
-    def _next_victim(self, owner: str = "", nbytes: int = 0, own: int = 0) -> bytes | None:
+    def _next_victim(
+        self, gives: Callable[[str], bool], owner: str = "", own: int = 0
+    ) -> bytes | None:
         """Find the least recent key among tenants that hold more than is guaranteed to them.
 
         If there is none, pins take the rest of the budget: then the writer's own keys are evicted.
         """
-        gives = self._parts.givers(owner, nbytes, own)
         oldest, entry = next(iter(self._evictable.items()))
         if gives(entry.owner):
             return oldest
         surplus = min(self._parts.oldest(gives), key=self._stamp, default=None)
         return surplus or self._parts.oldest_of(owner, own)
 
-    def _cause(self, key: bytes, writer: str, nbytes: int, own: int) -> EvictionCause:
+    def _cause(self, key: bytes, gives: Callable[[str], bool], writer: str) -> EvictionCause:
         """Return why a key is the next victim of this tenant's write."""
         owner = self._evictable[key].owner
-        is_over = self._parts.has_part(owner) and self._parts.givers(writer, nbytes, own)(owner)
+        if not self._parts.has_part(owner):
+            return "budget"
+        is_over = gives(owner)
         makes_way = writer not in ("", owner) or key != next(iter(self._evictable))
         return "share" if is_over and makes_way else "budget"
 
@@ -265,19 +282,14 @@ class RecencyIndex:
         self._parts.leave(entry.owner, key, entry.nbytes)
         return entry
 
-    def _make_recent(self, key: bytes) -> None:
-        self._evictable.move_to_end(key)
-        self._parts.move(self._evictable[key].owner, key, last=True)
-
     def insert(self, key: bytes, nbytes: int, stamp: int | None = None, owner: str = "") -> None:
         """Enter an absent key as the most recent, even beyond the budget.
 
         Args:
             stamp: one that was persisted; such keys must be inserted in the order of their stamps.
         """
-        if stamp is not None:
-            self._last_stamp = stamp - 1
-        self._enter(key, RecencyEntry(nbytes, self._next_stamp(), owner))
+        self._last_stamp = self._last_stamp + 1 if stamp is None else stamp
+        self._enter(key, RecencyEntry(nbytes, self._last_stamp, owner))
 
     def insert_oldest(self, key: bytes, nbytes: int, owner: str = "") -> None:
         """Enter an absent key as the least recent of all, even beyond the budget."""
@@ -329,11 +341,24 @@ class RecencyIndex:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just used; ``keys[0]`` becomes the most recent of all."""
+        self._make_recent(keys)
+
+    def _make_recent(
+        self, keys: Sequence[bytes], new: Mapping[bytes, int] = MappingProxyType({}), by: str = ""
+    ) -> None:
+        """Mark a chain as just used, and enter those that are ``new``, with their sizes."""
+        evictable, owner = self._evictable, None
         for key in reversed(keys):
-            if key in self._evictable:
-                entry = self._evictable[key]
-                self._evictable[key] = entry._replace(stamp=self._next_stamp())
-                self._make_recent(key)
+            if (entry := evictable.get(key)) is not None:
+                if entry.owner != owner:  # most keys of a chain have one
+                    owner = entry.owner
+                    order = self._parts.order(owner)
+                self._last_stamp += 1
+                evictable[key] = RecencyEntry(entry.nbytes, self._last_stamp, owner)
+                evictable.move_to_end(key)
+                order.move_to_end(key)
+            elif key in new:
+                self.insert(key, new[key], owner=by)
         if keys and (first := self.entry(keys[0])) is not None:
             self._parts.use(first.owner)
 
@@ -355,7 +380,3 @@ class RecencyIndex:
             if entry is not None:
                 self.remove(key)
                 self.insert(key, entry.nbytes, owner=entry.owner)
-
-    def _next_stamp(self) -> int:
-        self._last_stamp += 1
-        return self._last_stamp

@@ -41,7 +41,7 @@ class TenantParts:
 
     def use(self, owner: str) -> None:
         """Record that a tenant is active."""
-        if owner:
+        if owner and self._guaranteed_bytes:
             self._used_s[owner] = self._monotonic()
             self._used_s.move_to_end(owner)
 
@@ -56,7 +56,10 @@ class TenantParts:
 
     def enter(self, owner: str, key: bytes, nbytes: int) -> None:
         """Count a blob that can be evicted, as the owner's most recent."""
-        self._orders.setdefault(owner, OrderedDict())[key] = None
+        order = self._orders.get(owner)
+        if order is None:
+            order = self._orders[owner] = OrderedDict()
+        order[key] = None
         self._evictable[owner] += nbytes
 
     def leave(self, owner: str, key: bytes, nbytes: int) -> None:
@@ -66,6 +69,10 @@ class TenantParts:
         self._evictable[owner] -= nbytes
         if not order:
             del self._orders[owner], self._evictable[owner]
+
+    def order(self, owner: str) -> OrderedDict[bytes, None]:
+        """Return the owner's blobs that can be evicted, the least recent first."""
+        return self._orders[owner]
 
     def move(self, owner: str, key: bytes, *, last: bool) -> None:
         """Make a blob the owner's most recent, or its least recent."""
@@ -103,11 +110,14 @@ class TenantParts:
 
     def kept_for_others(self, owner: str) -> float:
         """Return how many evictable bytes of other tenants are kept from this tenant's writes."""
-        part = self._part()
+        if not (part := self._part()):
+            return 0.0
         others = (x for x in self._used_s if x != owner)
         return sum(max(0.0, min(self._evictable[x], part - self._pinned[x])) for x in others)
 
-    def givers(self, writer: str, num_bytes: int, own_bytes: int) -> Callable[[str], bool]:
+    def givers(
+        self, writer: str = "", num_bytes: int = 0, own_bytes: int = 0
+    ) -> Callable[[str], bool]:
         """Return a function: true for an owner whose blobs may be evicted for ``writer``.
 
         Args:
@@ -138,6 +148,8 @@ class TenantParts:
 
     def _part(self) -> float:
         """Return the bytes guaranteed to each active tenant."""
+        if not self._guaranteed_bytes:
+            return 0.0
         since = self._monotonic() - ACTIVE_S
         while self._used_s and next(iter(self._used_s.values())) < since:
             self._used_s.popitem(last=False)

@@ -21,7 +21,7 @@ from kvstore.shapes import KVLayer, KVLayout
 from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.lru import RecencyIndex
 from launch.simulation.conditions import Conditions, ModelSize
-from launch.simulation.sized_tier import SizedBlob, SizedTier
+from launch.simulation.sized_tier import SizedTier, sized
 
 _encoder = msgspec.msgpack.Encoder()
 Source: TypeAlias = Literal["hot", "ram", "disk", "redis", "miss"]
@@ -170,13 +170,12 @@ class SimulatedEngine:
         levels = [x for x in located.levels[: len(near)] if x is not None]
         nbytes: dict[TierName, int] = {}
         slow: list[tuple[bytes, Blob]] = []
-        for key, level in zip(near, levels, strict=True):
-            blob = ledger.stack.find(level, [key])[0]
-            assert blob is not None
-            name = ledger.stack.name(level)
-            nbytes[name] = nbytes.get(name, 0) + len(blob)
-            if level:
-                slow.append((key, blob))
+        for level in sorted(set(levels)):
+            there = [key for key, at in zip(near, levels, strict=True) if at == level]
+            found = zip(there, ledger.stack.find(level, there), strict=True)
+            blobs = [(key, blob) for key, blob in found if blob is not None]
+            nbytes[ledger.stack.name(level)] = sum(len(blob) for _, blob in blobs)
+            slow += blobs if level else []
         ledger.promotion.used(ledger.record_key(session), near, slow)
         whole = len(near) == len(keys)
         tokens = record.num_tokens if whole else len(near) * self._kind.chunk_tokens
@@ -218,13 +217,16 @@ class SimulatedEngine:
         obsolete = [x for x in kind.blob_keys(before) if x not in kept] if before else []
 
         per_token = self._size.packed_token_bytes
-        blobs: dict[TierName, dict[bytes, Blob]] = {
-            tier: {x: SizedBlob(int(n * per_token[tier])) for x, n in fresh.items()}
+        sizes = {
+            tier: {x: int(n * per_token[tier]) for x, n in fresh.items()}
             for tier in ledger.stack.names
+        }
+        blobs: dict[TierName, dict[bytes, Blob]] = {
+            tier: {x: sized(n) for x, n in made.items()} for tier, made in sizes.items()
         }
         if ledger.committer.commit(record, blobs[ledger.stack.name(0)], obsolete):
             ledger.committer.replicate(record, blobs.__getitem__, obsolete)
-        return {tier: sum(map(len, made.values())) for tier, made in blobs.items()}
+        return {tier: sum(made.values()) for tier, made in sizes.items()}
 
     def drop(self, session: SessionRef) -> None:
         """Let go of the live KV of a session that has moved."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Final
 
 from kvstore.blobs.chain import RECORD
@@ -29,6 +30,12 @@ class SizedBlob(bytes):
 
     def __len__(self) -> int:
         return self._nbytes
+
+
+@lru_cache(maxsize=4096)
+def sized(nbytes: int) -> SizedBlob:
+    """Return a blob of so many bytes; most blobs have one of a few sizes."""
+    return SizedBlob(nbytes)
 
 
 class SizedTier(IndexedTier):
@@ -56,11 +63,13 @@ class SizedTier(IndexedTier):
         if (record := self._records.get(key)) is not None:
             return record
         entry = self._index.entry(key)
-        return None if entry is None else SizedBlob(entry.nbytes - len(key) - ENTRY_BYTES)
+        return None if entry is None else sized(entry.nbytes - len(key) - ENTRY_BYTES)
 
     def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
-        self._follow(self._index.add({key: _size(key, x) for key, x in items}, owner), dict(items))
-        return sum(key in self._index for key, _ in items)
+        blobs = dict(items)
+        sizes = {key: len(key) + len(x) + ENTRY_BYTES for key, x in items}
+        self._follow(self._index.add(sizes, owner), blobs)
+        return sum(map(self._index.__contains__, blobs))
 
     def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
         before = instead_of or key

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
@@ -20,7 +22,8 @@ RECORD_KEY = RECORD + bytes(32)
 
 
 def delivery(keys=KEYS, fresh=KEYS, obsolete=(), record=b"new") -> Delivery:
-    return Delivery(RECORD_KEY, record, keys, dict.fromkeys(fresh, b"blob"), obsolete)
+    blobs = dict.fromkeys(fresh, b"blob")
+    return Delivery(RECORD_KEY, record, keys, blobs, obsolete, done=Future())
 
 
 def stack_of(*tiers) -> TierStack:
@@ -85,13 +88,13 @@ def test_the_queue_is_bounded_and_says_who_is_behind():
     counters = Counters()
     queue = WriteBehind(stack, 1, 1000, counters)
     queue.start()
-    blocked = Delivery(b"r1", b"x" * 900, KEYS, {})
+    blocked = Delivery(b"r1", b"x" * 900, KEYS, {}, done=Future())
     stack._tiers[0].put_many([(x, b"blob") for x in KEYS])
     first = FaultyTier(stack._tiers[0])
     stack._tiers = (first, tier)
     first.go_on.clear()  # the read of the blobs to be written
     queue.offer(blocked)
-    refused = Delivery(b"r2", b"x" * 900, KEYS, {})
+    refused = Delivery(b"r2", b"x" * 900, KEYS, {}, done=Future())
     queue.offer(refused)
     assert refused.done.result(5) is False
     assert queue.take_behind() == {b"r2"}
@@ -109,7 +112,7 @@ def test_of_a_tier_that_stays_away_only_so_many_sessions_are_remembered():
     queue = WriteBehind(stack, 1, 1000, Counters(), max_behind=3)
     queue.start()
     for name in (b"r1", b"r2", b"r3", b"r1", b"r4"):
-        late = Delivery(name, b"record", KEYS, {})
+        late = Delivery(name, b"record", KEYS, {}, done=Future())
         queue.offer(late)
         assert late.done.result(5) is False
     assert queue.take_behind() == {b"r1", b"r3", b"r4"}
