@@ -1,9 +1,9 @@
 """Writes a session into the tiers: at once to the fastest, soon to the slower ones.
 
-``deliver`` does it for one tier, at once; ``WriteBehind`` for a slower tier, on a thread of its own
-with a bounded queue. After a delivery that was skipped or cut short, the tier still has an older,
-valid record and perhaps some more chunks, and is *behind* with this session. The next save, a
-demotion or a flush catches up: the missing blobs are then read from the faster tiers.
+``WriteBehind`` does it for one slower tier on a thread of its own, through a bounded queue. After a
+delivery that was skipped or cut short, the tier still has an older record that is valid, and
+perhaps some more chunks. It is then *behind* with this session. The next save, a demotion or a
+flush catches up: the missing blobs are then read from the faster tiers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Final, Generic, NamedTuple
+from typing import Final, Generic
 
-import msgspec
 from msgspec.structs import replace
 
 from kvstore.blobs.codec_set import CodecSet
+from kvstore.ledger.delivery import Delivery, deliver
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.pins import PinnedSession, Pins
 from kvstore.ledger.record import R, RecordKind
@@ -27,91 +27,11 @@ from kvstore.session import TierName
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob
 
-WRITE_BATCH: Final = 16  # blobs per call to a tier
-# The session longest behind is dropped from the list; its next save brings all that is missing.
+# Else a tier that is down for days would be behind with every session that ever was. The session
+# longest behind is dropped from the list; its next save brings all that is missing.
 MAX_BEHIND: Final = 65_536
 
 _log = logging.getLogger(__name__)
-
-
-class Delivery(msgspec.Struct, frozen=True):
-    """One session as of one save.
-
-    Args:
-        chain: keys of every blob that the record needs, in order.
-        fresh: those blobs that this save made, still in memory.
-        obsolete: keys of blobs that the older record needed and no record needs now.
-        tenant: the session's.
-        done: gets whether all of it was written; None: no caller waits for that.
-    """
-
-    record_key: bytes
-    record: Blob
-    chain: Sequence[bytes]
-    fresh: Mapping[bytes, Blob] = {}
-    obsolete: Sequence[bytes] = ()
-    tenant: str = ""
-    done: Future[bool] | None = None
-
-    def end(self, is_written: bool) -> None:
-        """Answer the caller that waits, if there is one."""
-        if self.done is not None:
-            self.done.set_result(is_written)
-
-    @property
-    def nbytes(self) -> int:
-        """Packed bytes that wait in memory."""
-        return len(self.record) + sum(map(len, self.fresh.values()))
-
-
-class Delivered(NamedTuple):
-    recorded: bool  # the tier's record is now the new one
-    complete: bool  # and no blob that it needs is missing
-
-
-def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) -> Delivered:
-    """Make one tier hold the session. A tier that could not take all of it keeps an older record.
-
-    Args:
-        whole: also copy blobs of older saves that the tier lacks from the faster tiers. Without it
-            only the fresh blobs are written.
-    """
-    wanted = delivery.chain if whole else [x for x in delivery.chain if x in delivery.fresh]
-    held = stack.holds(level, wanted)
-    missing = [key for key, there in zip(wanted, held, strict=True) if not there]
-    complete = _write(stack, level, delivery, missing)
-    # Part of a session is better than none, but not better than an older one that is whole.
-    if not complete and stack.may_hold(level, delivery.record_key):
-        return Delivered(False, False)
-    if not stack.replace(level, delivery.record_key, delivery.record, delivery.tenant):
-        return Delivered(False, False)
-    stack.used_by(level, delivery.tenant, [delivery.record_key, *delivery.chain])
-    return Delivered(True, stack.delete(level, delivery.obsolete) and complete)
-
-
-def _write(stack: TierStack, level: int, delivery: Delivery, missing: Sequence[bytes]) -> bool:
-    """Write the missing blobs, as far as a tier has them; True if that was all of them."""
-    if not missing:
-        return True
-    if len(missing) == len(delivery.chain) <= WRITE_BATCH:  # these do not evict each other
-        return _write_batch(stack, level, delivery, missing)
-    # The chain is pinned meanwhile, so that the end of a long session never evicts its head.
-    with stack.pinned_in(level, delivery.chain):
-        done = [
-            _write_batch(stack, level, delivery, missing[i : i + WRITE_BATCH])
-            for i in range(0, len(missing), WRITE_BATCH)
-        ]
-    return all(done)
-
-
-def _write_batch(stack: TierStack, level: int, delivery: Delivery, keys: Sequence[bytes]) -> bool:
-    blobs = {key: delivery.fresh[key] for key in keys if key in delivery.fresh}
-    for faster in range(level):
-        rest = [key for key in keys if key not in blobs]
-        found = stack.find(faster, rest) if rest else []
-        blobs |= {key: x for key, x in zip(rest, found, strict=True) if x is not None}
-    items = [(key, blobs[key]) for key in keys if key in blobs]
-    return stack.put(level, items, delivery.tenant) and len(items) == len(keys)
 
 
 class WriteBehind:
@@ -165,14 +85,14 @@ class WriteBehind:
             number = self._num_offered
             full = self._nbytes and self._nbytes + delivery.nbytes > self._max_bytes
             refused = full or self._closed
-            if not refused:
+            if not refused and self._thread is not None:
                 self._waiting.append((number, delivery))
                 self._nbytes += delivery.nbytes
                 self._changed.notify_all()
         if refused:
             self._settle(number, delivery, False)
         elif self._thread is None:
-            self._write_next()
+            self._write(number, delivery)
 
     def take_behind(self) -> set[bytes]:
         """Take the record keys of sessions whose newest save is missing; the caller sends them."""
@@ -224,19 +144,20 @@ class WriteBehind:
         if (found := self._next()) is None:
             return False
         number, delivery = found
-        self._settle(number, delivery, self._is_delivered(delivery))
+        self._write(number, delivery)
         with self._changed:
             self._nbytes -= delivery.nbytes
             self._current = None
             self._changed.notify_all()
         return True
 
-    def _is_delivered(self, delivery: Delivery) -> bool:
+    def _write(self, number: int, delivery: Delivery) -> None:
+        delivery, is_complete = self._with_owed(delivery), False
         try:
-            return deliver(self._stack, self._level, delivery, whole=True).complete
+            is_complete = deliver(self._stack, self._level, delivery, whole=True).complete
         except Exception:  # the outermost frame of this thread: a defect in a tier must not end it
             _log.exception("writing to %s failed", self._stack.name(self._level))
-            return False
+        self._settle(number, delivery, is_complete)
 
     def _next(self) -> tuple[int, Delivery] | None:
         with self._changed:
@@ -245,13 +166,18 @@ class WriteBehind:
                 return None
             number, delivery = self._waiting.popleft()
             self._current = delivery.record_key
+            return number, delivery
+
+    def _with_owed(self, delivery: Delivery) -> Delivery:
+        """Add keys that earlier deliveries of the session should have deleted."""
+        with self._changed:
             owed = self._obsolete.pop(delivery.record_key, ())
         if not owed and not delivery.obsolete:
-            return number, delivery
+            return delivery
         chain = set(delivery.chain)
         # Another session may have taken some over since.
         still = [x for x in self._unused([*owed, *delivery.obsolete]) if x not in chain]
-        return number, replace(delivery, obsolete=still)
+        return replace(delivery, obsolete=still)
 
     def _settle(self, number: int, delivery: Delivery, complete: bool) -> None:
         if not complete:

@@ -358,7 +358,8 @@ class RecencyIndex:
                 evictable.move_to_end(key)
                 order.move_to_end(key)
             elif key in new:
-                self.insert(key, new[key], owner=by)
+                self._last_stamp += 1
+                self._enter(key, RecencyEntry(new[key], self._last_stamp, by))
         if keys and (first := self.entry(keys[0])) is not None:
             self._parts.use(first.owner)
 

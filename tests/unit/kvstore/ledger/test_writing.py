@@ -8,8 +8,9 @@ import pytest
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.chain import RECORD
+from kvstore.ledger.delivery import Delivery, deliver
 from kvstore.ledger.stack import TierStack
-from kvstore.ledger.writing import Delivery, WriteBehind, deliver
+from kvstore.ledger.writing import WriteBehind
 from kvstore.stats import Counters
 from kvstore.tiers.ram_tier import RamTier
 from tests.blob_names import all_named
