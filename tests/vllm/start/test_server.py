@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -112,6 +113,12 @@ def test_bad_input_is_vllms_own_error(served):
     status, _, answer = served.run(served.post(body, session("bad")))
     assert status == 400
     assert "error" in json.loads(answer)
+
+
+def test_vllms_own_sockets_are_in_the_run_folder(served):
+    """So a kill leaves none in /tmp: the next start removes those in the folder."""
+    names = [x.name for x in Path(served.store.disk_path).parent.iterdir() if x.is_socket()]
+    assert [x for x in names if re.fullmatch(r"[0-9a-f-]{36}", x)], names
 
 
 def test_forget_and_stats(served):
