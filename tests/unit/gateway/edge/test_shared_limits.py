@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,12 +14,12 @@ import redis
 from gateway.edge.accounts import ACCOUNTS
 from gateway.edge.key_limits import KeyLimits, KeyShare, give_back, key_share_of
 from gateway.edge.shared_limits import SharedLimits
-from gateway.edge.stock import LEASE_S, Command, Reply, read_number, read_places, read_taken
+from gateway.edge.stock import LEASE_S, Reply, read_number, read_places, read_taken
 from gateway.errors import Refused
 from gateway.keys import Limits, Tenant, Tenants
-from kvstore.errors import TierUnavailable
-from kvstore.tiers.redis_server.link import RedisLink
 from tests.redis_server import RedisServer
+from tests.unit.gateway.edge.conftest import asks
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.redis
 
@@ -32,17 +32,9 @@ class OneGateway:
     """The limits of one gateway, without its HTTP."""
 
     def __init__(self, url: str, limits: Limits) -> None:
-        link = RedisLink(url, 1.0)
-
-        def ask(commands: Sequence[Command]) -> Sequence[Reply]:
-            try:
-                return link.run(commands)
-            except TierUnavailable as error:
-                raise ConnectionError(str(error)) from None
-
         self.sessions: list[str] = []
         self.changes: list[bool] = []
-        self.shared = SharedLimits(ask, lambda name: f"n-{name}", self.changes.append)
+        self.shared = SharedLimits(asks(url), lambda name: f"n-{name}", self.changes.append)
         self.shared.sessions_of = lambda tenant: self.sessions
         self.keys = KeyLimits(limits, shared=self.shared)
         self._tenants = Tenants(b"s" * 16)
@@ -61,12 +53,6 @@ class OneGateway:
             give_back(scope)
         return key_share_of(scope)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < end
-            await asyncio.sleep(0.02)
-
     async def kill(self) -> None:
         """End as a process does that is killed: nothing is given back."""
         self._task.cancel()
@@ -80,7 +66,7 @@ def run(
     async def main() -> None:
         one, two = OneGateway(url, limits), OneGateway(url, limits)
         for each in (one, two):
-            await each.until(lambda each=each: each.changes == [True])
+            await eventually(lambda each=each: each.changes == [True])
         try:
             await work(one, two)
         finally:
@@ -125,7 +111,7 @@ def test_tokens_that_one_used_are_owed_at_the_other(server: RedisServer, client:
     async def work(one: OneGateway, two: OneGateway) -> None:
         (share,) = await burst(1, one)
         share.used_tokens(1500)
-        await one.until(lambda: one.shared._stocks["a1"].slices["tokens"].level >= 0)
+        await eventually(lambda: one.shared._stocks["a1"].slices["tokens"].level >= 0)
         assert await two.try_one() is None
         assert dict(share.headers())["x-ratelimit-remaining-tokens"] == "0"
 
@@ -162,7 +148,7 @@ def test_places_of_a_killed_gateway_are_free_after_their_lease(
         now = seconds * 1000 + micros // 1000
         assert held == b"2" and 0 < int(ends) - now <= LEASE_S * 1000
         client.hset(name, gateway, b"2:%d" % (now - 1))  # the lease is over
-        await two.until(lambda: two.shared._stocks["a1"].may_wait)
+        await eventually(lambda: two.shared._stocks["a1"].may_wait)
         assert await two.try_one() is not None
         assert client.hexists(name, gateway) is False
 
@@ -192,14 +178,14 @@ def test_while_redis_is_away_each_counts_for_itself_and_no_request_waits(
             began = time.monotonic()
             first = await burst(6, one, two)
             assert time.monotonic() - began < 20  # WAIT_S, on a busy machine
-            await one.until(lambda: one.changes[-1] is False)
-            await two.until(lambda: two.changes[-1] is False)
+            await eventually(lambda: one.changes[-1] is False)
+            await eventually(lambda: two.changes[-1] is False)
             shares = first + await burst(20, one, two)
             assert len(shares) == 8  # four places of its own each
         finally:
             own.cont()
-        await one.until(lambda: one.changes[-1] is True)
-        await two.until(lambda: two.changes[-1] is True)
+        await eventually(lambda: one.changes[-1] is True)
+        await eventually(lambda: two.changes[-1] is True)
         await asyncio.sleep(1.2)  # two rounds: both have reported their running requests
         for share in shares[:4]:
             share.leave()
@@ -236,9 +222,9 @@ def test_sessions_of_all_gateways_count(server: RedisServer, client: redis.Redis
 def test_answers_that_cannot_be_right_make_a_gateway_count_for_itself(script: str):
     async def main(url: str) -> None:
         one = OneGateway(url, Limits(4, concurrent_requests=2))
-        await one.until(lambda: bool(one.changes))
+        await eventually(lambda: bool(one.changes))
         assert len(await burst(2, one)) == 2
-        await one.until(lambda: one.changes[-1] is False)
+        await eventually(lambda: one.changes[-1] is False)
         assert one.keys.of(ALICE).requests_per_minute == 4
         assert await one.try_one() is None  # by its own count
         await one.kill()

@@ -17,16 +17,15 @@ from engines.base import EngineUnavailable, TenantLimits, TierName
 from engines.wire import TenantUses, Welcome
 from gateway.edge.byte_shares import Entry, LocalShares, Share, ask_share, divide, read_share
 from gateway.edge.shared_limits import SharedLimits
-from gateway.edge.stock import Command, Reply
+from gateway.edge.stock import Reply
 from gateway.edge.tier_bytes import IDLE_S, TICK_S, TierBytes, Used
 from gateway.keys import Limits, Tenants
-from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
-from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.redis_server import RedisServer
+from tests.unit.gateway.edge.conftest import asks
 from tests.unit.gateway.in_process import WELCOME
 
 BLOBS, BLOB = 4, 3 << 10
@@ -83,18 +82,6 @@ class TierOfEngine:
     @property
     def held(self) -> int:
         return self.tier.stats().nbytes
-
-
-def asks(url: str) -> Callable[[Sequence[Command]], Sequence[Reply]]:
-    link = RedisLink(url, 2.0)
-
-    def ask(commands: Sequence[Command]) -> Sequence[Reply]:
-        try:
-            return link.run(commands)
-        except TierUnavailable as error:
-            raise ConnectionError(str(error)) from None
-
-    return ask
 
 
 class OneGateway:
