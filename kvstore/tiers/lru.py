@@ -145,7 +145,7 @@ class RecencyIndex:
                         self._missed[owner] += victim[1].nbytes
                         evicted.append(victim)
                 new += nbytes
-                if not is_ample:
+                if self._evictable_bytes + self._pinned_bytes + new > self.capacity_bytes:
                     evicted.extend(self._make_room(new, owner, own))
                 added[key] = nbytes
         self._make_recent(list(sizes), added, owner)
@@ -237,8 +237,6 @@ class RecencyIndex:
         self, nbytes: int, owner: str = "", own: int = 0
     ) -> Iterator[tuple[bytes, RecencyEntry]]:
         """Evict the least recent keys until ``nbytes`` more would fit; yield each."""
-        if self.nbytes + nbytes <= self.capacity_bytes:
-            return
         gives = self._parts.givers(owner, nbytes, own)
         while self._evictable and self.nbytes + nbytes > self.capacity_bytes:
             key = self._next_victim(gives, owner, own)

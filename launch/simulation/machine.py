@@ -185,7 +185,9 @@ class SimulatedEngine:
         """Take a session into live KV, where it stays while it is answered."""
         self._hot.pin([session.id.encode()])
 
-    def save(self, session: SessionRef, tokens: int) -> dict[TierName, int]:
+    def save(
+        self, session: SessionRef, tokens: int, *, is_new: bool = False
+    ) -> dict[TierName, int]:
         """End a turn: the session is hot, and packed; returns the bytes that each tier got."""
         key = session.id.encode()
         self._hot.unpin([key])
@@ -198,13 +200,13 @@ class SimulatedEngine:
             gone += [x for x, _ in self._hot.evict(above, ())]
         for name in gone:
             self._held.pop(name, None)
-        return self._commit(session, tokens)
+        return self._commit(session, tokens, is_new)
 
-    def _commit(self, session: SessionRef, tokens: int) -> dict[TierName, int]:
+    def _commit(self, session: SessionRef, tokens: int, is_new: bool) -> dict[TierName, int]:
         ledger, kind = self._ledger, self._kind
         if not len(ledger.stack):
             return {}
-        before = ledger.find_anywhere(session)
+        before = None if is_new else ledger.find_anywhere(session)
         record = SpanRecord(
             tenant=session.tenant, id=session.id, last_used_s=self._clock(), stored_tokens=tokens
         )

@@ -216,7 +216,7 @@ class Simulation:
                 return
             running.remove(turn)
             user.tokens += habits.turn_tokens
-            written = engine.save(user.session, user.tokens)
+            written = engine.save(user.session, user.tokens, is_new=not user.is_stored)
             new = habits.turn_tokens / user.tokens if not user.num_done else 1.0
             self.link.write(self._now_s, int(written.get("redis", 0) * new))
             user.turn, user.num_done = user.turn + 1, user.num_done + 1

@@ -86,7 +86,8 @@ class SizedTier(IndexedTier):
 
     def _follow(self, update: IndexUpdate, blobs: dict[bytes, Blob]) -> None:
         for key, _ in update.evicted:
-            self._records.pop(key, None)
+            if key[:1] == RECORD:
+                del self._records[key]
         self._num_evictions += len(update.evicted)
         for key in update.added:
             if key[:1] == RECORD:
