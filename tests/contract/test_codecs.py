@@ -43,7 +43,7 @@ COSINES = {
     "kivi": 0.8,
     "gear": 0.85,
     "ratequant": 0.95,
-    "kvquant": 0.95,
+    "kvquant": 0.9,
 }
 
 
