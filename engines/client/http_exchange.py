@@ -93,14 +93,13 @@ class NextLife:
         """True once the engine of then has ended."""
         return self._engine() is not self._then
 
-    async def ready(self, *, broke: bool = False) -> bool:
-        """Wait until the engine has ended and one is there again; False if not in time.
+    @property
+    def another_is_there(self) -> bool:
+        """True if one can be asked beside the engine of then."""
+        return self._beside and self._there()
 
-        ``broke``: the connection to the engine broke, so no answer can come from it any more. One
-        that is ``there`` beside it can then be asked at once.
-        """
-        if broke and self._beside and self._there():
-            return True
+    async def ready(self) -> bool:
+        """Wait until the engine has ended and one is there again; False if not in time."""
         loop = asyncio.get_running_loop()
         noticed, end = loop.time() + NOTICED_S, loop.time() + self._wait_s
         while loop.time() < end and not self._no_hope():

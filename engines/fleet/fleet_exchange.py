@@ -75,19 +75,22 @@ class FleetExchange:
 
     async def _ask(self, body: bytes, but: Welcome | None) -> None:
         """Ask a replica that takes connections; not the one of the life ``but``."""
-        unreached: EngineUnreached | None = None
-        for _ in range(MAX_UNREACHED):
+        unreached: dict[Replica, EngineUnreached] = {}
+        while len(unreached) < MAX_UNREACHED:
             replica = self._choose(but)
-            but = replica.engine.welcome
-            self._asked = replica, but, self._next_life(replica)
+            if replica in unreached:
+                break  # there is no other
+            self._asked = replica, replica.engine.welcome, self._next_life(replica)
             try:
                 await self._enter(replica, body)
                 return
             except EngineUnreached as error:
                 replica.avoid()
-                unreached = error
-        assert unreached is not None
-        raise unreached
+                unreached[replica] = error
+            except EngineUnavailable as error:
+                self._broke(error)
+                raise
+        raise next(reversed(unreached.values()))
 
     async def _enter(self, replica: Replica, body: bytes) -> None:
         replica.num_running += 1
@@ -115,7 +118,15 @@ class FleetExchange:
         if body is None or self._asked is None:
             return False
         _, life, next_life = self._asked
-        if not await next_life.ready(broke=broke):
+        if broke and next_life.another_is_there:
+            log.warning("a connection to a replica broke; another one is asked")
+            await self._stack.aclose()
+            try:
+                await self._ask(body, life)
+                return True
+            except EngineUnreached:
+                pass  # it may have ended as well: one of them will be there again
+        if not await next_life.ready():
             return False
         log.warning("a replica ended with a request; another one is asked")
         await self._stack.aclose()

@@ -284,6 +284,46 @@ async def test_a_client_whose_stream_broke_is_sent_elsewhere_when_it_asks_again(
         assert first.num_turns == 1
 
 
+async def test_replicas_that_end_together_are_waited_for():
+    """One breaks its connection and the other takes none, before the loss of either is noticed."""
+    async with Rig(2) as rig:
+        one = rig.engines[rig.name(ref(1))]
+        (other,) = (x for x in rig.engines.values() if x is not one)
+        one.fails_with, other.takes_no_connection = EngineUnavailable("it broke"), True
+        turn = asyncio.create_task(rig.turn(ref(1)))
+        await rig.settle()
+        one.die()
+        other.die()
+        await rig.settle()
+        assert not turn.done() and one.num_turns == 1
+        one.fails_with, other.takes_no_connection = None, False
+        one.begin()
+        other.begin()
+        assert await turn == b"{}"
+
+
+async def test_a_replica_that_broke_a_connection_is_not_asked_again_for_want_of_others():
+    async with Rig(2) as rig:
+        one = rig.engines[rig.name(ref(1))]
+        (other,) = (x for x in rig.engines.values() if x is not one)
+        one.fails_with, other.takes_no_connection = EngineUnavailable("it broke"), True
+        with pytest.raises(EngineUnavailable):
+            await rig.turn(ref(1), 0.1)
+        assert one.num_turns == 1
+
+
+async def test_a_second_replica_that_breaks_its_connection_is_avoided_too():
+    async with Rig() as rig:
+        first = rig.name(ref(1))
+        rig.engines[first].fails_with = EngineUnavailable("it broke")
+        second = rig.fleet.choose(ref(1), rig.engines[first].welcome).name
+        rig.engines[second].fails_with = EngineUnavailable("it broke")
+        with pytest.raises(EngineUnavailable):
+            await rig.turn(ref(1), 0.1)
+        (third,) = rig.engines.keys() - {first, second}
+        assert {rig.name(ref(i)) for i in range(20)} == {third}
+
+
 async def test_a_replica_that_is_only_silent_is_waited_for():
     async with Rig() as rig:
         name = rig.name(ref(1))
