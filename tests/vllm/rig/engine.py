@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,7 +79,9 @@ class RealEngine:
         os.environ["PYTHONPATH"] = str(ROOT)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # vLLM's sockets go with the folder
+        # Of vLLM's own sockets; a test's folder can have too long a path for them.
+        self._sockets = tempfile.mkdtemp(prefix="thermocline-rig-")
+        os.environ["VLLM_RPC_BASE_PATH"] = self._sockets
         folder.chmod(0o700)
         self.settings = PluginSettings(
             store=store, runtime_dir=str(folder), disk_path=str(folder / "disk"), token=TOKEN
@@ -101,6 +105,7 @@ class RealEngine:
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
+        shutil.rmtree(self._sockets, ignore_errors=True)
 
     def ask(
         self,
