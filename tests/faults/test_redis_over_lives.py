@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from kvstore.tenant_bytes import NO_LIMITS
-from kvstore.tiers.redis_server.book import FILE_NAME, Book, WriterName
+from kvstore.tiers.redis_server.book import BATCH, FILE_NAME, Book, WriterName
 from kvstore.tiers.redis_server.fragments import manifest_name, new_manifest, parse_manifest
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
@@ -112,6 +112,43 @@ def test_none_is_evicted_before_the_pins_of_earlier_lives_are_known(
     assert held == [first, *list(FEW)[-2:]]
     assert tier.stats().nbytes <= tier.stats().capacity_bytes
     assert tier.limit_tenants(NO_LIMITS) == {}
+    tier.close()
+
+
+def test_those_that_are_used_before_they_are_counted_stay(server: RedisServer, tmp_path: Path):
+    tier = left_before(server, tmp_path)
+    first, second, third, *_ = FEW
+    tier.touch([first, second])  # the list of earlier lives is not read yet
+    tier.count_earlier_lives()
+    until(lambda: tier.written(b"c") is not None, what="listed")
+    tier.touch([third])
+    tier.pins_known()
+    until(lambda: tier.knows_earlier_lives, what="counted")
+    held = [key for key, yes in zip(FEW, tier.contains_many(list(FEW)), strict=True) if yes]
+    assert held == [first, second, third]
+    cost = tier.stats().nbytes // 3
+    tier.close()
+    tier = next_life(server, tmp_path, 2 * cost)  # also the list on the server has their order
+    assert tier.contains_many([first, second, third]) == [True, False, True]
+    tier.close()
+
+
+def test_those_used_early_keep_their_order_over_many_batches(server: RedisServer, tmp_path: Path):
+    many = blobs(2 * BATCH + 100, 100)
+    tier = next_life(server, tmp_path)
+    tier.put_many(list(reversed(many.items())))  # the end of the chain is the most recent now
+    cost = tier.stats().nbytes // len(many)
+    tier.close()
+    tier = RedisTier(server.url, len(many) * cost, deadline_s=10.0, writer=WriterName(tmp_path))
+    chain = list(many)
+    tier.touch(chain)
+    assert tier.replace(chain[-1], many[chain[-1]])  # used after the chain
+    tier.pins_known()
+    tier.count_earlier_lives()
+    until(lambda: tier.knows_earlier_lives, what="counted")
+    assert tier.put_many([(b"new", bytes(100 * cost))]) == 1
+    there = tier.contains_many(chain)
+    assert there == sorted(there[:-1], reverse=True) + [True] and not there[-2]
     tier.close()
 
 

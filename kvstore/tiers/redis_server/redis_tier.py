@@ -44,6 +44,7 @@ from kvstore.tiers.redis_server.book import (
     Written,
     last_writes,
 )
+from kvstore.tiers.redis_server.early_uses import EarlyUses
 from kvstore.tiers.redis_server.fragments import BlobManifest, nbytes_on_server
 from kvstore.tiers.redis_server.link import RedisLink
 
@@ -92,6 +93,7 @@ class RedisTier(IndexedTier):
         self._num_evictions = 0
         self._said: dict[bytes, str] = {}  # owners of blobs that are not entered yet
         self._entering = self._book is not None  # until all blobs of earlier lives are entered
+        self._early = EarlyUses(self._entering)
         self._earlier: EarlierLives | None = None
         if self._book is not None:
             self._earlier = EarlierLives(self._book, self._enter_earlier, self._end_entering)
@@ -167,6 +169,7 @@ class RedisTier(IndexedTier):
                     for key, blob in blobs.items()
                     if not there[key] or key in self._index
                 }
+                self._early.note(blobs)
                 update = self._index.add(sizes, owner)
             written = self._write(update, blobs)
             gone = {key for key, _ in update.evicted}
@@ -180,6 +183,7 @@ class RedisTier(IndexedTier):
             if instead_of and not self._known([before]):
                 return False
             with self._lock:
+                self._early.note(blobs)
                 old = self._index.remove(before)
                 update = self._index.add({key: self._cost(len(blobs[key]))}, owner)
                 if not update.added and old is not None:
@@ -316,6 +320,7 @@ class RedisTier(IndexedTier):
                         cost = self._cost(manifest.length)
                         self._index.insert_oldest(key, cost, self._said.pop(key, ""))
                         self._manifests[key] = manifest
+                self._index.touch(self._early.among(seen))
                 evicted = self._index.shrink()
             self._write(IndexUpdate([], evicted), {})
 
@@ -325,7 +330,9 @@ class RedisTier(IndexedTier):
         return known | last_writes(unknown, self._server.exist, self._server.manifests)
 
     def _end_entering(self) -> None:
+        self.touch(self._early.all())  # the order among batches, and in the book
         with self._lock:
+            self._early.end()
             self._entering = False
             self._said = {}
 
@@ -366,6 +373,7 @@ class RedisTier(IndexedTier):
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just used, here and, as far as it answers, on the server."""
         with self._lock:
+            self._early.note(keys)
             self._index.touch(keys)
             manifests = {
                 key: self._manifests[key] for key in reversed(keys) if key in self._manifests
