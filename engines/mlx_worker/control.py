@@ -41,7 +41,7 @@ from kvstore.tiers.base import TierStats
 
 logger = logging.getLogger(__name__)
 _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
-# How long a list waits for the sessions that are on Redis: two looks of the ledger.
+# How long a list waits for the sessions that are on Redis.
 KNOWN_S: Final = 7.0
 # How long a demote waits for a save that is on its way.
 SAVE_WAIT_S: Final = 30.0

@@ -33,6 +33,8 @@ from kvstore.workers import Periodic, Workers
 
 LOAD_BATCH: Final = 32  # records that are read at once
 MOST_LOADS: Final = 20  # rounds in which a tier has records, but none that can be read
+FIRST_LOOKS_S: Final = 0.1  # between looks at the start, until a shared tier says what it has
+STARTS_S: Final = 7.0  # so long at most
 LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the second one
 HOUSEKEEPING_EVERY: Final = 5  # looks
 
@@ -93,8 +95,8 @@ class Ledger(Generic[R]):
         self._say_whose_blobs(self.index.all())
         # Levels with records of earlier lives, and the keys still to be read; None: unknown yet.
         self._to_load: dict[int, list[bytes] | None] = dict.fromkeys(self.stack.shared)
-        self._all_known = threading.Event()
-        self._note_whether_all_known()
+        self._has_looked = threading.Event()
+        self.index.is_whole = not self._to_load
         self._vain_loads: Counter[int] = Counter()  # by level
         self._closing = threading.Event()
         self.pins = Pins(self.stack, config.pinned_share, config.tenant_pinned_share)
@@ -136,7 +138,7 @@ class Ledger(Generic[R]):
         """Write slower tiers on their own threads from now on, and start upkeep. Call once."""
         for tier in self._slower:
             tier.start()
-        self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
+        self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep", at_once=True)
 
     def _load_earlier(self) -> None:
         """Take in sessions of earlier lives that only a shared tier has, once it knows them.
@@ -195,17 +197,24 @@ class Ledger(Generic[R]):
             self._to_load[level] = later + keys
         else:
             del self._to_load[level]
-            self._note_whether_all_known()
+            self.index.is_whole = not self._to_load
         return found
 
-    def _note_whether_all_known(self) -> None:
-        self.index.is_whole = not self._to_load
-        if self.index.is_whole:
-            self._all_known.set()
+    def _look_at_start(self) -> None:
+        """Load sessions of earlier lives as soon as the shared tier says which it has."""
+        end = self.monotonic() + STARTS_S
+        while True:
+            self._load_earlier()
+            if None not in self._to_load.values() or self.monotonic() > end:
+                break
+            if self._closing.wait(FIRST_LOOKS_S):
+                break
+        self._has_looked.set()
 
-    def wait_until_known(self, timeout_s: float) -> bool:
-        """Wait until sessions of earlier lives are known; False if they are not in time."""
-        return self._all_known.wait(timeout_s)
+    def wait_until_known(self, timeout_s: float) -> None:
+        """Wait for sessions of earlier lives, as long as they are looked for at the start."""
+        if self._to_load:
+            self._has_looked.wait(timeout_s)
 
     def _follow_pin(self, key: bytes) -> None:
         with self.claims.claim(key):
@@ -228,6 +237,9 @@ class Ledger(Generic[R]):
                 self.stack.own_in(level, tenant, its_keys, idle_s[tenant])
 
     def _keep_house(self) -> None:
+        if not self._has_looked.is_set():
+            self._look_at_start()
+            return
         self._load_earlier()
         if next(self._rounds) % HOUSEKEEPING_EVERY:
             self.notices.look()
@@ -322,7 +334,7 @@ class Ledger(Generic[R]):
     def close(self) -> None:
         """Stop all threads and close the tiers; waiting work is dropped. Call once."""
         self._closing.set()
-        self._all_known.set()  # none will be found any more
+        self._has_looked.set()  # none will be found any more
         self.company.close()
         self.repacker.close()
         if self._housekeeping is not None:

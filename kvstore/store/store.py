@@ -57,8 +57,8 @@ class Store(ABC, Generic[R]):
     def records(self, wait_s: float = 0.0) -> list[R]:
         """All known sessions of this model, in codecs known here, that a tier still has.
 
-        After a start the sessions that only Redis has are not known yet: waits for them, at most
-        ``wait_s`` seconds.
+        After a start the sessions that only Redis has are not known yet: waits while they are
+        looked for, at most ``wait_s`` seconds.
         """
         self.ledger.wait_until_known(wait_s)
         return [] if self._closed else self.ledger.upkeep.resting_here()

@@ -184,7 +184,9 @@ def _sums(packed: Any, groups: Any, threes: Any, levels: Any, weights: Any, out:
 _NUMBERS = array_of(types.int64, 2)
 _READ = types.Array(types.uint8, 2, "C", readonly=True)
 _ROWS = types.Array(types.uint8, 3, "C", readonly=True)
-_GIVEN = (_ROWS, _NUMBERS, _NUMBERS, array_of(types.float32, 1), array_of(types.float32, 3))
+_LEVELS = types.Array(types.float32, 1, "C", readonly=True)
+_FLOATS = types.Array(types.float32, 3, "C", readonly=True)
+_GIVEN = (_ROWS, _NUMBERS, _NUMBERS, _LEVELS, _FLOATS)
 
 unpack_digits = compiled(
     types.void, _unpack_digits, _READ, _NUMBERS, _NUMBERS, array_of(types.uint8, 2)

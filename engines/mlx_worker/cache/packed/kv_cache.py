@@ -184,7 +184,7 @@ class BatchPackedKVCache:
             if first < last:
                 cache.append(keys[i : i + 1, :, first:last], values[i : i + 1, :, first:last])
         self._width += num_new
-        self.is_waiting = num_new == 1 and all(cache.attends for cache in self.caches)
+        self.is_waiting = num_new == 1 and any(cache.attends for cache in self.caches)
         if self.is_waiting:
             return keys, values
         return self.fetched(keys.dtype)
@@ -197,8 +197,19 @@ class BatchPackedKVCache:
     def attended(self, queries: mx.array, scale: float) -> mx.array:
         """Attend to each session's rows; ``queries`` are (sessions, num_heads, 1, head_dim)."""
         self.is_waiting = False
-        sides = [cache.sides for cache in self.caches]
-        return attend(self.caches[0].packers, sides, queries, scale)
+        packed = [i for i, cache in enumerate(self.caches) if cache.attends]
+        sides = [self.caches[i].sides for i in packed]
+        if len(packed) == len(self.caches):
+            return attend(self.caches[0].packers, sides, queries, scale)
+        found = attend(self.caches[0].packers, sides, queries[mx.array(packed)], scale)
+        rows = dict(zip(packed, mx.split(found, len(packed)), strict=True))
+        for i, cache in enumerate(self.caches):
+            if i not in rows:  # it keeps rows that cannot be packed
+                keys, values = cache.fetched(queries.dtype)
+                rows[i] = mx.fast.scaled_dot_product_attention(
+                    queries[i : i + 1], keys, values, scale=scale
+                )
+        return mx.concatenate([rows[i] for i in range(len(self.caches))])
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
         left = mx.array(self._left)

@@ -100,6 +100,24 @@ def test_a_batch_of_several_lengths_is_answered_as_each_alone():
     assert spread(mx.stack(each), together) < 1e-5
 
 
+def test_a_session_with_rows_that_cannot_be_packed_does_not_keep_others_from_attending():
+    live = live_model()
+    alone = [fed(live, length, seed) for seed, length in enumerate((300, 280, 150))]
+    for cache in alone[1]:
+        shape = (1, cache.sides[0].recent.shape[1], 64, cache.packers[0].kind.dim)
+        cache.append(mx.full(shape, 1e-9), mx.full(shape, 1e-9))  # no scale for rows so small
+        cache.append(mx.random.normal(shape), mx.random.normal(shape))
+        mx.eval(cache.state)
+        cache.pack_old()
+        assert cache.sides[0].num_kept
+    batch = [caches[0].merge(caches) for caches in (list(x) for x in zip(*alone, strict=True))]
+    with attending(live.model):
+        assert [cache.attends for cache in batch[0].caches] == [True, False, True]
+        together = step(live, [5, 6, 7], batch)
+        each = [step(live, [5 + i], caches)[0] for i, caches in enumerate(alone)]
+    assert spread(mx.stack(each), together) < 1e-5
+
+
 def test_steps_pack_and_attend_as_steps_that_restore():
     """Eighty steps, some of which pack: the bytes that are packed differ by rounding only."""
     live = live_model()
