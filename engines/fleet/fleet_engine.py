@@ -53,8 +53,6 @@ T = TypeVar("T")
 MOVES_AT: Final = 4
 MOVES_AT_ALONE: Final = 16
 LEAST_WAIT_S: Final = 0.5  # for the control connection of a replica that ended to be lost, too
-MAX_OWED: Final = 10_000  # deletions that a replica that is away is still to do
-MAX_OWED_OF_TENANT: Final = MAX_OWED // 4  # of these
 FOLLOW_AGAIN_S: Final = 1.0
 FIGURES_S: Final = 2.0  # sums are made without a replica that is silent for longer
 
@@ -97,6 +95,8 @@ class FleetEngine:
         """Note that a replica has taken a request, and let go of the copy at its former home."""
         home = self._choice.home(session)
         self._homes.served(session, replica.name)
+        for one in self._replicas:  # it has begun again: what was deleted is not this one
+            one.owed.discard(session)
         if home is None or home is replica:
             return
         why = "load" if home.takes else "away"
@@ -169,6 +169,7 @@ class FleetEngine:
     async def add(self, name: str, engine: Engine) -> Replica:
         """Take on a replica while the fleet runs. It is chosen once it is ready."""
         replica = Replica(name, engine, self._clock)
+        replica.is_new = True
         self._replicas.append(replica)
         self._choice.renew(self._replicas)
         await engine.start()
@@ -274,20 +275,21 @@ class FleetEngine:
     async def forget(self, session: SessionRef) -> SessionReport | None:
         """See ``engines.base.Engine``. Replicas that are away forget it when they are back."""
         there = self._there()
-        for replica in self._replicas:
-            self._owe(replica, session)
+        self._owe(session)
         self._choice.forget(session)
         reports = await asyncio.gather(*(self._pay(x, session) for x in there))
         return next((x for x in reports if x is not None), None)
 
-    def _owe(self, replica: Replica, session: SessionRef) -> None:
-        of_tenant = sum(tenant == session.tenant for tenant, _ in replica.owed)
-        is_full = len(replica.owed) >= MAX_OWED or of_tenant >= MAX_OWED_OF_TENANT
-        if is_full and not replica.takes:
+    def _owe(self, session: SessionRef) -> None:
+        away = [x for x in self._replicas if not (x.takes or x.owed.has_room(session.tenant))]
+        if full := next((x for x in away if not x.is_new), None):
             raise EngineUnavailable(
-                f"replica {replica.name} is away, and too many sessions are to be deleted there"
+                f"replica {full.name} is away, and too many sessions are to be deleted there"
             )
-        replica.owed[session.tenant, session.id] = session
+        for replica in away:
+            replica.owed.make_room(session.tenant)
+        for replica in self._replicas:
+            replica.owed.add(session)
 
     async def _pay(self, replica: Replica, session: SessionRef) -> SessionReport | None:
         try:
@@ -296,7 +298,7 @@ class FleetEngine:
             if replica.takes:
                 raise
             return None  # it has just ended, and owes it
-        replica.owed.pop((session.tenant, session.id), None)
+        replica.owed.discard(session)
         return report
 
     async def sessions(self) -> list[SessionReport]:
@@ -361,14 +363,16 @@ class FleetEngine:
         others = [x.engine.welcome for x in self._replicas if x is not replica and x.takes]
         welcome, other = replica.engine.welcome, next(iter(others), None)
         if welcome is not None:
+            replica.is_new = False
             was, replica.differs = replica.differs, ""
             if other is not None:
                 replica.differs = difference(other, welcome)
             if replica.differs and replica.differs != was:
                 log.error("replica %s is not used: %s", replica.name, replica.differs)
-        for session in list(replica.owed.values()):
-            with suppress(EngineError):
-                await self._pay(replica, session)
+        for session in replica.owed:
+            if (session.tenant, session.id) in replica.owed:  # it has not begun again meanwhile
+                with suppress(EngineError):
+                    await self._pay(replica, session)
         joined = self._joined()
         if other is None or joined != self._welcome:  # else what is known of the others holds
             self._welcome = joined

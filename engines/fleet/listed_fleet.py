@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
-from engines.base import SAVE_S, Engine, EngineError, SessionRef, SessionReport
-from engines.fleet.fleet_engine import MAX_OWED, MAX_OWED_OF_TENANT, MOVES_AT, FleetEngine
+from engines.base import SAVE_S, Engine, EngineError, SessionRef
+from engines.fleet.deletions import Deletions
+from engines.fleet.fleet_engine import MOVES_AT, FleetEngine
 from engines.fleet.homes import Homes
 from engines.fleet.replica import Replica
 from engines.fleet.replica_list import ListedReplica
@@ -52,8 +52,7 @@ class ListedFleet(FleetEngine):
         self._watching: asyncio.Task[None] | None = None
         self._list_trouble = "the list of replicas has not been read yet"
         self._gone_until = float("-inf")  # a gone replica's disk may come back
-        # Deletions, the oldest first, and until when a disk that comes back may lack them.
-        self._deleted: dict[tuple[str, str], tuple[SessionRef, float]] = {}
+        self._deleted = Deletions()  # for as long as a disk that comes back may lack them
 
     @property
     def trouble(self) -> str:
@@ -109,35 +108,31 @@ class ListedFleet(FleetEngine):
 
     async def _take_on(self, one: ListedReplica) -> None:
         replica = await self.add(one.name, self._make(one))
-        now = self._clock()
-        replica.owed |= {key: x for key, (x, until) in self._deleted.items() if until > now}
+        self._deleted.expire(self._clock())
+        for session in self._deleted:
+            if (session.tenant, session.id) not in replica.owed:
+                replica.owed.add(session)
 
     async def _let_go(self, name: str) -> None:
         log.info("replica %s is gone", name)
         replica = await self.remove(name)
         self._gone_until = self._clock() + GONE_S
-        self._keep(replica.owed.values())
+        self._keep(replica.owed)
 
-    async def forget(self, session: SessionRef) -> SessionReport | None:
-        report = await super().forget(session)
+    def _owe(self, session: SessionRef) -> None:
+        super()._owe(session)
         if self._clock() < self._gone_until:
             self._keep([session])
-        return report
 
     def _served(self, session: SessionRef, replica: Replica) -> None:
         super()._served(session, replica)
-        self._deleted.pop((session.tenant, session.id), None)
+        self._deleted.discard(session)
 
     def _keep(self, deleted: Iterable[SessionRef]) -> None:
         """Keep deletions for replicas that come later; the oldest are dropped first."""
         now = self._clock()
+        self._deleted.expire(now)
         for session in deleted:
-            key = session.tenant, session.id
-            self._deleted.pop(key, None)
-            self._deleted[key] = session, now + GONE_S
-        of_tenant = Counter(tenant for tenant, _ in self._deleted)
-        for key, (_, until) in list(self._deleted.items()):
-            too_many = of_tenant[key[0]] > MAX_OWED_OF_TENANT or len(self._deleted) > MAX_OWED
-            if too_many or until <= now:
-                del self._deleted[key]
-                of_tenant[key[0]] -= 1
+            self._deleted.discard(session)
+            self._deleted.make_room(session.tenant)
+            self._deleted.add(session, now + GONE_S)

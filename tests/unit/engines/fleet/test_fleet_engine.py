@@ -20,7 +20,8 @@ from engines.base import (
     Upstream,
 )
 from engines.fleet.choice import Ring
-from engines.fleet.fleet_engine import MAX_OWED_OF_TENANT, FleetEngine
+from engines.fleet.deletions import MAX_OWED_OF_TENANT
+from engines.fleet.fleet_engine import FleetEngine
 from engines.fleet.homes import LastHomes
 from engines.http import payer_headers, session_headers
 from engines.wire import EngineReport, Notice, SessionReport, TierReport, absent

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 from engines.base import EngineUnavailable, EngineUnreached, SessionRef
-from engines.fleet.fleet_engine import MAX_OWED_OF_TENANT
+from engines.fleet.deletions import MAX_OWED_OF_TENANT
 from engines.fleet.homes import LastHomes
 from engines.fleet.listed_fleet import GONE_S, ListedFleet
 from engines.fleet.replica_list import (
@@ -17,9 +18,32 @@ from engines.fleet.replica_list import (
     list_token,
     read_listing,
 )
+from engines.wire import SessionReport
 from tests.unit.engines.fleet.test_fleet_engine import Engine, ref
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)
+
+
+class Gated(Engine):
+    """A replica that deletes nothing until it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.num_waiting = 0
+
+    async def forget(self, session: SessionRef) -> SessionReport | None:
+        self.num_waiting += 1
+        await self.gate.wait()
+        return await super().forget(session)
+
+
+class Starting(Engine):
+    """A replica that is not ready when it is taken on."""
+
+    async def start(self) -> None:
+        pass
 
 
 def listed(name: str, *, leaving: bool = False) -> ListedReplica:
@@ -50,7 +74,7 @@ class Rig:
         await self.fleet.look()
 
     def owed(self) -> dict[str, set[str]]:
-        return {x.name: {id for _, id in x.owed} for x in self.fleet._replicas}
+        return {x.name: {y.id for y in x.owed} for x in self.fleet._replicas}
 
     def home(self, number: int) -> str:
         return self.fleet.choose(ref(number)).name
@@ -142,6 +166,74 @@ async def test_of_one_tenant_the_oldest_deletions_are_dropped():
     kept = {f"s{i}" for i in range(2, MAX_OWED_OF_TENANT + 2)}
     assert rig.owed()["3"] == {"s", *kept}
     await rig.fleet.forget(ref(0))  # the new one is there: no number of deletions is too many
+
+
+async def test_a_session_that_begins_again_is_not_deleted_for_a_replica_that_is_away():
+    """To delete it at the next replica would delete the copy that all share."""
+    rig = Rig()
+    await rig.see(listed("1"), listed("2"))
+    rig.engines["1"].die()
+    await rig.fleet.forget(ref(7))
+    await rig.fleet.forget(ref(8))
+    rig.fleet._served(ref(7), rig.fleet.choose(ref(7)))
+    await rig.see(listed("2"))
+    await rig.see(listed("2"), listed("3"))
+    assert rig.owed() == {"2": set(), "3": {"s8"}}
+
+
+async def test_a_session_that_begins_again_while_others_are_deleted_stays():
+    rig = Rig()
+    await rig.see(listed("1"), listed("2"))
+    rig.engines["1"].die()
+    await rig.see(listed("2"))
+    for number in range(5):
+        await rig.fleet.forget(ref(number))
+    new = rig.engines["3"] = Gated()
+    rig.make = rig.fleet._make = lambda _: new
+    await rig.see(listed("2"), listed("3"))
+    await eventually(lambda: new.num_waiting)
+    rig.fleet._served(ref(4), rig.fleet.choose(ref(4)))
+    new.gate.set()
+    await eventually(lambda: not rig.owed()["3"])
+    assert new.forgotten == ["s0", "s1", "s2", "s3"]
+
+
+async def test_a_session_that_begins_again_while_it_is_deleted_is_not_kept_as_deleted():
+    rig = Rig()
+    two = rig.engines["2"] = Gated()
+    rig.fleet._make = lambda x: two if x.name == "2" else rig.make(x)
+    await rig.see(listed("1"), listed("2"))
+    rig.engines["1"].die()
+    await rig.see(listed("2"))
+    deleting = asyncio.create_task(rig.fleet.forget(ref(7)))
+    await eventually(lambda: two.num_waiting)
+    rig.fleet._served(ref(7), rig.fleet.choose(ref(7)))
+    two.gate.set()
+    await deleting
+    await rig.see(listed("2"), listed("3"))
+    assert rig.owed()["3"] == set()
+
+
+async def test_a_new_replica_that_is_not_ready_refuses_no_deletions():
+    rig = Rig()
+    await rig.see(listed("1"), listed("2"))
+    rig.engines["1"].die()
+    await rig.see(listed("2"))
+    for number in range(MAX_OWED_OF_TENANT):
+        await rig.fleet.forget(ref(number))
+    new = rig.engines["3"] = Starting()
+    rig.fleet._make = lambda _: new
+    await rig.see(listed("2"), listed("3"))
+    await rig.fleet.forget(ref(MAX_OWED_OF_TENANT))
+    assert rig.owed()["3"] == {f"s{i}" for i in range(1, MAX_OWED_OF_TENANT + 1)}
+    new.begin()
+    await eventually(lambda: not rig.owed()["3"])
+    new.die()
+    for number in range(MAX_OWED_OF_TENANT):
+        await rig.fleet.forget(ref(number))
+    with pytest.raises(EngineUnavailable, match="replica 3 is away"):
+        await rig.fleet.forget(ref(MAX_OWED_OF_TENANT))
+    assert f"s{MAX_OWED_OF_TENANT}" not in rig.owed()["2"]  # it is not half deleted
 
 
 async def test_counters_of_a_replica_that_is_gone_are_kept():
