@@ -33,8 +33,7 @@ from kvstore.workers import Periodic, Workers
 
 LOAD_BATCH: Final = 32  # records that are read at once
 MOST_LOADS: Final = 20  # rounds in which a tier has records, but none that can be read
-FIRST_LOOKS_S: Final = 0.1  # between looks at the start, until a shared tier says what it has
-STARTS_S: Final = 7.0  # so long at most
+FIRST_LOOKS: Final = 2  # after so many a shared tier that does not answer is away
 LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the second one
 HOUSEKEEPING_EVERY: Final = 5  # looks
 
@@ -138,7 +137,7 @@ class Ledger(Generic[R]):
         """Write slower tiers on their own threads from now on, and start upkeep. Call once."""
         for tier in self._slower:
             tier.start()
-        self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep", at_once=True)
+        self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
 
     def _load_earlier(self) -> None:
         """Take in sessions of earlier lives that only a shared tier has, once it knows them.
@@ -200,19 +199,8 @@ class Ledger(Generic[R]):
             self.index.is_whole = not self._to_load
         return found
 
-    def _look_at_start(self) -> None:
-        """Load sessions of earlier lives as soon as the shared tier says which it has."""
-        end = self.monotonic() + STARTS_S
-        while True:
-            self._load_earlier()
-            if None not in self._to_load.values() or self.monotonic() > end:
-                break
-            if self._closing.wait(FIRST_LOOKS_S):
-                break
-        self._has_looked.set()
-
     def wait_until_known(self, timeout_s: float) -> None:
-        """Wait for sessions of earlier lives, as long as they are looked for at the start."""
+        """Wait for sessions of earlier lives until the first looks after the start are over."""
         if self._to_load:
             self._has_looked.wait(timeout_s)
 
@@ -237,11 +225,11 @@ class Ledger(Generic[R]):
                 self.stack.own_in(level, tenant, its_keys, idle_s[tenant])
 
     def _keep_house(self) -> None:
-        if not self._has_looked.is_set():
-            self._look_at_start()
-            return
         self._load_earlier()
-        if next(self._rounds) % HOUSEKEEPING_EVERY:
+        number = next(self._rounds)
+        if number >= FIRST_LOOKS or not self._to_load:
+            self._has_looked.set()
+        if number % HOUSEKEEPING_EVERY:
             self.notices.look()
         else:
             self.upkeep.expire()
