@@ -81,7 +81,8 @@ async def awake_of(client: Client, args: argparse.Namespace) -> int:
     words = int(args.tokens / WORD_TOKENS)
     for number in range(args.sessions):
         await User(client, f"session-{number}", words).ask(4)
-        sessions = (await client.get("/v1/sessions?limit=1000"))["data"]
+        listed = (await client.get("/v1/sessions?limit=1000"))["data"]
+        sessions = [x for x in listed if x["id"].startswith("session-")]
         if sum(x["state"] == "cold" for x in sessions) >= args.enough:
             break
     else:
