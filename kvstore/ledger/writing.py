@@ -27,9 +27,9 @@ from kvstore.session import TierName
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob
 
-# Else a tier that is down for days would be behind with every session that ever was. The session
-# longest behind is dropped from the list; its next save brings all that is missing.
-MAX_BEHIND: Final = 65_536
+# Most sessions whose last save did not reach this tier: one that is down for days would fill the
+# list. The one that has waited longest is dropped; its next save brings all that is missing.
+MAX_INCOMPLETE: Final = 65_536
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class WriteBehind:
         counters: Counters,
         unused: Callable[[Sequence[bytes]], Sequence[bytes]] = list,
         *,
-        max_behind: int = MAX_BEHIND,
+        max_behind: int = MAX_INCOMPLETE,
     ) -> None:
         self._stack = stack
         self._level = level
@@ -62,7 +62,7 @@ class WriteBehind:
         self._num_offered = 0
         self._nbytes = 0  # waiting and being written
         self._current: bytes | None = None
-        self._behind: dict[bytes, int] = {}  # number of the missing save; longest behind first
+        self._behind: dict[bytes, int] = {}  # number of the missing save; the oldest first
         # Keys that failed deliveries should have deleted: the session's next one deletes them.
         self._obsolete: dict[bytes, Sequence[bytes]] = {}
         self._closed = False
