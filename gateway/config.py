@@ -71,7 +71,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_connections_per_address: Positive = 512  # of IPv6 a /64
     # Networks of proxies, which speak for many clients: only the total is for their connections.
     trusted_proxies: tuple[str, ...] = ("127.0.0.0/8", "::1/128")
-    header_timeout_s: PositiveSeconds = 20.0
+    # For the head and for the body of a request, each; for a head at most HEAD_TIMEOUT_S.
     body_timeout_s: PositiveSeconds = 60.0
     keep_alive_s: Positive = 65
     request_timeout_s: PositiveSeconds = 3600.0  # the whole answer

@@ -98,6 +98,7 @@ class Stack:
     port: int = field(default_factory=free_port)
     start_timeout_s: float = 300.0
     environment: dict[str, str] = field(default_factory=dict)  # added to our own
+    python: str = sys.executable
 
     def __post_init__(self) -> None:
         self._own = None if self.folder else tempfile.TemporaryDirectory(prefix="thermocline-")
@@ -121,7 +122,7 @@ class Stack:
         environment["THERMOCLINE_DATA_DIR"] = str(self.root / "data")
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "launch", "serve", "--config", str(config)],
+                [self.python, "-m", "launch", "serve", "--config", str(config)],
                 stdout=log,
                 stderr=log,
                 env=environment,

@@ -57,7 +57,7 @@ MEANINGS = {
     "engine_unavailable": "the engine starts, or is started again; try again",
     "framing_too_large": "the chunks of the body have too much around them",
     "generation_failed": "the engine failed while it answered; its log says why",
-    "head_timeout": "the head took longer than `gateway.header_timeout_s`",
+    "head_timeout": "the head took longer than 20 s, or than `gateway.body_timeout_s`",
     "head_too_large": "the head is longer than 32 KiB, or has more than 200 lines",
     "hibernation_disabled": "this engine serves without a cold store",
     "host_missing": "a `Host` header is needed",

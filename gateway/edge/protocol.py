@@ -29,6 +29,7 @@ from gateway.errors import Failure
 
 MAX_HEADER_BYTES = 32 << 10
 MAX_FIELDS = 200  # header lines, and as many trailer lines
+HEAD_TIMEOUT_S = 20.0  # a body may be large, a head is not
 # Bytes on the wire for each byte of body: a chunk of one byte takes six.
 WIRE_PER_BODY = 8
 log = logging.getLogger("thermocline.gateway")
@@ -245,7 +246,7 @@ class EdgeProtocol(HttpToolsProtocol):
     # ---- clocks
 
     def _await_head(self) -> None:
-        self._time(self.limits.header_timeout_s, self._head_late)
+        self._time(min(HEAD_TIMEOUT_S, self.limits.body_timeout_s), self._head_late)
 
     def _time(self, seconds: float, late: Any) -> None:
         self._stop_clock()

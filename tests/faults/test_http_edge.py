@@ -28,7 +28,7 @@ PER_ADDRESS = 40
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
-    limits = {"header_timeout_s": 1.0, "body_timeout_s": BODY_TIMEOUT_S, "client_stall_s": STALL_S}
+    limits = {"body_timeout_s": BODY_TIMEOUT_S, "client_stall_s": STALL_S}
     limits["max_connections"] = 400
     with FakeStack(tmp_path_factory.mktemp("stack"), gateway=limits) as running:
         yield running

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
-    limits = {"max_body_bytes": 4 * MIB, "header_timeout_s": 1.0, "body_timeout_s": 1.0}
+    limits = {"max_body_bytes": 4 * MIB, "body_timeout_s": 1.0}
     with FakeStack(tmp_path_factory.mktemp("stack"), gateway=limits) as running:
         yield running
 
