@@ -33,7 +33,7 @@ from launch.bench.figures import (
     report_of,
 )
 from launch.bench.workload import Workload, crowd_name
-from launch.calibrate.plot import whole_file
+from launch.calibrate.plot import drawing, finish
 from launch.printing import print_table
 from launch.remote import Address
 
@@ -234,37 +234,30 @@ def _seconds(value: float | None) -> str:
 
 def draw_report(report: Report, path: Path) -> None:
     """Draw a run. Raises ``LaunchError`` if the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    crowds = [x for x in report.phases if x.name == crowd_name(x.users)]
-    if len(crowds) > 1:
-        _draw_speed(left, crowds)
-    else:
-        _draw_phases(left, report.phases)
-    _draw_sources(right, report)
-    figure.suptitle(f"{report.workload}: {report.model}", fontsize=10)
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=130)
+    with drawing(path, (10, 4)) as figure:
+        left, right = figure.subplots(1, 2)
+        crowds = [x for x in report.phases if x.name == crowd_name(x.users)]
+        if len(crowds) > 1:
+            _draw_speed(left, crowds)
+        else:
+            _draw_phases(left, report.phases)
+        _draw_sources(right, report)
+        figure.suptitle(f"{report.workload}: {report.model}", fontsize=10)
 
 
 def draw_found(found: Found, path: Path) -> None:
     """Draw sessions that came back against sessions that were open."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    axes = figure.subplots()
-    opened = [0, *(x.opened for x in found.rounds)]
-    axes.plot(opened, opened, color="#999", lw=1, ls="--", label="all of them")
-    axes.plot(opened, [0, *(x.kept for x in found.rounds)], "o-", color=BLUE, label="came back")
-    axes.set(
-        xlabel="sessions opened", ylabel="sessions that came back", title=f"{found.model}: capacity"
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=130)
+    with drawing(path, (5, 4)) as figure:
+        axes = figure.subplots()
+        opened = [0, *(x.opened for x in found.rounds)]
+        axes.plot(opened, opened, color="#999", lw=1, ls="--", label="all of them")
+        axes.plot(opened, [0, *(x.kept for x in found.rounds)], "o-", color=BLUE, label="came back")
+        axes.set(
+            xlabel="sessions opened",
+            ylabel="sessions that came back",
+            title=f"{found.model}: capacity",
+        )
+        finish(axes)
 
 
 def _draw_speed(axes: Axes, crowds: Sequence[PhaseFigures]) -> None:
@@ -273,8 +266,7 @@ def _draw_speed(axes: Axes, crowds: Sequence[PhaseFigures]) -> None:
     axes.plot(users, [x.tokens_per_s_user for x in crowds], "s-", color=RED, label="each user")
     axes.set(xlabel="users at once", ylabel="tokens of answers per second", ylim=(0, None))
     axes.set_title("throughput", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    finish(axes)
 
 
 def _draw_phases(axes: Axes, phases: Sequence[PhaseFigures]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from launch.calibrate.plot import whole_file
+from launch.calibrate.plot import drawing
 from launch.cli import options
 from launch.cli.fleet_plan import FleetWanted, print_fleet
 from launch.errors import UsageError
@@ -278,23 +278,19 @@ def machine_bars(rows: Sequence[MachinePlan]) -> Bars:
 
 def draw_bars(title: str, bars: Bars, path: Path) -> None:
     """Draw ``bars`` into ``path``. Raises ``LaunchError`` if it cannot be written."""
-    from matplotlib.figure import Figure
-
     tiers = list(dict.fromkeys(tier for _, counts in bars for tier in counts))
-    figure = Figure(figsize=(7.5, 1.2 + 0.22 * len(bars) * (len(tiers) + 1)), layout="constrained")
-    axes = figure.subplots()
-    height = 0.8 / max(1, len(tiers))
-    for number, tier in enumerate(tiers):
-        _draw_tier(axes, bars, tier, number, height)
-    axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
-    axes.invert_yaxis()
-    most = max((count for _, counts in bars for count in counts.values()), default=1)
-    axes.set(xlabel="sessions", title=title, xlim=(0, 1.12 * max(1, most)))
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=max(1, len(tiers)))
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=130)
+    with drawing(path, (7.5, 1.2 + 0.22 * len(bars) * (len(tiers) + 1))) as figure:
+        axes = figure.subplots()
+        height = 0.8 / max(1, len(tiers))
+        for number, tier in enumerate(tiers):
+            _draw_tier(axes, bars, tier, number, height)
+        axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
+        axes.invert_yaxis()
+        most = max((count for _, counts in bars for count in counts.values()), default=1)
+        axes.set(xlabel="sessions", title=title, xlim=(0, 1.12 * max(1, most)))
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+        figure.legend(fontsize=8, loc="outside lower center", ncols=max(1, len(tiers)))
 
 
 def _draw_tier(axes: Axes, bars: Bars, tier: str, number: int, height: float) -> None:
