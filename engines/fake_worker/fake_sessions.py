@@ -24,7 +24,7 @@ from engines.wire import (
     SessionReport,
     TenantUses,
     TierName,
-    TierReport,
+    TierStats,
 )
 from kvstore.session import TIER_NAMES
 from kvstore.stats import Repacking
@@ -214,7 +214,7 @@ class FakeSessions:
             num_running=self.num_running,
             num_waiting=0,
             save_queue_bytes=0,
-            tiers=[TierReport("ram", cold_bytes, 1 << 30, len(self._sessions), 0, 0, True)],
+            tiers=[TierStats("ram", cold_bytes, 1 << 30, len(self._sessions), 0, 0, True)],
             counters=dict(self._counters),
             codec=self._with_progress(),
             repacking=Repacking(

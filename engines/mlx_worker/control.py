@@ -28,7 +28,6 @@ from engines.wire import (
     RequestProgress,
     SessionReport,
     TenantUses,
-    TierReport,
     absent,
 )
 from kvstore.errors import PinLimit
@@ -37,7 +36,6 @@ from kvstore.session import SessionRef, TierName
 from kvstore.stats import Repacking, StoreStats
 from kvstore.store.records import SessionRecord
 from kvstore.tenant_bytes import TenantLimits
-from kvstore.tiers.base import TierStats
 
 logger = logging.getLogger(__name__)
 _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
@@ -120,7 +118,7 @@ class SessionReports:
             num_running=len(parts.batches) + parts.prefiller.num_admitted,
             num_waiting=self._owner.num_waiting,
             save_queue_bytes=store.save_queue_bytes if store else 0,
-            tiers=[_tier_report(x) for x in store.tiers] if store else [],
+            tiers=store.tiers if store else [],
             counters=self._counters(store),
             codec=self.codec(),
             requests=self._requests(),
@@ -158,19 +156,6 @@ class SessionReports:
             **{name: count for name, count in stored.items() if not name.startswith("misses.")},
             **self._owner.parts.counters,
         }
-
-
-def _tier_report(stats: TierStats) -> TierReport:
-    name: TierName = stats.name  # type: ignore[assignment]  # of our own three
-    return TierReport(
-        name,
-        stats.nbytes,
-        stats.capacity_bytes,
-        stats.num_blobs,
-        stats.evictions,
-        stats.errors,
-        stats.available,
-    )
 
 
 class Notifier:

@@ -35,7 +35,7 @@ from engines.wire import (
     RequestProgress,
     SessionReport,
     TenantUses,
-    TierReport,
+    TierStats,
     Unpin,
     Verb,
 )
@@ -334,20 +334,7 @@ def _repacking(shares: list[Repacking]) -> Repacking:
     )
 
 
-def _tiers(stores: list[StoreStats]) -> list[TierReport]:
+def _tiers(stores: list[StoreStats]) -> list[TierStats]:
     """The sums of the ranks' shares of each tier."""
-    reports: list[TierReport] = []
-    for shares in zip(*(x.tiers for x in stores), strict=True):
-        name: TierName = shares[0].name
-        reports.append(
-            TierReport(
-                name,
-                sum(x.nbytes for x in shares),
-                sum(x.capacity_bytes for x in shares),
-                sum(x.num_blobs for x in shares),
-                sum(x.evictions for x in shares),
-                sum(x.errors for x in shares),
-                all(x.available for x in shares),
-            )
-        )
-    return reports
+    by_tier = zip(*(x.tiers for x in stores), strict=True)
+    return [TierStats.joined(x, available=all(y.available for y in x)) for x in by_tier]
