@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,7 +15,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -63,27 +61,21 @@ class Target:
     timeout_s: float  # of one request
 
 
-class Bar:
+class Bar(Progress):
     """A progress bar on standard error; nothing where that is no terminal."""
 
     def __init__(self, total: int | None) -> None:
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         times = (TimeElapsedColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, *times, console=console, transient=True)
-        self._task: TaskID | None = None
+        hidden = not console.is_terminal
+        super().__init__(*columns, *times, console=console, transient=True, disable=hidden)
         self._total = total
-        self._shown = console.is_terminal
-
-    def show(self) -> AbstractContextManager[object]:
-        return self._progress if self._shown else nullcontext()
 
     def step(self, what: str) -> None:
-        if not self._shown:
-            return
-        if self._task is None:
-            self._task = self._progress.add_task(what, total=self._total)
-        self._progress.update(self._task, advance=1, description=what)
+        if not self.task_ids:
+            self.add_task(what, total=self._total)
+        self.update(self.task_ids[0], advance=1, description=what)
 
 
 def run_workload(target: Target, workload: Workload) -> Report:
@@ -149,7 +141,7 @@ def _until_interrupted(play: Callable[[aiohttp.ClientSession], Awaitable[None]],
             await play(http)
 
     try:
-        with bar.show():
+        with bar:
             asyncio.run(main())
     except KeyboardInterrupt:
         print("interrupted; this is what is known so far", file=sys.stderr)

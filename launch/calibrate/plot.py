@@ -109,6 +109,14 @@ def check_path(path: Path) -> None:
         raise UsageError(f"--plot needs matplotlib; run: {INSTALL}") from error
 
 
+def check_outputs(json: Path | None, plot: Path | None) -> None:
+    """Check the files of ``--json`` and ``--plot``. Raises ``UsageError``."""
+    if json is not None:
+        check_output("--json", json)
+    if plot is not None:
+        check_path(plot)
+
+
 def draw(report: CalibrationReport, path: Path) -> None:
     """Plot the rows of ``report`` into ``path``. Raises ``LaunchError`` if it cannot be written."""
     rows = [row for row in report.rows if row.error_k + row.error_v > 0]
