@@ -188,11 +188,11 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Say beforehand how many sessions fit, from config.json alone."""
-    from launch.cli.fleet_plan import FleetWanted
-    from launch.cli.plan import Wanted, run_plan
+    from launch.cli.fleet_plan import Wanted
+    from launch.cli.plan import run_plan
 
-    of_fleet = FleetWanted(fleet or "", users, think, bandwidth, prefill, lengths)
-    wanted = Wanted(named, sessions, lengths, machines, weights, plot, as_json, of_fleet)
+    of_fleet = (fleet, users, think, bandwidth, prefill)
+    wanted = Wanted(named, sessions, lengths, machines, weights, plot, as_json, *of_fleet)
     run_plan(context, wanted, os.environ)
 
 
