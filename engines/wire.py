@@ -20,6 +20,7 @@ from kvstore.session import KVSize as KVSize
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
 from kvstore.stats import Members, Repacking
+from kvstore.stats import TierStats as TierStats
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 
 WIRE_VERSION = 3
@@ -59,18 +60,6 @@ def absent(session: SessionRef) -> SessionReport:
         pinned=False,
         busy=False,
     )
-
-
-class TierReport(msgspec.Struct, frozen=True):
-    """The figures of one tier of the cold store. Counters only grow."""
-
-    name: TierName
-    nbytes: int
-    capacity_bytes: int
-    num_blobs: int
-    evictions: int
-    errors: int
-    available: bool
 
 
 class MeasurementEnd(msgspec.Struct, frozen=True):
@@ -136,7 +125,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     save_queue_bytes: int
-    tiers: list[TierReport]
+    tiers: list[TierStats]
     counters: dict[str, int]
     codec: CodecReport | None = None  # None: not reported
     requests: list[RequestProgress] = []  # those inside the engine, as far as it knows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 
 from fastapi import FastAPI
@@ -90,7 +90,7 @@ def create_app(
     # FastAPI's pages fetch scripts from a foreign server, and its description knows no bodies here.
     app = FastAPI(
         title="Thermocline",
-        lifespan=_lifespan(gateway, headroom),
+        lifespan=partial(_running, gateway, headroom),
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
@@ -122,45 +122,42 @@ def create_app(
     return app
 
 
-def _lifespan(
-    gateway: Gateway, headroom: Headroom | None
-) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        housekeeping = []
+@asynccontextmanager
+async def _running(
+    gateway: Gateway, headroom: Headroom | None, app: FastAPI
+) -> AsyncIterator[None]:
+    housekeeping = []
+    for model in gateway.models:
+        if model.on_demand is None:
+            await model.engine.start()
+        keeping = _again_and_again(model.sessions.run, "the sessions' housekeeping")
+        housekeeping.append(asyncio.create_task(keeping, name="sessions"))
+    if gateway.loading is not None:
+        housekeeping.append(asyncio.create_task(gateway.loading.run(), name="model-loading"))
+    if headroom is not None and headroom.guards:
+        guarding = headroom.guard(gateway.restart_largest)
+        housekeeping.append(asyncio.create_task(guarding, name="memory-guard"))
+    if gateway.directory is not None:
+        housekeeping.append(asyncio.create_task(gateway.directory.run(), name="directory"))
+    if gateway.limits.shared is not None:
+        sharing = _again_and_again(gateway.limits.shared.run, "sharing keys' limits")
+        housekeeping.append(asyncio.create_task(sharing, name="shared-limits"))
+    if (tier_bytes := gateway.limits.tier_bytes) is not None:
+        holding = _again_and_again(tier_bytes.run, "holding tenants to their bytes")
+        housekeeping.append(asyncio.create_task(holding, name="tier-bytes"))
+    gateway.stored.start()
+    try:
+        yield
+    finally:
         for model in gateway.models:
-            if model.on_demand is None:
-                await model.engine.start()
-            keeping = _again_and_again(model.sessions.run, "the sessions' housekeeping")
-            housekeeping.append(asyncio.create_task(keeping, name="sessions"))
-        if gateway.loading is not None:
-            housekeeping.append(asyncio.create_task(gateway.loading.run(), name="model-loading"))
-        if headroom is not None and headroom.guards:
-            guarding = headroom.guard(gateway.restart_largest)
-            housekeeping.append(asyncio.create_task(guarding, name="memory-guard"))
-        if gateway.directory is not None:
-            housekeeping.append(asyncio.create_task(gateway.directory.run(), name="directory"))
-        if gateway.limits.shared is not None:
-            sharing = _again_and_again(gateway.limits.shared.run, "sharing keys' limits")
-            housekeeping.append(asyncio.create_task(sharing, name="shared-limits"))
-        if (tier_bytes := gateway.limits.tier_bytes) is not None:
-            holding = _again_and_again(tier_bytes.run, "holding tenants to their bytes")
-            housekeeping.append(asyncio.create_task(holding, name="tier-bytes"))
-        gateway.stored.start()
-        try:
-            yield
-        finally:
-            for model in gateway.models:
-                model.sessions.stop_admitting()
-            for task in housekeeping:
-                task.cancel()
-            await asyncio.gather(*housekeeping, return_exceptions=True)
-            await asyncio.gather(*(x.engine.stop(0) for x in gateway.models))
-            await asyncio.gather(*(x.live.close() for x in gateway.models))
-            await gateway.stored.close()
-            await asyncio.to_thread(gateway.tracing.close)
-
-    return lifespan
+            model.sessions.stop_admitting()
+        for task in housekeeping:
+            task.cancel()
+        await asyncio.gather(*housekeeping, return_exceptions=True)
+        await asyncio.gather(*(x.engine.stop(0) for x in gateway.models))
+        await asyncio.gather(*(x.live.close() for x in gateway.models))
+        await gateway.stored.close()
+        await asyncio.to_thread(gateway.tracing.close)
 
 
 async def _again_and_again(run: Callable[[], Awaitable[None]], what: str) -> None:

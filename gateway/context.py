@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Scope
 
 from engines.http import while_client_stays
@@ -168,6 +170,21 @@ async def _enter(loading: Loading, model: OnDemand, caller: Tenant, share: KeySh
     """
     await loading.enter(model, caller.name)
     share.on_leaving(partial(loading.leave, model))
+
+
+def json_response(body: object) -> Response:
+    """Answer with an object as JSON; bytes are JSON already."""
+    encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return Response(encoded, media_type="application/json")
+
+
+def limit_of(request: Request, usual: int, most: int) -> int:
+    """Read ``limit``, the rows of a list. Raises ``InvalidRequest``: it is none from 1 on."""
+    given = request.query_params.get("limit") or str(usual)
+    is_short = given.isascii() and given.isdigit() and len(given) <= len(str(most))
+    if not (is_short and 0 < int(given) <= most):
+        raise InvalidRequest(f"limit: use a number from 1 to {most}", "limit")
+    return int(given)
 
 
 def gateway_of(request: Request) -> Gateway:

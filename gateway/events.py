@@ -18,12 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engines.http import ClientGone, while_client_stays
+from engines.http import while_client_stays
 from gateway.context import Gateway, caller_of, gateway_of, model_asked, sees_all
 from gateway.front import wants_head_only
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
-from gateway.relay.passthrough import body_part, send_end, send_head
+from gateway.relay.passthrough import body_part, send_end, send_head, taken
 from gateway.watch.scope import Scope as LiveScope
 
 LIFE_EVERY_S = 15.0
@@ -80,7 +80,10 @@ class LiveEvents(Response):
     async def _stream(self, scope: LiveScope, send: Send) -> None:
         await send_head(send, 200, list(HEADERS))
         stall_s = min(STALL_S, self._gateway.config.client_stall_s)
-        take = partial(_taken, send, stall_s)
+
+        async def take(body: bytes) -> None:
+            await taken(send, body_part(body), stall_s)
+
         await take(b"retry: %d\n\n" % RETRY_MS)
         last = scope.resumes(self._last_event_id)
         if last is None:
@@ -128,15 +131,6 @@ async def _send_event(take: Take, name: str, event_id: str, pieces: Iterable[byt
         await take(piece)
         await asyncio.sleep(0)  # a snapshot is long: others get their turn
     await take(b"\n\n")
-
-
-async def _taken(send: Send, stall_s: float, body: bytes) -> None:
-    """Send some bytes; raises ``ClientGone`` if the reader takes nothing for ``stall_s``."""
-    try:
-        async with asyncio.timeout(stall_s):
-            await send(body_part(body))
-    except TimeoutError:
-        raise ClientGone from None
 
 
 @router.get("/v1/events")

@@ -24,6 +24,7 @@ from engines.openai.messages import Json
 from engines.openai.requests import ChatRequest, CompletionRequest, Detokenize, EmbeddingsRequest
 from gateway.admin.routes import NewKey
 from gateway.anthropic.request import CountRequest, MessagesRequest
+from gateway.context import json_response
 from gateway.dashboard.routes import PAGE_HEADERS
 from gateway.openai.conversations import AddedItems, NewConversation
 from gateway.openai.responses.response import ResponseFields
@@ -123,9 +124,7 @@ _POLICY: Final = "; ".join(
 @router.get("/openapi.json")
 async def openapi(request: Request) -> Response:
     """Describe every path of this server as OpenAPI 3.1."""
-    return Response(
-        msgspec.json.encode(document(request.app.state.routes)), media_type="application/json"
-    )
+    return json_response(document(request.app.state.routes))
 
 
 @router.get("/docs")

@@ -26,11 +26,6 @@ log = logging.getLogger("thermocline.gateway")
 CLOSE_CONNECTIONS_S = 5
 
 
-def serve(app: FastAPI, config: GatewayConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Blocks; runs an event loop of its own."""
-    server_of(app, config).run()
-
-
 def server_of(app: FastAPI, config: GatewayConfig) -> DrainingServer:
     """Make the server; nothing runs yet."""
     gateway: Gateway = app.state.gateway

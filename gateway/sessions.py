@@ -20,7 +20,7 @@ from starlette.responses import Response
 from engines.base import EngineUnavailable, SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
-from gateway.context import admin_of, caller_of, gateway_of, model_asked
+from gateway.context import admin_of, caller_of, gateway_of, json_response, limit_of, model_asked
 from gateway.directory.beyond import (
     Found,
     carried_out_elsewhere,
@@ -58,7 +58,7 @@ async def list_sessions(request: Request) -> Response:
     Where there are more than ``limit``, ``next`` is to be sent as ``after`` for those that follow.
     """
     tenant, models = _owner(request), _models(request)
-    limit, (number, after) = _limit(request), _after(request)
+    limit, (number, after) = limit_of(request, MAX_ROWS, MAX_ROWS), _after(request)
     rows: list[tuple[int, SessionView]] = []
     beyond = after if number == len(models) else None
     for i, model in enumerate(models[number:], number):
@@ -79,7 +79,7 @@ async def list_sessions(request: Request) -> Response:
         listed["tier_bytes"] = {tier: _shown_bytes(x) for tier, x in used.items()}
     if unlisted := [x.label for x in models if not x.is_listed]:
         listed["unlisted_models"] = unlisted  # not loaded since the server's start
-    return _json(listed)
+    return json_response(listed)
 
 
 @router.post(_ONE + "/demote")
@@ -118,10 +118,10 @@ async def show_session(request: Request) -> Response:
     model = _model_of(request, session)
     view = model.sessions.get(session) if model else None
     if model is None or view is None:
-        return _json(shown_elsewhere(await _held_elsewhere(request, session)))
+        return json_response(shown_elsewhere(await _held_elsewhere(request, session)))
     prefix = model.prefixes.report(session.tenant, session.id)
     past = model.live.detail(session, admin=False)
-    return _json(
+    return json_response(
         {
             **shown(model, view),
             **(msgspec.to_builtins(past.row) if past else {}),  # counts the answer in progress
@@ -169,14 +169,7 @@ async def forget(request: Request) -> Response:
     deleted = {"id": session.id, "object": "session.deleted", "deleted": True}
     if elsewhere.is_away:
         deleted["only_here"] = True  # other servers learn of it when the directory answers again
-    return _json(deleted | ({"unlisted_models": sorted(unseen)} if unseen else {}))
-
-
-def _limit(request: Request) -> int:
-    given = request.query_params.get("limit") or str(MAX_ROWS)
-    if not (given.isascii() and given.isdigit() and len(given) < 5 and 0 < int(given) <= MAX_ROWS):
-        raise InvalidRequest(f"limit: use a number from 1 to {MAX_ROWS}", "limit")
-    return int(given)
+    return json_response(deleted | ({"unlisted_models": sorted(unseen)} if unseen else {}))
 
 
 def _after(request: Request) -> tuple[int, Place | None]:
@@ -252,7 +245,7 @@ async def _carried_out(
             view = await done(model, session, verb, tier)
     if view is None:
         raise _unknown(elsewhere)
-    return _json(shown(model, view))
+    return json_response(shown(model, view))
 
 
 def _model_name(request: Request) -> str:
@@ -310,7 +303,3 @@ def _unknown_session() -> InvalidRequest:
 def _shown_bytes(used: Used) -> dict[str, int | bool]:
     shown = {"held": used.held, "limit": used.limit}
     return shown | {"only_here": True} if used.only_here else shown
-
-
-def _json(body: Any) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -146,15 +146,10 @@ def as_it_is(raw: Json) -> Translated:
 class Operation(msgspec.Struct, frozen=True):
     """One kind of request for an answer."""
 
-    name: str  # OpenTelemetry's
-    path: str  # the engine's
     validate: Callable[[Json, Sight], ChatRequest | CompletionRequest]
-    # The messages that a chat without an id is recognised by. Called after ``validate``.
-    messages: Callable[[Json], list[object]]
-    translate: Translate = as_it_is
     # Looks up what a body refers to, and makes the translation of this one request. It may change
     # the body, so the session's id is read from the changed body. Raises ``InvalidRequest``.
-    recall: Callable[[Gateway, Tenant, ParsedBody], Awaitable[Translate]] | None = None
+    recall: Callable[[Gateway, Tenant, ParsedBody], Awaitable[Translate]]
     # Looks at a body before its model is loaded, as far as can be done then; it may change it.
     # Raises ``InvalidRequest``.
     check_early: Callable[[ServedModel, Json], object] | None = None
@@ -162,6 +157,8 @@ class Operation(msgspec.Struct, frozen=True):
     failed: Callable[[Failure], bytes] = Failure.event
     # Hears how the request's prompt compares with the one before it, ahead of the answer.
     compared: Callable[[ServedModel, Tenant, AnswerFormat, Compared], None] = lambda *_: None
+    name: str = "chat"  # OpenTelemetry's
+    path: str = "/v1/chat/completions"  # the engine's
 
 
 class CheckedRequest(NamedTuple):
@@ -217,9 +214,7 @@ async def _prepared(
     gateway = gateway_of(request)
     tenant = caller_of(request)
     async with body_for_engine(request, check=operation.check_early, on_wait=on_wait) as body:
-        translate = operation.translate
-        if operation.recall is not None:
-            translate = await operation.recall(gateway, tenant, body)
+        translate = await operation.recall(gateway, tenant, body)
         model = body.model
         rules = model.served.template
         served = rules, model.sight, model.served.engine
@@ -278,10 +273,10 @@ def _check(
     if engine == "vllm":
         request.count_schemas().check_lengths()
     if isinstance(request, ChatRequest):
-        raw["messages"] = with_known_parts(raw["messages"], request.messages)
+        messages = raw["messages"] = with_known_parts(raw["messages"], request.messages)
     else:
         raw.pop("messages", None)  # a text has none
-    messages = operation.messages(raw)
+        messages = [raw["prompt"]]
     named = _named(headers, asked, messages)
     chain = [] if named else message_chain(tenant.salt, messages, group_of(asked))
     outline = None

@@ -37,6 +37,7 @@ MissReason: TypeAlias = Literal[
 # The reasons for an unknown session, which may well be new.
 UNKNOWN_REASONS: Final[frozenset[MissReason | None]] = frozenset({"never-stored", "foreign-secret"})
 STATES_PER_SESSION: Final = 2
+SessionName: TypeAlias = tuple[str, str]  # tenant and session id
 
 
 class SessionRef(msgspec.Struct, frozen=True):
@@ -45,6 +46,10 @@ class SessionRef(msgspec.Struct, frozen=True):
     tenant: str
     id: str
     salt: bytes
+
+    @property
+    def name(self) -> SessionName:
+        return self.tenant, self.id
 
 
 def kept_states(positions: Iterable[int], most: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvstore.tiers.base import TierStats
+from kvstore.tiers.base import TierStats as TierStats
 
 
 class Repacking(msgspec.Struct, frozen=True):

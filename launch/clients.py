@@ -6,9 +6,7 @@ What the file had before is kept beside it, once. A file that cannot be read is 
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
+from gateway.edge.key_list import replace_file
 from launch.errors import LaunchError, UsageError
 
 Format: TypeAlias = Literal["json", "toml", "lines"]  # lines: KEY=VALUE or key: value
@@ -126,22 +125,15 @@ def _codex(server: Server, home: Path) -> Connection:
         "model_context_window": server.max_context,
         "model_providers": {PROVIDER: provider},
     }
-    shown = ["# ~/.codex/config.toml", *_toml_lines(values)]
+    kept = {key: value for key, value in provider.items() if value is not None}
+    written = tomlkit.dumps({**values, "model_providers": {PROVIDER: kept}})
+    shown = ["# ~/.codex/config.toml", *written.splitlines()]
     change = Change(home / ".codex" / "config.toml", "toml", values)
     if not server.needs_key:
         return Connection(shown, change)
     shown += _exports({"THERMOCLINE_API_KEY": server.key})
     note = "Codex reads the key from the environment: export THERMOCLINE_API_KEY in your shell."
     return Connection(shown, change, [note])
-
-
-def _toml_lines(values: Mapping[str, Any]) -> list[str]:
-    plain = {k: v for k, v in values.items() if not isinstance(v, dict)}
-    lines = [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
-    lines += ["", f"[model_providers.{PROVIDER}]"]
-    provider: Mapping[str, Any] = values["model_providers"][PROVIDER]
-    kept = {key: value for key, value in provider.items() if value is not None}
-    return lines + [f"{key} = {json.dumps(value)}" for key, value in kept.items()]
 
 
 def _opencode(server: Server, home: Path) -> Connection:
@@ -306,12 +298,4 @@ def _back_up(path: Path, text: str) -> Path | None:
 def _replace(path: Path, text: str) -> None:
     """Write a file at once or not at all; a new one is private, an old one keeps its mode."""
     mode = path.stat().st_mode & 0o777 if path.exists() else _PRIVATE
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(mode)
-        Path(name).replace(path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
+    replace_file(path, text.encode(), mode)

@@ -68,8 +68,6 @@ def engine_of(
     env = {**compiled, **CHILD_ENV, **(blas.env if blas else {})}
     try:
         return create_engine(kind, worker, env), blas
-    except UnknownEngine as error:
-        raise UsageError(str(error)) from error
     except EngineError as error:
         raise LaunchError(str(error)) from error
 
@@ -113,10 +111,6 @@ def listed_fleet(settings: Settings, secret: bytes, model_name: str) -> ListedFl
     return ListedFleet(listed.read, client, homes, moves_at)
 
 
-class UnknownEngine(Exception):
-    """No engine can be made from this name; the message says why."""
-
-
 class EngineFactory(Protocol):
     """Makes an engine of its settings."""
 
@@ -132,7 +126,7 @@ def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> En
     """Make the engine of a name in ``ENGINES``, or of an import string; nothing is started yet.
 
     Raises:
-        UnknownEngine: no such name, module or attribute, or what it names makes no engine.
+        UsageError: no such name, module or attribute, or what it names makes no engine.
         EngineError: the settings are not for this engine.
     """
     factory = engine_factory(kind)
@@ -143,9 +137,9 @@ def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> En
     except Exception as error:  # third-party code, named by mistake perhaps
         if kind in ENGINES:
             raise
-        raise UnknownEngine(f"engine {kind!r} makes no engine: {error}") from error
+        raise UsageError(f"engine {kind!r} makes no engine: {error}") from error
     if not isinstance(engine, Engine):
-        raise UnknownEngine(f"engine {kind!r} makes a {type(engine).__name__}, which is no engine")
+        raise UsageError(f"engine {kind!r} makes a {type(engine).__name__}, which is no engine")
     return engine
 
 
@@ -153,15 +147,15 @@ def engine_factory(kind: str) -> EngineFactory:
     """Find the class for a name in ``ENGINES`` or for an import string.
 
     Raises:
-        UnknownEngine: no such name, module or attribute.
+        UsageError: no such name, module or attribute.
     """
     target = ENGINES.get(kind, kind)
     module, colon, attribute = target.partition(":")
     if not (module and colon and attribute):
         known = ", ".join(sorted(ENGINES))
-        raise UnknownEngine(f"no engine is called {kind!r}: use {known}, or module:Attr")
+        raise UsageError(f"no engine is called {kind!r}: use {known}, or module:Attr")
     try:
         factory = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise UnknownEngine(f"engine {kind!r} cannot be loaded: {error}") from error
+        raise UsageError(f"engine {kind!r} cannot be loaded: {error}") from error
     return cast(EngineFactory, factory)

@@ -6,25 +6,25 @@ machine as other secrets go, by scp say, and is removed there once it was used.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+import tomlkit
 
 from gateway.config import LOOPBACK
+from gateway.edge.key_list import replace_file
 from kvstore.errors import TierUnavailable
 from kvstore.membership import among, compared
 from kvstore.roster import EntrySeal, Facts, release
 from kvstore.stats import Difference
 from kvstore.tiers.seal import LEAST_SECRET_BYTES, read_secret
 from launch.errors import LaunchError, UsageError
-from launch.serve.keys import key_lines, secret_path, server_secret
+from launch.serve.keys import key_lines, secret_of, secret_path
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.schema import masked
 
@@ -80,15 +80,10 @@ def invitation_of(
         raise UsageError(
             "servers share sessions by a Redis: set store.redis_url here first, and start again"
         )
-    try:
-        own = Path(store.secret_file).expanduser() if store.secret_file else None
-        secret = read_secret(own) if own else server_secret(effective.folders.data)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     keys, admin_keys = key_lines(gateway)
     return Invitation(
         release=release(),
-        secret=secret,
+        secret=secret_of(effective.settings, effective.folders.data),
         redis_url=redis_url or store.redis_url,
         encrypt=store.encrypt,
         chunk_tokens=store.chunk_tokens,
@@ -168,46 +163,25 @@ def accept(invitation: Invitation, folder: Path) -> Path:
                 f"{there} is of other servers; what was stored under it would be lost: remove"
                 f" {folder} first if that is meant"
             )
-        _write(there, invitation.secret)
+        replace_file(there, invitation.secret)
         for name, lines in ((KEYS, invitation.keys), (ADMIN_KEYS, invitation.admin_keys)):
             if lines:
-                _write(folder / name, "".join(f"{x}\n" for x in lines).encode())
-        _write(folder / SETTINGS, "".join(_toml(invitation, folder)).encode())
+                replace_file(folder / name, "".join(f"{x}\n" for x in lines).encode())
+        replace_file(folder / SETTINGS, _toml(invitation, folder).encode())
     except OSError as error:
         raise LaunchError(f"{folder} cannot be written: {error.strerror}") from error
     return folder / SETTINGS
 
 
-def _toml(invitation: Invitation, folder: Path) -> Iterator[str]:
-    yield "# Written by `thermocline join`. It holds the address of Redis with its password.\n"
-    yield "[store]\n"
-    yield f"redis_url = {json.dumps(invitation.redis_url)}\n"
-    yield f"secret_file = {json.dumps(str(folder / SECRET))}\n"
-    yield f"encrypt = {json.dumps(invitation.encrypt)}\n"
-    yield f"chunk_tokens = {invitation.chunk_tokens}\n"
-    for name in ("codec", "disk_codec", "redis_codec"):
-        yield f"{name} = {json.dumps(getattr(invitation, name))}\n"
-    yield f"max_kl = {invitation.max_kl!r}\n"
-    if invitation.keys or invitation.admin_keys:
-        yield "\n[gateway]\n"
-    if invitation.keys:
-        yield f"api_keys_file = {json.dumps(str(folder / KEYS))}\n"
-    if invitation.admin_keys:
-        yield f"admin_keys_file = {json.dumps(str(folder / ADMIN_KEYS))}\n"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file at once; it is this user's alone."""
-    descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(draft).replace(path)
-    except OSError:
-        Path(draft).unlink()
-        raise
+def _toml(invitation: Invitation, folder: Path) -> str:
+    alike = ("redis_url", "encrypt", "chunk_tokens", "codec", "disk_codec", "redis_codec", "max_kl")
+    store = {name: getattr(invitation, name) for name in alike}
+    files = {"api_keys_file": invitation.keys, "admin_keys_file": invitation.admin_keys}
+    names = {"api_keys_file": KEYS, "admin_keys_file": ADMIN_KEYS}
+    gateway = {setting: str(folder / names[setting]) for setting, x in files.items() if x}
+    tables = {"store": {**store, "secret_file": str(folder / SECRET)}, "gateway": gateway}
+    head = "# Written by `thermocline join`. It holds the address of Redis with its password.\n"
+    return head + tomlkit.dumps(tables)
 
 
 class RollCall(NamedTuple):

@@ -24,7 +24,7 @@ CACHED: Final = "cached"  # reused, from where is not said
 MISS: Final = "miss"
 MOST_CHARACTERS: Final = 1 << 20  # of an answer
 MOST_GAPS: Final = 4096  # times between two chunks that are kept of an answer
-_ERROR_BYTES: Final = 64 << 10
+ERROR_BYTES: Final = 64 << 10
 Message = Mapping[str, Any]
 
 
@@ -97,28 +97,30 @@ class Address:
         return await self.ask(http, "GET", path)
 
     async def ask(
-        self, http: aiohttp.ClientSession, method: str, path: str, body: Any = None
+        self,
+        http: aiohttp.ClientSession,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout: aiohttp.ClientTimeout = _FIRST_ANSWER,
     ) -> tuple[int, Any]:
         """Ask for JSON; returns status and content. Raises ``LaunchError`` if no server answers."""
         try:
             async with http.request(
-                method, self.base + path, json=body, headers=self.headers, timeout=_FIRST_ANSWER
+                method, self.base + path, json=body, headers=self.headers, timeout=timeout
             ) as answer:
                 raw = await answer.content.read(_MOST_BYTES)
                 while len(raw) < _MOST_BYTES and (piece := await answer.content.read(_MOST_BYTES)):
                     raw += piece
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self.unreachable(error) from error
-        try:
-            return answer.status, _parsed(raw)
-        except ValueError:
-            return answer.status, raw.decode("utf-8", "replace")
+        return answer.status, content_of(raw)
 
     def unreachable(self, error: BaseException) -> LaunchError:
         reason = str(error) or type(error).__name__
         return LaunchError(
-            f"{self.base} does not answer ({reason}); is a server running there? Name another"
-            " address"
+            f"{self.base} does not answer ({reason}); is `thermocline serve` or another server"
+            " running there? Name another address"
         )
 
     def refused(self, status: int, content: Any) -> LaunchError:
@@ -143,13 +145,12 @@ def words_of(content: Any) -> str:
     return " ".join(text.split())[:_SHOWN] or "no reason given"
 
 
-def _parsed(raw: bytes) -> Any:
-    import msgspec
-
+def content_of(raw: bytes) -> Any:
+    """The JSON of an answer's body; its text if it is none."""
     try:
         return msgspec.json.decode(raw)
-    except msgspec.DecodeError as error:
-        raise ValueError(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return raw.decode("utf-8", "replace")
 
 
 class NotEvents(ValueError):
@@ -285,7 +286,7 @@ async def _take(
         turn.source, turn.reason, turn.judged_by = outcome.source, outcome.reason or "", "header"
         turn.cached_tokens = outcome.cached_tokens
     if answer.status != 200:
-        turn.error = _words(await answer.content.read(_ERROR_BYTES))
+        turn.error = words_of(content_of(await answer.content.read(ERROR_BYTES)))
         return
     reader = _Reader(turn, began, on_text)
     done = False
@@ -361,10 +362,3 @@ class _Reader:
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
             turn.cached_tokens = details["cached_tokens"]
-
-
-def _words(raw: bytes) -> str:
-    try:
-        return words_of(msgspec.json.decode(raw))
-    except msgspec.DecodeError:
-        return words_of(raw.decode("utf-8", "replace"))

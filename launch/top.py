@@ -10,19 +10,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from launch.errors import LaunchError
-from launch.remote import Address, NotEvents, events_of
+from launch.remote import ERROR_BYTES, Address, NotEvents, content_of, events_of
 from launch.top_frame import FILTERS, ORDERS, Unreadable, View, frame, objects
 
 PATH = "/v1/events"
 AGAIN_S = 2.0
 _SILENCE_S = 60.0  # the server says something every 15 s
-_ERROR_BYTES = 64 << 10
 _MOST = 64  # bytes of one look: more are a paste
 REFRESH_S = 1.0
 OTHER_LINES = 14  # of a frame, besides sessions
@@ -72,7 +70,7 @@ class EventReader:
         url = self._address.base + PATH
         async with http.get(url, params=self._query, headers=headers, timeout=silence) as answer:
             if answer.status != 200:
-                raise self._refused(answer.status, await answer.content.read(_ERROR_BYTES))
+                raise self._refused(answer.status, await answer.content.read(ERROR_BYTES))
             self.trouble = ""
             async for event in events_of(answer.content):
                 self._view.apply(event.name, event.data, event.id)
@@ -85,11 +83,7 @@ class EventReader:
             return LaunchError(
                 f"{self._address.base} has no {PATH}; is it a Thermocline gateway of this version?"
             )
-        try:
-            content = msgspec.json.decode(raw)
-        except msgspec.DecodeError:
-            content = raw.decode("utf-8", "replace")
-        return self._address.refused(status, content)
+        return self._address.refused(status, content_of(raw))
 
 
 async def models_of(address: Address, http: aiohttp.ClientSession) -> list[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeAlias
 
 from engines.base import Engine, EngineError, Notice, SessionRef, SessionReport, Welcome
 from scheduler.session import State
@@ -24,18 +24,8 @@ WHY = {"dropped": "engine", "lost": "no-copy"}
 ROWS_AT_ONCE = 500  # after these, turns get their share of the event loop
 
 
-class Deletions(Protocol):
-    """Knows which sessions were deleted at other servers."""
-
-    async def among(self, reports: Iterable[SessionReport]) -> list[SessionReport]:
-        """List the reports of sessions that were deleted elsewhere since they began."""
-
-
-class NoDeletions:
-    """Implements ``Deletions`` without other servers."""
-
-    async def among(self, reports: Iterable[SessionReport]) -> list[SessionReport]:
-        return []
+# Lists the reports of sessions that were deleted at other servers since they began.
+Deleted: TypeAlias = Callable[[Iterable[SessionReport]], Awaitable[list[SessionReport]]]
 
 
 class Follower:
@@ -58,13 +48,13 @@ class Follower:
         self._clock = clock
         self._on_turn = on_turn
         self._ask_again_first_s = ask_again_first_s
-        self._deletions: Deletions = NoDeletions()
+        self._deleted: Deleted | None = None
         self._to_ask = asyncio.Event()
         self._followed: Welcome | None = None  # the engine whose sessions are in the table
 
-    def heed(self, deletions: Deletions) -> None:
-        """Have the engine forget sessions that ``deletions`` names, whenever it lists sessions."""
-        self._deletions = deletions
+    def heed(self, deleted: Deleted) -> None:
+        """Have the engine forget sessions that ``deleted`` names, whenever it lists sessions."""
+        self._deleted = deleted
 
     @property
     def settled(self) -> bool:
@@ -124,7 +114,7 @@ class Follower:
         """Take over the engine's list of sessions, drop all others. Raises ``EngineError``."""
         welcome, asked_at = self._engine.welcome, self._clock()
         reports = {(x.tenant, x.id): x for x in await self._engine.sessions()}
-        for report in await self._deletions.among(reports.values()):
+        for report in await self._deleted(reports.values()) if self._deleted else ():
             del reports[report.tenant, report.id]
             ref = self._ref(report)
             with self._table.forgetting(ref):

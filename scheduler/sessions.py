@@ -23,7 +23,7 @@ from scheduler.admission import Draining as Draining
 from scheduler.admission import MemoryScarce as MemoryScarce
 from scheduler.admission import Overloaded as Overloaded
 from scheduler.config import SchedulerConfig
-from scheduler.follower import Deletions, Follower
+from scheduler.follower import Deleted, Follower
 from scheduler.moves import Moves
 from scheduler.session import (
     Event,
@@ -123,9 +123,9 @@ class SessionManager:
             engine, self.table, salt_of=salt_of, clock=clock, on_turn=self.sweeps.hurry
         )
 
-    def heed(self, deletions: Deletions) -> None:
+    def heed(self, deleted: Deleted) -> None:
         """Remove sessions deleted at other servers from now on, before they are listed here."""
-        self.follower.heed(deletions)
+        self.follower.heed(deleted)
 
     def observe(self, observer: Observer) -> None:
         """Add an observer, which receives everything from now on."""

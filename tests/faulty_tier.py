@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvstore.errors import TierUnavailable
+from kvstore.session import TierName
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
@@ -30,7 +31,7 @@ class FaultyTier:
         self._lock = threading.Lock()
 
     @property
-    def name(self) -> str:
+    def name(self) -> TierName:
         return self._name
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -90,7 +91,7 @@ class Method:
             Corrupt: the payload is not one of this method's.
         """
         side = _side_of(packed.layout)
-        (pair,) = self._restored(packed)
+        (pair,) = self.restore_run(packed)
         rows = pair[SIDES.index(side)]
         if out is None:
             return rows
@@ -99,7 +100,14 @@ class Method:
 
     def restore_run(self, packed: Packed) -> list[KVPair]:
         """Returns K and V of all layers that ``pack_run`` was given. Raises as ``restore``."""
-        return self._restored(packed)
+        self._require_own(packed)
+        layout, num_tokens, first = packed.layout, packed.num_tokens, packed.first_token
+        # The declared size is compared with the payload before memory is taken for it.
+        if packed.nbytes < self._padded.least_nbytes(layout, num_tokens, first):
+            raise Corrupt(f"{packed.nbytes} bytes are fewer than {num_tokens} tokens take")
+        run = layout.empty(num_tokens)
+        self._padded.decode(packed.payload, layout, first, run)
+        return run
 
     def scores(self, query: np.ndarray, packed: Packed, exact: bool = True) -> np.ndarray:
         """Returns the products of queries with packed rows, fp32 (heads, queries, tokens).
@@ -167,16 +175,6 @@ class Method:
         num_tokens = tokens_in(run)
         return self._with_arrays(Packed(self.id, layout, first_token, num_tokens, payload))
 
-    def _restored(self, packed: Packed) -> list[KVPair]:
-        self._require_own(packed)
-        layout, num_tokens, first = packed.layout, packed.num_tokens, packed.first_token
-        # The declared size is compared with the payload before memory is taken for it.
-        if packed.nbytes < self._padded.least_nbytes(layout, num_tokens, first):
-            raise Corrupt(f"{packed.nbytes} bytes are fewer than {num_tokens} tokens take")
-        run = layout.empty(num_tokens)
-        self._padded.decode(packed.payload, layout, first, run)
-        return run
-
     def _require_own(self, packed: Packed) -> None:
         if packed.codec_id != self.id:
             raise Mismatch(f"packed by {packed.codec_id}, not by {self.id}")
@@ -186,14 +184,7 @@ class Method:
         arrays = {"payload": np.frombuffer(packed.payload, np.uint8)}
         if isinstance(self.codec, RowCodec):
             arrays |= row_arrays(self.codec, packed)
-        return Packed(
-            packed.codec_id,
-            packed.layout,
-            packed.first_token,
-            packed.num_tokens,
-            packed.payload,
-            arrays,
-        )
+        return dataclasses.replace(packed, arrays=arrays)
 
 
 def _wide(query: np.ndarray, dim: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from gateway.config import GatewayConfig
 from gateway.edge.key_list import lines_of
 from gateway.keys import Tenants
 from gateway.models.served_model import ServedModel
-from gateway.server import serve
+from gateway.server import server_of
 from gateway.watch.metrics import Metrics
 from kvstore.config import StoreConfig
 from launch.engine_start import engine_factory
@@ -148,7 +148,7 @@ def main(settings_file: str) -> None:
     )
     stored = stored_objects(config, StoreConfig(), Path(settings_file).parent, tenants.key_of)
     model = ServedModel.of(engine, sessions, config, metrics)
-    serve(create_app(config, [model], tenants, metrics, stored), config)
+    server_of(create_app(config, [model], tenants, metrics, stored), config).run()
     logging.info("ended in good order")
 
 

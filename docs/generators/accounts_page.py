@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from docs.generators.tables import code, page, table
 from gateway.app import ROUTES
-from gateway.edge.accounts import ACCOUNTS, VERBS, Work
+from gateway.edge.accounts import ACCOUNTS, Work
 
+# Questions of the gateway to an engine (``engines.wire``), by the verb's tag; each has a deadline.
+VERBS: Final[dict[str, str]] = {
+    "hello": "once for each connection, by its holder of the token",
+    "demote": "a user's request or a sweep, one at a time for each session",
+    "prefetch": "a user's request, one at a time for each session; the engine bounds its restores",
+    "pin": "a user's request; the engine bounds the pinned bytes",
+    "unpin": "a user's request",
+    "forget": "a user's request or a sweep, one at a time for each session",
+    "sessions": "the gateway's own, once for each connection, in pages of bounded bytes",
+    "stats": "the gateway's own, at a fixed pace",
+    "adopt": "the gateway's own, after a calibration",
+    "set_budgets": "the gateway's own, when a model is loaded or unloaded, one at a time",
+    "measure": "an admin's; one measurement runs at a time, in idle steps",
+    "limit_tenants": "the gateway's own, at a fixed pace, where tenants have limits of bytes",
+}
 INTRODUCTION = """
 A request is charged to its caller's key once, before its body is read. *Requests* are those of
 `gateway.requests_per_minute`; what *computes* also takes one of `gateway.concurrent_requests` until

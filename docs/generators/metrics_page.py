@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engines.wire import CodecReport, EngineReport, TierReport
+from engines.wire import CodecReport, EngineReport, TierStats
 from gateway.watch.gauges import GaugeCollector
 from gateway.watch.metrics import Defined, Gauges, Metrics
 from kvstore.codecs.quality import Quality
@@ -76,7 +76,7 @@ def _gauges() -> Iterable[Defined]:
         num_running=1,
         num_waiting=1,
         save_queue_bytes=1,
-        tiers=[TierReport("ram", 1, 1, 1, 1, 1, True)],
+        tiers=[TierStats("ram", 1, 1, 1, 1, 1, True)],
         counters={"turns": 1},
         codec=CodecReport(name="p", tiers={"ram": "p.1"}, rows=(cost,), max_kl=0.01),
         members=Members(1),

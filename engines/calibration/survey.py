@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from engines.calibration.agreement import Partners
-from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
+from engines.calibration.corpus import Text, fit_texts, held_out_texts, texts_of
 from engines.calibration.footprint import Scratch
 from engines.calibration.gate.profiles import make_folder, profile_path, save
 from engines.calibration.gate.rules import Bound, beyond_measured, refusal
@@ -127,47 +127,191 @@ def survey(
         ValueError: the model turns its keys in a way that is not understood.
         OSError: a text cannot be read.
     """
-    contexts = _contexts(instrument, order)
-    cases = list(_cases(instrument, order, contexts))
-    for context in contexts:
-        if not any(len(x.prefix) == context and x.is_text for x in cases):
-            needed = context + order.num_scored
-            raise CannotCalibrate(f"no text has {needed} tokens; give longer ones by --eval-text")
-    before = unfinished.learned() if unfinished is not None else None
-    profile, sticks = _learned(instrument, order, before, unfinished, on_progress)
-    rows = _measured(instrument, order, profile, cases, sticks, unfinished, on_progress)
-    if order.fallbacks and not _serves(rows, profile, Bound(kl=order.max_kl)):
-        more = msgspec.structs.replace(order, presets=order.fallbacks, with_bounds=False)
-        profile, _ = _learned(instrument, more, profile, unfinished, on_progress)
-        known = {(x.preset, x.context) for x in rows}
-        found = _measured(instrument, more, profile, cases, sticks, unfinished, on_progress)
-        rows += [x for x in found if (x.preset, x.context) not in known]
-    most_bits = max((x.bits_per_element for x in rows if x.residual_error), default=0.0)
-    bounds = [_water_filling(x, most_bits) for x in dict.fromkeys(sticks.values())]
-    return Survey(replace(profile, rows=tuple(rows)), tuple(bounds))
+    return _Surveyor(instrument, order, unfinished, on_progress).found()
 
 
-def _measured(
-    instrument: Instrument,
-    order: CalibrationOrder,
-    profile: Profile,
-    cases: Sequence[Case],
-    sticks: Mapping[str, RateDistortionBound],
-    unfinished: Unfinished | None,
-    on_progress: OnProgress,
-) -> list[Quality]:
-    """Measure the presets of ``order``, as ``profile`` has learned them, on all cases."""
-    return measure(
-        instrument,
-        codecs_to_measure(instrument, order.presets, profile),
-        cases,
-        order.chunk_tokens,
-        sticks,
-        unfinished,
-        on_progress,
-        _folder(order) if unfinished is not None else None,
-        num_threads=order.num_threads,
-    )
+@dataclass(frozen=True)
+class _Surveyor:
+    """Carries out one order on one model; ``survey`` describes the fields."""
+
+    instrument: Instrument
+    order: CalibrationOrder
+    unfinished: Unfinished | None
+    on_progress: OnProgress
+
+    def found(self) -> Survey:
+        """Learn and measure."""
+        cases = list(self._cases())
+        before = self.unfinished.learned() if self.unfinished is not None else None
+        profile, sticks = self._learned(before)
+        rows = self._measured(profile, cases, sticks)
+        if self.order.fallbacks and not _serves(rows, profile, Bound(kl=self.order.max_kl)):
+            presets = self.order.fallbacks
+            more = msgspec.structs.replace(self.order, presets=presets, with_bounds=False)
+            other = replace(self, order=more)
+            profile, _ = other._learned(profile)
+            known = {(x.preset, x.context) for x in rows}
+            found = other._measured(profile, cases, sticks)
+            rows += [x for x in found if (x.preset, x.context) not in known]
+        most_bits = max((x.bits_per_element for x in rows if x.residual_error), default=0.0)
+        bounds = [_water_filling(x, most_bits) for x in dict.fromkeys(sticks.values())]
+        return Survey(replace(profile, rows=tuple(rows)), tuple(bounds))
+
+    # ---- learning
+
+    def _learned(self, before: Profile | None) -> tuple[Profile, dict[str, RateDistortionBound]]:
+        """The profile and the bounds; both empty, without a prefill, if no preset has to learn.
+
+        ``before``: a profile of this model to which is added what is missing; None = an empty one.
+        """
+        names = dict.fromkeys(map(first_part, self.order.presets))
+        presets = [name for name in names if is_learned(name)]
+        instrument = self.instrument
+        empty = Profile(instrument.fingerprint, instrument.layout, (), self._known_costs())
+        if not instrument.layout.layers:
+            return self._with_windows(self._with_states(before or empty), presets), {}
+        profile = before or empty
+        missing = [name for name in presets if name not in profile.learned]
+        # Bounds are of rows alone, and a session with states is more.
+        wants_bounds = self.order.with_bounds and states_of(instrument) is None
+        if not missing and not (presets and wants_bounds):
+            return self._with_windows(profile, presets), {}
+        texts = self._texts
+        self.on_progress("reading texts to learn from")
+        with self._scratch() as scratch:
+            seen = None if OF_STATES in profile.learned else StateSensitivities()
+            how = (self._windows, scratch, self.on_progress, seen)
+            samples = samples_of(instrument, texts, *how)
+            if seen is not None and (costs := seen.learned()):
+                profile = replace(profile, learned={**profile.learned, OF_STATES: costs})
+            sticks = yardsticks(samples, self.order.presets) if wants_bounds else {}
+            for name in missing:
+                self.on_progress(f"learning {name}")
+                found = learn(samples, instrument.fingerprint, [name])
+                profile = replace(
+                    found,
+                    learned={**profile.learned, **found.learned},
+                    windows=profile.windows,
+                    window_ropes=profile.window_ropes,
+                )
+                profile = self._kept(profile)
+        return self._with_windows(profile, presets), sticks
+
+    def _known_costs(self) -> dict[str, Mapping[str, np.ndarray]]:
+        """Take what errors in states cost from an earlier measurement of the model, if any.
+
+        It is learned once. Codecs of states are named by it, so other values would make the
+        sessions unreadable that sleep by them, and the earlier verdict one on codecs that no
+        longer exist.
+        """
+        if not self.order.data_path or states_of(self.instrument) is None:
+            return {}
+        path = profile_path(Path(self.order.data_path), self.instrument.fingerprint)
+        try:
+            learned = load_profile(path, mapped=True).learned
+        except (OSError, Corrupt, Mismatch):
+            return {}
+        return {OF_STATES: learned[OF_STATES]} if OF_STATES in learned else {}
+
+    def _with_states(self, profile: Profile) -> Profile:
+        """Add what errors in states cost, for a model without rows, if that can be seen."""
+        states = states_of(self.instrument)
+        if states is None or not states.has_matrices or OF_STATES in profile.learned:
+            return profile
+        self.on_progress("reading texts to see what errors in states cost")
+        seen = StateSensitivities()
+        look_at_states(self.instrument, self._texts, self._windows, seen)
+        if not (found := seen.learned()):
+            return profile
+        return self._kept(replace(profile, learned={**profile.learned, OF_STATES: found}))
+
+    def _with_windows(self, profile: Profile, presets: Sequence[str]) -> Profile:
+        """Add what the presets learn of layers with sliding windows, if the model has any."""
+        states = states_of(self.instrument)
+        missing = [x for x in presets if x + OF_WINDOWS not in profile.learned]
+        if states is None or states.windows is None or not missing:
+            return profile
+        texts = self._texts
+        with self._scratch() as scratch:
+            how = (self._windows, scratch, self.on_progress)
+            samples = window_samples_of(self.instrument, texts, *how)
+            for name in missing:
+                self.on_progress(f"learning {name} for windows")
+                found = learn(samples, self.instrument.fingerprint, [name])
+                profile = self._kept(profile.with_windows(found))
+        return profile
+
+    @property
+    def _texts(self) -> list[Text]:
+        given = self.order.fit_texts
+        return texts_of(map(Path, given)) if given else fit_texts()
+
+    @property
+    def _windows(self) -> Windows:
+        order = self.order
+        return Windows(order.num_windows, order.window_tokens, order.probed_share)
+
+    def _scratch(self) -> AbstractContextManager[Scratch | None]:
+        """Keep rows out of memory, beside a model that serves."""
+        return nullcontext() if self.unfinished is None else Scratch(self._folder)
+
+    def _kept(self, profile: Profile) -> Profile:
+        return profile if self.unfinished is None else self.unfinished.keep_learned(profile)
+
+    @property
+    def _folder(self) -> Path | None:
+        """The folder of profiles, if there is one."""
+        return Path(self.order.data_path) / "profiles" if self.order.data_path else None
+
+    # ---- measuring
+
+    def _measured(
+        self,
+        profile: Profile,
+        cases: Sequence[Case],
+        sticks: Mapping[str, RateDistortionBound],
+    ) -> list[Quality]:
+        """Measure the presets of the order, as ``profile`` has learned them, on all cases."""
+        return measure(
+            self.instrument,
+            codecs_to_measure(self.instrument, self.order.presets, profile),
+            cases,
+            self.order.chunk_tokens,
+            sticks,
+            self.unfinished,
+            self.on_progress,
+            self._folder if self.unfinished is not None else None,
+            num_threads=self.order.num_threads,
+        )
+
+    def _cases(self) -> Iterator[Case]:
+        order = self.order
+        texts = texts_of(map(Path, order.eval_texts)) if order.eval_texts else held_out_texts()
+        encode = functools.cache(self.instrument.encode)  # a long text takes a second
+        for context in self._contexts():
+            of_texts = list(text_cases(texts, encode, context, order.num_scored))
+            if not of_texts:
+                needed = context + order.num_scored
+                words = f"no text has {needed} tokens; give longer ones by --eval-text"
+                raise CannotCalibrate(words)
+            yield from of_texts
+            yield from needle_cases(texts, encode, context, order.depths)
+            tokens = (encode(text.content) for text in texts)
+            yield from chain_cases(tokens, encode, context, order.num_chains, order.num_scored)
+
+    def _contexts(self) -> list[int]:
+        """The contexts to measure. With states they end where a state can rest.
+
+        What lies after it would be computed again, and count as if it had been packed.
+        """
+        contexts = self.order.contexts
+        if states_of(self.instrument) is None:
+            return list(contexts)
+        assert isinstance(self.instrument, StatefulInstrument)
+        step = self.instrument.state_step
+        if min(contexts) < step:
+            raise _too_short(step, step)
+        return list(dict.fromkeys(x // step * step for x in contexts))
 
 
 def _serves(rows: Sequence[Quality], profile: Profile, bound: Bound) -> bool:
@@ -194,20 +338,6 @@ def check_contexts(instrument: Instrument, contexts: Sequence[int]) -> None:
     least = least_context(states, instrument.state_step)
     if max(contexts) < least:
         raise _too_short(instrument.state_step, least)
-
-
-def _contexts(instrument: Instrument, order: CalibrationOrder) -> list[int]:
-    """The contexts to measure. With states they end where a state can rest.
-
-    What lies after it would be computed again, and count as if it had been packed.
-    """
-    if states_of(instrument) is None:
-        return list(order.contexts)
-    assert isinstance(instrument, StatefulInstrument)
-    step = instrument.state_step
-    if min(order.contexts) < step:
-        raise _too_short(step, step)
-    return list(dict.fromkeys(x // step * step for x in order.contexts))
 
 
 def _too_short(step: int, least: int) -> CannotCalibrate:
@@ -245,137 +375,6 @@ def codecs_to_measure(
     return found
 
 
-def _learned(
-    instrument: Instrument,
-    order: CalibrationOrder,
-    before: Profile | None,
-    unfinished: Unfinished | None,
-    on_progress: OnProgress,
-) -> tuple[Profile, dict[str, RateDistortionBound]]:
-    """The profile and the bounds; both empty, without a prefill, if no preset has to learn.
-
-    ``before``: a profile of this model to which is added what is missing; None = an empty one.
-    """
-    names = dict.fromkeys(map(first_part, order.presets))
-    presets = [name for name in names if is_learned(name)]
-    empty = Profile(instrument.fingerprint, instrument.layout, (), _known_costs(instrument, order))
-    states = states_of(instrument)
-    if not instrument.layout.layers:
-        profile = _with_states(instrument, order, before or empty, unfinished, on_progress)
-        return _with_windows(instrument, order, profile, presets, unfinished, on_progress), {}
-    profile = before or empty
-    missing = [name for name in presets if name not in profile.learned]
-    if not missing and not (presets and order.with_bounds and states is None):
-        return _with_windows(instrument, order, profile, presets, unfinished, on_progress), {}
-    texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
-    on_progress("reading texts to learn from")
-    windows = Windows(order.num_windows, order.window_tokens, order.probed_share)
-    # Beside a model that serves its rows are not to take memory.
-    with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
-        seen = None if OF_STATES in profile.learned else StateSensitivities()
-        samples = samples_of(instrument, texts, windows, scratch, on_progress, seen)
-        if seen is not None and (costs := seen.learned()):
-            profile = replace(profile, learned={**profile.learned, OF_STATES: costs})
-        # They are of rows alone, and a session with states is more.
-        wanted = order.with_bounds and states is None
-        sticks = yardsticks(samples, order.presets) if wanted else {}
-        for name in missing:
-            on_progress(f"learning {name}")
-            found = learn(samples, instrument.fingerprint, [name])
-            profile = replace(
-                found,
-                learned={**profile.learned, **found.learned},
-                windows=profile.windows,
-                window_ropes=profile.window_ropes,
-            )
-            if unfinished is not None:
-                profile = unfinished.keep_learned(profile)
-    return _with_windows(instrument, order, profile, presets, unfinished, on_progress), sticks
-
-
-def _known_costs(
-    instrument: Instrument, order: CalibrationOrder
-) -> dict[str, Mapping[str, np.ndarray]]:
-    """Take what errors in states cost from an earlier measurement of the model, if there is one.
-
-    It is learned once. Codecs of states are named by it, so other values would make the sessions
-    unreadable that sleep by them, and the earlier verdict one on codecs that no longer exist.
-    """
-    if not order.data_path or states_of(instrument) is None:
-        return {}
-    path = profile_path(Path(order.data_path), instrument.fingerprint)
-    try:
-        learned = load_profile(path, mapped=True).learned
-    except (OSError, Corrupt, Mismatch):
-        return {}
-    return {OF_STATES: learned[OF_STATES]} if OF_STATES in learned else {}
-
-
-def _with_states(
-    instrument: Instrument,
-    order: CalibrationOrder,
-    profile: Profile,
-    unfinished: Unfinished | None,
-    on_progress: OnProgress,
-) -> Profile:
-    """Add what errors in states cost, for a model without rows, if that can be seen."""
-    states = states_of(instrument)
-    if states is None or not states.has_matrices or OF_STATES in profile.learned:
-        return profile
-    on_progress("reading texts to see what errors in states cost")
-    texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
-    seen = StateSensitivities()
-    windows = Windows(order.num_windows, order.window_tokens, order.probed_share)
-    look_at_states(instrument, texts, windows, seen)
-    if not (found := seen.learned()):
-        return profile
-    profile = replace(profile, learned={**profile.learned, OF_STATES: found})
-    return unfinished.keep_learned(profile) if unfinished is not None else profile
-
-
-def _with_windows(
-    instrument: Instrument,
-    order: CalibrationOrder,
-    profile: Profile,
-    presets: Sequence[str],
-    unfinished: Unfinished | None,
-    on_progress: OnProgress,
-) -> Profile:
-    """Add what the presets learn of layers with sliding windows, if the model has any."""
-    states = states_of(instrument)
-    missing = [x for x in presets if x + OF_WINDOWS not in profile.learned]
-    if states is None or states.windows is None or not missing:
-        return profile
-    texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
-    windows = Windows(order.num_windows, order.window_tokens, order.probed_share)
-    with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
-        samples = window_samples_of(instrument, texts, windows, scratch, on_progress)
-        for name in missing:
-            on_progress(f"learning {name} for windows")
-            found = learn(samples, instrument.fingerprint, [name])
-            profile = profile.with_windows(found)
-            if unfinished is not None:
-                profile = unfinished.keep_learned(profile)
-    return profile
-
-
-def _folder(order: CalibrationOrder) -> Path | None:
-    """The folder of profiles, if there is one."""
-    return Path(order.data_path) / "profiles" if order.data_path else None
-
-
 def _water_filling(stick: RateDistortionBound, most_bits: float) -> WaterFilling:
     bits, errors = zip(*stick.curve(most_bits), strict=True)
     return WaterFilling(scope=str(stick.scope), bits=bits, residual_errors=errors)
-
-
-def _cases(
-    instrument: Instrument, order: CalibrationOrder, contexts: Sequence[int]
-) -> Iterator[Case]:
-    texts = texts_of(map(Path, order.eval_texts)) if order.eval_texts else held_out_texts()
-    encode = functools.cache(instrument.encode)  # a long text takes a second
-    for context in contexts:
-        yield from text_cases(texts, encode, context, order.num_scored)
-        yield from needle_cases(texts, encode, context, order.depths)
-        tokens = (encode(text.content) for text in texts)
-        yield from chain_cases(tokens, encode, context, order.num_chains, order.num_scored)

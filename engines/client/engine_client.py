@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from engines.base import (
     SAVE_S,
@@ -47,6 +48,7 @@ from engines.wire import (
     TierName,
     Unpin,
     Verb,
+    VerbAnswer,
     Welcome,
 )
 from kvstore.tenant_bytes import TenantLimits
@@ -54,6 +56,8 @@ from kvstore.tenant_bytes import TenantLimits
 ANSWER_S = 15.0  # verbs that only look
 LIMITS_S = 2.0  # limits of tenants, which are said again in any case
 MOVE_S = 90.0  # verbs that move KV
+
+A = TypeVar("A", bound=VerbAnswer)
 
 
 class EngineClient:
@@ -190,54 +194,38 @@ class EngineClient:
         return reports
 
     async def _page(self, after: tuple[str, str] | None) -> Sessions:
-        verb = ListSessions(after)
-        answer = await self._link.ask(verb, ANSWER_S)
-        if not isinstance(answer, Sessions):
-            raise _odd_answer(verb, answer)
-        return answer
+        return await self._ask(ListSessions(after), Sessions, ANSWER_S)
 
     async def stats(self) -> EngineReport:
-        answer = await self._link.ask(GetStats(), ANSWER_S)
-        if not isinstance(answer, Stats):
-            raise _odd_answer(GetStats(), answer)
-        return answer.report
+        return (await self._ask(GetStats(), Stats, ANSWER_S)).report
 
     async def adopt(self) -> CodecReport:
-        answer = await self._link.ask(Adopt(), MOVE_S)
-        if not isinstance(answer, Adopted):
-            raise _odd_answer(Adopt(), answer)
-        return answer.codec
+        return (await self._ask(Adopt(), Adopted, MOVE_S)).codec
 
     async def measure(self, order: CalibrationOrder | None = None) -> CodecReport:
-        verb = Measure(order)
-        answer = await self._link.ask(verb, ANSWER_S)
-        if not isinstance(answer, Adopted):
-            raise _odd_answer(verb, answer)
-        return answer.codec
+        return (await self._ask(Measure(order), Adopted, ANSWER_S)).codec
 
     async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
         """See ``engines.base.HasBudgets``."""
-        verb = SetBudgets(hot_bytes, ram_bytes)
-        answer = await self._link.ask(verb, MOVE_S)
-        if not isinstance(answer, Stats):
-            raise _odd_answer(verb, answer)
+        await self._ask(SetBudgets(hot_bytes, ram_bytes), Stats, MOVE_S)
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
         """See ``engines.base.LimitsTenants``."""
-        verb = LimitTenants(dict(tiers))
-        answer = await self._link.ask(verb, LIMITS_S)
-        if not isinstance(answer, TenantUses):
-            raise _odd_answer(verb, answer)
-        return answer
+        return await self._ask(LimitTenants(dict(tiers)), TenantUses, LIMITS_S)
 
     def notices(self) -> AsyncIterator[Notice | None]:
         return self._link.notices.read()
 
     async def _done(self, verb: Verb, deadline_s: float) -> Done:
+        return await self._ask(verb, Done, deadline_s)
+
+    async def _ask(self, verb: Verb, kind: type[A], deadline_s: float) -> A:
+        """Return the answer to a verb. Raises ``EngineError`` if it is of another kind."""
         answer = await self._link.ask(verb, deadline_s)
-        if not isinstance(answer, Done):
-            raise _odd_answer(verb, answer)
-        return answer
+        if isinstance(answer, kind):
+            return answer
+        said = type(answer).__name__
+        raise EngineError(f"the engine answered {type(verb).__name__} with {said}")
 
 
 class AttachedEngine(EngineClient):
@@ -263,7 +251,3 @@ class AttachedEngine(EngineClient):
         """Set vLLM's own fields for whose turn it is, if the engine is a vLLM."""
         is_vllm = self.welcome is not None and self.welcome.engine == "vllm"
         return with_session(body, session) if is_vllm else body
-
-
-def _odd_answer(verb: Verb, answer: object) -> EngineError:
-    return EngineError(f"the engine answered {type(verb).__name__} with {type(answer).__name__}")

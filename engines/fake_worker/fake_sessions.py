@@ -24,9 +24,9 @@ from engines.wire import (
     SessionReport,
     TenantUses,
     TierName,
-    TierReport,
+    TierStats,
 )
-from kvstore.session import TIER_NAMES
+from kvstore.session import TIER_NAMES, SessionName
 from kvstore.stats import Repacking
 from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
 
@@ -35,8 +35,6 @@ COLD_BYTES_PER_TOKEN = 200
 UNPACKED_BYTES = 1 << 20  # of a session that a measurement has found unpacked
 CASES = 5  # of a measurement
 CODEC = CodecReport(name="words", id="words.1", why="words are kept as they are")
-
-Key = tuple[str, str]
 
 
 @dataclass
@@ -70,7 +68,7 @@ class FakeSessions:
         self._capacity_bytes = hot_capacity_bytes
         self._notify: Callable[[Notice], None] = lambda notice: None
         self._clock = clock
-        self._sessions: dict[Key, FakeSession] = {}
+        self._sessions: dict[SessionName, FakeSession] = {}
         self._cases_left = 0
         self._measured_at = 0.0
         self._num_unpacked = 0
@@ -87,7 +85,7 @@ class FakeSessions:
 
     def begin(self, ref: SessionRef, prompt: Sequence[str]) -> CacheOutcome:
         """Start a turn, and return what it reuses of the session."""
-        session = self._sessions.setdefault(_key(ref), FakeSession(ref))
+        session = self._sessions.setdefault(ref.name, FakeSession(ref))
         session.num_turns += 1
         session.last_used = self._clock()
         self._counters["turns"] += 1
@@ -106,7 +104,7 @@ class FakeSessions:
 
     def end(self, ref: SessionRef, words: list[str]) -> None:
         """End a turn; ``words`` are those of prompt and answer that were computed."""
-        session = self._sessions.get(_key(ref))
+        session = self._sessions.get(ref.name)
         if session is None:  # forgotten meanwhile
             return
         session.num_turns -= 1
@@ -130,7 +128,7 @@ class FakeSessions:
     # ---- verbs: see ``engines.host.control_server.SessionVerbs``
 
     async def demote(self, ref: SessionRef, tier: TierName | None) -> Done:
-        session = self._sessions.get(_key(ref))
+        session = self._sessions.get(ref.name)
         if session is None:
             return Done(None)
         if session.num_turns:
@@ -140,7 +138,7 @@ class FakeSessions:
         return Done(self._report(session))
 
     async def prefetch(self, ref: SessionRef) -> Done:
-        session = self._sessions.get(_key(ref))
+        session = self._sessions.get(ref.name)
         if session is None:
             return Done(None)
         self._counters["restores"] += not session.hot
@@ -148,19 +146,19 @@ class FakeSessions:
         return Done(self._report(session))
 
     async def pin(self, ref: SessionRef, pinned: bool) -> Done:
-        session = self._sessions.get(_key(ref))
+        session = self._sessions.get(ref.name)
         if session is None:
             return Done(None)
         session.pinned = pinned
         return Done(self._report(session))
 
     async def forget(self, ref: SessionRef) -> Done:
-        session = self._sessions.get(_key(ref))
+        session = self._sessions.get(ref.name)
         if session is None:
             return Done(None)
         session.hot, session.tier, session.words = False, None, []
         if not session.num_turns:
-            del self._sessions[_key(ref)]
+            del self._sessions[ref.name]
         return Done(self._report(session))
 
     async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
@@ -214,7 +212,7 @@ class FakeSessions:
             num_running=self.num_running,
             num_waiting=0,
             save_queue_bytes=0,
-            tiers=[TierReport("ram", cold_bytes, 1 << 30, len(self._sessions), 0, 0, True)],
+            tiers=[TierStats("ram", cold_bytes, 1 << 30, len(self._sessions), 0, 0, True)],
             counters=dict(self._counters),
             codec=self._with_progress(),
             repacking=Repacking(
@@ -264,10 +262,6 @@ class FakeSessions:
             busy=session.num_turns > 0,
             cold_tokens=len(session.words) if session.tier else 0,
         )
-
-
-def _key(ref: SessionRef) -> Key:
-    return ref.tenant, ref.id
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> int:

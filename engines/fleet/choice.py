@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 from engines.base import EngineUnavailable, EngineUnreached, SessionRef, SessionReport, Welcome
 from engines.fleet.homes import Homes
 from engines.fleet.replica import Replica
+from kvstore.session import SessionName
 
 POINTS: Final = 128
 _POINT_BYTES: Final = 8
@@ -72,7 +73,7 @@ class Choice:
         """``moves_at``: the requests by which a home has to be ahead for a session to move."""
         self._homes = homes
         self._moves_at = moves_at
-        self._pinned: set[tuple[str, str]] = set()  # these do not move
+        self._pinned: set[SessionName] = set()  # these do not move
         self.renew(replicas)
 
     def renew(self, replicas: Sequence[Replica]) -> None:
@@ -97,7 +98,7 @@ class Choice:
         home = self.home(session)
         if home is not None and home.takes_beside(but) and not home.avoided:
             near = [home, *(x for x in near if x is not home)]
-        if (session.tenant, session.id) in self._pinned:
+        if session.name in self._pinned:
             return near[0]
         near = [near[0], *(x for x in near[1:] if not x.avoided)]
         return least_behind(near, lambda x: x.num_running, self._moves_at)
@@ -136,4 +137,4 @@ class Choice:
     def forget(self, session: SessionRef) -> None:
         """Forget that there was such a session."""
         self._homes.drop(session)
-        self._pinned.discard((session.tenant, session.id))
+        self._pinned.discard(session.name)

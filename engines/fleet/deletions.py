@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final
 
 from engines.base import SessionRef
+from kvstore.session import SessionName
 
 MAX_OWED: Final = 10_000  # deletions that a replica that is away is still to do
 MAX_OWED_OF_TENANT: Final = MAX_OWED // 4  # of these
-Key: TypeAlias = tuple[str, str]  # tenant and id
 
 
 class Deletions:
     """Sessions that are to be deleted, the oldest deletion first. A step takes constant time."""
 
     def __init__(self) -> None:
-        self._all: OrderedDict[Key, tuple[SessionRef, float]] = OrderedDict()
-        self._of: defaultdict[str, OrderedDict[Key, None]] = defaultdict(OrderedDict)
+        self._all: OrderedDict[SessionName, tuple[SessionRef, float]] = OrderedDict()
+        self._of: defaultdict[str, OrderedDict[SessionName, None]] = defaultdict(OrderedDict)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -50,16 +50,16 @@ class Deletions:
         ``until``: the moment at which ``expire`` drops it; never before that of an older one.
         """
         self.discard(session)
-        key = session.tenant, session.id
+        key = session.name
         self._all[key] = session, until
         self._of[session.tenant][key] = None
 
     def discard(self, session: SessionRef) -> None:
         """Take a session's deletion out, if there is one."""
-        if (session.tenant, session.id) in self._all:
-            self._drop((session.tenant, session.id))
+        if session.name in self._all:
+            self._drop(session.name)
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: SessionName) -> None:
         del self._all[key]
         of_tenant = self._of[key[0]]
         del of_tenant[key]

@@ -43,6 +43,7 @@ from engines.fleet.fleet_exchange import FleetExchange
 from engines.fleet.homes import Homes
 from engines.fleet.replica import Replica, difference, joined_report, joined_welcome
 from engines.http import session_from
+from kvstore.session import SessionName
 
 log = logging.getLogger("thermocline.engines")
 
@@ -304,7 +305,7 @@ class FleetEngine:
     async def sessions(self) -> list[SessionReport]:
         there = self._there()
         listed = await asyncio.gather(*(x.engine.sessions() for x in there))
-        best: dict[tuple[str, str], tuple[tuple[bool, bool, float], Replica, SessionReport]] = {}
+        best: dict[SessionName, tuple[tuple[bool, bool, float], Replica, SessionReport]] = {}
         for replica, reports in zip(there, listed, strict=True):
             for report in reports:
                 key = report.tenant, report.id
@@ -370,7 +371,7 @@ class FleetEngine:
             if replica.differs and replica.differs != was:
                 log.error("replica %s is not used: %s", replica.name, replica.differs)
         for session in replica.owed:
-            if (session.tenant, session.id) in replica.owed:  # it has not begun again meanwhile
+            if session.name in replica.owed:  # it has not begun again meanwhile
                 with suppress(EngineError):
                     await self._pay(replica, session)
         joined = self._joined()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from engines.wire import SessionRef
+from kvstore.session import SessionName
 
 
 class Homes(Protocol):
@@ -30,13 +31,13 @@ class LastHomes:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._homes: OrderedDict[SessionName, str] = OrderedDict()
 
     def get(self, session: SessionRef) -> str | None:
-        return self._homes.get((session.tenant, session.id))
+        return self._homes.get(session.name)
 
     def put(self, session: SessionRef, replica: str) -> None:
-        key = session.tenant, session.id
+        key = session.name
         self._homes[key] = replica
         self._homes.move_to_end(key)
         while len(self._homes) > self._most:
@@ -46,7 +47,7 @@ class LastHomes:
         self.put(session, replica)
 
     def drop(self, session: SessionRef) -> None:
-        self._homes.pop((session.tenant, session.id), None)
+        self._homes.pop(session.name, None)
 
 
 MAX_SAID: Final = 1024
@@ -110,22 +111,22 @@ class SharedHomes:
         self._heard: OrderedDict[bytes, str] = OrderedDict()
 
     def get(self, session: SessionRef) -> str | None:
-        return self._heard.get(self._mark(session.tenant, session.id)) or self._own.get(session)
+        return self._heard.get(self._mark(*session.name)) or self._own.get(session)
 
     def put(self, session: SessionRef, replica: str) -> None:
-        if self._mark(session.tenant, session.id) not in self._heard:
+        if self._mark(*session.name) not in self._heard:
             self._own.put(session, replica)
 
     def served(self, session: SessionRef, replica: str) -> None:
         moved = self.get(session) != replica
-        mark = self._mark(session.tenant, session.id)
+        mark = self._mark(*session.name)
         self._heard.pop(mark, None)
         self._own.put(session, replica)
         if moved:
             self._said.say(Move(mark, self._marks[replica]))
 
     def drop(self, session: SessionRef) -> None:
-        self._heard.pop(self._mark(session.tenant, session.id), None)
+        self._heard.pop(self._mark(*session.name), None)
         self._own.drop(session)
 
     def hear(self, moves: Iterable[Move]) -> None:

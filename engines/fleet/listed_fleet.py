@@ -110,7 +110,7 @@ class ListedFleet(FleetEngine):
         replica = await self.add(one.name, self._make(one))
         self._deleted.expire(self._clock())
         for session in self._deleted:
-            if (session.tenant, session.id) not in replica.owed:
+            if session.name not in replica.owed:
                 replica.owed.add(session)
 
     async def _let_go(self, name: str) -> None:

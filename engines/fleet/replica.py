@@ -9,7 +9,7 @@ import msgspec
 
 from engines.base import Engine, ReplicaState
 from engines.fleet.deletions import Deletions
-from engines.wire import EngineReport, TierReport, Welcome
+from engines.wire import EngineReport, TierStats, Welcome
 from kvstore.stats import Repacking, most_different
 
 AVOID_S = 5.0  # a replica that took no connection, or broke one, comes last for so long
@@ -123,30 +123,18 @@ def joined_report(reports: Sequence[EngineReport], counters: Mapping[str, int]) 
         counters: of all lives of all replicas.
     """
     sums = {name: sum(getattr(x, name) for x in reports) for name in _SUMS}
-    tiers: dict[str, list[TierReport]] = {}
+    tiers: dict[str, list[TierStats]] = {}
     for report in reports:
         for tier in report.tiers:
             tiers.setdefault(tier.name, []).append(tier)
     return msgspec.structs.replace(
         reports[0],
         **sums,
-        tiers=[_joined_tier(x) for x in tiers.values()],
+        tiers=[TierStats.joined(x, available=any(y.available for y in x)) for x in tiers.values()],
         counters=dict(Counter(counters)),
         requests=[y for x in reports for y in x.requests],
         repacking=_joined_repacking([x.repacking for x in reports]),
         members=most_different([x.members for x in reports]),
-    )
-
-
-def _joined_tier(tiers: Sequence[TierReport]) -> TierReport:
-    return TierReport(
-        tiers[0].name,
-        sum(x.nbytes for x in tiers),
-        sum(x.capacity_bytes for x in tiers),
-        sum(x.num_blobs for x in tiers),
-        sum(x.evictions for x in tiers),
-        sum(x.errors for x in tiers),
-        any(x.available for x in tiers),
     )
 
 

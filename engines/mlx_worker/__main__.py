@@ -18,7 +18,7 @@ from typing import Final
 import uvicorn
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
-from engines.host.control_server import ControlServer
+from engines.host.control_server import ControlServer, private_socket
 from engines.host.lifeline import Lifeline, read_settings, runtime_folder
 from engines.host.template_rules import fill_in_of, rules_of
 from engines.mlx_worker.cache.layout import CannotServe
@@ -201,8 +201,7 @@ def _http_config(owner: Owner, config: WorkerConfig) -> uvicorn.Config:
 
 def _listener(path: Path) -> socket.socket:
     """A unix socket of our own: uvicorn would open its socket to everybody."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
+    listener = private_socket(path)
     listener.listen(1024)
     listener.setblocking(False)
     return listener

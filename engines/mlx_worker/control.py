@@ -19,7 +19,7 @@ import msgspec
 from engines.config import CalibrationOrder
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.hot_cache import Cause
-from engines.mlx_worker.sessions.hot_sessions import HotSession, SessionKey
+from engines.mlx_worker.sessions.hot_sessions import HotSession
 from engines.wire import (
     CodecReport,
     Done,
@@ -28,16 +28,14 @@ from engines.wire import (
     RequestProgress,
     SessionReport,
     TenantUses,
-    TierReport,
     absent,
 )
 from kvstore.errors import PinLimit
 from kvstore.ledger.notices import StoreNotice
-from kvstore.session import SessionRef, TierName
+from kvstore.session import SessionName, SessionRef, TierName
 from kvstore.stats import Repacking, StoreStats
 from kvstore.store.records import SessionRecord
 from kvstore.tenant_bytes import TenantLimits
-from kvstore.tiers.base import TierStats
 
 logger = logging.getLogger(__name__)
 _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
@@ -68,7 +66,7 @@ class SessionReports:
     def session(self, session: SessionRef) -> SessionReport | None:
         """The report on one session; None if neither the engine nor the store knows it."""
         record = self._store.record(session) if self._store else None
-        return self._report((session.tenant, session.id), record)
+        return self._report(session.name, record)
 
     def sessions(self) -> list[SessionReport]:
         """The reports on all sessions, hot and cold. Blocks until those on Redis are known."""
@@ -78,7 +76,7 @@ class SessionReports:
         reports = (self._report(key, records.get(key)) for key in keys)
         return [x for x in reports if x is not None]
 
-    def _report(self, key: SessionKey, record: SessionRecord | None) -> SessionReport | None:
+    def _report(self, key: SessionName, record: SessionRecord | None) -> SessionReport | None:
         hot, busy_tokens = self._hot.get(key), self._hot.busy_tokens(key)
         if hot is None and record is None and not busy_tokens:
             return None
@@ -120,7 +118,7 @@ class SessionReports:
             num_running=len(parts.batches) + parts.prefiller.num_admitted,
             num_waiting=self._owner.num_waiting,
             save_queue_bytes=store.save_queue_bytes if store else 0,
-            tiers=[_tier_report(x) for x in store.tiers] if store else [],
+            tiers=store.tiers if store else [],
             counters=self._counters(store),
             codec=self.codec(),
             requests=self._requests(),
@@ -158,19 +156,6 @@ class SessionReports:
             **{name: count for name, count in stored.items() if not name.startswith("misses.")},
             **self._owner.parts.counters,
         }
-
-
-def _tier_report(stats: TierStats) -> TierReport:
-    name: TierName = stats.name  # type: ignore[assignment]  # of our own three
-    return TierReport(
-        name,
-        stats.nbytes,
-        stats.capacity_bytes,
-        stats.num_blobs,
-        stats.evictions,
-        stats.errors,
-        stats.available,
-    )
 
 
 class Notifier:
@@ -292,7 +277,7 @@ class MlxVerbs:
 
     async def _cool(self, session: SessionRef) -> str:
         """Drop the hot copy. Returns "", or why it is still there."""
-        key = (session.tenant, session.id)
+        key = session.name
         # On the owner thread, because a turn whose end the client has just seen ends there.
         hot = await self._owner.call(lambda: self._candidate(key))
         if hot is None or isinstance(hot, str):
@@ -301,7 +286,7 @@ class MlxVerbs:
         await asyncio.wait([asyncio.wrap_future(hot.saved)], timeout=SAVE_WAIT_S)
         return await self._owner.call(lambda: self._drop(hot))
 
-    def _candidate(self, key: SessionKey) -> HotSession | str | None:
+    def _candidate(self, key: SessionName) -> HotSession | str | None:
         """The hot session, which may go once it is saved; or why it may not; None = not hot."""
         if self._hot.is_busy(key):
             return "busy"
@@ -337,7 +322,7 @@ class MlxVerbs:
         known = await self.report(session)
         if known is None:
             return Done(None)
-        store, key = self._owner.store, (session.tenant, session.id)
+        store, key = self._owner.store, session.name
         self._hot.pin(key, pinned)
         if store:
             try:
@@ -350,12 +335,12 @@ class MlxVerbs:
 
     async def pin_saved(self, session: SessionRef) -> None:
         """Pin the new cold copy of a session that was pinned before it had one."""
-        if (store := self._owner.store) and self._hot.is_pinned((session.tenant, session.id)):
+        if (store := self._owner.store) and self._hot.is_pinned(session.name):
             try:
                 await asyncio.to_thread(store.pin, session, True)
             except PinLimit as error:
                 logger.warning("a session that was to be pinned is not: %s", error)
-                self._hot.pin((session.tenant, session.id), False)
+                self._hot.pin(session.name, False)
 
     def store_changed(self, notice: StoreNotice) -> None:
         """Report that a session's cold copy is gone, found, or slower to reach. Any thread."""
@@ -363,7 +348,7 @@ class MlxVerbs:
         if not notice.is_gone:
             self._owner.notify("moved", session, notice.why)
             return
-        key = (session.tenant, session.id)
+        key = session.name
         if self._hot.get(key) is None and not self._hot.is_busy(key):
             self._hot.pin(key, False)  # nothing is left that the pin could hold
         self._owner.notify("lost", session, notice.why)
@@ -374,7 +359,7 @@ class MlxVerbs:
 
     async def forget(self, session: SessionRef) -> Done:
         """Remove a session from memory and every tier. A running turn goes on and is not kept."""
-        key = (session.tenant, session.id)
+        key = session.name
         await self._owner.call(lambda: self._owner.parts.loop.forget(key))
         if store := self._owner.store:
             await asyncio.to_thread(store.forget, session)

@@ -33,11 +33,11 @@ from engines.calibration.instrument import (
 from engines.config import CalibrationOrder, WorkerConfig
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.measuring_steps import Dropped, HeldPrefix, IdleSteps
-from engines.mlx_worker.model.instrument import kept_layout, rope_readers
+from engines.mlx_worker.model.instrument import MlxInstrument, rope_readers
 from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.owner import Owner
 from engines.wire import CodecReport
-from kvstore.shapes import KVLayout, KVPair, KVRun, Rope, StateLayout
+from kvstore.shapes import KVPair, KVRun, Rope
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,10 @@ def step_tokens_of(model: Any) -> int:
     return step_tokens(count, on_gpu=on_gpu)
 
 
-class ServingInstrument:
-    """An ``Observing`` ``Instrument`` whose methods wait for idle moments of the owner thread.
+class ServingInstrument(MlxInstrument):
+    """Measures the served model: its methods wait for idle moments of the owner thread.
 
-    Of a model with windows or states it is a ``StatefulInstrument``, too. All of them raise
-    ``Interrupted`` once the engine ends.
+    All of them raise ``Interrupted`` once the engine ends.
     """
 
     def __init__(
@@ -85,59 +84,24 @@ class ServingInstrument:
         Raises:
             ValueError: this model's cache cannot be kept.
         """
-        self._layout = kept_layout(plan)
-        self._plan = plan
-        self._loaded = loaded
-        self._fingerprint = fingerprint
+        super().__init__(loaded, plan)
+        self.fingerprint = fingerprint
         self._steps = steps
         self._held = held
         self._step_tokens = step_tokens or step_tokens_of(loaded.model)
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._layout
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return self._ropes(windows=False)
-
-    def window_ropes(self) -> tuple[Rope | None, ...]:
-        return self._ropes(windows=True)
 
     def _ropes(self, *, windows: bool) -> tuple[Rope | None, ...]:
         find = partial(rope_readers, self._loaded.model, self._plan, windows=windows)
         return tuple(self._steps.run(read) for read in self._steps.run(find))
 
-    @property
-    def states(self) -> StateLayout | None:
-        return self._plan.states
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._loaded.tokenizer.encode(text, verbose=False))
-
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
-        return self._until_done(lambda: self._prefilled(tokens, past))
-
-    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
-        return self.log_probs_whole(HeldSession(run, run[0][0].shape[1]), tokens)
+        return self._until_done(lambda: self._rows(tokens, past))
 
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         return self._until_done(lambda: self._scored(session, tokens))
 
-    @property
-    def state_step(self) -> int:
-        return 1
-
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
         return self._until_done(lambda: self._whole(tokens, past or HeldSession((), 0)))
-
-    @property
-    def sees_states(self) -> bool:
-        return True
 
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         noted = _NotedOnce(note)
@@ -158,7 +122,7 @@ class ServingInstrument:
                     self._steps.run(self._held.drop)
                 raise
 
-    def _prefilled(self, tokens: Sequence[int], past: KVRun) -> list[KVPair]:
+    def _rows(self, tokens: Sequence[int], past: KVRun) -> list[KVPair]:
         num_past = past[0][0].shape[1] if past else 0
         self._feed(HeldSession(past, num_past), tokens[num_past:])
         return self._taken(len(tokens))

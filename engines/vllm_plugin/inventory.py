@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from engines.vllm_plugin.messages import RankRests
+from kvstore.session import SessionName
 from kvstore.store.block_keys import BlockRuns
 from kvstore.store.records import ID_BYTES, common_blocks, split_hashes
 
@@ -30,7 +31,6 @@ MEDIA: Final = (CPU, STORAGE)
 MAX_BLOCKS: Final = 1 << 19
 # Blocks in one step's events: vLLM's thread makes the events while the model waits.
 MAX_TAKEN: Final = 4096
-SessionName: TypeAlias = tuple[str, str]  # tenant and session id
 
 
 def wants_events(vllm_config: Any) -> bool:
@@ -115,7 +115,7 @@ class Inventory:
 
     def update(self, news: RankRests) -> None:
         """Record which media hold the blocks of a session on one rank."""
-        name = news.session.tenant, news.session.id
+        name = news.session.name
         runs = {CPU: news.ram, STORAGE: news.storage}
         share = _Share(split_hashes(news.hashes), news.ids, runs) if news.hashes else _NOTHING
         with self._lock:

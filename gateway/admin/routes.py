@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
-from gateway.context import Gateway, admin_of, caller_of, gateway_of, model_asked
+from gateway.context import Gateway, admin_of, caller_of, gateway_of, json_response, model_asked
 from gateway.edge.key_list import KeyListFixed
 from gateway.errors import Failure, Refused
 from gateway.keys import BadKeyLine, KeyFacts, Limits, generate_key, key_facts
@@ -167,7 +167,7 @@ async def measure(request: Request) -> Response:
 @router.get("/livez")
 async def livez(request: Request) -> Response:
     """Answer that this process lives; a restart of it would not cure the engine's troubles."""
-    return _json({"status": "alive"})
+    return json_response({"status": "alive"})
 
 
 @router.get("/readyz")
@@ -193,7 +193,7 @@ async def readyz(request: Request) -> Response:
     }
     if len(gateway.models) > 1:
         about["models"] = {x.label: x.trouble or x.state for x in gateway.models}
-    return _json(about)
+    return json_response(about)
 
 
 @router.get("/health")
@@ -206,7 +206,7 @@ async def health(request: Request) -> Response:
 @router.get("/version")
 async def show_version(request: Request) -> Response:
     """Answer with the version of this server."""
-    return _json({"version": version("thermocline")})
+    return json_response({"version": version("thermocline")})
 
 
 @router.get("/metrics")
@@ -225,7 +225,3 @@ def _metrics_need_key(gateway: Gateway) -> bool:
     if access == "auto":
         return not gateway.config.on_loopback and not gateway.tenants.open_to_all
     return access == "key"
-
-
-def _json(body: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -14,45 +14,30 @@ from typing import Final
 
 import msgspec
 
+from engines.base import EngineUnavailable
 from engines.openai.requests import Json
 from gateway.anthropic.message import (
     Asked,
-    Call,
-    EngineUsage,
-    Said,
     empty_message,
     ending,
     message_usage,
     signature,
 )
 from gateway.errors import Failure
-from gateway.watch.metrics import PromptDetails, Usage
+from gateway.relay.chat_chunks import (
+    DONE,
+    KEEPALIVE,
+    CallPart,
+    Choice,
+    EventReader,
+    read_chunk,
+)
+from gateway.watch.metrics import Usage
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
-MAX_HELD_BYTES: Final = 16 << 20  # of one line
 _BROKEN: Final = Failure(502, "The engine's answer cannot be read.", None, "engine")
 
 _encode = msgspec.json.encode
-
-
-class _Delta(msgspec.Struct, frozen=True):
-    delta: Said = Said()
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-class _EngineError(msgspec.Struct, frozen=True):
-    message: str = "The engine failed."
-    code: str | int | None = None
-
-
-class _Chunk(msgspec.Struct, frozen=True):
-    choices: list[_Delta] = []
-    usage: EngineUsage | None = None
-    error: _EngineError | None = None
-
-
-_decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class MessageEvents:
@@ -62,19 +47,19 @@ class MessageEvents:
         self,
         asked: Asked,
         diagnostics: Json | None = None,
-        prompt: EngineUsage | None = None,
+        prompt: Usage | None = None,
     ) -> None:
         """``prompt``: the counts of the prompt, where they are known when the message begins."""
         self._asked = asked
-        self._prompt = prompt or EngineUsage()
+        self._prompt = prompt or Usage()
         self._diagnostics = diagnostics
-        self._held = b""
+        self._reader = EventReader()
         self._index = -1  # of the newest block
         self._open = ""  # the kind of the block that is open, "" if none is
         self._call = -1  # the engine's number of the newest call
         self._finish: str | None = None
         self._stop: str | int | None = None
-        self._usage: EngineUsage | None = None
+        self._usage: Usage | None = None
         self.begun = False
         self.complete = False
         self.failed = False
@@ -87,13 +72,15 @@ class MessageEvents:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take the engine's next bytes; return all events that can go out now."""
-        lines = (self._held + chunk).split(b"\n") if self._held else chunk.split(b"\n")
-        self._held = lines.pop()
-        if len(self._held) > MAX_HELD_BYTES:
-            self._held = b""
-            return self._broken()
-        out = [self._line(line) for line in lines if line.startswith(b"data:")]
-        return out[0] if len(out) == 1 else b"".join(out)
+        out = []
+        try:
+            for data in self._reader.feed(chunk):
+                out.append(self._translated(data))
+        except EngineUnavailable:
+            if not self.failed:
+                self.failed = True
+                out.append(_BROKEN.anthropic_event())
+        return b"".join(out)
 
     def ending(self, failure: Failure | None) -> bytes:
         """Return the events that end the message, or the one that reports ``failure``."""
@@ -101,7 +88,7 @@ class MessageEvents:
             return b""
         if failure is not None:
             return failure.anthropic_event()
-        usage = self._usage or EngineUsage()
+        usage = self._usage or Usage()
         called = self._call >= 0
         end = ending(self._asked, self._finish, self._stop, called, usage)
         shown = None if self._asked.max_tokens else 0
@@ -113,48 +100,33 @@ class MessageEvents:
 
     def usage(self) -> Usage | None:
         """Return the token counts of the answer; None if the engine reported none."""
-        if self._usage is None:
-            return None
-        details = self._usage.prompt_tokens_details
-        return Usage(
-            self._usage.prompt_tokens,
-            self._usage.completion_tokens or 0,
-            PromptDetails((details and details.cached_tokens) or 0),
-        )
+        return self._usage
 
     # ---- the engine's events
 
-    def _line(self, line: bytes) -> bytes:
-        body = line[5:].strip()
-        if self.failed or self.complete:
+    def _translated(self, data: bytes) -> bytes:
+        if self.failed or self.complete or data == KEEPALIVE:
             return b""
-        if body == b"[DONE]":
+        if data == DONE:
             self.complete = True
             return b""
-        try:
-            chunk = _decode_chunk(body)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return self._broken()
-        if chunk.error is not None:
+        chunk = read_chunk(data)
+        if chunk.failure is not None:
             self.failed = True
-            return Failure(502, chunk.error.message, None, "engine").anthropic_event()
+            return Failure(502, chunk.failure, None, "engine").anthropic_event()
         if chunk.usage is not None:
             self._usage = chunk.usage
         return self._choice(chunk.choices[0]) if chunk.choices else b""
 
-    def _broken(self) -> bytes:
-        self.failed = True
-        return _BROKEN.anthropic_event()
-
-    def _choice(self, choice: _Delta) -> bytes:
+    def _choice(self, choice: Choice) -> bytes:
         if choice.finish_reason is not None:
             self._finish, self._stop = choice.finish_reason, choice.stop_reason
-        said = choice.delta
+        said = choice.part
         if not self._asked.max_tokens:
             return b""
         out = b""
-        if said.thoughts:
-            out += self._thought(said.thoughts)
+        if said.thought:
+            out += self._thought(said.thought)
         if said.content:
             out += self._in_block("text", _TEXT_BLOCK)
             out += _TEXT % (self._index, _encode(said.content))
@@ -170,13 +142,13 @@ class MessageEvents:
             return out
         return out + _THOUGHT % (self._index, _encode(thoughts))
 
-    def _called(self, call: Call) -> bytes:
-        out = b""
-        if call.index > self._call:
-            self._call = call.index
+    def _called(self, call: CallPart) -> bytes:
+        out, index = b"", call.index or 0
+        if index > self._call:
+            self._call = index
             block = {"type": "tool_use", "id": call.id or "", "name": call.function.name or ""}
             out = self._close() + self._begin("tool_use", _encode({**block, "input": {}}))
-        if call.function.arguments and call.index == self._call and self._open == "tool_use":
+        if call.function.arguments and index == self._call and self._open == "tool_use":
             out += _ARGUMENTS % (self._index, _encode(call.function.arguments))
         return out
 

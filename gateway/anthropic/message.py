@@ -8,6 +8,8 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from engines.openai.requests import Json
+from gateway.relay.chat_chunks import MessagePart, read_chunk
+from gateway.watch.metrics import PromptDetails, Usage
 
 Ttl: TypeAlias = Literal["5m", "1h"]
 _STOP_REASONS: Final = {
@@ -17,28 +19,7 @@ _STOP_REASONS: Final = {
 }
 
 
-class PromptDetails(msgspec.Struct, frozen=True):
-    """The parts of a prompt, as far as the engine reports them."""
-
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None
-    created_cache_tokens: int | None = None  # vLLM's name for the same
-
-
-class AnswerDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int | None = None
-
-
-class EngineUsage(msgspec.Struct, frozen=True):
-    """The token counts of an engine's answer."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: PromptDetails | None = None
-    completion_tokens_details: AnswerDetails | None = None
-
-
-def message_usage(usage: EngineUsage, asked_ttl: Ttl | None, num_shown: int | None = None) -> Json:
+def message_usage(usage: Usage, asked_ttl: Ttl | None, num_shown: int | None = None) -> Json:
     """Make the ``usage`` of a message; prompt = ``input`` + ``cache_read`` + ``cache_creation``.
 
     Every prompt's KV is kept. It counts as created where the request asked for that with a
@@ -63,52 +44,11 @@ def message_usage(usage: EngineUsage, asked_ttl: Ttl | None, num_shown: int | No
             "ephemeral_5m_input_tokens": 0 if asked_ttl == "1h" else created,
             "ephemeral_1h_input_tokens": created if asked_ttl == "1h" else 0,
         },
-        "output_tokens": (usage.completion_tokens or 0) if num_shown is None else num_shown,
+        "output_tokens": usage.completion_tokens if num_shown is None else num_shown,
     }
-    thought = usage.completion_tokens_details and usage.completion_tokens_details.reasoning_tokens
-    if thought:
-        shown["output_tokens_details"] = {"thinking_tokens": thought}
+    if usage.reasoning:
+        shown["output_tokens_details"] = {"thinking_tokens": usage.reasoning}
     return shown
-
-
-class CalledFunction(msgspec.Struct, frozen=True):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class Call(msgspec.Struct, frozen=True):
-    """A tool call, or in a stream a piece of one."""
-
-    index: int = 0
-    id: str | None = None
-    function: CalledFunction = CalledFunction()
-
-
-class Said(msgspec.Struct, frozen=True):
-    """The words of an assistant, whole or in a stream; engines name its thoughts in two ways."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[Call] | None = None
-
-    @property
-    def thoughts(self) -> str:
-        return self.reasoning_content or self.reasoning or ""
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    message: Said
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None  # the stop string that ended it
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
-    usage: EngineUsage = EngineUsage()
-
-
-_decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 class Asked(NamedTuple):
@@ -134,7 +74,7 @@ def ending(
     finish_reason: str | None,
     stop: str | int | None,
     called: bool,
-    usage: EngineUsage,
+    usage: Usage,
 ) -> Ending:
     """Say why an answer ended.
 
@@ -145,7 +85,7 @@ def ending(
     if not asked.max_tokens:
         return Ending("max_tokens")
     if finish_reason == "length":
-        filled = (usage.completion_tokens or 0) < asked.max_tokens
+        filled = usage.completion_tokens < asked.max_tokens
         return Ending("model_context_window_exceeded" if filled else "max_tokens")
     if called and finish_reason == "tool_calls":
         return Ending("tool_use")
@@ -177,30 +117,31 @@ def whole_message(asked: Asked, body: bytes, diagnostics: Json | None) -> bytes:
     """Make the body of a message from the engine's JSON of a whole answer.
 
     Raises:
-        msgspec.DecodeError: the engine's answer is not a chat's.
+        EngineUnavailable, IndexError: the engine's answer is not a chat's.
     """
-    answer = _decode_answer(body)
+    answer = read_chunk(body)
+    counts = answer.usage or Usage()
     if not asked.max_tokens:
-        usage = message_usage(answer.usage, asked.ttl, 0)
+        usage = message_usage(counts, asked.ttl, 0)
         said = {**empty_message(asked, usage, diagnostics), "stop_reason": "max_tokens"}
         return msgspec.json.encode(said)
     choice = answer.choices[0]
-    called = bool(choice.message.tool_calls)
-    end = ending(asked, choice.finish_reason, choice.stop_reason, called, answer.usage)
+    called = bool(choice.part.tool_calls)
+    end = ending(asked, choice.finish_reason, choice.stop_reason, called, counts)
     return msgspec.json.encode(
         {
-            **empty_message(asked, message_usage(answer.usage, asked.ttl), diagnostics),
-            "content": _blocks(asked, choice.message),
+            **empty_message(asked, message_usage(counts, asked.ttl), diagnostics),
+            "content": _blocks(asked, choice.part),
             "stop_reason": end.reason,
             "stop_sequence": end.sequence,
         }
     )
 
 
-def _blocks(asked: Asked, said: Said) -> list[Json]:
+def _blocks(asked: Asked, said: MessagePart) -> list[Json]:
     blocks: list[Json] = []
-    if said.thoughts:
-        shown = said.thoughts if asked.shows_thoughts else ""
+    if said.thought:
+        shown = said.thought if asked.shows_thoughts else ""
         signed = {"thinking": shown, "signature": signature(asked.message_id)}
         blocks.append({"type": "thinking", **signed})
     if said.content:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +14,7 @@ from gateway.anthropic.request import CountRequest
 from gateway.anthropic.translation import MessageFormat, prompt_fields, translated
 from gateway.body import ParsedBody, body_for_engine
 from gateway.config import GatewayConfig
-from gateway.context import Gateway, caller_of, gateway_of
+from gateway.context import Gateway, caller_of, gateway_of, json_response
 from gateway.errors import ANTHROPIC_PATH, Failure
 from gateway.front import request_id_of
 from gateway.identity.outline import Compared, change_between
@@ -44,14 +43,11 @@ KNOWN_BETAS = (
 def operation(request_id: str) -> Operation:
     """Return the operation of one message; its prompt is a chat's."""
     return Operation(
-        "chat",
-        "/v1/chat/completions",
         validate_chat,
-        lambda raw: raw["messages"],
-        recall=partial(_recall, request_id),
-        check_early=partial(_check_early, request_id),
-        failed=Failure.anthropic_event,
-        compared=_compared,
+        partial(_recall, request_id),
+        partial(_check_early, request_id),
+        Failure.anthropic_event,
+        _compared,
     )
 
 
@@ -126,7 +122,7 @@ async def count_tokens(request: Request) -> Response:
     """Answer with the number of tokens; nothing is computed or kept."""
     model, question = await _question(request)  # what was parsed is gone while the engine works
     counted = {"input_tokens": await prompt_tokens(request, model.engine, question)}
-    return Response(msgspec.json.encode(counted), media_type="application/json")
+    return json_response(counted)
 
 
 async def _question(request: Request) -> tuple[ServedModel, bytes]:

@@ -14,11 +14,12 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.messages import BLIND, Sight
 from engines.openai.requests import Json, checked
 from gateway.anthropic.events import PING, MessageEvents
-from gateway.anthropic.message import Asked, EngineUsage, PromptDetails, Ttl, whole_message
+from gateway.anthropic.message import Asked, Ttl, whole_message
 from gateway.anthropic.request import CountRequest, MessagesRequest, ToolChoice, chat_messages
 from gateway.errors import ANTHROPIC_PATH, Failure
 from gateway.identity.names import seconds_of
 from gateway.turns import Translated
+from gateway.watch.metrics import PromptDetails, Usage
 
 # Fields of the same name and meaning in both dialects.
 _SAME = ("model", "temperature", "top_p", "top_k", "metadata")
@@ -33,11 +34,10 @@ class MessageFormat:
         # Says what changed since an earlier request; asked when the answer begins.
         self.diagnose: Callable[[], Json | None] = lambda: None
         self._streamed = streamed
-        self._prompt: EngineUsage | None = None
+        self._prompt: Usage | None = None
 
     def prompt_taken(self, prompt_tokens: int, cached_tokens: int) -> None:
-        details = PromptDetails(cached_tokens=cached_tokens)
-        self._prompt = EngineUsage(prompt_tokens=prompt_tokens, prompt_tokens_details=details)
+        self._prompt = Usage(prompt_tokens, 0, PromptDetails(cached_tokens))
 
     def events(self) -> MessageEvents:
         return MessageEvents(self.asked, self.diagnose(), self._prompt)
@@ -45,7 +45,7 @@ class MessageFormat:
     def whole(self, body: bytes) -> bytes:
         try:
             return whole_message(self.asked, body, self.diagnose())
-        except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+        except IndexError as error:
             raise EngineUnavailable("its answer cannot be read") from error
 
     def refusal(self, failure: Failure) -> Response:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple
 
 from engines.base import SessionRef, SessionReport, TierName
@@ -105,7 +106,7 @@ class Directory:
         self.removals = Removals(models, tenants, self.own)
         for number, model in enumerate(models):
             model.sessions.observe(Changes(number, self._changes))
-            model.sessions.heed(_DeletedOf(self, model))
+            model.sessions.heed(partial(self.among, model))
 
     # ---- rounds
 
@@ -309,7 +310,7 @@ class Directory:
     async def among(
         self, model: ServedModel, reports: Iterable[SessionReport]
     ) -> list[SessionReport]:
-        """See ``scheduler.follower.Deletions``."""
+        """See ``scheduler.follower.Deleted``."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_ROUND_S):
                 await self._settled.wait()
@@ -379,14 +380,3 @@ class Directory:
             idle_s = max(0.0, server_now - row.used)
             found.append(Elsewhere(row, life, name, self.peers.lives(name, now), idle_s))
         return sorted(found, key=lambda x: (not x.lives, x.idle_s))
-
-
-class _DeletedOf:
-    """Implements ``scheduler.follower.Deletions`` for one model."""
-
-    def __init__(self, directory: Directory, model: ServedModel) -> None:
-        self._directory = directory
-        self._model = model
-
-    async def among(self, reports: Iterable[SessionReport]) -> list[SessionReport]:
-        return await self._directory.among(self._model, reports)

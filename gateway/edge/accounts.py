@@ -26,21 +26,6 @@ from starlette.types import Scope
 from engines.openai.errors import InvalidRequest
 from gateway.errors import Failure, Refused
 
-# Questions of the gateway to an engine (``engines.wire``), by the verb's tag; each has a deadline.
-VERBS: Final[dict[str, str]] = {
-    "hello": "once for each connection, by its holder of the token",
-    "demote": "a user's request or a sweep, one at a time for each session",
-    "prefetch": "a user's request, one at a time for each session; the engine bounds its restores",
-    "pin": "a user's request; the engine bounds the pinned bytes",
-    "unpin": "a user's request",
-    "forget": "a user's request or a sweep, one at a time for each session",
-    "sessions": "the gateway's own, once for each connection, in pages of bounded bytes",
-    "stats": "the gateway's own, at a fixed pace",
-    "adopt": "the gateway's own, after a calibration",
-    "set_budgets": "the gateway's own, when a model is loaded or unloaded, one at a time",
-    "measure": "an admin's; one measurement runs at a time, in idle steps",
-    "limit_tenants": "the gateway's own, at a fixed pace, where tenants have limits of bytes",
-}
 BODY_SHARE = "body_share"  # where a request's share is in the scope's state
 LARGE_BODY_BYTES = 256 << 10  # some milliseconds of work
 # The most that a parsed body may weigh, in units of about 64 bytes: a number or a text is 1.

@@ -172,10 +172,6 @@ class Connections:
         self._unsaid: Counter[str] = Counter()  # ends since the last log line
         self._said_at = -LOG_EVERY_S
 
-    @property
-    def num_open(self) -> int:
-        return len(self._clients)
-
     def admit(self, connection: Evictable, address: str, *, for_admins: bool = False) -> str:
         """Give a new connection a place; return why not in a word, "" if it has one.
 

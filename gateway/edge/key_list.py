@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -111,7 +111,7 @@ class KeyList:
             )
         admin = lines_of(self._config).admin
         Tenants(bytes(16), usual, admin)  # raises before anything is written
-        _replace_file(Path(file), lines)
+        replace_file(Path(file), "".join(f"{x}\n" for x in lines).encode())
         self._tenants.replace(usual, admin)
 
 
@@ -125,14 +125,15 @@ def lines_of(config: GatewayConfig) -> KeyLines:
     return KeyLines(usual, admin)
 
 
-def _replace_file(file: Path, lines: Iterable[str]) -> None:
-    """Write a private file whole or not at all; a link is followed to where it points."""
+def replace_file(file: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a file whole or not at all; a link is followed to where it points."""
     target = Path(os.path.realpath(file))
     made = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
         descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.writelines(f"{line}\n" for line in lines)
+        with os.fdopen(descriptor, "wb") as stream:
+            os.fchmod(descriptor, mode)
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         made.replace(target)

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 import httptools
@@ -43,12 +44,6 @@ _TOO_MUCH_AROUND = Failure(
 _HEAD_LATE = Failure(408, "The request's head took too long.", None, "head_timeout")
 _BODY_LATE = Failure(408, "The request's body took too long to arrive.", None, "body_timeout")
 _NO_PLACE = Failure(503, "This server has too many connections.", None, "too_many_connections", 2.0)
-_REASONS = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 Fields = Sequence[tuple[bytes, bytes]]
 
 
@@ -336,7 +331,7 @@ def _answer(failure: Failure) -> bytes:
     body = failure.json()
     retry = f"retry-after: {failure.retry_after_s:.0f}\r\n" if failure.retry_after_s else ""
     head = (
-        f"HTTP/1.1 {failure.status} {_REASONS[failure.status]}\r\n"
+        f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}\r\n"
         f"content-type: application/json\r\n{retry}"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )

@@ -17,6 +17,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Final, TypeAlias
 
 from gateway.edge.stock import LEASE_S, Command, Reply, Stock, claim, drop, keep, read_number
@@ -135,7 +136,7 @@ class SharedLimits:
 
     async def _rounds(self, enough: Callable[[], bool]) -> None:
         """Wait for the round that comes next, or two, until it is enough; at most ``WAIT_S``."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
                 for _ in range(2):  # one may be under way, which does not know of this
                     if enough() or not self.is_shared:
@@ -144,8 +145,6 @@ class SharedLimits:
                     if self._ended is None:
                         self._ended = asyncio.get_running_loop().create_future()
                     await asyncio.shield(self._ended)
-        except TimeoutError:
-            pass
 
     # ---- the task beside
 
@@ -154,11 +153,9 @@ class SharedLimits:
         try:
             while True:
                 await self._round()
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(TICK_S):
                         await self._wake.wait()
-                except TimeoutError:
-                    pass
                 self._wake.clear()
         finally:
             self._end_round()

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -203,11 +204,9 @@ class TierBytes:
             while True:
                 self._wake.clear()
                 await self.round(group)
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(TICK_S):
                         await self._wake.wait()
-                except TimeoutError:
-                    pass
 
     async def round(self, group: asyncio.TaskGroup) -> None:
         """Have each engine hold to its shares, and divide the limits anew, by tasks of ``group``.

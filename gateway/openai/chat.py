@@ -268,14 +268,7 @@ def _check_early(model: ServedModel, asked: Json) -> None:
     validate_chat(for_engine(asked, [])[0], model.last_sight)
 
 
-CHAT = Operation(
-    "chat",
-    "/v1/chat/completions",
-    validate_chat,
-    lambda raw: raw["messages"],
-    recall=_recall,
-    check_early=_check_early,
-)
+CHAT = Operation(validate_chat, _recall, _check_early)
 
 
 async def _recall_text(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
@@ -304,12 +297,11 @@ def _check_text_early(model: ServedModel, asked: Json) -> None:
 
 
 TEXT = Operation(
-    "text_completion",
-    "/v1/completions",
     validate_completion,
-    lambda raw: [raw["prompt"]],
-    recall=_recall_text,
-    check_early=_check_text_early,
+    _recall_text,
+    _check_text_early,
+    name="text_completion",
+    path="/v1/completions",
 )
 
 

@@ -18,11 +18,11 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.messages import BLIND, Json
 from engines.openai.requests import checked
 from gateway.body import parsed
-from gateway.context import caller_of, gateway_of
+from gateway.context import caller_of, gateway_of, json_response
 from gateway.openai.responses.history import full_items, rows_of
 from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import new_id
-from gateway.openai.stored_objects import Metadata, StoredKind, shown, shown_list
+from gateway.openai.stored_objects import Metadata, StoredKind, shown_list
 from gateway.stored.objects import MAX_ITEMS, Objects, Outgrown, Page
 from gateway.stored.shelf import Entry, Item, Steps, stored_form
 
@@ -58,7 +58,7 @@ async def create_conversation(request: Request) -> Response:
     if not await stored.ask(tenant, lambda objects: objects.put(tenant, entry, rows), False):
         message = "Nothing is stored here, or it is too large (see gateway.stored_bytes)."
         raise InvalidRequest(message, None, "not_stored")
-    return shown(form.body)
+    return json_response(form.body)
 
 
 @router.get(_ONE)
@@ -106,7 +106,7 @@ async def show_item(request: Request) -> Response:
         object = yield from objects.find(tenant, "conversation", id)
         return None if object is None else (yield from objects.item(tenant, object, item))
 
-    return shown(await CONVERSATION.ask(request, work))
+    return json_response(await CONVERSATION.ask(request, work))
 
 
 @router.delete(_ITEM)
@@ -118,7 +118,7 @@ async def delete_item(request: Request) -> Response:
         there = yield from objects.remove_item(tenant, "conversation", id, item)
         return (yield from objects.show(tenant, "conversation", id)) if there else None
 
-    return shown(await CONVERSATION.ask(request, work))
+    return json_response(await CONVERSATION.ask(request, work))
 
 
 async def _read(

@@ -32,7 +32,7 @@ from engines.openai.requests import (
 )
 from gateway.body import body_for_engine
 from gateway.config import ANY_MODEL, GatewayConfig
-from gateway.context import Gateway, caller_of, gateway_of, sees_all
+from gateway.context import Gateway, caller_of, gateway_of, json_response, sees_all
 from gateway.edge.accounts import body_share_of
 from gateway.edge.key_limits import key_share_of
 from gateway.models.served_model import ServedModel
@@ -59,7 +59,7 @@ async def list_models(request: Request) -> Response:
     named += [(gateway.models.default, name) for name in aliases]
     models = [_model(gateway, *x, with_replicas) for x in named]
     # Codex wants a catalogue of its own as well; from an empty one it learns nothing wrong.
-    return _json({"object": "list", "data": models, "models": []})
+    return json_response({"object": "list", "data": models, "models": []})
 
 
 @router.get("/v1/models/{name:path}")  # hub ids have slashes
@@ -68,7 +68,7 @@ async def show_model(request: Request) -> Response:
     gateway = gateway_of(request)
     name = request.path_params["name"]
     model = gateway.models.named(name, gateway.config)
-    return _json(_model(gateway, model, name, with_replicas))
+    return json_response(_model(gateway, model, name, with_replicas))
 
 
 def _model(gateway: Gateway, model: ServedModel, name: str, with_replicas: bool) -> dict[str, Any]:
@@ -99,10 +99,6 @@ def _model(gateway: Gateway, model: ServedModel, name: str, with_replicas: bool)
     }
 
 
-def _json(body: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
-
-
 async def embeddings(request: Request) -> Response:
     """Embed texts, or token ids, with the served model."""
     model, answer = await _answer(request)
@@ -112,7 +108,7 @@ async def embeddings(request: Request) -> Response:
         gateway_of(request).metrics.used(_OPERATION, welcome.model if welcome else "", usage)
         if place := key_share_of(request.scope):
             place.used_tokens(usage.prompt_tokens)
-    return Response(answer, media_type="application/json")
+    return json_response(answer)
 
 
 async def _answer(request: Request) -> tuple[ServedModel, bytes]:
@@ -155,7 +151,7 @@ async def _ask(request: Request, path: str, validate: Callable[[Json, Sight], An
     # The parsed body is gone while the engine works.
     model, question = await _question(request, validate)
     answer = await answer_to(request, model.engine, path, question)
-    return Response(answer, media_type="application/json")
+    return json_response(answer)
 
 
 async def _question(

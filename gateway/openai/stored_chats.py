@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 
@@ -18,10 +17,8 @@ from gateway.context import caller_of, gateway_of
 from gateway.edge.accounts import body_share_of
 from gateway.openai.stored_objects import StoredKind, query_of, shown_list
 from gateway.stored.objects import Objects, Page
-from gateway.stored.shelf import Entry, Item, Labels, Steps, StoreFailed, label_of, stored_form
+from gateway.stored.shelf import Entry, Item, Labels, Steps, label_of, stored_form
 from gateway.stored.stored import Stored
-
-log = logging.getLogger("thermocline.gateway")
 
 router = APIRouter()
 _ALL = "/v1/chat/completions"
@@ -47,22 +44,15 @@ async def keep_completion(
     """
     id = str(completion.get("id"))
 
-    def work(objects: Objects) -> Steps[bool]:
+    def work(objects: Objects) -> Steps[str]:
         rows = []
         for i, message in enumerate(messages):
             named = {**msgspec.json.decode(message), "id": f"{id}-{i}"}
             rows.append(Item(named["id"], msgspec.json.encode(named)))
         entry = Entry("completion", id, session.id, stored_form("completion", completion))
-        return (yield from objects.put(session.tenant, entry, rows))
+        return "" if (yield from objects.put(session.tenant, entry, rows)) else "too-large"
 
-    try:
-        if await stored.ask(session.tenant, work, False):
-            return ""
-    except StoreFailed as error:
-        log.warning("completion %s was not stored: %s", id, error)
-        return error.trouble
-    log.warning("completion %s was not stored: it is larger than the budget", id)
-    return "too-large"
+    return await stored.keep(f"completion {id}", session.tenant, work)
 
 
 @router.get(_ALL)

@@ -18,7 +18,7 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from engines.openai.requests import checked
 from gateway.body import parsed
-from gateway.context import caller_of, gateway_of
+from gateway.context import caller_of, gateway_of, json_response, limit_of
 from gateway.edge.accounts import body_share_of
 from gateway.stored.objects import Objects, Page, Query
 from gateway.stored.shelf import Form, Kind, Steps, stored_form
@@ -41,16 +41,13 @@ def query_of(request: Request, *, ascending: bool) -> Query:
     order = given.get("order") or ("asc" if ascending else "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order: use asc or desc", "order")
-    limit = given.get("limit") or "20"
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 0 < int(limit) <= MAX_ROWS):
-        raise InvalidRequest(f"limit: use a number from 1 to {MAX_ROWS}", "limit")
-    return Query(int(limit), given.get("after") or None, order == "asc")
+    return Query(limit_of(request, 20, MAX_ROWS), given.get("after") or None, order == "asc")
 
 
 def shown_list(page: Page) -> Response:
     """Answer with a page of bodies as they were stored."""
     ids = [x.id for x in page.rows]
-    return shown(
+    return json_response(
         {
             "object": "list",
             "data": [msgspec.Raw(x.body) for x in page.rows],
@@ -59,12 +56,6 @@ def shown_list(page: Page) -> Response:
             "has_more": page.more,
         }
     )
-
-
-def shown(body: Json | bytes) -> Response:
-    """Answer with one object; bytes are JSON already."""
-    encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    return Response(encoded, media_type="application/json")
 
 
 class MetadataChange(msgspec.Struct, frozen=True):
@@ -127,13 +118,13 @@ class StoredKind(NamedTuple):
         await self.ask(request, lambda objects, *of: objects.find(of[0], self.kind, of[1]))
 
     async def show(self, request: Request) -> Response:
-        return shown(await self.body(request))
+        return json_response(await self.body(request))
 
     async def delete(self, request: Request) -> Response:
         """Remove the object and its items, for good."""
         await self.change(request, lambda objects, *of: objects.delete(of[0], self.kind, of[1]))
         id = request.path_params[self.param]
-        return shown({"id": id, "object": self.deleted_as, "deleted": True})
+        return json_response({"id": id, "object": self.deleted_as, "deleted": True})
 
     async def label(self, request: Request) -> Response:
         """Replace the object's metadata."""
@@ -144,7 +135,7 @@ class StoredKind(NamedTuple):
             anew = {**msgspec.json.decode(body), "metadata": change.metadata or {}}
             return stored_form(self.kind, anew)
 
-        return shown(
+        return json_response(
             await self.ask(
                 request, lambda objects, *of: objects.relabel(of[0], self.kind, of[1], labelled)
             )

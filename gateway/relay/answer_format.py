@@ -148,20 +148,24 @@ def asks_for_usage(raw: Json) -> bool:
     return True
 
 
-class HiddenUsage:
-    """An ``AnswerFormat`` whose streams lack the event of the token counts."""
+class _Around:
+    """The part of an ``AnswerFormat`` that is another's."""
 
     def __init__(self, answer: AnswerFormat) -> None:
         self._answer = answer
-
-    def events(self) -> _WithoutUsage:
-        return _WithoutUsage(self._answer.events())
 
     def whole(self, body: bytes) -> bytes:
         return self._answer.whole(body)
 
     def refusal(self, failure: Failure) -> Response:
         return self._answer.refusal(failure)
+
+
+class HiddenUsage(_Around):
+    """An ``AnswerFormat`` whose streams lack the event of the token counts."""
+
+    def events(self) -> _WithoutUsage:
+        return _WithoutUsage(self._answer.events())
 
 
 class _WithoutUsage(EventsAround):
@@ -210,20 +214,14 @@ def asks_for_nothing(raw: Json) -> bool:
     return True
 
 
-class NothingSaid:
+class NothingSaid(_Around):
     """An ``AnswerFormat`` that empties the engine's answer before another writes it."""
-
-    def __init__(self, answer: AnswerFormat) -> None:
-        self._answer = answer
 
     def events(self) -> _EmptiedEvents:
         return _EmptiedEvents(self._answer.events())
 
     def whole(self, body: bytes) -> bytes:
         return self._answer.whole(_emptied(body))
-
-    def refusal(self, failure: Failure) -> Response:
-        return self._answer.refusal(failure)
 
 
 class _EmptiedEvents(EventsAround):

@@ -142,6 +142,7 @@ class Choice(msgspec.Struct, frozen=True):
     delta: MessagePart | None = None
     message: MessagePart | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string that ended it
     logprobs: Logprobs | None = None
 
     @property
@@ -163,6 +164,14 @@ class Chunk(msgspec.Struct, frozen=True):
     choices: list[Choice] = []
     usage: Usage | None = None
     error: Any = None
+
+    @property
+    def failure(self) -> str | None:
+        """The engine's words for what went wrong; None if nothing did."""
+        if self.error is None:
+            return None
+        message = self.error.get("message") if isinstance(self.error, dict) else None
+        return message if isinstance(message, str) else "The engine failed; its log says why."
 
 
 _decoder = msgspec.json.Decoder(Chunk)

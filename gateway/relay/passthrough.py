@@ -133,13 +133,14 @@ async def send_whole(send: Send, headers: Headers, body: bytes, client_stall_s: 
     view = memoryview(body)
     while len(view) > SLICE_BYTES:
         message = {"type": "http.response.body", "body": bytes(view[:SLICE_BYTES])}
-        await _taken(send, {**message, "more_body": True}, client_stall_s)
+        await taken(send, {**message, "more_body": True}, client_stall_s)
         view = view[SLICE_BYTES:]
     last = {"type": "http.response.body", "body": bytes(view), "more_body": False}
-    await _taken(send, last, client_stall_s)
+    await taken(send, last, client_stall_s)
 
 
-async def _taken(send: Send, message: Message, client_stall_s: float) -> None:
+async def taken(send: Send, message: Message, client_stall_s: float) -> None:
+    """Send a message. Raises ``ClientGone`` if the reader takes nothing for so long."""
     try:
         async with asyncio.timeout(client_stall_s):
             await send(message)

@@ -9,7 +9,7 @@ that will hold bytes says how many before it reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -334,12 +334,11 @@ class Objects:
         yield from self._tidy(tenant)
         return number
 
-    def chores(self) -> Iterator[None]:
+    def chores(self) -> Steps[None]:
         """Do what no tenant's request does, a piece at each step."""
         for old in self.shelf.chores():
-            for _ in self._older.seal_some(old):
-                yield
-            yield
+            yield from self._older.seal_some(old)
+            yield 0
 
     def _change(
         self,

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -177,6 +177,21 @@ class Stored:
             if step.nbytes:
                 hold(step.nbytes)
 
+    async def keep(self, what: str, tenant: str, work: Callable[[Objects], Steps[str]]) -> str:
+        """Store an answer by ``work``; return "", or a word for why it was not stored.
+
+        Args:
+            what: names the answer in the log.
+        """
+        try:
+            why = await self.ask(tenant, work, "unavailable")
+        except StoreFailed as error:
+            log.warning("%s was not stored: %s", what, error)
+            return error.trouble
+        if why:
+            log.warning("%s was not stored: %s", what, why)
+        return why
+
     async def close(self) -> None:
         """Finish what runs, and let go of files and connections."""
         if self._chores is not None:
@@ -219,19 +234,10 @@ class Stored:
 
     async def _chores_once(self) -> None:
         """Do all chores; between two pieces as much time is left to others as one has taken."""
-        chores: list[Iterator[None]] = []
+        steps: list[Steps[None]] = []
         while True:
             began = time.perf_counter()
-            if await self._threads.do(_NO_TENANT, partial(self._chore, chores)):
+            go_on = partial(self._go_on, steps, Objects.chores)
+            if (await self._threads.do(_NO_TENANT, go_on)).result is not None:
                 return
             await asyncio.sleep(time.perf_counter() - began)
-
-    def _chore(self, chores: list[Iterator[None]]) -> bool:
-        """Do some chores; returns True if there are no more."""
-        if not chores:
-            chores.append(self._opened().chores())
-        until = time.perf_counter() + SLICE_S
-        while time.perf_counter() < until:
-            if next(chores[0], self) is self:
-                return True
-        return False

@@ -11,7 +11,7 @@ from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from engines.base import EngineReport, TierName
 from engines.calibration.gate.rules import Bound
-from engines.wire import CodecReport, TierReport
+from engines.wire import CodecReport, TierStats
 from gateway.watch.rows import Key
 from gateway.watch.shape import (
     BoundShown,
@@ -145,7 +145,7 @@ def _hot(
     )
 
 
-def _tier(tier: TierReport, sums: Sums[Key], codec: CodecReport | None, admin: bool) -> TierShown:
+def _tier(tier: TierStats, sums: Sums[Key], codec: CodecReport | None, admin: bool) -> TierShown:
     return TierShown(
         name=tier.name,
         bytes=tier.nbytes if admin else sums.tier_bytes[tier.name],

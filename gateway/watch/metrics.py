@@ -50,6 +50,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
     cached_tokens: int | None = None
     cache_write_tokens: int | None = None  # newly stored; few engines report it
+    created_cache_tokens: int | None = None  # vLLM's name for the same
 
 
 class AnswerDetails(msgspec.Struct, frozen=True):

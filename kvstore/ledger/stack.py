@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
 from kvstore.blobs.codec_set import CodecTags, tag_of, tagged
 from kvstore.errors import TierUnavailable
-from kvstore.session import SHARED_TIERS, TIER_NAMES, TierName
+from kvstore.session import SHARED_TIERS, TierName
 from kvstore.stats import Counters
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
@@ -47,7 +48,7 @@ class TierStack:
     def __init__(self, tiers: Sequence[Tier], counters: Counters) -> None:
         self._tiers = tuple(tiers)
         self._counters = counters
-        self._names: tuple[TierName, ...] = tuple(_name(x) for x in tiers)
+        self._names: tuple[TierName, ...] = tuple(x.name for x in tiers)
         # Replaced as a whole, since other threads read it without a lock.
         self._tags: tuple[CodecTags, ...] = tuple(CodecTags() for _ in tiers)
         self._meeting = threading.Lock()
@@ -108,11 +109,8 @@ class TierStack:
 
     def lengths(self, i: int, keys: Sequence[bytes]) -> list[int | None]:
         """Return the lengths of blobs without reading them; None for those that one tier lacks."""
-        try:
-            return self._asked(i, keys, self._tiers[i].lengths)
-        except TierUnavailable:
-            self._count_down(i)
-            return [None] * len(keys)
+        ask = self._tiers[i].lengths
+        return self._if_up(i, lambda: self._asked(i, keys, ask), [None] * len(keys))
 
     def _asked(
         self, i: int, keys: Sequence[bytes], ask: Callable[[Sequence[bytes]], list[T]]
@@ -137,19 +135,11 @@ class TierStack:
             return [None] * len(keys)
 
     def holds(self, i: int, keys: Sequence[bytes]) -> list[bool]:
-        try:
-            return self._contains(i, keys)
-        except TierUnavailable:
-            self._count_down(i)
-            return [False] * len(keys)
+        return self._if_up(i, lambda: self._contains(i, keys), [False] * len(keys))
 
     def may_hold(self, i: int, key: bytes) -> bool:
         """False only if the tier answers that it does not hold the blob."""
-        try:
-            return self._contains(i, [key])[0]
-        except TierUnavailable:
-            self._count_down(i)
-            return True
+        return self._if_up(i, lambda: self._contains(i, [key])[0], True)
 
     def locate(self, keys: Sequence[bytes]) -> Located:
         """Find the fastest tier of each blob; slower ones are asked only for the rest."""
@@ -172,66 +162,51 @@ class TierStack:
     def put(self, i: int, items: Sequence[tuple[bytes, Blob]], tenant: str = "") -> bool:
         """Write blobs of a tenant to one tier; True if it now holds every one of them."""
         named = self._tags[i].named(items)
-        try:
-            return not items or self._tiers[i].put_many(named, tenant) == len(items)
-        except TierUnavailable:
-            self._count_down(i)
-            return False
+        put = partial(self._tiers[i].put_many, named, tenant)
+        return not items or self._if_up(i, put, -1) == len(items)
 
     def replace(self, i: int, key: bytes, blob: Blob, tenant: str = "") -> bool:
-        try:
-            return self._tiers[i].replace(self._tags[i].new(key, blob), blob, tenant)
-        except TierUnavailable:
-            self._count_down(i)
-            return False
+        name = self._tags[i].new(key, blob)
+        return self._if_up(i, lambda: self._tiers[i].replace(name, blob, tenant), False)
 
     def hold_in(self, i: int, codec_id: str, keys: Sequence[bytes]) -> list[bool]:
         """Return for each blob whether one tier has it under the tag of this codec."""
-        try:
-            return self._tiers[i].contains_many([tagged(x, tag_of(codec_id)) for x in keys])
-        except TierUnavailable:
-            self._count_down(i)
-            return [False] * len(keys)
+        names = [tagged(x, tag_of(codec_id)) for x in keys]
+        return self._if_up(i, lambda: self._tiers[i].contains_many(names), [False] * len(keys))
 
     def find_in(self, i: int, codec_id: str, key: bytes) -> Blob | None:
         """Read the blob that one tier has under the tag of this codec."""
-        try:
-            return self._tiers[i].get_many([tagged(key, tag_of(codec_id))])[0]
-        except TierUnavailable:
-            self._count_down(i)
-            return None
+        name = tagged(key, tag_of(codec_id))
+        return self._if_up(i, lambda: self._tiers[i].get_many([name])[0], None)
 
     def exchange(self, i: int, codec_id: str, key: bytes, blob: Blob, tenant: str) -> bool:
         """Replace the copy that one tier has under this codec's tag by another blob.
 
         False: nothing changed, or the replaced copy may still exist as well.
         """
+        tier = self._tiers[i]
         old, new = tagged(key, tag_of(codec_id)), self._tags[i].new(key, blob)
-        try:
-            if old != new and self._tiers[i].contains_many([new])[0]:
-                return self._tiers[i].delete_many([old]) == 1
-            return self._tiers[i].replace(new, blob, tenant, b"" if old == new else old)
-        except TierUnavailable:
-            self._count_down(i)
-            return False
+
+        def exchanged() -> bool:
+            if old != new and tier.contains_many([new])[0]:
+                return tier.delete_many([old]) == 1
+            return tier.replace(new, blob, tenant, b"" if old == new else old)
+
+        return self._if_up(i, exchanged, False)
 
     def delete(self, i: int, keys: Sequence[bytes]) -> bool:
         """Delete blobs, in any codec, from one tier; False if it is not available."""
         if not keys:
             return True
         tags = dict.fromkeys((self._tags[i].home, *self._tags[i].others, *self._met))
-        try:
-            self._tiers[i].delete_many(dict.fromkeys(tagged(x, tag) for tag in tags for x in keys))
-            return True
-        except TierUnavailable:
-            self._count_down(i)
-            return False
+        names = dict.fromkeys(tagged(x, tag) for tag in tags for x in keys)
+        return self._is_done(i, lambda: self._tiers[i].delete_many(names))
 
     def used_by(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
         """Mark blobs in one tier as just used by a tenant, whose they are if they have no owner."""
         names = self._tags[i].all(keys)
         self._tiers[i].own(tenant, names)
-        self._touch(i, names)
+        self._is_done(i, lambda: self._tiers[i].touch(names))
 
     def own_in(self, i: int, tenant: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         """Assign blobs to a tenant in one tier, unless they have an owner; see ``Tier.own``."""
@@ -239,23 +214,12 @@ class TierStack:
 
     def drop_quarantine(self, i: int) -> bool:
         """Remove data that a tier put aside as damaged; False if it is not available."""
-        try:
-            self._tiers[i].drop_quarantine()
-            return True
-        except TierUnavailable:
-            self._count_down(i)
-            return False
+        return self._is_done(i, self._tiers[i].drop_quarantine)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blobs as used in every tier, ``keys[0]`` as the most recent."""
-        for i in range(len(self)):
-            self._touch(i, self._tags[i].all(keys))
-
-    def _touch(self, i: int, names: Sequence[bytes]) -> None:
-        try:
-            self._tiers[i].touch(names)
-        except TierUnavailable:
-            self._count_down(i)
+        for i, tier in enumerate(self._tiers):
+            self._is_done(i, partial(tier.touch, self._tags[i].all(keys)))
 
     def pin(self, keys: Sequence[bytes]) -> PinnedNames:
         """Keep these blobs from eviction in every tier, until ``unpin``."""
@@ -306,17 +270,13 @@ class TierStack:
 
     def limit_tenants(self, i: int, limits: TenantLimits) -> dict[str, TenantUse] | None:
         """Hold tenants to limits in one tier; None if it is not known what they hold there."""
-        try:
-            return self._tiers[i].limit_tenants(limits)
-        except TierUnavailable:
-            self._count_down(i)
-            return None
+        return self._if_up(i, lambda: self._tiers[i].limit_tenants(limits), None)
 
     def stats(self) -> list[TierStats]:
         return [x.stats() for x in self._tiers]
 
     def flush(self) -> bool:
-        done = [self._flushed(i) for i in range(len(self))]
+        done = [self._is_done(i, tier.flush) for i, tier in enumerate(self._tiers)]
         return all(done)
 
     def close(self) -> None:
@@ -332,9 +292,18 @@ class TierStack:
         held = {x for x, yes in zip(names, self._tiers[i].contains_many(names), strict=True) if yes}
         return [not held.isdisjoint(tags.all([key])) for key in keys]
 
-    def _flushed(self, i: int) -> bool:
+    def _if_up(self, i: int, call: Callable[[], T], otherwise: T) -> T:
+        """Call a tier; a tier that is not available is counted, and costs ``otherwise``."""
         try:
-            self._tiers[i].flush()
+            return call()
+        except TierUnavailable:
+            self._count_down(i)
+            return otherwise
+
+    def _is_done(self, i: int, call: Callable[[], object]) -> bool:
+        """Call a tier; False, and counted, if it is not available."""
+        try:
+            call()
             return True
         except TierUnavailable:
             self._count_down(i)
@@ -342,10 +311,3 @@ class TierStack:
 
     def _count_down(self, i: int) -> None:
         self._counters.add(f"unavailable.{self._names[i]}")
-
-
-def _name(tier: Tier) -> TierName:
-    for name in TIER_NAMES:
-        if tier.name == name:
-            return name
-    raise ValueError(f"a tier named {tier.name!r}; there are {', '.join(TIER_NAMES)}")

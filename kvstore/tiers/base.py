@@ -19,6 +19,7 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from kvstore.session import TierName
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 
 # "budget": there was no space for it. "share": its tenant held more than is guaranteed to it, and
@@ -52,9 +53,9 @@ class EvictionCauses:
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """The numbers of one tier at one moment, for metrics and the doctor."""
+    """The numbers of one tier at one moment. Counters only grow."""
 
-    name: str
+    name: TierName
     nbytes: int  # keys, blobs and the tier's own overhead per blob
     capacity_bytes: int
     num_blobs: int
@@ -62,12 +63,19 @@ class TierStats(msgspec.Struct, frozen=True):
     errors: int
     available: bool  # it answers; False until the first answer and while a breaker is open
 
+    @classmethod
+    def joined(cls, tiers: Sequence[TierStats], *, available: bool) -> TierStats:
+        """Add up the numbers of one tier in several places."""
+        names = ("nbytes", "capacity_bytes", "num_blobs", "evictions", "errors")
+        sums = {name: sum(getattr(x, name) for x in tiers) for name in names}
+        return cls(tiers[0].name, **sums, available=available)
+
 
 class Tier(Protocol):
     """Immutable blobs by key inside a byte budget; every method may be called on any thread."""
 
     @property
-    def name(self) -> str:
+    def name(self) -> TierName:
         """The kind of tier: ``ram``, ``disk`` or ``redis``."""
 
     @property

@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvstore.errors import Corrupt
+from kvstore.session import TierName
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
@@ -157,7 +158,7 @@ class SealedTier:
         return f"SealedTier({self._inner!r})"
 
     @property
-    def name(self) -> str:
+    def name(self) -> TierName:
         return self._inner.name
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median_high
 from typing import Final
 
 import aiohttp
@@ -165,5 +166,5 @@ class Search:
 
 
 def _median(values: list[float | None]) -> float | None:
-    known = sorted(x for x in values if x is not None)
-    return round(known[len(known) // 2], 4) if known else None
+    known = [x for x in values if x is not None]
+    return round(median_high(known), 4) if known else None

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from launch.bench.workload import Conversation, Phase, Step, Workload, prose
 from launch.errors import LaunchError
@@ -243,17 +244,10 @@ def label(result: Result) -> str:
 
 def percentiles(values: Iterable[float]) -> Percentiles:
     """The value that so many per cent of all stay within."""
-    ranked = sorted(values)
-    if not ranked:
+    measured = list(values)
+    if not measured:
         return Percentiles()
-    return Percentiles(*(round(_rank(ranked, share), 4) for share in (0.5, 0.9, 0.99)))
-
-
-def _rank(ranked: Sequence[float], share: float) -> float:
-    place = share * (len(ranked) - 1)
-    low = int(place)
-    high = min(low + 1, len(ranked) - 1)
-    return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
+    return Percentiles(*np.percentile(measured, (50, 90, 99)).round(4).tolist())
 
 
 def _phase(name: str, results: Sequence[Result], wall_s: float) -> PhaseFigures:

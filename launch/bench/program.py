@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,7 +15,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -33,7 +31,7 @@ from launch.bench.figures import (
     report_of,
 )
 from launch.bench.workload import Workload, crowd_name
-from launch.calibrate.plot import whole_file
+from launch.calibrate.plot import drawing, finish
 from launch.printing import print_table
 from launch.remote import Address
 
@@ -63,27 +61,21 @@ class Target:
     timeout_s: float  # of one request
 
 
-class Bar:
+class Bar(Progress):
     """A progress bar on standard error; nothing where that is no terminal."""
 
     def __init__(self, total: int | None) -> None:
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         times = (TimeElapsedColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, *times, console=console, transient=True)
-        self._task: TaskID | None = None
+        hidden = not console.is_terminal
+        super().__init__(*columns, *times, console=console, transient=True, disable=hidden)
         self._total = total
-        self._shown = console.is_terminal
-
-    def show(self) -> AbstractContextManager[object]:
-        return self._progress if self._shown else nullcontext()
 
     def step(self, what: str) -> None:
-        if not self._shown:
-            return
-        if self._task is None:
-            self._task = self._progress.add_task(what, total=self._total)
-        self._progress.update(self._task, advance=1, description=what)
+        if not self.task_ids:
+            self.add_task(what, total=self._total)
+        self.update(self.task_ids[0], advance=1, description=what)
 
 
 def run_workload(target: Target, workload: Workload) -> Report:
@@ -149,7 +141,7 @@ def _until_interrupted(play: Callable[[aiohttp.ClientSession], Awaitable[None]],
             await play(http)
 
     try:
-        with bar.show():
+        with bar:
             asyncio.run(main())
     except KeyboardInterrupt:
         print("interrupted; this is what is known so far", file=sys.stderr)
@@ -234,37 +226,30 @@ def _seconds(value: float | None) -> str:
 
 def draw_report(report: Report, path: Path) -> None:
     """Draw a run. Raises ``LaunchError`` if the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    crowds = [x for x in report.phases if x.name == crowd_name(x.users)]
-    if len(crowds) > 1:
-        _draw_speed(left, crowds)
-    else:
-        _draw_phases(left, report.phases)
-    _draw_sources(right, report)
-    figure.suptitle(f"{report.workload}: {report.model}", fontsize=10)
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=130)
+    with drawing(path, (10, 4)) as figure:
+        left, right = figure.subplots(1, 2)
+        crowds = [x for x in report.phases if x.name == crowd_name(x.users)]
+        if len(crowds) > 1:
+            _draw_speed(left, crowds)
+        else:
+            _draw_phases(left, report.phases)
+        _draw_sources(right, report)
+        figure.suptitle(f"{report.workload}: {report.model}", fontsize=10)
 
 
 def draw_found(found: Found, path: Path) -> None:
     """Draw sessions that came back against sessions that were open."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    axes = figure.subplots()
-    opened = [0, *(x.opened for x in found.rounds)]
-    axes.plot(opened, opened, color="#999", lw=1, ls="--", label="all of them")
-    axes.plot(opened, [0, *(x.kept for x in found.rounds)], "o-", color=BLUE, label="came back")
-    axes.set(
-        xlabel="sessions opened", ylabel="sessions that came back", title=f"{found.model}: capacity"
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=130)
+    with drawing(path, (5, 4)) as figure:
+        axes = figure.subplots()
+        opened = [0, *(x.opened for x in found.rounds)]
+        axes.plot(opened, opened, color="#999", lw=1, ls="--", label="all of them")
+        axes.plot(opened, [0, *(x.kept for x in found.rounds)], "o-", color=BLUE, label="came back")
+        axes.set(
+            xlabel="sessions opened",
+            ylabel="sessions that came back",
+            title=f"{found.model}: capacity",
+        )
+        finish(axes)
 
 
 def _draw_speed(axes: Axes, crowds: Sequence[PhaseFigures]) -> None:
@@ -273,8 +258,7 @@ def _draw_speed(axes: Axes, crowds: Sequence[PhaseFigures]) -> None:
     axes.plot(users, [x.tokens_per_s_user for x in crowds], "s-", color=RED, label="each user")
     axes.set(xlabel="users at once", ylabel="tokens of answers per second", ylim=(0, None))
     axes.set_title("throughput", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    finish(axes)
 
 
 def _draw_phases(axes: Axes, phases: Sequence[PhaseFigures]) -> None:

@@ -21,6 +21,7 @@ from launch.errors import LaunchError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
 
@@ -76,6 +77,17 @@ def whole_file(path: Path) -> Iterator[Path]:
         fresh.unlink(missing_ok=True)
 
 
+@contextmanager
+def drawing(path: Path, size: tuple[float, float], dpi: int = 130) -> Iterator[Figure]:
+    """Yield a figure of ``size`` inches, and write it to ``path`` when the block ends."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=dpi)
+
+
 def write_json(content: msgspec.Struct, path: Path) -> None:
     """Write ``content`` as indented JSON. Raises ``LaunchError`` if that fails."""
     with whole_file(path) as file:
@@ -97,23 +109,27 @@ def check_path(path: Path) -> None:
         raise UsageError(f"--plot needs matplotlib; run: {INSTALL}") from error
 
 
+def check_outputs(json: Path | None, plot: Path | None) -> None:
+    """Check the files of ``--json`` and ``--plot``. Raises ``UsageError``."""
+    if json is not None:
+        check_output("--json", json)
+    if plot is not None:
+        check_path(plot)
+
+
 def draw(report: CalibrationReport, path: Path) -> None:
     """Plot the rows of ``report`` into ``path``. Raises ``LaunchError`` if it cannot be written."""
-    from matplotlib.figure import Figure
-
     rows = [row for row in report.rows if row.error_k + row.error_v > 0]
     contexts = sorted({row.context for row in rows})
     first = [row for row in rows if contexts and row.context == contexts[0]]
     residual = [row for row in first if row.residual_error is not None]
     num_panels = 3 if residual and report.bounds else 2
-    figure = Figure(figsize=(6.5 * num_panels, 6), layout="constrained")
-    panels = figure.subplots(1, num_panels)
-    _draw_quality(panels[0], rows, contexts)
-    _draw_errors(panels[1], first)
-    if num_panels == 3:
-        _draw_residuals(panels[2], residual, report.bounds)
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=150)
+    with drawing(path, (6.5 * num_panels, 6), dpi=150) as figure:
+        panels = figure.subplots(1, num_panels)
+        _draw_quality(panels[0], rows, contexts)
+        _draw_errors(panels[1], first)
+        if num_panels == 3:
+            _draw_residuals(panels[2], residual, report.bounds)
 
 
 def _draw_quality(axes: Axes, rows: Sequence[Quality], contexts: Sequence[int]) -> None:
@@ -138,7 +154,7 @@ def _draw_quality(axes: Axes, rows: Sequence[Quality], contexts: Sequence[int]) 
         title="What the model notices",
         yscale="log",
     )
-    _finish(axes)
+    finish(axes)
     named = [row for row in rows if contexts and row.context == contexts[0]]
     points = [(row.bits_per_element, max(row.kl, LEAST_KL)) for row in named]
     place_labels(axes, [row.preset for row in named], points)
@@ -154,7 +170,7 @@ def _draw_errors(axes: Axes, rows: Sequence[Quality]) -> None:
         ylabel="squared error, dB of the rows themselves",
         title="What is lost of rows",
     )
-    _finish(axes)
+    finish(axes)
     place_labels(axes, [row.preset for row in rows], points)
 
 
@@ -171,7 +187,7 @@ def _draw_residuals(axes: Axes, rows: Sequence[Quality], bounds: Sequence[WaterF
         ylabel="squared error, dB of rows less RoPE, mean and size",
         title="Loss in the part that a codec has to describe",
     )
-    _finish(axes)
+    finish(axes)
     place_labels(axes, [row.preset for row in rows], points)
 
 
@@ -199,7 +215,8 @@ def _db(error: float) -> float:
     return min(float(10 * np.log10(max(error, 1e-12))), MOST_DB)
 
 
-def _finish(axes: Axes) -> None:
+def finish(axes: Axes) -> None:
+    """Add a grid, and a legend if there is anything to name."""
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)

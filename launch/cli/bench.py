@@ -59,10 +59,10 @@ def bench(
     """
     from launch.bench.program import Target, print_report, run_workload
     from launch.bench.workload import Habits, workload_of
-    from launch.calibrate.plot import write_json
+    from launch.calibrate.plot import check_outputs, write_json
     from launch.remote import Address
 
-    _check_outputs(json, plot)
+    check_outputs(json, plot)
     target = Target(Address(url, api_key), model, _seconds("--timeout", timeout))
     if find_capacity:
         _find_capacity(target, words or 300, (first_sessions, max_sessions), json, plot)
@@ -112,18 +112,6 @@ def _find_capacity(
         draw_found(found, plot)
     if not found.finished:
         raise typer.Exit(INTERRUPTED)
-
-
-def _check_outputs(json: Path | None, plot: Path | None) -> None:
-    """Refuse files that cannot be written before anything is measured."""
-    if json is not None:
-        from launch.calibrate.plot import check_output
-
-        check_output("--json", json)
-    if plot is not None:
-        from launch.calibrate.plot import check_path
-
-        check_path(plot)
 
 
 def _seconds(option: str, text: str) -> float:

@@ -27,44 +27,48 @@ NO_SHARED: Final = "no shared tier: name its speed with --bandwidth, such as 1.2
 
 
 @dataclass(frozen=True)
-class FleetWanted:
-    """The options of ``plan --fleet`` as they were given; None = by default."""
+class Wanted:
+    """The options of ``plan`` that are no settings, as they were given."""
 
-    fleet: str
+    model: str | None
+    sessions: int | None
+    lengths: str | None
+    machines: bool
+    weights: str | None
+    plot: Path | None
+    as_json: bool
+    fleet: str | None
     users: int | None
     think: str | None
     bandwidth: str | None
     prefill: float | None
-    context: str | None
 
 
-def print_fleet(
-    effective: EffectiveSettings, wanted: FleetWanted, plot: Path | None, as_json: bool
-) -> None:
+def print_fleet(effective: EffectiveSettings, wanted: Wanted, fleet: str) -> None:
     """Simulate a fleet and print its figures. Raises ``UsageError``, ``LaunchError``."""
     from launch.simulation.figures import draw_fleet, simulate
 
-    conditions = _conditions(effective, wanted)
+    conditions = _conditions(effective, wanted, fleet)
     figures = simulate(conditions)
     names = ", ".join(x.name for x in conditions.models)
     title = f"{names}: {conditions.machines} machines, {conditions.users} users (simulated)"
-    if as_json:
+    if wanted.as_json:
         tree = msgspec.to_builtins(figures)
         print_json({x: y for x, y in tree.items() if x not in FOR_DRAWING})
     else:
         print(title)
         _print(conditions, figures)
-    if plot is not None:
-        draw_fleet(title, figures, plot)
+    if wanted.plot is not None:
+        draw_fleet(title, figures, wanted.plot)
 
 
-def _conditions(effective: EffectiveSettings, wanted: FleetWanted) -> Conditions:
+def _conditions(effective: EffectiveSettings, wanted: Wanted, fleet: str) -> Conditions:
     from launch.simulation.conditions import Habits, Speeds, conditions_of
 
-    found = _FLEET.fullmatch(wanted.fleet.strip())
+    found = _FLEET.fullmatch(fleet.strip())
     if found is None or not 1 <= int(found[1]) <= MOST_MACHINES:
         raise UsageError(
-            f"--fleet {wanted.fleet}: write a number of machines up to {MOST_MACHINES}, such as 8,"
+            f"--fleet {fleet}: write a number of machines up to {MOST_MACHINES}, such as 8,"
             " or 8xGB10"
         )
     machines = int(found[1])
@@ -73,7 +77,7 @@ def _conditions(effective: EffectiveSettings, wanted: FleetWanted) -> Conditions
         raise UsageError(f"--users {users}: up to {MOST_USERS} can be simulated")
     try:
         habits = Habits(
-            think_s=parse_duration(wanted.think or "60s"), context=int(wanted.context or CONTEXT)
+            think_s=parse_duration(wanted.think or "60s"), context=int(wanted.lengths or CONTEXT)
         )
         speeds = Speeds(prefill_tokens_s=wanted.prefill or Speeds().prefill_tokens_s)
         bandwidth = parse_bytes(wanted.bandwidth) if wanted.bandwidth else 0

@@ -188,11 +188,11 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Say beforehand how many sessions fit, from config.json alone."""
-    from launch.cli.fleet_plan import FleetWanted
-    from launch.cli.plan import Wanted, run_plan
+    from launch.cli.fleet_plan import Wanted
+    from launch.cli.plan import run_plan
 
-    of_fleet = FleetWanted(fleet or "", users, think, bandwidth, prefill, lengths)
-    wanted = Wanted(named, sessions, lengths, machines, weights, plot, as_json, of_fleet)
+    of_fleet = (fleet, users, think, bandwidth, prefill)
+    wanted = Wanted(named, sessions, lengths, machines, weights, plot, as_json, *of_fleet)
     run_plan(context, wanted, os.environ)
 
 
@@ -252,16 +252,13 @@ def calibrate(
 ) -> None:
     """Measure what each codec costs this model. Takes minutes."""
     from gateway.watch.telemetry import configure_logging
-    from launch.calibrate.plot import check_output, check_path, draw, write_json
+    from launch.calibrate.plot import check_outputs, draw, write_json
     from launch.calibrate.program import CalibrateOptions
     from launch.calibrate.program import calibrate as run
     from launch.cli.calibrate import measure_served, print_report
     from launch.cli.remote import Remote
 
-    if plot is not None:
-        check_path(plot)
-    if json is not None:
-        check_output("--json", json)
+    check_outputs(json, plot)
     if url is not None:
         own = (text, eval_text, presets, contexts, not needles, profile, config, assignments)
         if any(own):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import typer
 
-from launch.calibrate.plot import whole_file
+from launch.calibrate.plot import drawing
 from launch.cli import options
-from launch.cli.fleet_plan import FleetWanted, print_fleet
+from launch.cli.fleet_plan import Wanted, print_fleet
 from launch.errors import UsageError
 from launch.plan.capacity_plan import ColdPlan, ContextPlan, Plan, plan_of
 from launch.plan.machines import MachinePlan, machine_plans
@@ -148,20 +147,6 @@ def _cold_row(cold: ColdPlan, tiers: list[str]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The wishes of a plan that are no settings."""
-
-    model: str | None
-    sessions: int | None
-    lengths: str | None
-    machines: bool
-    weights: str | None
-    plot: Path | None
-    as_json: bool
-    fleet: FleetWanted
-
-
 def run_plan(context: typer.Context, wanted: Wanted, environ: Mapping[str, str]) -> None:
     """Print the plan, and draw it where that is asked. Raises ``UsageError``, ``LaunchError``."""
     if wanted.plot is not None:
@@ -177,19 +162,14 @@ def run_plan(context: typer.Context, wanted: Wanted, environ: Mapping[str, str])
         context.params["session_context"] = _one_length(wanted.lengths)
     if wanted.weights and not wanted.machines:
         raise UsageError("--weights is for --machines; this machine's files say what they take")
-    of_fleet = (
-        wanted.fleet.users,
-        wanted.fleet.think,
-        wanted.fleet.bandwidth,
-        wanted.fleet.prefill,
-    )
-    if any(x is not None for x in of_fleet) and not wanted.fleet.fleet:
+    of_fleet = (wanted.users, wanted.think, wanted.bandwidth, wanted.prefill)
+    if any(x is not None for x in of_fleet) and not wanted.fleet:
         raise UsageError("--users, --think, --bandwidth and --prefill are for --fleet")
-    if wanted.fleet.fleet:
+    if wanted.fleet:
         if wanted.machines or wanted.sessions is not None:
             raise UsageError("--fleet simulates users; leave out --machines and --sessions")
         effective = options.fitted(context, environ, as_profiled=True)
-        print_fleet(effective, wanted.fleet, wanted.plot, wanted.as_json)
+        print_fleet(effective, wanted, wanted.fleet)
     elif wanted.machines:
         _print_machines(options.chosen(context, environ), wanted)
     else:
@@ -278,23 +258,19 @@ def machine_bars(rows: Sequence[MachinePlan]) -> Bars:
 
 def draw_bars(title: str, bars: Bars, path: Path) -> None:
     """Draw ``bars`` into ``path``. Raises ``LaunchError`` if it cannot be written."""
-    from matplotlib.figure import Figure
-
     tiers = list(dict.fromkeys(tier for _, counts in bars for tier in counts))
-    figure = Figure(figsize=(7.5, 1.2 + 0.22 * len(bars) * (len(tiers) + 1)), layout="constrained")
-    axes = figure.subplots()
-    height = 0.8 / max(1, len(tiers))
-    for number, tier in enumerate(tiers):
-        _draw_tier(axes, bars, tier, number, height)
-    axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
-    axes.invert_yaxis()
-    most = max((count for _, counts in bars for count in counts.values()), default=1)
-    axes.set(xlabel="sessions", title=title, xlim=(0, 1.12 * max(1, most)))
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=max(1, len(tiers)))
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=130)
+    with drawing(path, (7.5, 1.2 + 0.22 * len(bars) * (len(tiers) + 1))) as figure:
+        axes = figure.subplots()
+        height = 0.8 / max(1, len(tiers))
+        for number, tier in enumerate(tiers):
+            _draw_tier(axes, bars, tier, number, height)
+        axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
+        axes.invert_yaxis()
+        most = max((count for _, counts in bars for count in counts.values()), default=1)
+        axes.set(xlabel="sessions", title=title, xlim=(0, 1.12 * max(1, most)))
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+        figure.legend(fontsize=8, loc="outside lower center", ncols=max(1, len(tiers)))
 
 
 def _draw_tier(axes: Axes, bars: Bars, tier: str, number: int, height: float) -> None:

@@ -12,9 +12,10 @@ import msgspec
 
 from engines.wire import CodecReport
 from launch.errors import LaunchError
-from launch.remote import key_headers, server_url
+from launch.remote import Address, words_of
 
-TIMEOUT_S = 120.0  # a demote may have to write to a slow tier first
+# A demote may have to write to a slow tier first.
+TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=5)
 
 
 class Remote:
@@ -33,8 +34,7 @@ class Remote:
         Raises ``UsageError`` for a malformed address, and for a key that no header can hold.
         """
         self._socket = url.removeprefix("unix:") if url.startswith("unix:") else ""
-        self._url = "http://localhost" if self._socket else server_url(url)
-        self._headers = key_headers(api_key)
+        self._address = Address("http://localhost" if self._socket else url, api_key)
         self._model = f"model={quote(model, safe='')}" if model else ""
 
     def models(self) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ class Remote:
         try:
             return None if found is None else msgspec.convert(found, CodecReport)
         except msgspec.ValidationError as error:
-            raise LaunchError(f"{self._url} is of another version: {error}") from error
+            raise LaunchError(f"{self._address.base} is of another version: {error}") from error
 
     def measure(self) -> str:
         """Have the engine measure its codecs; says how far it is. It needs an admin key."""
@@ -91,37 +91,14 @@ class Remote:
         return f"/v1/sessions/{quote(session_id, safe='')}{verb}?{self._model}"
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        try:
-            return asyncio.run(self._request(method, path, body))
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise LaunchError(
-                f"{self._url} does not answer ({reason}); is `thermocline serve` running there?"
-                " Name another address with --url"
-            ) from error
-        except ValueError as error:
-            raise LaunchError(f"{self._url} is not a Thermocline gateway: {error}") from error
+        async def request() -> tuple[int, Any]:
+            connector = aiohttp.UnixConnector(self._socket) if self._socket else None
+            async with aiohttp.ClientSession(connector=connector) as http:
+                return await self._address.ask(http, method, path, body, TIMEOUT)
 
-    async def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=5)
-        async with (
-            aiohttp.ClientSession(
-                headers=self._headers,
-                timeout=timeout,
-                connector=aiohttp.UnixConnector(self._socket) if self._socket else None,
-            ) as http,
-            http.request(method, self._url + path, json=body) as answer,
-        ):
-            content = await answer.json(content_type=None)
-            if not isinstance(content, dict):
-                raise ValueError("its answer is no JSON object")
-            if answer.status >= 400:
-                raise LaunchError(f"{answer.status}: {_message(content)}")
-            return content
-
-
-def _message(content: Mapping[str, Any]) -> str:
-    error = content.get("error")
-    return str(error.get("message")) if isinstance(error, dict) else "refused without a reason"
+        status, content = asyncio.run(request())
+        if not isinstance(content, dict):
+            raise LaunchError(f"{self._address.base} is not a Thermocline gateway: no JSON object")
+        if status >= 400:
+            raise LaunchError(f"{status}: {words_of(content)}")
+        return content

@@ -71,40 +71,22 @@ def demote(
     _act("demote", ids, _remote(url, api_key, model), as_json, {"tier": tier} if tier else {})
 
 
-@app.command()
-def prefetch(
-    ids: Ids,
-    url: Url = DEFAULT_URL,
-    api_key: Key = "",
-    model: OfModel = "",
-    as_json: Json = False,
-) -> None:
-    """Wake sessions before their next turn."""
-    _act("prefetch", ids, _remote(url, api_key, model), as_json)
+def _add_verb(verb: str, words: str) -> None:
+    def carry_out(
+        ids: Ids,
+        url: Url = DEFAULT_URL,
+        api_key: Key = "",
+        model: OfModel = "",
+        as_json: Json = False,
+    ) -> None:
+        _act(verb, ids, _remote(url, api_key, model), as_json)
+
+    app.command(verb, help=words)(carry_out)
 
 
-@app.command()
-def pin(
-    ids: Ids,
-    url: Url = DEFAULT_URL,
-    api_key: Key = "",
-    model: OfModel = "",
-    as_json: Json = False,
-) -> None:
-    """Keep sessions from being evicted."""
-    _act("pin", ids, _remote(url, api_key, model), as_json)
-
-
-@app.command()
-def unpin(
-    ids: Ids,
-    url: Url = DEFAULT_URL,
-    api_key: Key = "",
-    model: OfModel = "",
-    as_json: Json = False,
-) -> None:
-    """Take a pin back."""
-    _act("unpin", ids, _remote(url, api_key, model), as_json)
+_add_verb("prefetch", "Wake sessions before their next turn.")
+_add_verb("pin", "Keep sessions from being evicted.")
+_add_verb("unpin", "Take a pin back.")
 
 
 @app.command()

@@ -45,6 +45,7 @@ SHARED_WIDTH = Names(dim="")
 BAICHUAN_WINDOWS = Names(
     heads="num_swa_attention_heads", kv_heads="num_swa_key_value_heads", dim=""
 )
+PHIXTRAL = Names("num_layers", "num_heads", "num_heads", "model_dim", dim="")
 TALKIE = Names(kv_heads="num_attention_heads", dim_from_width=False)
 QWEN1 = Names(kv_heads="num_attention_heads", dim="kv_channels", dim_from_width=False)
 
@@ -106,12 +107,6 @@ def dbrx(config: Config) -> CacheShape:
     return CacheShape((layer,) * config.integer("n_layers"))
 
 
-def phixtral(config: Config) -> CacheShape:
-    heads = config.integer("num_heads")
-    dim = config.integer("model_dim") // heads
-    return CacheShape((KVLayer(heads, dim, dim),) * config.integer("num_layers"))
-
-
 def plamo(config: Config) -> CacheShape:
     """Each head of K and V serves ``n_shared_head`` heads."""
     heads = config.integer("num_attention_heads")
@@ -143,11 +138,6 @@ def looped(config: Config) -> CacheShape:
         num_loops = config.integer("num_loops", 1)
     layers = every_token(config).growing
     return CacheShape(layers * num_loops)
-
-
-def hunyuan(config: Config) -> CacheShape:
-    """Cross-layer attention: a layer without K and V of its own keeps those that it reads again."""
-    return every_token(config)
 
 
 def expanded_latent(value_dim_from_width: bool = False) -> Family:
@@ -234,11 +224,15 @@ def by_layer_types(names: Names = USUAL, pattern: Sequence[str] = (FULL,)) -> Fa
         types = config.layer_types(repeated(pattern, config.integer("num_hidden_layers")))
         if strange := set(types) - {FULL, SLIDING}:
             raise NotUnderstood(f"its layer_types has {', '.join(sorted(strange))}")
-        sliding = [kind == SLIDING for kind in types]
-        longest = config.integer("sliding_window") if any(sliding) else 0
-        return mixed(sliding, kv_layer(config, names), longest=longest)
+        return alike([kind == SLIDING for kind in types], config, names)
 
     return family
+
+
+def alike(sliding: Sequence[bool], config: Config, names: Names = USUAL) -> CacheShape:
+    """Layers with K and V of one size, some of which slide by ``sliding_window``."""
+    longest = config.integer("sliding_window") if any(sliding) else 0
+    return mixed(sliding, kv_layer(config, names), longest=longest)
 
 
 def repeated(pattern: Sequence[str], num_layers: int) -> list[str]:
@@ -254,8 +248,7 @@ def every_nth_full(default: int, names: Names = USUAL, *, types_first: bool = Fa
             return by_layer_types(names)(config)
         pattern = config.integer("sliding_window_pattern", default)
         sliding = [(i + 1) % pattern != 0 for i in range(config.integer("num_hidden_layers"))]
-        longest = config.integer("sliding_window") if any(sliding) else 0
-        return mixed(sliding, kv_layer(config, names), longest=longest)
+        return alike(sliding, config, names)
 
     return family
 
@@ -263,9 +256,8 @@ def every_nth_full(default: int, names: Names = USUAL, *, types_first: bool = Fa
 def exaone4(config: Config) -> CacheShape:
     """A word such as ``LLLG`` says which layers are local; without it none is."""
     pattern = config.text("sliding_window_pattern") or "G"
-    sliding = [x == "L" for x in repeated(pattern, config.integer("num_hidden_layers"))]
-    longest = config.integer("sliding_window") if any(sliding) else 0
-    return mixed(sliding, kv_layer(config), longest=longest)
+    words = repeated(pattern, config.integer("num_hidden_layers"))
+    return alike([x == "L" for x in words], config)
 
 
 def step(config: Config) -> CacheShape:

@@ -17,6 +17,7 @@ from launch.families.attention import (
     GPT,
     LILLE,
     MHA,
+    PHIXTRAL,
     QWEN1,
     SLIDING,
     STATED,
@@ -92,6 +93,7 @@ _DENSE: Mapping[Names, tuple[str, ...]] = {
     GPT: ("gpt2", "gptj"),
     EXAONE: ("exaone",),
     LILLE: ("lille-130m",),
+    PHIXTRAL: ("phixtral",),
     TALKIE: ("talkie",),
     QWEN1: ("qwen",),
 }
@@ -130,7 +132,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_bigcode": attention.multi_query,
     "gpt_oss": by_layer_types(STATED, (SLIDING, FULL)),
     "granitemoehybrid": recurrent.granite_hybrid,
-    "hunyuan": attention.hunyuan,
+    "hunyuan": attention.every_token,  # a layer without K and V of its own keeps those it reads
     "iquestloopcoder": attention.iquest_loop,
     "jamba": recurrent.jamba,
     "llama": by_layer_types(MHA),
@@ -150,7 +152,6 @@ FAMILIES: Mapping[str, Family] = {
     "olmo_hybrid": recurrent.olmo_hybrid,
     "openelm": attention.openelm,
     "phi3small": keeps_windows_whole(),
-    "phixtral": attention.phixtral,
     "plamo": attention.plamo,
     "plamo2": recurrent.plamo2,
     "plamo3": every_nth_full(8, STATED),

@@ -30,7 +30,6 @@ _ADVICE: Final = f"give {DISTRIBUTION} an environment of its own, and install it
 # user's working directory must not be imported instead of ours.
 CHILD_ENV: Final = {"PYTHONSAFEPATH": "1"}
 FOLDER: Final = ".venv-vllm"
-CHECKOUT: Final = Path(__file__).resolve().parents[2]
 INSTALL: Final = (
     "bash launch/install.sh vllm (in a checkout), or set engine.vllm.python to the interpreter"
     " of an environment that has vLLM"
@@ -93,7 +92,7 @@ def _is_as_installed(file: PackagePath, recorded: FileHash) -> bool:
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == recorded.value
 
 
-def find_python(given: str, checkout: Path = CHECKOUT) -> str:
+def find_python(given: str, checkout: Path = HOME) -> str:
     """The path of the interpreter to start vLLM with; "" if there is none.
 
     That is the one that the user named, else that of the installer's environment, else our own.

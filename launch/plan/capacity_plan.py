@@ -10,7 +10,6 @@ import msgspec
 
 from engines.calibration.gate.choice import Choice
 from engines.kv_budget import stated_context
-from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
 from kvstore.codecs.base import Codec
 from kvstore.codecs.names import CODECS, READY, family_of, first_part, for_session
 from kvstore.codecs.presets import open_codec
@@ -25,7 +24,7 @@ from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import NotUnderstood
 from launch.families.weights import estimated_weights
 from launch.model import find_model
-from launch.plan.cold_size import cold_size, expected_choices
+from launch.plan.cold_size import chunk_of, cold_size, expected_choices
 from launch.plan.hot_budget import HotBudget, hot_budget_of, served_cache, served_dtype
 from launch.plan.serve_checks import check_family, check_hot_codec
 from launch.settings.budgets import weights_bytes
@@ -123,7 +122,7 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
         hot_budget_of(effective, content, shape),
         served_dtype(effective, content),
         lengths,
-        _as_saved(effective),
+        msgspec.structs.replace(settings.store, chunk_tokens=chunk_of(effective)),
         find_profile(effective),
         choices,
     )
@@ -161,15 +160,6 @@ def _choices(effective: EffectiveSettings) -> tuple[Mapping[TierName, Choice], l
 
 def _where(tiers: Sequence[str], num_choices: int) -> str:
     return f"in {' and '.join(tiers)}" if num_choices > 1 else "here"
-
-
-def _as_saved(effective: EffectiveSettings) -> StoreConfig:
-    """The store's settings with the size of chunks that this engine will choose."""
-    store = effective.settings.store
-    if effective.engine_kind != "vllm":
-        return store
-    block_tokens = effective.settings.engine.vllm.block_tokens or SMALL_TOKENS
-    return msgspec.structs.replace(store, chunk_tokens=chunk_tokens(store, block_tokens))
 
 
 def _lengths(text: str | None, longest: int | None) -> list[int]:

@@ -13,7 +13,7 @@ from kvstore.blobs.chain import KEY_BYTES
 from kvstore.blobs.codec_set import TAG_BYTES
 from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.packer import Packer
-from kvstore.chunk_size import chunk_tokens
+from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
 from kvstore.codecs.base import Codec
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.codecs.session_codec import SessionCodec
@@ -91,6 +91,14 @@ def cold_size(
         record=HEADER_BYTES + RECORD_BYTES + TOKEN_ID_BYTES * num_tokens + PLACE_BYTES,
         row_bytes_per_token=packed / size,
     )
+
+
+def chunk_of(effective: EffectiveSettings) -> int:
+    """Tokens of a chunk, as the engine will choose."""
+    store = effective.settings.store
+    if effective.engine_kind != "vllm":
+        return chunk_tokens(store)
+    return chunk_tokens(store, effective.settings.engine.vllm.block_tokens or SMALL_TOKENS)
 
 
 def expected_choices(effective: EffectiveSettings) -> Mapping[TierName, Choice]:

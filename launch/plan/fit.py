@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import msgspec
 
 from launch.errors import UsageError
 from launch.machine.resources import free_disk
 from launch.plan.needs import MIB, Needs, index_bytes, needs_of
 from launch.settings.budgets import DISK_SHARE
 from launch.settings.effective_settings import EffectiveSettings
-from launch.settings.schema import Resolved, Settings
+from launch.settings.fields import Value
+from launch.settings.schema import Resolved, laid_over
 from launch.settings.units import show_bytes
 
 ENGINES = ("mlx", "vllm")  # whose memory is ours to share out, and whose sessions can be counted
@@ -60,17 +59,16 @@ def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
 
 
 def _resolved(effective: EffectiveSettings, rooms: Rooms, budgets: Budgets) -> Resolved:
-    settings, origins = effective.settings, dict(effective.resolved.origins)
-    wish = settings.capacity
+    wish = effective.settings.capacity
     chosen = {
         "engine.hot_bytes": budgets.hot if rooms.given_hot is None else None,
         "store.ram_bytes": budgets.ram if rooms.given_ram is None else None,
         "store.disk_bytes": budgets.disk if rooms.given_disk is None else None,
         **_lists(effective),
     }
-    values = {name: value for name, value in chosen.items() if value is not None}
     why = f"capacity: {wish.sessions} sessions of {wish.context} tokens"
-    return Resolved(_replaced(settings, values), origins | dict.fromkeys(values, why))
+    layer = {name: Value(value, why) for name, value in chosen.items() if value is not None}
+    return laid_over(effective.resolved, layer)
 
 
 def _lists(effective: EffectiveSettings) -> dict[str, int]:
@@ -83,14 +81,6 @@ def _lists(effective: EffectiveSettings) -> dict[str, int]:
     if wish.sessions > settings.scheduler.max_sessions:
         rooms["scheduler.max_sessions"] = wish.sessions
     return rooms
-
-
-def _replaced(settings: Settings, values: Mapping[str, int]) -> Settings:
-    for name, value in values.items():
-        room, field = name.split(".")
-        inner = msgspec.structs.replace(getattr(settings, room), **{field: value})
-        settings = msgspec.structs.replace(settings, **{room: inner})
-    return settings
 
 
 def _words(effective: EffectiveSettings, needs: Needs, budgets: Budgets) -> list[str]:

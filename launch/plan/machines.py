@@ -228,13 +228,8 @@ def _counted(
 
 
 def _given(effective: EffectiveSettings) -> Given:
-    settings = effective.settings
-    named = {
-        "engine.hot_bytes": settings.engine.hot_bytes,
-        "store.ram_bytes": settings.store.ram_bytes,
-        "store.disk_bytes": settings.store.disk_bytes,
-    }
-    return Given(*(x if _is_asked(effective, name) else None for name, x in named.items()))
+    named = effective.settings.budgets.items()
+    return Given(*(x if _is_asked(effective, name) else None for name, x in named))
 
 
 def _is_asked(effective: EffectiveSettings, name: str) -> bool:
@@ -282,18 +277,12 @@ def _asleep(effective: EffectiveSettings, shape: CacheShape, context: int) -> tu
     store = StoreConfig()
     lengths = [context, *just_below(context, chunk_tokens(store))]
     named = effective.settings.store.codec
-    if _is_asked(effective, "store.codec") and named != AUTO:
+    is_asked = _is_asked(effective, "store.codec") and named != AUTO
+    refused = f"--codec {named} cannot be counted" if is_asked else "its sessions cannot sleep"
+    for name in (named,) if is_asked else (USUAL, EXACT):
         try:
-            codec = open_codec(named, find_profile(effective))
-            return named, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
+            codec = open_codec(name, find_profile(effective))
+            return name, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
         except UnknownCodec as error:
-            raise LaunchError(f"--codec {named} cannot be counted: {error}") from error
-    try:
-        codec = open_codec(USUAL, find_profile(effective))
-        return USUAL, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
-    except UnknownCodec:
-        codec = open_codec(EXACT, None)
-    try:
-        return EXACT, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
-    except UnknownCodec as error:
-        raise LaunchError(f"its sessions cannot sleep: {error}") from error
+            last = error
+    raise LaunchError(f"{refused}: {last}") from last

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from engines.calibration.gate.choice import Choice
-from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
 from kvstore.codecs.names import USUAL
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk_budget import file_bytes_limit
@@ -18,7 +17,7 @@ from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import NotUnderstood
 from launch.model import find_model
 from launch.plan.capacity_plan import ColdPlan, plan_of
-from launch.plan.cold_size import expected_choices, first_measurement
+from launch.plan.cold_size import chunk_of, expected_choices, first_measurement
 from launch.plan.hot_budget import hot_budget_of, served_cache
 from launch.settings.effective_settings import EffectiveSettings
 
@@ -141,11 +140,3 @@ def index_bytes(effective: EffectiveSettings, num_sessions: int, context: int) -
     num_blobs = context // chunk_of(effective) + 4
     each = _INDEX_SESSION_BYTES + _INDEX_TOKEN_BYTES * context + _INDEX_BLOB_BYTES * num_blobs
     return num_sessions * each
-
-
-def chunk_of(effective: EffectiveSettings) -> int:
-    """Tokens of a chunk, as the engine will choose."""
-    store = effective.settings.store
-    if effective.engine_kind != "vllm":
-        return chunk_tokens(store)
-    return chunk_tokens(store, effective.settings.engine.vllm.block_tokens or SMALL_TOKENS)

@@ -35,7 +35,7 @@ from launch.machine.folders import server_folder
 from launch.machine.resources import machine_memory
 from launch.model import Model, find_model
 from launch.plan.hot_budget import served_cache
-from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
+from launch.plan.serve_checks import check_served
 from launch.serve.keys import key_lines, secret_of, secret_path
 from launch.serve.preflight import check_codecs, check_memory, check_tiers, lending_of
 from launch.serve.sharing import directory_of, homes_for, shared_limits, stored_objects
@@ -174,9 +174,7 @@ def _checked(effective: EffectiveSettings) -> Model:
     require_installed(effective)
     model = _model(effective)
     each = next(iter(replica_settings(effective).values()))  # they differ in names only
-    check_family(each, model)
-    check_hot_codec(each, model)
-    check_hot_budget(each, model)
+    check_served(each, model)
     return model
 
 

@@ -32,7 +32,7 @@ def secret_of(settings: Settings, data_dir: Path) -> bytes:
     if not settings.store.secret_file:
         return server_secret(data_dir)
     try:
-        return read_secret(Path(settings.store.secret_file))
+        return read_secret(Path(settings.store.secret_file).expanduser())
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -176,12 +176,8 @@ def _divided(
 ) -> tuple[EngineSettings, ...]:
     """Give each engine its part of the machine's budgets."""
     settings = effective.settings
-    totals = {
-        "engine.hot_bytes": settings.engine.hot_bytes,
-        "store.ram_bytes": settings.store.ram_bytes,
-        "store.disk_bytes": settings.store.disk_bytes,
-    }
-    budgets = budget_layers([x.entry for x in alone], settings.capacity.on_demand, totals)
+    entries, places = [x.entry for x in alone], settings.capacity.on_demand
+    budgets = budget_layers(entries, places, settings.budgets)
     return tuple(
         EngineSettings(x.entry, replace(x.effective, resolved=laid_over(x.effective.resolved, own)))
         for x, own in zip(alone, budgets, strict=True)
@@ -295,12 +291,7 @@ def _address(url: str, control: str) -> Layer:
 def _part(effective: EffectiveSettings, number: int, folder: str) -> Layer:
     settings, num_replicas = effective.settings, effective.settings.engine.replicas
     origin = f"replica {number} of {num_replicas}"
-    totals = {
-        "engine.hot_bytes": settings.engine.hot_bytes,
-        "store.ram_bytes": settings.store.ram_bytes,
-        "store.disk_bytes": settings.store.disk_bytes,
-    }
-    layer = {name: Value(total // num_replicas, origin) for name, total in totals.items()}
+    layer = {x: Value(total // num_replicas, origin) for x, total in settings.budgets.items()}
     # No model's folder ends so: other characters of its name are percent-encoded.
     own = folder if number == 0 else f"{folder}+{number}"
     return layer | {"store.disk_path": Value(own, origin)}

@@ -109,6 +109,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     # Serve on an address that others can reach although no API key is set.
     allow_anonymous: bool = False
 
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Bytes for live KV and of the local tiers, by the names of their settings."""
+        return {
+            "engine.hot_bytes": self.engine.hot_bytes,
+            "store.ram_bytes": self.store.ram_bytes,
+            "store.disk_bytes": self.store.disk_bytes,
+        }
+
 
 @dataclass(frozen=True)
 class Resolved:

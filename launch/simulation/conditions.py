@@ -9,8 +9,9 @@ import msgspec
 
 from kvstore.session import TIER_NAMES
 from launch.errors import UsageError
+from launch.plan.cold_size import chunk_of
 from launch.plan.machines import budgets_on
-from launch.plan.needs import Asleep, chunk_of, needs_of
+from launch.plan.needs import Asleep, needs_of
 from launch.settings.effective_settings import EffectiveSettings
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -91,7 +92,6 @@ def conditions_of(
     habits: Habits,
     speeds: Speeds,
     shared_bytes_s: float,
-    seed: int = 1,
 ) -> Conditions:
     """Describe a fleet whose machines all have these settings.
 
@@ -121,7 +121,6 @@ def conditions_of(
         turns_per_user=min(max(TURNS // users, FEWEST_TURNS), MOST_TURNS),
         chunk_tokens=chunk_of(engines[0]),
         most_chunks=4 if many else 16,
-        seed=seed,
     )
 
 

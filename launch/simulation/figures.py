@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from launch.calibrate.plot import whole_file
+from launch.calibrate.plot import drawing, finish
 from launch.simulation.conditions import Conditions
 from launch.simulation.machine import SOURCES
 from launch.simulation.simulation import Simulation, Turn
@@ -81,22 +81,12 @@ class FleetFigures(msgspec.Struct, frozen=True, kw_only=True):
     lost_at_s: float | None
 
 
-class Collector:
-    """Takes turns as they come, and makes figures of them."""
-
-    def __init__(self) -> None:
-        self.turns: list[Turn] = []
-
-    def __call__(self, turn: Turn) -> None:
-        self.turns.append(turn)
-
-
 def simulate(conditions: Conditions) -> FleetFigures:
     """Run a simulation, and return its figures."""
-    collected = Collector()
-    simulation = Simulation(conditions, collected)
+    turns: list[Turn] = []
+    simulation = Simulation(conditions, turns.append)
     simulation.run()
-    return figures_of(conditions, simulation, collected.turns)
+    return figures_of(conditions, simulation, turns)
 
 
 def figures_of(
@@ -183,15 +173,11 @@ def _share(part: float, whole: float) -> float:
 
 def draw_fleet(title: str, figures: FleetFigures, path: Path) -> None:
     """Draw one simulation. Raises ``LaunchError`` if the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_waits(left, figures)
-    _draw_link(right, figures)
-    figure.suptitle(title, fontsize=10)
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=130)
+    with drawing(path, (10, 4)) as figure:
+        left, right = figure.subplots(1, 2)
+        _draw_waits(left, figures)
+        _draw_link(right, figures)
+        figure.suptitle(title, fontsize=10)
 
 
 def _draw_waits(axes: Axes, figures: FleetFigures) -> None:
@@ -202,8 +188,7 @@ def _draw_waits(axes: Axes, figures: FleetFigures) -> None:
         axes.plot([max(x, LEAST_S) for x in few], shares, color=COLORS[source], label=label)
     axes.set(xscale="log", xlabel="seconds to the first token", ylabel="share of these returns")
     axes.set_title("returns, by where their KV was", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    finish(axes)
 
 
 def _few(times: Sequence[float]) -> list[float]:
@@ -219,5 +204,4 @@ def _draw_link(axes: Axes, figures: FleetFigures) -> None:
         axes.axvline(figures.lost_at_s, color=COLORS["hot"], ls="--", label="a machine is lost")
     axes.set(xlabel="seconds", ylabel="MB each second, all machines", ylim=(0, None))
     axes.set_title("the shared tier", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    finish(axes)

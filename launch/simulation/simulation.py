@@ -150,7 +150,7 @@ class Simulation:
             if self._num_turns <= warm:
                 self.warm_s = self._now_s
             if loses_after <= self._num_turns < most and self.lost_at_s is None:
-                self._lose(0)
+                self._lose_first()
 
     def _come_later(self, user: _User) -> None:
         self._at(self._pause(), partial(self._come, user))
@@ -246,12 +246,12 @@ class Simulation:
 
     # ---- a machine is lost
 
-    def _lose(self, number: int) -> None:
+    def _lose_first(self) -> None:
         self.lost_at_s = self._now_s
         for fleet in self._fleets:
-            fleet.engines[number].end()
-            name = fleet.replicas[number].name
-            self._at(AWAY_S, fleet.engines[number].start)
+            fleet.engines[0].end()
+            name = fleet.replicas[0].name
+            self._at(AWAY_S, fleet.engines[0].start)
             for user in self._users:
                 if user.fleet is fleet and fleet.homes.get(user.session) == name:
                     user.lost_home = user.is_stored

@@ -9,9 +9,10 @@ from typing import get_args
 import pytest
 from starlette.routing import Route
 
+from docs.generators.accounts_page import VERBS
 from engines import wire
 from gateway.app import ROUTES
-from gateway.edge.accounts import ACCOUNTS, VERBS, Work
+from gateway.edge.accounts import ACCOUNTS, Work
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,8 +18,7 @@ from engines.mlx_worker.batch.prefix_reuse import Prefetches, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request
 from engines.mlx_worker.generation import EventBuffer, PromptAdmitted
 from engines.mlx_worker.sessions.hot_cache import HotCache
-from engines.mlx_worker.sessions.hot_sessions import SessionKey
-from kvstore.session import SessionRef
+from kvstore.session import SessionName, SessionRef
 
 # How long a prompt that could run alone waits for saves to release memory.
 SAVE_WAIT_S = 10.0
@@ -175,6 +174,6 @@ class Admission:
 
         return self._prefetches.begin(session, go_on)
 
-    def forget(self, key: SessionKey) -> None:
+    def forget(self, key: SessionName) -> None:
         """Discard the KV that a prefetch of this session restores."""
         self._prefetches.forget(key)

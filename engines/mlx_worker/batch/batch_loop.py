@@ -30,8 +30,9 @@ from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.generation import EventBuffer, PrefillProgress
 from engines.mlx_worker.sessions.hot_cache import ColdSessions, HotCache, Notify
-from engines.mlx_worker.sessions.hot_sessions import HotSessions, SessionKey
+from engines.mlx_worker.sessions.hot_sessions import HotSessions
 from kvstore.blobs.snapshot import Snapshot
+from kvstore.session import SessionName
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class BatchLoop:
         for request in self._requests.all():
             self.stop(request, None)
 
-    def forget(self, key: SessionKey) -> None:
+    def forget(self, key: SessionName) -> None:
         """Keep no KV of this session, neither idle nor of requests that run now."""
         self._requests.forget(key)
         self._admission.forget(key)

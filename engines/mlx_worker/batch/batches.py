@@ -29,8 +29,9 @@ from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.request import PrefillTask, Sequence
 from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.generation import FinishReason, Token
-from engines.mlx_worker.sessions.hot_sessions import HotSessions, SessionKey
+from engines.mlx_worker.sessions.hot_sessions import HotSessions
 from kvstore.blobs.snapshot import state_nbytes
+from kvstore.session import SessionName
 
 # Longest sequence of each bucket but the last, in tokens.
 BUCKET_BOUNDS = (1024, 4096)
@@ -308,7 +309,7 @@ class MemoryBudget:
             places[task.request.tenant] += len(task.sequences)
         return places
 
-    def missing_for(self, task: PrefillTask, own: SessionKey | None) -> int:
+    def missing_for(self, task: PrefillTask, own: SessionName | None) -> int:
         """Bytes that must be freed before the task may enter.
 
         The hot KV of its own session, ``own``, and the KV that it was parked with do not count: the

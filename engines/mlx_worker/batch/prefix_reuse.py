@@ -23,8 +23,8 @@ from engines.mlx_worker.sessions.hot_cache import (
     PrefixQuery,
     resolved,
 )
-from engines.mlx_worker.sessions.hot_sessions import HotPrefix, SessionKey
-from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef
+from engines.mlx_worker.sessions.hot_sessions import HotPrefix
+from kvstore.session import UNKNOWN_REASONS, MissReason, SessionName, SessionRef
 from kvstore.store.token_store import Restored
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class PrefixReuse:
         if session is None:
             then(CacheOutcome("miss", 0, "never-stored"))
             return
-        had_own = self._hot_cache.sessions.get((session.tenant, session.id)) is not None
+        had_own = self._hot_cache.sessions.get(session.name) is not None
         hot = self._hot_cache.take_prefix(session, task.tokens, task.target)
         if hot is not None:
             task.reuse(hot.take_caches(), hot.num_tokens, hot.session.saved)
@@ -148,7 +148,7 @@ class Prefetches:
         self._cold = cold
         self._budget = budget
         self._post = post
-        self._running: dict[SessionKey, _Prefetch] = {}
+        self._running: dict[SessionName, _Prefetch] = {}
 
     @property
     def joined(self) -> list[PrefillTask]:
@@ -157,7 +157,7 @@ class Prefetches:
 
     def begin(self, session: SessionRef, then: WhenHot) -> bool:
         """Start restoring a session, and call ``then`` at the end. False: nothing to do."""
-        key = (session.tenant, session.id)
+        key = session.name
         hot = self._hot_cache.sessions
         if self._cold is None or key in self._running or hot.get(key) or hot.is_busy(key):
             return False
@@ -180,13 +180,13 @@ class Prefetches:
             if task in prefetch.joined:
                 prefetch.joined.remove(task)
 
-    def forget(self, key: SessionKey) -> None:
+    def forget(self, key: SessionName) -> None:
         """Discard the KV that a prefetch of this session restores."""
         if (prefetch := self._running.get(key)) is not None:
             prefetch.forgotten = True
 
     def _finish(self, session: SessionRef, restored: Restored | None, then: WhenHot) -> None:
-        prefetch = self._running.pop((session.tenant, session.id))
+        prefetch = self._running.pop(session.name)
         try:
             if restored is not None and not prefetch.forgotten:
                 self._keep(session, restored)

@@ -34,8 +34,8 @@ from engines.mlx_worker.generation import (
     SequenceSampling,
 )
 from engines.mlx_worker.sessions.hot_cache import HotCache, Notify
-from engines.mlx_worker.sessions.hot_sessions import SessionKey
 from kvstore.blobs.snapshot import Snapshot
+from kvstore.session import SessionName
 
 _Step: TypeAlias = Callable[[mx.array], mx.array]
 _Process: TypeAlias = Callable[[mx.array, mx.array], mx.array]
@@ -127,10 +127,10 @@ class Request:
     snapshots: list[Snapshot] = field(default_factory=list)
 
     @property
-    def key(self) -> SessionKey | None:
+    def key(self) -> SessionName | None:
         """The session it is a turn of; None for a request without a session."""
         session = self.generation.session
-        return (session.tenant, session.id) if session else None
+        return session.name if session else None
 
     @property
     def tenant(self) -> str:
@@ -303,7 +303,7 @@ class RunningRequests:
         self.send(request, Failed(f"{type(error).__name__}: {error}"))
         self._end(request)
 
-    def forget(self, key: SessionKey) -> None:
+    def forget(self, key: SessionName) -> None:
         """Keep nothing of the requests that run for this session."""
         for request in self._requests:
             request.forgotten = request.forgotten or request.key == key

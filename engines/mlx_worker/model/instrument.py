@@ -49,7 +49,9 @@ class MlxInstrument:
         Raises:
             ValueError: this model's cache cannot be kept.
         """
-        self._layout = kept_layout(plan)
+        if plan.layout is None:
+            raise ValueError(plan.reason)
+        self._layout = plan.layout
         self._plan = plan
         self._loaded = loaded
         self._folder = folder
@@ -64,14 +66,18 @@ class MlxInstrument:
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
-        return ropes_of(self._loaded.model, self._plan, windows=False)
+        return self._ropes(windows=False)
 
     @property
     def states(self) -> StateLayout | None:
         return self._plan.states
 
     def window_ropes(self) -> tuple[Rope | None, ...]:
-        return ropes_of(self._loaded.model, self._plan, windows=True)
+        return self._ropes(windows=True)
+
+    def _ropes(self, *, windows: bool) -> tuple[Rope | None, ...]:
+        readers = rope_readers(self._loaded.model, self._plan, windows=windows)
+        return tuple(read() for read in readers)
 
     def encode(self, text: str) -> list[int]:
         return list(self._loaded.tokenizer.encode(text, verbose=False))
@@ -128,17 +134,6 @@ class MlxInstrument:
         return caches_of(self._loaded.model, self._layout, session)
 
 
-def kept_layout(plan: CachePlan) -> KVLayout:
-    """The layout of the part of a cache that grows with every token.
-
-    Raises:
-        ValueError: this model's cache cannot be kept.
-    """
-    if plan.layout is None:
-        raise ValueError(plan.reason)
-    return plan.layout
-
-
 def caches_of(model: Any, layout: KVLayout, session: HeldSession) -> Caches:
     """Make caches of a copy of the session; empty ones of no tokens. Raises ``Mismatch``."""
     if not session.num_tokens:
@@ -153,20 +148,14 @@ def session_of(caches: Caches, num_tokens: int) -> HeldSession:
     return HeldSession(run, num_tokens, state)
 
 
-def ropes_of(model: Any, plan: CachePlan, *, windows: bool) -> tuple[Rope | None, ...]:
-    """Read off how the model turns its keys: one ``Rope`` for each layer, None if it turns none.
+def rope_readers(model: Any, plan: CachePlan, *, windows: bool) -> list[Callable[[], Rope | None]]:
+    """One function for each layer that reads off how it turns its keys; None if it turns none.
 
     ``windows``: of the layers with sliding windows, not of those that grow. Of a model with states
     a layer whose turning is not to be found counts as one without: that costs bits, not truth.
 
-    Raises:
-        ValueError: a layer turns its keys in a way that is not understood.
+    The functions raise ``ValueError`` if a layer turns its keys in a way that is not understood.
     """
-    return tuple(rope() for rope in rope_readers(model, plan, windows=windows))
-
-
-def rope_readers(model: Any, plan: CachePlan, *, windows: bool) -> list[Callable[[], Rope | None]]:
-    """One function for each layer that reads off how it turns its keys; see ``ropes_of``."""
     kept = plan.states.windows if windows and plan.states else None if windows else plan.layout
     if kept is None:
         return []
@@ -224,7 +213,7 @@ def _rope_if_found(layer: Any, head_dim: int) -> Rope | None:
 
 
 def rope_of(layer: Any, head_dim: int) -> Rope | None:
-    """Read off how one layer turns its keys. Raises ``ValueError`` as ``ropes_of`` does."""
+    """Read off how one layer turns its keys. Raises ``ValueError`` where it is not found."""
     attention = _attention_of(layer)
     module = getattr(attention, "rope", None)
     if attention is None or module is None:

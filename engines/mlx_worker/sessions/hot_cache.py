@@ -23,10 +23,10 @@ import numpy as np
 
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches
-from engines.mlx_worker.sessions.hot_sessions import HotPrefix, HotSession, HotSessions, SessionKey
+from engines.mlx_worker.sessions.hot_sessions import HotPrefix, HotSession, HotSessions
 from kvstore.blobs.snapshot import Snapshot
 from kvstore.codecs.rows.packed_layout import PackedLayout
-from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.session import MissReason, SessionName, SessionRef, TierName
 from kvstore.store.records import SessionRecord
 from kvstore.store.token_store import ColdStore, Match, Restored
 
@@ -189,11 +189,11 @@ class HotCache:
         self._cold = cold
         self._notify = notify
         self._nudge = nudge
-        self._saved_again: set[SessionKey] = set()  # the store refused these once
+        self._saved_again: set[SessionName] = set()  # the store refused these once
         self.counters: Counter[str] = Counter()
 
     @property
-    def remembered(self) -> set[SessionKey]:
+    def remembered(self) -> set[SessionName]:
         """Every session that anything is kept of here: KV, a running turn, a pin, a refusal."""
         return self.sessions.known | self._saved_again
 
@@ -263,7 +263,7 @@ class HotCache:
         """Take over a restored session's pin, and report it."""
         # Pinned perhaps by an engine before this one. As of now: it may have been unpinned since.
         if self._cold is not None and self._cold.store.is_pinned(ref):
-            self.sessions.pin((ref.tenant, ref.id), True)
+            self.sessions.pin(ref.name, True)
         self._notify("restored", ref)
 
     def drop(self, hot: HotSession) -> None:
@@ -277,7 +277,7 @@ class HotCache:
             self.sessions.pin(hot.key, False)  # nothing is left that could be kept
         self._notify("dropped" if hot.is_saved else "lost", hot.ref)
 
-    def forget(self, key: SessionKey) -> None:
+    def forget(self, key: SessionName) -> None:
         """Drop a session that was deleted, with its pin, without a report."""
         if (hot := self.sessions.take(key)) is not None:
             hot.caches.clear()
@@ -285,7 +285,7 @@ class HotCache:
         self._saved_again.discard(key)
         self.sessions.pin(key, False)
 
-    def make_room(self, nbytes: int, spare: SessionKey | None) -> bool:
+    def make_room(self, nbytes: int, spare: SessionName | None) -> bool:
         """Free at least ``nbytes`` by dropping idle sessions, or drop none and return False.
 
         False: not now; ``nudge`` says when to try again.
@@ -307,7 +307,7 @@ class HotCache:
             self.drop(hot)
         return True
 
-    def drop_all(self, spare: SessionKey | None, at_any_price: bool) -> bool:
+    def drop_all(self, spare: SessionName | None, at_any_price: bool) -> bool:
         """Drop all idle sessions but ``spare``. False: some are still being saved.
 
         ``at_any_price``: those too; their memory comes back when the save is through.

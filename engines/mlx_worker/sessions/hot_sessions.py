@@ -14,16 +14,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
-from kvstore.session import SessionRef
+from kvstore.session import SessionName, SessionRef
 
 # (tenant, session id)
-SessionKey: TypeAlias = tuple[str, str]
 
 # A shared prefix shorter than this is computed again sooner than it is copied.
 SHORTEST_SHARED = 32
@@ -44,8 +42,8 @@ class HotSession:
     lossy_state: int = 0  # position of the lossy state that the session went on from; 0 = none
 
     @property
-    def key(self) -> SessionKey:
-        return self.ref.tenant, self.ref.id
+    def key(self) -> SessionName:
+        return self.ref.name
 
     @property
     def is_saved(self) -> bool:
@@ -79,9 +77,9 @@ class HotSessions:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._sessions: dict[SessionKey, HotSession] = {}
-        self._pinned: set[SessionKey] = set()
-        self._turns: dict[SessionKey, list[int]] = {}
+        self._sessions: dict[SessionName, HotSession] = {}
+        self._pinned: set[SessionName] = set()
+        self._turns: dict[SessionName, list[int]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +87,7 @@ class HotSessions:
         return sum(x.nbytes for x in self.all())
 
     @property
-    def known(self) -> set[SessionKey]:
+    def known(self) -> set[SessionName]:
         """Every session that is hot, busy or pinned."""
         with self._lock:
             return {*self._sessions, *self._turns, *self._pinned}
@@ -98,7 +96,7 @@ class HotSessions:
         with self._lock:
             return list(self._sessions.values())
 
-    def get(self, key: SessionKey) -> HotSession | None:
+    def get(self, key: SessionName) -> HotSession | None:
         with self._lock:
             return self._sessions.get(key)
 
@@ -112,47 +110,47 @@ class HotSessions:
         with self._lock:
             self._sessions[hot.key] = hot
 
-    def take(self, key: SessionKey) -> HotSession | None:
+    def take(self, key: SessionName) -> HotSession | None:
         """Remove and return a session; None if it is not hot."""
         with self._lock:
             return self._sessions.pop(key, None)
 
     # ---- sessions that are being served
 
-    def begin_turn(self, key: SessionKey, num_tokens: int) -> None:
+    def begin_turn(self, key: SessionName, num_tokens: int) -> None:
         """Note that a turn has begun whose prompt has ``num_tokens`` tokens."""
         with self._lock:
             self._turns.setdefault(key, []).append(num_tokens)
 
-    def end_turn(self, key: SessionKey, num_tokens: int) -> None:
+    def end_turn(self, key: SessionName, num_tokens: int) -> None:
         """Note that a turn has ended, with the number that it began with."""
         with self._lock:
             self._turns[key].remove(num_tokens)
             if not self._turns[key]:
                 del self._turns[key]
 
-    def busy_tokens(self, key: SessionKey) -> int:
+    def busy_tokens(self, key: SessionName) -> int:
         """Tokens of the longest prompt that is being served; 0 = the session is not busy."""
         with self._lock:
             return max(self._turns.get(key, [0]))
 
-    def is_busy(self, key: SessionKey) -> bool:
+    def is_busy(self, key: SessionName) -> bool:
         """True while any turn of the session runs."""
         return self.busy_tokens(key) > 0
 
-    def busy(self) -> list[SessionKey]:
+    def busy(self) -> list[SessionName]:
         """All sessions with a running turn."""
         with self._lock:
             return list(self._turns)
 
     # ---- pins
 
-    def pin(self, key: SessionKey, pinned: bool) -> None:
+    def pin(self, key: SessionName, pinned: bool) -> None:
         """Pin or unpin a session, hot or not."""
         with self._lock:
             (self._pinned.add if pinned else self._pinned.discard)(key)
 
-    def is_pinned(self, key: SessionKey) -> bool:
+    def is_pinned(self, key: SessionName) -> bool:
         with self._lock:
             return key in self._pinned
 
@@ -167,7 +165,7 @@ class HotSessions:
             prompt: int32 token ids, (num_tokens,).
             limit: at most so many tokens are of use, since one at least must be fed.
         """
-        own = self.get((ref.tenant, ref.id))
+        own = self.get(ref.name)
         others = [
             x
             for x in self.all()

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from engines.vllm_plugin.groups import DENSE, Groups
-from kvstore.session import SessionRef
+from kvstore.session import SessionName, SessionRef
 
 MAX_SESSIONS: Final = 4096
 LOOKUPS: Final = 3  # tries for one block, if vLLM's thread disturbs them; a try takes microseconds
@@ -42,13 +42,6 @@ class BlockPool(Protocol):
     def free_blocks(self, ordered_blocks: Any) -> None: ...
     def evict_blocks(self, block_ids: set[int]) -> None: ...
     def get_num_free_blocks(self) -> int: ...
-
-
-SessionName = tuple[str, str]  # tenant and session id
-
-
-def name_of(session: SessionRef) -> SessionName:
-    return session.tenant, session.id
 
 
 @dataclass
@@ -92,11 +85,11 @@ class ResidentSessions:
     def begin(self, session: SessionRef) -> None:
         """Note that a request of this session is served from now on."""
         with self._lock:
-            entry = self._sessions.setdefault(name_of(session), ResidentSession())
+            entry = self._sessions.setdefault(session.name, ResidentSession())
             entry.num_requests += 1
             entry.dropping = False
             entry.last_used_s = self._monotonic()
-            self._sessions.move_to_end(name_of(session))
+            self._sessions.move_to_end(session.name)
             self._forget_oldest()
 
     def end(
@@ -113,7 +106,7 @@ class ResidentSessions:
         there is none.
         """
         with self._lock:
-            entry = self._sessions.get(name_of(session))
+            entry = self._sessions.get(session.name)
             if entry is None:
                 return
             entry.num_requests -= 1
@@ -128,7 +121,7 @@ class ResidentSessions:
     def count_save(self, session: SessionRef, change: int) -> None:
         """Count unfinished saves: +1 when one is planned, -1 when all ranks have copied it."""
         with self._lock:
-            entry = self._sessions.get(name_of(session))
+            entry = self._sessions.get(session.name)
             if entry is not None:
                 entry.num_saves = max(0, entry.num_saves + change)
 
@@ -186,7 +179,7 @@ class ResidentSessions:
     def chain(self, session: SessionRef) -> list[bytes]:
         """The hashes of the session's blocks, whether cached or not; [] if it is being dropped."""
         with self._lock:
-            entry = self._sessions.get(name_of(session))
+            entry = self._sessions.get(session.name)
             return [] if entry is None or entry.dropping else list(entry.hashes)
 
     def part_after(
@@ -197,7 +190,7 @@ class ResidentSessions:
         ``num_blocks``: the number of blocks up to and including this one.
         """
         with self._lock:
-            entry = self._sessions.get(name_of(session))
+            entry = self._sessions.get(session.name)
             if entry is None or len(entry.hashes) != num_blocks:
                 return ()
             return entry.part if entry.hashes[-1] == block_hash else ()

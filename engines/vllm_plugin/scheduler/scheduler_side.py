@@ -31,7 +31,7 @@ from engines.vllm_plugin.messages import (
 from engines.vllm_plugin.scheduler.hub import Hub, SaveAcks
 from engines.vllm_plugin.scheduler.measured_requests import Forwards, MeasuredRequests
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
-from engines.vllm_plugin.scheduler.resident_sessions import BlockPool, ResidentSessions, SessionName
+from engines.vllm_plugin.scheduler.resident_sessions import BlockPool, ResidentSessions
 from engines.vllm_plugin.scheduler.restores import Restores
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
@@ -45,6 +45,7 @@ from engines.wire import (
     Welcome,
     absent,
 )
+from kvstore.session import SessionName
 from kvstore.stats import Counters
 
 logger = logging.getLogger("thermocline.vllm")

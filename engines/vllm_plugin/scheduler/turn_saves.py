@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.plan import Save, Wanted
-from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions, SessionName, name_of
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
-from kvstore.session import SessionRef
+from kvstore.session import SessionName, SessionRef
 from kvstore.store.block_store import RestoredPart
 
 MAX_POSTPONED: Final = 1024  # above it the oldest are given up until their next turn
@@ -33,15 +33,15 @@ class PostponedSaves:
         return len(self._sessions)
 
     def add(self, session: SessionRef) -> None:
-        if name_of(session) not in self._sessions:
+        if session.name not in self._sessions:
             self._resident.count_save(session, +1)
-        self._sessions[name_of(session)] = session
+        self._sessions[session.name] = session
         if len(self._sessions) > MAX_POSTPONED:
             self.remove(next(iter(self._sessions.values())))
 
     def remove(self, session: SessionRef) -> None:
         """Forget the session's postponed save: the save of a newer turn includes all blocks."""
-        if self._sessions.pop(name_of(session), None) is not None:
+        if self._sessions.pop(session.name, None) is not None:
             self._resident.count_save(session, -1)
 
     def next_save(self, job: int) -> Save | None:

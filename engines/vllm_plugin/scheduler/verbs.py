@@ -18,7 +18,7 @@ import msgspec
 from engines.config import CalibrationOrder
 from engines.vllm_plugin.messages import Look, RankAnswer, RankSession
 from engines.vllm_plugin.scheduler.hub import Hub
-from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions, SessionName, name_of
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.wire import (
     Adopt,
     CodecReport,
@@ -35,12 +35,12 @@ from engines.wire import (
     RequestProgress,
     SessionReport,
     TenantUses,
-    TierReport,
+    TierStats,
     Unpin,
     Verb,
 )
 from kvstore.errors import PinLimit
-from kvstore.session import TIER_NAMES, SessionRef, TierName
+from kvstore.session import TIER_NAMES, SessionName, SessionRef, TierName
 from kvstore.stats import Counters, Repacking, StoreStats, most_different
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 
@@ -116,7 +116,7 @@ class VllmVerbs:
         Without this verb vLLM keeps an idle session's blocks until it needs them. A turn that has
         just ended is still being saved, so this waits for saves under way, but not for long.
         """
-        name = name_of(session)
+        name = session.name
         await self._until_handed_over(name, SETTLE_S)
         found = await self._find(Look(session, settled=True), LOOK_S, name)
         kept = self._why_kept(name, found)
@@ -159,7 +159,7 @@ class VllmVerbs:
         A rank may have no room for the pin, or may not have the session.
         Raises ``PinLimit``: a rank refused, so no rank has pinned it.
         """
-        name = name_of(session)
+        name = session.name
         await self._until_handed_over(name, SETTLE_S)
         if not pinned:
             return await self._done(Unpin(session), session)
@@ -178,7 +178,7 @@ class VllmVerbs:
 
         Raises ``TimeoutError``: a save of it is still under way, and would bring it back.
         """
-        name = name_of(session)
+        name = session.name
         if not await self._until_handed_over(name, HAND_OVER_S):
             raise TimeoutError("the session's last turn is still being saved")
         before = await self._find(Look(session), LOOK_S, name)
@@ -188,7 +188,7 @@ class VllmVerbs:
         return Done(report)
 
     async def _done(self, verb: Verb, session: SessionRef) -> Done:
-        name = name_of(session)
+        name = session.name
         return Done(self._report(name, await self._find(verb, MOVE_S, name)))
 
     async def sessions(self) -> list[SessionReport]:
@@ -200,7 +200,7 @@ class VllmVerbs:
 
     async def look(self, session: SessionRef) -> SessionReport | None:
         """The session's report; None if it has no live blocks, no cold copy and no request."""
-        name = name_of(session)
+        name = session.name
         return self._report(name, await self._find(Look(session), LOOK_S, name))
 
     async def stats(self) -> EngineReport:
@@ -334,20 +334,7 @@ def _repacking(shares: list[Repacking]) -> Repacking:
     )
 
 
-def _tiers(stores: list[StoreStats]) -> list[TierReport]:
+def _tiers(stores: list[StoreStats]) -> list[TierStats]:
     """The sums of the ranks' shares of each tier."""
-    reports: list[TierReport] = []
-    for shares in zip(*(x.tiers for x in stores), strict=True):
-        name: TierName = shares[0].name
-        reports.append(
-            TierReport(
-                name,
-                sum(x.nbytes for x in shares),
-                sum(x.capacity_bytes for x in shares),
-                sum(x.num_blobs for x in shares),
-                sum(x.evictions for x in shares),
-                sum(x.errors for x in shares),
-                all(x.available for x in shares),
-            )
-        )
-    return reports
+    by_tier = zip(*(x.tiers for x in stores), strict=True)
+    return [TierStats.joined(x, available=all(y.available for y in x)) for x in by_tier]

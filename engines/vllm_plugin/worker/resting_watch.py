@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from engines.vllm_plugin.messages import RankRests
-from kvstore.session import SessionRef
+from kvstore.session import SessionName, SessionRef
 from kvstore.store.block_keys import Resting
 from kvstore.store.block_store import BlockStore
 from kvstore.workers import Periodic
@@ -25,7 +25,6 @@ SWEEP_SHARE: Final = 20
 # file is damaged.
 UNASKED_S: Final = 60.0
 
-_Name: TypeAlias = tuple[str, str]  # tenant and session id
 _State: TypeAlias = tuple[int, int, Resting]  # hash of the block hashes, bytes of ids, locations
 
 
@@ -44,8 +43,8 @@ class RestingWatch:
         self._send = send
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._reported: dict[_Name, _State] = {}
-        self._noted: dict[_Name, None] = {}
+        self._reported: dict[SessionName, _State] = {}
+        self._noted: dict[SessionName, None] = {}
         self._num_evictions = 0
         self._swept_at = float("-inf")
         self._next_sweep = float("-inf")
@@ -69,12 +68,12 @@ class RestingWatch:
     def note(self, session: SessionRef) -> None:
         """Check the session soon, and repeatedly until slower tiers have written it."""
         with self._lock:
-            self._noted[_name(session)] = None
+            self._noted[session.name] = None
 
     def look_at(self, session: SessionRef) -> None:
         """Report the session's present tiers, if they have changed."""
         self.note(session)
-        self._look_at(_name(session))
+        self._look_at(session.name)
 
     def look(self) -> None:
         """Report what has changed since the last look."""
@@ -100,7 +99,7 @@ class RestingWatch:
         for name in dict.fromkeys([*names, *list(self._reported)]):
             self._look_at(name)
 
-    def _look_at(self, name: _Name) -> None:
+    def _look_at(self, name: SessionName) -> None:
         session = SessionRef(*name, b"")
         with self._lock:  # otherwise an older state could be reported after a newer one
             found = self._store.resting(session)
@@ -114,7 +113,3 @@ class RestingWatch:
                 self._reported[name] = state
                 runs = resting.ram, resting.storage
                 self._send(RankRests(self._rank, session, record.hashes, record.ids, *runs))
-
-
-def _name(session: SessionRef) -> _Name:
-    return session.tenant, session.id

@@ -35,7 +35,7 @@ from engines.vllm_plugin.worker.rank import StagingArea
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.codecs.base import Codec
-from kvstore.session import SessionRef
+from kvstore.session import SessionName, SessionRef
 from kvstore.shapes import KVPair
 from kvstore.store.block_store import Again, BlockStore
 from kvstore.store.encoder import ToPack, pack_again
@@ -64,7 +64,7 @@ class Transfer:
         self._restored = RestoredBlocks()
         self._charges: Counter[int] = Counter()  # bytes of blocks that wait to be stored, by job
         self._settled = threading.Condition(self._lock)
-        self._saving: Counter[tuple[str, str]] = Counter()  # saves that have begun, per session
+        self._saving: Counter[SessionName] = Counter()  # saves that have begun, per session
         self._under_way = 0  # loads, and saves that still need their blocks
         self._acks: dict[int, int] = {}
         self._skipped: set[int] = set()  # those of ``_acks`` that were not begun
@@ -110,7 +110,7 @@ class Transfer:
             else:
                 self._charges[save.job] = nbytes
                 self._under_way += 1
-                self._saving[_name(save.session)] += 1
+                self._saving[save.session.name] += 1
         if full:
             self._store.counters.add("saves_skipped")
             self._saver.submit(on_ended, save, False)
@@ -129,7 +129,7 @@ class Transfer:
         finally:
             with self._settled:
                 del self._charges[save.job]
-                self._saving -= Counter([_name(save.session)])
+                self._saving -= Counter([save.session.name])
                 self._settled.notify_all()
 
     def _stored(self, save: Save, ready: object) -> bool:
@@ -204,7 +204,7 @@ class Transfer:
 
         Must not be called on the thread that saves.
         """
-        name = _name(session)
+        name = session.name
         with self._settled:
             return self._settled.wait_for(lambda: not self._saving[name], within_s)
 
@@ -314,10 +314,6 @@ class Transfer:
         self._loaders.shutdown(wait=True)
         self._saver.shutdown(wait=True)
         self._blocks.close()
-
-
-def _name(session: SessionRef) -> tuple[str, str]:
-    return session.tenant, session.id
 
 
 def _packing(save: Save, span: Span) -> Packing:

@@ -152,9 +152,7 @@ def _excerpt(rest: Sequence[Json], known: Known, max_chars: int) -> str:
     return "\n".join(lines)[-max_chars:]
 
 
-COMPACT = Operation(
-    "chat", "/v1/chat/completions", validate, lambda raw: raw["messages"], recall=_recall
-)
+COMPACT = Operation(validate, _recall)
 
 
 async def compact_conversation(request: Request) -> Response:

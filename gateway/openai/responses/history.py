@@ -10,7 +10,6 @@ before it is parsed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -30,10 +29,8 @@ from gateway.openai.responses.output import new_id
 from gateway.openai.responses.response import MAX_ITEMS, ResponseFields
 from gateway.stored.objects import Objects, Outgrown
 from gateway.stored.seal import Head
-from gateway.stored.shelf import Entry, Item, Steps, StoreFailed, stored_form
+from gateway.stored.shelf import Entry, Item, Steps, stored_form
 from gateway.stored.stored import Stored
-
-log = logging.getLogger("thermocline.gateway")
 
 _PREFIXES = {
     "message": "msg",
@@ -322,14 +319,7 @@ async def keep_response(stored: Stored, turn: KeptTurn, response: Json, session:
         entry = Entry("response", response["id"], session.id, form)
         return "" if (yield from objects.put(tenant, entry, turn.own)) else "too-large"
 
-    try:
-        why = await stored.ask(tenant, work, "unavailable")
-    except StoreFailed as error:
-        log.warning("response %s was not stored: %s", response["id"], error)
-        return error.trouble
-    if why:
-        log.warning("response %s was not stored: %s", response["id"], why)
-    return why
+    return await stored.keep(f"response {response['id']}", tenant, work)
 
 
 def _unknown(fields: ResponseFields) -> InvalidRequest:

@@ -16,7 +16,7 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Sight
 from engines.openai.requests import Json, checked
 from gateway.body import ParsedBody, body_for_engine, read_json_body
-from gateway.context import Gateway, caller_of, gateway_of
+from gateway.context import Gateway, caller_of, gateway_of, json_response
 from gateway.edge.accounts import body_share_of
 from gateway.errors import Failure
 from gateway.identity.names import asked_seconds
@@ -39,7 +39,7 @@ from gateway.openai.responses.translation import (
     translation,
     validate,
 )
-from gateway.openai.stored_objects import StoredKind, shown
+from gateway.openai.stored_objects import StoredKind
 from gateway.relay.answer_format import NotStored
 from gateway.relay.passthrough import EVENT_STREAM
 from gateway.relay.question import count_question, prompt_tokens
@@ -105,15 +105,7 @@ def _failed(failure: Failure) -> bytes:
     return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-RESPONSE = Operation(
-    "chat",
-    "/v1/chat/completions",
-    validate,
-    lambda raw: raw["messages"],
-    recall=_recall,
-    check_early=_check_early,
-    failed=_failed,
-)
+RESPONSE = Operation(validate, _recall, _check_early, _failed)
 
 
 async def create_response(request: Request) -> Response:
@@ -128,7 +120,7 @@ async def show_response(request: Request) -> Response:
     """Show a stored response; ``stream`` as events, those after ``starting_after``."""
     body = await RESPONSES.body(request)
     if request.query_params.get("stream", "").lower() != "true":
-        return shown(body)
+        return json_response(body)
     after = request.query_params.get("starting_after") or "-1"
     if not after.removeprefix("-").isdecimal() or len(after) > 9:
         raise InvalidRequest("starting_after: a number is needed", "starting_after")
@@ -219,7 +211,7 @@ async def count_input_tokens(request: Request) -> Response:
         count = await prompt_tokens(request, model.engine, question)
     except InvalidRequest as error:  # the engine's words are of a chat
         raise InvalidRequest(error.message, "input", error.code, error.status) from error
-    return shown({"object": "response.input_tokens", "input_tokens": count})
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def _question(request: Request) -> tuple[ServedModel, bytes]:

@@ -122,8 +122,7 @@ class ResponseEvents:
         if data == KEEPALIVE:
             return data
         chunk = read_chunk(data)
-        if chunk.error is not None:
-            self._error = _words(chunk.error)
+        self._error = chunk.failure or self._error
         if chunk.usage is not None:
             self._usage = chunk.usage
         if not chunk.choices:
@@ -133,11 +132,6 @@ class ResponseEvents:
         written = self._writer.write(self._output.add(choice.part, choice.scores))
         self.begun = self.begun or bool(written)
         return written
-
-
-def _words(error: object) -> str:
-    message = error.get("message") if isinstance(error, dict) else None
-    return message if isinstance(message, str) else "The engine failed; its log says why."
 
 
 def renamed(param: str | None) -> str | None:

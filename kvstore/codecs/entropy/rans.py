@@ -38,11 +38,10 @@ def compiled_rans() -> ModuleType | None:
 def encode(symbols: np.ndarray, classes: np.ndarray, tables: SymbolTables) -> bytes:
     """Codes ``symbols``, uint8 (rows, tokens), none above the escape of its row's class.
 
-    ``classes``: int64 (rows,).
+    ``classes``: int64 (rows,). Only where ``compiled_rans`` returns a coder.
     """
     compiled = compiled_rans()
-    if compiled is None:
-        return encode_reference(symbols, classes, tables)
+    assert compiled is not None
     states = np.full(LANES, LOWEST, np.uint32)
     words = np.empty(symbols.size + LANES, np.uint16)  # a symbol adds at most one word
     first = compiled.encode(
@@ -77,25 +76,6 @@ def decode(
     return symbols
 
 
-def encode_reference(symbols: np.ndarray, classes: np.ndarray, tables: SymbolTables) -> bytes:
-    """Codes ``symbols`` with numpy; the bytes are those of ``encode``."""
-    states = np.full(LANES, LOWEST, np.uint64)
-    words: list[np.ndarray] = []
-    for row in range(len(symbols) - 1, -1, -1):
-        frequencies, starts = tables.frequencies[classes[row]], tables.starts[classes[row]]
-        for at in range((symbols.shape[1] - 1) // LANES * LANES, -1, -LANES):
-            block = symbols[row, at : at + LANES]
-            state = states[: len(block)]
-            frequency = frequencies[block].astype(np.uint64)
-            full = state >= frequency << np.uint64(32 - PRECISION)
-            words.append((state[full] & np.uint64(0xFFFF))[::-1])
-            state = np.where(full, state >> np.uint64(16), state)
-            quotient, remainder = np.divmod(state, frequency)
-            states[: len(block)] = (quotient << np.uint64(PRECISION)) + remainder + starts[block]
-    stream = np.concatenate([*words, np.empty(0, np.uint64)])[::-1]
-    return states.astype("<u4").tobytes() + stream.astype("<u2").tobytes()
-
-
 def decode_reference(
     words: np.ndarray,
     classes: np.ndarray,
@@ -127,10 +107,7 @@ def decode_reference(
     return used
 
 
-REFERENCE: Decoder = decode_reference
-
-
 def decoder() -> Decoder:
     """Returns the fastest decoder on this host."""
     compiled = compiled_rans()
-    return REFERENCE if compiled is None else compiled.decode
+    return decode_reference if compiled is None else compiled.decode

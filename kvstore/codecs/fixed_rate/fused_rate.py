@@ -6,21 +6,19 @@ The pipeline handles all other cases, and every chunk with a row that must be st
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Final
 
 import numpy as np
 
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stacks.fused import (
-    AddressesOf,
-    HeadAddresses,
-    RopeTables,
+    FusedPacker,
     aligned,
-    fits_vector_units,
-    if_installed,
+    kernels_for,
     padded,
     proven_or_pipeline,
     rope_tables,
@@ -32,18 +30,8 @@ from kvstore.codecs.stages.octave_gain import OctaveGain, ends_of, pairs_of
 from kvstore.shapes import DType, KVLayout, KVRun
 
 CODECS = "fixed-rate codecs"  # in the log
+KERNELS: Final = "kvstore.codecs.kernels.units.unpack_fixed_rate"
 COLUMNS, COMPONENTS = 64, 4  # the kernels need multiples of these
-
-
-@dataclass(frozen=True, eq=False)
-class RateKernels:
-    """Compiled functions, and the matrix layout that they require."""
-
-    unpack: Callable[..., None]
-    pack: Callable[..., bool]
-    addresses_of: AddressesOf
-    group: int  # components in one 32-bit group
-    offset: int  # added to levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,24 +63,14 @@ class RateTables:
 
 
 @dataclass(frozen=True, eq=False)
-class FusedRate:
+class FusedRate(FusedPacker):
     """Packs and restores in one pass. Implements ``StackPacker``."""
 
-    pipeline: Pipeline
     tables: RateTables
-    turns: RopeTables
-    addresses: HeadAddresses
     num_planes: int
-    kernels: RateKernels
-
-    def nbytes(self, num_tokens: int) -> int:
-        return self.pipeline.nbytes(num_tokens)
-
-    def least_nbytes(self, num_tokens: int) -> int:
-        return self.pipeline.least_nbytes(num_tokens)
 
     def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
-        addresses = self.addresses(run, first) if dtype != "float16" else None
+        addresses = self.addresses(run, first, dtype)
         if addresses is None:
             return self.pipeline.encode(run, first, first_token, dtype)
         shape, t = self.pipeline.shape, self.tables
@@ -106,20 +84,18 @@ class FusedRate:
             return b"".join([count_bytes(0), pairs.data, planes.data])
         return self.pipeline.encode(run, first, first_token, dtype)
 
-    def decode(
-        self, reader: Reader, out: KVRun, first: int, first_token: int, dtype: DType
+    def unpack(
+        self,
+        reader: Reader,
+        num_tokens: int,
+        turns: tuple[object, ...],
+        addresses: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        addresses = self.addresses(out, first) if dtype != "float16" else None
-        if addresses is None:
-            return self.pipeline.decode(reader, out, first, first_token, dtype)
-        num_tokens = out[0][0].shape[1] - first
-        kept, exact = self.pipeline.read_kept(reader, num_tokens)
         pairs = reader.take("u1", self.pipeline.shape.num_units, pairs_of(num_tokens))
         planes = reader.take("u1", self.num_planes * -(-num_tokens // 8))
-        t, turns = self.tables, self.turns.of(self.pipeline.shape, first_token, num_tokens, dtype)
+        t = self.tables
         units = (t.runs, t.levels, t.matrix, t.begins, t.means, t.gains)
         self.kernels.unpack(planes, num_tokens, units, pairs, turns, addresses)
-        self.pipeline.put_kept(out, first, kept, exact, dtype)
 
 
 def fused_rate(
@@ -129,16 +105,16 @@ def fused_rate(
 
     ``learned``: the arrays of ``integers_of`` for these units, and the means of all elements.
     """
-    turns = rope_tables(pipeline.shape, profile.ropes)
-    usable = profile.layout.dtype != "float16" and _is_usable(pipeline.shape, learned["bits"])
-    kernels = _kernels() if turns is not None and usable else None
+    shape, layout = pipeline.shape, profile.layout
+    turns = rope_tables(shape, profile.ropes)
+    usable = turns is not None and _are_usable(learned["bits"])
+    kernels = kernels_for(shape, layout, KERNELS) if usable else None
     if turns is None or kernels is None:
         return pipeline
-    tables = _tables(pipeline.shape, kernels, learned, gain)
+    tables = _tables(shape, kernels, learned, gain)
     num_planes = int(learned["bits"].astype(np.int64).sum())
-    addresses = HeadAddresses(pipeline.shape, kernels.addresses_of)
-    fused = FusedRate(pipeline, tables, turns, addresses, num_planes, kernels)
-    return proven_or_pipeline(fused, profile.layout, _plausible(pipeline, profile.layout), CODECS)
+    fused = FusedRate(pipeline, turns, kernels, tables, num_planes)
+    return proven_or_pipeline(fused, layout, _plausible(pipeline, layout), CODECS)
 
 
 def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KVRun:
@@ -151,27 +127,13 @@ def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KV
     return run
 
 
-@functools.cache
-def _kernels() -> RateKernels | None:
-    return if_installed(_load_kernels, CODECS)
-
-
-def _load_kernels() -> RateKernels:
-    from kvstore.codecs.kernels.emit import dots
-    from kvstore.codecs.kernels.units import kernel_parts, pack_fixed_rate, unpack_fixed_rate
-
-    host, pack = dots.host_vectors(), pack_fixed_rate.pack
-    addresses_of = kernel_parts.addresses_of
-    return RateKernels(unpack_fixed_rate.unpack, pack, addresses_of, host.group, host.offset)
-
-
-def _is_usable(shape: StackShape, bits: np.ndarray) -> bool:
+def _are_usable(bits: np.ndarray) -> bool:
     runs_down = bool(np.all(np.diff(bits.astype(np.int64), axis=1) <= 0))
-    return fits_vector_units(shape) and runs_down and int(bits.max()) <= MAX_BITS
+    return runs_down and int(bits.max()) <= MAX_BITS
 
 
 def _tables(
-    shape: StackShape, kernels: RateKernels, learned: Mapping[str, np.ndarray], gain: OctaveGain
+    shape: StackShape, kernels: ModuleType, learned: Mapping[str, np.ndarray], gain: OctaveGain
 ) -> RateTables:
     width = -(-shape.width // COLUMNS) * COLUMNS
     components = -(-learned["bits"].shape[1] // COMPONENTS) * COMPONENTS
@@ -185,8 +147,8 @@ def _tables(
     return RateTables(
         runs=runs.astype(np.int64),
         levels=aligned(levels),
-        matrix=aligned(_groups(decode, kernels.group)),
-        begins=aligned(-kernels.offset * decode.astype(np.int32).sum(axis=1, dtype=np.int32)),
+        matrix=aligned(_groups(decode, kernels.GROUP)),
+        begins=aligned(-kernels.OFFSET * decode.astype(np.int32).sum(axis=1, dtype=np.int32)),
         encode=aligned(_groups(encode.swapaxes(1, 2), 2)),
         bounds=aligned(padded(learned["bounds"], components)),
         values=aligned(levels.astype(np.float32) * units[:, :, None]),

@@ -6,9 +6,9 @@ channels, and engines hold bf16 or fp32. The pipeline handles all other cases, a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Final
 
 import numpy as np
 
@@ -16,12 +16,9 @@ from kvstore.codecs.entropy.class_coder import ClassCoder
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.fused import (
-    AddressesOf,
-    HeadAddresses,
-    RopeTables,
+    FusedPacker,
     aligned,
-    fits_vector_units,
-    if_installed,
+    kernels_for,
     padded,
     proven_or_pipeline,
     rope_tables,
@@ -32,20 +29,9 @@ from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stages.integer_rows import StepRows
 from kvstore.codecs.stages.uniform import Predictors
-from kvstore.shapes import DType, KVRun
 
 CODECS = "one-step codecs"  # in the log
-
-
-@dataclass(frozen=True, eq=False)
-class StepKernels:
-    """A compiled function, and the matrix layout that it requires."""
-
-    unpack: Callable[..., None]
-    addresses_of: AddressesOf
-    group: int  # narrow components in one 32-bit group
-    offset: int  # added to the levels of narrow components
-    columns: int  # columns of a panel
+KERNELS: Final = "kvstore.codecs.kernels.units.unpack_one_step"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,43 +61,27 @@ class StepTables:
 
 
 @dataclass(frozen=True, eq=False)
-class FusedSteps:
+class FusedSteps(FusedPacker):
     """Restores in one pass, and packs with its pipeline. Implements ``StackPacker``."""
 
-    pipeline: Pipeline
     coder: ClassCoder
     scales: np.ndarray
     tables: StepTables
-    turns: RopeTables
-    addresses: HeadAddresses
-    kernels: StepKernels
 
-    def nbytes(self, num_tokens: int) -> int:
-        return self.pipeline.nbytes(num_tokens)
-
-    def least_nbytes(self, num_tokens: int) -> int:
-        return self.pipeline.least_nbytes(num_tokens)
-
-    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
-        return self.pipeline.encode(run, first, first_token, dtype)
-
-    def decode(
-        self, reader: Reader, out: KVRun, first: int, first_token: int, dtype: DType
+    def unpack(
+        self,
+        reader: Reader,
+        num_tokens: int,
+        turns: tuple[object, ...],
+        addresses: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        addresses = self.addresses(out, first) if dtype != "float16" else None
-        if addresses is None:
-            return self.pipeline.decode(reader, out, first, first_token, dtype)
-        num_tokens = out[0][0].shape[1] - first
-        kept, exact = self.pipeline.read_kept(reader, num_tokens)
         gains = self.pipeline.gain.read(reader, num_tokens) * self.scales[:, None, None]
-        read = self.coder.read_coded(reader, num_tokens)
-        t, turns = self.tables, self.turns.of(self.pipeline.shape, first_token, num_tokens, dtype)
+        read, t = self.coder.read_coded(reader, num_tokens), self.tables
         coded = (read.symbols, np.ascontiguousarray(read.low), read.rare, t.coded)
         units = (t.counts, t.wide, t.matrix, t.begins, t.rows, t.means, t.parts)
         by_part = np.ascontiguousarray(gains.swapaxes(1, 2), np.float32)
         stored = (t.factors, t.finer)
         self.kernels.unpack(coded, t.first_rows, units, stored, by_part, turns, addresses)
-        self.pipeline.put_kept(out, first, kept, exact, dtype)
 
 
 def fused_steps(
@@ -125,33 +95,17 @@ def fused_steps(
     ``known``: rows and levels of ``step_integers.rows_of``, predictors, and all elements' means.
     """
     turns = rope_tables(pipeline.shape, profile.ropes)
-    usable = profile.layout.dtype != "float16" and fits_vector_units(pipeline.shape)
-    kernels = _kernels() if turns is not None and usable else None
+    kernels = kernels_for(pipeline.shape, profile.layout, KERNELS) if turns is not None else None
     if turns is None or kernels is None:
         return pipeline
     tables = _tables(pipeline.shape, kernels, coder, *known)
-    addresses = HeadAddresses(pipeline.shape, kernels.addresses_of)
-    fused = FusedSteps(pipeline, coder, known[0].scales, tables, turns, addresses, kernels)
+    fused = FusedSteps(pipeline, turns, kernels, coder, known[0].scales, tables)
     return proven_or_pipeline(fused, profile.layout, wave_run(profile.layout), CODECS)
-
-
-@functools.cache
-def _kernels() -> StepKernels | None:
-    return if_installed(_load_kernels, CODECS)
-
-
-def _load_kernels() -> StepKernels:
-    from kvstore.codecs.kernels.emit import dots
-    from kvstore.codecs.kernels.units import kernel_parts, unpack_one_step
-
-    host = dots.host_vectors()
-    known = (host.group, host.offset, host.tile_columns)
-    return StepKernels(unpack_one_step.unpack, kernel_parts.addresses_of, *known)
 
 
 def _tables(
     shape: StackShape,
-    kernels: StepKernels,
+    kernels: ModuleType,
     coder: ClassCoder,
     rows: StepRows,
     levels: np.ndarray,
@@ -161,20 +115,21 @@ def _tables(
     live, symbols = coder.rows
     units, places = np.divmod(live, levels.shape[1])
     known = [np.stack([units, places], axis=1), symbols, levels[units, places]]
-    matrix = _panels(shape, kernels.columns, rows.rows, kernels.group)
-    sums = _panels(shape, kernels.columns, rows.rows.sum(axis=1, keepdims=True, dtype=np.int32), 1)
+    columns = kernels.TILE_COLUMNS
+    matrix = _panels(shape, columns, rows.rows, kernels.GROUP)
+    sums = _panels(shape, columns, rows.rows.sum(axis=1, keepdims=True, dtype=np.int32), 1)
     starts = [part.start for part in shape.gain_groups]
     return StepTables(
         coded=np.concatenate(known, axis=1).astype(np.int32),
         first_rows=np.searchsorted(units, np.arange(shape.num_units + 1)).astype(np.int64),
         counts=rows.counts.astype(np.int32),
-        wide=_panels(shape, kernels.columns, rows.wide, 2),
+        wide=_panels(shape, columns, rows.wide, 2),
         matrix=matrix,
-        begins=aligned(-kernels.offset * sums[:, :, 0].view(np.int32)),
+        begins=aligned(-kernels.OFFSET * sums[:, :, 0].view(np.int32)),
         rows=np.ascontiguousarray(rows.rows),
         means=aligned(means[shape.elements].astype(np.float32)),
         parts=np.searchsorted(starts, shape.starts, side="right").astype(np.int64) - 1,
-        factors=_factors(predictors, kernels.columns),
+        factors=_factors(predictors, columns),
         finer=predictors.finer.astype(np.int32),
     )
 

@@ -8,33 +8,23 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from types import ModuleType
 
 import numpy as np
 
 from kvstore.codecs import floats
+from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.shapes import DType, KVLayout, KVRun, Rope, angle_tables
 
 logger = logging.getLogger(__name__)
-K = TypeVar("K")  # kernels
 LINE = 64  # bytes
 VECTOR = 16  # channels
-
-# Maps arrays of one dtype to addresses and strides, int64 (arrays, 4).
-AddressesOf: TypeAlias = Callable[[Sequence[np.ndarray]], np.ndarray]
-
-
-class FusedPacker(StackPacker, Protocol):
-    """A packer that runs all stages of its pipeline in one pass."""
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The definition, which also handles the cases that the kernels cannot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +32,7 @@ class HeadAddresses:
     """The addresses of the head vectors of a stack's units in a run."""
 
     shape: StackShape
-    addresses_of: AddressesOf
+    kernels: ModuleType  # its function reads the addresses of arrays
 
     def __call__(self, run: KVRun, first: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns the address of every head's row of token ``first``, and the bytes between rows.
@@ -50,7 +40,7 @@ class HeadAddresses:
         Both are int64 (units, vectors of a unit). None if the values of a row are not contiguous.
         """
         arrays = [array for pair in run for array in pair]
-        starts, heads, tokens, values = self.addresses_of(arrays).T
+        starts, heads, tokens, values = self.kernels.addresses_of(arrays).T
         if np.any(values != arrays[0].itemsize):
             return None
         array, head = self._numbers
@@ -102,16 +92,66 @@ def fits_vector_units(shape: StackShape) -> bool:
     return len(dims) == 1 and not min(dims) % VECTOR
 
 
-def if_installed(load: Callable[[], K], codecs: str) -> K | None:
-    """Returns the kernels that ``load`` imports, or None without numba; ``codecs`` is for the log.
+@dataclass(frozen=True, eq=False)
+class FusedPacker(ABC):
+    """Runs all stages of its pipeline in one pass, at least those that restore.
+
+    ``pipeline`` is the definition, and handles the cases that the kernels cannot.
+    """
+
+    pipeline: Pipeline
+    turns: RopeTables
+    kernels: ModuleType
+
+    def nbytes(self, num_tokens: int) -> int:
+        return self.pipeline.nbytes(num_tokens)
+
+    def least_nbytes(self, num_tokens: int) -> int:
+        return self.pipeline.least_nbytes(num_tokens)
+
+    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
+        return self.pipeline.encode(run, first, first_token, dtype)
+
+    def decode(
+        self, reader: Reader, out: KVRun, first: int, first_token: int, dtype: DType
+    ) -> None:
+        addresses = self.addresses(out, first, dtype)
+        if addresses is None:
+            return self.pipeline.decode(reader, out, first, first_token, dtype)
+        num_tokens = out[0][0].shape[1] - first
+        kept, exact = self.pipeline.read_kept(reader, num_tokens)
+        turns = self.turns.of(self.pipeline.shape, first_token, num_tokens, dtype)
+        self.unpack(reader, num_tokens, turns, addresses)
+        self.pipeline.put_kept(out, first, kept, exact, dtype)
+
+    def addresses(
+        self, run: KVRun, first: int, dtype: DType
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns what ``HeadAddresses`` returns; None as well for rows that no kernel reads."""
+        return self._addresses(run, first) if dtype != "float16" else None
+
+    @functools.cached_property
+    def _addresses(self) -> HeadAddresses:
+        return HeadAddresses(self.pipeline.shape, self.kernels)
+
+    @abstractmethod
+    def unpack(
+        self,
+        reader: Reader,
+        num_tokens: int,
+        turns: tuple[object, ...],
+        addresses: tuple[np.ndarray, np.ndarray],
+    ) -> None:
+        """Restores all rows that a payload has packed, after those that it keeps."""
+
+
+def kernels_for(shape: StackShape, layout: KVLayout, name: str) -> ModuleType | None:
+    """Imports a module of kernels; returns None without numba, or if they cannot take such units.
 
     Compiling takes seconds, once per machine: only a process that packs should pay for it.
     """
-    try:
-        return load()
-    except ImportError as error:
-        logger.info("%s run stage by stage, slower: %s", codecs, error)
-        return None
+    fits = layout.dtype != "float16" and fits_vector_units(shape)
+    return compiled_module(name) if fits else None
 
 
 def proven_or_pipeline(

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engines.vllm_plugin.reports import ColdMetrics, ColdStats, StatsFeed, source_of
-from engines.wire import EngineReport, TierReport
+from engines.wire import EngineReport, TierStats
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +29,7 @@ def report(**counters: int) -> EngineReport:
         num_running=0,
         num_waiting=0,
         save_queue_bytes=0,
-        tiers=[TierReport("ram", 10 * sum(counters.values()), 100, 3, 0, 0, True)],
+        tiers=[TierStats("ram", 10 * sum(counters.values()), 100, 3, 0, 0, True)],
         counters=counters,
     )
 

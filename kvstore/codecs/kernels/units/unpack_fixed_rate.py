@@ -24,6 +24,9 @@ from kvstore.codecs.kernels.units.kernel_parts import (
     put_tile,
     tile_of_levels,
 )
+from kvstore.codecs.kernels.units.kernel_parts import OFFSET as OFFSET
+from kvstore.codecs.kernels.units.kernel_parts import addresses_of as addresses_of
+from kvstore.codecs.kernels.units.pack_fixed_rate import pack as pack
 from kvstore.codecs.loops.numba_functions import (
     LINE,
     NBYTES,

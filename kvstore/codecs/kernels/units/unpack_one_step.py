@@ -22,6 +22,7 @@ from kvstore.codecs.kernels.units.kernel_parts import (
     put_tile,
     split_tile,
 )
+from kvstore.codecs.kernels.units.kernel_parts import addresses_of as addresses_of
 from kvstore.codecs.kernels.units.one_step_levels import (
     COMPONENT,
     NARROW,

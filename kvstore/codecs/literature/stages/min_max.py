@@ -75,43 +75,21 @@ class WidthGroups:
 
 @dataclass(frozen=True, eq=False)
 class TokenGroups:
-    """Groups of neighbouring tokens, for each channel. Implements ``Source``."""
+    """Groups of neighbouring tokens, for each channel. Implements ``Source``.
 
-    codes: np.ndarray  # fp32 (units, tokens, width)
-    lows: np.ndarray  # fp32 (units, width, groups)
-    steps: np.ndarray  # fp32 (units, width, groups)
-    group: int
+    ``turned``: the same with tokens and channels exchanged.
+    """
+
+    turned: WidthGroups
 
     def products(self, query: np.ndarray) -> np.ndarray:
-        found = np.empty((*query.shape[:2], self.codes.shape[1]), np.float32)
-        lows = np.matmul(query, self.lows)
-        for number, part in self._parts():
-            scaled = query * self.steps[:, None, :, number]
-            found[:, :, part] = np.matmul(scaled, self.codes[:, part].swapaxes(1, 2))
-            found[:, :, part] += lows[:, :, number, None]
-        return found
+        return self.turned.sums(query)
 
     def sums(self, weights: np.ndarray) -> np.ndarray:
-        found = np.zeros((*weights.shape[:2], self.codes.shape[2]), np.float32)
-        for number, part in self._parts():
-            steps, lows = self.steps[:, None, :, number], self.lows[:, None, :, number]
-            w = weights[:, :, part]
-            found += np.matmul(w, self.codes[:, part]) * steps
-            found += w.sum(axis=2, keepdims=True) * lows
-        return found
+        return self.turned.products(weights)
 
     def rows(self) -> np.ndarray:
-        tokens = self.codes.shape[1]
-        steps, lows = (
-            np.repeat(x, self.group, axis=2)[:, :, :tokens].swapaxes(1, 2)
-            for x in (self.steps, self.lows)
-        )
-        found: np.ndarray = self.codes * steps + lows
-        return found
-
-    def _parts(self) -> list[tuple[int, slice]]:
-        starts = range(0, self.codes.shape[1], self.group)
-        return [(number, slice(x, x + self.group)) for number, x in enumerate(starts)]
+        return self.turned.rows().swapaxes(1, 2)
 
 
 class MinMaxGroups:
@@ -149,8 +127,10 @@ class MinMaxGroups:
     def attended(self, source: Source, note: object) -> Source:
         assert isinstance(note, tuple)
         lows, steps = note
-        groups = WidthGroups if self._along == "width" else TokenGroups
-        return groups(source.rows(), lows, steps, self._group)
+        rows = source.rows()
+        if self._along == "width":
+            return WidthGroups(rows, lows, steps, self._group)
+        return TokenGroups(WidthGroups(rows.swapaxes(1, 2), lows, steps, self._group))
 
     def note_nbytes(self, num_tokens: int) -> int:
         return 4 * int(np.prod(self._note_shape(num_tokens)))

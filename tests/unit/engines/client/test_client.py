@@ -18,7 +18,8 @@ from engines.host.control_server import ControlServer
 from engines.http import CACHE_HEADER
 from engines.wire import CodecReport, SessionRef, TenantUses, TierName
 from kvstore.tenant_bytes import TenantLimits
-from launch.engine_start import UnknownEngine, engine_factory
+from launch.engine_start import engine_factory
+from launch.errors import UsageError
 from tests.unit.engines.conftest import FakeProcess, welcomed, worker_config
 from tests.waiting import eventually
 
@@ -272,5 +273,5 @@ def test_engines_by_name_and_by_import_string(folder: Path):
         "engines.client.engine_client:AttachedEngine"
     )
     for kind in ("no-such", "no_such_module:Engine", "engines.client.engine_client:NoSuch"):
-        with pytest.raises(UnknownEngine):
+        with pytest.raises(UsageError):
             engine_factory(kind)

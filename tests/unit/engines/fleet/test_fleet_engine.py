@@ -24,7 +24,7 @@ from engines.fleet.deletions import MAX_OWED_OF_TENANT
 from engines.fleet.fleet_engine import FleetEngine
 from engines.fleet.homes import LastHomes
 from engines.http import payer_headers, session_headers
-from engines.wire import EngineReport, Notice, SessionReport, TierReport, absent
+from engines.wire import EngineReport, Notice, SessionReport, TierStats, absent
 from tests.unit.gateway.in_process import WELCOME, Answered, RecordingEngine
 from tests.waiting import eventually
 
@@ -98,7 +98,7 @@ class Engine(RecordingEngine):
             num_running=1,
             num_waiting=0,
             save_queue_bytes=0,
-            tiers=[TierReport("ram", 7, 70, 1, 0, 0, True)],
+            tiers=[TierStats("ram", 7, 70, 1, 0, 0, True)],
             counters={"turns": self.num_turns},
         )
 
@@ -394,7 +394,7 @@ async def test_figures_are_added_up_and_counters_outlive_a_replica():
             await rig.turn(ref(i))
         first = await rig.fleet.stats()
         assert (first.hot_capacity_bytes, first.num_running) == (300, 3)
-        assert first.tiers == [TierReport("ram", 21, 210, 3, 0, 0, True)]
+        assert first.tiers == [TierStats("ram", 21, 210, 3, 0, 0, True)]
         assert first.counters["turns"] == 30
         rig.engines["0"].die()
         assert (await rig.fleet.stats()).counters["turns"] == 30

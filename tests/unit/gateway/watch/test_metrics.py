@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generators.metrics_page import names, table
 from engines.http import CacheOutcome
-from engines.wire import CodecReport, EngineReport, SessionRef, TierReport
+from engines.wire import CodecReport, EngineReport, SessionRef, TierStats
 from gateway.watch.metrics import Gauges, Metrics, PromptDetails, Usage
 from scheduler.session import Step
 from tests.unit.engines.calibration.gate.test_bound import GOOD
@@ -27,7 +27,7 @@ REPORT = EngineReport(
     num_running=1,
     num_waiting=2,
     save_queue_bytes=3,
-    tiers=[TierReport("disk", 7, 70, 2, 1, 0, True)],
+    tiers=[TierStats("disk", 7, 70, 2, 1, 0, True)],
     counters={"saves": 5},
 )
 DOCS = Path(__file__).parents[4] / "docs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -154,6 +155,7 @@ def test_kernels_that_are_wrong_give_way_to_the_pieces(caplog):
     def almost(planes, num_tokens, units, pairs, turns, vectors):
         fused.kernels.unpack(planes, num_tokens - 1, units, pairs, turns, vectors)
 
-    wrong = dataclasses.replace(fused, kernels=dataclasses.replace(fused.kernels, unpack=almost))
+    others = SimpleNamespace(**{**vars(fused.kernels), "unpack": almost})
+    wrong = dataclasses.replace(fused, kernels=others)
     assert proven_or_pipeline(wrong, LAYOUT, run_of(LAYOUT, 70), "rates") is fused.pipeline
     assert "the kernels of rates are wrong on this host" in caplog.text
