@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.dashboard import vendor
+from docs.generators import page_libraries as libraries
 from gateway.dashboard.routes import FOLDER, page_files
 from gateway.keys import generate_key
 from tests.unit.gateway.in_process import App
@@ -57,7 +57,7 @@ async def test_packed_bytes_are_the_same_page(app: App):
     assert gzip.decompress(packed.body) == (await app.get("/ui")).body
 
 
-@pytest.mark.parametrize("name", ["", "nothing.js", "../vendor.py", "..%2fvendor.py", "index.html"])
+@pytest.mark.parametrize("name", ["", "nothing.js", "../routes.py", "..%2froutes.py", "index.html"])
 async def test_only_the_pages_files_are_served(name):
     path = f"/ui/{page_files().version}/{name}"
     assert (await App().get(path)).status == 404
@@ -84,15 +84,19 @@ def test_a_change_of_any_file_changes_every_address(tmp_path):
 
 
 def test_libraries_are_the_pinned_ones_with_their_licences(tmp_path):
-    vendor.check()
-    assert {x.name for x in vendor.FOLDER.iterdir()} == {x.file for x in vendor.PARTS}
-    licensed = {x.file.partition(".")[0] for x in vendor.PARTS if x.file.endswith(".LICENSE")}
+    libraries.check()
+    assert {x.name for x in libraries.FOLDER.iterdir()} == {
+        x.file for x in libraries.PARTS
+    }
+    licensed = {
+        x.file.partition(".")[0] for x in libraries.PARTS if x.file.endswith(".LICENSE")
+    }
     assert licensed == {"preact", "htm", "signals", "signals-core", "uplot"}
     copy = tmp_path / "vendor"
-    shutil.copytree(vendor.FOLDER, copy)
+    shutil.copytree(libraries.FOLDER, copy)
     (copy / "htm.js").write_bytes((copy / "htm.js").read_bytes() + b" ")
-    with pytest.raises(vendor.WrongBytes, match="htm.js"):
-        vendor.check(copy)
+    with pytest.raises(libraries.WrongBytes, match="htm.js"):
+        libraries.check(copy)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=names)

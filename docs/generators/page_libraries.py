@@ -1,6 +1,6 @@
-"""Fetches the page's libraries from npm, by pinned hashes: ``python -m gateway.dashboard.vendor``.
+"""Fetches the libraries of the dashboard's page from npm, by pinned hashes.
 
-The files lie in ``page/vendor`` and in the wheel, so serving and opening the page need no npm.
+``python -m docs.generators.page_libraries``. The files lie in ``page/vendor`` and in the wheel, so serving and opening the page need no npm.
 Each is the package's own build; only imports by bare name become paths, since a page without inline
 script has no import map.
 """
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Final, NamedTuple
 
-FOLDER: Final = Path(__file__).parent / "page" / "vendor"
+FOLDER: Final = Path(__file__).parents[2] / "gateway/dashboard/page/vendor"
 
 
 class Part(NamedTuple):
