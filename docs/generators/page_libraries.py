@@ -1,8 +1,8 @@
 """Fetches the libraries of the dashboard's page from npm, by pinned hashes.
 
-``python -m docs.generators.page_libraries``. The files lie in ``page/vendor`` and in the wheel, so serving and opening the page need no npm.
-Each is the package's own build; only imports by bare name become paths, since a page without inline
-script has no import map.
+``python -m docs.generators.page_libraries``. The files lie in ``page/vendor`` and in the wheel, so
+serving and opening the page need no npm. Each is the package's own build; only imports by bare name
+become paths, since a page without inline script has no import map.
 """
 
 from __future__ import annotations

@@ -85,12 +85,8 @@ def test_a_change_of_any_file_changes_every_address(tmp_path):
 
 def test_libraries_are_the_pinned_ones_with_their_licences(tmp_path):
     libraries.check()
-    assert {x.name for x in libraries.FOLDER.iterdir()} == {
-        x.file for x in libraries.PARTS
-    }
-    licensed = {
-        x.file.partition(".")[0] for x in libraries.PARTS if x.file.endswith(".LICENSE")
-    }
+    assert {x.name for x in libraries.FOLDER.iterdir()} == {x.file for x in libraries.PARTS}
+    licensed = {x.file.partition(".")[0] for x in libraries.PARTS if x.file.endswith(".LICENSE")}
     assert licensed == {"preact", "htm", "signals", "signals-core", "uplot"}
     copy = tmp_path / "vendor"
     shutil.copytree(libraries.FOLDER, copy)
