@@ -100,7 +100,7 @@ class FleetEngine:
             one.owed.discard(session)
         if home is None or home is replica:
             return
-        why = "load" if home.takes and not home.avoided else "away"
+        why = "load" if home.takes else "away"
         self._moves[f"moved.{why}"] += 1
         log.info("session %s moved from replica %s to %s", session.id, home.name, replica.name)
         if home.takes:

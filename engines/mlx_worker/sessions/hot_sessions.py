@@ -21,8 +21,6 @@ from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
 from kvstore.session import SessionName, SessionRef
 
-# (tenant, session id)
-
 # A shared prefix shorter than this is computed again sooner than it is copied.
 SHORTEST_SHARED = 32
 

@@ -1,4 +1,4 @@
-"""rANS as numba functions, whose bytes equal those of ``rans``.
+"""rANS as numba functions; see ``rans`` for the format.
 
 The functions release the GIL. They check every index that a stream can influence: a slot is below
 4096 by construction, a symbol comes from a table of the profile, and words are counted.

@@ -267,12 +267,10 @@ async def test_an_answer_that_has_begun_is_not_asked_again():
 async def test_a_broken_connection_is_enough_to_ask_elsewhere_and_to_avoid_the_replica():
     """Processes of a killed server may keep its sockets and its control connection for seconds."""
     async with Rig() as rig:
-        await rig.turn(ref(1))
         name = rig.name(ref(1))
         rig.engines[name].fails_with = EngineUnavailable("the connection broke")
         assert await asyncio.wait_for(rig.turn(ref(1)), 1) == b"{}"
-        assert rig.engines[name].ready and rig.engines[name].num_turns == 2
-        assert (await rig.fleet.stats()).counters["moved.away"] == 1
+        assert rig.engines[name].ready and rig.engines[name].num_turns == 1
         assert not [i for i in range(100) if rig.name(ref(i)) == name]
 
 
