@@ -3,10 +3,10 @@
 git worktree add ../older REF && (cd ../older && bash launch/install.sh)
 python -m benchmarks.upgrade ../older [--kind mlx|vllm] [--codec raw] [--sessions 6] [--json OUT]
 
-The older release takes one turn of each session and stops; this one takes the next turns, twice: on
-the same data folder, then with an empty data folder, the same Redis and the same secret. Of both
-it counts the sources, and compares answers with those of a server that has never stored anything
-(which are equal with ``raw`` only).
+The older release takes one turn of each session and stops; this one takes the next turns, twice:
+with an empty data folder, the same Redis and the same secret, then on the old data folder without
+Redis, so that neither finds anything of this release. Of both it counts the sources, and compares
+answers with those of a server that has never stored anything (which are equal with ``raw`` only).
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ from tests.redis_server import RedisServer
 History = list[dict[str, str]]
 
 
-def started_as_older(stack: Stack, folder: Path) -> None:
-    """Start ``stack`` with the code and the environment of the release in ``folder``."""
-    stack.python = str(folder / ".venv/bin/python")
-    stack.environment = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
-    stack.start()
+def older_release(code: Path, settings: dict[str, Any], folder: Path) -> Stack:
+    """The server by the code and in the environment of the folder ``code``."""
+    return Stack(
+        settings,
+        folder=folder,
+        start_timeout_s=900,
+        environment={"PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"},
+        python=str(code / ".venv/bin/python"),
+    )
 
 
 async def turns(stack: Stack, histories: dict[str, History], text: str) -> dict[str, Any]:
@@ -85,10 +89,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if args.kind == "vllm":
             settings["engine.vllm"] = {"python": args.vllm_python}
 
-        older = Stack(settings, folder=root / "data", start_timeout_s=900)
-        started_as_older(older, args.older.resolve())
-        first = asyncio.run(turns(older, histories, "One word, please."))
-        older.stop()
+        older = older_release(args.older.resolve(), settings, root / "data")
+        with older:
+            first = asyncio.run(turns(older, histories, "One word, please."))
         for session, history in histories.items():
             history += [
                 {"role": "user", "content": "One word, please."},
@@ -100,15 +103,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             with Stack(own, folder=root / name, start_timeout_s=900) as stack:
                 return asyncio.run(turns(stack, histories, "And another one?"))
 
-        same_folder = second("data")
         only_redis = second("empty")
+        only_disk = second("data", redis_url="")
         without_store = second("fresh", redis_url="", secret_file="")
         return {
             "sessions": args.sessions,
             "kind": args.kind,
             "codec": args.codec,
-            "same_folder": compared(same_folder, without_store),
             "only_redis": compared(only_redis, without_store),
+            "only_disk": compared(only_disk, without_store),
             "fresh_sources": without_store["sources"],
         }
 

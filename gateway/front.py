@@ -143,8 +143,8 @@ class FrontMiddleware:
         browser send requests to this machine under that name (DNS rebinding). Addresses and names
         without a dot cannot be made to point here by other sites.
         """
-        if self._config.allowed_hosts:
-            return name in self._config.allowed_hosts
+        if allowed := self._config.allowed_hosts:
+            return name in allowed or name in LOOPBACK or _is_address(name)
         if self._config.on_loopback:
             return name in LOOPBACK
         return not self._open_to_all or "." not in name or _is_address(name)

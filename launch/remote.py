@@ -65,10 +65,14 @@ def key_headers(api_key: str) -> dict[str, str]:
 class Address:
     """One server, on behalf of one caller; see ``server_url``."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        """Raises ``UsageError`` for a malformed address, and for a key that no header can hold."""
+    def __init__(self, url: str, api_key: str = "", option: str = "") -> None:
+        """Raises ``UsageError`` for a malformed address, and for a key that no header can hold.
+
+        ``option``: of the command line, by which another address is named.
+        """
         self.base = server_url(url)
         self.headers = key_headers(api_key)
+        self._option = option
 
     async def model(self, http: aiohttp.ClientSession, wanted: str = "") -> str:
         """Find the model to ask for: ``wanted`` if it is served, else the first one.
@@ -112,15 +116,17 @@ class Address:
                 raw = await answer.content.read(_MOST_BYTES)
                 while len(raw) < _MOST_BYTES and (piece := await answer.content.read(_MOST_BYTES)):
                     raw += piece
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:
             raise self.unreachable(error) from error
+        if len(raw) >= _MOST_BYTES:
+            raise LaunchError(f"{self.base} gives an answer of more than {_MOST_BYTES >> 20} MiB")
         return answer.status, content_of(raw)
 
     def unreachable(self, error: BaseException) -> LaunchError:
         reason = str(error) or type(error).__name__
         return LaunchError(
             f"{self.base} does not answer ({reason}); is `thermocline serve` or another server"
-            " running there? Name another address"
+            f" running there? Name another address{self._option and f' with {self._option}'}"
         )
 
     def refused(self, status: int, content: Any) -> LaunchError:
@@ -136,13 +142,13 @@ class Address:
         return LaunchError(f"{self.base} refuses ({status}: {said})")
 
 
-def words_of(content: Any) -> str:
-    """The server's own words in an error's body, cut to a line."""
+def words_of(content: Any, most: int = _SHOWN) -> str:
+    """The server's own words in an error's body, cut to a line of ``most`` characters."""
     error = content.get("error") if isinstance(content, dict) else None
     if isinstance(error, dict):
         error = error.get("message")
     text = str(error if error is not None else content).strip()
-    return " ".join(text.split())[:_SHOWN] or "no reason given"
+    return " ".join(text.split())[:most] or "no reason given"
 
 
 def content_of(raw: bytes) -> Any:

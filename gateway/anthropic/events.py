@@ -72,14 +72,15 @@ class MessageEvents:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take the engine's next bytes; return all events that can go out now."""
+        if self.failed:
+            return b""
         out = []
         try:
             for data in self._reader.feed(chunk):
                 out.append(self._translated(data))
         except EngineUnavailable:
-            if not self.failed:
-                self.failed = True
-                out.append(_BROKEN.anthropic_event())
+            self.failed = True
+            out.append(_BROKEN.anthropic_event())
         return b"".join(out)
 
     def ending(self, failure: Failure | None) -> bytes:

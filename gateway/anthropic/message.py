@@ -7,6 +7,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from engines.base import EngineUnavailable
 from engines.openai.requests import Json
 from gateway.relay.chat_chunks import MessagePart, read_chunk
 from gateway.watch.metrics import PromptDetails, Usage
@@ -117,9 +118,11 @@ def whole_message(asked: Asked, body: bytes, diagnostics: Json | None) -> bytes:
     """Make the body of a message from the engine's JSON of a whole answer.
 
     Raises:
-        EngineUnavailable, IndexError: the engine's answer is not a chat's.
+        EngineUnavailable: the engine's answer is not a chat's.
     """
     answer = read_chunk(body)
+    if answer.failure is not None or not answer.choices or answer.choices[0].message is None:
+        raise EngineUnavailable("its answer cannot be read")
     counts = answer.usage or Usage()
     if not asked.max_tokens:
         usage = message_usage(counts, asked.ttl, 0)

@@ -199,7 +199,7 @@ class EventReader:
         """Return the data of all events that are whole now; a comment gives ``KEEPALIVE``.
 
         Raises:
-            EngineUnavailable: an event is too large to be one.
+            EngineUnavailable: an event is too large to be one; its bytes are dropped.
         """
         if self._held:
             chunk = self._held + chunk
@@ -208,6 +208,7 @@ class EventReader:
         if cut < len(chunk):
             self._held = chunk[cut:]
             if len(self._held) > MAX_EVENT_BYTES:
+                self._held = b""
                 raise EngineUnavailable("its answer cannot be read")
         return [x for x in map(_data, chunk[:cut].splitlines()) if x]
 

@@ -63,9 +63,14 @@ class Usage(msgspec.Struct, frozen=True):
     """The counted part of OpenAI's ``usage``."""
 
     prompt_tokens: int = 0
-    completion_tokens: int = 0
+    answered: int | None = msgspec.field(default=0, name="completion_tokens")
     prompt_tokens_details: PromptDetails | None = None
     completion_tokens_details: AnswerDetails | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answer."""
+        return self.answered or 0
 
     @property
     def cached(self) -> int:

@@ -15,6 +15,7 @@ from launch.errors import LaunchError
 from launch.remote import Address, words_of
 
 # A demote may have to write to a slow tier first.
+MOST_WORDS = 4000  # characters of a refusal, which lists all that is wrong
 TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=5)
 
 
@@ -34,7 +35,7 @@ class Remote:
         Raises ``UsageError`` for a malformed address, and for a key that no header can hold.
         """
         self._socket = url.removeprefix("unix:") if url.startswith("unix:") else ""
-        self._address = Address("http://localhost" if self._socket else url, api_key)
+        self._address = Address("http://localhost" if self._socket else url, api_key, "--url")
         self._model = f"model={quote(model, safe='')}" if model else ""
 
     def models(self) -> list[dict[str, Any]]:
@@ -100,5 +101,5 @@ class Remote:
         if not isinstance(content, dict):
             raise LaunchError(f"{self._address.base} is not a Thermocline gateway: no JSON object")
         if status >= 400:
-            raise LaunchError(f"{status}: {words_of(content)}")
+            raise LaunchError(f"{status}: {words_of(content, MOST_WORDS)}")
         return content

@@ -39,5 +39,7 @@ def test_every_command_that_asks_a_server_understands_it():
         Remote("127.0.0.1:1").models()
     with pytest.raises(UsageError, match="is no address"):
         Remote("ftp://127.0.0.1:1")
-    with pytest.raises(LaunchError, match="does not answer"):
+    with pytest.raises(LaunchError, match="Name another address with --url"):
         Remote("unix:/no/such/socket").models()
+    with pytest.raises(LaunchError, match="does not answer"):
+        Remote("http://example..com").models()

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from engines.base import EngineUnavailable
 from gateway.anthropic.events import PING, MessageEvents
 from gateway.anthropic.message import Asked, whole_message
 from gateway.errors import Failure
+from gateway.relay.chat_chunks import EventReader
 
 ASKED = Asked("msg_1", "claude-x", 100, True, None)
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -213,6 +215,29 @@ def test_a_line_without_end_is_not_held_for_ever():
     for _ in range(17):
         out = events.feed(b"x" * (1 << 20))
     assert events.failed and b"event: error" in out
+    reader = EventReader()
+    with pytest.raises(EngineUnavailable):
+        reader.feed(b"x" * (17 << 20))
+    assert reader.feed(b"data: 1\n") == [b"1"]
+
+
+def test_an_answer_whose_tokens_are_not_counted():
+    said = {"message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
+    uncounted = {"prompt_tokens": 5, "completion_tokens": None}
+    body = json.dumps({"choices": [said], "usage": uncounted}).encode()
+    usage = Message.model_validate_json(whole_message(ASKED, body, None)).usage
+    assert (usage.input_tokens, usage.output_tokens) == (5, 0)
+    streamed = accumulated(translated(stream(*TEXT, usage=uncounted)))
+    assert (streamed.usage.input_tokens, streamed.usage.output_tokens) == (5, 0)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 100])
+@pytest.mark.parametrize(
+    "body", [b'{"error":{"message":"oh"}}', b"{}", b'{"choices":[]}', b'{"choices":[{}]}', b"[]"]
+)
+def test_a_whole_answer_that_is_none(body: bytes, max_tokens: int):
+    with pytest.raises(EngineUnavailable):
+        whole_message(ASKED._replace(max_tokens=max_tokens), body, None)
 
 
 def test_a_ping_is_an_event():
