@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
@@ -198,47 +198,25 @@ async def obey(line: str, talk: Talk, screen: Screen) -> None:
         Quit: leave the chat.
         LaunchError: the server did not follow; in its own words.
     """
-    name = line.split()[0].lower()
-    if name in _VERBS:
-        screen.session(await talk.act(_VERBS[name]), talk.session)
-    elif name in _OTHERS:
-        await _OTHERS[name](talk, screen)
-    else:
-        screen.error(f"there is no {name}; there are: {', '.join(HELP)}")
-
-
-async def _info(talk: Talk, screen: Screen) -> None:
-    screen.session(await talk.look(), talk.session)
-
-
-async def _forget(talk: Talk, screen: Screen) -> None:
-    old = talk.session
-    await talk.forget()
-    screen.note(f"{old} is forgotten; this is {talk.session}")
-
-
-async def _new(talk: Talk, screen: Screen) -> None:
-    talk.begin()
-    screen.note(f"a new conversation: session {talk.session}")
-
-
-async def _quit(talk: Talk, screen: Screen) -> None:
-    raise Quit
-
-
-async def _help(talk: Talk, screen: Screen) -> None:
-    for name, text in HELP.items():
-        screen.note(f"{name:<8} {text}")
-
-
-_OTHERS: Final[Mapping[str, Callable[[Talk, Screen], Awaitable[None]]]] = {
-    "/info": _info,
-    "/forget": _forget,
-    "/new": _new,
-    "/quit": _quit,
-    "/exit": _quit,
-    "/help": _help,
-}
+    match line.split()[0].lower():
+        case "/sleep" | "/wake" | "/pin" | "/unpin" as name:
+            screen.session(await talk.act(_VERBS[name]), talk.session)
+        case "/info":
+            screen.session(await talk.look(), talk.session)
+        case "/forget":
+            old = talk.session
+            await talk.forget()
+            screen.note(f"{old} is forgotten; this is {talk.session}")
+        case "/new":
+            talk.begin()
+            screen.note(f"a new conversation: session {talk.session}")
+        case "/quit" | "/exit":
+            raise Quit
+        case "/help":
+            for name, text in HELP.items():
+                screen.note(f"{name:<8} {text}")
+        case name:
+            screen.error(f"there is no {name}; there are: {', '.join(HELP)}")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvstore.session import TierName
 from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob
 from kvstore.tiers.indexed_tier import IndexedTier
@@ -29,7 +30,7 @@ class RamTier(IndexedTier):
         guaranteed_share: of it, divided between active tenants: see ``tenant_parts``.
     """
 
-    name = "ram"
+    name: TierName = "ram"
     persistent = False
 
     def __init__(self, capacity_bytes: int, guaranteed_share: float = 0.0) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from launch.bench.workload import prose
 from launch.errors import LaunchError
-from launch.remote import Address, Message, Turn, take_turn
+from launch.remote import Message, Target, Turn, take_turn
 
 KEPT_SHARE: Final = 0.5  # of its beginning that a returning session has to reuse
 QUICK_SHARE: Final = (
@@ -66,26 +66,28 @@ class Search:
 
     def __init__(
         self,
-        address: Address,
-        model: str,
+        target: Target,
         *,
         words: int = 300,
         most: int = 256,
         start: int = 4,
-        timeout_s: float = 600.0,
         on_turn: Callable[[str], None] = lambda what: None,
     ) -> None:
-        self.found = Found(address.base, model, words)
-        self._address = address
+        self.found = Found(target.address.base, target.model, words)
+        self._target = target
         self._most = most
         self._start = min(start, most)
-        self._timeout_s = timeout_s
         self._on_turn = on_turn
         self._tag = f"{time.time_ns():x}"
         self._sessions: list[_Session] = []
 
     async def run(self, http: aiohttp.ClientSession) -> Found:
-        """Search until returns are lost. Raises ``LaunchError`` if a turn fails."""
+        """Search until returns are lost.
+
+        Raises:
+            LaunchError: the server cannot be used, or a turn fails; says why.
+        """
+        self.found.model = await self._target.address.model(http, self._target.model)
         await self._learn_to_judge(http)
         count = self._start
         while True:
@@ -150,13 +152,13 @@ class Search:
     ) -> Turn:
         turn = await take_turn(
             http,
-            self._address,
+            self._target.address,
             self.found.model,
             messages,
             session=f"bench-{name}",
             max_tokens=ANSWER_TOKENS,
             fields={"temperature": 0},
-            timeout_s=self._timeout_s,
+            timeout_s=self._target.timeout_s,
         )
         if not turn.ok:
             status = f" ({turn.status})" if turn.status else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import aiohttp
@@ -14,7 +14,7 @@ import numpy as np
 
 from launch.bench.workload import Conversation, Phase, Step, Workload, prose
 from launch.errors import LaunchError
-from launch.remote import MISS, Address, Message, Turn, take_turn
+from launch.remote import MISS, Message, Target, Turn, take_turn
 
 HOPELESS: Final = 8  # requests that all failed: the run ends
 NEW: Final = "new"  # first turns, of which nothing could be known
@@ -49,28 +49,24 @@ class Run:
 
     def __init__(
         self,
-        address: Address,
-        model: str,
+        target: Target,
         workload: Workload,
-        *,
-        timeout_s: float = 600.0,
         on_result: Callable[[Result], None] = lambda result: None,
     ) -> None:
+        self.model = target.model
         self.results: list[Result] = []
         self.walls: dict[str, float] = {}  # seconds, of each phase so far
-        self.num_steps = sum(1 for _ in workload.steps())
-        self._address = address
-        self._model = model
-        self._workload = workload
-        self._timeout_s = timeout_s
+        self.target = target
+        self.workload = workload
         self._on_result = on_result
         self._tag = f"{time.time_ns():x}"  # sessions of two runs are never the same
         self._began = time.perf_counter()
 
     async def play(self, http: aiohttp.ClientSession) -> None:
-        """Play all phases. Raises ``Hopeless`` if nothing works."""
+        """Play all phases. Raises ``LaunchError``: the server cannot be used; says why."""
+        self.model = await self.target.address.model(http, self.target.model)
         self._began = time.perf_counter()
-        for phase in self._workload.phases:
+        for phase in self.workload.phases:
             began = time.perf_counter()
             try:
                 await self._play(http, phase)
@@ -117,13 +113,13 @@ class Run:
         started = time.perf_counter() - self._began
         turn = await take_turn(
             http,
-            self._address,
-            self._model,
+            self.target.address,
+            self.model,
             [*messages, said],
             session=name,
             max_tokens=step.answer_tokens,
             fields={"temperature": 0.0} | _mistake(step),
-            timeout_s=self._timeout_s,
+            timeout_s=self.target.timeout_s,
         )
         messages += [said, {"role": "assistant", "content": turn.text}]
         turn.text = ""
@@ -202,17 +198,9 @@ class Report(msgspec.Struct, frozen=True):
         return sum(self.errors.values())
 
 
-def report_of(
-    url: str,
-    model: str,
-    workload: str,
-    planned: int,
-    results: Sequence[Result],
-    walls: Mapping[str, float],
-    *,
-    finished: bool,
-) -> Report:
-    """Sum ``results`` up. Args: see ``Report``; ``walls``: seconds of each phase."""
+def report_of(run: Run, *, finished: bool) -> Report:
+    """Sum up the results of a run so far."""
+    results, workload = run.results, run.workload
     errors = Counter(_words(x) for x in results if not x.ok)
     names = dict.fromkeys(x.phase for x in results)
     by_source: dict[str, list[Result]] = {}
@@ -220,13 +208,13 @@ def report_of(
         if result.turn.ok:
             by_source.setdefault(label(result), []).append(result)
     return Report(
-        url,
-        model,
-        workload,
+        run.target.address.base,
+        run.model,
+        workload.name,
         finished,
-        planned,
+        workload.num_steps,
         [
-            _phase(name, [x for x in results if x.phase == name], walls.get(name, 0))
+            _phase(name, [x for x in results if x.phase == name], run.walls.get(name, 0))
             for name in names
         ],
         [_source(name, by_source[name]) for name in sorted(by_source, key=_order)],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +24,6 @@ from launch.bench.figures import (
     Percentiles,
     PhaseFigures,
     Report,
-    Result,
     Run,
     SourceFigures,
     report_of,
@@ -33,7 +31,7 @@ from launch.bench.figures import (
 from launch.bench.workload import Workload, crowd_name
 from launch.calibrate.plot import drawing, finish
 from launch.printing import print_table
-from launch.remote import Address
+from launch.remote import Target
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,15 +48,6 @@ _MEANINGS: Final = {
 }
 BLUE: Final = "#2e86ab"
 RED: Final = "#d1495b"
-
-
-@dataclass(frozen=True)
-class Target:
-    """The server under test."""
-
-    address: Address
-    model: str  # "" = the first that it lists
-    timeout_s: float  # of one request
 
 
 class Bar(Progress):
@@ -84,55 +73,27 @@ def run_workload(target: Target, workload: Workload) -> Report:
     Raises:
         UsageError, LaunchError: the server cannot be used; says why.
     """
-    bar = Bar(sum(1 for _ in workload.steps()))
-    run: Run | None = None
-    model = target.model
-
-    def on_result(result: Result) -> None:
-        bar.step(result.phase)
-
-    async def play(http: aiohttp.ClientSession) -> None:
-        nonlocal run, model
-        model = await target.address.model(http, target.model)
-        run = Run(
-            target.address,
-            model,
-            workload,
-            timeout_s=target.timeout_s,
-            on_result=on_result,
-        )
-        await run.play(http)
-
-    finished = _until_interrupted(play, bar)
-    results, walls = (run.results, run.walls) if run else ([], {})
-    planned = sum(1 for _ in workload.steps())
-    return report_of(
-        target.address.base, model, workload.name, planned, results, walls, finished=finished
-    )
+    bar = Bar(workload.num_steps)
+    run = Run(target, workload, lambda result: bar.step(result.phase))
+    finished = _until_interrupted(run.play, bar)
+    return report_of(run, finished=finished)
 
 
-def run_search(target: Target, make: Callable[[str, Callable[[str], None]], Search]) -> Found:
-    """Search for the capacity; what is known so far after Ctrl-C.
-
-    Args:
-        make: makes the search for a model and something that hears of its turns.
+def run_search(target: Target, *, words: int, most: int, start: int) -> Found:
+    """Search for the capacity; what is known so far after Ctrl-C. Args: see ``Search``.
 
     Raises:
         UsageError, LaunchError: see ``run_workload``.
     """
     bar = Bar(None)
-    search: Search | None = None
-
-    async def play(http: aiohttp.ClientSession) -> None:
-        nonlocal search
-        search = make(await target.address.model(http, target.model), bar.step)
-        await search.run(http)
-
-    _until_interrupted(play, bar)
-    return search.found if search else Found(target.address.base, target.model, 0)
+    search = Search(target, words=words, most=most, start=start, on_turn=bar.step)
+    _until_interrupted(search.run, bar)
+    return search.found
 
 
-def _until_interrupted(play: Callable[[aiohttp.ClientSession], Awaitable[None]], bar: Bar) -> bool:
+def _until_interrupted(
+    play: Callable[[aiohttp.ClientSession], Awaitable[object]], bar: Bar
+) -> bool:
     """Run ``play``; False if it was interrupted."""
 
     async def main() -> None:

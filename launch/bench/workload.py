@@ -78,6 +78,11 @@ class Workload:
         if any(step.answer_tokens < 1 for step in steps):
             raise UsageError("--answer: one token or more")
 
+    @property
+    def num_steps(self) -> int:
+        """The number of requests."""
+        return sum(1 for _ in self.steps())
+
     def steps(self) -> Iterator[Step]:
         for phase in self.phases:
             for conversations in phase.users:

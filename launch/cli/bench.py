@@ -11,7 +11,7 @@ from launch.cli.sessions import DEFAULT_URL, Key
 from launch.errors import UsageError
 
 if TYPE_CHECKING:
-    from launch.bench.program import Target
+    from launch.remote import Target
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
 
@@ -57,10 +57,10 @@ def bench(
     run, so that nothing is reused by chance. The exit code is 1 if there were
     errors, and 130 after Ctrl-C, which still prints what is known.
     """
-    from launch.bench.program import Target, print_report, run_workload
+    from launch.bench.program import draw_report, print_report, run_workload
     from launch.bench.workload import Habits, workload_of
     from launch.calibrate.plot import check_outputs, write_json
-    from launch.remote import Address
+    from launch.remote import Address, Target
 
     check_outputs(json, plot)
     target = Target(Address(url, api_key), model, _seconds("--timeout", timeout))
@@ -73,8 +73,6 @@ def bench(
     if json is not None:
         write_json(report, json)
     if plot is not None and report.requests:
-        from launch.bench.program import draw_report
-
         draw_report(report, plot)
     if not report.finished:
         raise typer.Exit(INTERRUPTED)
@@ -84,31 +82,17 @@ def bench(
 def _find_capacity(
     target: Target, words: int, sessions: tuple[int, int], json: Path | None, plot: Path | None
 ) -> None:
-    from launch.bench.capacity import Search
-    from launch.bench.program import print_found, run_search
+    from launch.bench.program import draw_found, print_found, run_search
     from launch.calibrate.plot import write_json
 
     first, most = sessions
     if min(sessions) < 1 or max(sessions) > 100_000 or not 8 <= words <= 200_000:
         raise UsageError("--first-sessions and --max-sessions: 1 to 100000; --words: 8 to 200000")
-    found = run_search(
-        target,
-        lambda model, on_turn: Search(
-            target.address,
-            model,
-            words=words,
-            most=most,
-            start=first,
-            timeout_s=target.timeout_s,
-            on_turn=on_turn,
-        ),
-    )
+    found = run_search(target, words=words, most=most, start=first)
     print_found(found)
     if json is not None:
         write_json(found, json)
     if plot is not None and found.rounds:
-        from launch.bench.program import draw_found
-
         draw_found(found, plot)
     if not found.finished:
         raise typer.Exit(INTERRUPTED)

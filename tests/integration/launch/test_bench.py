@@ -23,7 +23,7 @@ from launch.bench.capacity import Search
 from launch.bench.workload import STRESS_REQUESTS
 from launch.cli.main import app
 from launch.errors import LaunchError, UsageError
-from launch.remote import Address, take_turn
+from launch.remote import Address, Target, take_turn
 
 KEY, LINE = generate_key("alice")
 
@@ -183,7 +183,7 @@ async def served(plain: Plain) -> AsyncIterator[tuple[Address, aiohttp.ClientSes
 
 async def test_lost_returns_are_counted_on_any_server():
     async with served(Plain(keeps=10)) as (address, http):
-        found = await Search(address, "plain", words=20, most=64).run(http)
+        found = await Search(Target(address), words=20, most=64).run(http)
     assert found.judged_by == "usage"
     assert (found.capacity, found.at_least) == (10, False)
     assert [x.opened for x in found.rounds] == [4, 8, 16]
@@ -192,7 +192,7 @@ async def test_lost_returns_are_counted_on_any_server():
 
 async def test_a_server_that_says_nothing_is_judged_by_time():
     async with served(Plain(keeps=2, mute=True)) as (address, http):
-        found = await Search(address, "plain", words=20, most=3, start=3).run(http)
+        found = await Search(Target(address), words=20, most=3, start=3).run(http)
     assert found.judged_by == "time"
     assert not found.at_least
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.bench.figures import Percentiles, Result, label, percentiles, report_of
+from launch.bench.figures import Percentiles, Result, Run, label, percentiles, report_of
 from launch.bench.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, prose, workload_of
 from launch.errors import UsageError
-from launch.remote import Turn
+from launch.remote import Address, Target, Turn
 
 
 def result(source: str = "hot", step: int = 1, **fields) -> Result:
@@ -36,7 +36,9 @@ def test_a_report_counts_shares_speed_and_errors():
     failed = result(error="busy")
     failed.turn.status = 503
     rows = [result("miss", 0, cached_tokens=0), result(cached_tokens=80), result(), failed]
-    report = report_of("u", "m", "w", 9, rows, {"one": 2.0}, finished=True)
+    run = Run(Target(Address("http://u")), Workload("w"))
+    run.results, run.walls = rows, {"one": 2.0}
+    report = report_of(run, finished=True)
     (phase,) = report.phases
     assert (phase.requests, phase.errors, phase.tokens_per_s) == (4, 1, 20.0)
     assert report.errors == {"503: busy": 1}
@@ -52,12 +54,12 @@ def test_presets_are_whole_and_every_conversation_has_its_own_name(preset):
     names = [x.name for phase in workload.phases for user in phase.users for x in user]
     assert len(set(names)) == len(names)
     assert len({phase.name for phase in workload.phases}) == len(workload.phases)
-    assert sum(1 for _ in workload.steps()) > 0
+    assert workload.num_steps > 0
 
 
 def test_the_stress_table_has_as_many_requests_as_the_prototypes():
     stress = workload_of("stress", Habits(), 1)
-    assert sum(1 for _ in stress.steps()) == STRESS_REQUESTS
+    assert stress.num_steps == STRESS_REQUESTS
 
 
 def test_a_workload_is_bounded():
