@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, cast
 
 import msgspec
 
@@ -111,17 +110,6 @@ def listed_fleet(settings: Settings, secret: bytes, model_name: str) -> ListedFl
     return ListedFleet(listed.read, client, homes, moves_at)
 
 
-class EngineFactory(Protocol):
-    """Makes an engine of its settings."""
-
-    def __call__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> Engine:
-        """Make the engine; nothing is started yet.
-
-        Args:
-            env: added to our environment for a process that the engine starts.
-        """
-
-
 def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
     """Make the engine of a name in ``ENGINES``, or of an import string; nothing is started yet.
 
@@ -143,8 +131,11 @@ def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> En
     return engine
 
 
-def engine_factory(kind: str) -> EngineFactory:
+def engine_factory(kind: str) -> Callable[..., Engine]:
     """Find the class for a name in ``ENGINES`` or for an import string.
+
+    It is called with a ``WorkerConfig`` and, for an engine that starts a process, what to add to
+    the environment of that; nothing is started yet.
 
     Raises:
         UsageError: no such name, module or attribute.
@@ -155,7 +146,7 @@ def engine_factory(kind: str) -> EngineFactory:
         known = ", ".join(sorted(ENGINES))
         raise UsageError(f"no engine is called {kind!r}: use {known}, or module:Attr")
     try:
-        factory = getattr(importlib.import_module(module), attribute)
+        factory: Callable[..., Engine] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"engine {kind!r} cannot be loaded: {error}") from error
-    return cast(EngineFactory, factory)
+    return factory

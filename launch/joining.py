@@ -20,11 +20,12 @@ from gateway.config import LOOPBACK
 from gateway.edge.key_list import replace_file
 from kvstore.errors import TierUnavailable
 from kvstore.membership import among, compared
-from kvstore.roster import EntrySeal, Facts, release
+from kvstore.roster import EntrySeal, Facts, Roster, release
 from kvstore.stats import Difference
 from kvstore.tiers.seal import LEAST_SECRET_BYTES, read_secret
 from launch.errors import LaunchError, UsageError
 from launch.serve.keys import key_lines, secret_of, secret_path
+from launch.serve.sharing import redis_link
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.schema import masked
 
@@ -197,19 +198,14 @@ def roll_call(effective: EffectiveSettings, environ: Mapping[str, str]) -> RollC
     Raises:
         LaunchError: redis-py is missing, the server does not answer, or the secret cannot be read.
     """
-    try:
-        from kvstore.roster import Roster
-        from kvstore.tiers.redis_server.link import RedisLink
-    except ImportError as error:
-        raise LaunchError(str(error)) from error
     store = effective.settings.store
+    path = Path(store.secret_file).expanduser() if store.secret_file else None
+    own = path or secret_path(effective.folders.data)
     try:
-        link = RedisLink(store.redis_url, DEADLINE_S)
-        path = Path(store.secret_file).expanduser() if store.secret_file else None
-        own = path or secret_path(effective.folders.data)
         secret = read_secret(own) if path or own.exists() else b""
     except ValueError as error:
         raise LaunchError(str(error)) from error
+    link = redis_link(store, DEADLINE_S)
     try:
         entries = Roster(link, EntrySeal(secret)).look()
     except TierUnavailable as error:

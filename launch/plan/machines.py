@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -111,24 +111,37 @@ def machine_plans(
     Raises:
         UsageError, LaunchError: no such model, or its size or cache is not known.
     """
-    model = find_model(effective.settings.engine.model, effective.folders.cache)
-    content = model.config()
-    known = weights or known_weights(model)
-    nbytes = known or estimated_weights(content)
-    if nbytes is None:
+    model = _weighed(effective, weights)
+    if not model.weights:
         raise UsageError(
             f"{model.name} is here without weights, and what they take cannot be estimated from its"
             " config.json: say it, for instance --weights 18GiB"
         )
-    longest = stated_context(content) or UNSTATED_CONTEXT
-    lengths = [min(x, longest) for x in contexts or [min(8192, longest)]]
-    rows = [
-        _row(effective, content, machine, length, longest, nbytes)
+    lengths = [min(x, model.longest) for x in contexts or [min(8192, model.longest)]]
+    return [
+        _row(effective, model, machine, length)
         for machine in MACHINES
         for length in dict.fromkeys(lengths)
     ]
-    weighed = {"weights_bytes": nbytes, "weights_estimated": not known}
-    return [msgspec.structs.replace(row, **weighed) for row in rows]
+
+
+class _Weighed(NamedTuple):
+    """A model that machines are to serve."""
+
+    name: str
+    content: dict[str, Any]  # of its config.json
+    longest: int  # tokens of its context
+    weights: int  # bytes; 0 = not known
+    is_estimated: bool  # from config.json
+
+
+def _weighed(effective: EffectiveSettings, weights: int | None = None) -> _Weighed:
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
+    content = model.config()
+    known = weights or known_weights(model)
+    longest = stated_context(content) or UNSTATED_CONTEXT
+    found = known or estimated_weights(content) or 0
+    return _Weighed(model.name, content, longest, found, is_estimated=not known)
 
 
 def known_weights(model: Model) -> int | None:
@@ -162,33 +175,29 @@ def budgets_on(effective: EffectiveSettings, named: str, context: int) -> OnMach
         raise UsageError(
             f"no machine is called {named!r}; there are: {'; '.join(x.name for x in MACHINES)}"
         )
-    model = find_model(effective.settings.engine.model, effective.folders.cache)
-    content = model.config()
-    weights = known_weights(model) or estimated_weights(content) or 0
-    longest = stated_context(content) or UNSTATED_CONTEXT
-    found = _counted(effective, content, machine, context, longest, weights)
+    found = _counted(effective, _weighed(effective), machine, context)
     if isinstance(found, str):
         raise UsageError(f"{machine.name}: {found}")
     return found
 
 
 def _row(
-    effective: EffectiveSettings,
-    content: dict[str, object],
-    machine: Machine,
-    context: int,
-    longest: int,
-    weights: int,
+    effective: EffectiveSettings, model: _Weighed, machine: Machine, context: int
 ) -> MachinePlan:
-    found = _counted(effective, content, machine, context, longest, weights)
-    if isinstance(found, str):
-        return MachinePlan(machine.name, machine.engine, context, refused=found)
-    budgets, rooms = found.budgets, found.rooms
-    return MachinePlan(
+    row = MachinePlan(
         machine.name,
         machine.engine,
         context,
-        rooms.shared,
+        weights_bytes=model.weights,
+        weights_estimated=model.is_estimated,
+    )
+    found = _counted(effective, model, machine, context)
+    if isinstance(found, str):
+        return msgspec.structs.replace(row, refused=found)
+    budgets, rooms = found.budgets, found.rooms
+    return msgspec.structs.replace(
+        row,
+        kv_bytes=rooms.shared,
         hot_only=found.hot_only,
         hot=budgets.num_hot,
         ram=budgets.num_held.get("ram", 0),
@@ -199,26 +208,21 @@ def _row(
 
 
 def _counted(
-    effective: EffectiveSettings,
-    content: dict[str, object],
-    machine: Machine,
-    context: int,
-    longest: int,
-    weights: int,
+    effective: EffectiveSettings, model: _Weighed, machine: Machine, context: int
 ) -> OnMachine | str:
     """Count what a machine gives a model; a sentence says why it cannot."""
     try:
-        shape = cache_shape(content, machine.engine)
+        shape = cache_shape(model.content, machine.engine)
     except NotUnderstood as error:
         return str(error)
     available, gpu = int(machine.memory_gb * GB * FREE), int(machine.gpu_gb * GB * FREE)
-    if weights >= (gpu or available):
+    if model.weights >= (gpu or available):
         return "the weights do not fit"
     given = _given(effective)
-    if refused := _too_much(given, available, gpu, weights):
+    if refused := _too_much(given, available, gpu, model.weights):
         return refused
-    rooms = _rooms(given, available, gpu, weights)
-    hot = HotBudget(shape, BF16_BYTES, rooms.hot, longest, machine.engine == "mlx")
+    rooms = _rooms(given, available, gpu, model.weights)
+    hot = HotBudget(shape, BF16_BYTES, rooms.hot, model.longest, machine.engine == "mlx")
     if not hot.sessions(context):
         return f"{context} tokens do not fit beside the weights"
     codec, nbytes = _asleep(effective, shape, context)

@@ -24,6 +24,7 @@ from kvstore.errors import TierInUse, TierUnavailable, UnknownCodec
 from kvstore.tiers.disk_budget import capacity_within
 from kvstore.tiers.disk_folder import DiskFolder
 from launch.errors import LaunchError, UsageError
+from launch.serve.sharing import redis_link
 from launch.settings.budgets import at_once
 from launch.settings.effective_settings import EffectiveSettings, EngineSettings
 from launch.settings.units import show_bytes
@@ -159,14 +160,7 @@ def _with_options(error: TierUnavailable) -> str:
 
 
 def _check_redis(config: StoreConfig) -> None:
-    try:
-        from kvstore.tiers.redis_server.link import RedisLink  # redis-py is an extra
-    except ImportError as error:
-        raise LaunchError(f"store.redis_url is set, but {error}") from error
-    try:
-        link = RedisLink(config.redis_url, config.redis_deadline_s)
-    except ValueError as error:
-        raise UsageError(f"store.{error}") from error
+    link = redis_link(config, config.redis_deadline_s)
     try:
         link.run([("PING",)])
     except TierUnavailable:  # the link has logged why

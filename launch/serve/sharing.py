@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from engines.fleet.homes import FleetHomes, Homes, LastHomes, SharedHomes
 from gateway.config import GatewayConfig
@@ -27,6 +27,9 @@ from kvstore.errors import TierUnavailable
 from launch.errors import LaunchError, UsageError
 from launch.settings.schema import Settings
 
+if TYPE_CHECKING:
+    from kvstore.tiers.redis_server.link import RedisLink
+
 NAME_FILE: Final = "directory-name"
 LONGEST_WAIT_S: Final = 1.0  # until a server that was away is asked again
 
@@ -36,6 +39,25 @@ _PURPOSE: Final = b"limits"
 FILE = "stored.sqlite"
 MARK = "stored.sealed"  # in the data folder, where the secret is
 _DAY_S = 86400.0
+
+
+def redis_link(store: StoreConfig, deadline_s: float, longest_wait_s: float = 30.0) -> RedisLink:
+    """Make a link to the Redis of these settings; nothing is connected yet.
+
+    ``longest_wait_s``: until a server that was away is asked again.
+
+    Raises:
+        UsageError: ``store.redis_url`` is not a URL of a Redis server.
+        LaunchError: redis-py is not installed.
+    """
+    try:
+        from kvstore.tiers.redis_server.link import RedisLink  # redis-py is an extra
+
+        return RedisLink(store.redis_url, deadline_s, longest_wait_s=longest_wait_s)
+    except ImportError as error:
+        raise LaunchError(f"store.redis_url is set, but {error}") from error
+    except ValueError as error:
+        raise UsageError(f"store.{error}") from error
 
 
 def homes_for(
@@ -71,24 +93,18 @@ def directory_of(
 ) -> Directory | None:
     """Make it; nothing is connected yet. None where no Redis server is shared.
 
-    Raises ``UsageError``: the URL is none.
-
     Args:
         data_dir: its name lies there, so that each life of this server goes by the same one.
         stack: lets go of name and connections at its end.
+
+    Raises:
+        UsageError, LaunchError: see ``redis_link``.
     """
     if not store.redis_url:
         return None
-    try:
-        from kvstore.tiers.redis_server.book import WriterName
-        from kvstore.tiers.redis_server.link import RedisLink  # redis-py is an extra
-    except ImportError as error:
-        log.warning("sessions of other servers are not known here: %s", error)
-        return None
-    try:
-        link = RedisLink(store.redis_url, store.redis_deadline_s, longest_wait_s=LONGEST_WAIT_S)
-    except ValueError as error:
-        raise UsageError(f"store.{error}") from error
+    link = redis_link(store, store.redis_deadline_s, LONGEST_WAIT_S)
+    from kvstore.tiers.redis_server.book import WriterName  # redis-py is an extra
+
     stack.callback(link.close)
     name = WriterName(data_dir, NAME_FILE)
     stack.callback(name.release)
@@ -99,16 +115,11 @@ def shared_limits(store: StoreConfig, tenants: Tenants) -> SharedLimits | None:
     """Make what keeps limits together; nothing is connected yet. None: there is no Redis.
 
     Raises:
-        LaunchError: redis-py is missing, or ``store.redis_url`` is no URL of a Redis.
+        UsageError, LaunchError: see ``redis_link``.
     """
     if not store.redis_url:
         return None
-    try:
-        from kvstore.tiers.redis_server.link import RedisLink  # redis-py is an extra
-
-        link = RedisLink(store.redis_url, DEADLINE_S)
-    except (ImportError, ValueError) as error:
-        raise LaunchError(str(error)) from error
+    link = redis_link(store, DEADLINE_S)
 
     def ask(commands: Sequence[Command]) -> Sequence[Reply]:
         try:

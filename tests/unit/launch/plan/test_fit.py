@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.cli.main import main
 from launch.cli.options import layers
 from launch.plan.capacity_plan import plan_of
 from launch.plan.fit import Rooms, choose_budgets, refusal, what_would
@@ -19,14 +16,6 @@ from launch.settings.effective_settings import effective_settings
 
 GIB = 1 << 30
 ROOMS = Rooms(hot=4 * GIB, ram=4 * GIB, shared=4 * GIB, disk=16 * GIB)
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-}
 
 
 def needs_at(context: int) -> Needs:
@@ -127,30 +116,6 @@ def test_redis_holds_sessions_too():
     assert choose_budgets(needs, rooms, 1000).num_held["redis"] >= 1000
 
 
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
-        monkeypatch.setenv(name, str(tmp_path))
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["thermocline", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        return int(left.value.code or 0), out, err
-
-    return call
-
-
-@pytest.fixture
-def model(tmp_path):
-    folder = tmp_path / "tiny-llama"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    (folder / "model.safetensors").write_bytes(b"")
-    return str(folder)
-
-
 def test_the_wish_becomes_budgets_with_their_origin(run, model, tmp_path):
     toml = tmp_path / "wish.toml"
     toml.write_text(
@@ -170,7 +135,7 @@ def test_the_wish_becomes_budgets_with_their_origin(run, model, tmp_path):
 
 
 def test_a_wish_in_words_and_impossible_ones(run, model):
-    wish = ("--model", model, "--set", "engine.kind=mlx")
+    wish = ("--model", str(model), "--set", "engine.kind=mlx")
     code, out, _ = run("plan", *wish, "--sessions", "20", "--context", "1024")
     assert code == 0
     assert out.startswith("20 sessions of 1024 tokens: ")
@@ -184,46 +149,48 @@ def test_a_wish_in_words_and_impossible_ones(run, model):
         (("--sessions", "9", "--context", "5000"), "takes 1 to 4096 tokens"),
         (("--sessions", "9", "--context", "100", "--engine", "fake"), "not fake"),
     ):
-        code, _, err = run("serve", "--model", model, "--port", "0", *arguments)
+        code, _, err = run("serve", "--model", str(model), "--port", "0", *arguments)
         assert (code, words in err) == (2, True), err
 
 
 def test_a_session_longer_than_the_settings_allow_is_refused(run, model):
-    limited = ("--model", model, "--set", "engine.kind=mlx", "--set", "engine.max_context=512")
+    limited = ("--model", str(model), "--set", "engine.kind=mlx", "--set", "engine.max_context=512")
     code, _, err = run("plan", *limited, "--sessions", "2", "--context", "1024")
     assert (code, "engine.max_context = 512 allows less" in err) == (2, True)
 
 
 @pytest.mark.slow
 def test_other_machines_are_counted(run, model, tmp_path):
-    code, _, err = run("plan", model, "--machines")
+    code, _, err = run("plan", str(model), "--machines")
     assert (code, "--weights 18GiB" in err) == (2, True)
-    code, out, _ = run("plan", model, "--machines", "--weights", "16GiB", "--json")
+    code, out, _ = run("plan", str(model), "--machines", "--weights", "16GiB", "--json")
     rows = {row["machine"]: row for row in json.loads(out)}
     assert code == 0
     assert len(rows) == 8
     gb10 = next(row for name, row in rows.items() if name.startswith("GB10"))
     assert gb10["ram"] > 4 * gb10["hot_only"] > 0
-    assert "weights do not fit" in run("plan", model, "--machines", "--weights", "40GiB")[1]
+    assert "weights do not fit" in run("plan", str(model), "--machines", "--weights", "40GiB")[1]
     picture = tmp_path / "m.svg"
-    run("plan", "--machines", "--weights", "1GiB", "--plot", str(picture), model)
+    run("plan", "--machines", "--weights", "1GiB", "--plot", str(picture), str(model))
     assert picture.read_text().startswith("<?xml")
 
 
 def test_other_machines_are_counted_without_weights_and_with_budgets(run, model):
-    config = json.loads((Path(model) / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text())
     config |= {"vocab_size": 32_000, "intermediate_size": 1024}
-    (Path(model) / "config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text(json.dumps(config))
 
     def gb10(*arguments):
-        code, out, err = run("plan", model, "--machines", "--context", "4096", "--json", *arguments)
+        code, out, err = run(
+            "plan", str(model), "--machines", "--context", "4096", "--json", *arguments
+        )
         assert code == 0, err
         return json.loads(out)[0]
 
     usual = gb10()
     assert usual["weights_estimated"] and 30 << 20 < usual["weights_bytes"] < 60 << 20
-    assert "estimated from config.json" in run("plan", model, "--machines")[1]
-    assert "estimated from config.json" in run("plan", model)[1]
+    assert "estimated from config.json" in run("plan", str(model), "--machines")[1]
+    assert "estimated from config.json" in run("plan", str(model))[1]
     roomy = gb10("--disk", "1TiB", "--ram", "90GiB")
     assert roomy["disk_bytes"] == 1 << 40
     assert gb10("--codec", "tq4")["codec"] == "tq4" != usual["codec"]
@@ -231,18 +198,21 @@ def test_other_machines_are_counted_without_weights_and_with_budgets(run, model)
     assert gb10("--disk", "0")["disk"] == 0
     assert gb10("--hot", "1GiB")["kv_bytes"] < usual["kv_bytes"]
     assert "--hot and --ram would take 1 TiB, and 107" in gb10("--ram", "1TiB")["refused"]
-    assert "leave it out with --machines" in run("plan", model, "--machines", "--sessions", "3")[2]
+    assert (
+        "leave it out with --machines"
+        in run("plan", str(model), "--machines", "--sessions", "3")[2]
+    )
 
 
 def test_a_plan_is_drawn(run, model, tmp_path):
     picture = tmp_path / "plan.png"
-    code, out, _ = run("plan", model, "--context", "512,2048", "--plot", str(picture))
+    code, out, _ = run("plan", str(model), "--context", "512,2048", "--plot", str(picture))
     assert code == 0
     assert "awake at once" in out and "█" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    code, _, err = run("plan", model, "--plot", str(tmp_path / "plan.gif"))
+    code, _, err = run("plan", str(model), "--plot", str(tmp_path / "plan.gif"))
     assert (code, "ends in .png" in err) == (2, True)
-    assert "name the model once" in run("plan", model, "--model", model)[2]
+    assert "name the model once" in run("plan", str(model), "--model", str(model))[2]
 
 
 def test_no_shorter_session_takes_more_than_was_counted(model, tmp_path):

@@ -17,21 +17,11 @@ from launch.plan.hot_budget import HotBudget, hot_budget_of, live_dtype, served_
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
 from launch.settings.fields import Value
 from tests.unit.launch.plan.published import DEEPSEEK_V3
-from tests.unit.launch.plan.test_serve_checks import served_settings
+from tests.unit.launch.plan.test_serve_checks import LLAMA, served_settings
 
 MIB = 1 << 20
 SMOLLM2 = CacheShape((KVLayer(3, 64, 64),) * 30)
 MIXED = CacheShape((KVLayer(2, 64, 64),) * 3, (Window(KVLayer(1, 32, 32), 512),) * 9, 100, 50, 2)
-
-LLAMA_135M = {
-    "model_type": "llama",
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "hidden_size": 576,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-}
 
 
 def mlx_settings(folder: Path, hot_codec: str) -> EffectiveSettings:
@@ -101,8 +91,8 @@ def test_a_session_without_a_cache_divides_nothing_by_zero():
 
 
 def test_the_plan_counts_packed_sessions_as_the_engine_does(tmp_path):
-    shape = cache_shape(LLAMA_135M)
-    budgets = [hot_budget_of(mlx_settings(tmp_path, x), LLAMA_135M, shape) for x in ("", "tq3")]
+    shape = cache_shape(LLAMA)
+    budgets = [hot_budget_of(mlx_settings(tmp_path, x), LLAMA, shape) for x in ("", "tq3")]
     plain, packed = budgets
     assert packed.idle_bytes(4096) == packed_cost(shape.growing, 3, 4, 512).idle_bytes(4096)
     assert plain.idle_bytes(4096) > 8 * packed.idle_bytes(4096)  # of float32

@@ -59,6 +59,19 @@ class Rank:
         self.staging.put(ticket, fetched)
         return fetched.spans
 
+    def hold_reads(self) -> tuple[threading.Event, threading.Event]:
+        """Hold each read of blocks until the first event; the second says that one has begun."""
+        gate, entered = threading.Event(), threading.Event()
+        read = self.blocks.read
+
+        def slowly(block_ids):
+            entered.set()
+            assert gate.wait(10)
+            return read(block_ids)
+
+        self.blocks.read = slowly
+        return gate, entered
+
     def close(self) -> None:
         self.transfer.close()
         self.store.close()
@@ -164,8 +177,7 @@ def test_loads_go_on_where_there_is_no_room_for_spare_runs():
         target = list(range(1, 26))
         assert rank.load(0, target, ticket) == ({"r"}, set())
         assert rank.blocks.holds(CHAIN, 0, target)
-    rank.transfer.close()
-    rank.store.close()
+    rank.close()
 
 
 def test_a_second_turn_encodes_only_new_blocks(rank):
@@ -177,15 +189,7 @@ def test_a_second_turn_encodes_only_new_blocks(rank):
 
 @bounded
 def test_a_save_too_many_is_skipped_but_acknowledged(rank):
-    gate, entered = threading.Event(), threading.Event()
-    read = rank.blocks.read
-
-    def slowly(block_ids):
-        entered.set()
-        assert gate.wait(10)
-        return read(block_ids)
-
-    rank.blocks.read = slowly
+    gate, entered = rank.hold_reads()
     rank.transfer.save(Save(1, ref("a"), CHAIN, IDS), rank.on_ended)
     assert entered.wait(10)
     rank.transfer.save(Save(2, ref("b"), CHAIN, IDS), rank.on_ended)
@@ -208,9 +212,7 @@ def test_long_turns_of_stored_sessions_that_end_together_are_all_saved(rank):
     for job, (session, chain) in enumerate(chains.items()):
         rank.transfer.save(Save(job, ref(session), chain[:20], IDS[:20]), rank.on_ended)
         assert rank.transfer.wait_saved(ref(session), 10)
-    gate = threading.Event()
-    read = rank.blocks.read
-    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    gate, _ = rank.hold_reads()
     for job, (session, chain) in enumerate(chains.items(), 3):
         rank.transfer.save(Save(job, ref(session), chain, IDS), rank.on_ended)
     assert rank.transfer.queued_bytes == 15 * BLOCK_BYTES
@@ -223,9 +225,7 @@ def test_long_turns_of_stored_sessions_that_end_together_are_all_saved(rank):
 @bounded
 def test_a_save_of_stored_blocks_is_never_one_too_many(rank):
     rank.save(CHAIN)
-    gate = threading.Event()
-    read = rank.blocks.read
-    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    gate, _ = rank.hold_reads()
     other = hashes(list(range(500, 600)))
     rank.transfer.save(Save(2, ref("new"), other, IDS), rank.on_ended)
     rank.transfer.save(Save(3, ref(), CHAIN, IDS), rank.on_ended)
@@ -240,15 +240,7 @@ def test_evicted_blocks_are_charged_once_the_eviction_is_known(rank):
     rank.save(CHAIN)
     for span in rank.store.keys.whole(CHAIN):
         rank.store.discard(span.key)
-    gate, entered = threading.Event(), threading.Event()
-    read = rank.blocks.read
-
-    def slowly(block_ids):
-        entered.set()
-        assert gate.wait(10)
-        return read(block_ids)
-
-    rank.blocks.read = slowly
+    gate, entered = rank.hold_reads()
     rank.transfer.save(Save(2, ref(), CHAIN, IDS), rank.on_ended)
     assert entered.wait(10)
     assert rank.transfer.queued_bytes == 25 * BLOCK_BYTES
@@ -264,14 +256,11 @@ def test_a_save_that_no_tier_takes_is_reported_as_failed():
     assert rank.transfer.take_acks() == {1: 1}
     counters = rank.store.counters.as_dict()
     assert (counters.get("saves", 0), counters["saves_failed"]) == (0, 1)
-    rank.transfer.close()
-    rank.store.close()
+    rank.close()
 
 
 def test_who_waits_for_a_save_waits_for_this_sessions_only(rank):
-    gate = threading.Event()
-    read = rank.blocks.read
-    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    gate, _ = rank.hold_reads()
     rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
     rank.transfer.wait_saved(ref("other"), 10)
     rank.transfer.wait_saved(ref(), 0.01)
@@ -283,9 +272,7 @@ def test_who_waits_for_a_save_waits_for_this_sessions_only(rank):
 
 def test_news_end_the_wait_for_them(rank):
     rank.transfer.wait_for_news(60)  # nothing is under way, so nothing can come
-    gate = threading.Event()
-    read = rank.blocks.read
-    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    gate, _ = rank.hold_reads()
     rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
     rank.transfer.wait_for_news(0.01)
     assert rank.transfer.take_acks() == {}
