@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.keys import generate_key
 from tests.integration.launch.test_serve import Server
 from tests.integration.launch.test_several_models import ask
+from tests.integration.launch.two_servers import Pair, metrics
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.redis]
@@ -29,25 +28,12 @@ LIMITS = {
 PATIENCE_S = 60.0
 
 
-class Pair:
-    """Two servers with one secret, one list of keys and one Redis."""
+class Limited(Pair):
+    """The pair whose tenants have the limits above."""
 
     def __init__(self, folder: Path, redis: RedisServer) -> None:
-        self.redis = redis
+        super().__init__(folder, redis, LIMITS)
         self.numbers = count()  # of sessions: equal turns of one would be served as one
-        self.keys = {}
-        lines = []
-        for name, limits in LIMITS.items():
-            self.keys[name], line = generate_key(name)
-            lines.append(f"{line} {limits}\n")
-        (folder / "keys").write_text("".join(lines))
-        (folder / "secret").write_bytes(b"s" * 32)
-        more = ["--api-keys", str(folder / "keys"), "--redis", redis.url, "--set"]
-        more.append(f"store.secret_file={folder / 'secret'}")
-        homes = [folder / "one", folder / "two"]
-        for home in homes:
-            home.mkdir()
-        self.servers = [Server(home, *more) for home in homes]
         for server in self.servers:
             self.until_shared(server, 1)
 
@@ -65,7 +51,7 @@ class Pair:
             "messages": [{"role": "user", "content": "hello"}],
             "metadata": {"fake": f"chunks={chunks} delay_s={delay_s}"},
         }
-        headers = {"authorization": f"Bearer {self.keys[name]}"}
+        headers = self.headers(name)
         headers["x-session-id"] = session or f"{name}-{next(self.numbers)}"
         server = self.servers[i % len(self.servers)]
         return ask(server, "/v1/chat/completions", body, **headers)[0]
@@ -75,22 +61,15 @@ class Pair:
             return Counter(pool.map(lambda i: self.chat(name, i, **more), range(number)))
 
 
-def metrics(server: Server) -> str:
-    with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
-        text: str = answer.read().decode()
-    return text
-
-
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
     with RedisServer() as redis:
-        pair = Pair(tmp_path_factory.mktemp("shared"), redis)
+        pair = Limited(tmp_path_factory.mktemp("shared"), redis)
         yield pair
-        for server in pair.servers:
-            server.stop()
+        pair.stop()
 
 
-def test_requests_per_minute_hold_over_both(pair: Pair) -> None:
+def test_requests_per_minute_hold_over_both(pair: Limited) -> None:
     began, counts = time.monotonic(), Counter[int]()
     while counts[200] < 54 and time.monotonic() - began < PATIENCE_S:
         counts += pair.burst("few", 20)
@@ -100,7 +79,7 @@ def test_requests_per_minute_hold_over_both(pair: Pair) -> None:
     assert 54 <= counts[200] <= 1.1 * 60 + refilled
 
 
-def test_tokens_per_minute_hold_over_both(pair: Pair) -> None:
+def test_tokens_per_minute_hold_over_both(pair: Limited) -> None:
     began, num_served = time.monotonic(), 0
     each = 101  # tokens of a turn: one of the prompt
     for i in range(80):
@@ -110,13 +89,13 @@ def test_tokens_per_minute_hold_over_both(pair: Pair) -> None:
     assert 0.9 * 3000 <= num_served * each <= 1.1 * 3000 + refilled + 2 * each
 
 
-def test_sessions_of_both_count(pair: Pair) -> None:
+def test_sessions_of_both_count(pair: Limited) -> None:
     statuses = [pair.chat("many", i, session=f"m{i}") for i in range(16)]
     assert statuses == [200] * 10 + [429] * 6
     assert pair.chat("many", 1, session="m0") == 200  # it moves to the other one
 
 
-def test_requests_at_once_hold_over_both_and_are_free_after_a_kill(pair: Pair) -> None:
+def test_requests_at_once_hold_over_both_and_are_free_after_a_kill(pair: Limited) -> None:
     with ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(until_let_in, pair, i) for i in (0, 0, 0, 0, 1, 1)]
         end = time.monotonic() + PATIENCE_S
@@ -136,13 +115,13 @@ def num_running(server: Server) -> int:
     return int(found[1])
 
 
-def until_let_in(pair: Pair, i: int) -> None:
+def until_let_in(pair: Limited, i: int) -> None:
     """Take a turn that lasts, or try again until there is a place for it."""
     while pair.chat("busy", i, 300, 0.1) == 429:
         time.sleep(0.2)
 
 
-def test_without_redis_each_counts_for_itself_and_says_so(pair: Pair) -> None:
+def test_without_redis_each_counts_for_itself_and_says_so(pair: Limited) -> None:
     """The first server is dead by now."""
     second = pair.servers[1]
     pair.redis.stop()
