@@ -50,9 +50,9 @@ run_vllm_tests() {
 }
 
 # Whole files go to one process, since their fixtures start engines and servers; those that take long come
-# first, as their folders do. One process more than processors: tests wait for engines a sixth of their time.
+# first, as their folders do.
 side_by_side() {
-    pytest -n $(($(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile --no-loadscope-reorder "$@"
+    pytest -n auto --dist loadfile --no-loadscope-reorder "$@"
 }
 
 # A call that only Linux has would be found by the first user with a Mac.
