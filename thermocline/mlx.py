@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
 from engines.config import EngineConfig
 from engines.kv_budget import HOT_CODECS
 from engines.mlx_worker.cache.layout import CannotServe, probe
@@ -41,6 +44,27 @@ def make_cache(model: Any, codec: str = "tq3") -> list[Any]:
         raise ValueError(str(error)) from error
     caches: list[Any] = live.make_cache()
     return caches
+
+
+def pack_cache(model: Any, caches: Sequence[Any], codec: str = "tq3") -> list[Any]:
+    """Packs caches that mlx_lm has filled, so that a prompt is read exactly and answered packed.
+
+    ``caches``: as ``mlx_lm.models.cache.make_prompt_cache(model)``, of one prompt. They stay as
+    they are; drop them to have their memory.
+
+    Raises:
+        ValueError: as ``make_cache``; or these are no caches of this model.
+    """
+    packed = make_cache(model, codec)
+    if len(caches) != len(packed) or not all(type(x) is KVCache for x in caches):
+        raise ValueError(f"{len(packed)} plain KV caches of mlx_lm are wanted")
+    for old, new in zip(caches, packed, strict=True):
+        if not old.empty():
+            keys, values = (x[:, :, : old.offset] for x in (old.keys, old.values))
+            mx.eval(keys, values)  # packing asks them whether they can be packed
+            new.append(keys, values)
+            new.pack_old()
+    return packed
 
 
 def attending(model: Any) -> AbstractContextManager[None]:

@@ -7,6 +7,9 @@ import pytest
 
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
 import thermocline
 import thermocline.mlx
 from tests.integration.tiny_models import VOCAB, tiny_model
@@ -46,3 +49,20 @@ def test_texts_that_cannot_be_measured_are_refused():
         thermocline.learn(thermocline.mlx.capture(model, texts(1, 64)), "tq3")
     with pytest.raises(ValueError, match="needs more than 4 tokens"):
         thermocline.learn(thermocline.mlx.capture(model, texts(1, 4)), "rabitq")
+
+
+def test_a_cache_that_is_full_is_packed_and_goes_on():
+    model, prompt = tiny_model("llama").model, mx.array(texts(1, 300))
+    plain, packed = make_prompt_cache(model), thermocline.mlx.make_cache(model)
+    for cache in (plain, packed):
+        model(prompt, cache=cache)
+    later = thermocline.mlx.pack_cache(model, plain)
+    assert [x.offset for x in later] == [x.offset for x in plain] == [300] * 3
+    assert sum(x.nbytes for x in later) < sum(x.nbytes for x in plain) / 1.5
+    packed[0].pack_old()  # the first layer's KV do not depend on what is restored
+    assert all(mx.array_equal(*pair) for pair in zip(later[0].state, packed[0].state, strict=True))
+    logits = [model(mx.array([[5]]), cache=x)[0, -1].astype(mx.float32) for x in (later, plain)]
+    assert np.corrcoef(np.array(logits[0]), np.array(logits[1]))[0, 1] > 0.95
+    with pytest.raises(ValueError, match="3 plain KV caches"):
+        thermocline.mlx.pack_cache(model, packed)
+    assert thermocline.mlx.pack_cache(model, make_prompt_cache(model))[0].empty()
