@@ -13,7 +13,7 @@ from typing import Any
 
 from engines.config import EngineConfig
 from engines.host.fair_shares import PROMPT_TOKEN, FairShares, QueueLimit, length_class
-from engines.mlx_worker.batch.admission import Admission
+from engines.mlx_worker.batch.admission import Admission, FairQueue, Line
 from engines.mlx_worker.batch.batches import (
     Batches,
     LengthBucket,
@@ -21,7 +21,6 @@ from engines.mlx_worker.batch.batches import (
     StepOutput,
     guest_places,
 )
-from engines.mlx_worker.batch.fair_queue import FairQueue, Line
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.prefix_reuse import Post, Prefetches, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request, RunningRequests, Sequence
@@ -314,7 +313,7 @@ def assemble(
         lambda x: shares.first(x, budget.places), lambda task: length_class(len(task.tokens))
     )
     budget = MemoryBudget(
-        config.hot_bytes, config.max_batch, plan.cost, batches, prefiller, hot, queue
+        config.hot_bytes, config.max_batch, plan.cost, batches, prefiller, hot, queue.items
     )
     admission = Admission(
         prefixes=PrefixReuse(hot_cache, cold, thread.post),

@@ -15,7 +15,7 @@ back: it goes into the queue, and its KV becomes an idle session like any other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,6 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator, StopSequences
 
 from engines.kv_budget import KVCost, batch_bytes, passing_bytes
-from engines.mlx_worker.batch.fair_queue import FairQueue
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.request import PrefillTask, Sequence
 from engines.mlx_worker.cache.layout import Caches
@@ -263,15 +262,16 @@ class MemoryBudget:
         batches: Batches,
         prefiller: Prefiller,
         hot: HotSessions,
-        queue: FairQueue[PrefillTask],
+        waiting: Callable[[], Iterable[PrefillTask]],
     ) -> None:
+        """``waiting``: lists the tasks in the line."""
         self.hot_bytes = hot_bytes  # may change while requests run
         self._max_sequences = max_sequences
         self._cost = cost
         self._batches = batches
         self._prefiller = prefiller
         self._hot = hot
-        self._queue = queue
+        self._waiting = waiting
 
     @property
     def num_running(self) -> int:
@@ -331,12 +331,12 @@ class MemoryBudget:
     @property
     def parked_bytes(self) -> int:
         """Bytes of those that wait with their KV."""
-        return sum(x.parked_bytes for x in self._queue.items())
+        return sum(x.parked_bytes for x in self._waiting())
 
     def _snapshot_bytes(self) -> int:
         requests = {x.request for x in self._batches.sequences}
         requests |= {task.request for task in self._prefiller.admitted}
-        requests |= {x.request for x in self._queue.items() if x.parked_bytes}
+        requests |= {x.request for x in self._waiting() if x.parked_bytes}
         return sum(state_nbytes(x.state) for request in requests for x in request.snapshots)
 
     def _shapes(self, tasks: Iterable[PrefillTask]) -> list[tuple[int, int]]:
