@@ -74,7 +74,7 @@ def losses(
                 back = packed(codec, run, instrument.layout, num_tokens - end)
                 x = drift(exact, instrument.log_probs(back, rest), rest)
                 kls = (x.kl, x.kl[:FIRST], x.kl[FIRST:], x.same_top)
-                found.setdefault((name, end), []).append(tuple(float(y.mean()) for y in kls))
+                found.setdefault((name, end), []).append(tuple(float(np.mean(y)) for y in kls))
     return [
         Loss(name, num_tokens, end, *(float(y) for y in np.mean(rows, axis=0)))
         for (name, end), rows in found.items()

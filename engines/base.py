@@ -79,15 +79,10 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class HasReplicas(Protocol):
-    """An engine that is several: see ``engines.fleet``."""
+    """An engine that is several, each of which can be asked by itself: see ``engines.fleet``."""
 
     @property
     def replicas(self) -> Sequence[ReplicaState]: ...
-
-
-@runtime_checkable
-class HasMembers(Protocol):
-    """An engine that is several, each of which can be asked by itself."""
 
     @property
     def members(self) -> Mapping[str, Engine]:

@@ -1,4 +1,4 @@
-"""HTTP between clients, gateway and engines: our headers, bounded bodies, clients that leave.
+"""HTTP between clients, gateway and engines: headers, bounded bodies, tokens, clients that leave.
 
 Each header is written and read here. Request headers, which only the gateway may set: three name
 the session, one limits how long the request may wait, and one is the weight of its tenant's share
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
+from hmac import compare_digest
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 from urllib.parse import quote, unquote
 
 from starlette.requests import Request
-from starlette.types import Receive
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engines.openai.errors import InvalidRequest
 from kvstore.session import SessionRef, TierName
@@ -144,6 +146,32 @@ def with_session(body: Mapping[str, object], session: SessionRef) -> dict[str, o
     """Return the client's body with our tenant and session; its own values are overwritten."""
     names = {"tenant": session.tenant, "session": session.id}
     return {**body, "cache_salt": session.salt.hex(), "kv_transfer_params": {PARAMS_FIELD: names}}
+
+
+class BearerGate:
+    """Lets requests through that show the token; compares in constant time."""
+
+    def __init__(self, app: ASGIApp, token: str, open_paths: Collection[str] = ()) -> None:
+        """``open_paths``: these are for anyone."""
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._may_pass(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            message = "The bearer token is missing or wrong: an engine answers its gateway only."
+            refusal = InvalidRequest(message, code="invalid_api_key", status=401)
+            answer = JSONResponse(refusal.body(), 401, {"www-authenticate": "Bearer"})
+            await answer(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _may_pass(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        is_right = len(given) == 1 and compare_digest(given[0], self._expected)
+        return is_right or scope["path"] in self._open_paths
 
 
 class ClientGone(Exception):

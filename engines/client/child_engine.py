@@ -13,7 +13,7 @@ import msgspec
 from engines.about_vllm.environment import import_path
 from engines.base import SAVE_S
 from engines.client.engine_client import EngineClient
-from engines.client.supervisor import RestartRules, Supervisor
+from engines.client.supervisor import Supervisor
 from engines.config import WorkerConfig
 from engines.http import with_session
 from engines.wire import SessionRef
@@ -26,13 +26,7 @@ class ChildEngine(EngineClient):
 
     module: ClassVar[str]
 
-    def __init__(
-        self,
-        worker: WorkerConfig,
-        env: Mapping[str, str] | None = None,
-        *,
-        rules: RestartRules | None = None,
-    ) -> None:
+    def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
         """``env`` is added to the child's environment (a BLAS to preload, for example)."""
         super().__init__(worker, env)
         self._start_timeout_s = worker.engine.start_timeout_s
@@ -43,7 +37,6 @@ class ChildEngine(EngineClient):
             name=self.module.rpartition(".")[2].removesuffix("_worker"),
             folder=Path(worker.runtime_dir),
             served=lambda: self._link.was_welcomed,
-            rules=rules,
         )
         self._watching: asyncio.Task[None] | None = None
 
@@ -110,15 +103,9 @@ class VllmServer(ChildEngine):
 
     module = "engines.vllm_plugin"
 
-    def __init__(
-        self,
-        worker: WorkerConfig,
-        env: Mapping[str, str] | None = None,
-        *,
-        rules: RestartRules | None = None,
-    ) -> None:
+    def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
         path = {"PYTHONPATH": ours} if (ours := import_path()) else {}
-        super().__init__(worker, {**(env or {}), **path}, rules=rules)
+        super().__init__(worker, {**(env or {}), **path})
 
     def interpreter(self, worker: WorkerConfig) -> str:
         return worker.engine.vllm.python or sys.executable

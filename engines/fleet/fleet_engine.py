@@ -122,7 +122,7 @@ class FleetEngine:
 
     @property
     def members(self) -> Mapping[str, Engine]:
-        """See ``engines.base.HasMembers``."""
+        """See ``engines.base.HasReplicas``."""
         return {x.name: x.engine for x in self._replicas if x.takes}
 
     # ---- life

@@ -1,7 +1,7 @@
 """Requests of the HTTP side to the owner thread, and the events that come back.
 
 The HTTP side turns a request into a ``Generation`` and reads ``Event``s from the
-``GenerationStream`` that ``Owner.submit`` returns. Nothing here imports mlx: samplers and logits
+``EventQueue`` that ``Owner.submit`` returns. Nothing here imports mlx: samplers and logits
 processors are opaque callables that the owner thread calls.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 from engines.http import CacheOutcome
@@ -102,19 +102,6 @@ class Failed:
 Event: TypeAlias = PromptAdmitted | PrefillProgress | Token | Finished | Failed
 
 
-class GenerationStream(Protocol):
-    """The events of one generation, read on the event loop."""
-
-    def events(self) -> AsyncIterator[Event]:
-        """Yield events as they come; ends after the last answer's, or after ``Failed``."""
-
-    def stop(self, index: int) -> None:
-        """End one answer early (a stop string was seen); its slot is free before the next step."""
-
-    def cancel(self) -> None:
-        """End all answers at once (the client went away); what was computed is still saved."""
-
-
 class ContextTooLong(Exception):
     """The prompt leaves no room for an answer. Says both numbers."""
 
@@ -126,10 +113,8 @@ class ModelFacts:
     name: str
     max_context: int  # tokens, prompt and answer together
     vocab_size: int  # width of the logits
-    trimmable: bool  # its caches can be cut back to an earlier token
     hibernation: bool
     hibernation_reason: str = ""  # why not
-    notes: Sequence[str] = field(default=())
 
 
 class Generator(Protocol):
@@ -138,7 +123,7 @@ class Generator(Protocol):
     @property
     def facts(self) -> ModelFacts: ...
 
-    def submit(self, generation: Generation) -> GenerationStream:
+    def submit(self, generation: Generation) -> EventQueue:
         """Start a generation. Called on the event loop.
 
         Raises:
@@ -148,7 +133,7 @@ class Generator(Protocol):
 
 
 class EventQueue:
-    """The reader's end; a ``GenerationStream``. All but the constructor is the event loop's."""
+    """The events of one generation. All but the constructor is the event loop's."""
 
     def __init__(self, num_answers: int, stop: Callable[[int | None], None]) -> None:
         """``stop(index)`` asks the owner to end an answer, ``stop(None)`` all of them.
@@ -182,11 +167,11 @@ class EventQueue:
                 yield event
 
     def stop(self, index: int) -> None:
-        """End one answer early."""
+        """End one answer early (a stop string was seen); its slot is free before the next step."""
         self._stop(index)
 
     def cancel(self) -> None:
-        """End all answers at once."""
+        """End all answers at once (the client went away); what was computed is still saved."""
         self._stop(None)
         self._stop = _nothing
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -28,7 +27,6 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engines.config import WorkerConfig
 from engines.host.fair_shares import Payer, QueueFull
@@ -36,6 +34,7 @@ from engines.http import (
     CACHE_HEADER,
     PROMPT_HEADER,
     TENANT_HEADER,
+    BearerGate,
     CacheOutcome,
     ClientGone,
     patience_from,
@@ -129,24 +128,6 @@ def create_app(
         exception_handlers=dict.fromkeys(_ANSWERED, _on_error),
         lifespan=endpoints.lifespan,
     )
-
-
-class BearerGate:
-    """Lets through who shows the token; compares in constant time."""
-
-    def __init__(self, app: ASGIApp, token: str, open_paths: tuple[str, ...]) -> None:
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-        self._open_paths = open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            shown = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(shown, self._expected):
-                refusal = error_body("Wrong or missing token.", error_type(401), None, None)
-                await _json(refusal, 401)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 class Endpoints:

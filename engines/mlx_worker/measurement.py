@@ -37,7 +37,7 @@ from engines.mlx_worker.model.instrument import MlxInstrument, rope_readers
 from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.owner import Owner
 from engines.wire import CodecReport
-from kvstore.shapes import KVPair, KVRun, Rope
+from kvstore.shapes import KVRun, Rope
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +94,6 @@ class ServingInstrument(MlxInstrument):
         find = partial(rope_readers, self._loaded.model, self._plan, windows=windows)
         return tuple(self._steps.run(read) for read in self._steps.run(find))
 
-    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
-        return self._until_done(lambda: self._rows(tokens, past))
-
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         return self._until_done(lambda: self._scored(session, tokens))
 
@@ -122,24 +119,13 @@ class ServingInstrument(MlxInstrument):
                     self._steps.run(self._held.drop)
                 raise
 
-    def _rows(self, tokens: Sequence[int], past: KVRun) -> list[KVPair]:
-        num_past = past[0][0].shape[1] if past else 0
-        self._feed(HeldSession(past, num_past), tokens[num_past:])
-        return self._taken(len(tokens))
-
-    def _taken(self, num_tokens: int) -> list[KVPair]:
-        """The rows of all tokens that are held; nothing is held any more."""
-        out = self._layout.empty(num_tokens)
-        self._steps.run((lambda: self._held.take(out)) if out else self._held.drop)
-        return out
-
     def _whole(self, tokens: Sequence[int], past: HeldSession) -> HeldSession:
         self._feed(past, tokens[past.num_tokens :])
-        return self._steps.run(lambda: self._held.take_whole(len(tokens)))
+        return self._steps.run(lambda: self._held.take(len(tokens)))
 
     def _feed(self, past: HeldSession, tokens: Sequence[int]) -> None:
         """Have ``past``, followed by ``tokens``, held."""
-        self._steps.run(lambda: self._held.begin_whole(past))
+        self._steps.run(lambda: self._held.begin(past))
         at = 0
         while at < len(tokens):
             part = tokens[at : at + self._step_tokens]
@@ -157,10 +143,10 @@ class ServingInstrument(MlxInstrument):
                 look = partial(self._held.notice, number, first, seed)
                 noted.note(partial(self._steps.run, look))
             at += len(part)
-        return self._taken(len(tokens))
+        return self._steps.run(lambda: self._held.take(len(tokens))).run
 
     def _scored(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        self._steps.run(lambda: self._held.begin_whole(session))
+        self._steps.run(lambda: self._held.begin(session))
         found, at = np.empty((0, 0), np.float32), 0
         while at < len(tokens):
             part = tokens[at : at + self._step_tokens]

@@ -29,7 +29,7 @@ from engines.mlx_worker.model.layer_calls import (
     noted_rows,
     noted_states,
 )
-from kvstore.shapes import KVLayout, KVPair, KVRun
+from kvstore.shapes import KVLayout
 
 T = TypeVar("T")
 
@@ -128,12 +128,8 @@ class HeldPrefix:
         """Bytes of live KV, and of all that hangs on it. Any thread."""
         return self._nbytes
 
-    def begin(self, run: KVRun = ()) -> None:
-        """Hold a copy of ``run``, or an empty prefix, in place of the earlier prefix."""
-        self.begin_whole(HeldSession(run, run[0][0].shape[1] if run else 0))
-
-    def begin_whole(self, session: HeldSession) -> None:
-        """Hold a copy of a whole session in place of the earlier prefix."""
+    def begin(self, session: HeldSession) -> None:
+        """Hold a copy of a session, which may be empty, in place of the earlier prefix."""
         self.drop()
         self._caches = caches_of(self._model, self._layout, session)
         self._count()
@@ -157,18 +153,7 @@ class HeldPrefix:
         self._count()
         return found
 
-    def take(self, out: Sequence[KVPair]) -> None:
-        """Copy all that is held into ``out``, arrays as ``KVLayout.empty`` makes them, and drop it.
-
-        Raises ``Dropped``.
-        """
-        run = kv_arrays.growing_run(self._held(), out[0][0].shape[1])
-        for (keys, values), (k, v) in zip(out, run, strict=True):
-            keys[:], values[:] = k, v
-        del k, v, run  # views, which would keep the memory
-        self.drop()
-
-    def take_whole(self, num_tokens: int) -> HeldSession:
+    def take(self, num_tokens: int) -> HeldSession:
         """Return a copy of all that is held, of ``num_tokens`` tokens, and drop it.
 
         Raises ``Dropped``.

@@ -332,7 +332,6 @@ class Owner:
             name=self._name,
             max_context=max_context,
             vocab_size=self._loaded.vocab_size,
-            trimmable=not self._plan.needs_state,
             hibernation=cold is not None,
             hibernation_reason=opened if isinstance(opened, str) else "",
         )

@@ -11,60 +11,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from hmac import compare_digest
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from engines.base import Engine, EngineError, SessionRef, SessionReport
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
+from engines.http import BearerGate
 
 START_POLL_S: Final = 0.05
-REFUSAL: Final = (
-    b'{"error":{"message":"The bearer token is missing or wrong: replicas answer their gateway'
-    b' only.","type":"authentication_error","code":"invalid_api_key","param":null}}'
-)
 log = logging.getLogger("thermocline.ray")
 AT_ONCE: Final = 8
 POLL_S: Final = 0.2
 
 
-class WithToken:
-    """Answers 401 to requests without the bearer token."""
-
-    def __init__(self, app: App, token: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._is_right(scope):
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": REFUSAL})
-
-    def _is_right(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and compare_digest(given[0], self._expected)
-
-
 class Front:
     """The server, on a free port."""
 
-    def __init__(self, app: App, token: str, host: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, host: str) -> None:
         self._socket = socket.create_server((host, 0), backlog=1024)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
-            WithToken(app, token), log_config=None, access_log=False, lifespan="on"
+            BearerGate(app, token), log_config=None, access_log=False, lifespan="on"
         )
         self._server = uvicorn.Server(config)
         self._serving: asyncio.Task[None] | None = None

@@ -12,7 +12,6 @@ from engines.base import (
     Engine,
     EngineError,
     EngineUnavailable,
-    HasMembers,
     HasReplicas,
     LimitsTenants,
     SessionRef,
@@ -290,7 +289,7 @@ class Models:
         found: dict[str, LimitsTenants] = {}
         for i, model in enumerate(self._models):
             engine: object = model.engine
-            each = engine.members if isinstance(engine, HasMembers) else {"": engine}
+            each = engine.members if isinstance(engine, HasReplicas) else {"": engine}
             for name, x in each.items():
                 if isinstance(x, LimitsTenants):
                     found[x.shared_address or f"{i}/{name}"] = x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,13 +16,12 @@ from engines.calibration.instrument import HeldSession, Instrument
 from engines.calibration.measuring.cases import Case, in_reading_order
 from engines.calibration.measuring.metrics import (
     CaseResult,
-    Tally,
     answer_drift,
     answers,
     digest_of,
     drift,
     loss,
-    positions_of,
+    quality_of,
 )
 from engines.calibration.measuring.trials import AnyCodec, Trials, Trip, trials
 from kvstore.codecs.learning.bounds import RateDistortionBound
@@ -88,18 +88,16 @@ def measure(
     """
     how = trials(instrument, chunk_tokens, num_threads, folder, clock)
     trial = _Trial(instrument.layout, how, codecs, yardsticks, kept or _Nowhere())
-    tallies: dict[tuple[int, str], Tally] = {}
+    found: defaultdict[tuple[int, str], list[CaseResult]] = defaultdict(list)
     ordered = in_reading_order(cases)
     for number, case in enumerate(ordered):
         on_progress(f"{number} of {len(ordered)} cases")
         for name, result in trial.results(case):
-            context = result.context
-            tally = tallies.setdefault((context, name), Tally(name, result.codec_id, context))
-            tally.add(result)
+            found[result.context, name].append(result)
         logger.info("measured %s of %d tokens", case.name, len(case.prefix))
     order = {name: number for number, name in enumerate(codecs)}
-    found = sorted(tallies, key=lambda x: (x[0], order[x[1]]))
-    return [tallies[x].quality() for x in found]
+    rows = sorted(found, key=lambda x: (x[0], order[x[1]]))
+    return [quality_of(name, found[context, name]) for context, name in rows]
 
 
 class _Trial:
@@ -189,10 +187,10 @@ def _answered(case: Case, exact: np.ndarray, packed: np.ndarray) -> dict[str, An
     if case.is_needle:
         return {"found": answers(packed, case.rest, case.num_answer)}
     if case.is_text:
-        return {"moved": positions_of(drift(exact, packed, case.rest))}
+        return {"moved": drift(exact, packed, case.rest)}
     return {
         "chains": {
-            kind: positions_of(answer_drift(exact, packed, case.rest, places))
+            kind: answer_drift(exact, packed, case.rest, places)
             for kind, places in case.answers.items()
         }
     }

@@ -1,6 +1,6 @@
 """The distance of a model with an unpacked past from the same model with the exact one.
 
-It is measured case by case, and collected for a preset at one context length. A case's result is
+It is measured case by case, and put together for a preset at one context length. A case's result is
 kept while others are still measured.
 """
 
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from engines.calibration.measuring.cases import Case
 from kvstore.codecs.learning.bounds import gaussian_gap_db
@@ -23,14 +24,14 @@ from kvstore.shapes import NUMPY_DTYPES, KVLayout, KVRun
 WORST = 1e9
 
 
-@dataclass(frozen=True)
-class Drift:
+class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The drift at every scored position of one case, so that cases of any length add up fairly."""
 
-    kl: np.ndarray  # fp64 (num_positions,), nats
-    same_top: np.ndarray  # bool (num_positions,): the most likely token is the same
-    loss: np.ndarray  # fp64 (num_judged,), nats: how much less likely the text became
-    delta_p: np.ndarray  # fp64 (num_judged,): probability of the text's token, packed less exact
+    kl: tuple[float, ...]  # nats
+    same_top: tuple[bool, ...]  # the most likely token is the same
+    # Of the positions with a next token to judge by:
+    loss: tuple[float, ...]  # nats: how much less likely the text became
+    delta_p: tuple[float, ...]  # probability of the text's token, packed less exact
 
 
 def drift(exact: np.ndarray, packed: np.ndarray, tokens: Sequence[int]) -> Drift:
@@ -61,10 +62,10 @@ def _drift(
     kl = np.array([_kl(x, y) for x, y in zip(exact, packed, strict=True)], np.float64)
     before, after = (x[judged, following].astype(np.float64) for x in (exact, packed))
     return Drift(
-        kl=np.maximum(kl, 0),
-        same_top=exact.argmax(1) == packed.argmax(1),
-        loss=before - after,
-        delta_p=np.exp(after) - np.exp(before),
+        kl=tuple(np.maximum(kl, 0).tolist()),
+        same_top=tuple((exact.argmax(1) == packed.argmax(1)).tolist()),
+        loss=tuple((before - after).tolist()),
+        delta_p=tuple((np.exp(after) - np.exp(before)).tolist()),
     )
 
 
@@ -114,34 +115,6 @@ def widened(array: np.ndarray, layout: KVLayout) -> np.ndarray:
     return array.astype(np.float32)
 
 
-class Positions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A ``Drift``, as it is kept."""
-
-    kl: tuple[float, ...]
-    same_top: tuple[bool, ...]
-    loss: tuple[float, ...]
-    delta_p: tuple[float, ...]
-
-    @property
-    def drift(self) -> Drift:
-        return Drift(
-            kl=np.array(self.kl),
-            same_top=np.array(self.same_top, bool),
-            loss=np.array(self.loss),
-            delta_p=np.array(self.delta_p),
-        )
-
-
-def positions_of(drift: Drift) -> Positions:
-    """The drift in the form in which it is kept."""
-    return Positions(
-        kl=tuple(drift.kl.tolist()),
-        same_top=tuple(drift.same_top.tolist()),
-        loss=tuple(drift.loss.tolist()),
-        delta_p=tuple(drift.delta_p.tolist()),
-    )
-
-
 class CaseResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Figures of one codec in one case. Without a codec: not even the exact cache answers it."""
 
@@ -150,12 +123,12 @@ class CaseResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     context: int  # tokens
     codec_id: str = ""
     found: bool | None = None  # of a needle: it was answered
-    chains: dict[str, Positions] = {}  # of chains: at the answers, by kind of problem
+    chains: dict[str, Drift] = {}  # of chains: at the answers, by kind of problem
     # For 1,000 tokens; None if it could not be timed.
     prefill_s: float | None = None
     restore_s: float | None = None
     # Of a text alone:
-    moved: Positions | None = None
+    moved: Drift | None = None
     bits: float = 0.0
     cos: tuple[float, float] = (0.0, 0.0)  # of K and V
     errors: tuple[float, float] = (0.0, 0.0)
@@ -169,91 +142,51 @@ def digest_of(case: Case) -> str:
     return blake2b(tokens.tobytes(), digest_size=12).hexdigest()
 
 
-@dataclass
-class Tally:
-    """Results of one preset at one context length: an entry per case, ``drifts`` by its name."""
+def quality_of(preset: str, results: Sequence[CaseResult]) -> Quality:
+    """The means over all cases of one codec at one context length; there is one at least.
 
-    preset: str
-    codec_id: str
-    context: int
-    bits: list[float] = field(default_factory=list)
-    cos_k: list[float] = field(default_factory=list)
-    cos_v: list[float] = field(default_factory=list)
-    error_k: list[float] = field(default_factory=list)
-    error_v: list[float] = field(default_factory=list)
-    residual: list[float] = field(default_factory=list)
-    above_bound: list[float] = field(default_factory=list)
-    drifts: dict[str, Drift] = field(default_factory=dict)
-    needles: list[bool] = field(default_factory=list)
-    chains: dict[str, list[Drift]] = field(default_factory=dict)  # by kind of problem
-    # For 1,000 tokens, of each case that could be timed.
-    prefill_s: list[float] = field(default_factory=list)
-    restore_s: list[float] = field(default_factory=list)
-
-    def add(self, result: CaseResult) -> None:
-        """Count the result of one case with this preset's codec."""
-        self.prefill_s += [] if result.prefill_s is None else [result.prefill_s]
-        self.restore_s += [] if result.restore_s is None else [result.restore_s]
+    Perplexity is that of all texts as one: the exponential of the mean loss.
+    """
+    texts = [x for x in results if x.moved is not None]
+    drifts = [x.moved for x in texts if x.moved is not None]
+    needles = [x.found for x in results if x.found is not None]
+    chains: dict[str, list[Drift]] = {}  # by kind of problem
+    for result in results:
         for kind, moved in result.chains.items():
-            self.chains.setdefault(kind, []).append(moved.drift)
-        if result.found is not None:
-            self.needles.append(result.found)
-        if result.moved is not None:
-            self.drifts[result.text] = result.moved.drift
-            self._add_sizes(result)
-
-    def _add_sizes(self, result: CaseResult) -> None:
-        self.bits.append(result.bits)
-        for kept, value in zip((self.cos_k, self.cos_v), result.cos, strict=True):
-            kept.append(value)
-        for kept, value in zip((self.error_k, self.error_v), result.errors, strict=True):
-            kept.append(value)
-        if result.residual is not None:
-            self.residual.append(result.residual)
-        if result.above_bound is not None:
-            self.above_bound.append(result.above_bound)
-
-    def quality(self) -> Quality:
-        """The means over all cases.
-
-        Perplexity is that of all texts as one: the exponential of the mean loss.
-        """
-        drifts = list(self.drifts.values())
-        chains = [x for found in self.chains.values() for x in found]
-        return Quality(
-            preset=self.preset,
-            codec_id=self.codec_id,
-            context=self.context,
-            bits_per_element=_mean([np.array(self.bits)], WORST),
-            perplexity_change_pct=_perplexity_change(drifts),
-            kl=_mean([x.kl for x in drifts], WORST),
-            top1=_mean([x.same_top for x in drifts], 0),
-            needle_found=sum(self.needles),
-            needle_total=len(self.needles),
-            cos_k=_mean([np.array(self.cos_k)], 0),
-            cos_v=_mean([np.array(self.cos_v)], 0),
-            error_k=_mean([np.array(self.error_k)], WORST),
-            error_v=_mean([np.array(self.error_v)], WORST),
-            gaussian_gap_db=self._gaussian_gap_db(),
-            residual_error=_mean([np.array(self.residual)], WORST) if self.residual else None,
-            above_bound_bits=_mean([np.array(self.above_bound)], WORST)
-            if self.above_bound
-            else None,
-            texts=tuple(_of_text(name, [x]) for name, x in self.drifts.items()),
-            delta_p=_root_mean_square(drifts) if drifts else None,
-            chain_tokens=sum(len(x.kl) for x in chains),
-            chain_kl=_mean([x.kl for x in chains], WORST) if chains else None,
-            chain_top1=_mean([x.same_top for x in chains], 0) if chains else None,
-            chain_delta_p=_root_mean_square(chains) if chains else None,
-            chains=tuple(_of_text(kind, found) for kind, found in self.chains.items()),
-            # Others may have had the machine meanwhile: the quickest is the least disturbed.
-            prefill_s=min(self.prefill_s, default=None),
-            restore_s=min(self.restore_s, default=None),
-        )
-
-    def _gaussian_gap_db(self) -> float | None:
-        error = _mean([np.array([*self.error_k, *self.error_v])], WORST)
-        return gaussian_gap_db(_mean([np.array(self.bits)], WORST), error) if error else None
+            chains.setdefault(kind, []).append(moved)
+    answers = [x for found in chains.values() for x in found]
+    bits = _mean([[x.bits for x in texts]], WORST)
+    error = _mean([x.errors for x in texts], WORST)
+    residual = [x.residual for x in texts if x.residual is not None]
+    above_bound = [x.above_bound for x in texts if x.above_bound is not None]
+    return Quality(
+        preset=preset,
+        codec_id=results[0].codec_id,
+        context=results[0].context,
+        bits_per_element=bits,
+        perplexity_change_pct=_perplexity_change(drifts),
+        kl=_mean([x.kl for x in drifts], WORST),
+        top1=_mean([x.same_top for x in drifts], 0),
+        needle_found=sum(needles),
+        needle_total=len(needles),
+        cos_k=_mean([x.cos[:1] for x in texts], 0),
+        cos_v=_mean([x.cos[1:] for x in texts], 0),
+        error_k=_mean([x.errors[:1] for x in texts], WORST),
+        error_v=_mean([x.errors[1:] for x in texts], WORST),
+        gaussian_gap_db=gaussian_gap_db(bits, error) if error else None,
+        residual_error=_mean([residual], WORST) if residual else None,
+        above_bound_bits=_mean([above_bound], WORST) if above_bound else None,
+        texts=tuple(_of_text(x.text, [x.moved]) for x in texts if x.moved is not None),
+        delta_p=_root_mean_square(drifts) if drifts else None,
+        chain_tokens=sum(len(x.kl) for x in answers),
+        chain_kl=_mean([x.kl for x in answers], WORST) if answers else None,
+        chain_top1=_mean([x.same_top for x in answers], 0) if answers else None,
+        chain_delta_p=_root_mean_square(answers) if answers else None,
+        chains=tuple(_of_text(kind, found) for kind, found in chains.items()),
+        # Others may have had the machine meanwhile: the quickest is the least disturbed.
+        prefill_s=min((x.prefill_s for x in results if x.prefill_s is not None), default=None),
+        restore_s=min((x.restore_s for x in results if x.restore_s is not None), default=None),
+    )
 
 
 def _of_text(name: str, drifts: list[Drift]) -> TextQuality:
@@ -266,7 +199,7 @@ def _of_text(name: str, drifts: list[Drift]) -> TextQuality:
 
 
 def _root_mean_square(drifts: list[Drift]) -> float:
-    return math.sqrt(_mean([x.delta_p**2 for x in drifts], 1))
+    return math.sqrt(_mean([np.square(x.delta_p) for x in drifts], 1))
 
 
 def _perplexity_change(drifts: list[Drift]) -> float:
@@ -274,7 +207,7 @@ def _perplexity_change(drifts: list[Drift]) -> float:
     return 100 * math.expm1(loss) if loss < 100 else WORST
 
 
-def _mean(parts: list[np.ndarray], otherwise: float) -> float:
+def _mean(parts: Sequence[npt.ArrayLike], otherwise: float) -> float:
     """The mean of all values; ``otherwise`` if there are none or not all are finite."""
     values = np.concatenate(parts) if parts else np.empty(0)
     mean = float(np.mean(values)) if values.size else math.nan

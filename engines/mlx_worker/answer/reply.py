@@ -14,10 +14,10 @@ from engines.mlx_worker.answer.output_processor import Delta, OutputProcessor, S
 from engines.mlx_worker.generation import (
     ContextTooLong,
     Event,
+    EventQueue,
     Failed,
     Finished,
     Generation,
-    GenerationStream,
     Generator,
     PrefillProgress,
     PromptAdmitted,
@@ -85,7 +85,7 @@ class ReplyStream:
             ContextTooLong, QueueFull: one was refused; then none is left running.
         """
         self._plan = plan
-        self._streams: list[GenerationStream] = []
+        self._streams: list[EventQueue] = []
         try:
             for generation in plan.generations:
                 self._streams.append(owner.submit(generation))
@@ -196,7 +196,7 @@ class ReplyStream:
             stream.cancel()
 
 
-async def _merged(streams: Sequence[GenerationStream]) -> AsyncGenerator[tuple[int, Event], None]:
+async def _merged(streams: Sequence[EventQueue]) -> AsyncGenerator[tuple[int, Event], None]:
     """Events of all streams as they come, each with its stream's number."""
     if len(streams) == 1:
         async for event in streams[0].events():
@@ -219,7 +219,7 @@ async def _merged(streams: Sequence[GenerationStream]) -> AsyncGenerator[tuple[i
 
 
 async def _pump(
-    number: int, stream: GenerationStream, arrived: asyncio.Queue[tuple[int, Event] | None]
+    number: int, stream: EventQueue, arrived: asyncio.Queue[tuple[int, Event] | None]
 ) -> None:
     try:
         async for event in stream.events():

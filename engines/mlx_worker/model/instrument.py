@@ -84,8 +84,7 @@ class MlxInstrument:
 
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
         num_past = past[0][0].shape[1] if past else 0
-        caches = self._prefilled(self._caches(HeldSession(past, num_past)), tokens, num_past)
-        return [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, len(tokens))]
+        return self.prefill_whole(tokens, HeldSession(past, num_past)).run
 
     @property
     def state_step(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.calibration.instrument import Interrupted, Notice, StateNotice
+from engines.calibration.instrument import HeldSession, Interrupted, Notice, StateNotice
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.measurement import ServingInstrument
 from engines.mlx_worker.model.instrument import MlxInstrument
@@ -139,7 +139,7 @@ async def test_its_memory_goes_to_requests_that_need_it(tmp_path: Path) -> None:
         held = owner.held
         assert held is not None
         run = await asyncio.to_thread(beside.prefill, tokens)
-        await owner.call(lambda: held.begin(run))
+        await owner.call(lambda: held.begin(HeldSession(run, run[0][0].shape[1])))
         assert 0 < held.nbytes <= nbytes
         assert it.reports.engine().hot_bytes < held.nbytes, "it belongs to no session"
         first = [it.submit(text(20 + i, 700), session(str(i)), max_tokens=8) for i in range(4)]

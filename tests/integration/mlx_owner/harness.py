@@ -14,11 +14,11 @@ from engines.config import EngineConfig
 from engines.http import CacheOutcome
 from engines.mlx_worker.control import MlxVerbs, SessionReports
 from engines.mlx_worker.generation import (
+    EventQueue,
     Failed,
     Finished,
     FinishReason,
     Generation,
-    GenerationStream,
     PromptAdmitted,
     SequenceSampling,
     Token,
@@ -57,7 +57,7 @@ class Answer:
     failed: str = ""
 
 
-async def begun(stream: GenerationStream) -> asyncio.Task[Answer]:
+async def begun(stream: EventQueue) -> asyncio.Task[Answer]:
     """The reading of an answer whose first token is there, or that ended without one."""
     first = asyncio.Event()
     reading = asyncio.create_task(read(stream, first))
@@ -66,7 +66,7 @@ async def begun(stream: GenerationStream) -> asyncio.Task[Answer]:
     return reading
 
 
-async def read(stream: GenerationStream, first: asyncio.Event | None = None) -> Answer:
+async def read(stream: EventQueue, first: asyncio.Event | None = None) -> Answer:
     """``first`` is set at the first token."""
     answer = Answer()
     async for event in stream.events():
@@ -109,7 +109,7 @@ class Engine:
         stop: Sequence[tuple[int, ...]] = (),
         boundaries: Sequence[int] = (),
         weight: int = 1,
-    ) -> GenerationStream:
+    ) -> EventQueue:
         generation = Generation(
             list(prompt), sampling, max_tokens, stop, ref, boundaries, top_logprobs=0, weight=weight
         )

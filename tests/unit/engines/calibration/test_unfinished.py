@@ -10,13 +10,13 @@ import pytest
 
 from engines.calibration.first_order import first_order
 from engines.calibration.measuring.cases import Case
-from engines.calibration.measuring.metrics import CaseResult, Positions, digest_of
+from engines.calibration.measuring.metrics import CaseResult, Drift, digest_of
 from engines.calibration.unfinished import Unfinished
 from engines.config import CalibrationOrder
 from kvstore.config import StoreConfig
 from tests.unit.kvstore.codecs.learning.calibration import FINGERPRINT, model_profile
 
-MOVED = Positions(kl=(0.1,), same_top=(True,), loss=(0.5,), delta_p=(-0.2,))
+MOVED = Drift(kl=(0.1,), same_top=(True,), loss=(0.5,), delta_p=(-0.2,))
 RESULTS = [
     CaseResult(case="one", text="a", context=128, codec_id="tq4.2", moved=MOVED),
     CaseResult(case="two", text="needle", context=128, codec_id="tq4.2", found=True),

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
-from engines.calibration.measuring.metrics import WORST, Tally, answer_drift, answers, drift, loss
+from engines.calibration.measuring.metrics import (
+    WORST,
+    CaseResult,
+    Drift,
+    answer_drift,
+    answers,
+    drift,
+    loss,
+    quality_of,
+)
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVLayer, KVLayout
 
@@ -15,12 +26,20 @@ def logs(*rows: list[float]) -> np.ndarray:
     return np.log(np.array(rows, np.float32))
 
 
+def result(name: str = "", **figures: Any) -> CaseResult:
+    return CaseResult(case=name, text=name, context=64, codec_id="tq3.2", **figures)
+
+
+def text(name: str, moved: Drift, **figures: Any) -> CaseResult:
+    return result(name, moved=moved, **figures)
+
+
 def test_equal_distributions_have_no_drift() -> None:
     scores = logs([0.5, 0.3, 0.2], [0.1, 0.1, 0.8])
     found = drift(scores, scores.copy(), [0, 2])
-    assert found.kl.tolist() == [0, 0]
-    assert found.same_top.tolist() == [True, True]
-    assert found.loss.tolist() == [0]
+    assert found.kl == (0, 0)
+    assert found.same_top == (True, True)
+    assert found.loss == (0,)
 
 
 def test_divergence_loss_and_top_token() -> None:
@@ -29,7 +48,7 @@ def test_divergence_loss_and_top_token() -> None:
     found = drift(exact, packed, [2, 0])
     # 0.5 ln(0.5 / 0.25) + 0.5 ln(0.5 / 0.75)
     assert found.kl == pytest.approx([0.1438410, 0], abs=1e-6)
-    assert found.same_top.tolist() == [False, True]
+    assert found.same_top == (False, True)
     # The next token is 0; its probability fell to a half.
     assert found.loss == pytest.approx([np.log(2)], abs=1e-6)
     assert found.delta_p == pytest.approx([-0.25], abs=1e-6)
@@ -39,19 +58,21 @@ def test_of_chains_only_answers_are_judged() -> None:
     exact = logs([0.5, 0.5], [0.9, 0.1], [0.2, 0.8], [0.5, 0.5])
     packed = logs([0.1, 0.9], [0.4, 0.6], [0.2, 0.8], [0.9, 0.1])
     found = answer_drift(exact, packed, [0, 1, 1, 0], [2, 3])
-    assert found.same_top.tolist() == [False, True]
+    assert found.same_top == (False, True)
     assert found.kl == pytest.approx([0.9 * np.log(9 / 4) + 0.1 * np.log(1 / 6), 0], abs=1e-6)
     assert found.delta_p == pytest.approx([0.5, 0], abs=1e-6)  # of the tokens 1 and 0
 
 
 def test_chains_have_figures_of_their_own() -> None:
-    tally = Tally("tq3", "tq3.2", 64)
     kept, halved = logs([0.5, 0.5], [0.5, 0.5]), logs([0.25, 0.75], [0.5, 0.5])
-    tally.drifts["one"] = drift(kept, kept, [1, 0])
-    tally.chains["table"] = [answer_drift(kept, halved, [1, 0], [1])]
-    tally.chains["counting"] = [answer_drift(kept, kept, [1, 0], [1])] * 3
-    tally.prefill_s, tally.restore_s = [3.0, 2.0], [0.5, 0.2, 0.4]
-    found = tally.quality()
+    moved, same = (answer_drift(kept, x, [1, 0], [1]) for x in (halved, kept))
+    results = [
+        text("one", drift(kept, kept, [1, 0]), prefill_s=3.0, restore_s=0.5),
+        result(chains={"table": moved, "counting": same}, prefill_s=2.0, restore_s=0.2),
+        result(chains={"counting": same}, restore_s=0.4),
+        result(chains={"counting": same}),
+    ]
+    found = quality_of("tq3", results)
     assert (found.kl, found.delta_p) == (0, 0)
     assert found.chain_tokens == 4 and found.chain_kl == pytest.approx(0.143841 / 4, abs=1e-6)
     assert found.chain_top1 == 0.75 and found.chain_delta_p == pytest.approx(0.125)
@@ -60,7 +81,7 @@ def test_chains_have_figures_of_their_own() -> None:
 
 
 def test_figures_that_were_not_measured_are_none() -> None:
-    found = Tally("tq3", "tq3.2", 64).quality()
+    found = quality_of("tq3", [result(found=True)])
     assert (found.delta_p, found.chain_kl, found.chain_top1, found.chain_tokens) == (
         *(None, None, None),
         0,
@@ -69,21 +90,18 @@ def test_figures_that_were_not_measured_are_none() -> None:
 
 
 def test_perplexity_is_that_of_all_texts_as_one() -> None:
-    tally = Tally("tq3", "tq3.2", 64)
     halved, kept = logs([0.25, 0.75], [0.5, 0.5]), logs([0.5, 0.5], [0.5, 0.5])
-    tally.drifts["one"] = drift(kept, halved, [1, 0])
-    tally.drifts["other"] = drift(kept, kept, [1, 0])
-    found = tally.quality()
+    moved, same = (drift(kept, x, [1, 0]) for x in (halved, kept))
+    found = quality_of("tq3", [text("one", moved), text("other", same)])
     assert found.perplexity_change_pct == pytest.approx(100 * (2**0.5 - 1), abs=1e-3)
     assert [x.perplexity_change_pct for x in found.texts] == pytest.approx([100, 0], abs=1e-3)
 
 
 def test_figures_that_are_no_numbers_are_the_worst_there_are() -> None:
-    tally = Tally("lm3", "lm3.1", 64)
     kept = logs([0.5, 0.5], [0.5, 0.5])
-    tally.drifts["broken"] = drift(kept, np.full_like(kept, np.nan), [1, 0])
-    tally.cos_k, tally.cos_v, tally.error_k = [np.nan], [0.5, np.inf], [np.inf]
-    found = tally.quality()
+    broken = drift(kept, np.full_like(kept, np.nan), [1, 0])
+    wrong = text("broken", broken, cos=(np.nan, 0.5), errors=(np.inf, 0.0))
+    found = quality_of("lm3", [wrong, text("other", broken, cos=(0.5, np.inf))])
     assert (found.kl, found.perplexity_change_pct, found.error_k) == (WORST, WORST, WORST)
     assert (found.cos_k, found.cos_v) == (0, 0)
     assert msgspec.json.decode(msgspec.json.encode(found), type=Quality) == found

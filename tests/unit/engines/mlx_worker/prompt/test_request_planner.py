@@ -55,7 +55,7 @@ def vocabulary(folder: Path) -> tuple[Vocabulary, Counting]:
 
 
 def facts(max_context: int) -> ModelFacts:
-    return ModelFacts("toy", max_context, vocab_size=400, trimmable=True, hibernation=True)
+    return ModelFacts("toy", max_context, vocab_size=400, hibernation=True)
 
 
 def asking(inputs: list[Any]) -> Any:
