@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from engines.base import ReplicaState
+from typing import ClassVar
+
+from engines.base import Engine, ReplicaState
 from gateway.keys import generate_key
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine
 
@@ -13,6 +15,7 @@ REPLICA = ReplicaState(
 
 class Fleet(RecordingEngine):
     replicas = (REPLICA,)
+    members: ClassVar[dict[str, Engine]] = {}  # none takes requests now
 
 
 async def test_admins_are_shown_the_replicas_of_a_model_and_others_none_of_it():
