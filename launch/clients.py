@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from gateway.edge.key_list import replace_file
+from engines.files import replace_file
 from launch.errors import LaunchError, UsageError
 
 Format: TypeAlias = Literal["json", "toml", "lines"]  # lines: KEY=VALUE or key: value

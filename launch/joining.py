@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import msgspec
 import tomlkit
 
+from engines.files import replace_file
 from gateway.config import LOOPBACK
-from gateway.edge.key_list import replace_file
 from kvstore.errors import TierUnavailable
 from kvstore.membership import among, compared
 from kvstore.roster import EntrySeal, Facts, Roster, release

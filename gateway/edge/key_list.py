@@ -6,15 +6,14 @@ added by hand meanwhile is safe, too: the file is read again before each change.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from engines.files import replace_file
 from gateway.config import GatewayConfig
 from gateway.keys import KeyFacts, Tenants, facts_of, read_key_lines
 
@@ -123,21 +122,3 @@ def lines_of(config: GatewayConfig) -> KeyLines:
     if config.admin_keys_file:
         admin += read_key_lines(config.admin_keys_file)
     return KeyLines(usual, admin)
-
-
-def replace_file(file: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a file whole or not at all; a link is followed to where it points."""
-    target = Path(os.path.realpath(file))
-    made = target.with_name(f".{target.name}.{os.getpid()}.new")
-    try:
-        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as stream:
-            os.fchmod(descriptor, mode)
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        made.replace(target)
-    except OSError:
-        with suppress(OSError):
-            made.unlink()
-        raise

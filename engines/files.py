@@ -1,0 +1,25 @@
+"""Replaces files as a whole, so that a crash leaves the old one or the new one."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def replace_file(file: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a file whole or not at all; a link is followed to where it points."""
+    target = Path(os.path.realpath(file))
+    made = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as stream:
+            os.fchmod(descriptor, mode)
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        made.replace(target)
+    except OSError:
+        with suppress(OSError):
+            made.unlink()
+        raise
