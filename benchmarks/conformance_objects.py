@@ -80,7 +80,7 @@ def store() -> Iterator[Objects]:
     def key_of(tenant: str, purpose: bytes) -> bytes:
         return hmac.digest(secret, purpose + tenant.encode(), "sha256")
 
-    opened = Objects(SqliteShelf(path, LIMITS), key_of)
+    opened = Objects(SqliteShelf(path, LIMITS, mark=path.parents[1] / "stored.sealed"), key_of)
     yield opened
     opened.shelf.close()
 

@@ -10,7 +10,8 @@ and for how long the gateway computes after the attacker has left. The engine is
 at once, and by one whose client leaves at once. *within*: the same with one of 7.4 MB of text, and
 with one of as many lists in lists as a request may have. *lists*: of many stored chats those with
 a label: once, eight at once.
-The chats are written into the file before the server starts.
+The chats lie in a file of an older release (``tests.old_stored``), read as it is and brought up to
+date.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import secrets
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -30,10 +30,8 @@ import aiohttp
 import psutil
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
-from gateway.keys import Tenants, generate_key
-from gateway.stored.objects import Objects
-from gateway.stored.shelf import Entry, Item, Limits, stored_form
-from gateway.stored.sqlite_shelf import SqliteShelf
+from gateway.keys import generate_key
+from tests.old_stored import write_old_chats
 
 APPENDS, ITEMS, LISTS = 60, 64, 2400
 MIB = 1 << 20
@@ -127,29 +125,9 @@ async def large_conversation(caller: Caller, num_appends: int, output: Any) -> s
     return str(made["id"])
 
 
-def write_chats(data_dir: Path, tenant: str, number: int) -> None:
-    """Store many chats, each with a number in its metadata and a message."""
-    secret = secrets.token_bytes(32)
-    (data_dir / "secret").write_bytes(secret)
-    (data_dir / "secret").chmod(0o600)
-    shelf = SqliteShelf(data_dir / "stored" / "stored.sqlite", Limits(1 << 40, 1e9))
-    objects = Objects(shelf, Tenants(secret).key_of)
-    for i in range(number):
-        message = {"role": "assistant", "content": "said " * 40, "refusal": None}
-        choice = {"index": 0, "finish_reason": "stop", "logprobs": None, "message": message}
-        head = {"id": f"chatcmpl-{i}", "object": "chat.completion", "created": 1, "model": MODEL}
-        metadata = {"number": str(i), "parity": str(i % 2)}
-        form = stored_form("completion", {**head, "choices": [choice], "metadata": metadata})
-        asked = {"id": f"chatcmpl-{i}-0", "role": "user", "content": "asked " * 20}
-        items = [Item(f"chatcmpl-{i}-0", json.dumps(asked).encode())]
-        for _ in objects.put(tenant, Entry("completion", f"chatcmpl-{i}", "s", form), items):
-            pass  # its steps
-    shelf.close()
-
-
 async def measured(folder: Path, num_chats: int) -> list[dict[str, Any]]:
     (key, line), (other, other_line) = generate_key("mallory"), generate_key("alice")
-    write_chats(folder, "mallory", num_chats)
+    write_old_chats(folder / "stored" / "stored.sqlite", "mallory", num_chats)
     settings = {"api_keys": [line, other_line], "concurrent_requests": 64}
     rows: list[dict[str, Any]] = []
     with FakeStack(folder, gateway=settings, engine={"max_context": 1 << 20}) as stack:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import sqlite3
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -34,10 +35,22 @@ def done(steps: Steps[T]) -> T:
         return result
 
 
+def shelf_in(
+    path: Path,
+    limits: Limits,
+    clock: Callable[[], float] = time.time,
+    *,
+    keeps_damaged: bool = True,
+) -> SqliteShelf:
+    """Open a file, with its mark in the folder above it."""
+    mark = path.parent.parent / f"{path.parent.name}.sealed"
+    return SqliteShelf(path, limits, clock, mark=mark, keeps_damaged=keeps_damaged)
+
+
 def stored_in(path: Path, tenant_bytes: int = 1_000_000) -> Stored:
     """Make a store in a file; nothing is opened yet."""
     limits = Limits(tenant_bytes, max_age_s=1000.0)
-    return Stored(lambda: SqliteShelf(path, limits), KEY_OF)
+    return Stored(lambda: shelf_in(path, limits), KEY_OF)
 
 
 def entry(id: str, session: str = "s", kind: Kind = "conversation", **fields: Any) -> Entry:
@@ -60,7 +73,7 @@ def shown(objects: Objects, id: str, kind: Kind = "conversation", tenant: str = 
 def page(
     objects: Objects, id: str, query: Query | None = None, kind: Kind = "conversation"
 ) -> Page | None:
-    object = objects.find("a", kind, id)
+    object = done(objects.find("a", kind, id))
     return None if object is None else done(objects.page("a", object, query or Query(1000)))
 
 
@@ -71,7 +84,7 @@ def ids_of(objects: Objects, id: str, query: Query | None = None) -> list[str]:
 
 def read_all(objects: Objects, id: str, kind: Kind = "conversation") -> list[str] | None:
     """The ids of all items, as a prompt is made of them."""
-    object = objects.find("a", kind, id)
+    object = done(objects.find("a", kind, id))
     if object is None:
         return None
     rows = done(objects.read_all("a", object))

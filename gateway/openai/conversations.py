@@ -103,7 +103,7 @@ async def show_item(request: Request) -> Response:
     item = request.path_params["item_id"]
 
     def work(objects: Objects, tenant: str, id: str) -> Steps[bytes | None]:
-        object = objects.find(tenant, "conversation", id)
+        object = yield from objects.find(tenant, "conversation", id)
         return None if object is None else (yield from objects.item(tenant, object, item))
 
     return json_response(await CONVERSATION.ask(request, work))

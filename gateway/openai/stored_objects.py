@@ -113,6 +113,10 @@ class StoredKind(NamedTuple):
         """Return the object as it is shown. Raises ``InvalidRequest``, 404."""
         return await self.ask(request, lambda objects, *of: objects.show(of[0], self.kind, of[1]))
 
+    async def require(self, request: Request) -> None:
+        """Raise ``InvalidRequest``, 404, if the object is not there."""
+        await self.ask(request, lambda objects, *of: objects.find(of[0], self.kind, of[1]))
+
     async def show(self, request: Request) -> Response:
         return json_response(await self.body(request))
 
@@ -157,7 +161,7 @@ class StoredKind(NamedTuple):
 def _page(
     objects: Objects, tenant: str, id: str, *, kind: Kind, query: Query
 ) -> Steps[Page | None]:
-    object = objects.find(tenant, kind, id)
+    object = yield from objects.find(tenant, kind, id)
     return None if object is None else (yield from objects.page(tenant, object, query))
 
 

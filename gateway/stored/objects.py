@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.stored.seal import SUM_BYTES, EntrySeal, Head, KeyOf, NotOurs, Seals, added
+from gateway.stored.seal import SUM_BYTES, EntrySeal, Head, KeyOf, NotOurs, Older, Seals, added
 from gateway.stored.shelf import (
     SLICE_ITEMS,
     Change,
     Entry,
     Form,
+    Found,
     Item,
     Kind,
     Labels,
@@ -73,16 +74,20 @@ class Objects:
     def __init__(self, shelf: Shelf, key_of: KeyOf) -> None:
         self.shelf = shelf
         self._seals = Seals(shelf.place, key_of)
+        self._older = Older(shelf, self._seals)
 
-    def find(self, tenant: str, kind: Kind, id: str, *, uses: bool = True) -> Object | None:
+    def find(self, tenant: str, kind: Kind, id: str, *, uses: bool = True) -> Steps[Object | None]:
         """Find an object; note that it was used, if this is a use."""
+        found = self._found(tenant, kind, id, uses)
+        if found is not None and not found.head:
+            yield from self._older.seal(tenant, kind, id)
+            found = self._found(tenant, kind, id, uses)
+        if found is None or not found.head:
+            return None
+        seal = self._seals.entry(tenant, kind, id)
         try:
-            found = self.shelf.find(tenant, kind, id, uses)
-            if found is None:
-                return None
-            head = self._seals.entry(tenant, kind, id).open_head(found.head)
-            return Object(kind, id, head, found.head, found.body_bytes)
-        except (NotOurs, Misshapen):
+            return Object(kind, id, seal.open_head(found.head), found.head, found.body_bytes)
+        except NotOurs:
             return None
 
     def body(self, tenant: str, object: Object) -> bytes | None:
@@ -96,7 +101,7 @@ class Objects:
 
     def show(self, tenant: str, kind: Kind, id: str) -> Steps[bytes | None]:
         """Return an object as it is shown."""
-        object = self.find(tenant, kind, id)
+        object = yield from self.find(tenant, kind, id)
         if object is None:
             return None
         yield object.body_bytes + object.head.output_bytes
@@ -175,11 +180,12 @@ class Objects:
             return None
         if owner is None:
             return None
-        object = self.find(tenant, *owner)
+        object = yield from self.find(tenant, *owner)
         return None if object is None else (yield from self.item(tenant, object, item))
 
     def listed(self, tenant: str, kind: Kind, labels: Labels, query: Query) -> Steps[Page]:
         """List objects that have all of the labels, in the order in which they were stored."""
+        yield from self._older.seal_all(tenant, kind)
         beyond = None
         if query.after is not None:
             beyond = self.shelf.number(tenant, kind, query.after)
@@ -193,7 +199,7 @@ class Objects:
             for id in some.ids:
                 if len(rows) >= query.limit or held >= PAGE_BYTES:
                     return Page(rows, True)
-                object = self.find(tenant, kind, id, uses=False)
+                object = yield from self.find(tenant, kind, id, uses=False)
                 if object is None:
                     continue
                 yield object.body_bytes
@@ -259,7 +265,7 @@ class Objects:
         if not (yield from self._change(tenant, kind, id, grown)):
             return False
         yield from self._tidy(tenant)
-        return self.find(tenant, kind, id, uses=False) is not None
+        return self._found(tenant, kind, id) is not None
 
     def remove_item(self, tenant: str, kind: Kind, id: str, item: str) -> Steps[bool]:
         """Remove one item of an object; returns False if there is no such object."""
@@ -300,7 +306,7 @@ class Objects:
             head = seal.close_head(object.head)
             return Change(object.seen, head, seal.close(made, "body"), tags)
 
-        object = self.find(tenant, kind, id)
+        object = yield from self.find(tenant, kind, id)
         if object is None:
             return None
         yield object.body_bytes
@@ -330,7 +336,8 @@ class Objects:
 
     def chores(self) -> Steps[None]:
         """Do what no tenant's request does, a piece at each step."""
-        for _ in self.shelf.chores():
+        for old in self.shelf.chores():
+            yield from self._older.seal_some(old)
             yield 0
 
     def _change(
@@ -346,7 +353,7 @@ class Objects:
         """
         seal = self._seals.entry(tenant, kind, id)
         for _ in range(MAX_TRIES):
-            object = self.find(tenant, kind, id)
+            object = yield from self.find(tenant, kind, id)
             if object is None:
                 return False
             wanted = change(object, seal)
@@ -358,6 +365,12 @@ class Objects:
     def _tidy(self, tenant: str) -> Steps[None]:
         while self.shelf.tidy(tenant):
             yield 0
+
+    def _found(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
+        try:
+            return self.shelf.find(tenant, kind, id, uses)
+        except Misshapen:
+            return None
 
     def _parts(self, tenant: str, object: Object, span: Span) -> list[Part]:
         try:

@@ -15,6 +15,7 @@ thermocline:stored:2:{tenant}:entry:KIND:ID   head, body, session and number of 
 from __future__ import annotations
 
 _SPACE = "thermocline:stored:2"
+OLDER = "thermocline:stored:{*"  # pattern of the keys of releases that sealed nothing
 
 # A script that notes in each of several owner keys who has an item, until when: one command, where
 # two for each item take long.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, cast
 
-from gateway.stored.redis_keys import OWN, Keys, split, text
+from gateway.stored.redis_keys import OLDER, OWN, Keys, split, text
 from gateway.stored.shelf import (
     KINDS,
     SLICE_ITEMS,
@@ -59,6 +59,7 @@ class RedisShelf:
     ) -> None:
         self._limits = limits
         self._clock = clock
+        self._older_are_gone = False
         times = dict.fromkeys(("timeout", "socket_timeout", "socket_connect_timeout"), deadline_s)
         self._servers = open_servers(url, max_connections=MAX_CONNECTIONS, **times)
 
@@ -267,20 +268,41 @@ class RedisShelf:
                 raise
             return False
 
+    def old(self, tenant: str, kind: Kind, after: str) -> list[str]:
+        return []
+
     def drop_copies(self) -> None:
         """Do nothing: nothing is put aside."""
 
-    def chores(self) -> Iterator[None]:
-        """Do nothing: what is too old expires by itself."""
-        return iter(())
+    def in_one_go(self) -> AbstractContextManager[None]:
+        return nullcontext()  # it is for old entries, of which there are none
+
+    def chores(self) -> Iterator[list[tuple[str, Kind, str]]]:
+        """Remove what older releases left: it lies in plain text, and may have been changed."""
+        with self._reported():
+            pools = [] if self._older_are_gone else self._servers.pools()
+        for server in (redis.Redis(connection_pool=x) for x in pools):
+            cursor = None
+            while cursor != 0:
+                with self._reported():
+                    cursor, found = server.scan(cursor or 0, match=OLDER, count=SLICE_ITEMS)
+                    for key in found:  # each may lie in another slot
+                        server.unlink(key)
+                yield []
+        self._older_are_gone = True
 
     def close(self) -> None:
         self._servers.close()
 
     @contextmanager
     def _exchange(self, keys: Keys) -> Iterator[Any]:
-        try:
+        with self._reported():
             yield redis.Redis(connection_pool=self._servers.pool_of(keys.total.encode()))
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
         except redis.OutOfMemoryError:
             raise StoreFailed("redis is full", "full") from None
         except redis.ResponseError as error:

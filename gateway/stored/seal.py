@@ -12,6 +12,9 @@ of their ids and numbers, so that it shows when some were taken out, put back or
 
     head     session, number of the next item, items, their bytes and sum, a few words
     item     8 bytes: its number | the seal
+
+An entry that an older release stored in plain text has no head. It is sealed when it is asked for,
+and all of them are, one after the other, while the server runs.
 """
 
 from __future__ import annotations
@@ -27,7 +30,18 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from gateway.stored.shelf import Item, Kind, Labels, Part
+from gateway.stored.shelf import (
+    SLICE_ITEMS,
+    Change,
+    Item,
+    Kind,
+    Labels,
+    Part,
+    Shelf,
+    Span,
+    Steps,
+    older_form,
+)
 
 _VERSION: Final = b"\x01"
 _NONCE_BYTES: Final = 12
@@ -41,6 +55,7 @@ SUM_BYTES = 16
 _NUMBER_BYTES = 8
 _TAG_BYTES = 16
 _ALL = b""  # the tag of every entry that is listed at all
+_AT_ONCE = 32
 
 
 class NotOurs(Exception):
@@ -196,3 +211,66 @@ def hashed(key: bytes, what: Sequence[str | int]) -> bytes:
 def added(one: bytes, other: bytes) -> bytes:
     """Add, or take away again: the exclusive or of both."""
     return bytes(x ^ y for x, y in zip(one, other, strict=True))
+
+
+class Older:
+    """The entries of a shelf that were written before entries were sealed."""
+
+    def __init__(self, shelf: Shelf, seals: Seals) -> None:
+        self._shelf = shelf
+        self._seals = seals
+
+    def seal_all(self, tenant: str, kind: Kind) -> Steps[None]:
+        """Seal and label all of one kind, so that lists are whole."""
+        after = ""
+        while (ids := self._shelf.old(tenant, kind, after)) and ids[-1] > after:
+            yield from self.seal_some([(tenant, kind, id) for id in ids])
+            after = ids[-1]
+
+    def seal_some(self, entries: Sequence[tuple[str, Kind, str]]) -> Steps[None]:
+        """Seal entries: small ones in one go, since each transaction takes its time."""
+        for i in range(0, len(entries), _AT_ONCE):
+            large: list[Steps[None]] = []
+            with self._shelf.in_one_go():
+                for entry in entries[i : i + _AT_ONCE]:
+                    steps = self.seal(*entry)
+                    if next(steps, None) is not None:
+                        large.append(steps)
+            yield 0
+            for steps in large:
+                yield from steps
+
+    def seal(self, tenant: str, kind: Kind, id: str) -> Steps[None]:
+        """Seal an entry that an older release wrote, item by item, its head last.
+
+        It may have been begun before. Until there is a head nothing else changes the entry.
+        """
+        seal = self._seals.entry(tenant, kind, id)
+        found, body = self._shelf.find(tenant, kind, id), self._shelf.body(tenant, kind, id)
+        if found is None or found.head or body is None:
+            return  # another one has done it meanwhile
+        form = older_form(kind, body)
+        if form is None:
+            self._shelf.delete(tenant, kind, id)
+            return
+        head, after = Head(found.session, about=form.about), None
+        sealed: list[Part] = []
+        while parts := self._shelf.parts(tenant, kind, id, Span(SLICE_ITEMS, after)):
+            if sealed:
+                some = Change(b"", b"", rewritten=sealed)
+                if not self._shelf.change(tenant, kind, id, some):
+                    return
+                yield 0
+            sealed = []
+            for part in parts:
+                _, own = seal.open_item(part)
+                item = Item(part.id, part.body if own is None else own)
+                head, rewritten = seal.with_items(head, [item])
+                if own is None:
+                    sealed += rewritten
+                after = part.id
+        head, outputs = seal.with_outputs(head, form.outputs)
+        tags = self._seals.tags(tenant, form.labels)
+        body = seal.close(form.body, "body")
+        last = Change(b"", seal.close_head(head), body, tags, outputs, sealed)
+        self._shelf.change(tenant, kind, id, last)

@@ -5,12 +5,13 @@ seals them). An entry that is not there, one that was evicted and another tenant
 None. Every method is one short piece of work: where there may be more to do, its result says so.
 
 The output items of a response are items of their own, so that they are found by id, and read
-without the rest of it.
+without the rest of it. ``stored_form`` also takes what an older release stored in one piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
 
@@ -46,7 +47,7 @@ class Misshapen(StoreFailed):
 class Found(NamedTuple):
     """An entry without its body and items."""
 
-    head: bytes
+    head: bytes  # b"": an older release wrote it
     session: str
     body_bytes: int
 
@@ -77,6 +78,7 @@ class Change(NamedTuple):
     body: bytes | None = None  # None: as it is
     tags: Collection[bytes] | None = None  # None: as they are
     added: Sequence[Part] = ()  # after the others
+    rewritten: Sequence[Part] = ()  # other bytes for items that are there
     removed: str | None = None  # an item's id
 
 
@@ -170,11 +172,20 @@ class Shelf(Protocol):
         Returns True if there may be more.
         """
 
+    def old(self, tenant: str, kind: Kind, after: str) -> list[str]:
+        """List ids above ``after`` of entries that an older release wrote, in order of ids."""
+
     def drop_copies(self) -> None:
         """Remove what was put aside as damaged: it may hold what is deleted."""
 
-    def chores(self) -> Iterator[None]:
-        """Do what no tenant's request does, a piece at each step."""
+    def in_one_go(self) -> AbstractContextManager[None]:
+        """Have all changes of a block of this thread done at once, or none of them."""
+
+    def chores(self) -> Iterator[list[tuple[str, Kind, str]]]:
+        """Do what no tenant's request does, a piece at each step.
+
+        Yields entries that an older release wrote, to be brought up to date before the next step.
+        """
 
     def close(self) -> None:
         """Let go of files and connections."""
@@ -232,6 +243,14 @@ def stored_form(kind: Kind, object: Json) -> Form:
     about = {name: x for name, x in links.items() if isinstance(x, str)}
     outputs = [Item(x["id"], msgspec.json.encode(x)) for x in object.get("output") or ()]
     return Form(msgspec.json.encode(body), about, None, outputs)
+
+
+def older_form(kind: Kind, body: bytes) -> Form | None:
+    """Take an object apart that was stored in one piece; None if it is none of ours."""
+    try:
+        return stored_form(kind, msgspec.json.decode(body, type=dict[str, Any]))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
+        return None
 
 
 def shown_form(kind: Kind, body: bytes, outputs: Sequence[Item]) -> bytes:

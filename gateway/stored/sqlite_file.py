@@ -34,17 +34,19 @@ _FULL = frozenset({"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"})
 class SqliteFile:
     """One file, with a connection for each thread that uses it."""
 
-    def __init__(self, path: Path, schema: str) -> None:
+    def __init__(self, path: Path, schema: str, *, keeps_damaged: bool) -> None:
         """Open or make the file, readable by its owner only.
 
         Args:
             schema: makes what is not there yet, in little time however large the file is.
+            keeps_damaged: a damaged file may stay beside, though it may hold plain text.
 
         Raises:
             StoreFailed: there can be no file.
         """
         self._path = path
         self._damaged = path.with_name(f"{path.name}.damaged")
+        self._keeps_damaged = keeps_damaged
         self._reserve = path.with_name(f"{path.name}.reserve")
         self._writes = threading.Lock()
         self._mine = threading.local()
@@ -62,6 +64,9 @@ class SqliteFile:
         """See one state of the file. Raises ``StoreFailed``."""
         with _failing():
             db = self._connection()
+            if db.in_transaction:
+                yield db
+                return
             db.execute("BEGIN")
             try:
                 yield db
@@ -71,6 +76,9 @@ class SqliteFile:
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
         """Run a block in one transaction, after those of other threads. Raises ``StoreFailed``."""
+        if self._connection().in_transaction:  # see ``in_one_go``
+            yield self._connection()
+            return
         if not self._writes.acquire(timeout=BUSY_S):
             raise StoreFailed("others write for too long", "busy")
         try:
@@ -78,6 +86,12 @@ class SqliteFile:
                 yield db
         finally:
             self._writes.release()
+
+    @contextmanager
+    def in_one_go(self) -> Iterator[None]:
+        """Run a block of this thread in one transaction, with all that it writes."""
+        with self.writing():
+            yield
 
     def remove(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Do ``work``, which removes something, in one transaction, on a full disk too.
@@ -100,11 +114,16 @@ class SqliteFile:
             with self.writing() as db:
                 return work(db)
         finally:
-            with suppress(StoreFailed), _failing():
-                # The log's content goes into the file, and the log is cut to nothing.
-                self._connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-                self._connection().execute("PRAGMA secure_delete = ON").fetchall()
+            with suppress(StoreFailed):
+                self.shorten_log()
+                with _failing():
+                    self._connection().execute("PRAGMA secure_delete = ON").fetchall()
             self._take_reserve()
+
+    def shorten_log(self) -> None:
+        """Bring the log's content into the file, and cut the log to nothing."""
+        with _failing():
+            self._connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def drop_damaged(self) -> None:
         """Remove the damaged file that was put aside, if there is one. Raises ``StoreFailed``."""
@@ -166,15 +185,20 @@ class SqliteFile:
             raise
 
     def _put_aside(self, error: sqlite3.Error) -> None:
-        self._path.replace(self._damaged)
-        os.utime(self._damaged)  # kept from now on
+        if self._keeps_damaged:
+            self._path.replace(self._damaged)
+            os.utime(self._damaged)  # kept from now on
+        else:
+            self._path.unlink()
         for name in ("-wal", "-shm"):
             self._path.with_name(self._path.name + name).unlink(missing_ok=True)
-        log.error("%s is damaged (%s); it is now %s", self._path, error, self._damaged.name)
+        kept = f"put aside as {self._damaged.name}" if self._keeps_damaged else "removed"
+        log.error("%s is damaged (%s); it was %s", self._path, error, kept)
 
     def _drop_old_damaged(self) -> None:
         with suppress(FileNotFoundError):
-            if time.time() - self._damaged.stat().st_mtime > KEEP_DAMAGED_S:
+            age_s = time.time() - self._damaged.stat().st_mtime
+            if age_s > KEEP_DAMAGED_S or not self._keeps_damaged:
                 self._damaged.unlink()
 
     def _take_reserve(self) -> None:
@@ -189,6 +213,20 @@ class SqliteFile:
             log.warning("no room is kept for deletions on a full disk: %s", error.strerror)
             with suppress(OSError):
                 self._reserve.unlink()
+
+
+def make_mark(path: Path) -> None:
+    """Make an empty file, if it is not there, that outlives a power cut. Raises ``StoreFailed``."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name, flags in ((path, os.O_CREAT), (path.parent, os.O_DIRECTORY)):
+            descriptor = os.open(name, os.O_RDONLY | flags, 0o600)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        raise StoreFailed(f"{path} cannot be written: {error.strerror}") from error
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Entries in one SQLite file: the place of a single gateway.
 
-Triggers keep each tenant's bytes, so that a budget is never a guess. An entry is there only with
-its head; without one it is in plain text, and is removed. A deleted entry leaves its items, which
-``tidy`` removes piece by piece.
+Triggers keep each tenant's bytes, so that a budget is never a guess. The tables of entries and
+items are those of older releases, which wrote plain text into them: such an entry has no head. Once
+all are sealed, a mark outside of the file says so, and no plain text in it is believed any more. A
+deleted entry leaves its items, which ``tidy`` removes piece by piece.
 
 SQLite keeps a value of any type in any column, and a process that can write the file may have put
 one there. So what is read is cast to its column's type: then it is a seal that does not open.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from gateway.stored.shelf import (
@@ -25,12 +27,14 @@ from gateway.stored.shelf import (
     Part,
     Row,
     Span,
+    StoreFailed,
     slice_of,
 )
-from gateway.stored.sqlite_file import SqliteFile
+from gateway.stored.sqlite_file import SqliteFile, make_mark
 
 TOUCH_EVERY_S = 60.0  # a use within this of the last one is not written down
 MAX_TOUCHED = 1024
+_SEALED = 2  # the user_version by which releases before the mark knew that all is sealed
 _ROW_BYTES = 200  # that SQLite takes for a row besides its body, about
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -84,27 +88,45 @@ class SqliteShelf:
         path: Path,
         limits: Limits,
         clock: Callable[[], float] = time.time,
+        *,
+        mark: Path,
+        keeps_damaged: bool = True,
     ) -> None:
-        """``clock`` gives seconds since 1970. Raises ``StoreFailed``: there can be no file."""
+        """
+        Args:
+            clock: gives seconds since 1970.
+            mark: a file that is there once all is sealed; it lies where the secret does.
+            keeps_damaged: see ``SqliteFile``.
+
+        Raises:
+            StoreFailed: there can be no file.
+        """
         self._limits = limits
         self._clock = clock
         self._touched: dict[int, float] = {}  # uses that are not written down yet
-        self._file = SqliteFile(path, _SCHEMA + _triggers())
+        self._file = SqliteFile(path, _SCHEMA + _triggers(), keeps_damaged=keeps_damaged)
+        self._mark = mark
+        some = "SELECT 1 FROM entries, pragma_user_version WHERE user_version < ? LIMIT 1"
+        with self._file.reading() as db:
+            self._has_old = bool(db.execute(some, (_SEALED,)).fetchone()) and not mark.exists()
+        if not self._has_old:
+            with suppress(StoreFailed):  # ``chores`` tries again
+                make_mark(mark)
 
     def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
         sql = (
             "SELECT seq, CAST(session AS TEXT), length(body), CAST(used AS REAL),"
-            f" CAST(head AS BLOB) FROM entries JOIN heads ON owner = seq WHERE {_ONE}"
+            f" CAST(head AS BLOB) FROM entries LEFT JOIN heads ON owner = seq WHERE {_ONE}"
         )
         with self._file.reading() as db:
             row = db.execute(sql, (tenant, kind, id)).fetchone()
-        if row is None:
+        if row is None or (row[4] is None and not self._has_old):
             return None
         seq, session, nbytes, used, head = row
         now = self._clock()
         if uses and now - used > TOUCH_EVERY_S and len(self._touched) < MAX_TOUCHED:
             self._touched[seq] = now
-        return Found(head, session, nbytes)
+        return Found(head or b"", session, nbytes)
 
     def body(self, tenant: str, kind: Kind, id: str) -> bytes | None:
         sql = f"SELECT CAST(body AS BLOB) FROM entries WHERE {_ONE}"
@@ -212,9 +234,10 @@ class SqliteShelf:
         with self._file.writing() as db:
             owner = _seq(db, tenant, kind, id)
             head = db.execute("SELECT head FROM heads WHERE owner = ?", (owner,)).fetchone()
-            if owner is None or head is None or head[0] != change.was:
+            if owner is None or (head[0] if head else b"") != change.was:
                 return False
-            _set_head(db, owner, change.head)
+            if change.head:
+                _set_head(db, owner, change.head)
             if change.body is not None:
                 db.execute("UPDATE entries SET body = ? WHERE seq = ?", (change.body, owner))
             if change.tags is not None:
@@ -222,9 +245,12 @@ class SqliteShelf:
             if change.removed is not None:
                 sql = "DELETE FROM items WHERE owner = ? AND id = ?"
                 db.execute(sql, (owner, change.removed))
+            rows = [(x.body, owner, x.id) for x in change.rewritten]
+            db.executemany("UPDATE items SET body = ? WHERE owner = ? AND id = ?", rows)
             _add_items(db, owner, tenant, change.added)
-            self._touched[owner] = self._clock()
-            self._write_uses(db)
+            if change.was:  # what is only sealed is not used
+                self._touched[owner] = self._clock()
+                self._write_uses(db)
             return True
 
     def delete(self, tenant: str, kind: Kind, id: str) -> bool:
@@ -236,14 +262,33 @@ class SqliteShelf:
                 return False
         return self._file.remove(lambda db: self._tidied(db, tenant))
 
+    def old(self, tenant: str, kind: Kind, after: str) -> list[str]:
+        if not self._has_old:
+            return []
+        sql = (
+            "SELECT id FROM entries LEFT JOIN heads ON owner = seq WHERE head IS NULL"
+            " AND tenant = ? AND kind = ? AND id > ? ORDER BY id LIMIT ?"
+        )
+        with self._file.reading() as db:
+            return [x[0] for x in db.execute(sql, (tenant, kind, after, SLICE_ITEMS))]
+
     def drop_copies(self) -> None:
         self._file.drop_damaged()
 
-    def chores(self) -> Iterator[None]:
-        while self._file.remove(_hide_headless):
-            yield
+    def in_one_go(self) -> AbstractContextManager[None]:
+        return self._file.in_one_go()
+
+    def chores(self) -> Iterator[list[tuple[str, Kind, str]]]:
         while (tenant := self._stale_tenant()) is not None and self.tidy(tenant):
-            yield
+            yield []
+        beyond = 1 << 62
+        while self._has_old and beyond:
+            beyond, some = self._some_old(beyond)
+            yield some
+        if self._has_old:
+            self._file.shorten_log()  # of plain text; what is sealed is on the disk before the mark
+            self._has_old = False
+        make_mark(self._mark)
 
     def close(self) -> None:
         self._file.close()
@@ -252,6 +297,16 @@ class SqliteShelf:
         with self._file.reading() as db:
             row = db.execute(sql, args).fetchone()
         return bytes(row[0]) if row else None
+
+    def _some_old(self, beyond: int) -> tuple[int, list[tuple[str, Kind, str]]]:
+        """List some entries that an older release wrote, the latest first, and where to go on."""
+        sql = (
+            "SELECT seq, tenant, kind, id, head IS NULL FROM entries LEFT JOIN heads ON owner = seq"
+            " WHERE seq < ? ORDER BY seq DESC LIMIT ?"
+        )
+        with self._file.reading() as db:
+            rows = db.execute(sql, (beyond, SLICE_ITEMS)).fetchall()
+        return rows[-1][0] if rows else 0, [x[1:4] for x in rows if x[4]]
 
     def _write_uses(self, db: sqlite3.Connection) -> None:
         touched, self._touched = self._touched, {}
@@ -313,15 +368,6 @@ def _hide(db: sqlite3.Connection, owner: int | None) -> bool:
     db.execute("DELETE FROM tags WHERE owner = ?", (owner,))
     db.execute("DELETE FROM entries WHERE seq = ?", (owner,))
     return True
-
-
-def _hide_headless(db: sqlite3.Connection) -> bool:
-    """Delete some entries that have no head; returns False if there are none."""
-    sql = "SELECT seq FROM entries WHERE seq NOT IN (SELECT owner FROM heads) LIMIT ?"
-    found = db.execute(sql, (SLICE_ITEMS,)).fetchall()
-    for (owner,) in found:
-        _hide(db, owner)
-    return bool(found)
 
 
 def _set_head(db: sqlite3.Connection, owner: int, head: bytes) -> None:

@@ -37,6 +37,7 @@ log = logging.getLogger("thermocline.launch")
 DEADLINE_S: Final = 0.5  # for the task that asks; requests wait for a part of it at most
 _PURPOSE: Final = b"limits"
 FILE = "stored.sqlite"
+MARK = "stored.sealed"  # in the data folder, where the secret is
 _DAY_S = 86400.0
 
 
@@ -143,7 +144,10 @@ def stored_objects(
     if store.redis_url:
         return Stored(partial(_redis_shelf, store, limits), key_of)
     folder = Path(config.stored_path).expanduser() if config.stored_path else data_dir / "stored"
-    return Stored(partial(SqliteShelf, folder / FILE, limits), key_of)
+    shelf = partial(
+        SqliteShelf, folder / FILE, limits, mark=data_dir / MARK, keeps_damaged=not store.encrypt
+    )
+    return Stored(shelf, key_of)
 
 
 def _redis_shelf(store: StoreConfig, limits: Limits) -> Shelf:

@@ -16,12 +16,12 @@ import pytest
 
 from gateway.stored.objects import Objects
 from gateway.stored.shelf import Limits
-from gateway.stored.sqlite_shelf import SqliteShelf
 from tests.stored_objects import (
     KEY_OF,
     fill,
     read_all,
     rows_of,
+    shelf_in,
     small_disk,
     stored_in,
 )
@@ -131,10 +131,9 @@ import sys
 from pathlib import Path
 from gateway.stored.objects import Objects
 from gateway.stored.shelf import Limits
-from gateway.stored.sqlite_shelf import SqliteShelf
-from tests.stored_objects import KEY_OF, done, entry, items, put
+from tests.stored_objects import KEY_OF, done, entry, items, put, shelf_in
 
-objects = Objects(SqliteShelf(Path(sys.argv[1]), Limits(1 << 28, 1e6)), KEY_OF)
+objects = Objects(shelf_in(Path(sys.argv[1]), Limits(1 << 28, 1e6)), KEY_OF)
 put(objects, entry("kept"), items("first"))
 number = 0
 while True:
@@ -163,7 +162,7 @@ def test_a_kill_leaves_whole_objects_only(tmp_path: Path, life_s: float) -> None
         child.wait()
     stored = [int(x) for x in reported.read_text().split()]
     assert stored
-    objects = Objects(SqliteShelf(path, Limits(1 << 28, 1e6)), KEY_OF)
+    objects = Objects(shelf_in(path, Limits(1 << 28, 1e6)), KEY_OF)
     for number in stored[:-1]:  # the last one may be deleted, or not
         if number % 3 != 1:
             assert len(read_all(objects, str(number)) or []) == 50

@@ -179,7 +179,7 @@ def _read(
     elif fields.previous_response_id:
         chain = yield from _chain(objects, tenant, fields.previous_response_id, room)
         items, session = chain or (None, None)
-        session = _branch(objects, tenant, fields.previous_response_id, session)
+        session = yield from _branch(objects, tenant, fields.previous_response_id, session)
     if items is None:
         return None
     known = {x.id for x in items}
@@ -198,12 +198,12 @@ def _read(
     return _Recalled(items, session, referred)
 
 
-def _branch(objects: Objects, tenant: str, id: str, session: str | None) -> str:
+def _branch(objects: Objects, tenant: str, id: str, session: str | None) -> Steps[str | None]:
     """Return the session to go on in: a response that another followed begins one of its own.
 
     Two conversations that began alike, and two branches of one, would else overwrite each other.
     """
-    if session is None or objects.find(tenant, "conversation", session) is not None:
+    if session is None or (yield from objects.find(tenant, "conversation", session)) is not None:
         return id
     return session if objects.latest(tenant, "response", session) == id else id
 
@@ -216,7 +216,7 @@ def _chain(
     session = None
     following: str | None = id
     while following is not None:
-        object = objects.find(tenant, "response", following)
+        object = yield from objects.find(tenant, "response", following)
         if object is None:
             return None
         session = session or object.head.session
@@ -238,7 +238,7 @@ def _conversation(
     objects: Objects, tenant: str, id: str, until: str | None, room: _Room
 ) -> Steps[list[Item] | None]:
     """Read a conversation up to the item ``until``; all of it if that is None, or not in it."""
-    object = objects.find(tenant, "conversation", id)
+    object = yield from objects.find(tenant, "conversation", id)
     if object is None:
         return None
     room.take_all(object.head)

@@ -149,7 +149,7 @@ async def list_input_items(request: Request) -> Response:
 async def cancel_response(request: Request) -> Response:
     """Refuse: only background responses can be cancelled, and there are none here."""
     gateway = gateway_of(request)
-    await RESPONSES.body(request)  # 404 if it is not there
+    await RESPONSES.require(request)
     await read_json_body(request, gateway.config)
     id = request.path_params[RESPONSES.param]
     message = f"Response {id} is no background response: end its connection to cancel it."

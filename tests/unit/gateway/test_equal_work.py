@@ -20,8 +20,7 @@ from engines.openai.requests import InvalidRequest
 from gateway.keys import Tenants, generate_key
 from gateway.stored.objects import Objects
 from gateway.stored.shelf import Kind, Limits
-from gateway.stored.sqlite_shelf import SqliteShelf
-from tests.stored_objects import KEY_OF, done, entry, items, put
+from tests.stored_objects import KEY_OF, done, entry, items, put, shelf_in
 from tests.unit.gateway.in_process import MODEL, App
 
 ROOT = Path(__file__).parents[3]
@@ -139,7 +138,7 @@ async def test_a_foreign_session_takes_the_same_steps_as_none_at_all(method: str
 
 @pytest.mark.parametrize("kind", ["response", "conversation", "completion"])
 def test_a_foreign_stored_object_takes_the_same_steps_as_none_at_all(tmp_path: Path, kind: Kind):
-    objects = Objects(SqliteShelf(tmp_path / "stored.sqlite", Limits(1 << 20, 1e6)), KEY_OF)
+    objects = Objects(shelf_in(tmp_path / "stored.sqlite", Limits(1 << 20, 1e6)), KEY_OF)
     put(objects, entry("secret-one", kind=kind), items("secret-item"), tenant="alice")
 
     def steps(id: str, item: str) -> Work:

@@ -22,7 +22,6 @@ from gateway.stored.shelf import (
     label_of,
     stored_form,
 )
-from gateway.stored.sqlite_shelf import SqliteShelf
 from tests.clock import Clock
 from tests.redis_server import RedisServer
 from tests.stored_objects import (
@@ -35,6 +34,7 @@ from tests.stored_objects import (
     put,
     read_all,
     rows_of,
+    shelf_in,
     shown,
 )
 
@@ -49,7 +49,7 @@ def clock() -> Clock:
 def opened(request: pytest.FixtureRequest, limits: Limits, clock: Clock) -> Shelf:
     if request.param == "sqlite":
         folder: Path = request.getfixturevalue("tmp_path")
-        return SqliteShelf(folder / "stored" / "objects.sqlite", limits, clock)
+        return shelf_in(folder / "stored" / "objects.sqlite", limits, clock)
     server: RedisServer = request.getfixturevalue("server")
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
@@ -92,7 +92,7 @@ def test_an_object_is_found_until_it_is_deleted(objects: Objects) -> None:
 def test_another_tenant_and_another_kind_find_nothing(objects: Objects) -> None:
     put(objects, entry("1"), items("i"))
     for tenant, kind in (("b", KINDS[1]), ("a", KINDS[0])):
-        assert objects.find(tenant, kind, "1") is None
+        assert done(objects.find(tenant, kind, "1")) is None
         assert not done(objects.delete(tenant, kind, "1"))
         assert not done(objects.append(tenant, kind, "1", items("x")))
         assert not done(objects.remove_item(tenant, kind, "1", "i"))
@@ -133,7 +133,7 @@ def test_an_answer_is_put_together_again_and_its_items_are_found(objects: Object
     assert read_all(objects, "r", "response") == ["i", "j", "msg_1", "rs_1"]
     assert b"reasoning" in (done(objects.find_item("a", "rs_1")) or b"")
     assert done(objects.find_item("b", "rs_1")) is None
-    object = objects.find("a", "response", "r")
+    object = done(objects.find("a", "response", "r"))
     assert object.head.about == {"previous": "0", "conversation": "c"}
     assert done(objects.delete("a", "response", "r"))
     assert done(objects.find_item("a", "rs_1")) is None
@@ -243,7 +243,7 @@ def test_a_page_holds_no_more_bytes_than_a_page_may(roomy: Objects) -> None:
 def test_a_step_says_before_how_much_it_will_hold(roomy: Objects) -> None:
     put(roomy, entry("1", text=text(100_000)), items("i", text=text(200_000)))
     assert sum(roomy.show("a", "conversation", "1")) >= 100_000
-    object = roomy.find("a", "conversation", "1")
+    object = done(roomy.find("a", "conversation", "1"))
     assert object.head.nbytes > 200_000
     assert sum(roomy.page("a", object, Query(9))) >= 200_000
 
@@ -253,7 +253,7 @@ def test_a_large_conversation_is_read_and_deleted_in_steps(roomy: Objects) -> No
     for i in range(4):
         added = items(*(f"{i}-{n}" for n in range(500)), text=text(2000))
         done(roomy.append("a", "conversation", "1", added))
-    object = roomy.find("a", "conversation", "1")
+    object = done(roomy.find("a", "conversation", "1"))
     assert object is not None
     reading = list(roomy.read_all("a", object))
     assert len(reading) >= object.head.nbytes // (1 << 20)
@@ -333,7 +333,7 @@ def test_another_change_between_is_no_loss(objects: Objects) -> None:
     """Two append at once, each after having looked at the conversation as it was."""
     put(objects, entry("1"), items("i"))
     found, change = objects.shelf.find, objects.shelf.change
-    object = objects.find("a", "conversation", "1")
+    object = done(objects.find("a", "conversation", "1"))
     assert object is not None
     others = iter([items("other")])
 
@@ -395,13 +395,13 @@ def test_a_full_server_takes_deletions(clock: Clock) -> None:
 
 def test_the_file_is_its_owners_and_outlives_the_process(tmp_path: Path) -> None:
     path = tmp_path / "stored" / "objects.sqlite"
-    first = Objects(SqliteShelf(path, LIMITS), KEY_OF)
+    first = Objects(shelf_in(path, LIMITS), KEY_OF)
     put(first, entry("1", text="secret words"), items("i"))
     for name in path.parent.iterdir():
         assert stat.S_IMODE(name.stat().st_mode) == 0o600, name
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     # Not closed, as after a kill: the next process reads the log.
-    second = Objects(SqliteShelf(path, LIMITS), KEY_OF)
+    second = Objects(shelf_in(path, LIMITS), KEY_OF)
     ((sealed,),) = rows_of(path, "SELECT body FROM entries")
     assert shown(second, "1") is not None
     done(second.delete("a", "conversation", "1"))
@@ -413,13 +413,17 @@ def test_the_file_is_its_owners_and_outlives_the_process(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "wreck", [b"no database at all" * 400, b"SQLite format 3\0" + b"\xff" * 9000]
 )
-def test_a_damaged_file_is_put_aside(tmp_path: Path, wreck: bytes) -> None:
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_damaged_file_is_put_aside(tmp_path: Path, wreck: bytes, keeps: bool) -> None:
     path = tmp_path / "objects.sqlite"
     path.write_bytes(wreck)
-    shelf = SqliteShelf(path, LIMITS)
+    shelf = shelf_in(path, LIMITS, keeps_damaged=keeps)
     assert put(Objects(shelf, KEY_OF), entry("1"))
     shelf.close()
-    assert path.with_name("objects.sqlite.damaged").read_bytes() == wreck
+    aside = path.with_name("objects.sqlite.damaged")
+    assert aside.exists() == keeps
+    if keeps:
+        assert aside.read_bytes() == wreck
     with sqlite3.connect(path) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     db.close()
@@ -427,7 +431,7 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, wreck: bytes) -> None:
 
 def test_items_of_an_object_are_in_one_index(tmp_path: Path) -> None:
     """Sorting them by rows would read all of a large conversation for each page of it."""
-    shelf = SqliteShelf(tmp_path / "x.sqlite", LIMITS)
+    shelf = shelf_in(tmp_path / "x.sqlite", LIMITS)
     plan = rows_of(
         tmp_path / "x.sqlite",
         "EXPLAIN QUERY PLAN SELECT seq FROM items WHERE owner = 1 AND seq > 2 ORDER BY seq LIMIT 5",

@@ -13,6 +13,7 @@ from gateway.stored.objects import Objects
 from gateway.stored.shelf import Steps
 from kvstore.config import StoreConfig
 from launch.serve.sharing import stored_objects
+from tests.old_stored import OldFile
 from tests.redis_server import RedisServer
 from tests.stored_objects import KEY_OF, content_of, entry, items
 
@@ -37,6 +38,7 @@ async def test_a_file_in_the_data_folder(tmp_path: Path) -> None:
         assert stored.enabled and not path.exists()
         assert await stored.ask("a", put, False)
         assert path.exists()
+        assert (tmp_path / "stored.sealed").exists()  # beside the secret, and not in their folder
         await stored.close()
 
 
@@ -73,6 +75,23 @@ async def test_no_file_has_a_word_of_a_prompt(tmp_path: Path, encrypt: bool) -> 
     assert MARKER.encode() not in content_of(tmp_path)
 
 
+async def test_nor_one_that_an_older_release_left(tmp_path: Path) -> None:
+    """Its log, and a damaged file that it put aside, hold plain text at first."""
+    path = tmp_path / "stored" / "stored.sqlite"
+    old = OldFile(path)
+    old.put("a", "completion", {"id": "1", "text": MARKER, "metadata": {}}, [{"id": MARKER[:3]}])
+    (path.parent / "stored.sqlite.damaged").write_bytes(MARKER.encode())
+    old.commit()  # and no more: as after a kill
+    assert content_of(tmp_path).count(MARKER.encode()) >= 2
+    store = StoreConfig(encrypt=True)
+    stored = stored_objects(GatewayConfig(), store, tmp_path, KEY_OF)
+    await stored.ask("a", chores, 0)
+    assert MARKER.encode() in (await stored.ask("a", found, None) or b"")
+    assert MARKER.encode() not in content_of(tmp_path)
+    old.close()
+    await stored.close()
+
+
 async def test_a_deletion_reaches_the_file_that_was_put_aside(tmp_path: Path) -> None:
     folder = tmp_path / "stored"
     folder.mkdir()
@@ -90,6 +109,12 @@ async def test_a_deletion_reaches_the_file_that_was_put_aside(tmp_path: Path) ->
         assert await stored.ask("a", delete, 1) == 0
         assert not aside.exists()
     await stored.close()
+
+
+def chores(objects: Objects) -> Steps[int]:
+    for _ in objects.chores():
+        yield 0
+    return 0
 
 
 def all_of(server: RedisServer) -> bytes:
