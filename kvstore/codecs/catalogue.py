@@ -205,6 +205,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
         2.125,
         "VeloxQuant's residual quantiser: a sign, then the sign of what it missed.",
         make=f"{_PAPERS}.rvq:rvq",
+        parameters=(Parameter("bits", 1, 1, 3),),
         paper="VeloxQuant",
     ),
     "vecinfer": CodecEntry(

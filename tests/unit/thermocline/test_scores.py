@@ -25,6 +25,8 @@ NAMES = (
     "rabitq",
     "rabitq:bits=3,clusters=4",
     "rvq",
+    "rvq:bits=2",
+    "rvq:bits=3",
     "polar",
     "base11",
 )

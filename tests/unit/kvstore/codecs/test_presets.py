@@ -91,6 +91,7 @@ def test_wrong_parameters_are_refused_with_the_right_ones(name, why):
 def test_ids_of_parameters_differ_and_fit_a_blob():
     names = [
         *("kivi", "kivi:bits=4", "kivi:bits=4,group=64", "tqprod:bits=2", "tqprod", "qjl:signs=99"),
+        *("rvq", "rvq:bits=2", "rvq:bits=3"),
         *("vecinfer:bits=1", "playground:key_bits=4,value_bits=4,group=64", "playground"),
     ]
     ids = [codec_by_name(name).id for name in names]

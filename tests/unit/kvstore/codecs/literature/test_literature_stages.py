@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.literature.fp8 import LARGEST, Float8, TensorScale, float8_values
 from kvstore.codecs.literature.q8 import BlockScale
-from kvstore.codecs.literature.rvq import Residual
+from kvstore.codecs.literature.rvq import Levels, Residual, laplace_levels
 from kvstore.codecs.literature.stages.levels import LloydMax, Sign
 from kvstore.codecs.literature.stages.min_max import MinMaxGroups, Rounded
 from kvstore.codecs.literature.stages.rotated import SignHadamard
@@ -18,7 +18,7 @@ from kvstore.codecs.literature.turboquant_mlx import (
     digits_to_bytes,
 )
 from kvstore.codecs.reader import Reader
-from kvstore.codecs.rows.lloyd_max import gauss_error
+from kvstore.codecs.rows.lloyd_max import gauss_error, gauss_table
 from kvstore.codecs.stacks.sources import Components
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.errors import Corrupt, UnknownCodec
@@ -110,10 +110,23 @@ def test_lloyd_max_reaches_the_error_of_its_tables():
 
 def test_two_stages_see_more_than_one():
     exact = np.random.default_rng(0).standard_normal((1, 20_000, 4)).astype(np.float32)
-    two = Residual(Sign(), 1, Sign(), np.sqrt(gauss_error(2)))
+    signs = Levels(gauss_table(2).all_levels())
+    two = Residual(signs, 1, signs, np.sqrt(gauss_error(2)))
     errors = [np.mean((exact - q.restore(q.quantise(exact))) ** 2) for q in (Sign(), two)]
     assert errors[0] == pytest.approx(0.363, abs=0.02) and errors[1] < 0.2
     assert two.quantise(exact).max() == 3
+
+
+def test_levels_of_a_laplacian_variable_are_the_known_ones():
+    """Each is the mean of its cell; for eight levels as in tables of Lloyd-Max quantisers."""
+    assert laplace_levels(2) == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-15)
+    assert laplace_levels(4)[2:] == pytest.approx([0.420, 1.834], abs=1e-3)
+    levels = laplace_levels(8)
+    assert levels[4:] == pytest.approx([0.233, 0.833, 1.673, 3.087], abs=1e-3)
+    exact = np.random.default_rng(0).laplace(0, 0.5**0.5, 400_000).astype(np.float32)
+    codes = Levels(levels).quantise(exact)
+    means = [exact[codes == code].mean() for code in range(8)]
+    assert means == pytest.approx(levels, abs=0.02)
 
 
 @settings(max_examples=40, deadline=None)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 
 import numpy as np
@@ -202,6 +203,33 @@ def test_eleven_levels_two_to_a_byte_are_four_bits():
 
 def test_two_signs_come_near_four_levels():
     assert gauss_error(4) < error_of("rvq", "alike") < 1.15 * gauss_error(4)
+
+
+def test_more_bits_in_both_passes_lose_less_but_more_than_levels_of_as_many():
+    for kind in ("alike", "uneven"):
+        errors = [error_of(f"rvq:bits={bits}", kind) for bits in (1, 2, 3)]
+        assert all(more < 0.25 * less for less, more in itertools.pairwise(errors))
+        assert all(x > error_of(f"tq{2 * n}", kind) for n, x in enumerate(errors, 1))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_bits_of_both_passes_are_counted(bits):
+    for dim in (64, 128, 256):
+        assert bits_of(f"rvq:bits={bits}", dim) == pytest.approx(2 * bits + 16 / dim, abs=0.004)
+    stored = narrow(rows_of("uneven"), "bfloat16")
+    codec = codec_by_name(f"rvq:bits={bits}")
+    payload = codec.encode([(stored, stored)], LAYOUT, 128)
+    assert len(payload) == codec.packed_nbytes(LAYOUT, 128, 128)
+
+
+def test_one_bit_in_both_passes_gives_the_bytes_of_earlier_releases():
+    stored = narrow(uneven((4, 128, 128)), "bfloat16")
+    for codec in map(codec_by_name, ("rvq", "rvq:bits=1")):
+        payload = codec.encode([(stored, stored)], LAYOUT, 128)
+        assert codec.id == "rvq.1"
+        assert hashlib.blake2b(payload, digest_size=8).hexdigest() == "ab77fd112c51bc65"
+    restored = narrow(both("rvq", "uneven")[1][KEYS], "bfloat16")
+    assert hashlib.blake2b(restored.tobytes(), digest_size=8).hexdigest() == "d77fd46aa422f0ec"
 
 
 def test_vectors_beat_numbers_and_smoothing_helps_uneven_keys():
