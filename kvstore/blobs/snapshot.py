@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -83,33 +83,44 @@ _PLAIN = "bool float32 float64 complex64 int8 int16 int32 int64 uint8 uint16 uin
 _DTYPES: Final = {**{name: np.dtype(name) for name in _PLAIN.split()}, **NUMPY_DTYPES}
 
 
+def arrays_of(tree: StateTree) -> Iterator[StateArray]:
+    """Yield all arrays of the tree, in order."""
+    if isinstance(tree, StateArray):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for node in tree.values() if isinstance(tree, dict) else tree:
+            yield from arrays_of(node)
+
+
+def mapped(tree: StateTree, of: Callable[[StateTree], StateTree]) -> StateTree:
+    """Copy a tree with ``of`` applied to each node, but not within a node that it replaced."""
+    changed = of(tree)
+    if changed is not tree:
+        return changed
+    if isinstance(tree, dict):
+        return {key: mapped(x, of) for key, x in tree.items()}
+    if isinstance(tree, list):
+        return [mapped(x, of) for x in tree]
+    return tuple(mapped(x, of) for x in tree) if isinstance(tree, tuple) else tree
+
+
 def state_nbytes(tree: StateTree) -> int:
     """Return the total bytes of all arrays of the tree."""
-    if isinstance(tree, StateArray):
-        return tree.nbytes
-    if isinstance(tree, dict):
-        return sum(state_nbytes(x) for x in tree.values())
-    return sum(state_nbytes(x) for x in tree) if isinstance(tree, list | tuple) else 0
-
-
-def copied_state(tree: StateTree) -> StateTree:
-    """Copy a tree whose arrays are views of borrowed memory; marks are kept."""
-    if isinstance(tree, StateArray):
-        return replace(tree, array=tree.array.copy())
-    if isinstance(tree, dict):
-        return {key: copied_state(x) for key, x in tree.items()}
-    if isinstance(tree, list):
-        return [copied_state(x) for x in tree]
-    return tuple(copied_state(x) for x in tree) if isinstance(tree, tuple) else tree
+    return sum(x.nbytes for x in arrays_of(tree))
 
 
 def state_elements(tree: StateTree) -> int:
     """Count the values in all arrays of the tree."""
-    if isinstance(tree, StateArray):
-        return int(tree.array.size)
-    if isinstance(tree, dict):
-        return sum(state_elements(x) for x in tree.values())
-    return sum(state_elements(x) for x in tree) if isinstance(tree, list | tuple) else 0
+    return sum(int(x.array.size) for x in arrays_of(tree))
+
+
+def copied_state(tree: StateTree) -> StateTree:
+    """Copy a tree whose arrays are views of borrowed memory; marks are kept."""
+
+    def copied(node: StateTree) -> StateTree:
+        return replace(node, array=node.array.copy()) if isinstance(node, StateArray) else node
+
+    return mapped(tree, copied)
 
 
 def encode_state(tree: StateTree) -> bytes:

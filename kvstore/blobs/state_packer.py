@@ -15,7 +15,7 @@ that they came from, bit for bit. If it is gone, they are kept as rows of 16 bit
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +29,14 @@ from kvstore.blobs.segments import (
     cover,
     fill,
 )
-from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
+from kvstore.blobs.snapshot import (
+    MatrixArray,
+    StateArray,
+    StateTree,
+    WindowArray,
+    arrays_of,
+    mapped,
+)
 from kvstore.codecs.base import Codec
 from kvstore.codecs.session_codec import AnyMatrixCodec, SessionCodec, matrix_codec_of
 from kvstore.errors import Corrupt, ForeignCodec, UnknownCodec
@@ -66,7 +73,7 @@ class StatePacker:
         # A state at exactly the position of a lossy copy is that copy: do not pack it again.
         matrices = codec.matrices if position > lineage.position else None
         numbers = itertools.count()
-        packed = _mapped(state, lambda x: _packed_matrix(x, matrices, numbers))
+        packed = mapped(state, lambda x: _packed_matrix(x, matrices, numbers))
         run = _rows(state, self._windows) if codec.windows is not None else None
         if run is None or codec.windows is None:
             return packed
@@ -75,7 +82,7 @@ class StatePacker:
             for x in self._segments(run, position, codec.windows, lineage)
         ]
         facts: list[StateTree] = [position, int(run[0][0].shape[1])]
-        return {_WINDOWS: facts, "segments": segments, "tree": _mapped(packed, _without_rows)}
+        return {_WINDOWS: facts, "segments": segments, "tree": mapped(packed, _without_rows)}
 
     def _segments(
         self, run: KVRun, position: int, codec: Codec, lineage: Lineage
@@ -111,10 +118,10 @@ class StatePacker:
             ForeignCodec: it is in a codec that may not be read here.
         """
         if not isinstance(tree, dict) or _WINDOWS not in tree:
-            return _mapped(tree, self._unpacked_matrix)
+            return mapped(tree, self._unpacked_matrix)
         arrays = self._unpacked_rows(tree)
-        inner = _mapped(tree.get("tree"), self._unpacked_matrix)
-        return _mapped(inner, lambda x: _with_rows(x, arrays))
+        inner = mapped(tree.get("tree"), self._unpacked_matrix)
+        return mapped(inner, lambda x: _with_rows(x, arrays))
 
     def segments_of(self, tree: StateTree) -> list[Segment]:
         """List the segments of a packed state; none if it has none. Raises ``Corrupt``."""
@@ -203,27 +210,9 @@ class StatePacker:
 # ---- trees
 
 
-def _mapped(tree: StateTree, of: Callable[[StateTree], StateTree]) -> StateTree:
-    """Copy a tree with ``of`` applied to each node, but not within a node that it replaced."""
-    changed = of(tree)
-    if changed is not tree:
-        return changed
-    if isinstance(tree, dict):
-        return {key: _mapped(x, of) for key, x in tree.items()}
-    if isinstance(tree, list):
-        return [_mapped(x, of) for x in tree]
-    return tuple(_mapped(x, of) for x in tree) if isinstance(tree, tuple) else tree
-
-
 def window_arrays(tree: StateTree) -> list[WindowArray]:
     """List the rows of windows in a state, in order: K and V of a layer, then of the next."""
-    if isinstance(tree, WindowArray):
-        return [tree]
-    if isinstance(tree, dict):
-        return [x for node in tree.values() for x in window_arrays(node)]
-    if isinstance(tree, list | tuple):
-        return [x for node in tree for x in window_arrays(node)]
-    return []
+    return [x for x in arrays_of(tree) if isinstance(x, WindowArray)]
 
 
 def _rows(tree: StateTree, layout: KVLayout | None) -> list[KVPair] | None:
