@@ -70,22 +70,20 @@ class KeySpace:
 
     def __init__(self, fingerprint: str, chunk_tokens: int, model: str) -> None:
         self._fingerprint = fingerprint.encode()
-        self._model = model.encode("utf-8", "surrogatepass")
+        (self._model,) = name_bytes(model)
         self.chunk_tokens = chunk_tokens
 
     def root(self, salt: bytes) -> bytes:
         """Start of every chain of a tenant: a one-way digest that does not reveal the salt."""
         version, size = struct.pack("<I", FORMAT_VERSION), struct.pack("<I", self.chunk_tokens)
-        return _digest(_ROOT, version, salt, self._fingerprint, size)
+        return hashed(_ROOT, version, salt, self._fingerprint, size)
 
     def chain(self, root: bytes, tokens: Tokens) -> Chain:
         """Hash all full chunks of ``tokens``, (num_tokens,) int32, one after the other."""
         return Chain(root, tokens, self.chunk_tokens)
 
     def record_key(self, tenant: str, session_id: str) -> bytes:
-        tenant_bytes = tenant.encode("utf-8", "surrogatepass")
-        id_bytes = session_id.encode("utf-8", "surrogatepass")
-        return RECORD + _digest(_RECORD, tenant_bytes, id_bytes, self._model)
+        return RECORD + hashed(_RECORD, *name_bytes(tenant, session_id), self._model)
 
 
 class Chain:
@@ -115,9 +113,8 @@ class Chain:
     def tail_key(self, tenant: str, session_id: str) -> bytes:
         """Key of the tokens after the last full chunk, for this session only."""
         rest = self._tokens[self.num_chunks * self._chunk_tokens :].tobytes()
-        tenant_bytes = tenant.encode("utf-8", "surrogatepass")
-        id_bytes = session_id.encode("utf-8", "surrogatepass")
-        return TAIL + _digest(_TAIL, self._digests[-1], rest, tenant_bytes, id_bytes)
+        names = name_bytes(tenant, session_id)
+        return TAIL + hashed(_TAIL, self._digests[-1], rest, *names)
 
     def snapshot_key(self, position: int) -> bytes:
         """Key of the state after exactly ``position`` tokens, whichever session computed it."""
@@ -125,14 +122,19 @@ class Chain:
             raise ValueError(f"no snapshot at {position} of {len(self._tokens)} tokens")
         before = position // self._chunk_tokens
         rest = self._tokens[before * self._chunk_tokens : position].tobytes()
-        return SNAPSHOT + _digest(_SNAPSHOT, self._digests[before], rest)
+        return SNAPSHOT + hashed(_SNAPSHOT, self._digests[before], rest)
 
 
 def _link(before: bytes, raw_tokens: bytes) -> bytes:
     return blake2b(before + raw_tokens, digest_size=DIGEST_BYTES, person=_LINK).digest()
 
 
-def _digest(person: bytes, *parts: bytes) -> bytes:
+def name_bytes(*names: str) -> list[bytes]:
+    """Encode names of tenants, sessions or models, whatever characters they have."""
+    return [x.encode("utf-8", "surrogatepass") for x in names]
+
+
+def hashed(person: bytes, *parts: bytes) -> bytes:
     """Hash several byte strings with their lengths, so that no two lists of parts look the same."""
     state = blake2b(digest_size=DIGEST_BYTES, person=person)
     for part in parts:

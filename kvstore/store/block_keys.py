@@ -19,13 +19,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Final, TypeAlias
 
 import msgspec
 
 from kvstore.blobs import format as blobs
-from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, PART, RECORD, SNAPSHOT, TAIL
+from kvstore.blobs.chain import (
+    CHUNK,
+    FORMAT_VERSION,
+    PART,
+    RECORD,
+    SNAPSHOT,
+    TAIL,
+    hashed,
+    name_bytes,
+)
 from kvstore.blobs.packer import RECORD_CODEC, Packer
 from kvstore.errors import Mismatch
 from kvstore.ledger.stack import TierStack
@@ -59,16 +67,16 @@ class BlockKeys:
     """
 
     def __init__(self, fingerprint: str, block_tokens: int, chunk_blocks: int) -> None:
-        self._prefix = _joined(fingerprint.encode())
+        model = fingerprint.encode()
+        self._prefix = struct.pack("<Q", len(model)) + model
         self.block_tokens = block_tokens
         self.chunk_blocks = chunk_blocks
 
     def span(self, hashes: Sequence[bytes], first_block: int, num_blocks: int) -> Span:
         """Name the blob of these blocks; ``first_block`` is a multiple of ``chunk_blocks``."""
         kind = CHUNK if num_blocks == self.chunk_blocks else TAIL
-        sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, num_blocks)
         last = hashes[first_block + num_blocks - 1]
-        digest = _digest(_BLOCKS, self._prefix, sizes, last)
+        digest = self._digest(_BLOCKS, num_blocks, last)
         return self._span(kind + digest, first_block, num_blocks * self.block_tokens)
 
     def chunks(self, hashes: Sequence[bytes], first_block: int = 0) -> list[Span]:
@@ -89,15 +97,13 @@ class BlockKeys:
 
     def state(self, hashes: Sequence[bytes], num_blocks: int) -> Span:
         """Name the state, after ``num_blocks`` blocks, of layers that do not keep all tokens."""
-        sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, num_blocks)
-        digest = _digest(_STATE, self._prefix, sizes, hashes[num_blocks - 1])
+        digest = self._digest(_STATE, num_blocks, hashes[num_blocks - 1])
         return self._span(SNAPSHOT + digest, num_blocks, 0)
 
     def part(self, hashes: Sequence[bytes], tokens: Sequence[int]) -> Span:
         """Name the blob of the ``tokens`` after all these blocks; there is at least one block."""
-        sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, len(hashes))
         ids = struct.pack(f"<{len(tokens)}I", *tokens)
-        digest = _digest(_PART, self._prefix, sizes, hashes[-1], ids)
+        digest = self._digest(_PART, len(hashes), hashes[-1], ids)
         return self._span(PART + digest, len(hashes), len(tokens))
 
     def covering(self, hashes: Sequence[bytes], part: Sequence[int]) -> list[Span]:
@@ -110,24 +116,16 @@ class BlockKeys:
         states = [self.state(hashes, x) for x in by_worth(record.states)]
         return in_order(self.covering(hashes, record.part), states)
 
+    def _digest(self, person: bytes, num_blocks: int, *parts: bytes) -> bytes:
+        sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, num_blocks)
+        return hashed(person, self._prefix, sizes, *parts)
+
     def _span(self, key: bytes, first_block: int, num_tokens: int) -> Span:
         return Span(key, first_block * self.block_tokens, num_tokens, self.block_tokens)
 
     def record_key(self, tenant: str, session_id: str) -> bytes:
         """Key of a session's record; differs between engines, models and ranks."""
-        names = (
-            tenant.encode("utf-8", "surrogatepass"),
-            session_id.encode("utf-8", "surrogatepass"),
-        )
-        return RECORD + _digest(_SESSION, self._prefix, *names)
-
-
-def _joined(*parts: bytes) -> bytes:
-    return b"".join(struct.pack("<Q", len(x)) + x for x in parts)
-
-
-def _digest(person: bytes, *parts: bytes) -> bytes:
-    return blake2b(_joined(*parts), digest_size=DIGEST_BYTES, person=person).digest()
+        return RECORD + hashed(_SESSION, self._prefix, *name_bytes(tenant, session_id))
 
 
 class BlockPrompt:
