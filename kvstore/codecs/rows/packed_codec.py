@@ -7,66 +7,47 @@ by the codec once, and no row is quantised a second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Sequence
+from typing import Final, cast
 
 import numpy as np
 
 from kvstore.codecs import floats
 from kvstore.codecs.base import Codec, Payload, check_run
 from kvstore.codecs.rows.packed_layout import PackedArray, PackedLayout
-from kvstore.codecs.rows.payload import KEPT_DTYPE, ArraySlot, PayloadPlan, plan_payload
-from kvstore.codecs.rows.row_codec import RowCodec
+from kvstore.codecs.rows.payload import ArraySlot, plan_payload
+from kvstore.codecs.rows.row_codec import RowCodec, keep_rows, restore_rows
 from kvstore.errors import UnknownCodec
-from kvstore.shapes import KVLayout, KVRun
+from kvstore.shapes import DType, KVLayout, KVRun
+
+STORED: Final[DType] = "bfloat16"  # of rows that are bit patterns already
 
 
-@dataclass(frozen=True)
-class PackedCodec:
+class PackedCodec(RowCodec):
     """Packs runs of ``PackedArray``. Implements ``kvstore.codecs.base.Codec``."""
-
-    inner: RowCodec
-
-    @property
-    def id(self) -> str:
-        return self.inner.id
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-    def check(self, layout: KVLayout) -> None:
-        self.inner.check(layout)
-
-    def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        return self.inner.packed_nbytes(layout, num_tokens, first_token)
-
-    def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        return self.inner.least_nbytes(layout, num_tokens, first_token)
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         arrays = _arrays(run)
         end = max(array.packed_end for array in arrays)
         if not end:  # nothing is packed: the fast path
-            return self.inner.encode(_exact_run(arrays, layout), layout, first_token)
+            return super().encode(_exact_run(arrays, layout), layout, first_token)
         num_tokens = check_run(run, layout)
-        plan = plan_payload(self.inner.rows, layout, num_tokens, first_token)
+        plan = plan_payload(self.rows, layout, num_tokens, first_token)
         payload = np.empty(plan.nbytes, np.uint8)
         newest = [array[:, end:] for array in arrays]
-        packed = self.inner.encode(_exact_run(newest, layout), layout, first_token + end)
+        packed = super().encode(_exact_run(newest, layout), layout, first_token + end)
         view = np.frombuffer(packed, np.uint8)
-        parts = plan_payload(self.inner.rows, layout, num_tokens - end, first_token + end)
+        parts = plan_payload(self.rows, layout, num_tokens - end, first_token + end)
         for array, slot, part in zip(arrays, plan.slots, parts.slots, strict=True):
             self._fill(payload, array[:, :end], slot)
             _fill_newest(payload, slot, view, part)
-        kept = list(_kept_rows(arrays, plan, payload))
+        kept = list(keep_rows(_exact(arrays), plan, payload, STORED))
         return b"".join([payload.data, *kept]) if kept else payload.data
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
-        plan = plan_payload(self.inner.rows, layout, check_run(out, layout), first_token)
+        plan = plan_payload(self.rows, layout, check_run(out, layout), first_token)
         view = np.frombuffer(payload, np.uint8)
-        kept = self.inner.check_payload(view, plan)
+        kept = self.check_payload(view, plan)
         arrays = _arrays(out)
         for array, slot in zip(arrays, plan.slots, strict=True):
             sinks, shape = slot.num_sinks, (slot.num_heads, slot.num_tokens)
@@ -74,13 +55,7 @@ class PackedCodec:
             array.scales[:, :sinks] = 0
             array.scales[:, sinks:] = slot.scales(view).reshape(shape)
             array.codes[:, sinks:] = slot.packed(view).reshape(*shape, slot.row_nbytes)
-        at = plan.nbytes
-        for number, rows in plan.split_rows(kept):
-            slot = plan.slots[number]
-            end = at + len(rows) * slot.dim * KEPT_DTYPE.itemsize
-            values = view[at:end].view(KEPT_DTYPE).reshape(len(rows), slot.dim)
-            arrays[number].exact[slot.positions(rows)] = values
-            at = end
+        restore_rows(kept, view, plan, _exact(arrays), STORED)
 
     def _fill(self, payload: np.ndarray, array: PackedArray, slot: ArraySlot) -> None:
         """Copy the tokens before the newest, and pack single rows that are not packed yet."""
@@ -96,7 +71,7 @@ class PackedCodec:
         if np.count_nonzero(scales) < scales.size:
             odd = np.nonzero(scales == 0)
             values = floats.widen(array.exact[:, sinks:][odd], array.dtype_name)
-            codes[odd], scales[odd] = self.inner.rows.pack(values)
+            codes[odd], scales[odd] = self.rows.pack(values)
 
 
 def _fill_newest(payload: np.ndarray, slot: ArraySlot, view: np.ndarray, part: ArraySlot) -> None:
@@ -117,7 +92,7 @@ def packed_codec(codec: Codec, layout: PackedLayout) -> PackedCodec:
         UnknownCodec: it is packed by another.
     """
     if isinstance(codec, RowCodec) and codec.rows == layout.rows:
-        return PackedCodec(codec)
+        return PackedCodec(codec.id, codec.rows, codec.backend)
     name = f"tq{layout.num_bits}"
     raise UnknownCodec(
         f"a live cache packed by {name} can only be kept cold by {name}, not by {codec.id}"
@@ -128,16 +103,10 @@ def _arrays(run: KVRun) -> Sequence[PackedArray]:
     return [cast(PackedArray, array) for pair in run for array in pair]
 
 
+def _exact(arrays: Sequence[PackedArray]) -> list[np.ndarray]:
+    return [array.exact for array in arrays]
+
+
 def _exact_run(arrays: Sequence[PackedArray], layout: KVLayout) -> KVRun:
     plain = [floats.from_stored(array.exact, layout.dtype) for array in arrays]
     return list(zip(plain[::2], plain[1::2], strict=True))
-
-
-def _kept_rows(
-    arrays: Sequence[PackedArray], plan: PayloadPlan, payload: np.ndarray
-) -> Iterator[memoryview]:
-    """Yields the rows that cannot be packed, unquantised; their packed bytes become zero."""
-    for number, rows in plan.split_rows(plan.kept_rows(payload)):
-        slot = plan.slots[number]
-        slot.packed(payload)[rows] = 0
-        yield np.ascontiguousarray(arrays[number].exact[slot.positions(rows)]).data

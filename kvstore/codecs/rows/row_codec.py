@@ -52,7 +52,7 @@ class RowCodec:
         for group in plan.groups:
             kernel = self.backend(self.rows, group.dim, layout.dtype)
             kernel.pack(_after_sinks(arrays, plan, group), payload, group)
-        kept = list(_keep_rows(arrays, plan, payload, layout.dtype))
+        kept = list(keep_rows(arrays, plan, payload, layout.dtype))
         return b"".join([payload.data, *kept]) if kept else payload.data
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
@@ -67,7 +67,7 @@ class RowCodec:
         for group in plan.groups:
             kernel = self.backend(self.rows, group.dim, layout.dtype)
             kernel.unpack(view, group, _after_sinks(arrays, plan, group))
-        _restore_rows(unpacked, view, plan, arrays, layout.dtype)
+        restore_rows(unpacked, view, plan, arrays, layout.dtype)
 
     def check_payload(self, payload: np.ndarray, plan: PayloadPlan) -> np.ndarray:
         """Checks a payload and returns the numbers of the rows that were stored unquantised.
@@ -124,7 +124,7 @@ def _after_sinks(arrays: list[np.ndarray], plan: PayloadPlan, group: SlotGroup) 
     return [arrays[number][:, plan.num_sinks :] for number in group.numbers]
 
 
-def _keep_rows(
+def keep_rows(
     arrays: list[np.ndarray], plan: PayloadPlan, payload: np.ndarray, dtype: DType
 ) -> Iterator[memoryview]:
     """Yields the rows that could not be packed, unquantised; their packed bytes become zero."""
@@ -136,13 +136,14 @@ def _keep_rows(
         yield floats.to_stored(values, dtype).data
 
 
-def _restore_rows(
+def restore_rows(
     unpacked: np.ndarray,
     payload: np.ndarray,
     plan: PayloadPlan,
     arrays: list[np.ndarray],
     dtype: DType,
 ) -> None:
+    """Put back the rows that ``keep_rows`` took, by their numbers."""
     at = plan.nbytes
     for number, rows in plan.split_rows(unpacked):
         slot = plan.slots[number]
