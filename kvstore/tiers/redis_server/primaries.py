@@ -69,10 +69,7 @@ def _sentinel_pool(url: str, *, timeout: float, **options: Any) -> Any:
     own = {k.removeprefix(OWN): v for k, v in fields if k.startswith(OWN)}
     query = urlencode([(k, v) for k, v in fields if not k.startswith(OWN)])
     scheme = parts.scheme.removesuffix(SENTINEL)
-    # Parsed as if there were one server, whose address is then left out.
-    one = urlunsplit((scheme, f"{login}{at}master", db, query, ""))
-    known = parse_url(one)  # type: ignore[no-untyped-call]
-    known.pop("host")
+    known = _options_of(scheme, login + at, db, query)
     if known.pop("connection_class", None) is not None:
         known["connection_class"] = SentinelManagedSSLConnection
     # All Sentinels may have to be asked within the time of one server.
@@ -84,6 +81,14 @@ def _sentinel_pool(url: str, *, timeout: float, **options: Any) -> Any:
     return SentinelConnectionPool(  # type: ignore[no-untyped-call]
         service, manager, **{**options, **known}
     )
+
+
+def _options_of(scheme: str, login: str, db: str, query: str) -> dict[str, Any]:
+    """Parse a URL as if there were one server, whose address is then left out."""
+    one = urlunsplit((scheme, f"{login}host", db, query, ""))
+    known: dict[str, Any] = parse_url(one)  # type: ignore[no-untyped-call]
+    known.pop("host")
+    return known
 
 
 def address(text: str, port: int) -> tuple[str, int]:
@@ -142,11 +147,7 @@ class Cluster:
         if parts.path.strip("/") not in ("", "0"):
             raise ValueError("a cluster has one database, 0")
         scheme = parts.scheme.removesuffix(CLUSTER)
-        # Parsed as if there were one server, whose address is then left out.
-        one = urlunsplit((scheme, f"{login}{at}node", "", parts.query, ""))
-        known = parse_url(one)  # type: ignore[no-untyped-call]
-        known.pop("host")
-        self._options: dict[str, Any] = {**options, **known}
+        self._options = {**options, **_options_of(scheme, login + at, "", parts.query)}
         self._lock = threading.Lock()  # the fields below; not held while a node is asked
         self._pools: dict[Address, Any] = {}
         for node in seeds:

@@ -62,7 +62,7 @@ def open_servers(url: str, **options: Any) -> Servers:
     Raises ``ValueError``: not a URL. The message may repeat its password.
     """
     if urlsplit(url).scheme.endswith(CLUSTER):
-        return _ClusterServers(Cluster(url, **options))
+        return _ClusterServers(url, **options)
     return _OneServer(open_pool(url, **options))
 
 
@@ -89,10 +89,7 @@ class _OneServer:
         self._pool.disconnect()
 
 
-class _ClusterServers:
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-
+class _ClusterServers(Cluster):
     def in_order(self, commands: Sequence[Command]) -> Iterable[Sequence[Command]]:
         batch: list[Command] = []
         for command in commands:
@@ -109,18 +106,18 @@ class _ClusterServers:
         moved = [i for i, x in enumerate(replies) if isinstance(x, MovedError)]
         if moved:
             # A command that was refused so was not carried out: it is sent once more, elsewhere.
-            self._cluster.forget()
+            self.forget()
             again = self._ask([commands[i] for i in moved], check_time)
             for i, reply in zip(moved, again, strict=True):
                 replies[i] = reply
         for i, reply in enumerate(replies):
             if isinstance(reply, AskError) and not isinstance(reply, MovedError):
-                pool = self._cluster.pool_at((reply.host, reply.port))
+                pool = self.pool_at((reply.host, reply.port))
                 replies[i] = exchange([(pool, [_ASKING, commands[i]])], check_time)[0][1]
         return replies
 
     def _ask(self, commands: Sequence[Command], check_time: CheckTime) -> list[Reply]:
-        slots = self._cluster.slots(check_time)
+        slots = self.slots(check_time)
         keys = [_key_of(x) for x in commands]
         first = next((x for x in keys if x is not None), b"")
         positions: dict[int, list[int]] = {}
@@ -137,16 +134,10 @@ class _ClusterServers:
         return replies
 
     def pools(self, check_time: CheckTime = unbounded) -> list[Any]:
-        return self._cluster.slots(check_time).pools
+        return self.slots(check_time).pools
 
     def pool_of(self, key: bytes, check_time: CheckTime = unbounded) -> Any:
-        return self._cluster.slots(check_time).pool_of(key)
-
-    def forget(self) -> None:
-        self._cluster.forget()
-
-    def close(self) -> None:
-        self._cluster.close()
+        return self.slots(check_time).pool_of(key)
 
 
 def _key_of(command: Command) -> bytes | None:
