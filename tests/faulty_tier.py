@@ -35,10 +35,6 @@ class FaultyTier:
         return self._name
 
     @property
-    def persistent(self) -> bool:
-        return self.inner.persistent
-
-    @property
     def owed_file(self) -> Path | None:
         return self.inner.owed_file
 

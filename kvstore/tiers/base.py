@@ -79,10 +79,6 @@ class Tier(Protocol):
         """The kind of tier: ``ram``, ``disk`` or ``redis``."""
 
     @property
-    def persistent(self) -> bool:
-        """True if blobs survive the end of this process."""
-
-    @property
     def owed_file(self) -> Path | None:
         """The file for deletions that wait until this tier answers; None: they end with us."""
 

@@ -49,7 +49,6 @@ class DiskTier(IndexedTier):
     """
 
     name = "disk"
-    persistent = True
 
     def __init__(self, folder: Path, capacity_bytes: int, guaranteed_share: float = 0.0) -> None:
         self._guard = CallGuard()

@@ -31,7 +31,6 @@ class RamTier(IndexedTier):
     """
 
     name: TierName = "ram"
-    persistent = False
 
     def __init__(self, capacity_bytes: int, guaranteed_share: float = 0.0) -> None:
         self._index = RecencyIndex(capacity_bytes, guaranteed_share)

@@ -162,10 +162,6 @@ class SealedTier:
         return self._inner.name
 
     @property
-    def persistent(self) -> bool:
-        return self._inner.persistent
-
-    @property
     def owed_file(self) -> Path | None:
         return self._inner.owed_file
 

@@ -44,7 +44,6 @@ class SizedTier(RamTier):
     def __init__(self, name: TierName, capacity_bytes: int, monotonic: Callable[[], float]) -> None:
         super().__init__(capacity_bytes)
         self.name = name
-        self.persistent = name != "ram"
         self._index = RecencyIndex(capacity_bytes, monotonic=monotonic)
 
 

@@ -265,7 +265,6 @@ def test_stats_name_the_tier(tiers: TierRig):
     )
     assert (stats.nbytes, stats.num_blobs, stats.errors) == (0, 0, 0)
     assert tier.name == tiers.kind.split()[-1]
-    assert tier.persistent == (tiers.kind != "ram")
 
 
 def test_many_threads_at_once(tiers: TierRig):

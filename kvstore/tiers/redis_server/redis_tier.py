@@ -65,7 +65,6 @@ class RedisTier(IndexedTier):
     """
 
     name = "redis"
-    persistent = True
 
     def __init__(
         self,

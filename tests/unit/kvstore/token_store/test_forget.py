@@ -33,7 +33,6 @@ class SlowRedis(RamTier):
     """A shared tier whose writes wait until ``gate`` is set."""
 
     name = "redis"
-    persistent = True
 
     def __init__(self) -> None:
         super().__init__(1 << 24)
