@@ -196,6 +196,7 @@ def roll_call(effective: EffectiveSettings, environ: Mapping[str, str]) -> RollC
     """Look at the engines on the Redis of these settings; nothing is written there.
 
     Raises:
+        UsageError: ``store.redis_url`` is no address of a Redis.
         LaunchError: redis-py is missing, the server does not answer, or the secret cannot be read.
     """
     store = effective.settings.store

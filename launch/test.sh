@@ -73,6 +73,7 @@ if [ "${1:-}" = --vllm ]; then
 fi
 
 export PATH="$venv/bin:$PATH"
+trap wait EXIT # a failed check leaves no installation running
 if [ "${1:-}" = --quick ]; then
     shift
     run_static_checks

@@ -56,8 +56,8 @@ def pack_cache(model: Any, caches: Sequence[Any], codec: str = "tq3") -> list[An
         ValueError: as ``make_cache``; or these are no caches of this model.
     """
     packed = make_cache(model, codec)
-    if len(caches) != len(packed) or not all(type(x) is KVCache for x in caches):
-        raise ValueError(f"{len(packed)} plain KV caches of mlx_lm are wanted")
+    if len(caches) != len(packed) or not all(map(_is_plain, caches)):
+        raise ValueError(f"{len(packed)} plain KV caches of mlx_lm, of one prompt, are wanted")
     for old, new in zip(caches, packed, strict=True):
         if not old.empty():
             keys, values = (x[:, :, : old.offset] for x in (old.keys, old.values))
@@ -65,6 +65,10 @@ def pack_cache(model: Any, caches: Sequence[Any], codec: str = "tq3") -> list[An
             new.append(keys, values)
             new.pack_old()
     return packed
+
+
+def _is_plain(cache: Any) -> bool:
+    return type(cache) is KVCache and (cache.empty() or len(cache.keys) == 1)
 
 
 def attending(model: Any) -> AbstractContextManager[None]:

@@ -66,3 +66,7 @@ def test_a_cache_that_is_full_is_packed_and_goes_on():
     with pytest.raises(ValueError, match="3 plain KV caches"):
         thermocline.mlx.pack_cache(model, packed)
     assert thermocline.mlx.pack_cache(model, make_prompt_cache(model))[0].empty()
+    of_two = make_prompt_cache(model)
+    model(mx.array([[1, 2], [3, 4]]), cache=of_two)
+    with pytest.raises(ValueError, match="of one prompt"):
+        thermocline.mlx.pack_cache(model, of_two)
