@@ -68,7 +68,7 @@ def pack_cache(model: Any, caches: Sequence[Any], codec: str = "tq3") -> list[An
 
 
 def _is_plain(cache: Any) -> bool:
-    return type(cache) is KVCache and (cache.empty() or len(cache.keys) == 1)
+    return type(cache) is KVCache and (cache.keys is None or len(cache.keys) == 1)
 
 
 def attending(model: Any) -> AbstractContextManager[None]:
