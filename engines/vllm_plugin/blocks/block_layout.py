@@ -244,15 +244,17 @@ def _reads_back(layout: BlockLayout, like: Tensor, write: WriteBlock, key_dim: i
 def _learnt_order(like: Tensor, write: WriteBlock, *, of_values: bool = False) -> Tensor:
     """Find the order of K's elements in the first half of a (block, head), or of V's in the second.
 
-    Each element's number is written as two digits, one after the other, so that any dtype holds it
-    exactly. Raises ``UnknownLayout``: the elements are not in that half.
+    Each element's number is written as three digits, one after the other, so that bfloat16 holds
+    them exactly, also those of blocks of thousands of tokens.
+
+    Raises ``UnknownLayout``: the elements are not in that half.
     """
     _, heads, tokens, width = like.shape
     count = tokens * width // 2
     number = torch.arange(count).view(tokens, 1, width // 2).expand(tokens, heads, width // 2)
     order = torch.zeros(count, dtype=torch.long)
-    for digit, weight in ((number % _BASE, 1), (number // _BASE, _BASE)):
-        rows = digit.to(like).contiguous()
+    for weight in (1, _BASE, _BASE * _BASE):
+        rows = (number // weight % _BASE).to(like).contiguous()
         cache = _empty_block(like)
         others = torch.zeros_like(rows)
         write(*((others, rows) if of_values else (rows, others)), cache)
