@@ -130,7 +130,7 @@ def _link(before: bytes, raw_tokens: bytes) -> bytes:
 
 
 def name_bytes(*names: str) -> list[bytes]:
-    """Encode names of tenants, sessions or models, whatever characters they have."""
+    """Encode names of tenants, sessions or models, with any characters."""
     return [x.encode("utf-8", "surrogatepass") for x in names]
 
 

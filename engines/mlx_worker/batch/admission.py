@@ -158,7 +158,7 @@ class FairQueue(Generic[T]):
         return False
 
     def remove(self, item: T) -> bool:
-        """Take ``item`` out, wherever it is; False if it does not wait here."""
+        """Remove ``item`` from its line; returns False if it does not wait here."""
         for name, tenant in self._tenants.items():
             if tenant.remove(item):
                 if not len(tenant):
