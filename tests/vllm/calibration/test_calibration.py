@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -48,6 +49,8 @@ def facts_of(program: str, *words: str) -> dict[str, Any]:
     skip_without_device()
     command = [sys.executable, "-m", f"tests.vllm.rig.{program}", *words]
     done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == -signal.SIGILL:  # int8 products on some virtual machines with AMX
+        pytest.skip("a kernel of vLLM's wheel has an instruction that this processor lacks")
     (line,) = [x for x in done.stdout.splitlines() if x.startswith("facts: ")] or [done.stderr]
     found: dict[str, Any] = json.loads(line.removeprefix("facts: "))
     return found
