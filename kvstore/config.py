@@ -6,13 +6,10 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvstore.session import STATES_PER_SESSION
-
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
-MIN_CHUNK_TOKENS: Final = 16
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
-# A value of ``codec``: each tier gets the best preset for it within the bound on this model.
+# A value of ``codec``: the densest preset within the bound on this model that restores quickly.
 AUTO: Final = "auto"
 
 
@@ -23,14 +20,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     codec: str = AUTO
-    # Codecs of these tiers, if they differ from that of the memory tier; "" = the same.
-    disk_codec: str = ""
-    redis_codec: str = ""
     # Modules that register custom codecs (``thermocline.register``), imported by name before any
     # codec is looked up, here and in engines.
     codec_modules: tuple[str, ...] = ()
-    # 0 = the size that suits engine and codec: see kvstore.chunk_size.
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
     # A lossy codec is used only if it was measured on this very model and stayed within this bound:
     # KL of the next token, in nats, against the exact cache. See ``quality``.
     max_kl: Annotated[float, msgspec.Meta(ge=0)] = 0.01
@@ -63,8 +55,6 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # Packed bytes that may wait for each slower tier; beyond it that tier is skipped, counted,
     # and caught up with later. One save always fits an empty queue, here and above.
     write_queue_bytes: NonNegative = 256 << 20
-    # States kept of a session whose cache cannot be cut: see kvstore.session.
-    max_snapshots: Annotated[int, msgspec.Meta(ge=1, le=64)] = STATES_PER_SESSION
     # Memory for the list of sessions; beyond it the longest unused are no longer listed.
     index_bytes: NonNegative = 256 << 20
     # This share of each tier is divided between the tenants that used it within a day. Bytes of a
@@ -77,7 +67,3 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tenant_pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     # A session that was not used for this long is dropped from every tier. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-
-    def __post_init__(self) -> None:
-        if 0 < self.chunk_tokens < MIN_CHUNK_TOKENS:
-            raise ValueError(f"chunk_tokens is 0 or at least {MIN_CHUNK_TOKENS}")

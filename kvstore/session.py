@@ -20,6 +20,7 @@ SHARED_TIERS: Final[frozenset[TierName]] = frozenset({"redis"})
 # Why something that was once computed has to be computed again.
 MissReason: TypeAlias = Literal[
     "never-stored",  # nothing of this session was ever saved here
+    "too-short",  # it had fewer tokens than a chunk, which is the least that is saved
     "diverged",  # the new prompt departs from the stored one
     "evicted",  # a tier ran out of room
     "ttl",
@@ -35,7 +36,9 @@ MissReason: TypeAlias = Literal[
     "foreign-seed",
 ]
 # The reasons for an unknown session, which may well be new.
-UNKNOWN_REASONS: Final[frozenset[MissReason | None]] = frozenset({"never-stored", "foreign-secret"})
+UNKNOWN_REASONS: Final[frozenset[MissReason | None]] = frozenset(
+    {"never-stored", "too-short", "foreign-secret"}
+)
 STATES_PER_SESSION: Final = 2
 SessionName: TypeAlias = tuple[str, str]  # tenant and session id
 

@@ -106,8 +106,9 @@ class StoredModel(msgspec.Struct, frozen=True):
         name: the clients' name of it; sessions are found by it.
         fingerprint: hex digest of weights, config, dtype and the engine's KV layout.
         needs_state: its cache cannot be cut back to an earlier token; sessions are then
-            restorable only where a snapshot was taken.
-        windows: layers with sliding windows whose rows a snapshot may keep packed.
+            restorable only where a state was taken.
+        windows: layers with sliding windows whose rows are stored as chunks beside states.
+        window_tokens: tokens that these layers keep.
     """
 
     name: str
@@ -115,6 +116,7 @@ class StoredModel(msgspec.Struct, frozen=True):
     layout: KVLayout
     needs_state: bool = False
     windows: KVLayout | None = None
+    window_tokens: int = 0
 
 
 def tokens_in(run: KVRun) -> int:

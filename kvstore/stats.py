@@ -49,10 +49,9 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
     ``saves`` ended with a record in a tier; ``saves_skipped`` found the queue full;
     ``saves_superseded`` were replaced by a newer one of the session; ``saves_failed`` reached no
-    tier. ``saves_copied``: too much waited to pack them anew for slower tiers, which got copies
-    instead. ``chunks_encoded``; ``chunks_kept``, of which some rows had been restored from a lossy
-    copy and were not packed again; ``repacked_blobs``, which were stored unpacked before;
-    ``snapshots_stored``, ``restores``, ``restored_tokens``, ``promoted_blobs``.
+    tier. ``chunks_packed``, ``states_packed``; ``chunks_left_out``, which had been restored from a
+    lossy copy that was evicted since, and those after them; ``repacked_blobs``, which were stored
+    exactly before; ``restores``, ``restored_tokens``, ``promoted_blobs``.
     ``corrupt``: blobs found damaged and deleted. ``misses.<reason>``: see ``MissReason``.
     ``behind.<tier>``: saves that a slower tier did not take in time. ``unavailable.<tier>``: calls
     that a tier could not answer.
@@ -63,7 +62,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     write_queue_bytes: dict[str, int]  # packed bytes waiting for each slower tier
     num_sessions: int
     tiers: list[TierStats]
-    codecs: dict[str, str] = {}  # by tier, the id of the codec of new blobs
+    codec: str = ""  # id of the codec of new blobs' rows
     repacking: Repacking = Repacking()
     members: Members | None = None  # None: there is no Redis, or no report yet
 

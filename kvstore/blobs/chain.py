@@ -1,20 +1,27 @@
-"""The names of blobs: chained hashes of token ids.
+"""The names of blobs: one chained digest for each full chunk of a session's tokens.
 
-A key is a kind byte and 32 bytes of blake2b. The chain starts at the *root*, a digest of everything
-that must be equal for two sessions to share KV: format version, tenant salt, model fingerprint,
-chunk size. The hash of each full chunk covers the digest before it and the chunk's own token ids:
+A session's *chain* is a list of names, 32 bytes each, one for each full chunk. A name covers its
+chunk's tokens and, through the name before it, all tokens before them, the tenant's salt and the
+model's fingerprint. So equal names mean equal tokens from the very first one on, and one tenant can
+never name another tenant's chunk. The store compares and looks up names and never sees tokens: an
+engine makes the chain (``ChainMaker``) from token ids, or from the hashes that it has for its own
+blocks.
 
     root      = H(version, salt, fingerprint, chunk_tokens)
-    chunk[0]  = H(root,       tokens of chunk 0)
-    chunk[i]  = H(chunk[i-1], tokens of chunk i)
+    chain[0]  = H(root,     tokens of chunk 0)
+    chain[i]  = H(chain[i-1], tokens of chunk i)
 
-so equal keys mean equal tokens from the very first one on, and one tenant can never name another
-tenant's chunk. The key does not depend on how KV is packed: the same chunk may be stored in several
-codecs, distinguished by their tags (``codec_set``). The keys of the tail and the snapshots are
-derived from the same chain; only the tail's key also covers its session, because the tail is
-replaced each turn. A session record is found without the salt: by tenant, session id and model
-name, so that a change of weights is *detected* (and reported as a miss) instead of hiding the
-record. Ids of any length and with any characters are safe, since only their digest is used.
+A key in a tier is a byte for the kind of blob and a digest:
+
+    chunk    the chunk's name
+    state    the name of the chunk at whose end the state was taken
+    window   the chunk's name; or, for a chunk of which only the last tokens were still in a window,
+             a digest of the name and the number of tokens that are missing
+    record   H(tenant, session id, model): found without the salt, so that a change of weights is
+             *detected* and reported as a miss instead of hiding the record
+    page     the name of the last chunk that a page of a session's chain lists
+
+The key does not depend on how KV is packed: the header of a blob names its codec.
 """
 
 from __future__ import annotations
@@ -22,111 +29,191 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT_VERSION: Final = 2
-DIGEST_BYTES: Final = 32
-KEY_BYTES: Final = 1 + DIGEST_BYTES
+FORMAT_VERSION: Final = 3
+NAME_BYTES: Final = 32
+KEY_BYTES: Final = 1 + NAME_BYTES
 
 CHUNK: Final = b"c"
-TAIL: Final = b"t"
-SNAPSHOT: Final = b"s"
-PART: Final = b"p"
+WINDOW: Final = b"w"
+STATE: Final = b"s"
 RECORD: Final = b"r"
-KINDS: Final = frozenset((CHUNK, TAIL, SNAPSHOT, PART, RECORD))
+PAGE: Final = b"p"
+KINDS: Final = frozenset((CHUNK, WINDOW, STATE, RECORD, PAGE))
 
 Tokens: TypeAlias = NDArray[np.int32]
+# The names of a session's full chunks, from the first one on.
+Chain: TypeAlias = Sequence[bytes]
 
-# blake2b's personalisation keeps the five uses of the hash apart.
+# blake2b's personalisation keeps the uses of the hash apart.
 _ROOT = b"thermocline root"
 _LINK = b"thermocline link"
-_TAIL = b"thermocline tail"
-_SNAPSHOT = b"thermoclinestate"
+_BLOCKS = b"thermoclineblock"
+_WINDOW = b"thermocline wind"
 _RECORD = b"thermocline sess"
 
 
-def as_tokens(token_ids: Sequence[int] | Tokens) -> Tokens:
-    """Return token ids as (num_tokens,) little-endian int32, the form that is hashed and stored."""
-    return np.ascontiguousarray(token_ids, dtype="<i4")
+class Piece(NamedTuple):
+    """A blob of a session: a chunk, the rows of windows in a chunk, a state, or a page of its chain.
+
+    It has the rows of ``num_tokens`` tokens from ``first_token`` on. A state has no rows; it was
+    taken after ``first_token`` tokens. Nor has a page, which lists the chunks up to there.
+    """
+
+    key: bytes
+    first_token: int
+    num_tokens: int
+
+    @property
+    def end_token(self) -> int:
+        """The index after its last token."""
+        return self.first_token + self.num_tokens
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.key[:1] == CHUNK
+
+    @property
+    def is_window(self) -> bool:
+        return self.key[:1] == WINDOW
+
+    @property
+    def is_state(self) -> bool:
+        return self.key[:1] == STATE
+
+    @property
+    def is_page(self) -> bool:
+        return self.key[:1] == PAGE
 
 
-def no_tokens() -> Tokens:
-    return as_tokens(())
+class ChainMaker:
+    """Names the full chunks of the sessions of one model.
 
+    Args:
+        fingerprint: of weights, dtype, rank and layout.
+        chunk_tokens: tokens of a chunk.
+    """
 
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Count the leading tokens that are equal. Both arrays: (num_tokens,) int32."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
-
-
-class KeySpace:
-    """The keys of one store: one model, one chunk size."""
-
-    def __init__(self, fingerprint: str, chunk_tokens: int, model: str) -> None:
+    def __init__(self, fingerprint: str, chunk_tokens: int) -> None:
         self._fingerprint = fingerprint.encode()
-        (self._model,) = name_bytes(model)
         self.chunk_tokens = chunk_tokens
 
-    def root(self, salt: bytes) -> bytes:
-        """Start of every chain of a tenant: a one-way digest that does not reveal the salt."""
+    def of_tokens(self, salt: bytes, tokens: Tokens, before: Chain = ()) -> list[bytes]:
+        """Name all full chunks of ``tokens``, (num_tokens,) int32.
+
+        Args:
+            salt: the tenant's; the names do not reveal it.
+            before: the names of the first chunks, if they are known: they are not hashed again.
+        """
+        chain, step = list(before), 4 * self.chunk_tokens
+        name = chain[-1] if chain else self._root(salt)
+        raw = as_tokens(tokens[len(chain) * self.chunk_tokens :]).tobytes()
+        for first in range(0, len(raw) - step + 1, step):
+            name = _digest(_LINK, name + raw[first : first + step])
+            chain.append(name)
+        return chain
+
+    def of_blocks(self, hashes: Sequence[bytes], block_tokens: int) -> list[bytes]:
+        """Name all full chunks of an engine's own blocks, by the hash of each chunk's last block.
+
+        The engine's hash covers the block's tokens, the hash before it, the tenant's salt, and what
+        else the KV depends on (adapters, images). It does not cover weights, dtype and ranks; the
+        fingerprint does.
+
+        Args:
+            block_tokens: tokens of a block; a chunk has a whole number of blocks.
+        """
+        size = self.chunk_tokens // block_tokens
+        sizes = struct.pack("<IIQ", FORMAT_VERSION, self.chunk_tokens, len(self._fingerprint))
+        prefix = sizes + self._fingerprint
+        return [_digest(_BLOCKS, prefix + bytes(x)) for x in hashes[size - 1 :: size]]
+
+    def _root(self, salt: bytes) -> bytes:
         version, size = struct.pack("<I", FORMAT_VERSION), struct.pack("<I", self.chunk_tokens)
         return hashed(_ROOT, version, salt, self._fingerprint, size)
 
-    def chain(self, root: bytes, tokens: Tokens) -> Chain:
-        """Hash all full chunks of ``tokens``, (num_tokens,) int32, one after the other."""
-        return Chain(root, tokens, self.chunk_tokens)
 
-    def record_key(self, tenant: str, session_id: str) -> bytes:
-        return RECORD + hashed(_RECORD, *name_bytes(tenant, session_id), self._model)
+class ChainKeys:
+    """Names the blobs of chains: chunks, windows and states.
 
+    Args:
+        chunk_tokens: tokens of a chunk.
+        growing: the model has layers that keep all tokens; without any there are no chunks.
+        window_tokens: tokens that layers with windows keep; 0 = no rows of windows are stored
+            beside states.
+    """
 
-class Chain:
-    """Digests of the full chunks of one run of tokens, and the keys derived from them."""
+    def __init__(self, chunk_tokens: int, *, growing: bool = True, window_tokens: int = 0) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.growing = growing
+        self.window_tokens = window_tokens
 
-    def __init__(self, root: bytes, tokens: Tokens, chunk_tokens: int) -> None:
-        self._tokens = tokens
-        self._chunk_tokens = chunk_tokens
-        self._digests = [root]
-        step = 4 * chunk_tokens
-        raw = tokens.tobytes()
-        for first in range(0, len(raw) - step + 1, step):
-            self._digests.append(_link(self._digests[-1], raw[first : first + step]))
+    def chunks(self, chain: Chain, first: int = 0, end: int | None = None) -> list[Piece]:
+        """Name the chunks with these numbers."""
+        if not self.growing:
+            return []
+        size = self.chunk_tokens
+        return [Piece(CHUNK + x, i * size, size) for i, x in enumerate(chain[first:end], first)]
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self._tokens)
+    def state(self, chain: Chain, num_chunks: int) -> Piece:
+        """Name the state after the first ``num_chunks`` chunks."""
+        return Piece(STATE + chain[num_chunks - 1], num_chunks * self.chunk_tokens, 0)
 
-    @property
-    def num_chunks(self) -> int:
-        return len(self._digests) - 1
+    def windows(self, chain: Chain, num_chunks: int) -> list[Piece]:
+        """Name the windows' rows of the state after ``num_chunks`` chunks, in order.
 
-    @property
-    def chunk_keys(self) -> list[bytes]:
-        return [CHUNK + x for x in self._digests[1:]]
-
-    def tail_key(self, tenant: str, session_id: str) -> bytes:
-        """Key of the tokens after the last full chunk, for this session only."""
-        rest = self._tokens[self.num_chunks * self._chunk_tokens :].tobytes()
-        names = name_bytes(tenant, session_id)
-        return TAIL + hashed(_TAIL, self._digests[-1], rest, *names)
-
-    def snapshot_key(self, position: int) -> bytes:
-        """Key of the state after exactly ``position`` tokens, whichever session computed it."""
-        if not 0 < position <= len(self._tokens):
-            raise ValueError(f"no snapshot at {position} of {len(self._tokens)} tokens")
-        before = position // self._chunk_tokens
-        rest = self._tokens[before * self._chunk_tokens : position].tobytes()
-        return SNAPSHOT + hashed(_SNAPSHOT, self._digests[before], rest)
+        The first piece has only the last tokens of its chunk if the window begins inside it.
+        """
+        if not self.window_tokens:
+            return []
+        size = self.chunk_tokens
+        start = max(num_chunks * size - self.window_tokens, 0)
+        first, skipped = divmod(start, size)
+        pieces = [Piece(WINDOW + chain[i], i * size, size) for i in range(first, num_chunks)]
+        if skipped:
+            pieces[0] = Piece(WINDOW + part_name(chain[first], skipped), start, size - skipped)
+        return pieces
 
 
-def _link(before: bytes, raw_tokens: bytes) -> bytes:
-    return blake2b(before + raw_tokens, digest_size=DIGEST_BYTES, person=_LINK).digest()
+def part_name(name: bytes, skipped: int) -> bytes:
+    """Name the rows of a chunk without its first ``skipped`` tokens."""
+    return _digest(_WINDOW, name + struct.pack("<I", skipped))
+
+
+def record_key(tenant: str, session_id: str, model: str) -> bytes:
+    """Name the record of a session; ids of any length and with any characters are safe."""
+    return RECORD + hashed(_RECORD, *name_bytes(tenant, session_id, model))
+
+
+def num_common(one: Chain, other: Chain) -> int:
+    """Count the leading names that two chains share.
+
+    A name covers everything before it: if two are equal, so are all before them.
+    """
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[middle - 1] == other[middle - 1] else (low, middle - 1)
+    return low
+
+
+def joined(chain: Chain) -> bytes:
+    """Write a chain as bytes, ``NAME_BYTES`` for each chunk."""
+    return b"".join(chain)
+
+
+def split(names: bytes) -> list[bytes]:
+    """Read a chain that ``joined`` wrote."""
+    return [names[i : i + NAME_BYTES] for i in range(0, len(names), NAME_BYTES)]
+
+
+def as_tokens(token_ids: Sequence[int] | Tokens) -> Tokens:
+    """Return token ids as (num_tokens,) little-endian int32, the form that is hashed."""
+    return np.ascontiguousarray(token_ids, dtype="<i4")
 
 
 def name_bytes(*names: str) -> list[bytes]:
@@ -136,8 +223,12 @@ def name_bytes(*names: str) -> list[bytes]:
 
 def hashed(person: bytes, *parts: bytes) -> bytes:
     """Hash several byte strings with their lengths, so that no two lists of parts look the same."""
-    state = blake2b(digest_size=DIGEST_BYTES, person=person)
+    state = blake2b(digest_size=NAME_BYTES, person=person)
     for part in parts:
         state.update(struct.pack("<Q", len(part)))
         state.update(part)
     return state.digest()
+
+
+def _digest(person: bytes, content: bytes) -> bytes:
+    return blake2b(content, digest_size=NAME_BYTES, person=person).digest()

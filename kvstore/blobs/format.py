@@ -3,7 +3,8 @@
     offset  size
          0     4  magic "TCKV"
          4     2  format version
-         6     1  kind: c chunk, t tail, s snapshot, p part of a block, r session record
+         6     1  kind: c chunk, w windows' rows of a chunk, s state, r session record, p page of
+                  a session's chain
          7     1  flags, 0 (reserved: bit 0 will say that the payload is sealed with AES-GCM, this
                   header being the associated data)
          8    24  codec id, ASCII, zero padded
@@ -42,6 +43,7 @@ MAX_PAYLOAD_BYTES: Final = 1 << 31
 MAX_CODEC_ID_BYTES: Final = 24
 _HEADER: Final = struct.Struct("<4sHcB24s32s32s16sIIQ")
 _CRC: Final = struct.Struct("<I")
+_KIND: Final = slice(6, 7)
 _CODEC: Final = slice(8, 8 + MAX_CODEC_ID_BYTES)
 HEADER_BYTES: Final = _HEADER.size + _CRC.size
 
@@ -100,6 +102,17 @@ def codec_in(blob: bytes | bytearray | memoryview | VerifiedBlob) -> bytes:
     if isinstance(blob, VerifiedBlob):
         return blob.header.codec
     return bytes(blob[_CODEC]).rstrip(b"\0")
+
+
+def kind_of(blob: bytes | bytearray | memoryview | VerifiedBlob) -> bytes:
+    """Read the kind that a blob claims, unchecked; for other bytes the result is arbitrary."""
+    return blob.header.key[:1] if isinstance(blob, VerifiedBlob) else bytes(blob[_KIND])
+
+
+def check_length(payload: memoryview, least: int) -> None:
+    """Raise ``Corrupt`` if a payload has fewer bytes than its tokens need at least."""
+    if len(payload) < least:
+        raise Corrupt("a blob claims more tokens than its bytes can hold")
 
 
 def pack(header: Header, payload: bytes | memoryview) -> bytearray:

@@ -12,14 +12,15 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Generic, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple
 
 import msgspec
 
 from kvstore.blobs.chain import KEY_BYTES, RECORD
 from kvstore.errors import Corrupt, Mismatch, Unusable
 from kvstore.ledger.notices import Restorable
-from kvstore.ledger.record import R, RecordKind, StoredSession
+from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.stack import TierStack
 from kvstore.session import SessionRef
 from kvstore.stats import Counters
@@ -27,7 +28,7 @@ from kvstore.tiers.base import Blob
 
 ENTRY_BYTES: Final = 512  # Python's memory for each session besides its record
 BLOB_KEY_BYTES: Final = KEY_BYTES + 152  # of a key as an object, and of its place in the counter
-MAX_LAPSED: Final = 4096  # sessions that are remembered as expired
+MAX_LAPSED: Final = 4096  # sessions that are remembered as expired; as many as too short
 
 
 class Claims:
@@ -71,21 +72,22 @@ class Claims:
             return record_key in self._claimed
 
 
-class _Entry(msgspec.Struct, Generic[R], frozen=True, gc=False):
-    record: R
+class _Entry(msgspec.Struct, frozen=True, gc=False):
+    record: SessionRecord
     blob_keys: tuple[bytes, ...]
+    num_needed: int  # of these; the others are of older states
     nbytes: int
 
 
-class Loaded(NamedTuple, Generic[R]):
+class Loaded(NamedTuple):
     """The records that were taken in, and the keys of those that exist and could not be read."""
 
-    found: list[R]
+    found: list[SessionRecord]
     unread: list[bytes]
     is_full: bool  # the index has no room for older ones
 
 
-class SessionIndex(Generic[R]):
+class SessionIndex:
     """Records by record key. Thread-safe; tiers are read without the lock held.
 
     Args:
@@ -95,7 +97,7 @@ class SessionIndex(Generic[R]):
 
     def __init__(
         self,
-        kind: RecordKind[R],
+        records: Records,
         stack: TierStack,
         counters: Counters,
         clock: Callable[[], float],
@@ -103,7 +105,7 @@ class SessionIndex(Generic[R]):
         max_bytes: int,
         ttl_s: float,
     ) -> None:
-        self._kind = kind
+        self.records = records
         self._stack = stack
         self._counters = counters
         self.clock = clock
@@ -111,8 +113,9 @@ class SessionIndex(Generic[R]):
         self._ttl_s = ttl_s
         self.is_whole = True  # False while records of earlier lives are still to be read
         self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, _Entry[R]] = OrderedDict()  # longest unused first
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # longest unused first
         self._lapsed: OrderedDict[bytes, None] = OrderedDict()
+        self._short: OrderedDict[bytes, None] = OrderedDict()
         self._users: Counter[bytes] = Counter()  # number of sessions by blob
         self._nbytes = 0
         self._num_removals = 0
@@ -125,36 +128,36 @@ class SessionIndex(Generic[R]):
 
     def key_of(self, session: SessionRef) -> bytes:
         """The key of the session's record."""
-        return self._kind.key(session.tenant, session.id)
+        return self.records.key(session.tenant, session.id)
 
-    def key(self, record: R) -> bytes:
+    def key(self, record: SessionRecord) -> bytes:
         """The key of the record itself."""
-        return self._kind.key(record.tenant, record.id)
+        return self.records.key(record.tenant, record.id)
 
-    def blob_keys(self, record: R) -> list[bytes]:
+    def blob_keys(self, record: SessionRecord) -> list[bytes]:
         """Keys of all blobs of the session, in the order of their importance."""
         with self._lock:
             entry = self._entries.get(self.key(record))
         if entry is not None and entry.record is record:
             return list(entry.blob_keys)
-        return self._kind.blob_keys(record)
+        return self.records.blob_keys(record)
 
-    def needed_keys(self, record: R) -> list[bytes]:
+    def needed_keys(self, record: SessionRecord) -> list[bytes]:
         """Keys of the blobs that a turn needs if it continues where the session ended."""
-        return _needed(record, self.blob_keys(record))
+        return self.records.needed_keys(record)
 
-    def owned(self, record: R) -> list[bytes]:
+    def owned(self, record: SessionRecord) -> list[bytes]:
         """Keys of all blobs of the session: those it needs, and those it no longer uses."""
         return [*self.blob_keys(record), *record.abandoned]
 
-    def all(self) -> list[R]:
+    def all(self) -> list[SessionRecord]:
         """Every known record, the longest unused first."""
         with self._lock:
             return [x.record for x in self._entries.values()]
 
-    def usable(self) -> list[R]:
+    def usable(self) -> list[SessionRecord]:
         """Records of sessions that could be restored here, if tiers still hold their blobs."""
-        return [x for x in self.all() if self._kind.is_usable(x) and not self.is_over(x)]
+        return [x for x in self.all() if self.records.is_usable(x) and not self.is_over(x)]
 
     def restorable(self) -> Iterator[Restorable]:
         """The usable sessions, each with the blobs that show where it is stored."""
@@ -162,42 +165,42 @@ class SessionIndex(Generic[R]):
             entries = list(self._entries.items())
         for key, entry in entries:
             record = entry.record
-            needed = _needed(record, entry.blob_keys)
-            if needed and self._kind.is_usable(record) and not self.is_over(record):
+            needed = entry.blob_keys[: entry.num_needed]
+            if needed and self.records.is_usable(record) and not self.is_over(record):
                 session = SessionRef(record.tenant, record.id, b"")
                 yield Restorable(key, session, needed[0], needed[-1])
 
-    def get(self, key: bytes) -> R | None:
+    def get(self, key: bytes) -> SessionRecord | None:
         """The record under this key, from memory only."""
         with self._lock:
             entry = self._entries.get(key)
         return None if entry is None else entry.record
 
-    def find(self, tenant: str, session_id: str) -> R | None:
+    def find(self, tenant: str, session_id: str) -> SessionRecord | None:
         """The session's record from memory, else from the local tiers."""
-        key = self._kind.key(tenant, session_id)
+        key = self.records.key(tenant, session_id)
         with self._lock:
             entry, num_removals = self._entries.get(key), self._num_removals
         if entry is not None:
             return entry.record
         found = self._newest(key, self._stack.local)
         if found is not None:
-            keys = self._kind.blob_keys(found)
+            keys = self.records.blob_keys(found)
             with self._lock:
                 # Meanwhile a save may have inserted it, or the session may have been removed.
                 if key not in self._entries and num_removals == self._num_removals:
                     self._insert(key, found, keys)
         return found
 
-    def find_anywhere(self, tenant: str, session_id: str) -> R | None:
+    def find_anywhere(self, tenant: str, session_id: str) -> SessionRecord | None:
         """Return the session's record from memory or a local tier, else from a shared tier."""
         return self.find(tenant, session_id) or self.find_shared(tenant, session_id)
 
-    def find_shared(self, tenant: str, session_id: str) -> R | None:
+    def find_shared(self, tenant: str, session_id: str) -> SessionRecord | None:
         """Return the session's record in a shared tier, where another engine may have put it."""
-        return self._newest(self._kind.key(tenant, session_id), self._stack.shared)
+        return self._newest(self.records.key(tenant, session_id), self._stack.shared)
 
-    def everywhere(self, key: bytes) -> list[R]:
+    def everywhere(self, key: bytes) -> list[SessionRecord]:
         """Every copy of a record: a slow tier may hold an older one."""
         copies = [self.get(key), *(self.find_in(i, key) for i in range(len(self._stack)))]
         return [x for x in copies if x is not None]
@@ -220,7 +223,7 @@ class SessionIndex(Generic[R]):
 
     def load(self) -> None:
         """Read all records in the local tiers; of several for one session the newest counts."""
-        found: dict[bytes, R] = {}
+        found: dict[bytes, SessionRecord] = {}
         for level in self._stack.local:
             for key, blob in self._stack.scan(level, RECORD):
                 record = self._parsed(level, key, blob)
@@ -229,7 +232,7 @@ class SessionIndex(Generic[R]):
         for record in sorted(found.values(), key=lambda x: x.last_used_s):
             self.put(record)
 
-    def load_written(self, level: int, keys: Sequence[bytes]) -> Loaded[R]:
+    def load_written(self, level: int, keys: Sequence[bytes]) -> Loaded:
         """Read records that an earlier life wrote to a tier, as less recent than all known ones.
 
         One thread at a time.
@@ -248,12 +251,12 @@ class SessionIndex(Generic[R]):
             blobs = dict(zip(unknown, self._stack.get(level, unknown), strict=True))
             absent = [key for key, blob in blobs.items() if blob is None]
             unread = [x for x in absent if self._stack.may_hold(level, x)]
-            found: list[R] = []
+            found: list[SessionRecord] = []
             for key, blob in blobs.items():
                 record = None if blob is None else self._parsed(level, key, blob)
-                if record is None or not self._kind.is_usable(record) or self.is_over(record):
+                if record is None or not self.records.is_usable(record) or self.is_over(record):
                     continue
-                blob_keys = self._kind.blob_keys(record)
+                blob_keys = self.records.blob_keys(record)
                 with self._lock:
                     # Meanwhile a save may have inserted it, or the session may have been removed.
                     if key in self._entries or key in removed:
@@ -267,9 +270,9 @@ class SessionIndex(Generic[R]):
             with self._lock:
                 self._removed = None
 
-    def put(self, record: R, blob_keys: Sequence[bytes] | None = None) -> None:
+    def put(self, record: SessionRecord, blob_keys: Sequence[bytes] | None = None) -> None:
         """Remember the session as it is now. ``blob_keys``: its own, if they are known."""
-        keys = self._kind.blob_keys(record) if blob_keys is None else blob_keys
+        keys = self.records.blob_keys(record) if blob_keys is None else blob_keys
         with self._lock:
             self._insert(self.key(record), record, keys)
 
@@ -279,7 +282,7 @@ class SessionIndex(Generic[R]):
             entry = self._entries.get(key)
             if entry is not None:
                 used = msgspec.structs.replace(entry.record, last_used_s=self.clock())
-                self._entries[key] = _Entry(used, entry.blob_keys, entry.nbytes)
+                self._entries[key] = _Entry(used, entry.blob_keys, entry.num_needed, entry.nbytes)
                 self._entries.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
@@ -292,7 +295,7 @@ class SessionIndex(Generic[R]):
 
     # ---- expired sessions
 
-    def is_over(self, record: R) -> bool:
+    def is_over(self, record: SessionRecord) -> bool:
         """True if the session was unused for longer than sessions are kept."""
         age_s = self.clock() - record.last_used_s
         return bool(self._ttl_s) and age_s > self._ttl_s and not record.pinned
@@ -307,22 +310,34 @@ class SessionIndex(Generic[R]):
     def has_lapsed(self, tenant: str, session_id: str) -> bool:
         """True if the session was removed because it had expired."""
         with self._lock:
-            return self._kind.key(tenant, session_id) in self._lapsed
+            return self.records.key(tenant, session_id) in self._lapsed
+
+    def note_short(self, key: bytes) -> None:
+        """Remember that a session was too short to be saved."""
+        with self._lock:
+            self._short[key] = None
+            if len(self._short) > MAX_LAPSED:
+                self._short.popitem(last=False)
+
+    def was_short(self, tenant: str, session_id: str) -> bool:
+        """True if the session was not saved because it had less than a full chunk."""
+        with self._lock:
+            return self.records.key(tenant, session_id) in self._short
 
     # ---- reading tiers
 
-    def _newest(self, key: bytes, levels: Iterable[int]) -> R | None:
+    def _newest(self, key: bytes, levels: Iterable[int]) -> SessionRecord | None:
         copies = [x for i in levels if (x := self.find_in(i, key)) is not None]
         return max(copies, key=lambda x: x.last_used_s, default=None)
 
-    def find_in(self, level: int, key: bytes) -> R | None:
+    def find_in(self, level: int, key: bytes) -> SessionRecord | None:
         """Return the record that a tier has under this key; None also if it does not answer."""
         blob = self._stack.find(level, [key])[0]
         return None if blob is None else self._parsed(level, key, blob)
 
-    def _parsed(self, level: int, key: bytes, blob: Blob) -> R | None:
+    def _parsed(self, level: int, key: bytes, blob: Blob) -> SessionRecord | None:
         try:
-            record = self._kind.unpack(key, blob)
+            record = self.records.unpack(key, blob, partial(self._stack.find, level))
             if self.key(record) != key:
                 raise Mismatch("the record is of another session, or of another model's")
         except Corrupt:
@@ -331,20 +346,21 @@ class SessionIndex(Generic[R]):
             return None
         except Unusable:  # records of other engines may be in the same tier; leave them untouched
             return None
-        self._stack.meet(record.codecs)
         return record
 
     # ---- with the lock held
 
     def _insert(
-        self, key: bytes, record: R, blob_keys: Iterable[bytes], *, oldest: bool = False
+        self, key: bytes, record: SessionRecord, blob_keys: Iterable[bytes], *, oldest: bool = False
     ) -> None:
         self._lapsed.pop(key, None)
+        self._short.pop(key, None)
         before, keys = self._entries.get(key), tuple(blob_keys)
         num_same = 0 if before is None else _num_common(before.blob_keys, keys)
         self._take_out(key, num_same)
         nbytes = ENTRY_BYTES + record.nbytes + BLOB_KEY_BYTES * len(keys)
-        self._entries[key] = _Entry(record, keys, nbytes)
+        num_needed = len(self.records.needed_keys(record)) if record.states else len(keys)
+        self._entries[key] = _Entry(record, keys, num_needed, nbytes)
         self._entries.move_to_end(key, last=not oldest)
         self._users.update(keys[num_same:])
         self._nbytes += nbytes
@@ -365,7 +381,7 @@ class SessionIndex(Generic[R]):
                 del users[blob_key]
 
 
-def _is_newer(record: R, other: R | None) -> bool:
+def _is_newer(record: SessionRecord, other: SessionRecord | None) -> bool:
     return other is None or other.last_used_s < record.last_used_s
 
 
@@ -373,9 +389,3 @@ def _num_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
     """Count the first keys that both have; a session that grows keeps nearly all."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _needed(record: StoredSession, blob_keys: Sequence[bytes]) -> list[bytes]:
-    """Leave out the older states."""
-    num_spare = max(0, len({*record.state_positions}) - 1)
-    return list(blob_keys[: len(blob_keys) - num_spare])

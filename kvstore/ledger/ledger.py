@@ -8,24 +8,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Generic
+from typing import Final
 
 from kvstore.blobs.chain import RECORD
-from kvstore.blobs.codec_set import CodecSet, CodecTags
 from kvstore.blobs.packer import Packer
+from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.notices import Notices
 from kvstore.ledger.pins import Pins
 from kvstore.ledger.reading import Promotion
-from kvstore.ledger.record import R, RecordKind
+from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.upkeep import Upkeep
 from kvstore.ledger.writing import Committer, WriteBehind
 from kvstore.membership import ALONE, Company
-from kvstore.session import SessionRef, TierName
+from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
 from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
 from kvstore.tiers.base import Tier
@@ -45,11 +45,11 @@ def _none_waits(record_key: bytes) -> bool:
     return False
 
 
-class Ledger(Generic[R]):
+class Ledger:
     """Thread-safe. Owns ``tiers`` (fastest first), the threads that write them, and the workers.
 
     Before ``start`` there are no threads: a commit writes all tiers before it returns, and nothing
-    runs periodically. A store passes in records of its own kind and gets them back; matching
+    runs periodically. Matching
     prompts, naming blobs and packing them is left to the store.
 
     Args:
@@ -62,7 +62,7 @@ class Ledger(Generic[R]):
     def __init__(
         self,
         config: StoreConfig,
-        kind: RecordKind[R],
+        records: Records,
         packer: Packer,
         tiers: Sequence[Tier],
         *,
@@ -71,7 +71,7 @@ class Ledger(Generic[R]):
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.kind = kind
+        self.records = records
         self.company: Company = ALONE  # the other engines on the same Redis
         self.counters = Counters()
         self.workers = Workers(config.num_threads)
@@ -81,9 +81,8 @@ class Ledger(Generic[R]):
         self._packer = packer
         self._switching = threading.Lock()
         self.stack = TierStack(tiers, self.counters)
-        self._tag_tiers()
         self.index = SessionIndex(
-            kind,
+            records,
             self.stack,
             self.counters,
             clock,
@@ -105,7 +104,7 @@ class Ledger(Generic[R]):
             )
             for level in range(1, len(self.stack))
         ]
-        self.committer = Committer(kind, self.stack, self._slower, self.index, self.pins)
+        self.committer = Committer(self.stack, self._slower, self.index, self.pins)
         for record in reversed(self.index.all()):  # if the share is smaller now, the newest stay
             self.committer.follow_pin(record)
         self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
@@ -121,7 +120,6 @@ class Ledger(Generic[R]):
             is_awaited,
         )
         self.repacker = Repacker(
-            kind,
             self.stack,
             self.index,
             self.committer,
@@ -148,7 +146,7 @@ class Ledger(Generic[R]):
             return
         deletions = self.upkeep.deletions
         deletions.retry()
-        found: list[R] = []
+        found: list[SessionRecord] = []
         awaited = list(self._to_load)
         for level in awaited:
             deletions.retry_records(level)
@@ -167,14 +165,14 @@ class Ledger(Generic[R]):
             first = SessionRef(found[0].tenant, found[0].id, b"")
             self.notices.report_found(first, map(self.index.key, found))
 
-    def _load_from(self, level: int) -> list[R]:
+    def _load_from(self, level: int) -> list[SessionRecord]:
         keys = self._to_load[level]
         if keys is None:
             written = self.stack.written(level, RECORD)
             if written is None:
                 return []
             keys = written[::-1]  # the most recently used first
-        found: list[R] = []
+        found: list[SessionRecord] = []
         later: list[bytes] = []
         while keys and not (self._closing.is_set() or self.upkeep.deletions.is_owed(level)):
             batch, keys = keys[:LOAD_BATCH], keys[LOAD_BATCH:]
@@ -210,7 +208,7 @@ class Ledger(Generic[R]):
             if record is not None:  # not forgotten meanwhile
                 self.committer.follow_pin(record)
 
-    def _say_whose_blobs(self, records: Sequence[R]) -> None:
+    def _say_whose_blobs(self, records: Sequence[SessionRecord]) -> None:
         """Assign to tenants the blobs that an earlier run left in the tiers."""
         keys: dict[str, list[bytes]] = {}
         idle_s: dict[str, float] = {}
@@ -240,11 +238,11 @@ class Ledger(Generic[R]):
 
     # ---- sessions between their turns
 
-    def find_anywhere(self, session: SessionRef) -> R | None:
+    def find_anywhere(self, session: SessionRef) -> SessionRecord | None:
         """Return the session's record from memory or a local tier, else from a shared tier."""
         return self.index.find_anywhere(session.tenant, session.id)
 
-    def find(self, session: SessionRef) -> R | None:
+    def find(self, session: SessionRef) -> SessionRecord | None:
         """Return the session's record from memory, else from the local tiers.
 
         A shared tier is asked, too, until its sessions of earlier lives are known: a save must know
@@ -255,9 +253,21 @@ class Ledger(Generic[R]):
             record = self.index.find_shared(session.tenant, session.id)
         return record
 
+    def why_unknown(self, session: SessionRef) -> MissReason:
+        """Explain why nothing of a session is stored."""
+        if self.index.has_lapsed(session.tenant, session.id):
+            return "ttl"
+        if self.index.was_short(session.tenant, session.id):
+            return "too-short"
+        return self.company.why_unknown()
+
+    def why_diverged(self) -> MissReason:
+        """Explain why a prompt has not even its first chunk in common with its session."""
+        return self.company.why_diverged()
+
     def record_key(self, session: SessionRef) -> bytes:
         """The key under which the session's record is stored."""
-        return self.kind.key(session.tenant, session.id)
+        return self.records.key(session.tenant, session.id)
 
     def limit_tenants(
         self, limits: Mapping[TierName, TenantLimits]
@@ -278,35 +288,27 @@ class Ledger(Generic[R]):
 
     # ---- codecs
 
-    def adopt(self, codecs: CodecSet, *, keep: bool) -> None:
+    def adopt(self, codecs: StoreCodecs, *, keep: bool) -> None:
         """Use these codecs from now on. Does not wait: running saves end with the former ones.
 
-        Stored blobs are found under the tags of all codecs that can be read; unpacked blobs are
-        packed in idle moments (``repacking``). Raises ``UnknownCodec``, with nothing changed.
+        Exact blobs are packed in idle moments (``repacking``). Raises ``UnknownCodec``, with
+        nothing changed.
         """
         with self._switching:
-            # The header of a blob names its codec, so the order of these steps does not matter.
             self._packer.adopt(codecs, keep=keep)
-            self._tag_tiers()
-            self.pins.renew()
         self.repacker.look_again()
-
-    def _tag_tiers(self) -> None:
-        codecs, readable = self._packer.codecs, self._packer.readable
-        self.stack.tag([CodecTags.among(codecs.of(x).id, readable) for x in self.stack.names])
 
     # ---- the whole store
 
     def stats(self, save_queue_bytes: int) -> StoreStats:
         """Return the current statistics."""
-        codecs = self._packer.codecs
         return StoreStats(
             counters=self.counters.as_dict(),
             save_queue_bytes=save_queue_bytes,
             write_queue_bytes={self.stack.name(i): x.nbytes for i, x in enumerate(self._slower, 1)},
             num_sessions=len(self.index),
             tiers=self.stack.stats(),
-            codecs={name: codecs.of(name).id for name in self.stack.names},
+            codec=self._packer.codec.id,
             repacking=self.repacker.progress,
             members=self.company.report(),
         )

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.errors import PinLimit
-from kvstore.ledger.stack import PinnedNames, TierStack
+from kvstore.ledger.stack import TierStack
 
 
 class PinnedSession(NamedTuple):
@@ -34,10 +34,9 @@ class _Held(NamedTuple):
     tenant: str
     keys: Sequence[bytes]
     nbytes: int  # that a tier uses
-    names: PinnedNames
 
 
-_NOTHING = _Held("", (), 0, ())
+_NOTHING = _Held("", (), 0)
 
 
 class Pins:
@@ -90,7 +89,8 @@ class Pins:
                 old = set(before.keys)
                 keys, nbytes = [x for x in pin.keys if x in old], before.nbytes
             # Pins are counted. The new ones come first, so that no blob is unpinned in between.
-            now = _Held(pin.tenant, keys, nbytes, self._stack.pin(keys))
+            self._stack.pin(keys)
+            now = _Held(pin.tenant, keys, nbytes)
             if keys:
                 self._held[pin.record_key] = now
                 self._by_tenant[now.tenant] += now.nbytes
@@ -101,16 +101,9 @@ class Pins:
             if record_key in self._held:
                 self._loosen(self._take_out(record_key))
 
-    def renew(self) -> None:
-        """Pin all pinned blobs again, since their names may have changed."""
-        with self._lock:
-            for key, held in self._held.items():
-                self._held[key] = held._replace(names=self._stack.pin(held.keys))
-                self._loosen(held)
-
     def _loosen(self, held: _Held) -> None:
         if held.keys:
-            self._stack.unpin(held.names)
+            self._stack.unpin(held.keys)
 
     def _take_out(self, record_key: bytes) -> _Held:
         held = self._held.pop(record_key, _NOTHING)

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 from kvstore.blobs.chain import CHUNK
 from kvstore.errors import ForeignCodec, TierUnavailable, Unusable
 from kvstore.ledger.index import Claims, SessionIndex
-from kvstore.ledger.record import R
 from kvstore.ledger.stack import TierStack
 from kvstore.session import MissReason
 from kvstore.stats import Counters
@@ -79,16 +78,11 @@ class CopyReader:
         self._stack.delete(level, [key])
 
 
-class Promotion(Generic[R]):
-    """Puts blobs of slower tiers into the fastest one, as they are. Thread-safe.
-
-    In the fastest tier's own codec they would be smaller or quicker, but made of rows that have
-    already been through the other codec. If slower tiers have a denser codec, the copies are small,
-    and they save a slow read.
-    """
+class Promotion:
+    """Puts blobs of slower tiers into the fastest one, as they are. Thread-safe."""
 
     def __init__(
-        self, stack: TierStack, index: SessionIndex[R], claims: Claims, counters: Counters
+        self, stack: TierStack, index: SessionIndex, claims: Claims, counters: Counters
     ) -> None:
         self._stack = stack
         self._index = index
@@ -122,7 +116,7 @@ class Promotion(Generic[R]):
     ) -> list[tuple[bytes, Blob]]:
         """Leave out blobs that no session uses or used: they may be of a forgotten session.
 
-        Also leave out tails and states that a commit in progress may be about to replace.
+        Also leave out states that a save in progress may be about to delete.
         """
         gone = set(self._index.unused(key for key, _ in blobs))
         if record_key is not None:

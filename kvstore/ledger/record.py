@@ -1,131 +1,281 @@
-"""The common part of all records of sessions, and the protocol through which a ledger uses them."""
+"""The record of a session: its chain, its states, its sizes; and how a save revises an older one.
+
+A record lies in the tiers beside the session's blobs and is written after them, so that a reader
+that finds it also finds the blobs that it names.
+
+A long chain is *paged*: a save writes what is new and does not repeat the whole chain. Each full
+page of ``PAGE_CHUNKS`` names is a blob of its own under the name of its last chunk, so two sessions
+with one beginning share its pages, and a page is never written again. The record itself has the
+names of the pages and the chunks after the last full page. If a tier has evicted a page, the record
+is read as one of a shorter chain; what is stored of the rest is still found by its names.
+
+The new record replaces the old one regardless of the tokens they share: the new chain may be longer
+(the usual update), shorter (an answer is generated again), or depart from the old one half-way (an
+edited message). States that are no longer kept are deleted, unless another session needs them.
+Chunks of an abandoned branch stay, since the user may return to it; the record remembers them so
+that ``forget`` finds them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from typing import Final, Protocol, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
+from kvstore.blobs import format as blobs
+from kvstore.blobs.chain import (
+    CHUNK,
+    NAME_BYTES,
+    PAGE,
+    Chain,
+    ChainKeys,
+    Piece,
+    joined,
+    record_key,
+    split,
+)
+from kvstore.blobs.packer import RECORD_CODEC, Packer
+from kvstore.errors import Corrupt, Mismatch, Unusable
+from kvstore.session import by_worth
 from kvstore.tiers.base import Blob
 
-MAX_CODECS: Final = 16  # that a session's record remembers
+PAGE_CHUNKS: Final = 128
+PAGE_CODEC: Final = b"names.1"
 MAX_LEFT_BEHIND: Final = 1024  # chunks of abandoned branches that a record remembers
 
 
-class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a session's record that is the same for every kind of store.
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A session as the cold store knows it.
 
-    A record is stored in the tiers beside the session's blobs and is written after them, so that a
-    reader that finds it also finds the blobs that it names.
+    Args:
+        chain: the names of its chunks, ``NAME_BYTES`` each.
+        states: the numbers of chunks after which a state is stored, ascending.
+        last_used_s: of the wall clock, for display and ttl only.
+        packed_bytes: of all its blobs except this record and its pages, headers included.
+        state_bytes: of these, states and the windows beside them.
+        left_behind: names of chunks that it no longer uses since its history was edited. They can
+            still be found by content.
+        note: bytes of the engine's own, equally many for each chunk; b"" = none.
     """
 
     tenant: str
     id: str
-    codecs: tuple[str, ...] = ()  # ids that its blobs may be in, the newest first
-    last_used_s: float  # wall clock, for display and ttl only
+    fingerprint: str
+    chunk_tokens: int
+    chain: bytes
+    states: tuple[int, ...] = ()
+    last_used_s: float
     pinned: bool = False
-    packed_bytes: int = 0  # of all blobs of the session except this record, headers included
-    # Of these, rows after the last full chunk. None: an older release left them unpacked.
-    tail_bytes: int | None = None
+    packed_bytes: int = 0
+    state_bytes: int = 0
+    left_behind: bytes = b""
+    note: bytes = b""
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chain) // NAME_BYTES
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens whose KV is stored."""
-        raise NotImplementedError
+        return self.num_chunks * self.chunk_tokens
+
+    @property
+    def names(self) -> list[bytes]:
+        """The chain as a list."""
+        return split(self.chain)
 
     @property
     def nbytes(self) -> int:
         """Memory that the record takes, in bytes."""
-        raise NotImplementedError
+        return len(self.chain) + len(self.left_behind) + len(self.note)
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes that the session takes of the share for pins while it is pinned."""
-        return self.packed_bytes
+        return self.packed_bytes + len(self.chain) + len(self.note)
 
     @property
-    def comparable_tokens(self) -> int:
-        """Number of its leading tokens that can be compared with a prompt."""
-        return self.num_tokens
+    def abandoned(self) -> list[bytes]:
+        """Keys of chunks that an edited history no longer uses and that may be requested again."""
+        return [CHUNK + x for x in split(self.left_behind)]
 
-    @property
-    def state_positions(self) -> Sequence[int]:
-        """Numbers of tokens after which a state is stored."""
-        return ()
-
-    @property
-    def states_bytes(self) -> int:
-        """Bytes of all its states."""
-        return 0
-
-    @property
-    def abandoned(self) -> Sequence[bytes]:
-        """Keys of blobs that an edited history no longer uses and that may still be requested."""
-        return ()
-
-    def abandoning(self, keys: Sequence[bytes]) -> Self:
-        """The record with other abandoned blobs."""
-        raise NotImplementedError
-
-    def resized(self, run_bytes: int, tail_bytes: int, states_bytes: int) -> Self:
-        """The record with other sizes of its blobs.
-
-        Args:
-            run_bytes: of all blobs but states.
-            tail_bytes: of those of them that are not full chunks.
-            states_bytes: of all states.
-        """
-        packed_bytes = run_bytes + states_bytes
-        return msgspec.structs.replace(self, packed_bytes=packed_bytes, tail_bytes=tail_bytes)
+    def makes_sense(self) -> bool:
+        """False if the record contradicts itself."""
+        odd = len(self.chain) % NAME_BYTES or len(self.left_behind) % NAME_BYTES
+        steps = zip(self.states, self.states[1:], strict=False)
+        return (
+            not odd
+            and self.chunk_tokens > 0
+            and not (self.note and (not self.chain or len(self.note) % self.num_chunks))
+            and all(0 < x <= self.num_chunks for x in self.states)
+            and all(a < b for a, b in steps)
+        )
 
 
-R = TypeVar("R", bound=StoredSession)
+class _Head(msgspec.Struct, frozen=True):
+    """What is stored under a record's key: the record without the chunks of its full pages."""
+
+    record: SessionRecord
+    pages: tuple[bytes, ...]
+    states: tuple[int, ...]
 
 
-class RecordKind(Protocol[R]):
-    """Names, reads and writes the records of one store. Pure; any thread."""
+# Reads blobs by key; None for those that are gone.
+ReadBlobs: TypeAlias = Callable[[Sequence[bytes]], Sequence[Blob | None]]
+
+
+class Records:
+    """Names, writes and reads the records of one model. Pure; any thread.
+
+    Args:
+        model: the name by which sessions are found; another rank has another name.
+    """
+
+    def __init__(self, model: str, packer: Packer, keys: ChainKeys) -> None:
+        self._model = model
+        self._packer = packer
+        self.keys = keys
 
     def key(self, tenant: str, session_id: str) -> bytes:
         """The key under which the session's record is stored."""
+        return record_key(tenant, session_id, self._model)
 
-    def blob_keys(self, record: R) -> list[bytes]:
+    def blob_keys(self, record: SessionRecord) -> list[bytes]:
         """Keys of all blobs of the session, in the order of their importance.
 
         The order is that of use: evicting from the end loses the least. Without the first nothing
-        can be restored; all states but the newest, which only a return to an earlier point needs,
-        are at the end.
+        can be restored. The older states, which only a return to an earlier point needs, and which
+        are large, are at the end.
         """
+        return [x.key for x in self.pieces(record)]
 
-    def is_usable(self, record: R) -> bool:
-        """True if the session's blobs are of this model and in a codec that is known here."""
+    def needed_keys(self, record: SessionRecord) -> list[bytes]:
+        """Keys of the blobs that a turn needs if it continues where the session ended."""
+        chain, newest = record.names, by_worth(record.states)[:1]
+        return [x.key for x in self._ordered(chain, newest)]
 
-    def pack(self, record: R) -> Blob:
-        """The record as a blob."""
+    def pieces(self, record: SessionRecord) -> list[Piece]:
+        """List all blobs of the session, in the order of ``blob_keys``."""
+        return self._ordered(record.names, by_worth(record.states))
 
-    def unpack(self, key: bytes, blob: Blob) -> R:
-        """Read the record in a blob that was stored under ``key``.
+    def _ordered(self, chain: Chain, states: Sequence[int]) -> list[Piece]:
+        found = [self._of_state(chain, x) for x in states]
+        rows: list[Piece] = []
+        for i in range(0, len(chain), PAGE_CHUNKS):
+            end = i + PAGE_CHUNKS
+            rows += self.keys.chunks(chain, i, end)
+            if end <= len(chain):
+                rows.append(Piece(PAGE + chain[end - 1], end * self.keys.chunk_tokens, 0))
+        pieces = [*(found[0] if found else ()), *rows, *(x for of in found[1:] for x in of)]
+        return list(dict.fromkeys(pieces))  # states share windows
+
+    def _of_state(self, chain: Chain, num_chunks: int) -> list[Piece]:
+        return [self.keys.state(chain, num_chunks), *self.keys.windows(chain, num_chunks)]
+
+    def is_usable(self, record: SessionRecord) -> bool:
+        """True if the session is of this very model, in chunks of this size."""
+        ours = (self._packer.fingerprint, self.keys.chunk_tokens)
+        return (record.fingerprint, record.chunk_tokens) == ours
+
+    # ---- as blobs
+
+    def pack(self, record: SessionRecord) -> Blob:
+        """Return the record as a blob; its full pages are blobs of their own."""
+        names = _page_names(record)
+        cut = len(names) * PAGE_CHUNKS
+        rest = replace(
+            record,
+            chain=record.chain[cut * NAME_BYTES :],
+            states=(),
+            note=record.note[cut * _note_bytes(record) :],
+        )
+        payload = msgspec.msgpack.encode(_Head(rest, tuple(names), record.states))
+        header = self._packer.record_header(self.key(record.tenant, record.id))
+        return blobs.pack(header, payload)
+
+    def pack_page(self, record: SessionRecord, key: bytes) -> Blob:
+        """Return the page of the session's chain that has this key."""
+        first = _page_names(record).index(key[1:]) * PAGE_CHUNKS
+        end, size = first + PAGE_CHUNKS, _note_bytes(record)
+        names = record.chain[first * NAME_BYTES : end * NAME_BYTES]
+        note = record.note[first * size : end * size]
+        return blobs.pack(self._packer.record_header(key, PAGE_CODEC), names + note)
+
+    def unpack(self, key: bytes, blob: Blob, read: ReadBlobs) -> SessionRecord:
+        """Read the record in a blob that was stored under ``key``. It may be of any model.
+
+        Args:
+            read: reads its pages, from the tier that has the blob.
 
         Raises:
             Corrupt: the blob is damaged and may be removed.
-            Mismatch: another model, rank or release wrote it and may still need it.
+            Mismatch: it is of another session, or of another release.
         """
+        header, payload = blobs.parse(blob)
+        if header.key != key or header.codec != RECORD_CODEC:
+            raise Mismatch("the record is of another session")
+        try:
+            head = msgspec.msgpack.decode(payload, type=_Head)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Corrupt(f"not a session record: {error}") from error
+        record = replace(head.record, states=head.states)
+        if head.pages:
+            record = _with_pages(record, head.pages, read([PAGE + x for x in head.pages]))
+        if not record.makes_sense():
+            raise Corrupt("a session record contradicts itself")
+        return record
 
 
-def codecs_of(now: Iterable[str], before: Iterable[str]) -> tuple[str, ...]:
-    """The codecs a session's blobs may be in: the present ones, and those of the record before."""
-    return tuple(dict.fromkeys([*now, *before]))[:MAX_CODECS]
+def _page_names(record: SessionRecord) -> list[bytes]:
+    size = PAGE_CHUNKS * NAME_BYTES
+    ends = range(size, len(record.chain) + 1, size)
+    return [record.chain[x - NAME_BYTES : x] for x in ends]
 
 
-def abandoned_chunks(
-    old: Iterable[bytes], now: Iterable[bytes], current: Container[bytes]
-) -> tuple[list[bytes], list[bytes]]:
-    """Return the abandoned chunks to remember, oldest first, and those to delete.
+def _note_bytes(record: SessionRecord) -> int:
+    return len(record.note) // record.num_chunks if record.note else 0
+
+
+def _with_pages(
+    record: SessionRecord, names: Sequence[bytes], pages: Sequence[Blob | None]
+) -> SessionRecord:
+    """Put the pages of a chain before the rest of it, up to the first that is gone or damaged."""
+    parts: list[memoryview] = []
+    for name, page in zip(names, pages, strict=True):
+        payload = None if page is None else _page_in(page, PAGE + name)
+        if payload is None:
+            record = replace(record, chain=b"", note=b"")
+            break
+        parts.append(payload)
+    size = PAGE_CHUNKS * NAME_BYTES
+    chain = b"".join((*(x[:size] for x in parts), record.chain))
+    note = b"".join((*(x[size:] for x in parts), record.note))
+    count = len(chain) // NAME_BYTES
+    even = bool(count) and not len(note) % count
+    states = tuple(x for x in record.states if x <= count)
+    return replace(record, chain=chain, note=note if even else b"", states=states)
+
+
+def _page_in(page: Blob, key: bytes) -> memoryview | None:
+    try:
+        header, payload = blobs.parse(page)
+    except Unusable:
+        return None
+    end = payload[(PAGE_CHUNKS - 1) * NAME_BYTES : PAGE_CHUNKS * NAME_BYTES]
+    return payload if (header.key, header.codec, bytes(end)) == (key, PAGE_CODEC, key[1:]) else None
+
+
+def abandoned_chunks(old: SessionRecord, chain: Chain, common: int) -> tuple[bytes, list[bytes]]:
+    """Return the names of abandoned chunks to remember, oldest first, and the keys of others.
 
     Args:
-        old: keys that the older record remembers.
-        now: keys of the older record's own chunks.
-        current: keys of the session's present blobs, which are not abandoned.
+        old: the older record.
+        chain: of the new record, of which the first ``common`` chunks are those of the old one.
     """
-    keys = [x for x in dict.fromkeys([*old, *now]) if x not in current]
-    return keys[-MAX_LEFT_BEHIND:], keys[:-MAX_LEFT_BEHIND]
+    current = {*chain}
+    known = [*split(old.left_behind), *old.names[common:]]
+    names = [x for x in dict.fromkeys(known) if x not in current]
+    return joined(names[-MAX_LEFT_BEHIND:]), [CHUNK + x for x in names[:-MAX_LEFT_BEHIND]]

@@ -1,22 +1,18 @@
 """The tiers of one store, fastest first, with every failure turned into a miss.
 
 A tier is identified here by its level in the stack: 0 is the fastest. Tiers are inclusive: several
-may hold the same blob, and the fastest copy is the one to read. Callers name blobs by keys; only
-this module knows under which codec's tag a blob is stored (``codec_set``). A key usually has one
-blob in a tier, and never two with different contents.
+may hold the same blob, and the fastest copy is the one to read.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import TypeVar
 
-from kvstore.blobs.codec_set import CodecTags, tag_of, tagged
 from kvstore.errors import TierUnavailable
 from kvstore.session import SHARED_TIERS, TierName
 from kvstore.stats import Counters
@@ -24,9 +20,6 @@ from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 T = TypeVar("T")
-MAX_MET: Final = 64  # tags of codecs that only other engines have, or that were used long ago
-# The pinned names, tier by tier, as they were when they were pinned.
-PinnedNames: TypeAlias = tuple[list[bytes], ...]
 
 
 @dataclass(frozen=True)
@@ -49,10 +42,6 @@ class TierStack:
         self._tiers = tuple(tiers)
         self._counters = counters
         self._names: tuple[TierName, ...] = tuple(x.name for x in tiers)
-        # Replaced as a whole, since other threads read it without a lock.
-        self._tags: tuple[CodecTags, ...] = tuple(CodecTags() for _ in tiers)
-        self._meeting = threading.Lock()
-        self._met: tuple[bytes, ...] = ()  # tags of all codecs that any blob here may be in
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -86,47 +75,17 @@ class TierStack:
     def level(self, name: TierName) -> int | None:
         return self._names.index(name) if name in self._names else None
 
-    def tag(self, tags: Sequence[CodecTags]) -> None:
-        """Store and look for blobs under these tags from now on: one ``CodecTags`` per tier."""
-        self._tags = tuple(tags)
-        self._meet(x for one in tags for x in (one.home, *one.others))
-
-    def meet(self, codec_ids: Iterable[str]) -> None:
-        """Note that blobs may be in these codecs, too, so that deletions cover them."""
-        self._meet(map(tag_of, codec_ids))
-
-    def _meet(self, tags: Iterable[bytes]) -> None:
-        with self._meeting:
-            self._met = tuple(dict.fromkeys((*self._met, *tags)))[:MAX_MET]
-
     def get(self, i: int, keys: Sequence[bytes]) -> list[Blob | None]:
         """Read blobs from one tier; None for those it lacks. Raises ``TierUnavailable``."""
         try:
-            return self._asked(i, keys, self._tiers[i].get_many)
+            return self._tiers[i].get_many(keys)
         except TierUnavailable:
             self._count_down(i)
             raise
 
     def lengths(self, i: int, keys: Sequence[bytes]) -> list[int | None]:
         """Return the lengths of blobs without reading them; None for those that one tier lacks."""
-        ask = self._tiers[i].lengths
-        return self._if_up(i, lambda: self._asked(i, keys, ask), [None] * len(keys))
-
-    def _asked(
-        self, i: int, keys: Sequence[bytes], ask: Callable[[Sequence[bytes]], list[T]]
-    ) -> list[T]:
-        """Ask for blobs under one codec's tag after another. Raises ``TierUnavailable``."""
-        tags = self._tags[i]
-        if not tags.others:
-            return ask(tags.all(keys))
-        found = ask([tags.one(key) for key in keys])
-        for tag in tags.others:
-            rest = {j: tagged(keys[j], tag) for j, x in enumerate(found) if x is None}
-            rest = {j: x for j, x in rest.items() if x != keys[j]}  # records have no tag
-            if rest:
-                for j, x in zip(rest, ask(list(rest.values())), strict=True):
-                    found[j] = x
-        return found
+        return self._if_up(i, lambda: self._tiers[i].lengths(keys), [None] * len(keys))
 
     def find(self, i: int, keys: Sequence[bytes]) -> list[Blob | None]:
         try:
@@ -135,11 +94,11 @@ class TierStack:
             return [None] * len(keys)
 
     def holds(self, i: int, keys: Sequence[bytes]) -> list[bool]:
-        return self._if_up(i, lambda: self._contains(i, keys), [False] * len(keys))
+        return self._if_up(i, lambda: self._tiers[i].contains_many(keys), [False] * len(keys))
 
     def may_hold(self, i: int, key: bytes) -> bool:
         """False only if the tier answers that it does not hold the blob."""
-        return self._if_up(i, lambda: self._contains(i, [key])[0], True)
+        return self._if_up(i, lambda: self._tiers[i].contains_many([key])[0], True)
 
     def locate(self, keys: Sequence[bytes]) -> Located:
         """Find the fastest tier of each blob; slower ones are asked only for the rest."""
@@ -150,7 +109,7 @@ class TierStack:
             if not missing:
                 break
             try:
-                held = self._contains(i, [keys[j] for j in missing])
+                held = self._tiers[i].contains_many([keys[j] for j in missing])
             except TierUnavailable:
                 self._count_down(i)
                 down = True
@@ -161,56 +120,25 @@ class TierStack:
 
     def put(self, i: int, items: Sequence[tuple[bytes, Blob]], tenant: str = "") -> bool:
         """Write blobs of a tenant to one tier; True if it now holds every one of them."""
-        named = self._tags[i].named(items)
-        put = partial(self._tiers[i].put_many, named, tenant)
+        put = partial(self._tiers[i].put_many, items, tenant)
         return not items or self._if_up(i, put, -1) == len(items)
 
     def replace(self, i: int, key: bytes, blob: Blob, tenant: str = "") -> bool:
-        name = self._tags[i].new(key, blob)
-        return self._if_up(i, lambda: self._tiers[i].replace(name, blob, tenant), False)
-
-    def hold_in(self, i: int, codec_id: str, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each blob whether one tier has it under the tag of this codec."""
-        names = [tagged(x, tag_of(codec_id)) for x in keys]
-        return self._if_up(i, lambda: self._tiers[i].contains_many(names), [False] * len(keys))
-
-    def find_in(self, i: int, codec_id: str, key: bytes) -> Blob | None:
-        """Read the blob that one tier has under the tag of this codec."""
-        name = tagged(key, tag_of(codec_id))
-        return self._if_up(i, lambda: self._tiers[i].get_many([name])[0], None)
-
-    def exchange(self, i: int, codec_id: str, key: bytes, blob: Blob, tenant: str) -> bool:
-        """Replace the copy that one tier has under this codec's tag by another blob.
-
-        False: nothing changed, or the replaced copy may still exist as well.
-        """
-        tier = self._tiers[i]
-        old, new = tagged(key, tag_of(codec_id)), self._tags[i].new(key, blob)
-
-        def exchanged() -> bool:
-            if old != new and tier.contains_many([new])[0]:
-                return tier.delete_many([old]) == 1
-            return tier.replace(new, blob, tenant, b"" if old == new else old)
-
-        return self._if_up(i, exchanged, False)
+        """Write a blob in place of the one of this key; False if the tier did not take it."""
+        return self._if_up(i, lambda: self._tiers[i].replace(key, blob, tenant), False)
 
     def delete(self, i: int, keys: Sequence[bytes]) -> bool:
-        """Delete blobs, in any codec, from one tier; False if it is not available."""
-        if not keys:
-            return True
-        tags = dict.fromkeys((self._tags[i].home, *self._tags[i].others, *self._met))
-        names = dict.fromkeys(tagged(x, tag) for tag in tags for x in keys)
-        return self._is_done(i, lambda: self._tiers[i].delete_many(names))
+        """Delete blobs from one tier; False if it is not available."""
+        return not keys or self._is_done(i, lambda: self._tiers[i].delete_many(keys))
 
     def used_by(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
         """Mark blobs in one tier as just used by a tenant, whose they are if they have no owner."""
-        names = self._tags[i].all(keys)
-        self._tiers[i].own(tenant, names)
-        self._is_done(i, lambda: self._tiers[i].touch(names))
+        self._tiers[i].own(tenant, keys)
+        self._is_done(i, lambda: self._tiers[i].touch(keys))
 
     def own_in(self, i: int, tenant: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         """Assign blobs to a tenant in one tier, unless they have an owner; see ``Tier.own``."""
-        self._tiers[i].own(tenant, self._tags[i].all(keys), idle_s)
+        self._tiers[i].own(tenant, keys, idle_s)
 
     def drop_quarantine(self, i: int) -> bool:
         """Remove data that a tier put aside as damaged; False if it is not available."""
@@ -219,18 +147,16 @@ class TierStack:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blobs as used in every tier, ``keys[0]`` as the most recent."""
         for i, tier in enumerate(self._tiers):
-            self._is_done(i, partial(tier.touch, self._tags[i].all(keys)))
+            self._is_done(i, partial(tier.touch, keys))
 
-    def pin(self, keys: Sequence[bytes]) -> PinnedNames:
+    def pin(self, keys: Sequence[bytes]) -> None:
         """Keep these blobs from eviction in every tier, until ``unpin``."""
-        pinned = tuple(tags.all(keys) for tags in self._tags)
-        for tier, names in zip(self._tiers, pinned, strict=True):
-            tier.pin(names)
-        return pinned
+        for tier in self._tiers:
+            tier.pin(keys)
 
-    def unpin(self, pinned: PinnedNames) -> None:
-        for tier, names in zip(self._tiers, pinned, strict=True):
-            tier.unpin(names)
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        for tier in self._tiers:
+            tier.unpin(keys)
 
     def pins_known(self, i: int) -> None:
         """Note that what earlier lives have pinned is pinned; see ``Tier.pins_known``."""
@@ -238,12 +164,11 @@ class TierStack:
 
     @contextmanager
     def pinned_in(self, i: int, keys: Sequence[bytes]) -> Iterator[None]:
-        names = self._tags[i].all(keys)
-        self._tiers[i].pin(names)
+        self._tiers[i].pin(keys)
         try:
             yield
         finally:
-            self._tiers[i].unpin(names)
+            self._tiers[i].unpin(keys)
 
     def scan(self, i: int, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         """List blobs under the tier's names for them. Ends early if the tier fails."""
@@ -260,12 +185,12 @@ class TierStack:
         """List what counts in a tier's budget; see ``Tier.written``."""
         return self._tiers[i].written(prefix)
 
-    def why_evicted(self, key: bytes, levels: Sequence[int]) -> EvictionCause | None:
+    def why_evicted(self, key: bytes, levels: Iterable[int]) -> EvictionCause | None:
         """Return why the first of these tiers that knows evicted a blob; None if none knows."""
         for i in levels:
-            causes = set(self._tiers[i].why_evicted(self._tags[i].all([key]))) - {None}
-            if causes:
-                return next(x for x in ("limit", "share", "budget") if x in causes)
+            cause = self._tiers[i].why_evicted([key])[0]
+            if cause is not None:
+                return cause
         return None
 
     def limit_tenants(self, i: int, limits: TenantLimits) -> dict[str, TenantUse] | None:
@@ -282,15 +207,6 @@ class TierStack:
     def close(self) -> None:
         for tier in self._tiers:
             tier.close()
-
-    def _contains(self, i: int, keys: Sequence[bytes]) -> list[bool]:
-        """Ask a tier for blobs in every codec at once. Raises ``TierUnavailable``, not counted."""
-        tags = self._tags[i]
-        if not tags.others:
-            return self._tiers[i].contains_many(tags.all(keys))
-        names = tags.all(keys)
-        held = {x for x, yes in zip(names, self._tiers[i].contains_many(names), strict=True) if yes}
-        return [not held.isdisjoint(tags.all([key])) for key in keys]
 
     def _if_up(self, i: int, call: Callable[[], T], otherwise: T) -> T:
         """Call a tier; a tier that is not available is counted, and costs ``otherwise``."""

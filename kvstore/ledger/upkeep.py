@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, Generic
+from typing import Final
 
 import msgspec
 
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.notices import Notices, StoreNotice
 from kvstore.ledger.pins import Pins
-from kvstore.ledger.record import R
+from kvstore.ledger.record import SessionRecord
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.writing import Committer
 from kvstore.session import SessionRef, TierName
@@ -129,7 +129,7 @@ def _read(path: Path) -> list[Owed]:
     return found
 
 
-class Upkeep(Generic[R]):
+class Upkeep:
     """Thread-safe. Every verb may wait for a commit of the session, or for a tier.
 
     Args:
@@ -139,8 +139,8 @@ class Upkeep(Generic[R]):
     def __init__(
         self,
         stack: TierStack,
-        index: SessionIndex[R],
-        committer: Committer[R],
+        index: SessionIndex,
+        committer: Committer,
         pins: Pins,
         claims: Claims,
         workers: Workers,
@@ -158,13 +158,13 @@ class Upkeep(Generic[R]):
         self.deletions = Deletions(stack, index, index.clock)
         self._pinning = threading.Lock()  # checking the share and taking it is one step
 
-    def tier_of(self, record: R) -> TierName | None:
+    def tier_of(self, record: SessionRecord) -> TierName | None:
         """Return the slowest tier that a restore must read; None if even the beginning is gone."""
         located = self._stack.locate(self._index.needed_keys(record))
         levels = [x for x in located.levels[: located.num_leading] if x is not None]
         return self._stack.name(max(levels)) if levels else None
 
-    def resting_here(self) -> list[R]:
+    def resting_here(self) -> list[SessionRecord]:
         """Sessions that can be restored here, without those whose record no tier has any more."""
         usable = self._index.usable()
         located = self._stack.locate([self._index.key(x) for x in usable])
@@ -189,7 +189,7 @@ class Upkeep(Generic[R]):
             self._drop_above(level, record)
         return self.tier_of(record)
 
-    def _drop_above(self, level: int, record: R) -> None:
+    def _drop_above(self, level: int, record: SessionRecord) -> None:
         key, blob_keys = self._index.key(record), self._index.blob_keys(record)
         with self._claims.claim(key):
             now = self._index.get(key)
@@ -211,7 +211,7 @@ class Upkeep(Generic[R]):
                 return
             if pinned:
                 self._pins.check(self._committer.pin_of(record))
-            self._committer.replace(msgspec.structs.replace(record, pinned=pinned))
+            self._committer.rewrite(msgspec.structs.replace(record, pinned=pinned))
 
     def forget(self, session: SessionRef) -> bool:
         """Remove every blob of the session that no other session here uses.
@@ -264,12 +264,10 @@ def _is_taken(sent: Future[bool]) -> bool:
         return False
 
 
-class Deletions(Generic[R]):
+class Deletions:
     """Removes blobs from every tier, later also from one that is down now. Thread-safe."""
 
-    def __init__(
-        self, stack: TierStack, index: SessionIndex[R], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, stack: TierStack, index: SessionIndex, clock: Callable[[], float]) -> None:
         self._stack = stack
         self._index = index
         self._clock = clock

@@ -11,19 +11,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Final, Generic
+from typing import Final
 
 from msgspec.structs import replace
 
-from kvstore.blobs.codec_set import CodecSet
 from kvstore.ledger.delivery import Delivery, deliver
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.pins import PinnedSession, Pins
-from kvstore.ledger.record import R, RecordKind
+from kvstore.ledger.record import SessionRecord
 from kvstore.ledger.stack import TierStack
-from kvstore.session import TierName
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob
 
@@ -196,7 +194,7 @@ class WriteBehind:
         delivery.end(complete)
 
 
-class Committer(Generic[R]):
+class Committer:
     """Thread-safe for different sessions; a caller has claimed the session that it commits.
 
     A record reaches a slower tier only through that tier's queue, so an older record that still
@@ -205,20 +203,20 @@ class Committer(Generic[R]):
 
     def __init__(
         self,
-        kind: RecordKind[R],
         stack: TierStack,
         slower: Sequence[WriteBehind],
-        index: SessionIndex[R],
+        index: SessionIndex,
         pins: Pins,
     ) -> None:
-        self._kind = kind
         self._stack = stack
         self._slower = slower
         self._index = index
         self._pins = pins
 
-    def commit(self, record: R, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]) -> bool:
-        """Write a session into the fastest tier; the caller then calls ``replicate``.
+    def save(
+        self, record: SessionRecord, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]
+    ) -> bool:
+        """Write a session into the fastest tier, and soon into the slower ones.
 
         Args:
             fresh: new blobs by key.
@@ -233,72 +231,33 @@ class Committer(Generic[R]):
         if not deliver(self._stack, 0, delivery, whole=False).recorded and not self._slower:
             return False
         self.take(record, delivery.chain)
+        for tier in self._slower:
+            tier.offer(delivery)
         return True
 
-    def take(self, record: R, blob_keys: Sequence[bytes] | None = None) -> None:
+    def take(self, record: SessionRecord, blob_keys: Sequence[bytes] | None = None) -> None:
         """Put this record into the index, and pin its blobs if it is pinned."""
         self._index.put(record, blob_keys)
         self.follow_pin(record)
 
-    def replicate(
-        self,
-        record: R,
-        fresh_of: Callable[[TierName], Mapping[bytes, Blob]],
-        obsolete: Sequence[bytes],
-    ) -> None:
-        """Queue a committed session for the slower tiers; each may have blobs of its own codec."""
-        if not self._slower:
-            return
-        made = self._delivery(record, {}, obsolete)
-        for level, tier in enumerate(self._slower, 1):
-            tier.offer(replace(made, fresh=fresh_of(self._stack.name(level))))
-
-    def save(
-        self,
-        record: R,
-        fresh: Mapping[bytes, Blob],
-        obsolete: Sequence[bytes],
-        codecs: CodecSet,
-        others: Iterable[tuple[str, Mapping[bytes, Blob]]],
-    ) -> bool:
-        """Write a session into all tiers; False if none takes it.
-
-        Args:
-            fresh: new blobs by key, in the codec of the fastest tier.
-            others: the same in other codecs of ``codecs``, by id. They may be made one by one while
-                they are asked for, once the fastest tier has the session. Tiers for whose codec
-                there is nothing get ``fresh``, also if one of them cannot be made.
-        """
-        if not self.commit(record, fresh, obsolete):
-            return False
-        forms: dict[str, Mapping[bytes, Blob]] = {}
-        try:
-            forms.update(others)
-        finally:
-            self.replicate(record, lambda tier: forms.get(codecs.of(tier).id, fresh), obsolete)
-        return True
-
-    def replace(self, record: R) -> bool:
+    def rewrite(self, record: SessionRecord) -> bool:
         """Write a changed record over the same blobs, in every tier; False if none takes it."""
-        if not self.commit(record, {}, ()):
-            return False
-        self.replicate(record, lambda tier: {}, ())
-        return True
+        return self.save(record, {}, ())
 
-    def follow_pin(self, record: R) -> None:
+    def follow_pin(self, record: SessionRecord) -> None:
         """Pin the record's blobs if it is pinned; else release those of an older record."""
         if record.pinned:
             self._pins.follow(self.pin_of(record))
         else:
             self._pins.release(self._index.key(record))
 
-    def pin_of(self, record: R) -> PinnedSession:
+    def pin_of(self, record: SessionRecord) -> PinnedSession:
         """The session in the form that ``Pins`` counts."""
         key = self._index.key(record)
         keys = [key, *self._index.blob_keys(record)]
         return PinnedSession(key, record.tenant, keys, record.pinned_bytes)
 
-    def send(self, level: int, record: R) -> Future[bool]:
+    def send(self, level: int, record: SessionRecord) -> Future[bool]:
         """Bring a claimed session as it is to one slower tier; the result: all of it is there."""
         done: Future[bool] = Future()
         self._slower[level - 1].offer(replace(self._delivery(record, {}, ()), done=done))
@@ -319,7 +278,7 @@ class Committer(Generic[R]):
                         self.send(level, record)
 
     def _delivery(
-        self, record: R, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]
+        self, record: SessionRecord, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]
     ) -> Delivery:
-        key, blob = self._index.key(record), self._kind.pack(record)
+        key, blob = self._index.key(record), self._index.records.pack(record)
         return Delivery(key, blob, self._index.blob_keys(record), fresh, obsolete, record.tenant)

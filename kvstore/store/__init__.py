@@ -1,8 +1,7 @@
-"""The cold stores: ``token_store`` (mlx), ``block_store`` (vLLM), and the nouns that both have.
+"""The cold store: saves sessions as chains of full chunks, and restores them.
 
-A session is a chain of spans of its tokens, each of them one blob. At a turn's end ``saver`` takes
-it from the ``save_queue`` and has ``encoder`` pack the blobs that no tier has, or the engine's side
-does; ``records`` makes the record, and the ledger commits. On a return, ``planner`` finds the blobs
-of a prompt, and ``restorer`` reads and verifies them; it also unpacks them, or the engine's side
-does.
+At a turn's end ``cold_store`` takes an engine's rows into the ``save_queue``, and ``saver`` packs
+the chunks that no tier has, makes the record, and lets the ledger write both. On a return
+``planner`` finds the chunks of a prompt, and ``blob_reader`` reads and verifies them. ``states``
+takes states apart and joins them; ``restored`` is what an engine gets.
 """

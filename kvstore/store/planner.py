@@ -1,148 +1,108 @@
 """Plans how much of a prompt can be restored, and from where.
 
-Stored KV is found in two ways. The session's own record is compared with the prompt, so a chunk
-from which the prompt departs half-way, and the tail, are usable too. And every full chunk of the
-prompt can be looked up by content: another session of the tenant, or an abandoned branch of this
-one, may have stored it. The plan is the longest run of blobs without a hole.
+A prompt and a session are chains of names. Each full chunk of the prompt is looked up by its name,
+whoever stored it: this session, another one of the tenant with the same beginning, an abandoned
+branch. The plan is the longest run of chunks without a hole. The session's own record explains why
+the run ends where it does.
 
 A cache that cannot be cut back can be restored only where a state was taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple
 
-from kvstore.blobs.packer import Packer
+from kvstore.blobs.chain import WINDOW, Chain, ChainKeys, Piece, num_common
 from kvstore.ledger.ledger import Ledger
-from kvstore.ledger.record import R, StoredSession
+from kvstore.ledger.record import SessionRecord
 from kvstore.session import MissReason, SessionRef
-from kvstore.store.records import Span
 
-PROBE_CHUNKS = 16  # looked up by content at first; then twice as many each time
-
-
-C = TypeVar("C", bound=StoredSession, contravariant=True)
-
-
-class Prompt(Protocol[C]):
-    """The tokens of a prompt that may be restored, as one kind of store sees them."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def common(self, record: C) -> int | None:
-        """Count the leading tokens that a session has, too; None: of another model or tenant."""
-
-    def rows(self, record: C) -> list[Span]:
-        """Name the blobs of a session's rows that can be compared with a prompt."""
-
-    def chunks(self, first_token: int, end_token: int) -> list[Span]:
-        """Name the full chunks of these tokens of the prompt; the first is the first of a chunk."""
-
-    def tails(self, first_token: int, end_token: int) -> list[Span]:
-        """Name the tails that any session may have stored of these tokens, the longest first."""
-
-    def states(self, own: Sequence[int], first_token: int) -> list[Span]:
-        """Name the states after ``first_token`` that may exist, the newest first.
-
-        Args:
-            own: positions of those of the session's record that the prompt has in common with it.
-        """
+PROBE_CHUNKS: Final = 64  # looked up at first; then twice as many each time
 
 
 class BlobRead(NamedTuple):
-    """A span to read, of which the first ``take`` tokens are used."""
+    """A blob to read, of which the first ``skip`` tokens are not used.
 
-    span: Span
-    take: int
-    level: int  # in the tier stack, of the fastest tier that has it
+    ``level``: in the tier stack, of the fastest tier that has it.
+    """
+
+    piece: Piece
+    level: int
+    skip: int = 0
 
     @property
     def key(self) -> bytes:
-        return self.span.key
-
-    @property
-    def end_token(self) -> int:
-        """The index after the last token that is used."""
-        return self.span.first_token + self.take
+        return self.piece.key
 
 
-class Plan(NamedTuple, Generic[R]):
-    """The blobs to read without a hole; the last is the state, if the model needs one."""
+class Plan(NamedTuple):
+    """The blobs to read without a hole; a state comes first, its windows next.
+
+    Args:
+        num_chunks: the prompt's chunks that are then restored, those before the first one included.
+        reason: why no more of the session can be restored.
+        record: of the session, if it is usable for this prompt.
+    """
 
     reads: list[BlobRead]
-    end_token: int
-    reason: MissReason | None  # why no more of the session can be restored
-    record: R | None  # of the session, if it is usable for this prompt
-    common: int  # leading tokens that record and prompt share
+    num_chunks: int
+    reason: MissReason | None
+    record: SessionRecord | None
 
 
-class _Known(NamedTuple, Generic[R]):
+class _KnownSession(NamedTuple):
     """The session's record, as far as it is usable for a prompt."""
 
-    prompt: Prompt[R]
-    record: R | None
-    common: int = 0  # leading tokens that record and prompt share
+    record: SessionRecord | None
+    common: int = 0  # leading chunks that record and prompt share
     why_not: MissReason = "never-stored"  # why there is no usable record
 
 
-class _Found(NamedTuple):
+class _FoundRun(NamedTuple):
     reads: list[BlobRead]
-    end_token: int
+    num_chunks: int
     down: bool  # a tier did not answer
 
 
-class Planner(Generic[R]):
+class Planner:
     """Thread-safe; asks the tiers which blobs they hold and reads only records.
 
     Args:
-        growing: the model has layers that grow with the tokens.
         needs_state: only a prefix that ends at a stored state can be used.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger[R],
-        packer: Packer,
-        chunk_tokens: int,
-        *,
-        growing: bool,
-        needs_state: bool,
-    ) -> None:
+    def __init__(self, ledger: Ledger, keys: ChainKeys, *, needs_state: bool) -> None:
         self._ledger = ledger
         self._index = ledger.index
         self._stack = ledger.stack
-        self._packer = packer
-        self._chunk = chunk_tokens
-        self._growing = growing
+        self._keys = keys
         self._needs_state = needs_state
 
-    def plan(self, session: SessionRef | None, prompt: Prompt[R], first_token: int = 0) -> Plan[R]:
-        """Plan the longest run of blobs from the one that holds ``first_token`` on."""
-        known = _Known(prompt, None) if session is None else self._known(session, prompt)
+    def plan(self, session: SessionRef | None, chain: Chain, first: int = 0) -> Plan:
+        """Plan the longest run of a prompt's chunks from number ``first`` on."""
+        known = _KnownSession(None) if session is None else self._known(session, chain)
         if self._needs_state:
-            positions = known.record.state_positions if known.record else ()
-            own = [x for x in positions if x <= known.common]
-            found, wanted = self._to_state(known, own, first_token), max(own, default=0)
+            states = known.record.states if known.record else ()
+            wanted = max((x for x in states if x <= known.common), default=0)
+            found = self._to_state(chain, first)
         else:
-            found = self._rows(known, first_token, prompt.num_tokens)
             wanted = known.common
-        reason = self._reason(known, found, wanted)
-        return Plan(found.reads, found.end_token, reason, known.record, known.common)
+            found = self._rows(chain, first, len(chain), known.common - first)
+        reason = self._reason(known, found, wanted, len(chain))
+        return Plan(found.reads, found.num_chunks, reason, known.record)
 
     # ---- the session's own record
 
-    def _known(self, session: SessionRef, prompt: Prompt[R]) -> _Known[R]:
+    def _known(self, session: SessionRef, chain: Chain) -> _KnownSession:
         """Find this store's record, or another engine's if that matches more of the prompt.
 
         An older one in a shared tier is this store's own, as long as the newer one is on its way.
         """
-        local = self._usable(session, self._index.find(session.tenant, session.id), prompt)
+        local = self._usable(session, self._index.find(session.tenant, session.id), chain)
         if not self._stack.shared:
             return local
         elsewhere = self._index.find_shared(session.tenant, session.id)
-        shared = self._usable(session, elsewhere, prompt)
+        shared = self._usable(session, elsewhere, chain)
         if shared.record is None or (
             local.record is not None
             and (
@@ -154,88 +114,90 @@ class Planner(Generic[R]):
         self._ledger.committer.take(shared.record)
         return shared
 
-    def _usable(self, session: SessionRef, record: R | None, prompt: Prompt[R]) -> _Known[R]:
+    def _usable(
+        self, session: SessionRef, record: SessionRecord | None, chain: Chain
+    ) -> _KnownSession:
         if record is None:
-            lapsed = self._index.has_lapsed(session.tenant, session.id)
-            return _Known(prompt, None, 0, "ttl" if lapsed else self._ledger.company.why_unknown())
-        common = prompt.common(record)
-        if common is None or not self._packer.reads_any(record.codecs):
-            return _Known(prompt, None, 0, "fingerprint")
+            return _KnownSession(None, 0, self._ledger.why_unknown(session))
+        if not self._ledger.records.is_usable(record):
+            return _KnownSession(None, 0, "fingerprint")
         if self._index.is_over(record):
-            return _Known(prompt, None, 0, "ttl")
-        return _Known(prompt, record, common)
+            return _KnownSession(None, 0, "ttl")
+        return _KnownSession(record, num_common(record.names, chain))
 
     # ---- rows
 
-    def _rows(self, known: _Known[R], first: int, end: int) -> _Found:
-        """Find the rows of the tokens from ``first`` to at most ``end``."""
-        prompt, common = known.prompt, min(known.common, end)
-        rows = prompt.rows(known.record) if known.record and common > first else []
-        rows = [x for x in rows if x.first_token < common and x.end_token > first]
-        own, down = self._held(rows, common)
-        reach = own[-1].end_token if own else first
-        # After the record's match, later chunks of the prompt may be found by content.
-        full = reach - reach % self._chunk
-        found, also_down = self._probe(prompt, full, end)
-        tails = prompt.tails(found[-1].end_token if found else full, end)
-        levels = self._stack.locate([x.key for x in tails]).levels
-        tail = [(x, i) for x, i in zip(tails, levels, strict=True) if i is not None][:1]
-        found += [BlobRead(x, x.num_tokens, level) for x, level in tail]
-        if found and found[-1].end_token > reach:
-            own = [x for x in own if x.span.first_token < full] + found
-        return _Found(own, own[-1].end_token if own else first, down or also_down)
-
-    def _probe(self, prompt: Prompt[R], first: int, end: int) -> tuple[list[BlobRead], bool]:
-        """Find chunks by content from token ``first`` on, up to the first missing one."""
-        found: list[BlobRead] = []
-        num_tokens = PROBE_CHUNKS * self._chunk
-        while chunks := prompt.chunks(first, min(first + num_tokens, end)):
-            held, down = self._held(chunks, end)
-            found += held
-            if len(held) < len(chunks):
-                return found, down
-            first, num_tokens = first + num_tokens, 2 * num_tokens
-        return found, False
-
-    def _held(self, spans: Sequence[Span], end: int) -> tuple[list[BlobRead], bool]:
-        """Read the leading spans that are held, up to ``end``; True: a tier did not answer."""
-        located, held = self._stack.locate([x.key for x in spans]), list[BlobRead]()
-        for x, level in zip(spans, located.levels, strict=True):
-            if level is None:
+    def _rows(self, chain: Chain, first: int, end: int, expected: int) -> _FoundRun:
+        """Find the chunks from ``first`` to at most ``end``; ``expected`` of them are likely."""
+        if not self._keys.growing:
+            return _FoundRun([], end, False)
+        reads: list[BlobRead] = []
+        down, at, step = False, first, max(expected, PROBE_CHUNKS)
+        while at < end:
+            pieces = self._keys.chunks(chain, at, min(at + step, end))
+            located = self._stack.locate([x.key for x in pieces])
+            count, down = located.num_leading, down or located.down
+            pairs = zip(pieces[:count], located.levels, strict=False)
+            reads += [BlobRead(x, level) for x, level in pairs if level is not None]
+            at += count
+            if count < len(pieces):
                 break
-            held.append(BlobRead(x, min(x.num_tokens, end - x.first_token), level))
-        return held, located.down
+            step *= 2
+        return _FoundRun(reads, at, down)
 
     # ---- states
 
-    def _to_state(self, known: _Known[R], own: Sequence[int], first: int) -> _Found:
+    def _to_state(self, chain: Chain, first: int) -> _FoundRun:
         """Find the furthest state that is held together with everything before it."""
-        states = known.prompt.states(own, first)
-        located = self._stack.locate([x.key for x in states])
+        numbers = range(len(chain), first, -1)
+        located = self._stack.locate([self._keys.state(chain, x).key for x in numbers])
         down = located.down
-        for state, level in zip(states, located.levels, strict=True):
+        for number, level in zip(numbers, located.levels, strict=True):
             if level is None:
                 continue
-            rows = self._rows(known, first, state.first_token)
+            windows = self._windows(chain, number)
+            if windows is None:
+                continue
+            rows = self._rows(chain, first, number, number - first)
             down = down or rows.down
-            if not self._growing or rows.end_token == state.first_token:
-                read = BlobRead(state, state.end_token - rows.end_token, level)
-                return _Found([*rows.reads, read], state.end_token, down)
-        return _Found([], first, down)
+            if rows.num_chunks == number:
+                state = BlobRead(self._keys.state(chain, number), level)
+                return _FoundRun([state, *windows, *rows.reads], number, down)
+        return _FoundRun([], first, down)
+
+    def _windows(self, chain: Chain, num_chunks: int) -> list[BlobRead] | None:
+        """Find the windows' rows of a state; None if some are gone."""
+        pieces = self._keys.windows(chain, num_chunks)
+        if not pieces:
+            return []
+        begun, size = pieces[0], self._keys.chunk_tokens
+        skip = begun.first_token % size
+        # The chunk in which the window begins may be held whole, from an earlier state.
+        number = begun.first_token // size
+        whole = Piece(WINDOW + chain[number], number * size, size)
+        levels = self._stack.locate([x.key for x in (whole, *pieces)]).levels
+        if skip and levels[0] is not None:
+            pieces, levels = [whole, *pieces[1:]], [levels[0], *levels[2:]]
+        else:
+            levels, skip = levels[1:], 0
+        found = [BlobRead(x, i) for x, i in zip(pieces, levels, strict=True) if i is not None]
+        if len(found) < len(pieces):
+            return None
+        return [found[0]._replace(skip=skip), *found[1:]]
 
     # ---- why not more
 
-    def _reason(self, known: _Known[R], found: _Found, wanted: int) -> MissReason | None:
-        """Explain the end of a plan. ``wanted``: the leading tokens that the record promised."""
-        end, record = known.prompt.num_tokens, known.record
-        if found.end_token >= end:
+    def _reason(
+        self, known: _KnownSession, found: _FoundRun, wanted: int, end: int
+    ) -> MissReason | None:
+        """Explain the end of a plan. ``wanted``: the leading chunks that the record promised."""
+        record = known.record
+        if found.num_chunks >= end and (found.reads or not end or not self._needs_state):
             return None
         if record is None:
             return "unavailable" if found.down and not found.reads else known.why_not
-        if found.end_token < wanted:
-            if found.down:
-                return "unavailable"
-            return "evicted" if self._packer.reads_all(record.codecs) else "fingerprint"
-        if known.common >= min(record.comparable_tokens, end):
+        if found.num_chunks < wanted:
+            return "unavailable" if found.down else "evicted"
+        if known.common >= min(record.num_chunks, end):
             return "evicted" if self._needs_state and not found.reads else None
-        return "diverged" if known.common else self._ledger.company.why_diverged()
+        return "diverged" if known.common else self._ledger.why_diverged()

@@ -4,37 +4,59 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-from kvstore.blobs.chain import Tokens
-from kvstore.blobs.snapshot import Snapshot
+from kvstore.blobs.chain import Chain, Piece
 from kvstore.ledger.index import Claims
+from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionRef
-from kvstore.shapes import KVRun
-from kvstore.store.records import SessionRecord
+from kvstore.tiers.base import Blob
 
 OnDone: TypeAlias = Callable[[SessionRecord | None], None]
 
 
-@dataclass
-class SaveJob:
-    """One save. ``run`` and ``snapshots`` pin engine memory; they are released once encoded."""
+class RowSource(Protocol):
+    """The KV of one session at the end of a turn, as its engine holds it.
 
-    key: bytes  # of the session's record
-    session: SessionRef
-    tokens: Tokens
-    run: KVRun
-    snapshots: Sequence[Snapshot]
-    nbytes: int  # hot bytes not saved before
-    on_done: list[OnDone]
-    lossy_tokens: int = 0  # no row from this token on was ever restored from a lossy copy
-    lossy_state: int = 0  # position of the lossy copy that the states continue; 0 = none
+    The store calls ``pack`` once at most, on its saving thread, and ``release`` once at least.
+    """
+
+    def is_restored(self, piece: Piece) -> bool:
+        """True if some of these rows, or this state, came from a lossy copy.
+
+        Such a piece is never packed again: its error would grow with each sleep.
+        """
+
+    def pack(self, pieces: Sequence[Piece]) -> list[Future[Blob]]:
+        """Pack these pieces, and return futures of their blobs, in this order."""
 
     def release(self) -> None:
-        self.run = ()
-        self.snapshots = ()
+        """Let go of the engine's memory: nothing reads it any more. A second call does nothing."""
+
+
+@dataclass
+class SaveJob:
+    """The save of one session.
+
+    Args:
+        key: of the session's record.
+        chain: all full chunks that the source has.
+        states: the numbers of chunks after which the source has a state, ascending.
+        nbytes: hot bytes that were not saved before.
+        note: see ``SessionRecord``.
+    """
+
+    key: bytes
+    session: SessionRef
+    chain: Chain
+    source: RowSource
+    nbytes: int
+    states: Sequence[int] = ()
+    note: bytes = b""
+    on_done: list[OnDone] = field(default_factory=list)
 
 
 class Offered(Enum):
@@ -59,20 +81,26 @@ class SaveQueue:
     def nbytes(self) -> int:
         return self._nbytes
 
-    def offer(self, job: SaveJob) -> Offered:
-        """Queue a save. A newer one replaces a waiting one and takes over its listeners."""
+    def offer(self, job: SaveJob, *, always: bool = False) -> Offered:
+        """Queue a save. A newer one replaces a waiting one and takes over its listeners.
+
+        ``always``: also if too many bytes wait.
+        """
         with self._changed:
             older = self._waiting.get(job.key)
             rest = self._nbytes - (older.nbytes if older else 0)
-            if self._closed or (rest and rest + job.nbytes > self._max_bytes):
+            full = job.nbytes and rest and rest + job.nbytes > self._max_bytes
+            if self._closed or (full and not always):
                 return Offered.REFUSED
             if older:
                 job.on_done = [*older.on_done, *job.on_done]
-                older.release()
             self._waiting[job.key] = job
             self._nbytes = rest + job.nbytes
             self._changed.notify_all()
-            return Offered.SUPERSEDED if older else Offered.QUEUED
+        if older is None:
+            return Offered.QUEUED
+        older.source.release()
+        return Offered.SUPERSEDED
 
     def take(self, timeout_s: float) -> SaveJob | None:
         """Take and claim the oldest job of a session that is not claimed. None: none is ready."""
@@ -84,22 +112,17 @@ class SaveQueue:
             self._num_running += 1
             return self._waiting.pop(key)
 
-    def is_pressed(self, job: SaveJob) -> bool:
-        """True if so many bytes wait besides this job that only the fastest way is affordable."""
-        return self._nbytes - job.nbytes > self._max_bytes // 2
-
-    def encoded(self, job: SaveJob) -> None:
+    def packed(self, job: SaveJob) -> None:
         """Release the hot bytes of a job, which needs them no longer."""
-        job.release()
+        job.source.release()
         with self._changed:
             self._nbytes -= job.nbytes
             job.nbytes = 0
 
     def finish(self, job: SaveJob) -> None:
         """End a job that is done or has failed."""
-        job.release()
+        self.packed(job)
         with self._changed:
-            self._nbytes -= job.nbytes
             self._num_running -= 1
             self._claims.release(job.key)
 
@@ -108,7 +131,9 @@ class SaveQueue:
         with self._changed:
             dropped = self._waiting.pop(key, None)
             self._nbytes -= dropped.nbytes if dropped else 0
-            return dropped
+        if dropped is not None:
+            dropped.source.release()
+        return dropped
 
     def is_waiting(self, key: bytes) -> bool:
         """True if a save of this session waits."""
@@ -140,7 +165,9 @@ class SaveQueue:
             self._waiting.clear()
             self._nbytes -= sum(x.nbytes for x in dropped)
             self._changed.notify_all()
-            return dropped
+        for job in dropped:
+            job.source.release()
+        return dropped
 
     @property
     def closed(self) -> bool:

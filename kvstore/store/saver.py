@@ -1,34 +1,43 @@
 """Saves turns, off the critical path.
 
-One thread takes saves from the queue, one at a time. It saves first into the fastest tier, then
-into the others, packed anew from the same rows for a slower tier with a codec of its own. Only
-chunks that no tier holds are encoded, by the codec threads, so the work is proportional to the new
-tokens. An existing chunk is never encoded again, nor are rows that were restored from a lossy copy
-of it, so a session that sleeps a hundred times loses precision only once. The record is written
-last: a reader that finds it also finds the blobs that it names. The process may end at any moment:
-the session is then as it was after this turn or the one before. A power cut may lose the sessions
-that were being saved, because the disk tier overwrites replaced data before its last commit is
-certain to have reached the medium; lost sessions are computed anew.
+One thread takes saves from the queue, one at a time. Only pieces that no tier holds are packed, so
+the work is proportional to the new tokens, and each is packed once: the same bytes go to every
+tier. What was restored from a lossy copy is never packed again. If all copies of such a chunk were
+evicted meanwhile, it is not saved, and the session's chain ends before it. So a session that sleeps
+a hundred times loses precision only once.
+
+The record is written last: a reader that finds it also finds the blobs that it names. The process
+may end at any moment: the session is then as it was after this turn or the one before. A power cut
+may lose the sessions that were being saved, because the disk tier overwrites replaced data before
+its last commit is certain to have reached the medium; lost sessions are computed anew.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
+from kvstore.blobs.chain import Chain, ChainKeys, Piece, joined, num_common
 from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
-from kvstore.store.encoder import Encoded, Encoder, Turn, pack_again
-from kvstore.store.records import Reviser, SessionRecord
+from kvstore.ledger.record import SessionRecord, abandoned_chunks
+from kvstore.session import STATES_PER_SESSION, by_worth, kept_states
 from kvstore.store.save_queue import OnDone, SaveJob, SaveQueue
-from kvstore.store.token_keys import TokenKeys
 from kvstore.tiers.base import Blob
 
 LOOK_S: Final = 15.0  # how long one wait for the queue may take
 
 _log = logging.getLogger(__name__)
+
+
+class _Selection(NamedTuple):
+    """What of a save becomes the session's: its chain, its states, and the pieces to pack."""
+
+    chain: Chain
+    states: tuple[int, ...]
+    missing: list[Piece]
 
 
 class Saver:
@@ -37,17 +46,19 @@ class Saver:
     def __init__(
         self,
         queue: SaveQueue,
-        encoder: Encoder,
+        ledger: Ledger,
         packer: Packer,
-        keys: TokenKeys,
-        ledger: Ledger[SessionRecord],
+        keys: ChainKeys,
+        *,
+        needs_state: bool,
     ) -> None:
         self._queue = queue
-        self._encoder = encoder
-        self._fingerprint = packer.fingerprint
-        self._reviser = Reviser(ledger.index, packer, keys.space.chunk_tokens)
-        self._keys = keys
         self._ledger = ledger
+        self._index = ledger.index
+        self._stack = ledger.stack
+        self._packer = packer
+        self._keys = keys
+        self._needs_state = needs_state
         self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
 
     def start(self) -> None:
@@ -75,40 +86,154 @@ class Saver:
             _call(on_done, record)
 
     def _save(self, job: SaveJob) -> SessionRecord | None:
-        root = self._keys.space.root(job.session.salt)
-        chain = self._keys.space.chain(root, job.tokens)
-        turn = Turn(job, root, chain, self._ledger.find(job.session))
-        encoded = self._encoder.encode(turn)
+        old = self._ledger.find(job.session)
+        if old is not None and not self._ledger.records.is_usable(old):
+            old = None
+        chosen = self._select(job, old)
+        if not chosen.chain:
+            self._index.note_short(job.key)
+            return None
+        blobs = [x.result() for x in job.source.pack(chosen.missing)]
+        self._queue.packed(job)
+        fresh = {x.key: blob for x, blob in zip(chosen.missing, blobs, strict=True)}
+        self._ledger.counters.add("chunks_packed", sum(x.is_chunk for x in chosen.missing))
+        self._ledger.counters.add("states_packed", sum(x.is_state for x in chosen.missing))
+        record, obsolete = self._record(job, old, chosen, fresh)
+        fresh |= self._pages(record)
+        return record if self._ledger.committer.save(record, fresh, obsolete) else None
+
+    def _pages(self, record: SessionRecord) -> dict[bytes, Blob]:
+        """Make those pages of the chain that no tier has."""
+        keys = [x.key for x in self._ledger.records.pieces(record) if x.is_page]
+        levels = self._stack.locate(keys).levels
+        missing = [key for key, level in zip(keys, levels, strict=True) if level is None]
+        return {key: self._ledger.records.pack_page(record, key) for key in missing}
+
+    # ---- what is saved
+
+    def _select(self, job: SaveJob, old: SessionRecord | None) -> _Selection:
+        chunks = self._keys.chunks(job.chain)
+        missing = self._missing(chunks)
+        lost = next((x for x in missing if job.source.is_restored(x)), None)
+        chain = job.chain
+        if lost is not None:
+            chain = chain[: lost.first_token // self._keys.chunk_tokens]
+            missing = [x for x in missing if x.first_token < lost.first_token]
+            self._ledger.counters.add("chunks_left_out", len(job.chain) - len(chain))
+        if not self._needs_state:
+            return _Selection(chain, (), missing)
+        new, of_states = [], dict[Piece, None]()
+        for number in (x for x in job.states if x <= len(chain)):
+            pieces = self._keys.windows(chain, number)
+            wanted = self._missing([*pieces, self._keys.state(chain, number)])
+            if not any(map(job.source.is_restored, wanted)):
+                new.append(number)
+        states = self._states(job, old, chain, new)
+        for number in (x for x in new if x in states):
+            pieces = [*self._keys.windows(chain, number), self._keys.state(chain, number)]
+            of_states.update(dict.fromkeys(self._missing(pieces)))
+        return _Selection(chain, states, [*missing, *of_states])
+
+    def _missing(self, pieces: Sequence[Piece]) -> list[Piece]:
+        levels = self._stack.locate([x.key for x in pieces]).levels
+        return [x for x, level in zip(pieces, levels, strict=True) if level is None]
+
+    def _states(
+        self, job: SaveJob, old: SessionRecord | None, chain: Chain, new: Iterable[int]
+    ) -> tuple[int, ...]:
+        """Choose the states that the session keeps."""
+        common = num_common(old.names, chain) if old else 0
+        still_true = [x for x in (old.states if old else ()) if x <= common]
+        held = self._stack.locate([self._keys.state(chain, x).key for x in still_true])
+        # A state is not given up because a tier does not answer.
+        gone = [level is None and not held.down for level in held.levels]
+        known = {*new, *(x for x, lost in zip(still_true, gone, strict=True) if not lost)}
+        own = kept_states(known, STATES_PER_SESSION)
+        return (*self._shared_beginning(job, chain, known.difference(own)), *own)
+
+    def _shared_beginning(self, job: SaveJob, chain: Chain, others: Iterable[int]) -> list[int]:
+        """Find the furthest of these states whose beginning another session also has.
+
+        That is often the end of a system prompt. Many sessions start from it, and its state is
+        stored once for all of them: the next session with that beginning finds it and stores none.
+        """
+        for number in by_worth(others):
+            last = self._keys.chunks(chain, number - 1, number)
+            if last and not self._index.unshared([last[0].key], job.key):
+                return [number]
+        return []
+
+    # ---- the record
+
+    def _record(
+        self,
+        job: SaveJob,
+        old: SessionRecord | None,
+        chosen: _Selection,
+        fresh: Mapping[bytes, Blob],
+    ) -> tuple[SessionRecord, list[bytes]]:
+        """Make the new record, and list blobs that are unused once it is written."""
+        chain, size = chosen.chain, len(job.note) // max(len(job.chain), 1)
+        common = num_common(old.names, chain) if old else 0
+        rows = self._row_bytes(chain, fresh, old, common)
+        of_states = self._state_bytes(chain, chosen.states, fresh, old)
+        left, overflow = (
+            (b"", list[bytes]()) if old is None else abandoned_chunks(old, chain, common)
+        )
         record = SessionRecord(
             tenant=job.session.tenant,
             id=job.session.id,
-            fingerprint=self._fingerprint,
-            root=root,
-            token_ids=job.tokens.tobytes(),
-            tail_tokens=len(job.tokens) % self._keys.space.chunk_tokens,
-            snapshots=encoded.snapshots,
+            fingerprint=self._packer.fingerprint,
+            chunk_tokens=self._keys.chunk_tokens,
+            chain=joined(chain),
+            states=chosen.states,
             last_used_s=self._ledger.clock(),
+            pinned=old is not None and old.pinned,
+            packed_bytes=rows + of_states,
+            state_bytes=of_states,
+            left_behind=left,
+            note=job.note[: size * len(chain)],
         )
-        spans = self._keys.spans(record, chain)
-        record, obsolete = self._reviser.revise(record, turn.old, turn.common, spans, encoded.fresh)
-        forms = self._forms(job, encoded)
-        save = self._ledger.committer.save
-        return record if save(record, encoded.fresh, obsolete, encoded.codecs, forms) else None
+        if old is None or not self._index.is_whole:  # sessions not known yet may share what is gone
+            return record, []
+        current = {*self._ledger.records.blob_keys(record)}
+        pieces = self._ledger.records.pieces(old)
+        gone = [x.key for x in pieces if not x.is_chunk and x.key not in current]
+        return record, self._index.unshared([*gone, *overflow], job.key)
 
-    def _forms(self, job: SaveJob, encoded: Encoded) -> Iterator[tuple[str, dict[bytes, Blob]]]:
-        """Pack in every other codec that a tier has, then release the hot bytes."""
-        try:
-            others = encoded.codecs.on(self._ledger.stack.names)[1:] if encoded.wanted else ()
-            for codec in others:
-                if self._queue.is_pressed(job):
-                    # Denser blobs would be better, but later ones would be worse.
-                    self._ledger.counters.add("saves_copied")
-                    return
-                workers, lineages = self._ledger.workers, encoded.lineages
-                yield codec.id, pack_again(workers, encoded.wanted, lineages, codec)
-        finally:
-            encoded.wanted.clear()
-            self._queue.encoded(job)
+    def _row_bytes(
+        self, chain: Chain, fresh: Mapping[bytes, Blob], old: SessionRecord | None, common: int
+    ) -> int:
+        """Count the bytes of all chunks; those of other sessions' chunks are estimated."""
+        total = 0
+        if old is not None and common:
+            total = (old.packed_bytes - old.state_bytes) * common // old.num_chunks
+        for piece in self._keys.chunks(chain, common):
+            blob = fresh.get(piece.key)
+            first, count = piece.first_token, piece.num_tokens
+            total += self._packer.rows_nbytes(first, count) if blob is None else len(blob)
+        return total
+
+    def _state_bytes(
+        self,
+        chain: Chain,
+        states: Sequence[int],
+        fresh: Mapping[bytes, Blob],
+        old: SessionRecord | None,
+    ) -> int:
+        """Estimate the bytes of states and windows: those of one session are about equally large.
+
+        Two states share the windows of the tokens that both reach.
+        """
+        new = [x for x in states if self._keys.state(chain, x).key in fresh]
+        if not new:
+            old_states = len(old.states) if old else 0
+            return old.state_bytes * len(states) // old_states if old and old_states else 0
+        state_bytes = sum(len(fresh[self._keys.state(chain, x).key]) for x in new) // len(new)
+        pieces = dict.fromkeys(y for x in states for y in self._keys.windows(chain, x))
+        known = [len(fresh[x.key]) for x in pieces if x.key in fresh]
+        mean = sum(known) // len(known) if known else 0
+        return state_bytes * len(states) + mean * len(pieces)
 
 
 def _call(on_done: OnDone, record: SessionRecord | None) -> None:

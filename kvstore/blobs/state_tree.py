@@ -1,6 +1,6 @@
 """State that does not grow with the tokens: recurrent layers, rotating windows.
 
-Such a state cannot be cut back to an earlier token, so it is kept as a snapshot at one position.
+Such a state cannot be cut back to an earlier token, so it is kept as it was after one position.
 The form written here is exact. ``state_packer`` packs the parts that an engine has marked, where
 that was measured; since marks are written too, this may happen later. The engine hands over a
 *tree*: nested lists, tuples and dicts of plain values and arrays, in the shape that its own cache
@@ -64,14 +64,6 @@ StateTree: TypeAlias = (
     | tuple["StateTree", ...]
     | dict[str, "StateTree"]
 )
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The whole state after exactly ``position`` tokens."""
-
-    position: int
-    state: StateTree
 
 
 MAX_DEPTH: Final = 32
@@ -138,15 +130,15 @@ def decode_state(payload: memoryview) -> StateTree:
     size.
     """
     if len(payload) < 8:
-        raise Corrupt("a snapshot without a head")
+        raise Corrupt("a state without a head")
     length, zero = struct.unpack_from("<II", payload)
     first = 8 + length
     if zero or first > len(payload):
-        raise Corrupt("a snapshot's structure is longer than the snapshot")
+        raise Corrupt("a state's structure is longer than the state")
     try:
         structure = msgspec.msgpack.decode(payload[8:first])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Corrupt(f"a snapshot's structure cannot be read: {error}") from error
+        raise Corrupt(f"a state's structure cannot be read: {error}") from error
     return _Reader(payload[first + -first % _ALIGNMENT :]).node(structure, 0)
 
 
@@ -196,7 +188,7 @@ class _Reader:
     def node(self, raw: Any, depth: int) -> StateTree:
         self._num_nodes += 1
         if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
-            raise Corrupt("a snapshot is too deep or too large")
+            raise Corrupt("a state is too deep or too large")
         if raw is None or isinstance(raw, bool | int | float | str):
             return raw
         match raw:
@@ -212,7 +204,7 @@ class _Reader:
                 return MatrixArray(dtype, self._array(dtype, shape, offset).array)
             case [5, str(dtype), list(shape), int(offset), int(number)]:
                 return WindowArray(dtype, self._array(dtype, shape, offset).array, number)
-        raise Corrupt("a snapshot holds something that is no state")
+        raise Corrupt("a state holds something that is no state")
 
     def _items(self, items: list[Any], depth: int) -> Iterable[tuple[str, StateTree]]:
         for item in items:
@@ -220,23 +212,23 @@ class _Reader:
                 case [str(key), value]:
                     yield key, self.node(value, depth + 1)
                 case _:
-                    raise Corrupt("a snapshot's dict holds something that is no entry")
+                    raise Corrupt("a state's dict holds something that is no entry")
 
     def _array(self, name: str, shape: list[Any], offset: int) -> StateArray:
         dtype = _DTYPES.get(name)
         sane = len(shape) <= MAX_NDIM and all(type(x) is int and x >= 0 for x in shape)
         if dtype is None or not sane or offset < 0:
-            raise Corrupt("a snapshot's array has no sane dtype, shape or place")
+            raise Corrupt("a state's array has no sane dtype, shape or place")
         nbytes = math.prod(shape) * dtype.itemsize
         self._nbytes += nbytes
         # Arrays may not share bytes; otherwise a small payload could request a lot of memory.
         if max(offset + nbytes, self._nbytes) > len(self._arrays):
-            raise Corrupt("a snapshot's array lies outside the snapshot")
+            raise Corrupt("a state's array lies outside the state")
         array = np.frombuffer(bytearray(self._arrays[offset : offset + nbytes]), dtype)
         try:
             return StateArray(name, array.reshape(shape))
         except (ValueError, OverflowError) as error:  # no elements, but an absurd width
-            raise Corrupt("a snapshot's array has no sane shape") from error
+            raise Corrupt("a state's array has no sane shape") from error
 
 
 def _key(key: object) -> str:

@@ -1,0 +1,460 @@
+"""The cold store of one engine: sessions as chains of full chunks, between their turns.
+
+A cold session is only a cache. A save may be skipped, a tier may lose a blob or be down, a blob may
+be damaged: each costs a recompute of the tokens concerned and nothing else. Everything that a
+restore returns was verified blob by blob against the names it was asked for, the model and the
+codec; a name covers all tokens up to there and the tenant's salt.
+
+The tokens after the last full chunk are never stored: on return they are computed together with
+the new message. The ledger (``kvstore.ledger``) keeps track of which sessions exist and where they
+are stored, and decides which are evicted.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from kvstore.blobs import format as blobs
+from kvstore.blobs.chain import Chain, ChainKeys, ChainMaker, Piece
+from kvstore.blobs.packer import Packer
+from kvstore.blobs.state_tree import StateTree
+from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.chunk_size import CHUNK_TOKENS
+from kvstore.codecs.base import Codec
+from kvstore.config import StoreConfig
+from kvstore.errors import Unusable
+from kvstore.ledger.index import Claims
+from kvstore.ledger.ledger import Ledger
+from kvstore.ledger.notices import OnNotice
+from kvstore.ledger.reading import GoodCopy
+from kvstore.ledger.record import Records, SessionRecord
+from kvstore.ledger.repacking import OnPacked
+from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
+from kvstore.shapes import StoredModel, slice_tokens
+from kvstore.stats import Counters, StoreStats
+from kvstore.store.blob_reader import BlobReader
+from kvstore.store.planner import BlobRead, Planner
+from kvstore.store.restored import Fetched, Match, Restored
+from kvstore.store.save_queue import Offered, OnDone, RowSource, SaveJob, SaveQueue
+from kvstore.store.saver import Saver
+from kvstore.store.states import unpack_state
+from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tiers.base import Blob, Tier
+from kvstore.tiers.ram_tier import RamTier
+from kvstore.workers import Workers
+
+WAIT_S: Final = 30.0  # for saves of the session that wait or run
+CLOSE_FLUSH_S: Final = 10.0
+RESIZE_FLUSH_S: Final = 15.0
+DISCARD_S: Final = 2.0  # a blob is deleted after running copies of it, or after this time
+
+
+class ColdStore:
+    """Thread-safe. Owns ``tiers`` (fastest first) and closes them.
+
+    Args:
+        chunk_tokens: of every chunk; ``chunk_of_blocks`` for an engine with blocks of its own.
+
+    Raises:
+        UnknownCodec: a codec cannot take this layout.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        model: StoredModel,
+        codecs: Codec | StoreCodecs,
+        tiers: Sequence[Tier],
+        *,
+        chunk_tokens: int = CHUNK_TOKENS,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self.model = model
+        self.packer = packer = Packer(codecs, model)
+        self.maker = ChainMaker(model.fingerprint, chunk_tokens)
+        growing, window_tokens = bool(model.layout.layers), model.window_tokens
+        self.keys = keys = ChainKeys(chunk_tokens, growing=growing, window_tokens=window_tokens)
+        claims = Claims()
+        self._queue = queue = SaveQueue(config.save_queue_bytes, claims)
+        self.ledger = ledger = Ledger(
+            config,
+            Records(model.name, packer, keys),
+            packer,
+            tiers,
+            claims=claims,
+            is_awaited=queue.is_waiting,
+            clock=clock,
+            monotonic=monotonic,
+        )
+        self._planner = Planner(ledger, keys, needs_state=model.needs_state)
+        self._reader = BlobReader(ledger)
+        self._saver = Saver(queue, ledger, packer, keys, needs_state=model.needs_state)
+        self._closed = False
+        ledger.start()
+        self._saver.start()
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.keys.chunk_tokens
+
+    @property
+    def workers(self) -> Workers:
+        """The store's threads, for engines that pack and unpack its blobs."""
+        return self.ledger.workers
+
+    @property
+    def counters(self) -> Counters:
+        """Counters of this store, as ``stats`` reports them."""
+        return self.ledger.counters
+
+    # ---- turn end
+
+    def save(
+        self,
+        session: SessionRef,
+        chain: Chain,
+        source: RowSource,
+        *,
+        states: Sequence[int] = (),
+        state_bytes: int = 0,
+        note: bytes = b"",
+        on_done: OnDone | None = None,
+        always: bool = False,
+    ) -> bool:
+        """Save a session's KV. Any thread; returns at once.
+
+        Args:
+            chain: all full chunks of the session, from the first one on.
+            source: has their rows. Its memory must not change until it is released.
+            states: the numbers of chunks after which the source has a state, ascending.
+            state_bytes: hot bytes of these states.
+            note: bytes of the engine's own, equally many for each chunk; kept with the record.
+            on_done: called on a store thread with the session's new record, or with None if it
+                could not be saved. If a newer save replaced this one, it is called with the newer
+                one's record.
+            always: save it however much waits.
+
+        Returns:
+            False if the save was skipped, because too much is waiting or no tier can hold it; the
+            source is released then, and ``on_done`` is not called.
+        """
+        key = self.ledger.record_key(session)
+        nbytes = self._unsaved_bytes(chain) + state_bytes
+        listeners = [] if on_done is None else [on_done]
+        job = SaveJob(key, session, chain, source, nbytes, states, note, listeners)
+        offered = Offered.REFUSED
+        if not chain:
+            self.ledger.index.note_short(key)
+        elif len(self.ledger.stack):
+            offered = self._queue.offer(job, always=always)
+        if offered is Offered.SUPERSEDED:
+            self.counters.add("saves_superseded")
+        if offered is Offered.REFUSED:
+            source.release()
+            self.counters.add("saves_skipped", int(bool(chain)))
+        return offered is not Offered.REFUSED
+
+    def _unsaved_bytes(self, chain: Chain) -> int:
+        """Count the hot bytes of chunks that no known session has; asks no tier."""
+
+        def is_new(number: int) -> bool:
+            key = self.keys.chunks(chain, number, number + 1)[0].key
+            return bool(self.ledger.index.unused([key]))
+
+        if not self.keys.growing:
+            return 0
+        # A session that has a chunk also has all chunks before it.
+        known = bisect_left(range(len(chain)), True, key=is_new)
+        return (len(chain) - known) * self.chunk_tokens * self.model.layout.bytes_per_token
+
+    def settled(self, session: SessionRef) -> bool:
+        """True if no save of this session is waiting or running."""
+        return self._queue.settled(self.ledger.record_key(session))
+
+    def wait_saved(self, session: SessionRef, within_s: float = WAIT_S) -> bool:
+        """Wait until all saves of this session are done; False if time runs out."""
+        return self._queue.wait_settled(self.ledger.record_key(session), within_s)
+
+    # ---- return
+
+    def match(self, session: SessionRef | None, chain: Chain, first: int = 0) -> Match:
+        """Find the longest beginning of a prompt that can be restored.
+
+        Args:
+            chain: the full chunks of the prompt, from its first one on.
+            first: the number of the first chunk that is wanted; those before it are there already.
+        """
+        if self._closed:
+            return Match(first, 0, None, "disabled")
+        match = self._match(session, chain, first)
+        if match.reason is not None:
+            self.counters.add(f"misses.{match.reason}")
+        return match
+
+    def prepare(self, session: SessionRef) -> tuple[Match, Chain]:
+        """Match everything that the session's record covers, for a restore ahead of the prompt."""
+        record = self.record(session)
+        if record is None:
+            reason = "disabled" if self._closed else self.ledger.why_unknown(session)
+            return Match(0, 0, None, reason), ()
+        return self._match(session, record.names, 0), record.names
+
+    def _match(self, session: SessionRef | None, chain: Chain, first: int) -> Match:
+        plan = self._planner.plan(session, chain, first)
+        reads, reason = plan.reads, plan.reason
+        tier = self.ledger.stack.name(max(x.level for x in reads)) if reads else None
+        if reads and plan.record is None and reason in UNKNOWN_REASONS:
+            reason = None  # a new session found more than it could expect
+        key = self.ledger.index.key(plan.record) if plan.record else None
+        count = plan.num_chunks if reads else 0
+        return Match(count, count * self.chunk_tokens, tier, reason, tuple(reads), key)
+
+    def restore(self, match: Match, deadline_s: float | None = None) -> Restored:
+        """Read and unpack what ``match`` found, or the good beginning of it. Blocks.
+
+        Never raises for bad or missing blobs, or for tiers that are down. Blobs that came from a
+        slower tier are put into the fastest one afterwards, in the background.
+        """
+        size, layout = self.chunk_tokens, self.model.layout
+        out = layout.empty(match.num_tokens)
+
+        def use(read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
+            verified = self._verified(read, blob)
+            if read.piece.is_chunk:
+                target = slice_tokens(out, read.piece.first_token, read.piece.end_token)
+                self.packer.unpack_rows(verified, read.piece, target)
+            return verified
+
+        good, reason = self._read(match, use, deadline_s)
+        try:
+            state = self._state_of(match, good)
+        except Unusable:
+            good, state, reason = [], None, "corrupt"
+        rows = [x for x in match.reads[: len(good)] if x.piece.is_chunk]
+        num_tokens = rows[-1].piece.end_token if rows else match.num_tokens if good else 0
+        if not good:
+            return Restored(0, layout.empty(0), None, None, reason)
+        if num_tokens < match.num_tokens:
+            # A late thread may still be writing after the good prefix, so a copy is returned.
+            out = [(k.copy(), v.copy()) for k, v in slice_tokens(out, 0, num_tokens)]
+        lossy = [
+            x.piece.first_token + max(x.piece.num_tokens, size * x.piece.is_state)
+            for x, y in zip(match.reads, good, strict=False)
+            if self.packer.is_lossy(y.value)
+        ]
+        self.counters.add("restores")
+        self.counters.add("restored_tokens", num_tokens)
+        tier = self.ledger.stack.name(max(x.level for x in good))
+        lossy_tokens = min(max(lossy, default=0), num_tokens)
+        return Restored(num_tokens, out, state, tier, reason, lossy_tokens)
+
+    def fetch(self, match: Match, deadline_s: float | None = None) -> Fetched:
+        """Read and verify what ``match`` found, or the good beginning of it. Blocks.
+
+        Raises ``StoreClosed``, and nothing else: a ``reason`` explains blobs that are unavailable.
+        """
+        good, reason = self._read(match, self._verified, deadline_s)
+        reason = reason or match.reason
+        reads = match.reads[: len(good)]
+        rows = [x.piece for x in reads if x.piece.is_chunk]
+        end = match.num_chunks if len(good) == len(match.reads) else 0
+        if rows and not end:
+            end = rows[-1].end_token // self.chunk_tokens
+        if not good:
+            return Fetched(0, [], None, reason)
+        tier = self.ledger.stack.name(max(x.level for x in good))
+        pairs = [(x, y.value) for x, y in zip(reads, good, strict=True)]
+        return Fetched(end, pairs, tier, reason)
+
+    def _read(
+        self,
+        match: Match,
+        use: Callable[[BlobRead, Blob], blobs.VerifiedBlob],
+        deadline_s: float | None,
+    ) -> tuple[list[GoodCopy[blobs.VerifiedBlob]], MissReason | None]:
+        wait_s = self._config.restore_deadline_s if deadline_s is None else deadline_s
+        good, reason = self._reader.read(match.reads, use, wait_s)
+        has_state = any(x.piece.is_state for x in match.reads)
+        if has_state and len(good) < len(match.reads):
+            good = []  # without the state at its end, a run of tokens is unusable
+        if reason is not None:
+            self.counters.add(f"misses.{reason}")
+        if good:
+            reads = match.reads[: len(good)]
+            slow = [(x.key, y.blob) for x, y in zip(reads, good, strict=True) if y.level]
+            used = self.ledger.promotion.used
+            self.workers.later(used, match.record_key, [x.key for x in reads], slow)
+        return good, reason
+
+    def _verified(self, read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
+        verified = blobs.verify(blob, read.key)
+        self.packer.check(verified, read.piece)
+        return verified
+
+    def _state_of(self, match: Match, good: Sequence[GoodCopy[blobs.VerifiedBlob]]) -> StateTree:
+        pairs = [(x, y.value) for x, y in zip(match.reads, good, strict=False)]
+        state = next(((x.piece, y) for x, y in pairs if x.piece.is_state), None)
+        if state is None:
+            return None
+        return unpack_state(self.packer, state, [x for x in pairs if x[0].piece.is_window])
+
+    def discard(self, key: bytes) -> None:
+        """Delete a blob that could not be unpacked, so that it is never offered again."""
+        self.counters.add("corrupt")
+        self.workers.quiet(DISCARD_S)  # else a copy on its way to a faster tier could come later
+        for level in range(len(self.ledger.stack)):
+            self.ledger.stack.delete(level, [key])
+
+    def warm(self, session: SessionRef) -> None:
+        """Bring the whole session to the fastest tier. Blocks."""
+        match, _ = self.prepare(session)
+        if match.reads:
+            self.fetch(match)
+            self.workers.quiet(self._config.restore_deadline_s)
+
+    # ---- between turns
+
+    def record(self, session: SessionRef) -> SessionRecord | None:
+        """The record of the session, here or in a shared tier, if this engine can use it."""
+        record = None if self._closed else self.ledger.find_anywhere(session)
+        if record is None or not self.ledger.records.is_usable(record):
+            return None
+        return None if self.ledger.index.is_over(record) else record
+
+    def records(self, wait_s: float = 0.0) -> list[SessionRecord]:
+        """All known sessions of this model that a tier still has.
+
+        After a start the sessions that only Redis has are not known yet: waits while they are
+        looked for, at most ``wait_s`` seconds.
+        """
+        self.ledger.wait_until_known(wait_s)
+        return [] if self._closed else self.ledger.upkeep.resting_here()
+
+    def tier_of(self, session: SessionRef | SessionRecord) -> TierName | None:
+        """Return the slowest tier that a restore must read; None if even the beginning is gone."""
+        record = self.record(session) if isinstance(session, SessionRef) else session
+        return None if record is None or self._closed else self.ledger.upkeep.tier_of(record)
+
+    def pieces_of(self, session: SessionRef) -> tuple[SessionRecord, list[Piece]] | None:
+        """Return the session's record and all its blobs, from memory; None if it is not known."""
+        record = self.ledger.index.get(self.ledger.record_key(session))
+        if record is None or not self.ledger.records.is_usable(record):
+            return None
+        return record, self.ledger.records.pieces(record)
+
+    def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
+        """Bring the session to ``tier`` and drop faster copies. Blocks; returns its tier then.
+
+        A pinned session, and one that ``tier`` cannot take as a whole, stays where it is.
+        """
+        self.wait_saved(session)
+        return None if self._closed else self.ledger.upkeep.demote(session, tier)
+
+    def pin(self, session: SessionRef, pinned: bool) -> None:
+        """Keep the session's blobs from eviction, or stop that. Blocks while a save of it runs.
+
+        Has no effect on a session that was never saved. Raises ``PinLimit`` if pinned sessions
+        would then take more than their share.
+        """
+        self.wait_saved(session)
+        if not self._closed:
+            self.ledger.upkeep.pin(session, pinned)
+
+    def is_pinned(self, session: SessionRef) -> bool:
+        """True if its record is pinned by now. Asks memory only, so it does not wait."""
+        record = self.ledger.index.get(self.ledger.record_key(session))
+        return record is not None and record.pinned
+
+    def forget(self, session: SessionRef) -> bool:
+        """Remove the session from every tier; False if it was not known. Blocks.
+
+        Afterwards no tier holds any of it except blobs that another session here uses. A tier that
+        is down deletes it when it is back.
+        """
+        dropped = self._queue.drop(self.ledger.record_key(session))
+        was_known = not self._closed and self.ledger.upkeep.forget(session)
+        for on_done in dropped.on_done if dropped else ():
+            on_done(None)
+        return was_known or dropped is not None
+
+    def expire(self) -> None:
+        """Forget sessions that were not used for ``ttl_s``; also runs periodically by itself."""
+        self.ledger.upkeep.expire()
+
+    def listen(self, on_notice: OnNotice) -> None:
+        """Call ``on_notice`` on a store thread when sessions expire, are evicted or are found.
+
+        See ``kvstore.ledger.notices``. The call comes within a minute.
+        """
+        self.ledger.notices.listen(on_notice)
+
+    def limit_tenants(
+        self, limits: Mapping[TierName, TenantLimits]
+    ) -> dict[TierName, dict[str, TenantUse]]:
+        """Hold tenants to bytes of tiers from now on; return what they hold there. Blocks.
+
+        A tier that is not named has no limits. See ``Ledger.limit_tenants``.
+        """
+        return {} if self._closed else self.ledger.limit_tenants(limits)
+
+    # ---- codecs
+
+    @property
+    def codecs(self) -> StoreCodecs:
+        """The codecs that the store uses now."""
+        return self.packer.codecs
+
+    def adopt(self, codecs: StoreCodecs, *, keep: bool = True) -> None:
+        """Use these codecs from now on. Any thread; does not wait.
+
+        Blobs stored exactly are packed later: see ``pack_when``. ``keep``: codecs that could be
+        read before still can be; otherwise their blobs are effectively lost. Warm new codecs first.
+        Raises ``UnknownCodec``, with nothing changed: one of them cannot take this layout.
+        """
+        self.ledger.adopt(codecs, keep=keep)
+
+    def pack_when(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
+        """Pack exact blobs from now on when ``is_idle``: see ``Repacker.begin``. Call once."""
+        self.ledger.repacker.begin(is_idle, on_packed)
+
+    # ---- the store itself
+
+    def resize_memory(self, ram_bytes: int) -> None:
+        """Set another budget of packed bytes in memory, never below the configured one.
+
+        Blobs that no longer fit are in slower tiers by then, if those take them in time.
+        """
+        ram_bytes = max(ram_bytes, self._config.ram_bytes)
+        for tier in self.ledger.stack.tiers:
+            if isinstance(tier, RamTier):
+                if ram_bytes < tier.stats().nbytes:
+                    self.ledger.flush(RESIZE_FLUSH_S)
+                tier.resize(ram_bytes)
+
+    def stats(self) -> StoreStats:
+        """Return the current statistics."""
+        return self.ledger.stats(self._queue.nbytes)
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until every tier has its share of all saves; False if time ran out."""
+        give_up_at = self.ledger.monotonic() + deadline_s
+        if self._closed or not self._queue.wait_idle(deadline_s):
+            return False
+        return self.ledger.flush(give_up_at - self.ledger.monotonic())
+
+    def close(self) -> None:
+        """Flush for a bounded time, stop all threads, close the tiers. Safe to call twice."""
+        if self._closed:
+            return
+        self.flush(CLOSE_FLUSH_S)
+        self._closed = True
+        dropped = self._queue.close()
+        self._saver.join()
+        for on_done in (x for job in dropped for x in job.on_done):
+            on_done(None)
+        self.ledger.close()
