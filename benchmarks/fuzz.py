@@ -42,7 +42,7 @@ from engines.wire import (
 )
 from kvstore.blobs import format as blobs
 from kvstore.blobs.packer import Packer
-from kvstore.blobs.snapshot import StateArray, StateTree, decode_state, encode_state
+from kvstore.blobs.state_tree import StateArray, StateTree, decode_state, encode_state
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Unusable

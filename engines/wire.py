@@ -70,11 +70,10 @@ class MeasurementEnd(msgspec.Struct, frozen=True):
 
 
 class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The codecs that sessions are packed with from now on, and the reason for this choice."""
+    """The codec that sessions are packed with from now on, and the reason for this choice."""
 
-    name: str  # of the preset; where tiers differ, of the fastest tier's
+    name: str  # of the preset
     id: str = ""  # the codec's id, with the digits of its profile
-    tiers: dict[TierName, str] = {}  # the id of each tier's codec
     why: str = ""  # the reason in words, with the figures
     # The measured cost on this model, a row per context length; empty if exact or not measured.
     rows: tuple[Quality, ...] = ()

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +18,7 @@ from kvstore.errors import StoreClosed
 
 LEAST_PRIORITY: Final = 19
 T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
+K = TypeVar("K")
 MAX_DEFAULT_THREADS: Final = 4
 # A tier that hangs occupies readers, never codec threads; with none left, restores time out.
 NUM_READERS: Final = 4
@@ -83,24 +83,18 @@ class Workers:
     def read(self, call: Callable[..., T], *args: object) -> Future[T]:
         return _submit(self._readers, call, *args)
 
-    def few_at_once(self, calls: Iterable[tuple[K, Callable[[], T]]], at_once: int) -> dict[K, T]:
-        """Run calls on the codec threads, in order, and return their results by name.
+    def each(self, call: Callable[[K], T], items: Iterable[K]) -> list[T]:
+        """Call with each item on the codec threads; returns the results in order.
 
-        At most ``at_once`` of them are in flight, so that a restore never waits long for a thread.
+        As many calls are in flight as there are threads, so a restore never waits long for one.
         """
-        running: deque[tuple[K, Future[T]]] = deque()
-        done: dict[K, T] = {}
-        for name, call in calls:
-            if len(running) >= at_once:
-                first, result = running.popleft()
-                done[first] = result.result()
-            running.append((name, self.codec(call)))
-        return done | {name: result.result() for name, result in running}
-
-    @property
-    def num_spare(self) -> int:
-        """Number of codec threads for work that can wait: one thread is left for restores."""
-        return max(1, self.num_threads - 1)
+        running: deque[Future[T]] = deque()
+        done: list[T] = []
+        for item in items:
+            if len(running) >= self.num_threads:
+                done.append(running.popleft().result())
+            running.append(self.codec(call, item))
+        return [*done, *(x.result() for x in running)]
 
     def later(self, call: Callable[..., None], *args: object) -> None:
         """Run a call soon; only ``quiet`` waits for it."""

@@ -38,7 +38,7 @@ from engines.config import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
-from kvstore.blobs.snapshot import Snapshot, StateArray, StateTree
+from kvstore.blobs.state_tree import Snapshot, StateArray, StateTree
 from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef

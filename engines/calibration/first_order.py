@@ -13,7 +13,7 @@ import msgspec
 
 from engines.calibration.corpus import held_out_texts
 from engines.config import CalibrationOrder
-from kvstore.chunk_size import USUAL_TOKENS
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.names import USUAL, first_part, is_learned, session_presets
 from kvstore.config import AUTO, StoreConfig
 from kvstore.shapes import StateLayout
@@ -67,7 +67,7 @@ def first_order(
     window_tokens = max(LEAST_CONTEXT, min(FIRST_WINDOW_TOKENS, context // 2))
     if state_step > 1 and window_tokens < state_step + LEAST_CONTEXT <= context:
         window_tokens = state_step + LEAST_CONTEXT
-    named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
+    named = [store.codec] if store.codec != AUTO else []
     return CalibrationOrder(
         presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
         fallbacks=tuple(x for x in FALLBACKS if x not in named),
@@ -81,7 +81,7 @@ def first_order(
         with_bounds=False,  # they are not read here, and cost as much as learning
         num_chains=FIRST_CHAINS,
         num_threads=restoring_threads(store.num_threads),
-        chunk_tokens=store.chunk_tokens or USUAL_TOKENS,
+        chunk_tokens=CHUNK_TOKENS,
         data_path=data_path,
     )
 

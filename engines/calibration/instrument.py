@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from kvstore.blobs.snapshot import StateTree
+from kvstore.blobs.state_tree import StateTree
 from kvstore.shapes import KVLayout, KVPair, KVRun, Rope, StateLayout
 
 

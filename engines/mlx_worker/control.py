@@ -34,7 +34,7 @@ from kvstore.errors import PinLimit
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionName, SessionRef, TierName
 from kvstore.stats import Repacking, StoreStats
-from kvstore.store.records import SessionRecord
+from kvstore.ledger.record import SessionRecord
 from kvstore.tenant_bytes import TenantLimits
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class SessionReports:
             id=key[1],
             hot=hot is not None or busy_tokens > 0,
             tier=self._tier(record),
-            tokens=len(hot.tokens) if hot else busy_tokens or cold_tokens,
+            tokens=hot.num_tokens if hot else busy_tokens or cold_tokens,
             hot_bytes=hot.nbytes if hot else running_bytes,
             cold_bytes=record.packed_bytes if record else 0,
             idle_s=0.0 if busy_tokens else self._idle_s(hot, record),

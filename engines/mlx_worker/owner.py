@@ -42,7 +42,7 @@ from engines.mlx_worker.sessions.hot_cache import Cause, ColdSessions
 from engines.mlx_worker.sessions.store_opening import OpenedStore
 from engines.wire import KVSize
 from kvstore.session import SessionRef
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -58,7 +58,7 @@ _RECORD = b"thermocline sess"
 
 
 class Piece(NamedTuple):
-    """A blob of a session: a chunk, the rows of windows in a chunk, a state, or a page of its chain.
+    """A blob of a session: a chunk, the windows' rows of one, a state, or a page of the chain.
 
     It has the rows of ``num_tokens`` tokens from ``first_token`` on. A state has no rows; it was
     taken after ``first_token`` tokens. Nor has a page, which lists the chunks up to there.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol, TypeAlias
@@ -30,8 +29,8 @@ class RowSource(Protocol):
         Such a piece is never packed again: its error would grow with each sleep.
         """
 
-    def pack(self, pieces: Sequence[Piece]) -> list[Future[Blob]]:
-        """Pack these pieces, and return futures of their blobs, in this order."""
+    def pack(self, pieces: Sequence[Piece]) -> list[Blob]:
+        """Pack these pieces; returns their blobs in this order. May release by itself."""
 
     def release(self) -> None:
         """Let go of the engine's memory: nothing reads it any more. A second call does nothing."""

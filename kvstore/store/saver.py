@@ -93,7 +93,7 @@ class Saver:
         if not chosen.chain:
             self._index.note_short(job.key)
             return None
-        blobs = [x.result() for x in job.source.pack(chosen.missing)]
+        blobs = job.source.pack(chosen.missing)
         self._queue.packed(job)
         fresh = {x.key: blob for x, blob in zip(chosen.missing, blobs, strict=True)}
         self._ledger.counters.add("chunks_packed", sum(x.is_chunk for x in chosen.missing))
@@ -177,9 +177,7 @@ class Saver:
         common = num_common(old.names, chain) if old else 0
         rows = self._row_bytes(chain, fresh, old, common)
         of_states = self._state_bytes(chain, chosen.states, fresh, old)
-        left, overflow = (
-            (b"", list[bytes]()) if old is None else abandoned_chunks(old, chain, common)
-        )
+        left, overflow = abandoned_chunks(old, chain, common) if old else (b"", list[bytes]())
         record = SessionRecord(
             tenant=job.session.tenant,
             id=job.session.id,

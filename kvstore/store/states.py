@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvstore.blobs.chain import WINDOW, Piece
 from kvstore.blobs.packer import AnyBlob, Packer
 from kvstore.blobs.state_packer import window_arrays, with_windows, without_windows
-from kvstore.blobs.state_tree import StateTree, state_nbytes
+from kvstore.blobs.state_tree import StateTree
 from kvstore.errors import Mismatch
 from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens, tokens_in
 from kvstore.store.planner import BlobRead
 from kvstore.tiers.base import Blob
 
 
+class StateAt(NamedTuple):
+    """The whole state after exactly ``position`` tokens."""
+
+    position: int
+    tree: StateTree
+
+
 class TakenState:
-    """A state that an engine has taken after ``position`` tokens; its arrays stay the engine's.
+    """A state, apart from the rows of its windows; its arrays stay the engine's.
 
     Args:
         windows: the layers whose rows are stored as chunks; None = none are.
@@ -25,16 +33,13 @@ class TakenState:
         Mismatch: its windows have another number of rows than the store would look for.
     """
 
-    def __init__(
-        self, position: int, tree: StateTree, windows: KVLayout | None, window_tokens: int
-    ) -> None:
-        self.position = position
-        self.nbytes = state_nbytes(tree)
+    def __init__(self, state: StateAt, windows: KVLayout | None, window_tokens: int) -> None:
+        self.position, tree = state
         self._rest, self._run = without_windows(tree, windows)
         held = 0 if self._run is None else tokens_in(self._run)
-        if windows is not None and held != min(position, window_tokens):
+        if windows is not None and held != min(self.position, window_tokens):
             arrays = len(window_arrays(tree))
-            raise Mismatch(f"{held} rows in {arrays} window arrays after {position} tokens")
+            raise Mismatch(f"{held} rows in {arrays} window arrays after {self.position} tokens")
 
     def pack(self, piece: Piece, packer: Packer) -> Blob:
         """Pack the state itself, or the rows of its windows that ``piece`` names."""

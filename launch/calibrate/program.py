@@ -22,7 +22,7 @@ from engines.calibration.gate.profiles import make_folder, profile_path
 from engines.config import REPORT, CalibrationOrder, CalibrationReport
 from engines.kv_budget import stated_context
 from engines.wire import MeasurementEnd, Welcome
-from kvstore.chunk_size import USUAL_TOKENS
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.names import CODECS, EXACT, FLOOR, OWN, split_names
 from kvstore.codecs.presets import canonical_name, check_name
 from kvstore.errors import UnknownCodec
@@ -101,8 +101,6 @@ def _own_settings(effective: EffectiveSettings, order: CalibrationOrder) -> Effe
         "log_level": "warning" if settings.log_level == "info" else settings.log_level,
         "engine.hot_codec": "",
         "store.codec": EXACT,
-        "store.disk_codec": "",
-        "store.redis_codec": "",
         "store.calibrate": False,
         "store.ram_bytes": STORE_BYTES,
         "store.disk_bytes": 0,
@@ -244,7 +242,7 @@ def order_of(
         window_tokens=_window_tokens(longest),
         fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),
         eval_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.eval_texts)),
-        chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
+        chunk_tokens=CHUNK_TOKENS,
         num_threads=restoring_threads(effective.settings.store.num_threads),
     )
     return order if options.needles else msgspec.structs.replace(order, depths=())

@@ -5,9 +5,8 @@ Every engine chooses at its start, and again whenever something was measured.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +21,6 @@ from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
-from kvstore.session import TIER_NAMES, TierName
 from kvstore.shapes import KVLayout, StateLayout
 
 if TYPE_CHECKING:
@@ -66,87 +64,13 @@ class _Offer:
 
 @dataclass(frozen=True)
 class _Offers:
-    """The presets that ``auto`` chooses among, for every tier."""
+    """The presets that ``auto`` chooses among."""
 
     good: Mapping[str, _Offer]  # measured, and within the bound
     refused: Mapping[str, _Offer]  # measured, and out of it; ``why`` says how far
     unmeasured: bool
     missing: str  # why there is no row of ``first``; "" if there is one
     first: str = USUAL  # without a row of it a model counts as not measured yet
-
-
-def choose_tiers(
-    config: StoreConfig,
-    layout: KVLayout,
-    profile: Profile | None,
-    unmeasurable: str = "",
-    states: StateLayout | None = None,
-) -> dict[TierName, Choice]:
-    """The codec of each tier: that of its own setting, or else of ``store.codec``.
-
-    For arguments and errors see ``choose``. Where ``auto`` decides, the fastest tier that is in use
-    may get another codec than the slower ones. Tiers that pack rows by the same codec pack windows
-    and states alike, too: as the fastest of them does, or exactly.
-    """
-    names: dict[TierName, str] = {
-        "ram": _written(config.codec),
-        "disk": _written(config.disk_codec or config.codec),
-        "redis": _written(config.redis_codec or config.codec),
-    }
-    auto = AUTO in names.values() and _has_choice(layout, states)
-    model = _Model(layout, profile, unmeasurable, states)
-    offers = _offers(config, model) if auto else None
-
-    opened = functools.cache(functools.partial(_opened, model=model))
-
-    @functools.cache  # a codec that several tiers have is made once
-    def choice(name: str, fastest: bool) -> Choice:
-        if name == AUTO and offers is not None:
-            return _from(offers, config, opened, fastest=fastest)
-        return choose(name, config, layout, profile, unmeasurable, states)
-
-    quick = fastest_tiers(config)
-    return _alike({x: choice(name, name == AUTO and x in quick) for x, name in names.items()})
-
-
-def _written(name: str) -> str:
-    """Return a setting's name as measured rows have it."""
-    return name if name == AUTO else canonical_name(name)
-
-
-def _alike(choices: Mapping[TierName, Choice]) -> dict[TierName, Choice]:
-    """Give tiers with the same codec of rows the same way of windows and states.
-
-    Exactly, if one of them wants them so.
-    """
-    same: dict[str, Choice] = {}
-    for choice in choices.values():
-        known = same.setdefault(choice.codec.id, choice)
-        if choice.is_exact and not known.is_exact:
-            same[choice.codec.id] = choice
-    found: dict[TierName, Choice] = {}
-    for tier, choice in choices.items():
-        other = same[choice.codec.id]
-        found[tier] = choice if choice.id == other.id else other
-        if found[tier] is not choice:
-            logger.warning("%s is packed as another tier is: %s, not %s", tier, other.id, choice.id)
-    return found
-
-
-def fastest_tiers(config: StoreConfig) -> tuple[TierName, ...]:
-    """The fastest tier in use, and any faster tiers that are off."""
-    first = next(iter(tiers_in_use(config)), TIER_NAMES[-1])
-    return TIER_NAMES[: TIER_NAMES.index(first) + 1]
-
-
-def tiers_in_use(config: StoreConfig) -> tuple[TierName, ...]:
-    """The tiers that have room, the fastest first."""
-    room: dict[TierName, bool] = {
-        "ram": config.ram_bytes > 0,
-        "disk": config.disk_bytes > 0,
-        "redis": bool(config.redis_url) and config.redis_bytes > 0,
-    }
-    return tuple(tier for tier, has_room in room.items() if has_room)
 
 
 def choose(
@@ -159,9 +83,8 @@ def choose(
 ) -> Choice:
     """The codec of that name, if it may serve this model, else an exact one.
 
-    ``auto`` is the choice for the fastest tier.
-
     Args:
+        name: of a preset, or ``auto``: the densest within the bound that restores quickly.
         config: the bound, and whether the operator accepts the loss.
         profile: the model's learned arrays and measurements; None = there are none.
         unmeasurable: why a calibration could not measure this model; "" if it could.
@@ -177,8 +100,8 @@ def choose(
         return exact("this model keeps nothing that a codec could pack")
     model = _Model(layout, profile, unmeasurable, states)
     if name == AUTO:
-        return _from(_offers(config, model), config, lambda x: _opened(x, model), fastest=True)
-    name = for_session(name, *_kinds(states))
+        return _from(_offers(config, model), config, model)
+    name = for_session(canonical_name(name), *_kinds(states))
     return _named(name, config, model)
 
 
@@ -259,16 +182,14 @@ def _offers(config: StoreConfig, model: _Model) -> _Offers:
     )
 
 
-def _from(
-    offers: _Offers, config: StoreConfig, opened: Callable[[str], Choice | None], *, fastest: bool
-) -> Choice:
-    """The choice for a tier; also says which denser presets, and the first, are out of bounds."""
+def _from(offers: _Offers, config: StoreConfig, model: _Model) -> Choice:
+    """Choose a preset; also says which denser presets, and the first, are out of bounds."""
     reasons = [offers.missing, *(x.why for x in offers.refused.values())]
     if not offers.good:
         return exact("; ".join(filter(None, reasons)), unmeasured=offers.unmeasured)
     rows = {name: x.rows for name, x in offers.good.items()}
-    name, reason = preferred(rows, config.restore_share, fastest=fastest)
-    found = opened(name)
+    name, reason = preferred(rows, config.restore_share)
+    found = _opened(name, model)
     assert found is not None  # it was measured
     reasons = [offers.missing] + [
         x.why for x in offers.refused.values() if x.name == offers.first or _bits(x) < _bits(found)

@@ -142,23 +142,18 @@ class Preferred(NamedTuple):
     reason: str
 
 
-def preferred(
-    measured: Mapping[str, Sequence[Quality]], most_share: float, *, fastest: bool
-) -> Preferred:
-    """The preset for a tier.
+def preferred(measured: Mapping[str, Sequence[Quality]], most_share: float) -> Preferred:
+    """Choose the densest preset that restores quickly.
 
     Args:
         measured: the rows of each preset that may serve; at least one preset, each with a row.
-        most_share: of a prefill, that a restore from the fastest tier may take.
-        fastest: the tier is the fastest one.
+        most_share: of a prefill, that a restore may take.
     """
     rows = {name: _usual(found) for name, found in measured.items()}
     by_bits = sorted(rows, key=lambda name: (rows[name].bits_per_element, rows[name].kl))
     timed = [name for name in by_bits if rows[name].restore_share is not None]
     if not timed:
         return _untimed(rows, by_bits)
-    if not fastest:
-        return Preferred(by_bits[0], "the densest within the bound, for a tier that is read seldom")
     for name in timed:
         if _share(rows[name]) <= most_share:
             how = f"the densest within the bound that unpacks in {most_share:.0%} of a prefill: "
@@ -169,11 +164,11 @@ def preferred(
 
 
 def _untimed(rows: Mapping[str, Quality], by_bits: Sequence[str]) -> Preferred:
-    """The rule of profiles without times: three bits for every tier, else the densest.
+    """The rule of profiles without times: three bits, else the densest.
 
     One that is denser and closer than three bits goes before them.
     """
-    untimed = "its restore was not timed, so all tiers have it; to choose for each, run:"
+    untimed = "its restore was not timed; to choose by times, run:"
     if USUAL in by_bits and not any(_beats(rows[x], rows[USUAL]) for x in by_bits):
         return Preferred(USUAL, f"{untimed} thermocline calibrate")
     return Preferred(by_bits[0], f"the densest of these; {untimed} thermocline calibrate")

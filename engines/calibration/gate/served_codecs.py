@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -19,10 +19,10 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from engines.calibration.first_order import DENSEST
-from engines.calibration.gate.choice import Choice, choose, choose_tiers, exact, tiers_in_use
+from engines.calibration.gate.choice import Choice, choose, exact
 from engines.calibration.gate.profiles import origin, profile_path
 from engines.wire import CodecReport
-from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.names import first_part
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import BEFORE, UNFINISHED, Profile, load_profile
@@ -31,7 +31,6 @@ from kvstore.codecs.registration import import_registering
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, Corrupt, Mismatch, UnknownCodec
-from kvstore.session import TIER_NAMES, TierName
 from kvstore.shapes import KVLayout, StateLayout
 
 logger = logging.getLogger(__name__)
@@ -95,61 +94,34 @@ def earlier_codecs(
 class AdoptCodecs(Protocol):
     """The method ``adopt`` of a store."""
 
-    def __call__(self, codecs: CodecSet, *, keep: bool) -> None: ...
+    def __call__(self, codecs: StoreCodecs, *, keep: bool) -> None: ...
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    choices: Mapping[TierName, Choice]
+    choice: Choice
     measured: tuple[Quality, ...] = ()  # all rows of the model's profile
     earlier: tuple[Choice, ...] = ()  # packed before, and may still be read
     origin: str = ""  # of the profile, in words
 
     @functools.cached_property
-    def codecs(self) -> CodecSet:
-        ram, disk, redis = (self.choices[tier].codec for tier in TIER_NAMES)
-        codecs = CodecSet(ram, disk, redis, sessions=self._sessions)
-        if _all_exact(codecs):
+    def codecs(self) -> StoreCodecs:
+        codecs = StoreCodecs(self.choice.codec, _lossy_session(self.choice))
+        if codecs.exact:
             return codecs
         # From before the measurement, and from before other measurements.
-        return replace(codecs, readable=(exact("").codec, *(x.codec for x in self.earlier)))
+        sessions = [x for x in map(_lossy_session, self.earlier) if x is not None]
+        rows = (exact("").codec, *(x.codec for x in self.earlier))
+        return replace(codecs, readable=rows, readable_sessions=tuple(sessions))
 
-    @property
-    def _sessions(self) -> dict[str, SessionCodec]:
-        """Codecs of states by that of rows beside them, which is one for all tiers."""
-        return {
-            x.codec.id: x.session
-            for x in (*self.earlier, *self.different)
-            if x.session is not None and not x.session.exact
-        }
 
-    @property
-    def different(self) -> list[Choice]:
-        """The choices without repetition, the fastest tier's first."""
-        found: list[Choice] = []
-        for choice in self.choices.values():
-            if choice not in found:
-                found.append(choice)
-        return found
+def _lossy_session(choice: Choice) -> SessionCodec | None:
+    """Return how a choice packs states, if it does not keep them exactly."""
+    return None if choice.session is None or choice.session.exact else choice.session
 
 
 def _short(row: Quality) -> Quality:
     return msgspec.structs.replace(row, texts=(), chains=())
-
-
-def _all_exact(codecs: CodecSet) -> bool:
-    return all(x.exact for x in codecs.written) and not codecs.sessions
-
-
-def reason(choices: Mapping[TierName, Choice], in_use: Collection[TierName]) -> str:
-    """The reasons in words; which tiers they are for, if tiers differ."""
-    tiers: dict[str, list[str]] = {}
-    for tier, choice in choices.items():
-        if tier in in_use or not in_use:
-            tiers.setdefault(choice.why, []).append(tier)
-    if len(tiers) == 1:
-        return next(iter(tiers))
-    return "; ".join(f"{' and '.join(names)}: {why}" for why, names in tiers.items())
 
 
 class MeasuredModel(NamedTuple):
@@ -199,30 +171,27 @@ class ServedCodecs:
         self._say()
 
     @property
-    def codecs(self) -> CodecSet:
+    def codecs(self) -> StoreCodecs:
         """The codecs that the store packs with, and others that it may read."""
         return self._chosen.codecs
 
     @property
-    def choices(self) -> Mapping[TierName, Choice]:
-        """The codec of each tier, and why."""
-        return self._chosen.choices
+    def choice(self) -> Choice:
+        """The codec that is written, and why."""
+        return self._chosen.choice
 
     @property
     def report(self) -> CodecReport:
         """The codecs and the reasons for them, as they are reported to the gateway."""
-        chosen = self._chosen
-        first = chosen.choices["ram"]
-        # Two tiers may have one codec for different reasons: it was measured once.
-        rows = list(dict.fromkeys(row for choice in chosen.different for row in choice.rows))
+        chosen, choice = self._chosen, self._chosen.choice
+        others = [_short(row) for row in chosen.measured if row not in choice.rows]
         return CodecReport(
-            name=first.name,
-            id=first.id,
-            tiers={tier: choice.id for tier, choice in chosen.choices.items()},
-            why=reason(chosen.choices, tiers_in_use(self._config)),
-            rows=tuple(_short(row) for row in rows),
-            others=tuple(_short(row) for row in chosen.measured if row not in rows)[:MAX_OTHERS],
-            unmeasured=any(x.unmeasured for x in chosen.choices.values()),
+            name=choice.name,
+            id=choice.id,
+            why=choice.why,
+            rows=tuple(_short(row) for row in choice.rows),
+            others=tuple(others[:MAX_OTHERS]),
+            unmeasured=choice.unmeasured,
             fingerprint=self.fingerprint,
             max_kl=self._config.max_kl,
             origin=chosen.origin,
@@ -247,42 +216,37 @@ class ServedCodecs:
             return self._choose()
         except (CodecRefused, UnknownCodec) as error:
             logger.error("%s; from now on nothing is packed with loss", error)
-            refused = exact(str(error))
-            return _Chosen(dict.fromkeys(TIER_NAMES, refused))
+            return _Chosen(exact(str(error)))
 
     def _choose(self) -> _Chosen:
         profile = self.profile()
-        chosen = _Chosen(self.choices_by(profile))
+        chosen = _Chosen(self._choice_by(profile))
         if profile is not None and self._data is not None:
             rows = tuple(x for x in profile.rows if not x.preset.startswith(BEFORE))
             earlier = self._earlier(chosen, profile)
             whence = origin(self._data, self.fingerprint)
             chosen = replace(chosen, measured=rows, earlier=earlier, origin=whence)
-        for choice in (*chosen.different, *chosen.earlier):
+        for choice in (chosen.choice, *chosen.earlier):
             if choice.session is not None and self._states is not None:
                 choice.session.warm(self.layout, self._states)
             elif self.layout.layers:
                 warm(choice.codec, self.layout)
         return chosen
 
-    def choices_by(self, profile: Profile | None) -> dict[TierName, Choice]:
-        """The codec that each tier would get by this profile of the model.
-
-        Raises ``CodecRefused`` and ``UnknownCodec``.
-        """
-        known = (self._config, self.layout, profile, self._unmeasurable, self._states)
-        return choose_tiers(*known)
+    def _choice_by(self, profile: Profile | None) -> Choice:
+        """The codec by this profile of the model. Raises ``CodecRefused`` and ``UnknownCodec``."""
+        name, known = self._config.codec, (self._config, self.layout, profile, self._unmeasurable)
+        return choose(name, *known, self._states)
 
     def _earlier(self, chosen: _Chosen, profile: Profile) -> tuple[Choice, ...]:
         """The codecs that packed before this choice, if they may still serve."""
-        used = {x.id for x in chosen.different}
-        ids = [x for x in self._packed_by.ids() if x not in used] if self._packed_by else []
+        used = chosen.choice.id
+        ids = [x for x in self._packed_by.ids() if x != used] if self._packed_by else []
         return tuple(earlier_codecs(ids, self._config, self.layout, profile, self._states))
 
     def _note_packing(self) -> None:
-        lossy = [x.id for x in self._chosen.different if not x.is_exact]
-        if self._packed_by is not None and lossy:
-            self._packed_by.add(lossy)
+        if self._packed_by is not None and not self.choice.is_exact:
+            self._packed_by.add([self.choice.id])
 
     @property
     def learns_on(self) -> bool:
@@ -292,28 +256,22 @@ class ServedCodecs:
             return False
         has_rows = bool(self.layout.layers) or (states is not None and states.windows is not None)
         measured = {first_part(x.preset) for x in self._chosen.measured}
-        named = {store.codec, store.disk_codec, store.redis_codec}
-        return has_rows and AUTO in named and DENSEST not in measured
+        return has_rows and store.codec == AUTO and DENSEST not in measured
 
     def _stands(self, after: _Chosen) -> bool:
-        """True if every lossy codec that packed before may still serve.
+        """True if the codec that packed before may still serve.
 
-        Another may suit a tier better now; but if one was taken back, its blobs must go, too.
+        Another may suit the model better now; but if it was taken back, its blobs must go, too.
         """
-        return all(
-            choice.is_exact or self._may_serve(choice.name, after)
-            for choice in self._chosen.different
-        )
-
-    def _may_serve(self, name: str, after: _Chosen) -> bool:
-        if any(x.name == name for x in after.different):
+        before = self.choice
+        if before.is_exact or before.name == after.choice.name:
             return True
         try:
             known = (self._config, self.layout, self.profile(), self._unmeasurable, self._states)
-            choice = choose(name, *known)
+            choice = choose(before.name, *known)
         except (CodecRefused, UnknownCodec):
             return False
-        return choice.name == name
+        return choice.name == before.name
 
     def profile(self) -> Profile | None:
         """The model's profile as it is now; None if there is none that can be used."""
@@ -339,5 +297,4 @@ class ServedCodecs:
 
     def _say(self) -> None:
         report = self.report
-        used = ", ".join(dict.fromkeys([report.id, *report.tiers.values()]))
-        logger.info("sessions are packed with %s: %s", used, report.why)
+        logger.info("sessions are packed with %s: %s", report.id, report.why)

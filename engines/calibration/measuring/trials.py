@@ -24,11 +24,17 @@ import numpy as np
 from engines.calibration.footprint import Scratch
 from engines.calibration.instrument import HeldSession, Instrument, StatefulInstrument, states_of
 from kvstore.blobs.format import HEADER_BYTES
-from kvstore.blobs.snapshot import decode_state, encode_state, state_elements
-from kvstore.blobs.state_packer import StatePacker
+from kvstore.blobs.state_tree import decode_state, encode_state, state_elements
+from kvstore.blobs.state_packer import (
+    pack_matrices,
+    unpack_matrices,
+    with_windows,
+    without_windows,
+)
+from kvstore.codecs import sinks
 from kvstore.codecs.base import Codec
 from kvstore.codecs.session_codec import SessionCodec
-from kvstore.shapes import KVLayout, KVRun, StateLayout, slice_tokens
+from kvstore.shapes import KVLayout, KVRun, StateLayout, slice_tokens, tokens_in
 from kvstore.workers import default_threads, usable_cores
 
 LEAST_SHARED = 256  # tokens; to compute fewer again is as quick as to put them back
@@ -115,33 +121,37 @@ def round_trip(
     layout: KVLayout,
     chunk_tokens: int,
     *,
+    start: int = 0,
     num_threads: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> RoundTrip:
     """Pack and unpack ``run`` as a sleep and a wake would, the last, shorter chunk as well.
 
     Args:
+        start: the position of its first token; of windows it may lie inside a chunk.
         num_threads: that unpack, as many as the cold store has; 0 = its default.
     """
     num_tokens = run[0][0].shape[1]
-    firsts = range(0, num_tokens, chunk_tokens)
+    begun = start - start % chunk_tokens
+    bounds = [max(x, start) for x in range(begun, start + num_tokens, chunk_tokens)]
+    spans = list(itertools.pairwise([*bounds, start + num_tokens]))
     out = layout.empty(num_tokens)
     for array in (x for pair in out for x in pair):
         array.fill(0)  # memory that is touched first by the codec would count as its time
 
-    def pack(first: int) -> memoryview:
-        last = min(first + chunk_tokens, num_tokens)
-        return memoryview(codec.encode(slice_tokens(run, first, last), layout, first))
+    def pack(span: tuple[int, int]) -> memoryview:
+        rows = slice_tokens(run, span[0] - start, span[1] - start)
+        return memoryview(sinks.encode(codec, rows, layout, span[0]))
 
-    def unpack(first: int, payload: memoryview) -> None:
-        last = min(first + chunk_tokens, num_tokens)
-        codec.decode(payload, layout, first, slice_tokens(out, first, last))
+    def unpack(span: tuple[int, int], payload: memoryview) -> None:
+        rows = slice_tokens(out, span[0] - start, span[1] - start)
+        sinks.decode(codec, payload, layout, span[0], rows)
 
     with ThreadPoolExecutor(usable_cores()) as pool:
-        payloads = list(pool.map(pack, firsts))
+        payloads = list(pool.map(pack, spans))
     with ThreadPoolExecutor(num_threads or default_threads()) as pool:
         began = clock()
-        list(pool.map(unpack, firsts, payloads))
+        list(pool.map(unpack, spans, payloads))
         took = clock() - began
     return RoundTrip(
         run=out,
@@ -212,14 +222,11 @@ class _Chunks:
     def trip(self, codec: Codec, session: HeldSession) -> RoundTrip:
         if not session.run:
             return RoundTrip(run=[], nbytes=0, num_elements=0, restore_s=0.0)
-        return round_trip(
-            codec,
-            session.run,
-            self.instrument.layout,
-            self.chunk_tokens,
-            num_threads=self.num_threads,
-            clock=self.clock,
-        )
+        return self.trip_of(codec, session.run, self.instrument.layout)
+
+    def trip_of(self, codec: Codec, run: KVRun, layout: KVLayout, start: int = 0) -> RoundTrip:
+        threads, clock, size = self.num_threads, self.clock, self.chunk_tokens
+        return round_trip(codec, run, layout, size, start=start, num_threads=threads, clock=clock)
 
 
 class _Rows:
@@ -286,40 +293,48 @@ class _WholeSessions:
         assert isinstance(codec, SessionCodec)
         states = self._instrument.states
         assert states is not None
-        known = {codec.windows.id: codec.windows} if codec.windows is not None else {}
-        packer = StatePacker(states.windows, known, [codec.matrices.id])
         exact = session
-        session = self._slept_before(codec, packer, session)
+        session = self._slept_before(codec, session)
         rows = self._how.trip(codec.kv, session)
-        state = session.state
-        if not codec.exact:
-            state = packer.pack(codec, state, session.num_tokens)
-        payload = encode_state(state)
+        parts = [rows]
+        tree, windows = without_windows(session.state, states.windows)
+        if codec.windows is not None and windows is not None and states.windows is not None:
+            start = session.num_tokens - tokens_in(windows)
+            parts.append(self._how.trip_of(codec.windows, windows, states.windows, start))
+        else:
+            tree = session.state
+        if not codec.matrices.exact:
+            tree = pack_matrices(tree, codec.matrices)
+        payload = encode_state(tree)
         began = self._how.clock()
-        back = packer.unpack(decode_state(memoryview(payload)))
+        came = unpack_matrices(decode_state(memoryview(payload)), [codec.matrices.id])
+        came = with_windows(came, parts[1].run) if len(parts) > 1 else came
         took = self._how.clock() - began
         whole = RoundTrip(
             run=rows.run,
-            nbytes=rows.nbytes + HEADER_BYTES + len(payload),
+            nbytes=sum(x.nbytes for x in parts) + HEADER_BYTES + len(payload),
             num_elements=rows.num_elements + state_elements(exact.state),
-            restore_s=rows.restore_s + 1000 * took / session.num_tokens,
+            restore_s=sum(_seconds(x) for x in parts) * 1000 / session.num_tokens
+            + 1000 * took / session.num_tokens,
         )
-        return Trip(HeldSession(rows.run, session.num_tokens, back), whole)
+        return Trip(HeldSession(rows.run, session.num_tokens, came), whole)
 
-    def _slept_before(
-        self, codec: SessionCodec, packer: StatePacker, session: HeldSession
-    ) -> HeldSession:
+    def _slept_before(self, codec: SessionCodec, session: HeldSession) -> HeldSession:
         """The session as it is after all sleeps but the last; ``session`` if states are exact.
 
         Of those sleeps it has the errors in matrices. Its rows, which are packed once, are not yet.
         """
         if codec.matrices.exact:
             return session
-        states_alone = replace(codec, windows=None)
         came = self._first
         while came.num_tokens < session.num_tokens:
-            packed = packer.pack(states_alone, came.state, came.num_tokens)
-            woken = replace(came, state=packer.unpack(packed))
+            packed = pack_matrices(came.state, codec.matrices)
+            woken = replace(came, state=unpack_matrices(packed, [codec.matrices.id]))
             awake = min(came.num_tokens + self._turn_tokens, session.num_tokens)
             came = self._instrument.prefill_whole(self._tokens[:awake], woken)
         return came
+
+
+def _seconds(trip: RoundTrip) -> float:
+    """The seconds of unpacking all of it."""
+    return trip.restore_s * tokens_in(trip.run) / 1000

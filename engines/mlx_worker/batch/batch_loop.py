@@ -30,8 +30,8 @@ from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.generation import EventBuffer, PrefillProgress
 from engines.mlx_worker.sessions.hot_cache import ColdSessions, HotCache, Notify
 from engines.mlx_worker.sessions.hot_sessions import HotSessions
-from kvstore.blobs.snapshot import Snapshot
 from kvstore.session import SessionName
+from kvstore.store.states import StateAt
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +186,9 @@ class BatchLoop:
             return
         task.run += task.num_cached - before
         self._shares.serve(task.request.tenant, (task.num_cached - before) * PROMPT_TOKEN)
-        if task.num_cached in task.snapshot_positions:
+        if task.num_cached in task.state_positions:
             state = kv_arrays.state_tree(task.caches)
-            task.request.snapshots.append(Snapshot(task.num_cached, state))
+            task.request.states.append(StateAt(task.num_cached, state))
         self._requests.send(task.request, PrefillProgress(task.num_cached, len(task.tokens)))
 
     def _join_batch(self, task: PrefillTask) -> None:
@@ -287,13 +287,9 @@ class EngineParts:
         }
 
 
-def _snapshot_step(plan: CachePlan, cold: ColdSessions | None) -> int:
-    """Tokens between places for snapshots; 0 = the caches need none."""
-    if not plan.needs_state:
-        return 0
-    keys = cold.store.keys if cold is not None else None
-    # Without rows of every token a snapshot holds nothing beside its state.
-    return keys.space.chunk_tokens if keys is not None and keys.growing else 1
+def _state_step(plan: CachePlan, cold: ColdSessions | None) -> int:
+    """Tokens between places where states are taken; 0 = the caches need none."""
+    return cold.store.chunk_tokens if plan.needs_state and cold is not None else 0
 
 
 def assemble(
@@ -306,8 +302,9 @@ def assemble(
     """Make the parts for one model. Call it on the owner thread."""
     hot = HotSessions(thread.clock)
     hot_cache = HotCache(hot, cold, thread.notify, nudge=lambda: thread.post(lambda: None))
-    prefiller = Prefiller(model, config.prefill_step, _snapshot_step(plan, cold))
-    batches = Batches(model, config.max_batch + guest_places(config.max_batch))
+    state_step = _state_step(plan, cold)
+    prefiller = Prefiller(model, config.prefill_step, state_step)
+    batches = Batches(model, config.max_batch + guest_places(config.max_batch), state_step)
     shares = FairShares()
     queue: FairQueue[PrefillTask] = FairQueue(
         lambda x: shares.first(x, budget.places), lambda task: length_class(len(task.tokens))

@@ -26,11 +26,13 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from engines.kv_budget import KVCost, batch_bytes, passing_bytes
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.request import PrefillTask, Sequence
+from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.generation import FinishReason, Token
 from engines.mlx_worker.sessions.hot_sessions import HotSessions
-from kvstore.blobs.snapshot import state_nbytes
+from kvstore.blobs.state_tree import state_nbytes
 from kvstore.session import SessionName
+from kvstore.store.states import StateAt
 
 # Longest sequence of each bucket but the last, in tokens.
 BUCKET_BOUNDS = (1024, 4096)
@@ -112,9 +114,10 @@ class _ResumedStopSequences(StopSequences):
 class LengthBucket:
     """One BatchGenerator and the sequences in it. Belongs to the owner thread."""
 
-    def __init__(self, model: Any, max_sequences: int) -> None:
+    def __init__(self, model: Any, max_sequences: int, state_step: int = 0) -> None:
         self._model = model
         self._max_sequences = max_sequences
+        self._state_step = state_step
         self._sequences: dict[int, Sequence] = {}  # by mlx_lm's uid
         self._generator = self._fresh()
 
@@ -164,7 +167,21 @@ class LengthBucket:
                     sequence, x.token, x.logprobs, x.finish_reason, x.prompt_cache or [], num_cached
                 )
             )
+        if self._state_step:
+            self._take_states()
         return outputs
+
+    def _take_states(self) -> None:
+        """Keep the newest state at a chunk's end of each session's first sequence."""
+        batch = self._generator._generation_batch
+        for row, uid in enumerate(batch.uids):
+            sequence = self._sequences.get(uid)
+            if sequence is None or sequence.index or sequence.request.generation.session is None:
+                continue
+            num_cached = len(sequence.tokens)
+            if sequence.emitted and not num_cached % self._state_step:
+                state = kv_arrays.state_of_row(batch.prompt_cache, row)
+                sequence.request.answer_state = StateAt(num_cached, state)
 
     def detach(self, sequences: Collection[Sequence]) -> list[DetachedSequence]:
         """Take out those of ``sequences`` that are here, between two steps."""
@@ -208,8 +225,10 @@ class LengthBucket:
 class Batches:
     """The buckets, shortest first. Belongs to the owner thread, except ``len``."""
 
-    def __init__(self, model: Any, max_sequences: int) -> None:
-        self.buckets = [LengthBucket(model, max_sequences) for _ in (*BUCKET_BOUNDS, None)]
+    def __init__(self, model: Any, max_sequences: int, state_step: int = 0) -> None:
+        """``state_step``: tokens between places where states are taken; 0 = none are."""
+        count = len(BUCKET_BOUNDS) + 1
+        self.buckets = [LengthBucket(model, max_sequences, state_step) for _ in range(count)]
 
     def __len__(self) -> int:
         return sum(len(bucket.sequences) for bucket in self.buckets)
@@ -326,18 +345,18 @@ class MemoryBudget:
 
     def _used(self, shapes: list[tuple[int, int]]) -> int:
         running = batch_bytes(self._cost, shapes) + passing_bytes(self._cost, shapes)
-        return running + self._hot.nbytes + self.parked_bytes + self._snapshot_bytes()
+        return running + self._hot.nbytes + self.parked_bytes + self._state_bytes()
 
     @property
     def parked_bytes(self) -> int:
         """Bytes of those that wait with their KV."""
         return sum(x.parked_bytes for x in self._waiting())
 
-    def _snapshot_bytes(self) -> int:
+    def _state_bytes(self) -> int:
         requests = {x.request for x in self._batches.sequences}
         requests |= {task.request for task in self._prefiller.admitted}
         requests |= {x.request for x in self._waiting() if x.parked_bytes}
-        return sum(state_nbytes(x.state) for request in requests for x in request.snapshots)
+        return sum(state_nbytes(x.tree) for request in requests for x in request.taken_states)
 
     def _shapes(self, tasks: Iterable[PrefillTask]) -> list[tuple[int, int]]:
         """(sequences, longest) of each bucket, once ``tasks`` are in."""

@@ -65,16 +65,16 @@ class Prefiller:
     there. Both count as memory in use. Belongs to the owner thread.
     """
 
-    def __init__(self, model: Any, largest_chunk: int, snapshot_step: int = 0) -> None:
+    def __init__(self, model: Any, largest_chunk: int, state_step: int = 0) -> None:
         """Make one for a model.
 
         Args:
-            snapshot_step: where snapshots of its state lie best: at multiples of so many tokens.
-                0 = its caches can be cut back, and none are taken.
+            state_step: its state is taken at multiples of so many tokens. 0 = its caches can be cut
+                back, and none is taken.
         """
         self._model = model
         self._chunks = ChunkSizer(largest_chunk)
-        self._snapshot_step = snapshot_step
+        self._state_step = state_step
         self._admitted: dict[PrefillTask, None] = {}  # oldest first
         self._ready: list[PrefillTask] = []  # oldest first
         self._num_chunks = 0
@@ -104,8 +104,8 @@ class Prefiller:
         """Make an admitted task ready: ``task.caches`` hold what could be reused, or are empty."""
         if not task.caches:
             task.caches = make_prompt_cache(self._model)
-        if self._snapshot_step and task.request.generation.session is not None:
-            task.snapshot_positions = snapshot_positions(task, self._snapshot_step)
+        if self._state_step and task.request.generation.session is not None:
+            task.state_positions = state_positions(task, self._state_step)
         task.request.num_fed = task.num_cached
         self._ready.append(task)
 
@@ -153,22 +153,16 @@ class Prefiller:
         self._chunks.took(len(chunk), time.perf_counter() - started)
 
 
-def snapshot_positions(task: PrefillTask, step: int = 1) -> list[int]:
-    """The positions at which to take snapshots of untrimmable state, ascending: two at most.
+def state_positions(task: PrefillTask, step: int) -> list[int]:
+    """Return the positions at which to take the state of a cache that cannot be cut, ascending.
 
-    These are the first boundary (a system prompt, which other sessions share: the store keeps it
-    where they do), and the last multiple of ``step`` before the answer, which begins after the
-    last boundary, or after a prompt that has none. Each is a copy in memory until the turn ends,
-    where the newest state is taken. ``step``: the store keeps rows after its last full chunk
-    beside each state, unpacked, and they are more than computing them again is worth. Where there
-    is no multiple after the first boundary and after the reused tokens, the state is taken
-    right before the answer: the reused tokens may be another session's.
+    Two at most, both multiples of ``step``, the size of the store's chunks: the last one within the
+    first boundary (a system prompt, which other sessions share: the store keeps it where they do),
+    and the last one before the answer, which begins after the last boundary, or after a prompt that
+    has none. Each is a copy in memory until the turn ends.
     """
     generation = task.request.generation
     last = min(len(generation.prompt) - 1, task.target)
     ahead = [x for x in generation.boundaries if x <= last] or [last]
-    end = max(ahead)
-    shared = [x for x in (min(ahead),) if x < end]
-    full = end - end % step
-    before_answer = full if full > max([task.num_cached, *shared]) else end
-    return sorted(x for x in (*shared, before_answer) if x > task.num_cached)
+    ends = {x - x % step for x in (min(ahead), max(ahead))}
+    return sorted(x for x in ends if x > task.num_cached)

@@ -23,9 +23,10 @@ from engines.mlx_worker.sessions.hot_cache import (
     PrefixQuery,
     resolved,
 )
-from engines.mlx_worker.sessions.hot_sessions import HotPrefix
+from engines.mlx_worker.sessions.hot_sessions import HotPrefix, HotSession
+from kvstore.blobs.chain import Chain
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionName, SessionRef
-from kvstore.store.token_store import Restored
+from kvstore.store.restored import Restored
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,7 @@ class PrefixReuse:
         hot = self._hot_cache.take_prefix(session, task.tokens, task.target)
         if hot is not None:
             task.reuse(hot.take_caches(), hot.num_tokens, hot.session.saved)
-            lossy = (hot.session.lossy_tokens, hot.session.lossy_state)
-            task.request.note_lossy(*(min(x, hot.num_tokens) for x in lossy))
+            task.request.note_restored(min(hot.session.restored_tokens, hot.num_tokens))
         if self._cold is None:
             missed: MissReason = "diverged" if had_own else "disabled"
             then(_outcome(task, hot, None if hot else missed))
@@ -95,7 +95,7 @@ class PrefixReuse:
             self._cold.counters["rebuild_failures"] += 1
             return None
         task.reuse(caches, found.num_tokens, resolved(True))
-        task.request.note_lossy(found.restored.lossy_tokens, found.restored.lossy_state)
+        task.request.note_restored(found.restored.lossy_tokens)
         if session := task.request.generation.session:
             self._hot_cache.note_restored(session)
         return CacheOutcome(COLD_SOURCES[found.tier], found.num_tokens, found.reason)
@@ -106,7 +106,6 @@ def _query(task: PrefillTask, session: SessionRef) -> PrefixQuery:
         session,
         task.tokens,
         limit=task.target,
-        boundaries=[*task.request.generation.boundaries, task.target],
         at_least=task.num_cached + (WORTH_A_RESTORE if task.num_cached else 1),
     )
 
@@ -163,7 +162,10 @@ class Prefetches:
             return False
         self._running[key] = _Prefetch()
         self._cold.load(
-            session, lambda restored: self._post(lambda: self._finish(session, restored, then))
+            session,
+            lambda restored, chain: self._post(
+                lambda: self._finish(session, restored, chain, then)
+            ),
         )
         return True
 
@@ -185,27 +187,27 @@ class Prefetches:
         if (prefetch := self._running.get(key)) is not None:
             prefetch.forgotten = True
 
-    def _finish(self, session: SessionRef, restored: Restored | None, then: WhenHot) -> None:
+    def _finish(
+        self, session: SessionRef, restored: Restored | None, chain: Chain, then: WhenHot
+    ) -> None:
         prefetch = self._running.pop(session.name)
         try:
             if restored is not None and not prefetch.forgotten:
-                self._keep(session, restored)
+                self._keep(session, restored, chain)
         finally:  # in every case the turns that waited for it go on
             then(prefetch.joined)
 
-    def _keep(self, session: SessionRef, restored: Restored) -> None:
+    def _keep(self, session: SessionRef, restored: Restored, chain: Chain) -> None:
         missing = self._budget.missing() + self._budget.sequence_bytes(restored.num_tokens)
         if self._cold is None or (missing > 0 and not self._hot_cache.make_room(missing, None)):
             return
         try:
-            self._hot_cache.keep(
-                session,
-                restored.tokens,
-                self._cold.rebuild(restored),
-                saved=resolved(True),
-                lossy_tokens=restored.lossy_tokens,
-                lossy_state=restored.lossy_state,
+            caches, count = self._cold.rebuild(restored), restored.num_tokens
+            chain = chain[: count // self._cold.store.chunk_tokens]
+            hot = HotSession(
+                session, caches, count, chain=chain, restored_tokens=restored.lossy_tokens
             )
+            self._hot_cache.keep(hot, saved=resolved(True))
         except Exception:  # stored data may be wrong in any way; prefill is right
             logger.exception("a restored session could not be used")
             self._cold.counters["rebuild_failures"] += 1

@@ -34,8 +34,9 @@ from engines.mlx_worker.generation import (
     SequenceSampling,
 )
 from engines.mlx_worker.sessions.hot_cache import HotCache, Notify
-from kvstore.blobs.snapshot import Snapshot
+from engines.mlx_worker.sessions.hot_sessions import HotSession
 from kvstore.session import SessionName
+from kvstore.store.states import StateAt
 
 _Step: TypeAlias = Callable[[mx.array], mx.array]
 _Process: TypeAlias = Callable[[mx.array, mx.array], mx.array]
@@ -121,10 +122,11 @@ class Request:
     forgotten: bool = False  # the session was deleted meanwhile: keep nothing of it
     # The first so many tokens of its KV may come from a lossy copy. Only grows: sequences that left
     # their batch begin again from the KV that is there by then.
-    lossy_tokens: int = 0
-    lossy_state: int = 0  # the same of its state: the position of a lossy copy
-    # State at positions that a later turn may come back to; for the save at the end.
-    snapshots: list[Snapshot] = field(default_factory=list)
+    restored_tokens: int = 0
+    # Its state at ends of chunks that a later turn may come back to, for the save at the end: those
+    # in the prompt, and the newest in the answer.
+    states: list[StateAt] = field(default_factory=list)
+    answer_state: StateAt | None = None
 
     @property
     def key(self) -> SessionName | None:
@@ -136,13 +138,14 @@ class Request:
     def tenant(self) -> str:
         return self.generation.payer
 
-    def note_lossy(self, num_tokens: int, state: int) -> None:
-        """Remember that its KV may come from a lossy copy.
+    @property
+    def taken_states(self) -> list[StateAt]:
+        """All states that it holds."""
+        return [*self.states, *([self.answer_state] if self.answer_state else [])]
 
-        That is the first ``num_tokens``, and its state, if it goes on from one at ``state`` tokens.
-        """
-        self.lossy_tokens = max(self.lossy_tokens, num_tokens)
-        self.lossy_state = max(self.lossy_state, state)
+    def note_restored(self, num_tokens: int) -> None:
+        """Remember that its first ``num_tokens`` may come from a lossy copy."""
+        self.restored_tokens = max(self.restored_tokens, num_tokens)
 
 
 @dataclass(eq=False)
@@ -176,7 +179,7 @@ class PrefillTask:
     num_reused: int = 0  # of these, how many did not have to be computed
     # Whether what was reused also rests in the cold store.
     saved: Future[bool] | None = None
-    snapshot_positions: list[int] = field(default_factory=list)  # ascending
+    state_positions: list[int] = field(default_factory=list)  # to take its state at; ascending
     parked_bytes: int = 0  # of ``caches``, while it waits with them
     # What its tenant had been served, in tokens, when it began to wait.
     waits_from: float = 0.0
@@ -190,8 +193,8 @@ class PrefillTask:
 
     @property
     def next_stop(self) -> int:
-        """The position that the next chunk may reach at most: a snapshot's, or the target."""
-        return next((x for x in self.snapshot_positions if x > self.num_cached), self.target)
+        """The position that the next chunk may reach at most: a state's, or the target."""
+        return next((x for x in self.state_positions if x > self.num_cached), self.target)
 
     def reuse(self, caches: Caches, num_tokens: int, saved: Future[bool]) -> None:
         """Start from ``caches``, which hold the first ``num_tokens`` tokens."""
@@ -288,13 +291,14 @@ class RunningRequests:
         if session is None or sequence.index or request.forgotten or not caches or not num_cached:
             return
         tokens = np.array(sequence.tokens[:num_cached], np.int32)
-        snapshots, lossy = request.snapshots, (request.lossy_tokens, request.lossy_state)
+        hot = HotSession(session, caches, num_cached, tokens)
+        hot.restored_tokens = min(request.restored_tokens, num_cached)
         try:
-            self._hot_cache.keep(session, tokens, caches, snapshots, unchanged, *lossy)
+            self._hot_cache.keep(hot, request.taken_states, unchanged)
         except Exception:  # mlx, a defect: the answer is out, and its KV can be computed again
             logger.exception("the KV of a turn could not be kept")
             self._hot_cache.counters["keep_failures"] += 1
-        request.snapshots = []
+        request.states, request.answer_state = [], None
 
     def fail(self, request: Request, error: Exception) -> None:
         """End the whole request and keep nothing of it."""
@@ -311,7 +315,7 @@ class RunningRequests:
     def _end(self, request: Request) -> None:
         del self._requests[request]
         self._shares.leave(request.tenant)
-        request.snapshots = []
+        request.states, request.answer_state = [], None
         if (key := request.key) and (session := request.generation.session):
             self._hot_cache.sessions.end_turn(key, len(request.generation.prompt))
             if not request.forgotten:

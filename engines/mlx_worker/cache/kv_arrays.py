@@ -19,13 +19,18 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 
 from engines.mlx_worker.cache.layout import Caches, is_growing, is_matrix, leaves, packable_window
 from engines.mlx_worker.cache.packed.host_rows import bits_of
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed.rows import PackedSide, RowKind
-from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
+from kvstore.blobs.state_tree import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.rows.packed_layout import PackedArray, empty_packed
 from kvstore.errors import Mismatch
@@ -124,18 +129,25 @@ def state_tree(caches: Caches) -> StateTree:
     pack is marked: windows' rows, and matrices of recurrent layers.
     """
     rest = [leaf for leaf in leaves(caches) if not is_growing(leaf)]
+    return _state_of([type(leaf).merge([leaf]).extract(0) for leaf in rest])
+
+
+def state_of_row(batch: Caches, row: int) -> StateTree:
+    """The exact state of one sequence of a batch, as ``state_tree`` gives it."""
+    rest = [leaf for leaf in leaves(batch) if type(leaf) is not BatchKVCache]
+    return _state_of([leaf.extract(row) for leaf in rest])
+
+
+def _state_of(in_order: Sequence[Any]) -> StateTree:
     numbers = itertools.count()
-    return [
-        (type(leaf).__name__, _marked(leaf, type(leaf).merge([leaf]).extract(0).state, numbers))
-        for leaf in rest
-    ]
+    return [(type(leaf).__name__, _marked(leaf, numbers)) for leaf in in_order]
 
 
-def _marked(leaf: Any, state: Any, numbers: Iterator[int]) -> StateTree:
+def _marked(leaf: Any, numbers: Iterator[int]) -> StateTree:
     if not packable_window(leaf):
-        marked: StateTree = tree_map(_to_numpy, state)
+        marked: StateTree = tree_map(_to_numpy, leaf.state)
         return marked
-    keys, values, *rest = state
+    keys, values, *rest = leaf.state
     rows = [WindowArray(*_named(x), next(numbers)) for x in (keys, values)]
     return (*rows, *tree_map(_to_numpy, rest))
 

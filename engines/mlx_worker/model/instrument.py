@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 import msgspec
@@ -24,10 +24,11 @@ from engines.mlx_worker.model.layer_calls import (
     noted_states,
 )
 from engines.mlx_worker.model.loading import LoadedModel, fingerprint
-from kvstore.blobs.snapshot import copied_state
+from kvstore.blobs.state_tree import copied_state
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.shapes import KVLayer, KVLayout, KVRun, Rope, StateLayout
 
-CHUNK_TOKENS = 512  # of a prefill at a time
+PREFILL_TOKENS: Final = 512  # of a prefill at a time
 
 
 def log_probs(model: Any, caches: Caches, tokens: Sequence[int]) -> mx.array:
@@ -88,7 +89,7 @@ class MlxInstrument:
 
     @property
     def state_step(self) -> int:
-        return 1
+        return CHUNK_TOKENS
 
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
         past = past or HeldSession((), 0)
@@ -96,8 +97,8 @@ class MlxInstrument:
         return session_of(caches, len(tokens))
 
     def _prefilled(self, caches: Caches, tokens: Sequence[int], num_past: int) -> Caches:
-        for first in range(num_past, len(tokens), CHUNK_TOKENS):
-            part = mx.array(list(tokens[first : first + CHUNK_TOKENS]))[None]
+        for first in range(num_past, len(tokens), PREFILL_TOKENS):
+            part = mx.array(list(tokens[first : first + PREFILL_TOKENS]))[None]
             self._loaded.model(part, cache=caches)
             mx.eval([cache.state for cache in caches])
         return caches
@@ -115,10 +116,10 @@ class MlxInstrument:
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         caches = self._prefilled(self._caches(HeldSession((), 0)), tokens[:first], 0)
         try:
-            for at in range(first, len(tokens), CHUNK_TOKENS):
+            for at in range(first, len(tokens), PREFILL_TOKENS):
                 before = kv_arrays.copy_of(caches)
                 with noted_calls(self._loaded.model, caches) as layers:
-                    self._prefilled(caches, tokens[: at + CHUNK_TOKENS], at)
+                    self._prefilled(caches, tokens[: at + PREFILL_TOKENS], at)
                 calls: list[NotedRows | NotedState] = [*noted_rows(caches, before, layers)]
                 calls += noted_states(caches, before, layers)
                 for number, call in enumerate(calls):

@@ -23,12 +23,16 @@ import numpy as np
 
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches
+from engines.mlx_worker.sessions.cache_rows import CacheRows
 from engines.mlx_worker.sessions.hot_sessions import HotPrefix, HotSession, HotSessions
-from kvstore.blobs.snapshot import Snapshot
+from kvstore.blobs.chain import Chain
+from kvstore.blobs.state_tree import state_nbytes
 from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.ledger.record import SessionRecord
 from kvstore.session import MissReason, SessionName, SessionRef, TierName
-from kvstore.store.records import SessionRecord
-from kvstore.store.token_store import ColdStore, Match, Restored
+from kvstore.store.cold_store import ColdStore
+from kvstore.store.restored import Match, Restored
+from kvstore.store.states import StateAt, TakenState
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +51,11 @@ class PrefixQuery:
     session: SessionRef
     tokens: np.ndarray  # int32, (num_tokens,)
     limit: int  # at most so many tokens are of use
-    boundaries: Sequence[int]  # positions where snapshots may lie
     at_least: int  # fewer tokens than this are not worth a restore
+
+
+# Called with what was restored of a session, None = nothing, and the chain of its chunks.
+OnLoaded: TypeAlias = Callable[[Restored | None, Chain], None]
 
 
 @dataclass(frozen=True)
@@ -85,12 +92,16 @@ class ColdSessions:
         """Look for a prompt's longest prefix and unpack it, then call ``then``."""
         self._pool.submit(self._find, query, then)
 
-    def load(self, session: SessionRef, then: Callable[[Restored | None], None]) -> None:
-        """Unpack everything that is kept of a session, then call ``then``; None = nothing."""
+    def load(self, session: SessionRef, then: OnLoaded) -> None:
+        """Unpack everything that is kept of a session, then call ``then`` with it and its chain."""
         self._pool.submit(self._load_session, session, then)
 
+    def chain(self, ref: SessionRef, tokens: np.ndarray) -> list[bytes]:
+        """Name the full chunks of these tokens, int32 (num_tokens,), of a session's tenant."""
+        return self.store.maker.of_tokens(ref.salt, tokens)
+
     def save(
-        self, hot: HotSession, snapshots: Sequence[Snapshot], then: Callable[[bool], None]
+        self, hot: HotSession, states: Sequence[StateAt], then: Callable[[bool], None]
     ) -> None:
         """Start copying the session into the store; resolves ``hot.saved``, then calls ``then``.
 
@@ -102,21 +113,26 @@ class ColdSessions:
             saved.set_result(record is not None)
             then(record is not None)
 
-        num_tokens = len(hot.tokens)
-        if self._plan.needs_state:
-            snapshots = [*snapshots, Snapshot(num_tokens, kv_arrays.state_tree(hot.caches))]
-        run = kv_arrays.growing_run(hot.caches, num_tokens)
+        chain = hot.chain or self.chain(hot.ref, hot.tokens)
+        size, model = self.store.chunk_tokens, self.store.model
+        end = len(chain) * size
+        if not self._plan.needs_state:
+            states = ()
+        elif hot.num_tokens == end:
+            states = [*states, StateAt(end, kv_arrays.state_tree(hot.caches))]
+        fitting = {x.position: x for x in states if not x.position % size and x.position <= end}
+        taken = [TakenState(x, model.windows, model.window_tokens) for x in fitting.values()]
         # Rows of a packed cache are the codec's own bytes: to save them packs nothing again.
         packed = isinstance(self._plan.layout, PackedLayout)
-        lossy_tokens = 0 if packed else hot.lossy_tokens
+        restored_tokens = 0 if packed else hot.restored_tokens
+        run = kv_arrays.growing_run(hot.caches, end)
         if not self.store.save(
             hot.ref,
-            hot.tokens,
-            run,
-            snapshots,
-            done,
-            lossy_tokens=lossy_tokens,
-            lossy_state=hot.lossy_state,
+            chain,
+            CacheRows(self.store, run, taken, restored_tokens),
+            states=sorted(x // size for x in fitting),
+            state_bytes=sum(state_nbytes(x.tree) for x in fitting.values()),
+            on_done=done,
         ):
             saved.set_result(False)
         # Last: what raises above leaves no promise that would not be kept.
@@ -145,24 +161,24 @@ class ColdSessions:
             found = ColdPrefix(None, "unavailable")
         then(found)
 
-    def _load_session(self, session: SessionRef, then: Callable[[Restored | None], None]) -> None:
-        restored = None
+    def _load_session(self, session: SessionRef, then: OnLoaded) -> None:
+        restored: Restored | None = None
+        chain: Chain = ()
         try:
-            restored = self._restore(self.store.prepare(session), at_least=1).restored
+            match, chain = self.store.prepare(session)
+            restored = self._restore(match, at_least=1).restored
         except Exception:  # as in _find
             logger.exception("the cold store could not be read")
-        then(restored)
+        then(restored, chain)
 
     def _look_up(self, query: PrefixQuery) -> ColdPrefix:
-        match = self.store.match(
-            query.session, query.session.salt, query.tokens, query.limit, query.boundaries
-        )
-        return self._restore(match, query.at_least)
+        chain = self.chain(query.session, query.tokens[: query.limit])
+        return self._restore(self.store.match(query.session, chain), query.at_least)
 
     def _restore(self, match: Match, at_least: int) -> ColdPrefix:
         if match.num_tokens < at_least:
             return ColdPrefix(None, match.reason)
-        restored = self.store.load(match)
+        restored = self.store.restore(match)
         reason = restored.reason or match.reason
         return ColdPrefix(restored if restored.num_tokens >= at_least else None, reason)
 
@@ -199,39 +215,29 @@ class HotCache:
 
     def keep(
         self,
-        ref: SessionRef,
-        tokens: np.ndarray,
-        caches: Caches,
-        snapshots: Sequence[Snapshot] = (),
+        hot: HotSession,
+        states: Sequence[StateAt] = (),
         saved: Future[bool] | None = None,
-        lossy_tokens: int = 0,
-        lossy_state: int = 0,
-    ) -> HotSession:
+    ) -> None:
         """Make a session idle, and save it.
 
         Args:
-            tokens: int32, (num_tokens,).
-            caches: the KV of ``tokens``, given away.
+            states: those taken in its turn.
             saved: of a session that has not changed since it was saved; it is not saved again.
-            lossy_tokens: how many of the first tokens may come from a lossy copy (``Restored``).
-            lossy_state: the same of the state: where it was restored.
 
         Raises:
-            Mismatch: ``caches`` hold another number of tokens.
+            Mismatch: its caches hold another number of tokens.
         """
-        kv_arrays.compact(caches)
-        kv_arrays.check_length(caches, len(tokens))
-        hot = HotSession(ref, tokens, caches, kv_arrays.nbytes_of(caches))
-        hot.lossy_tokens = min(lossy_tokens, len(tokens))
-        hot.lossy_state = min(lossy_state, len(tokens))
+        kv_arrays.compact(hot.caches)
+        kv_arrays.check_length(hot.caches, hot.num_tokens)
+        hot.nbytes = kv_arrays.nbytes_of(hot.caches)
         hot.saved = saved or resolved(False)
         self.sessions.put(hot)
         self._saved_again.discard(hot.key)
         if saved is None:
-            self._save(hot, snapshots)
-        return hot
+            self._save(hot, states)
 
-    def _save(self, hot: HotSession, snapshots: Sequence[Snapshot] = ()) -> None:
+    def _save(self, hot: HotSession, states: Sequence[StateAt] = ()) -> None:
         """Start a save. Never raises: a session that cannot be saved is one without a cold copy."""
         if self._cold is None:
             return
@@ -242,7 +248,7 @@ class HotCache:
             self._nudge()
 
         try:
-            self._cold.save(hot, snapshots, then)
+            self._cold.save(hot, states, then)
         except Exception:  # of mlx or the store: running requests must not feel it
             logger.exception("a session could not be saved")
             self.counters["keep_failures"] += 1
@@ -254,7 +260,8 @@ class HotCache:
             prompt: int32 token ids, (num_tokens,).
             limit: at most so many tokens are of use.
         """
-        best = self.sessions.best_prefix(ref, prompt, limit)
+        chain_of = self._cold.chain if self._cold is not None else None
+        best = self.sessions.best_prefix(ref, prompt, limit, chain_of)
         if best is not None and best.own:
             self.sessions.take(best.session.key)
         return best

@@ -14,30 +14,41 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
+from kvstore.blobs.chain import Chain, num_common
 from kvstore.session import SessionName, SessionRef
 
 # A shared prefix shorter than this is computed again sooner than it is copied.
 SHORTEST_SHARED = 32
 
 
+ChainOf: TypeAlias = Callable[[SessionRef, np.ndarray], Chain]
+
+
 @dataclass(eq=False)
 class HotSession:
-    """An idle session. Its ``caches`` hold exactly ``tokens``."""
+    """An idle session. Its ``caches`` hold exactly ``num_tokens`` tokens.
+
+    Those are ``tokens``, int32 (num_tokens,). Of a session that was restored ahead of its turn only
+    ``chain`` is known, the names of its full chunks; it has no tokens after them.
+    """
 
     ref: SessionRef
-    tokens: np.ndarray  # int32, (num_tokens,)
     caches: Caches
-    nbytes: int
+    num_tokens: int
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    chain: Chain = ()
+    restored_tokens: int = 0  # the first so many may have been restored from a lossy copy
+    nbytes: int = 0
     last_used_s: float = 0.0  # monotonic
     # Resolved by the store: True = there is a cold copy. Unresolved = a save is on its way.
     saved: Future[bool] = field(default_factory=Future)
-    lossy_tokens: int = 0  # the first so many may have been restored from a lossy copy
-    lossy_state: int = 0  # position of the lossy state that the session went on from; 0 = none
 
     @property
     def key(self) -> SessionName:
@@ -60,12 +71,12 @@ class HotPrefix:
     @property
     def diverged(self) -> bool:
         """True if the prompt's own session went on in another way than the prompt does."""
-        return self.own and self.num_tokens < len(self.session.tokens)
+        return self.own and self.num_tokens < self.session.num_tokens
 
     def take_caches(self) -> Caches:
         """Caches that hold the first ``num_tokens`` tokens, free to be written to."""
         caches = self.session.caches if self.own else kv_arrays.copy_of(self.session.caches)
-        kv_arrays.trim(caches, len(self.session.tokens) - self.num_tokens)
+        kv_arrays.trim(caches, self.session.num_tokens - self.num_tokens)
         return caches
 
 
@@ -154,7 +165,9 @@ class HotSessions:
 
     # ---- choosing
 
-    def best_prefix(self, ref: SessionRef, prompt: np.ndarray, limit: int) -> HotPrefix | None:
+    def best_prefix(
+        self, ref: SessionRef, prompt: np.ndarray, limit: int, chain_of: ChainOf | None = None
+    ) -> HotPrefix | None:
         """Find the hot session of the same tenant with the longest beginning in common.
 
         The session's own KV is preferred: it need not be copied.
@@ -162,6 +175,7 @@ class HotSessions:
         Args:
             prompt: int32 token ids, (num_tokens,).
             limit: at most so many tokens are of use, since one at least must be fed.
+            chain_of: names the chunks of a prompt, for sessions of which only those are known.
         """
         own = self.get(ref.name)
         others = [
@@ -169,10 +183,11 @@ class HotSessions:
             for x in self.all()
             if x is not own and (x.ref.tenant, x.ref.salt) == (ref.tenant, ref.salt)
         ]
-        found = [HotPrefix(x, usable_tokens(x, prompt, limit), False) for x in others]
+        wanted = _WantedPrefix(ref, prompt, limit, chain_of)
+        found = [HotPrefix(x, wanted.usable_tokens(x), False) for x in others]
         found = [x for x in found if x.num_tokens >= SHORTEST_SHARED]
         if own is not None and own.ref.salt == ref.salt:
-            found.append(HotPrefix(own, usable_tokens(own, prompt, limit), True))
+            found.append(HotPrefix(own, wanted.usable_tokens(own), True))
         best = max(found, key=lambda x: (x.num_tokens, x.own), default=None)
         return best if best is not None and best.num_tokens else None
 
@@ -190,7 +205,28 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     return int(different[0]) if len(different) else length
 
 
-def usable_tokens(hot: HotSession, prompt: np.ndarray, limit: int) -> int:
-    """Count the tokens that a prompt can start from: all, or, if they can be trimmed, a part."""
-    common = min(common_prefix(hot.tokens, prompt), limit)
-    return common if common == len(hot.tokens) or kv_arrays.can_trim(hot.caches) else 0
+class _WantedPrefix:
+    """A prompt that may start from a hot session; its chain is made when it is needed."""
+
+    def __init__(
+        self, ref: SessionRef, prompt: np.ndarray, limit: int, chain_of: ChainOf | None
+    ) -> None:
+        self._ref = ref
+        self._prompt = prompt
+        self._limit = limit
+        self._chain_of = chain_of
+
+    def usable_tokens(self, hot: HotSession) -> int:
+        """Count the tokens that a prompt can start from: all, or, if caches can be cut, a part."""
+        common = min(self._common(hot), self._limit)
+        return common if common == hot.num_tokens or kv_arrays.can_trim(hot.caches) else 0
+
+    def _common(self, hot: HotSession) -> int:
+        if not hot.chain:
+            return common_prefix(hot.tokens, self._prompt)
+        size = hot.num_tokens // len(hot.chain)
+        return num_common(hot.chain, self._chain) * size
+
+    @cached_property
+    def _chain(self) -> Chain:
+        return () if self._chain_of is None else self._chain_of(self._ref, self._prompt)

@@ -29,15 +29,15 @@ from engines.kv_budget import MOST_EXACT
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches, CannotServe, leaves, probe
 from engines.mlx_worker.model.loading import LoadedModel, fingerprint
-from kvstore.blobs.snapshot import decode_state, encode_state
-from kvstore.chunk_size import chunk_tokens
+from kvstore.blobs.state_tree import decode_state, encode_state
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
 from kvstore.membership import joined
 from kvstore.roster import Facts
-from kvstore.shapes import StoredModel
-from kvstore.store.token_store import ColdStore
+from kvstore.shapes import StateLayout, StoredModel
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.registry import open_usable_tiers
 
@@ -188,16 +188,17 @@ def store_opener(
             raise CannotServe(str(error)) from error
         if not tiers:
             return "every tier of the cold store is switched off"
-        windows = plan.states.windows if plan.states else None
-        model = StoredModel(name, identity, plan.layout, plan.needs_state, windows)
+        states = plan.states or StateLayout()
+        kept = states.windows, states.window_tokens
+        model = StoredModel(name, identity, plan.layout, plan.needs_state, *kept)
         facts = Facts(
             model=name,
             fingerprint=identity,
-            chunk_tokens=chunk_tokens(config),
+            chunk_tokens=CHUNK_TOKENS,
             encrypt=config.encrypt,
         )
         company = joined(
-            config, lambda: msgspec.structs.replace(facts, codec=codecs.codecs.redis.id)
+            config, lambda: msgspec.structs.replace(facts, codec=codecs.choice.id)
         )
         store = ColdStore(config, model, codecs.codecs, tiers)
         store.ledger.join(company)

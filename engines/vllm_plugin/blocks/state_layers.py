@@ -20,7 +20,7 @@ from torch import Tensor
 from engines.vllm_plugin.blocks.paging import DTYPES, PagedCache
 from engines.vllm_plugin.groups import IN_USE, StateGroup
 from engines.wire import KVSize
-from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
+from kvstore.blobs.state_tree import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout, StateLayout
 

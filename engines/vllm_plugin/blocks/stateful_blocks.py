@@ -25,7 +25,7 @@ from engines.vllm_plugin.blocks.state_layers import StateBlocks
 from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage
-from kvstore.blobs.snapshot import StateTree
+from kvstore.blobs.state_tree import StateTree
 from kvstore.codecs.base import Codec
 from kvstore.errors import Unusable
 from kvstore.store.block_store import BlockStore

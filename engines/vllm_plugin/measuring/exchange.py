@@ -14,7 +14,7 @@ import numpy as np
 
 from engines.vllm_plugin.groups import NULL_BLOCK
 from engines.vllm_plugin.plan import Given, StepWork, Wanted
-from kvstore.blobs.snapshot import StateTree
+from kvstore.blobs.state_tree import StateTree
 from kvstore.shapes import KVPair, KVRun
 
 if TYPE_CHECKING:

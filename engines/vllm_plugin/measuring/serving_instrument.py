@@ -15,7 +15,7 @@ from engines.vllm_plugin.measuring.exchange import Exchange, Found
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.layer_views import LayerViews
 from engines.vllm_plugin.measuring.ropes import ropes_if_found, ropes_of, ropes_of_latents
-from kvstore.blobs.snapshot import StateTree
+from kvstore.blobs.state_tree import StateTree
 from kvstore.shapes import KVLayout, KVPair, KVRun, Rope, StateLayout, slice_tokens
 
 logger = logging.getLogger("thermocline.vllm")

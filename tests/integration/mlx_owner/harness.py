@@ -27,7 +27,7 @@ from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.store_opening import store_opener, tiers_of_settings
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
 from tests.integration.tiny_models import tiny_model
 
@@ -136,7 +136,6 @@ async def engine(
     folder: Path | None = None,
     *,
     codec: str = "raw",
-    disk_codec: str = "",
     gate: Mapping[str, Any] = ANY_CODEC,
     **config: int | str,
 ) -> AsyncIterator[Engine]:
@@ -154,7 +153,6 @@ async def engine(
     else:
         store = StoreConfig(
             codec=codec,
-            disk_codec=disk_codec,
             **gate,
             disk_path=str(folder),
             disk_bytes=256 << 20,
