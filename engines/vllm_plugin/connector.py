@@ -41,7 +41,7 @@ from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
 from engines.vllm_plugin.support import Unsupported, check, check_version
 from engines.vllm_plugin.worker.worker_side import WorkerSide, open_worker_side
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
-from kvstore.store.block_store import BlockStore
+from kvstore.store.cold_store import ColdStore
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -207,7 +207,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
                 self._blocks_for,
             )
 
-    def _blocks_for(self, cache: PagedCache, store: BlockStore, spare_bytes: int) -> Blocks:
+    def _blocks_for(self, cache: PagedCache, store: ColdStore, spare_bytes: int) -> Blocks:
         """Choose the code that copies blocks. No setting changes it; tests override this method."""
         return blocks_for(cache, store, spare_bytes)
 

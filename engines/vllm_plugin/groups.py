@@ -92,15 +92,16 @@ class Groups:
         return {}
 
     def states_to_keep(
-        self, pool: CachedBlocks, hashes: Sequence[bytes], num_prompt_blocks: int
+        self, pool: CachedBlocks, hashes: Sequence[bytes], num_prompt_blocks: int, step: int = 1
     ) -> dict[int, list[int]]:
         """The newest state, and the newest within the prompt, by boundary.
 
-        A chat template may change the answer in the next turn's prompt. That turn then continues
+        Both are at multiples of ``step`` blocks, as the two numbers of blocks are. A chat template
+        may change the answer in the next turn's prompt. That turn then continues
         from the second of these states.
         """
         newest, before = (
-            self.held_states(pool, hashes, range(n, 0, -1))
+            self.held_states(pool, hashes, range(n, 0, -step))
             for n in (len(hashes), num_prompt_blocks)
         )
         return before | newest

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from engines.vllm_plugin.messages import RankRests
+from engines.vllm_plugin.messages import BlockRuns, RankRests
+from kvstore.blobs.chain import num_common, split
 from kvstore.session import SessionName
-from kvstore.store.block_keys import BlockRuns
-from kvstore.store.records import ID_BYTES, common_blocks, split_hashes
 
 logger = logging.getLogger("thermocline.vllm")
 
+ID_BYTES: Final = 4  # of a token's id, little-endian
 CPU: Final = "CPU"  # vLLM's names of media
 STORAGE: Final = "STORAGE"
 MEDIA: Final = (CPU, STORAGE)
@@ -117,7 +117,7 @@ class Inventory:
         """Record which media hold the blocks of a session on one rank."""
         name = news.session.name
         runs = {CPU: news.ram, STORAGE: news.storage}
-        share = _Share(split_hashes(news.hashes), news.ids, runs) if news.hashes else _NOTHING
+        share = _Share(split(news.hashes), news.ids, runs) if news.hashes else _NOTHING
         with self._lock:
             self._replace(name, share if self._num_ranks == 1 else self._of_all(name, news, share))
             while self._num_blocks > self._max_blocks and len(self._sessions) > 1:
@@ -146,7 +146,7 @@ class Inventory:
         self._num_blocks += len(new.hashes) - len(old.hashes)
         if new.hashes:
             self._sessions[name] = new
-        common = common_blocks(old.hashes, new.hashes)
+        common = num_common(old.hashes, new.hashes)
         for medium in MEDIA:
             same = old.before(medium, common) == new.before(medium, common)
             first = common if same else 0
@@ -252,7 +252,7 @@ def _in_rows(numbers: Iterable[int], cut: int) -> Iterator[range]:
 def _joint(shares: Sequence[_Share]) -> _Share:
     """The blocks that every rank has in a medium."""
     shortest = min(shares, key=lambda x: len(x.hashes))
-    end = min(common_blocks(shortest.hashes, x.hashes) for x in shares)
+    end = min(num_common(shortest.hashes, x.hashes) for x in shares)
     if not end:
         return _NOTHING
     runs = {medium: _overlap([x.before(medium, end) for x in shares]) for medium in MEDIA}

@@ -19,8 +19,10 @@ from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, CodecReport, KVSize, Verb,
 from kvstore.codecs.quality import Quality
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
-from kvstore.store.block_keys import BlockRuns
 from kvstore.tenant_bytes import TenantUse
+
+# Runs of blocks in order: the first block of each, and the one after its last.
+BlockRuns: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class RankSession(msgspec.Struct, frozen=True):
@@ -162,16 +164,12 @@ class RankHello(msgspec.Struct, frozen=True, tag="rank"):
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged"):
-    """The answer to ``Stage``: the blocks before ``end_block`` can be loaded.
-
-    ``part``: ids of the tokens after those blocks whose rows can be loaded, too.
-    """
+    """The answer to ``Stage``: the blocks before ``end_block`` can be loaded."""
 
     ticket: int
     end_block: int
     tier: TierName | None
     reason: MissReason | None
-    part: tuple[int, ...] = ()
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
@@ -213,7 +211,7 @@ class RankRests(msgspec.Struct, frozen=True, tag="rests"):
     """News of the tiers that hold a session's packed blocks on this rank, for readers of KV events.
 
     ``hashes``: those of its blocks, joined; empty if the session is gone. ``ids``: those of their
-    tokens, as far as the record has them. ``ram``, ``storage``: see ``kvstore.store.block_keys``.
+    tokens, if they are known. ``ram``, ``storage``: the blocks in memory and in slower tiers.
     """
 
     rank: int

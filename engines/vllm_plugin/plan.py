@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvstore.session import SessionRef
-from kvstore.store.block_store import RestoredPart
 
 
 @dataclass(frozen=True)
@@ -19,13 +18,10 @@ class Save:
     All its blocks are held until every worker has acknowledged it.
 
     Attributes:
-        hashes: the hashes of the session's full blocks, from its beginning.
+        hashes: the hashes of the blocks of the session's full chunks, from its beginning.
         states: the ids of each held state's blocks, by the number of blocks before it (``groups``).
-        part: ids of the tokens after the last full block. ``block_ids`` then has one block more,
-            of which only these rows are the session's.
         waits: the save is never skipped, even if many saves wait already.
-        restored_part: the part of a block that the turn continued, if its rows were loaded.
-        ids: the ids of the full blocks' tokens, if KV events are reported (``BlockRecord.ids``).
+        ids: the ids of the blocks' tokens, if KV events are reported (``worker.event_notes``).
     """
 
     job: int
@@ -33,9 +29,7 @@ class Save:
     hashes: list[bytes]
     block_ids: list[int]
     states: dict[int, list[int]] = field(default_factory=dict)
-    part: tuple[int, ...] = ()
     waits: bool = False
-    restored_part: RestoredPart | None = None
     ids: bytes = b""
 
     @property
@@ -54,7 +48,6 @@ class Load:
     Attributes:
         block_ids: vLLM's blocks to fill.
         state_ids: the blocks to fill with the state after them (``groups``).
-        part_tokens: the number of rows to fill in one more block, the last of ``block_ids``.
     """
 
     ticket: int
@@ -62,12 +55,11 @@ class Load:
     first_block: int
     block_ids: list[int]
     state_ids: list[int] = field(default_factory=list)
-    part_tokens: int = 0
 
     @property
     def end_block(self) -> int:
-        """The number of the block after the last full one."""
-        return self.first_block + len(self.block_ids) - bool(self.part_tokens)
+        """The number of the block after the last one."""
+        return self.first_block + len(self.block_ids)
 
 
 @dataclass(frozen=True)

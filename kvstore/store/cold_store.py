@@ -180,6 +180,15 @@ class ColdStore:
         """Wait until all saves of this session are done; False if time runs out."""
         return self._queue.wait_settled(self.ledger.record_key(session), within_s)
 
+    def wait_all_saved(self, within_s: float = WAIT_S) -> bool:
+        """Wait until no save waits or runs; False if time runs out."""
+        return self._queue.wait_idle(within_s)
+
+    @property
+    def is_saved(self) -> bool:
+        """True if no save waits or runs."""
+        return self._queue.wait_idle(0.0)
+
     # ---- return
 
     def match(self, session: SessionRef | None, chain: Chain, first: int = 0) -> Match:

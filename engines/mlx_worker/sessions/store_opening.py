@@ -197,9 +197,7 @@ def store_opener(
             chunk_tokens=CHUNK_TOKENS,
             encrypt=config.encrypt,
         )
-        company = joined(
-            config, lambda: msgspec.structs.replace(facts, codec=codecs.choice.id)
-        )
+        company = joined(config, lambda: msgspec.structs.replace(facts, codec=codecs.choice.id))
         store = ColdStore(config, model, codecs.codecs, tiers)
         store.ledger.join(company)
         return OpenedStore(store, codecs)

@@ -17,11 +17,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
-from engines.vllm_plugin.blocks.blocks import Filling, Packing, Rows
-from kvstore.codecs.base import Codec
+from engines.vllm_plugin.blocks.blocks import Filling, Packing
 from kvstore.errors import Unusable
 from kvstore.shapes import KVLayout, KVPair, slice_tokens
-from kvstore.store.block_store import BlockStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
@@ -45,9 +44,6 @@ class BlockAccess(Protocol):
 
     def write(self, block_ids: Sequence[int], run: Sequence[KVPair], first_block: int) -> None:
         """Copy ``run`` from block ``first_block`` on into these blocks."""
-
-    def write_part(self, block_id: int, run: Sequence[KVPair]) -> None:
-        """Copy ``run`` into the first rows of this block; the other rows do not change."""
 
 
 class DeviceStream(Protocol):
@@ -123,7 +119,7 @@ class HostBlocks:
     def __init__(
         self,
         access: BlockAccess,
-        store: BlockStore,
+        store: ColdStore,
         stream: DeviceStream,
         spare_bytes: int = SPARE_BYTES,
         why_host: str = "",
@@ -132,8 +128,8 @@ class HostBlocks:
         self._access = access
         self._store = store
         self._stream = stream
-        self._keys = store.keys
-        self._chunk_tokens = store.keys.chunk_blocks * access.block_tokens
+        self._chunk_tokens = store.chunk_tokens
+        self._chunk_blocks = store.chunk_tokens // access.block_tokens
         self._group_tokens = max(GROUP_TOKENS // self._chunk_tokens, 1) * self._chunk_tokens
         self._ahead = store.workers.num_threads + 1
         # One load uses the runs unpacked ahead, the next one, and one being copied into blocks.
@@ -146,46 +142,26 @@ class HostBlocks:
     def mark(self) -> object:
         return self._stream.mark()
 
-    def pack(
-        self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
-    ) -> list[Future[Blob]]:
+    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[Blob]]:
         with self._stream.after(ready):
-            runs = [self._read(x) for x in wanted]
-        if rows is not None:
-            rows.update((x.span, y) for x, y in zip(wanted, runs, strict=True))
-        codec, home = self._store.workers.codec, self._store.home_codec
-        return [codec(self._packed, x, run, home) for x, run in zip(wanted, runs, strict=True)]
+            runs = [self._access.read(x.block_ids) for x in wanted]
+        codec, pack = self._store.workers.codec, self._store.packer.pack_rows
+        return [codec(pack, x.piece, run) for x, run in zip(wanted, runs, strict=True)]
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
         filled: set[int] = set()
         for group, (run, decoded) in self._decodes(wanted):
             with self._stream.after(ready):
                 for first, fillings in _stretches(group, decoded):
-                    self._write(fillings, run, first * self._keys.chunk_blocks)
-                    filled.update(x for filling in fillings for x in filling.block_ids)
-            if group[0].span.is_chunk:
-                self._runs.give(run)
+                    block_ids = [x for filling in fillings for x in filling.block_ids]
+                    at = first * self._chunk_blocks + fillings[0].skip
+                    self._access.write(block_ids, run, at)
+                    filled.update(block_ids)
+            self._runs.give(run)
         return filled
 
     def close(self) -> None:
         """Do nothing: no resources are held."""
-
-    def _read(self, packing: Packing) -> list[KVPair]:
-        """Read the rows to pack. Rows after a part belong to an earlier request and are cut off."""
-        run = self._access.read(packing.block_ids)
-        return slice_tokens(run, 0, packing.span.num_tokens) if packing.span.is_part else run
-
-    def _write(self, fillings: Sequence[Filling], run: list[KVPair], first_block: int) -> None:
-        first = fillings[0]
-        if first.span.is_part:
-            self._access.write_part(first.block_ids[0], run)
-        else:
-            block_ids = [x for filling in fillings for x in filling.block_ids]
-            self._access.write(block_ids, run, first_block + first.skip)
-
-    def _packed(self, packing: Packing, run: list[KVPair], home: Codec) -> Blob:
-        key, first = packing.span.key, packing.span.first_token
-        return self._store.packer.pack_run(key, run, first, home, packing.lineage)
 
     def _decodes(self, wanted: Sequence[Filling]) -> Iterator[tuple[list[Filling], Decoded]]:
         """Unpack the blobs in order, only a few ahead.
@@ -193,7 +169,9 @@ class HostBlocks:
         An unpacked session takes many times the memory of its staged blobs.
         """
         ahead: deque[_Decoding] = deque()
-        for group in _groups(wanted, self._group_tokens // self._chunk_tokens):
+        for group in _groups(
+            wanted, self._group_tokens // self._chunk_tokens, self._access.block_tokens
+        ):
             ahead.append(_Decoding(group, self._store.workers.codec(self._decoded, group)))
             if len(ahead) > self._ahead:
                 yield self._first(ahead)
@@ -216,22 +194,16 @@ class HostBlocks:
         return first.group, first.future.result()
 
     def _decoded(self, group: Sequence[Filling]) -> Decoded:
-        if not group[0].span.is_chunk:
-            (filling,) = group
-            tokens = filling.part_tokens or filling.span.num_tokens
-            run = self._access.layout.empty(tokens)
-            return run, [self._unpacked(filling, run)]
         run, size = self._runs.take(self._group_tokens), self._chunk_tokens
         slices = [slice_tokens(run, i * size, (i + 1) * size) for i in range(len(group))]
         return run, [self._unpacked(x, y) for x, y in zip(group, slices, strict=True)]
 
     def _unpacked(self, filling: Filling, out: list[KVPair]) -> bool:
-        span, packer = filling.span, self._store.packer
         try:
-            packer.unpack_run(filling.blob, span.key, span.first_token, span.num_tokens, out)
+            self._store.packer.unpack_rows(filling.blob, filling.piece, out)
         except Unusable as error:
             logger.warning("a verified blob cannot be decoded: %s", error)
-            self._store.discard(span.key)
+            self._store.discard(filling.piece.key)
             return False
         return True
 
@@ -240,14 +212,14 @@ def _nbytes_of(run: Sequence[KVPair]) -> int:
     return sum(array.nbytes for pair in run for array in pair)
 
 
-def _groups(wanted: Sequence[Filling], most: int) -> Iterator[list[Filling]]:
-    """Yield groups of up to ``most`` consecutive chunks; any other blob forms a group of its own.
+def _groups(wanted: Sequence[Filling], most: int, block_tokens: int) -> Iterator[list[Filling]]:
+    """Yield groups of up to ``most`` consecutive chunks.
 
     In all chunks of a group but the last, the blocks are wanted up to the chunk's end.
     """
     group: list[Filling] = []
     for x in wanted:
-        if group and not (len(group) < most and _go_on(group[-1], x)):
+        if group and not (len(group) < most and _go_on(group[-1], x, block_tokens)):
             yield group
             group = []
         group.append(x)
@@ -255,12 +227,11 @@ def _groups(wanted: Sequence[Filling], most: int) -> Iterator[list[Filling]]:
         yield group
 
 
-def _go_on(one: Filling, other: Filling) -> bool:
+def _go_on(one: Filling, other: Filling, block_tokens: int) -> bool:
     """True if the blocks wanted of ``other`` directly follow those wanted of ``one``."""
-    if not (one.span.is_chunk and other.span.is_chunk):
-        return False
-    to_its_end = one.span.first_block + one.skip + len(one.block_ids) == one.span.end_block
-    return to_its_end and one.span.end_block == other.span.first_block and not other.skip
+    wanted_tokens = (one.skip + len(one.block_ids)) * block_tokens
+    to_its_end = wanted_tokens == one.piece.num_tokens
+    return to_its_end and one.piece.end_token == other.piece.first_token and not other.skip
 
 
 def _stretches(

@@ -61,19 +61,6 @@ class PagedCache:
             for view, array in zip(views, rows, strict=True):
                 view.write(index, self._blocks(array, view, first_block, len(block_ids)))
 
-    def write_part(self, block_id: int, run: Sequence[KVPair]) -> None:
-        """Copy ``run``, which is shorter than a block, into the first rows of this block."""
-        index = self._index([block_id])
-        for views, rows in zip(self.views, run, strict=True):
-            for view, array in zip(views, rows, strict=True):
-                if (bits := view.bits) is not None:
-                    bits[block_id, :, : array.shape[1]] = array.view(bits.dtype)
-                else:
-                    block = view.read(index)
-                    part = _as_torch(array, self.dtype).to(self.device)
-                    block[0, :, : array.shape[1]] = part
-                    view.write(index, block)
-
     def _index(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(block_ids, dtype=torch.long, device=self.device)
 

@@ -217,7 +217,7 @@ class StateBlocks:
         tokens = max((x.num_blocks for x in self._groups if not x.recurrent), default=0)
         return StateLayout(
             windows=KVLayout(windows[0][1].dtype, kept) if equal else None,
-            window_tokens=tokens * self._block_tokens if equal else 0,
+            window_tokens=tokens * self.block_tokens if equal else 0,
             has_matrices=any(
                 isinstance(x, RecurrentLayers) and x.has_matrices for x in self._layers
             ),
@@ -235,7 +235,8 @@ class StateBlocks:
         return KVSize(0, tuple(windows), fixed)
 
     @property
-    def _block_tokens(self) -> int:
+    def block_tokens(self) -> int:
+        """Tokens of a block of layers with windows; 0 if there are none."""
         return next((x.block_tokens for x in self._layers if isinstance(x, WindowLayers)), 0)
 
     def shares(self, boundary: int, block_ids: Sequence[int]) -> list[list[int]]:
@@ -246,6 +247,10 @@ class StateBlocks:
     def numbers(self, boundary: int) -> list[int]:
         """The block number in the session of each block of a state, in the order of their ids."""
         return [i for x in self._groups for i in x.reach(boundary)]
+
+    def window_numbers(self, boundary: int) -> set[int]:
+        """The block numbers that layers with windows have at ``boundary``."""
+        return {i for x in self._groups if not x.recurrent for i in x.reach(boundary)}
 
     def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
         """Copy the state after ``boundary`` blocks from these blocks."""

@@ -2,136 +2,107 @@
 
 A state is packed with the method that was measured together with the rows' codec; without such a
 method it is kept exactly: a recurrent state cannot be cut back or repaired, and an error in it
-affects every token that follows. Data that was restored from a lossy copy is never packed again.
+affects every token that follows. Rows of windows are chunks like any others. What was restored from
+a lossy copy is never packed again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future
-from functools import partial
 
-from engines.vllm_plugin.blocks.blocks import (
-    NONE_BEFORE,
-    Blocks,
-    Filling,
-    Packing,
-    RestoredBlocks,
-    Rows,
-)
+from engines.vllm_plugin.blocks.blocks import RestoredBlocks
 from engines.vllm_plugin.blocks.host_blocks import DeviceStream
 from engines.vllm_plugin.blocks.state_layers import StateBlocks
 from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK
+from kvstore.blobs.chain import Piece
 from kvstore.blobs.packer import AnyBlob
-from kvstore.blobs.segments import FRESH, Lineage
-from kvstore.blobs.state_tree import StateTree
-from kvstore.codecs.base import Codec
 from kvstore.errors import Unusable
-from kvstore.store.block_store import BlockStore
-from kvstore.store.records import Span
-from kvstore.tiers.base import Blob
+from kvstore.store.cold_store import ColdStore
+from kvstore.store.planner import BlobRead
+from kvstore.store.states import StateAt, TakenState, unpack_state
 
 logger = logging.getLogger("thermocline.vllm")
 
 
 class StatefulBlocks:
-    """Implements ``blocks.Blocks``: handles states itself, and passes the rest to ``blocks``."""
+    """The states in vLLM's blocks. Thread-safe.
 
-    def __init__(
-        self, blocks: Blocks, states: StateBlocks, store: BlockStore, stream: DeviceStream
-    ) -> None:
-        self._blocks = blocks
+    A state's block ids are those of all groups that do not keep all tokens, joined; a *boundary* is
+    the number of blocks before it.
+    """
+
+    def __init__(self, states: StateBlocks, store: ColdStore, stream: DeviceStream) -> None:
         self._states = states
         self._store = store
         self._stream = stream
         self._restored = RestoredBlocks()
+        self._block_tokens = states.block_tokens
 
-    @property
-    def block_bytes(self) -> int:
-        return self._blocks.block_bytes  # vLLM makes blocks of all groups the same size
+    def read(self, boundary: int, block_ids: Sequence[int], ready: object) -> TakenState:
+        """Copy a state out of its blocks, once the device has reached the mark ``ready``."""
+        with self._stream.after(ready):
+            tree = self._states.read(boundary, block_ids)
+        model = self._store.model
+        state = StateAt(boundary * self._block_tokens, tree)
+        return TakenState(state, model.windows, model.window_tokens)
 
-    @property
-    def why_host(self) -> str:
-        return self._blocks.why_host
+    def is_restored(
+        self, piece: Piece, boundary: int, block_ids: Sequence[int], hashes: Sequence[bytes]
+    ) -> bool:
+        """True if the state at ``boundary``, or these rows of its windows, came from a lossy copy.
 
-    def mark(self) -> object:
-        return self._blocks.mark()
-
-    def pack(
-        self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
-    ) -> list[Future[Blob]]:
-        states = [x for x in wanted if x.span.is_state]
-        rest = [x for x in wanted if not x.span.is_state]
-        packed = self._blocks.pack(rest, ready, rows)
-        futures = dict(zip((x.span for x in rest), packed, strict=True))
-        for x in states:
-            with self._stream.after(ready):
-                tree = self._states.read(x.span.end_block, x.block_ids)
-            pack = partial(self._packed, x.span, tree, self._lineage(x))
-            futures[x.span] = self._store.workers.codec(pack, self._store.home_codec)
-            if rows is not None:
-                rows[x.span] = pack
-        return [futures[x.span] for x in wanted]
-
-    def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
-        filled = self._blocks.fill([x for x in wanted if not x.span.is_state], ready)
-        for x in wanted:
-            if x.span.is_state and NULL_BLOCK not in x.block_ids and self._fill(x, ready):
-                filled.update(x.block_ids)
-        return filled
-
-    def close(self) -> None:
-        self._blocks.close()
-
-    def _packed(self, span: Span, tree: StateTree, lineage: Lineage, codec: Codec) -> Blob:
-        packer = self._store.packer
-        how = packer.codecs.sessions.get(codec.id)
-        return packer.pack_snapshot(
-            span.key,
-            tree,
-            packer.layout.empty(0),
-            span.end_token,
-            0,
-            codec=codec,
-            how=how,
-            lineage=lineage,
-        )
-
-    def _lineage(self, packing: Packing) -> Lineage:
-        """Find the packed segments of the lossy copy that this state continues from."""
-        boundary, hashes = packing.span.end_block, packing.hashes
+        Args:
+            hashes: of the session's blocks, from its beginning.
+        """
         numbers = self._states.numbers(boundary)
-        lossy_end = 0
-        for block_id, i in zip(packing.block_ids, numbers, strict=True):
-            if self._restored.num_lossy([block_id], hashes[i : i + 1], NONE_BEFORE, 1):
-                lossy_end = max(lossy_end, i + 1)
-        if not lossy_end:
-            return FRESH
-        span = self._store.keys.state(hashes, lossy_end)
-        return Lineage(span.end_token, self._store.older.windows(span))
+        pairs = list(zip(block_ids, numbers, strict=True))
+        if piece.is_window:
+            size = self._block_tokens
+            first, end = piece.first_token // size, -(-piece.end_token // size)
+            rows = {x for x in self._states.window_numbers(boundary) if first <= x < end}
+            pairs = [(block_id, i) for block_id, i in pairs if i in rows]
+        found = [(block_id, hashes[i]) for block_id, i in pairs]
+        return self._restored.has_any([x for x, _ in found], [x for _, x in found])
 
-    def _fill(self, filling: Filling, ready: object) -> bool:
-        span = filling.span
+    def fill(
+        self,
+        boundary: int,
+        block_ids: Sequence[int],
+        blobs: Sequence[tuple[BlobRead, AnyBlob]],
+        hashes: Sequence[bytes],
+        ready: object,
+    ) -> set[int]:
+        """Fill the blocks of a state; return the ids of those filled: all, or none.
+
+        Args:
+            blobs: the state, and its windows' rows in order.
+            hashes: of the session's blocks, from its beginning.
+        """
+        state = next(((x.piece, y) for x, y in blobs if x.piece.is_state), None)
+        if state is None or NULL_BLOCK in block_ids:
+            return set()
+        windows = [(x, y) for x, y in blobs if x.piece.is_window]
         try:
-            tree = self._unpacked(span, filling.blob)
+            tree = unpack_state(self._store.packer, state, windows)
             with self._stream.after(ready):
-                self._states.write(span.end_block, filling.block_ids, tree)
+                self._states.write(boundary, block_ids, tree)
         except Unusable as error:
             logger.warning("a verified state cannot be used: %s", error)
-            self._store.discard(span.key)
-            return False
-        self._note_restored(filling)
-        return True
+            self._store.discard(state[0].key)
+            return set()
+        self._note_restored(boundary, block_ids, blobs, hashes)
+        return {*block_ids}
 
-    def _note_restored(self, filling: Filling) -> None:
-        lossy = self._store.packer.has_lossy_state(filling.blob)
-        numbers = self._states.numbers(filling.span.end_block)
-        pairs = [(x, i) for x, i in zip(filling.block_ids, numbers, strict=True) if x != IN_USE]
-        names = [filling.hashes[i] for _, i in pairs]
-        self._restored.note([x for x, _ in pairs], names, lossy=lossy)
-
-    def _unpacked(self, span: Span, blob: AnyBlob) -> StateTree:
+    def _note_restored(
+        self,
+        boundary: int,
+        block_ids: Sequence[int],
+        blobs: Sequence[tuple[BlobRead, AnyBlob]],
+        hashes: Sequence[bytes],
+    ) -> None:
         packer = self._store.packer
-        out = packer.layout.empty(0)
-        return packer.unpack_snapshot(blob, span.key, span.end_token, 0, out)
+        lossy = any(packer.is_lossy(x) for read, x in blobs if not read.piece.is_chunk)
+        pairs = zip(block_ids, self._states.numbers(boundary), strict=True)
+        used = [(x, hashes[i]) for x, i in pairs if x != IN_USE]
+        self._restored.note([x for x, _ in used], [x for _, x in used], lossy=lossy)

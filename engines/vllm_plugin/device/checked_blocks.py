@@ -1,9 +1,8 @@
 """Chooses between the device's kernels, for the codec they were checked with, and the host.
 
-A store may pack with another codec for a slower tier, adopt another codec while it runs, and hold
-blobs of an earlier codec. Kernels are checked for one codec, at the start and again when another
-one is adopted. The host handles all other blobs: those of another codec, those that continue a
-lossy copy, and those whose unpacked rows the caller needs.
+A store may adopt another codec while it runs, and hold blobs of an earlier codec. Kernels are
+checked for one codec, at the start and again when another one is adopted. The host handles blobs of
+all others.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
-from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing, Rows
+from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing
 from engines.vllm_plugin.process.processes import unbind_thread
 from kvstore.blobs.format import codec_in
-from kvstore.blobs.segments import FRESH, is_first_chunk
-from kvstore.errors import Unusable
-from kvstore.store.block_store import BlockStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
@@ -60,25 +57,9 @@ class _Checked:
 
     transfer: DeviceTransfer
     codec: str
-    store: BlockStore
-
-    def packs(self, packing: Packing) -> bool:
-        return packing.lineage is FRESH and not packing.span.is_part
 
     def fills(self, filling: Filling) -> bool:
-        span = filling.span
-        if span.is_chunk and not span.first_block:
-            return self._is_first_chunk(filling)
-        is_ours = span.is_chunk and codec_in(filling.blob) == self.codec.encode()
-        return span.is_tail or is_ours
-
-    def _is_first_chunk(self, filling: Filling) -> bool:
-        num_tokens = filling.span.num_tokens
-        try:
-            found = self.store.packer.open_segments(filling.blob, filling.span.key, 0, num_tokens)
-        except Unusable:  # the host reports it
-            return False
-        return is_first_chunk(found, self.codec, num_tokens)
+        return codec_in(filling.blob) == self.codec.encode()
 
 
 class CheckedBlocks:
@@ -91,9 +72,9 @@ class CheckedBlocks:
     """
 
     def __init__(
-        self, on_device: DeviceTransfer, on_host: Blocks, store: BlockStore, prove: Prove
+        self, on_device: DeviceTransfer, on_host: Blocks, store: ColdStore, prove: Prove
     ) -> None:
-        self._checked = _Checked(on_device, store.packer.codec.id, store)
+        self._checked = _Checked(on_device, store.packer.codec.id)
         self._on_host = on_host
         self._store = store
         self._prove = prove
@@ -110,28 +91,19 @@ class CheckedBlocks:
     @property
     def why_host(self) -> str:
         """The reason, "" also while the kernels of an adopted codec are yet to be checked."""
-        codec = self._store.home_codec.id
+        codec = self._store.packer.codec.id
         return "" if codec == self._checked.codec else self._reasons.get(codec, "")
 
     def mark(self) -> object:
         """Remember the model's work queued so far; the mark is valid for device and host."""
         return self._checked.transfer.mark()
 
-    def pack(
-        self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
-    ) -> list[Future[Blob]]:
-        checked, codec = self._checked, self._store.home_codec.id
-        if codec != checked.codec:
-            self._check_soon(codec)
-        if rows is not None or codec != checked.codec:
-            return self._on_host.pack(wanted, ready, rows)
-        by_device = [x for x in wanted if checked.packs(x)]
-        by_host = [x for x in wanted if not checked.packs(x)]
-        packing = self._on_host.pack(by_host, ready) if by_host else []
-        packing += checked.transfer.pack(by_device, ready)
-        spans = (x.span for x in (*by_host, *by_device))
-        futures = dict(zip(spans, packing, strict=True))
-        return [futures[x.span] for x in wanted]
+    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[Blob]]:
+        checked, codec = self._checked, self._store.packer.codec.id
+        if codec == checked.codec:
+            return checked.transfer.pack(wanted, ready)
+        self._check_soon(codec)
+        return self._on_host.pack(wanted, ready)
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
         checked = self._checked
@@ -163,7 +135,7 @@ class CheckedBlocks:
         error: Exception | None = None
         try:
             if self._store.packer.codec.id != codec:
-                raise RuntimeError("memory is packed by another codec")
+                raise RuntimeError("sessions are packed by another codec by now")
             found = self._prove()
         except Exception as raised:  # the top level of this thread; the host continues to pack
             error = raised
@@ -181,5 +153,5 @@ class CheckedBlocks:
             else:
                 self._num_tries.pop(codec, None)
                 self._reasons.pop(codec, None)
-                self._checked = _Checked(found, codec, self._store)
+                self._checked = _Checked(found, codec)
                 logger.info("KV is packed in codec %s by the device from now on", codec)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engines.vllm_plugin.device.accelerator import Region, StagingRing, Stream, rounded_up, sent
 from engines.vllm_plugin.device.staging_layout import StagingLayout, TokenRun
-from kvstore.store.block_store import BlockStore
-from kvstore.store.records import Span
+from kvstore.blobs.chain import Piece
+from kvstore.store.cold_store import ColdStore
 
 MOST_TOKENS: Final = 512  # of a batch, as of a page of ``segment_layouts.Angles``
 MOST_BYTES: Final = 8 << 20
@@ -22,7 +22,7 @@ class OneBlob(Protocol):
     """Names a blob and the blocks that a save reads for it, or a load fills from it."""
 
     @property
-    def span(self) -> Span: ...
+    def piece(self) -> Piece: ...
 
     @property
     def block_ids(self) -> list[int]: ...
@@ -35,8 +35,8 @@ Wanted = TypeVar("Wanted", bound=OneBlob)
 class CopyStream:
     """The resources of one direction: a save must not wait for a restore, nor the reverse."""
 
-    store: BlockStore
-    layout_of: Callable[[Span], StagingLayout]
+    store: ColdStore
+    layout_of: Callable[[Piece], StagingLayout]
     ring: StagingRing
     side_stream: Stream
     device: torch.device
@@ -50,8 +50,8 @@ class CopyStream:
         first = 0
         batch: Batch[Wanted] | None = None
         for x in wanted:
-            layout = self.layout_of(x.span)
-            if batch is None or not self._continues(batch, layout, x.span):
+            layout = self.layout_of(x.piece)
+            if batch is None or not self._continues(batch, layout, x.piece):
                 if batch is not None:
                     yield batch
                     first += batch.num_tokens
@@ -60,15 +60,15 @@ class CopyStream:
         if batch is not None:
             yield batch
 
-    def _continues(self, batch: Batch[Wanted], layout: StagingLayout, span: Span) -> bool:
+    def _continues(self, batch: Batch[Wanted], layout: StagingLayout, piece: Piece) -> bool:
         if layout is not batch.layout or not layout.takes_many:
             return False
         most = min(
-            MOST_TOKENS // span.num_tokens,
+            MOST_TOKENS // piece.num_tokens,
             min(MOST_BYTES, self.ring.nbytes // 2) // rounded_up(layout.nbytes),
         )
-        number = span.first_block // span.num_blocks
-        follows = span.first_block == batch.blobs[-1].span.end_block
+        number = piece.first_token // piece.num_tokens
+        follows = piece.first_token == batch.blobs[-1].piece.end_token
         return follows and bool(number % (1 << max(most, 1).bit_length() - 1))
 
     def table(self, block_ids: list[int]) -> Tensor:
@@ -92,14 +92,14 @@ class Batch(Generic[Wanted]):
 
     @property
     def num_tokens(self) -> int:
-        return sum(x.span.num_tokens for x in self.blobs)
+        return sum(x.piece.num_tokens for x in self.blobs)
 
     def runs(self, blocks: Tensor) -> list[TokenRun]:
         """Return the tokens of each blob; ``blocks`` is the table of the whole save or load."""
         at, found = self.first, []
         for x in self.blobs:
-            found.append(TokenRun(blocks, at, x.span.first_token))
-            at += x.span.num_tokens
+            found.append(TokenRun(blocks, at, x.piece.first_token))
+            at += x.piece.num_tokens
         return found
 
 

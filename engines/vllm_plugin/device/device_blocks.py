@@ -24,9 +24,9 @@ from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.device.accelerator import Accelerator, Region, StagingRing
 from engines.vllm_plugin.device.copy_stream import Batch, CopyStream, InFlight
 from engines.vllm_plugin.device.staging_layout import KeptRows, StagingLayout
+from kvstore.blobs.chain import Piece
 from kvstore.errors import Unusable
-from kvstore.store.block_store import BlockStore
-from kvstore.store.records import Span
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
@@ -99,17 +99,17 @@ class DeviceSave:
         rest = len(arrays)
         try:
             for x, staged, rows in zip(copy.batch.blobs, arrays, rescued, strict=True):
-                seal = partial(self._seal, copy, x.span, staged, rows)
+                seal = partial(self._seal, copy, x.piece, staged, rows)
                 self._sealing.append(self._copy_stream.store.workers.codec(seal))
                 rest -= 1
         finally:  # nothing is left unless the threads take no more work
             self._give_back(copy, rest)
 
     def _seal(
-        self, copy: InFlight[Packing], span: Span, staged: np.ndarray, rescued: bytes
+        self, copy: InFlight[Packing], piece: Piece, staged: np.ndarray, rescued: bytes
     ) -> Blob:
         try:
-            return copy.batch.layout.seal(span, staged, rescued)
+            return copy.batch.layout.seal(piece, staged, rescued)
         finally:
             self._copy_stream.ring.give_back(copy.region)
 
@@ -136,8 +136,9 @@ class DeviceLoad:
     Used once, by the thread that calls ``run``.
     """
 
-    def __init__(self, copy_stream: CopyStream) -> None:
+    def __init__(self, copy_stream: CopyStream, block_tokens: int) -> None:
         self._copy_stream = copy_stream
+        self._block_tokens = block_tokens
         self._opening: deque[tuple[InFlight[Filling], Opening]] = deque()
         self._in_flight: deque[InFlight[Filling]] = deque()
         self._filled: set[int] = set()
@@ -155,7 +156,8 @@ class DeviceLoad:
         return self._filled
 
     def _write_all(self, wanted: Sequence[Filling]) -> None:
-        blocks = self._copy_stream.table([i for x in wanted for i in _all_blocks(x)])
+        size = self._block_tokens
+        blocks = self._copy_stream.table([i for x in wanted for i in _all_blocks(x, size)])
         for batch in self._copy_stream.batches(wanted):
             copy = InFlight(batch, self._take_region(batch, blocks))
             self._opening.append((copy, self._open_all(copy)))
@@ -194,12 +196,12 @@ class DeviceLoad:
 
         An unusable blob is discarded, so that it is not offered again.
         """
-        span = filling.span
+        piece = filling.piece
         try:
-            return layout.open(filling.blob, span, staged)
+            return layout.open(filling.blob, piece, staged)
         except Unusable as error:
             logger.warning("a verified blob cannot be decoded: %s", error)
-            self._copy_stream.store.discard(span.key)
+            self._copy_stream.store.discard(piece.key)
             return None
 
     def _write(self, blocks: Tensor) -> None:
@@ -241,9 +243,9 @@ class DeviceLoad:
                 self._copy_stream.ring.give_back(copy.region)
 
 
-def _all_blocks(x: Filling) -> list[int]:
+def _all_blocks(x: Filling, block_tokens: int) -> list[int]:
     """Return the ids of all blocks of the blob, ``NOT_WANTED`` for those not to be filled."""
-    rest = x.span.num_blocks - x.skip - len(x.block_ids)
+    rest = x.piece.num_tokens // block_tokens - x.skip - len(x.block_ids)
     return [NOT_WANTED] * x.skip + x.block_ids + [NOT_WANTED] * rest
 
 
@@ -258,14 +260,13 @@ class DeviceBlocks:
     def __init__(
         self,
         cache: PagedCache,
-        layout_of: Callable[[Span], StagingLayout],
-        store: BlockStore,
+        layout_of: Callable[[Piece], StagingLayout],
+        store: ColdStore,
         accelerator: Accelerator,
         staging_bytes: int,
     ) -> None:
         self._cache = cache
-        keys = store.keys
-        chunk_bytes = keys.chunk_blocks * keys.block_tokens * cache.layout.bytes_per_token
+        chunk_bytes = store.chunk_tokens * cache.layout.bytes_per_token
         nbytes = max(staging_bytes, 2 * chunk_bytes)
         self._saving, self._loading = (
             CopyStream(
@@ -293,7 +294,11 @@ class DeviceBlocks:
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
         """Fill blocks from blobs; see ``blocks.Blocks.fill``."""
-        return DeviceLoad(self._loading).run(wanted, ready) if wanted else set()
+        return (
+            DeviceLoad(self._loading, self._cache.block_tokens).run(wanted, ready)
+            if wanted
+            else set()
+        )
 
     def close(self) -> None:
         """Wait until the device is done."""

@@ -22,30 +22,31 @@ from engines.vllm_plugin.blocks.host_blocks import SPARE_BYTES, HostBlocks
 from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.device.accelerator import Accelerator, NoStream, accelerator_of
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks, DeviceTransfer, KernelsUnusable
-from kvstore.blobs.packer import Packer
-from kvstore.blobs.segments import squeezes
-from kvstore.codecs.base import Codec
+from kvstore.blobs.chain import NAME_BYTES, ChainKeys
+from kvstore.codecs.base import NUM_SINKS, Codec
+from kvstore.codecs.sinks import squeezes
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
-from kvstore.shapes import KVLayer, KVLayout
-from kvstore.store.block_keys import BlockKeys
-from kvstore.store.block_store import BlockStore
+from kvstore.shapes import KVLayer, KVLayout, StoredModel
+from kvstore.store.cold_store import ColdStore
 
 logger = logging.getLogger("thermocline.vllm")
 STAGING_BYTES: Final = 64 << 20  # for each direction
+NUM_CHUNKS: Final = 2  # that are compared
 
 
 def scratch_for(codec: Codec, cache: PagedCache, num_blocks: int) -> PagedCache:
     """Make a cache of few blocks that ``codec`` can pack.
 
-    It has one layer of each kind, and more if first tokens would have no segment of their own, as
+    It has one layer of each kind, and more if first tokens would have no part of their own, as
     they have in the real cache; or all layers for a codec that was calibrated for this model.
     """
     numbers = {(_kind(k), _kind(v)): i for i, (k, v) in enumerate(cache.views)}
     chosen = set(numbers.values())
     for number in range(len(cache.views)):
         scratch = _scratch(cache, [cache.views[i] for i in sorted(chosen)], num_blocks)
-        if squeezes(scratch.layout, 0) or not squeezes(cache.layout, 0):
+        squeezed = (squeezes(x.layout, 0, NUM_SINKS + 1, codec) for x in (scratch, cache))
+        if next(squeezed) or not next(squeezed):
             break
         chosen.add(number)
     try:
@@ -133,12 +134,12 @@ def _fill(view: Tensor, number: int) -> None:
     ramp = torch.arange(view.numel(), dtype=torch.float64).add(number).remainder(10007)
     sizes = torch.exp2(torch.arange(view.shape[2], dtype=torch.float64) % 8 - 3)
     view.copy_((ramp * ramp).sin().reshape(view.shape) * sizes[:, None])
-    # After the session's first tokens, and not in the tail.
+    # After the session's first tokens.
     view[-2, 0, 0] = 0
     view[-2, -1, -1] = torch.inf
 
 
-def blocks_for(cache: PagedCache, store: BlockStore, spare_bytes: int = SPARE_BYTES) -> Blocks:
+def blocks_for(cache: PagedCache, store: ColdStore, spare_bytes: int = SPARE_BYTES) -> Blocks:
     """Choose the host for a cache in host memory; on CUDA, the kernels if they work."""
     accelerator = accelerator_of(cache.device)
     if accelerator is None:
@@ -147,7 +148,7 @@ def blocks_for(cache: PagedCache, store: BlockStore, spare_bytes: int = SPARE_BY
 
 
 def blocks_on(
-    accelerator: Accelerator, cache: PagedCache, store: BlockStore, spare_bytes: int = SPARE_BYTES
+    accelerator: Accelerator, cache: PagedCache, store: ColdStore, spare_bytes: int = SPARE_BYTES
 ) -> Blocks:
     """Choose the kernels of this device if they work, else the host."""
     on_host = partial(HostBlocks, cache, store, accelerator.stream(), spare_bytes)
@@ -160,7 +161,7 @@ def blocks_on(
         return on_host(why_host=reason)
 
 
-def proven_blocks(accelerator: Accelerator, cache: PagedCache, store: BlockStore) -> DeviceTransfer:
+def proven_blocks(accelerator: Accelerator, cache: PagedCache, store: ColdStore) -> DeviceTransfer:
     """Make the device's transfer for the store's present codec, and check it.
 
     May run on any thread: it uses a stream of its own.
@@ -183,7 +184,7 @@ def proven_blocks(accelerator: Accelerator, cache: PagedCache, store: BlockStore
 def device_blocks(
     accelerator: Accelerator,
     cache: PagedCache,
-    store: BlockStore,
+    store: ColdStore,
     staging_bytes: int = STAGING_BYTES,
 ) -> DeviceTransfer | None:
     """Make the device's transfer; None if kernels cannot address the cache.
@@ -202,36 +203,36 @@ def device_blocks(
     return DeviceBlocks(cache, layouts.of, store, accelerator, staging_bytes)
 
 
-def kernels_agree(accelerator: Accelerator, cache: PagedCache, store: BlockStore) -> bool:
+def kernels_agree(accelerator: Accelerator, cache: PagedCache, store: ColdStore) -> bool:
     """Say whether kernels and host make the same blobs and fill blocks with the same bits."""
-    chunk, per_block = store.keys.chunk_blocks, store.keys.block_tokens
-    codec = store.packer.codec
-    scratch = scratch_for(codec, cache, 2 * chunk + 1)
-    keys = BlockKeys("", per_block, chunk)
-    packer = Packer(codec, scratch.layout, "")
-    aside = BlockStore(StoreConfig(num_threads=1), packer, keys, [])
+    size, codec = store.chunk_tokens, store.packer.codec
+    scratch = scratch_for(codec, cache, NUM_CHUNKS * size // cache.block_tokens)
+    model = StoredModel("", "", scratch.layout)
+    aside = ColdStore(StoreConfig(num_threads=1), model, codec, [], chunk_tokens=size)
     try:
         on_device = device_blocks(accelerator, scratch, aside, staging_bytes=0)
         on_host = HostBlocks(scratch, aside, accelerator.stream())
-        return on_device is not None and _same(scratch, keys, on_device, on_host)
+        return on_device is not None and _same(scratch, aside.keys, on_device, on_host)
     finally:
         aside.close()
 
 
-def _same(scratch: PagedCache, keys: BlockKeys, one: DeviceTransfer, other: DeviceTransfer) -> bool:
-    """Compare both ways on two chunks and a tail: pack them, then fill other blocks with the blobs.
+def _same(scratch: PagedCache, keys: ChainKeys, one: DeviceTransfer, other: DeviceTransfer) -> bool:
+    """Compare both ways on a few chunks: pack them, then fill other blocks with the blobs.
 
     The first chunk contains the session's first tokens, which are not packed.
     """
-    hashes = [bytes([i % 256]) * 32 for i in range(2 * keys.chunk_blocks + 1)]
-    spans, ids = keys.whole(hashes), list(range(len(hashes)))
-    wanted = [Packing(x, ids[x.first_block : x.end_block]) for x in spans]
+    pieces = keys.chunks([bytes([i]) * NAME_BYTES for i in range(NUM_CHUNKS)])
+    count = keys.chunk_tokens // scratch.block_tokens
+    ids = list(range(NUM_CHUNKS * count))
+    places = [slice(i * count, (i + 1) * count) for i in range(NUM_CHUNKS)]
+    wanted = [Packing(x, ids[place]) for x, place in zip(pieces, places, strict=True)]
     blobs, expected = ([x.result() for x in way.pack(wanted, way.mark())] for way in (one, other))
     if blobs != expected:
         return False
     back = [
-        Filling(x, blob, 0, ids[::-1][x.first_block : x.end_block])
-        for x, blob in zip(spans, blobs, strict=True)
+        Filling(x, blob, 0, ids[::-1][place])
+        for x, blob, place in zip(pieces, blobs, places, strict=True)
     ]
     found, right = (_filled(scratch, way, back) for way in (one, other))
     return all(torch.equal(a, b) for a, b in zip(found, right, strict=True))

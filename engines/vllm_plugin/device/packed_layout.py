@@ -3,8 +3,8 @@
     region of a session's first chunk: rows of the first tokens as in ``RawStagingLayout`` | segment
     region of any other chunk: segment
 
-The first tokens are kept in 16 bits under every codec and have a segment of their own in the blob
-(``kvstore.blobs.segments``). The codec's kernels write the other one. A blob is packed if its codec
+The first tokens are kept in 16 bits under every codec and have a part of their own in the payload
+(``kvstore.codecs.sinks``). The codec's kernels write the other one. A blob is packed if its codec
 has kernels. The raw layout is also that of the first chunk of a model whose tokens are so small
 that their first ones have no segment of their own.
 """
@@ -33,15 +33,15 @@ from engines.vllm_plugin.device.staging_layout import (
     StagingLayout,
     TokenRun,
 )
+from kvstore.blobs.chain import Piece
 from kvstore.blobs.packer import AnyBlob, Packer
-from kvstore.blobs.segments import Segment, ThinRows, is_first_chunk, squeezes
+from kvstore.codecs import sinks
 from kvstore.codecs.base import NUM_SINKS, Codec
 from kvstore.codecs.fixed_rate.rate_pipeline import plan_rates, rate_pipelines
 from kvstore.codecs.rows.payload import plan_payload
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import Mismatch
-from kvstore.store.records import Span
 from kvstore.tiers.base import Blob
 
 
@@ -83,30 +83,22 @@ class PackedLayout:
 
     takes_many = True
 
-    def __init__(
-        self, segment: SegmentLayout, packer: Packer, codec: Codec, num_tokens: int
-    ) -> None:
+    def __init__(self, segment: SegmentLayout, packer: Packer, codec: Codec) -> None:
         self._segment = segment
         self._packer = packer
         self._codec = codec
-        self._num_tokens = num_tokens
         self.nbytes = segment.nbytes
         self.read = segment.read
         self.rescue = segment.rescue
         self.write = segment.write
         self.write_kept = segment.write_kept
 
-    def seal(self, span: Span, staged: np.ndarray, rescued: bytes) -> Blob:
+    def seal(self, piece: Piece, staged: np.ndarray, rescued: bytes) -> Blob:
         payload = self._segment.payload_of(staged, rescued)
-        return self._packer.seal_run(
-            span.key, payload, span.first_token, self._num_tokens, self._codec
-        )
+        return self._packer.seal_rows(piece, payload, self._codec)
 
-    def open(self, blob: AnyBlob, span: Span, staged: np.ndarray) -> list[KeptRows]:
-        payload = self._packer.open_run(
-            blob, span.key, span.first_token, self._num_tokens, self._codec
-        )
-        return self._segment.stage(payload, staged)
+    def open(self, blob: AnyBlob, piece: Piece, staged: np.ndarray) -> list[KeptRows]:
+        return self._segment.stage(opened(self._packer, blob, piece, self._codec), staged)
 
 
 class FirstChunkLayout:
@@ -114,7 +106,6 @@ class FirstChunkLayout:
 
     Args:
         segment: of the tokens from ``NUM_SINKS`` on.
-        num_tokens: of the whole chunk.
     """
 
     takes_many = False
@@ -125,14 +116,12 @@ class FirstChunkLayout:
         segment: SegmentLayout,
         packer: Packer,
         codec: Codec,
-        num_tokens: int,
     ) -> None:
         self._head = head
         self._segment = segment
         self._packer = packer
-        self._thin = ThinRows(packer.layout)
-        self._codec_id = codec.id
-        self._num_tokens = num_tokens
+        self._thin = sinks.ThinRows(packer.layout)
+        self._codec = codec
         self._head_end: Final = rounded_up(head.nbytes)
         self.nbytes = self._head_end + segment.nbytes
         self.write_kept = segment.write_kept
@@ -144,27 +133,30 @@ class FirstChunkLayout:
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         return self._segment.rescue(block_ids, staged[self._head_end :])
 
-    def seal(self, span: Span, staged: np.ndarray, rescued: bytes) -> Blob:
+    def seal(self, piece: Piece, staged: np.ndarray, rescued: bytes) -> Blob:
         thin = self._thin.encode(self._head.rows(staged))
         rest = memoryview(self._segment.payload_of(staged[self._head_end :], rescued))
-        count = self._num_tokens - NUM_SINKS
-        segments = [
-            Segment(0, NUM_SINKS, self._thin.codec_id, memoryview(thin)),
-            Segment(NUM_SINKS, count, self._codec_id, rest),
-        ]
-        return self._packer.seal_segments(span.key, segments, 0, self._num_tokens)
+        return self._packer.seal_rows(piece, sinks.join(thin, rest), self._codec)
 
-    def open(self, blob: AnyBlob, span: Span, staged: np.ndarray) -> list[KeptRows]:
-        found = self._packer.open_segments(blob, span.key, 0, self._num_tokens)
-        if not is_first_chunk(found, self._codec_id, self._num_tokens):
-            raise Mismatch("the segments are not those of a first chunk that was packed at once")
-        thin, rest = found
-        self._thin.decode(thin.payload, NUM_SINKS, self._head.rows(staged))
-        return self._segment.stage(rest.payload, staged[self._head_end :])
+    def open(self, blob: AnyBlob, piece: Piece, staged: np.ndarray) -> list[KeptRows]:
+        thin, rest = sinks.split(opened(self._packer, blob, piece, self._codec))
+        self._thin.decode(thin, NUM_SINKS, self._head.rows(staged))
+        return self._segment.stage(rest, staged[self._head_end :])
 
     def write(self, run: TokenRun, staged: Tensor) -> None:
         self._head.write(run, staged[:, : self._head.nbytes])
         self._segment.write(run, staged[:, self._head_end :])
+
+
+def opened(packer: Packer, blob: AnyBlob, piece: Piece, codec: Codec) -> memoryview:
+    """Return the payload of a blob that is in this codec.
+
+    Raises ``Unusable``: it is in another codec, damaged, or not the requested one.
+    """
+    found, payload = packer.open_rows(blob, piece)
+    if found.id != codec.id:
+        raise Mismatch(f"a blob in codec {found.id!r} where {codec.id!r} is expected")
+    return payload
 
 
 class StagingLayouts:
@@ -181,14 +173,14 @@ class StagingLayouts:
         self._packed = lru_cache(maxsize=None)(self._new_packed)
         self._first = lru_cache(maxsize=None)(self._new_first)
 
-    def of(self, span: Span) -> StagingLayout:
+    def of(self, piece: Piece) -> StagingLayout:
         """Return the layout of a blob; the same object for blobs of one length and position."""
-        tokens, first = span.num_tokens, span.first_token
-        if span.is_tail or (self._kernels is None and self._rates is None):
+        tokens, first = piece.num_tokens, piece.first_token
+        if self._kernels is None and self._rates is None:
             return self._raw(tokens)
         if first >= NUM_SINKS:
             return self._packed(tokens)
-        has_head = not first and tokens > NUM_SINKS and squeezes(self._packer.layout, first)
+        has_head = sinks.squeezes(self._packer.layout, first, tokens, self._codec)
         return self._first(tokens) if has_head else self._raw(tokens)
 
     def _new_raw(self, num_tokens: int) -> RawStagingLayout:
@@ -196,12 +188,12 @@ class StagingLayouts:
 
     def _new_packed(self, num_tokens: int) -> StagingLayout:
         segment = self._segment(num_tokens, skipped=0)
-        return PackedLayout(segment, self._packer, self._codec, num_tokens)
+        return PackedLayout(segment, self._packer, self._codec)
 
     def _new_first(self, num_tokens: int) -> StagingLayout:
         head = self._new_raw(NUM_SINKS)
         segment = self._segment(num_tokens - NUM_SINKS, skipped=NUM_SINKS)
-        return FirstChunkLayout(head, segment, self._packer, self._codec, num_tokens)
+        return FirstChunkLayout(head, segment, self._packer, self._codec)
 
     def _segment(self, num_tokens: int, skipped: int) -> SegmentLayout:
         layout = self._packer.layout

@@ -1,7 +1,7 @@
 """The layout of staging memory between blocks and blob: its protocol, and that of raw rows.
 
 The codec's own kernels write a region with a *packed* layout, which holds the payload. For every
-other blob (codec ``raw``, tails, a codec or dtype or head dimension without kernels) the device
+other blob (codec ``raw``, a codec or dtype or head dimension without kernels) the device
 only gathers and scatters rows, and the store's packer works on the region as if it were the
 engine's arrays. Either way the blob has the same bytes as one that ``host_blocks`` makes. Rows that
 no codec can pack are fetched from the blocks, and written back into them, unpacked.
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from engines.vllm_plugin.device.kernels.triton_rows import gather, scatter
 from engines.vllm_plugin.device.kv_views import KVViewGroup
+from kvstore.blobs.chain import Piece
 from kvstore.blobs.packer import AnyBlob, Packer
 from kvstore.shapes import KVLayout, KVPair
-from kvstore.store.records import Span
 from kvstore.tiers.base import Blob
 
 
@@ -122,14 +122,14 @@ class StagingLayout(Protocol):
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         """Return the rows that the device could not pack; called before the blocks are reused."""
 
-    def seal(self, span: Span, staged: np.ndarray, rescued: bytes) -> Blob:
+    def seal(self, piece: Piece, staged: np.ndarray, rescued: bytes) -> Blob:
         """Make a blob from its part of a region and the rescued rows. On any thread."""
 
-    def open(self, blob: AnyBlob, span: Span, staged: np.ndarray) -> list[KeptRows]:
+    def open(self, blob: AnyBlob, piece: Piece, staged: np.ndarray) -> list[KeptRows]:
         """Fill the part from a blob; return the rows that it cannot hold. On any thread.
 
         Raises:
-            Unusable: the blob is damaged, or is not the one that ``span`` names.
+            Unusable: the blob is damaged, or is not the one that ``piece`` names.
         """
 
     def write(self, run: TokenRun, staged: Tensor) -> None:
@@ -168,12 +168,11 @@ class RawStagingLayout:
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         return b""
 
-    def seal(self, span: Span, staged: np.ndarray, rescued: bytes) -> Blob:
-        return self._packer.pack_run(span.key, self.rows(staged), span.first_token)
+    def seal(self, piece: Piece, staged: np.ndarray, rescued: bytes) -> Blob:
+        return self._packer.pack_rows(piece, self.rows(staged))
 
-    def open(self, blob: AnyBlob, span: Span, staged: np.ndarray) -> list[KeptRows]:
-        rows = self.rows(staged)
-        self._packer.unpack_run(blob, span.key, span.first_token, self._num_tokens, rows)
+    def open(self, blob: AnyBlob, piece: Piece, staged: np.ndarray) -> list[KeptRows]:
+        self._packer.unpack_rows(blob, piece, self.rows(staged))
         return []
 
     def write(self, run: TokenRun, staged: Tensor) -> None:

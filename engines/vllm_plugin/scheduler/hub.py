@@ -238,11 +238,9 @@ class Hub:
             if not self._lock.wait_for(lambda: len(answers) >= self.num_ranks, within_s):
                 return None
             del self._partial[ticket]
-        shortest = min(answers, key=lambda x: (x.end_block, len(x.part)))
+        shortest = min(answers, key=lambda x: x.end_block)
         tier = max((x.tier for x in answers), key=_TIERS.index)
-        same = all((x.end_block, x.part) == (shortest.end_block, shortest.part) for x in answers)
-        part = shortest.part if same else ()
-        return Staged(ticket, shortest.end_block, tier, shortest.reason, part)
+        return Staged(ticket, shortest.end_block, tier, shortest.reason)
 
     def admitted(self, news: RequestAdmitted) -> None:
         """Inform the HTTP servers that a request has begun to run."""

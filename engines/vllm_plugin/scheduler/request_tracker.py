@@ -10,7 +10,7 @@ The stages of a request (``->`` marks calls by vLLM, on its own thread):
     -> match  n tokens     all offered tokens are in memory and verified on every rank
     -> allocated           vLLM set blocks aside; the load is planned
     -> absorb              the load has ended, perhaps with blocks that could not be decoded
-    -> finished            the turn is over; its full blocks are saved
+    -> finished            the turn is over; its full chunks are saved
 
 A failed load must not be offered again. With the policy ``recompute``, a request whose first block
 failed starts again from the beginning, and vLLM calls ``match`` again; the same answer would fail
@@ -190,8 +190,7 @@ class RequestTracker:
         if not is_loading:
             self._restores.release(tracked)
         if tracked.session is not None:
-            part = None if tracked.failed else tracked.restored_part
-            self._saves.end_turn(request, tracked.session, tables, part, filled=not is_loading)
+            self._saves.end_turn(request, tracked.session, tables, filled=not is_loading)
             self._on_turn_end(tracked.session)
         return {
             "restored_tokens": 0 if tracked.failed else tracked.restored_tokens,

@@ -49,7 +49,6 @@ class ResidentSession:
     """The blocks of one session, and its requests, saves and drops under way."""
 
     hashes: list[bytes] = field(default_factory=list)
-    part: tuple[int, ...] = ()  # ids of the tokens after these blocks whose KV is saved
     boundary: int = 0  # the number of blocks that vLLM can continue from: all, or up to a state
     num_requests: int = 0  # being served
     last_used_s: float = 0.0  # monotonic
@@ -93,17 +92,12 @@ class ResidentSessions:
             self._forget_oldest()
 
     def end(
-        self,
-        session: SessionRef,
-        hashes: Sequence[bytes],
-        part: tuple[int, ...] = (),
-        boundary: int | None = None,
+        self, session: SessionRef, hashes: Sequence[bytes], boundary: int | None = None
     ) -> None:
         """Note that a turn is over and that the session now consists of these blocks.
 
-        ``hashes``: empty = the blocks have not changed. ``part``: ids of the tokens after them.
-        ``boundary``: if layers have states, the number of blocks before the newest state, 0 if
-        there is none.
+        ``hashes``: empty = the blocks have not changed. ``boundary``: if layers have states, the
+        number of blocks before the newest state, 0 if there is none.
         """
         with self._lock:
             entry = self._sessions.get(session.name)
@@ -113,7 +107,7 @@ class ResidentSessions:
             entry.last_used_s = self._monotonic()
             if hashes:
                 self._let_go(entry.hashes)
-                entry.hashes, entry.part = list(hashes), part
+                entry.hashes = list(hashes)
                 entry.boundary = len(hashes) if boundary is None else boundary
                 entry.reported_hot = True
                 self._users.update(entry.hashes)
@@ -181,19 +175,6 @@ class ResidentSessions:
         with self._lock:
             entry = self._sessions.get(session.name)
             return [] if entry is None or entry.dropping else list(entry.hashes)
-
-    def part_after(
-        self, session: SessionRef, num_blocks: int, block_hash: bytes
-    ) -> tuple[int, ...]:
-        """The ids of the session's tokens after this block, if it is its last full one; else ().
-
-        ``num_blocks``: the number of blocks up to and including this one.
-        """
-        with self._lock:
-            entry = self._sessions.get(session.name)
-            if entry is None or len(entry.hashes) != num_blocks:
-                return ()
-            return entry.part if entry.hashes[-1] == block_hash else ()
 
     def take_cooled(self) -> list[SessionName]:
         """Quiet sessions that were reported as hot and no longer are; each is returned once."""

@@ -16,9 +16,7 @@ from typing import Final, Protocol
 
 from engines.vllm_plugin.messages import Probe, Release, Stage, Staged
 from engines.vllm_plugin.plan import Load
-from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.tracked_request import Restore, TokenBlocks, TrackedRequest
-from kvstore.store.block_store import RestoredPart
 
 # A rank answers within its own deadline. After this many seconds more, a request stops waiting.
 RANK_GRACE_S: Final = 2.0
@@ -104,7 +102,6 @@ class Restores:
     def __init__(
         self,
         ranks: RankClient,
-        resident: ResidentSessions,
         blocks: TokenBlocks,
         *,
         deadline_s: float,
@@ -113,7 +110,6 @@ class Restores:
     ) -> None:
         """``max_staged_bytes`` bounds the packed bytes staged at a time, on all ranks together."""
         self._ranks = ranks
-        self._resident = resident
         self._blocks = blocks
         self._deadline_s = deadline_s + RANK_GRACE_S
         self._monotonic = monotonic
@@ -136,30 +132,18 @@ class Restores:
             return 0, False
         first = num_computed_tokens // self._blocks.block_tokens
         last = self._blocks.num_restorable(request)
-        wanted = first < last or (idle and self._is_hot_part(tracked, first))
-        if not wanted or not self._ranks.ready:
+        if first >= last or not self._ranks.ready:
             self.release(tracked)
             return 0, False
         if tracked.restore is not None and first < tracked.restore.first_block:
             self.release(tracked)
-        hashes = request.block_hashes[: max(first, last)]
+        hashes = request.block_hashes[:last]
         restore = tracked.restore or self._stage(tracked, first, hashes)
         if restore is None:
             return self._without_room(tracked, first, hashes)
         if not self._has_answer(tracked, restore, idle):
             return None, False
         return self._offer(tracked, first)
-
-    def _is_hot_part(self, tracked: TrackedRequest, first: int) -> bool:
-        """True if vLLM has all full blocks of the session and its part is worth a load.
-
-        A part is worth a load only while no step of the model for other requests delays the load.
-        """
-        if not self._blocks.keeps_parts or tracked.session is None or not first:
-            return False
-        last_hash = bytes(tracked.request.block_hashes[first - 1])
-        part = self._resident.part_after(tracked.session, first, last_hash)
-        return self._blocks.num_matching(tracked.request, first, part) > 0
 
     def _stage(
         self, tracked: TrackedRequest, first: int, hashes: Sequence[bytes]
@@ -204,9 +188,8 @@ class Restores:
     def _offer(self, tracked: TrackedRequest, first: int) -> tuple[int, bool]:
         staged = tracked.restore.staged if tracked.restore else None
         offered = 0
-        if staged is not None and staged.end_block >= first:
-            offered = (staged.end_block - first) * self._blocks.block_tokens
-            offered += self._blocks.num_matching(tracked.request, staged.end_block, staged.part)
+        if staged is not None:
+            offered = max(staged.end_block - first, 0) * self._blocks.block_tokens
         if not offered:
             self.release(tracked)
             tracked.barred = True
@@ -231,18 +214,14 @@ class Restores:
             return
         restore, staged = tracked.restore, tracked.restore.staged
         assert staged is not None, "vLLM loads only what was offered"
-        num_blocks, part_tokens = divmod(num_external_tokens, self._blocks.block_tokens)
-        first, groups = staged.end_block - num_blocks, self._blocks.groups
-        ids = list(tables[groups.full][first : staged.end_block + bool(part_tokens)])
+        first = staged.end_block - num_external_tokens // self._blocks.block_tokens
+        groups, request_id = self._blocks.groups, tracked.request.request_id
+        ids = list(tables[groups.full][first : staged.end_block])
         state = groups.state_blocks(tables, staged.end_block, first)
-        request_id = tracked.request.request_id
-        self._planned.append(Load(restore.ticket, request_id, first, ids, state, part_tokens))
+        self._planned.append(Load(restore.ticket, request_id, first, ids, state))
         restore.loading = set(ids)
         self._loading[request_id] = restore.loading
         tracked.restored_tokens, tracked.tier = num_external_tokens, staged.tier
-        tracked.only_part = not num_blocks
-        if part_tokens:
-            tracked.restored_part = RestoredPart(staged.end_block, staged.part, part_tokens)
 
     def take_planned(self) -> list[Load]:
         """Return the loads planned since the last step, and allow one wait in the next step."""

@@ -104,13 +104,10 @@ class SchedulerSide:
     ) -> None:
         """Raises ``OSError`` or ``ValueError``: a socket cannot be opened."""
         self._groups = groups
-        on_cpu = vllm_config.device_config.device_type == "cpu"
         num_ranks = int(vllm_config.parallel_config.world_size)
         block_tokens = int(vllm_config.cache_config.block_size)
         reports = wants_events(vllm_config)
-        blocks = TokenBlocks(
-            block_tokens, groups, keeps_parts=on_cpu and not groups.states, keeps_ids=reports
-        )
+        blocks = TokenBlocks(block_tokens, groups, keeps_ids=reports)
         self.inventory = Inventory(num_ranks, block_tokens) if reports else None
         counters = Counters()
         self._resident = ResidentSessions()
@@ -121,7 +118,6 @@ class SchedulerSide:
         self.tracker = RequestTracker(
             Restores(
                 self._hub,
-                self._resident,
                 blocks,
                 deadline_s=settings.store.restore_deadline_s,
                 max_staged_bytes=settings.store.save_queue_bytes,

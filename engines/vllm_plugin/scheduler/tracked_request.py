@@ -1,8 +1,7 @@
 """The scheduler side's record of one request, and the division of its tokens into blocks.
 
-vLLM caches only full blocks. It computes the tokens after the last full block, called the *part*,
-again in every turn, even of a hot session. A CPU engine needs time for each of these tokens; a GPU
-computes them together with the new ones at no cost. So parts are kept on CPUs only.
+vLLM caches only full blocks, and the cold store only full chunks of them. The tokens after the last
+one are computed again in every turn, together with the new message.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from engines.vllm_plugin.groups import DENSE, Groups
 from engines.vllm_plugin.identity import has_own_salt
 from engines.vllm_plugin.messages import Staged
 from engines.wire import RequestProgress
+from kvstore.chunk_size import chunk_of_blocks
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
-from kvstore.store.block_store import RestoredPart
 
 
 class Feature(Protocol):
@@ -45,22 +44,29 @@ class Tokens(Protocol):
 class TokenBlocks:
     """The block size, the groups of layers, and options for saves; fixed for an engine.
 
-    ``keeps_parts``: the part after a session's blocks is saved, too. ``keeps_ids``: the ids of the
-    blocks' tokens are saved, too.
+    ``keeps_ids``: the ids of the blocks' tokens are saved, too.
     """
 
     block_tokens: int
     groups: Groups = DENSE
-    keeps_parts: bool = False
     keeps_ids: bool = False
 
+    @property
+    def chunk_blocks(self) -> int:
+        """The number of blocks in a chunk of the cold store."""
+        return chunk_of_blocks(self.block_tokens) // self.block_tokens
+
+    def in_chunks(self, num_blocks: int) -> int:
+        """The number of the first ``num_blocks`` blocks that are in full chunks."""
+        return num_blocks - num_blocks % self.chunk_blocks
+
     def num_restorable(self, request: Any) -> int:
-        """The number of the prompt's blocks that may be restored.
+        """The number of the prompt's blocks that may be restored: those of full chunks.
 
         At least one token must be computed, because the answer is sampled from its output.
         """
         num_full: int = (request.num_tokens - 1) // self.block_tokens
-        return min(num_full, len(request.block_hashes))
+        return self.in_chunks(min(num_full, len(request.block_hashes)))
 
     def computed_hashes(self, request: Any, num_blocks: int) -> list[bytes]:
         """The hashes of the fully computed blocks, from the first on; at most ``num_blocks``."""
@@ -68,13 +74,6 @@ class TokenBlocks:
             num_final_tokens(request) // self.block_tokens, len(request.block_hashes), num_blocks
         )
         return [bytes(x) for x in request.block_hashes[: max(num_full, 0)]]
-
-    def computed_part(self, request: Any, num_full: int, num_blocks: int) -> tuple[int, ...]:
-        """The ids of the tokens computed after ``num_full`` full blocks; () if none are kept."""
-        first, last = num_full * self.block_tokens, num_final_tokens(request)
-        if not (self.keeps_parts and 0 < num_full < num_blocks):
-            return ()
-        return ids_between(request, first, last) if last - first < self.block_tokens else ()
 
     def computed_ids(self, request: Any, num_full: int) -> bytes:
         """The ids of the tokens of the first blocks, in the form of records; b"" if none are kept.
@@ -86,12 +85,6 @@ class TokenBlocks:
             return b""
         ids = ids_between(request, 0, num_full * self.block_tokens)
         return struct.pack(f"<{len(ids)}I", *ids)
-
-    def num_matching(self, request: Any, end_block: int, part: Sequence[int]) -> int:
-        """The number of first tokens of ``part`` that the prompt also has after ``end_block``."""
-        if not self.keeps_parts:
-            return 0
-        return num_common(part, request, end_block * self.block_tokens, request.num_tokens - 1)
 
 
 def num_final_tokens(request: Any) -> int:
@@ -112,13 +105,6 @@ def ids_between(request: Tokens, first: int, last: int) -> tuple[int, ...]:
     ):
         return ()
     return tuple(request.all_token_ids[first:last])
-
-
-def num_common(part: Sequence[int], request: Tokens, first: int, last: int) -> int:
-    """The number of first tokens of ``part`` that the request has from ``first`` to ``last``."""
-    ids = ids_between(request, first, min(first + len(part), last))
-    pairs = zip(part, ids, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(part), len(ids)))
 
 
 @dataclass
@@ -143,8 +129,6 @@ class TrackedRequest:
     barred: bool = False  # no more restores for this request
     failed: bool = False
     restored_tokens: int = 0
-    only_part: bool = False  # no full block was restored: vLLM had all of the session's
-    restored_part: RestoredPart | None = None  # the first rows of a block that it then filled up
     tier: TierName | None = None
     reason: MissReason | None = None
     reported: bool = False
@@ -152,7 +136,7 @@ class TrackedRequest:
     def outcome(self, num_computed_tokens: int) -> tuple[CacheSource, MissReason | None]:
         """The source of the prompt's KV, and the reason why no more of it was found."""
         source: CacheSource = "hot" if num_computed_tokens else "miss"
-        if self.restored_tokens and self.tier and not (self.failed or self.only_part):
+        if self.restored_tokens and self.tier and not self.failed:
             source = COLD_SOURCES[self.tier]
         # Even for a hot prompt a search for its last few tokens fails; that reason is not reported.
         is_news = source != "hot" or self.reason not in UNKNOWN_REASONS

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
-from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.plan import Save, Wanted
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from kvstore.session import SessionName, SessionRef
-from kvstore.store.block_store import RestoredPart
 
 MAX_POSTPONED: Final = 1024  # above it the oldest are given up until their next turn
 
@@ -24,9 +22,10 @@ MAX_POSTPONED: Final = 1024  # above it the oldest are given up until their next
 class PostponedSaves:
     """The sessions with a postponed save; they count as being saved. On vLLM's thread."""
 
-    def __init__(self, resident: ResidentSessions, groups: Groups) -> None:
+    def __init__(self, resident: ResidentSessions, blocks: TokenBlocks) -> None:
         self._resident = resident
-        self._groups = groups
+        self._blocks = blocks
+        self._groups = blocks.groups
         self._sessions: dict[SessionName, SessionRef] = {}  # the oldest first
 
     def __len__(self) -> int:
@@ -55,6 +54,7 @@ class PostponedSaves:
             session = next(iter(self._sessions.values()))
             chain = self._resident.chain(session)
             block_ids = self._cached(chain)
+            del block_ids[self._blocks.in_chunks(len(block_ids)) :]
             if block_ids:
                 hashes = chain[: len(block_ids)]
                 return Save(job, session, hashes, block_ids, self._state(hashes), waits=True)
@@ -74,7 +74,8 @@ class PostponedSaves:
     def _state(self, hashes: Sequence[bytes]) -> dict[int, list[int]]:
         if not self._groups.states:
             return {}
-        return self._groups.held_states(self._resident.pool, hashes, range(len(hashes), 0, -1))
+        places = range(len(hashes), 0, -self._blocks.chunk_blocks)
+        return self._groups.held_states(self._resident.pool, hashes, places)
 
 
 @dataclass
@@ -98,34 +99,39 @@ class TurnSaves:
         self._planned: list[Save] = []
         self._wanted: list[Wanted] = []
         self._held: dict[int, HeldSave] = {}  # by job
-        self._postponed = PostponedSaves(resident, blocks.groups)
+        self._postponed = PostponedSaves(resident, blocks)
 
     def end_turn(
         self,
         request: Any,
         session: SessionRef,
         tables: Sequence[Sequence[int]],
-        restored_part: RestoredPart | None = None,
         *,
         filled: bool,
     ) -> None:
-        """Plan the save of all computed tokens, and record the session's present blocks.
+        """Plan the save of all full chunks, and record the session's present blocks.
 
-        ``tables``: the request's block ids, by group. ``restored_part``: see ``Save``. ``filled``:
-        the blocks hold the request's own KV; otherwise no block is saved.
+        ``tables``: the request's block ids, by group. ``filled``: the blocks hold the request's own
+        KV; otherwise no block is saved.
         """
         block_ids = tables[self._blocks.groups.full]
         hashes = self._blocks.computed_hashes(request, len(block_ids)) if filled else []
-        part = self._blocks.computed_part(request, len(hashes), len(block_ids))
-        states = self._held_states(request, hashes)
-        if hashes:
+        end = self._blocks.in_chunks(len(hashes))
+        if end:
             self._postponed.remove(session)
-            used = list(block_ids[: len(hashes) + bool(part)])
-            save = Save(next(self._jobs), session, hashes, used, states, part)
-            ids = self._blocks.computed_ids(request, len(hashes))
-            self._plan(replace(save, restored_part=restored_part, ids=ids))
-        boundary = max(states, default=0) if self._blocks.groups.states else None
-        self._resident.end(session, hashes, part, boundary)
+            states = self._held_states(request, hashes[:end])
+            ids = self._blocks.computed_ids(request, end)
+            job, used = next(self._jobs), list(block_ids[:end])
+            self._plan(Save(job, session, hashes[:end], used, states, ids=ids))
+        self._resident.end(session, hashes, self._hot_boundary(hashes))
+
+    def _hot_boundary(self, hashes: Sequence[bytes]) -> int | None:
+        """The number of blocks before the newest state that vLLM has; None: there are no states."""
+        groups = self._blocks.groups
+        if not groups.states:
+            return None
+        places = range(len(hashes), 0, -1)
+        return max(groups.held_states(self._resident.pool, hashes, places), default=0)
 
     def hold_wanted(
         self, request: Any, number: int, block_ids: Sequence[int], boundary: int
@@ -161,7 +167,8 @@ class TurnSaves:
         if not groups.states:
             return {}
         prompt = min((request.num_prompt_tokens - 1) // self._blocks.block_tokens, len(hashes))
-        return groups.states_to_keep(self._resident.pool, hashes, prompt)
+        places = self._blocks.in_chunks(prompt), self._blocks.chunk_blocks
+        return groups.states_to_keep(self._resident.pool, hashes, *places)
 
     def _plan(self, save: Save) -> None:
         pool, held = self._resident.pool, save.held_ids

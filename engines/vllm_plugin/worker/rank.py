@@ -6,8 +6,10 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
@@ -48,11 +50,12 @@ from engines.wire import (
     Unpin,
     Verb,
 )
+from kvstore.blobs.chain import split
 from kvstore.errors import PinLimit, StoreClosed
-from kvstore.session import SessionRef
+from kvstore.ledger.record import SessionRecord
 from kvstore.stats import StoreStats
-from kvstore.store.block_store import BlockStore, Fetched
-from kvstore.store.records import BlockRecord, split_hashes
+from kvstore.store.cold_store import ColdStore
+from kvstore.store.restored import Fetched, Match
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -69,10 +72,17 @@ _CHANGES: Final = (Demote, Prefetch, Forget, Look)  # change a session's tiers, 
 _ABOUT_CODECS: Final = (GetStats, Adopt, Measure)
 
 
-def packed_bytes_per_token(store: BlockStore) -> int:
+def packed_bytes_per_token(store: ColdStore) -> int:
     """The bytes of a stored token in memory: an estimate without states."""
-    num_tokens = store.keys.chunk_blocks * store.keys.block_tokens
-    return store.packer.run_nbytes(0, num_tokens) // num_tokens
+    return store.packer.rows_nbytes(0, store.chunk_tokens) // store.chunk_tokens
+
+
+@dataclass(frozen=True)
+class StagedBlobs:
+    """The verified blobs of a prompt, and the hashes of the prompt's blocks."""
+
+    fetched: Fetched
+    hashes: list[bytes]
 
 
 class StagingArea:
@@ -81,7 +91,7 @@ class StagingArea:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wanted: set[int] = set()
-        self._fetched: dict[int, Fetched] = {}
+        self._fetched: dict[int, StagedBlobs] = {}
 
     def expect(self, ticket: int) -> None:
         """Note that blobs for this ticket are wanted from now on."""
@@ -94,13 +104,13 @@ class StagingArea:
             self._wanted.clear()
             self._fetched.clear()
 
-    def put(self, ticket: int, fetched: Fetched) -> None:
+    def put(self, ticket: int, fetched: StagedBlobs) -> None:
         """Keep the blobs read for this ticket, unless the ticket was given up."""
         with self._lock:
             if ticket in self._wanted:
                 self._fetched[ticket] = fetched
 
-    def take(self, ticket: int) -> Fetched | None:
+    def take(self, ticket: int) -> StagedBlobs | None:
         """Return the blobs read for this ticket; None if there are none. Ends the ticket."""
         with self._lock:
             self._wanted.discard(ticket)
@@ -129,21 +139,6 @@ class Measurement(Protocol):
         """Receive the hub's news of the measurement."""
 
 
-class Saves(Protocol):
-    """The part of ``Transfer`` that a rank's link reads."""
-
-    @property
-    def queued_bytes(self) -> int:
-        """The bytes of vLLM's blocks that wait to be stored."""
-
-    @property
-    def why_host(self) -> str:
-        """See ``Blocks``."""
-
-    def wait_saved(self, session: SessionRef, within_s: float) -> bool:
-        """Wait until all saves of this session that have begun are done; False if time runs out."""
-
-
 class RankLink:
     """The connection to the hub: one thread receives messages, a few others carry them out."""
 
@@ -151,18 +146,26 @@ class RankLink:
         self,
         path: str,
         hello: RankHello,
-        store: BlockStore,
+        store: ColdStore,
+        block_tokens: int,
         staging: StagingArea,
-        saves: Saves,
+        why_host: Callable[[], str],
         codecs: ServedCodecs,
         measurement: Measurement,
     ) -> None:
-        """``staging``: of blobs that a load will ask for. For the others see their classes."""
+        """Connect from now on.
+
+        Args:
+            block_tokens: of vLLM's blocks.
+            staging: of blobs that a load will ask for.
+            why_host: returns why the host packs; see ``Blocks``.
+        """
         self._path = path
         self._hello = hello
         self._store = store
+        self._block_tokens = block_tokens
         self._staging = staging
-        self._saves = saves
+        self._why_host = why_host
         self._codecs = codecs
         self._measurement = measurement
         self._sending = threading.Lock()
@@ -202,7 +205,7 @@ class RankLink:
         self._stagers.shutdown(wait=False, cancel_futures=True)
         self._verb_threads.shutdown(wait=False, cancel_futures=True)
 
-    def session(self, record: BlockRecord) -> RankSession:
+    def session(self, record: SessionRecord) -> RankSession:
         """The report of a stored session."""
         tier = self._store.tier_of(record)
         return RankSession(
@@ -272,26 +275,37 @@ class RankLink:
         try:
             if not self._staging.is_wanted(message.ticket):
                 return
-            hashes = split_hashes(message.hashes)
-            fetched = self._store.fetch(message.session, hashes, message.first_block)
+            hashes = split(message.hashes)
+            fetched = self._store.fetch(self._match(message, hashes))
         except StoreClosed:
             return
         except Exception:  # top level of this thread: a defect here costs only a prefill
             logger.exception("a session could not be staged")
-            fetched = Fetched(message.first_block, [], None, "unavailable")
+            hashes, fetched = [], Fetched(0, [], None, "unavailable")
         with self._sending:  # so that no other connection begins meanwhile
             if connection is not self._connection:
                 return
-            self._staging.put(message.ticket, fetched)
-        staged = Staged(
-            message.ticket, fetched.end_block, fetched.tier, fetched.reason, fetched.part
-        )
-        self._send_on(connection, staged)
+            self._staging.put(message.ticket, StagedBlobs(fetched, hashes))
+        end = max(fetched.num_chunks * self._chunk_blocks, message.first_block)
+        self._send_on(connection, Staged(message.ticket, end, fetched.tier, fetched.reason))
+
+    def _match(self, message: Stage | Probe, hashes: Sequence[bytes]) -> Match:
+        chain = self._store.maker.of_blocks(hashes, self._block_tokens)
+        first = message.first_block // self._chunk_blocks
+        return self._store.match(message.session, chain, first)
+
+    @property
+    def _chunk_blocks(self) -> int:
+        return self._store.chunk_tokens // self._block_tokens
 
     def _probe(self, message: Probe, connection: socket.socket) -> None:
-        hashes, first = split_hashes(message.hashes), message.first_block
+        hashes = split(message.hashes)
         try:
-            end, reason = self._store.peek(message.session, hashes, first)
+            match = self._match(message, hashes)
+            end, reason = (
+                max(match.num_chunks * self._chunk_blocks, message.first_block),
+                match.reason,
+            )
         except StoreClosed:
             return
         except Exception:  # top level of this thread: the request continues to wait
@@ -321,22 +335,22 @@ class RankLink:
             self._send_on(connection, page)
 
     def _report(self) -> CodecReport:
-        report = msgspec.structs.replace(self._codecs.report, why_host=self._saves.why_host)
+        report = msgspec.structs.replace(self._codecs.report, why_host=self._why_host())
         return self._measurement.with_progress(report)
 
     def _stats(self) -> StoreStats:
-        return self._store.stats(self._saves.queued_bytes)
+        return self._store.stats()
 
     def adopt(self) -> None:
         """Make the store adopt the codecs that the model's profile allows now."""
         self._codecs.renew(self._store.adopt)
         packed = packed_bytes_per_token(self._store)
         self._hello = msgspec.structs.replace(
-            self._hello, codec=self._codecs.codecs.ram.id, packed_bytes_per_token=packed
+            self._hello, codec=self._codecs.codecs.rows.id, packed_bytes_per_token=packed
         )
         self.send(self._hello)  # the hub uses it to estimate the bytes of a restore
 
-    def _obey(self, verb: Verb | Look) -> list[BlockRecord]:
+    def _obey(self, verb: Verb | Look) -> list[SessionRecord]:
         """Carry out a verb, and return the records that the answer is about."""
         match verb:
             case ListSessions():
@@ -352,15 +366,15 @@ class RankLink:
             case Prefetch(session):
                 self._store.warm(session)
             case Pin(session) | Unpin(session):
-                self._saves.wait_saved(session, SETTLE_S)  # only a saved session can be pinned
+                self._store.wait_saved(session, SETTLE_S)  # only a saved session can be pinned
                 self._store.pin(session, isinstance(verb, Pin))
             case Forget(session):
                 # A save that ended later would bring back a part of the session.
-                if not self._saves.wait_saved(session, FORGET_S):
+                if not self._store.wait_saved(session, FORGET_S):
                     raise TimeoutError("a save of the session does not end")
                 self._store.forget(session)
             case Look(session, settled=True):
-                self._saves.wait_saved(session, SETTLE_S)
+                self._store.wait_saved(session, SETTLE_S)
             case Look() | Demote():
                 pass
             case _:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from engines.vllm_plugin.messages import RankRests
+from engines.vllm_plugin.messages import BlockRuns, RankRests
+from engines.vllm_plugin.worker import event_notes
+from kvstore.blobs.chain import Piece, joined
+from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionName, SessionRef
-from kvstore.store.block_keys import Resting
-from kvstore.store.block_store import BlockStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.workers import Periodic
 
 LOOK_S: Final = 0.25
@@ -25,7 +27,8 @@ SWEEP_SHARE: Final = 20
 # file is damaged.
 UNASKED_S: Final = 60.0
 
-_State: TypeAlias = tuple[int, int, Resting]  # hash of the block hashes, bytes of ids, locations
+# Hash of the note with the block hashes, and the runs of blocks in memory and in slower tiers.
+_State: TypeAlias = tuple[int, BlockRuns, BlockRuns]
 
 
 class RestingWatch:
@@ -33,12 +36,14 @@ class RestingWatch:
 
     def __init__(
         self,
-        store: BlockStore,
+        store: ColdStore,
+        block_tokens: int,
         rank: int,
         send: Callable[[RankRests], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._chunk_blocks = store.chunk_tokens // block_tokens
         self._rank = rank
         self._send = send
         self._monotonic = monotonic
@@ -102,14 +107,46 @@ class RestingWatch:
     def _look_at(self, name: SessionName) -> None:
         session = SessionRef(*name, b"")
         with self._lock:  # otherwise an older state could be reported after a newer one
-            found = self._store.resting(session)
-            if found is None:
+            found = self._store.pieces_of(session)
+            if found is None or not found[0].note:
                 if self._reported.pop(name, None) is not None:
                     self._send(RankRests(self._rank, session))
                 return
-            record, resting = found
-            state = hash(record.hashes), len(record.ids), resting
+            record, pieces = found
+            runs = self._runs(record, pieces)
+            state = hash(record.note), *runs
             if self._reported.get(name) != state:
                 self._reported[name] = state
-                runs = resting.ram, resting.storage
-                self._send(RankRests(self._rank, session, record.hashes, record.ids, *runs))
+                hashes, ids = event_notes.read(record.note, record.num_chunks, self._chunk_blocks)
+                self._send(RankRests(self._rank, session, joined(hashes), ids, *runs))
+
+    def _runs(self, record: SessionRecord, pieces: Sequence[Piece]) -> tuple[BlockRuns, BlockRuns]:
+        """Find the blocks in memory, and in slower tiers. A tier that does not answer has none."""
+        stack, size = self._store.ledger.stack, record.chunk_tokens
+        end = record.num_chunks
+        if self._store.model.needs_state:  # only a prefix that ends at a stored state can be used
+            states = [x for x in pieces if x.is_state]
+            levels = stack.locate([x.key for x in states]).levels
+            held = [x for x, level in zip(states, levels, strict=True) if level is not None]
+            end = max((x.first_token // size for x in held), default=0)
+        chunks = [x for x in pieces if x.is_chunk and x.end_token <= end * size]
+        in_ram, slower = set[int](), set[int]()
+        for level, name in enumerate(stack.names):
+            known = in_ram if name == "ram" else slower
+            # A slower tier is asked only for blobs that the faster ones lack.
+            rest = [x for x in chunks if x.first_token // size not in known]
+            found = stack.holds(level, [x.key for x in rest]) if rest else []
+            pairs = zip(rest, found, strict=True)
+            known.update(x.first_token // size for x, there in pairs if there)
+        return self._joined(in_ram), self._joined(slower)
+
+    def _joined(self, chunks: set[int]) -> BlockRuns:
+        """Join chunks that follow each other to runs of blocks."""
+        runs: list[tuple[int, int]] = []
+        for number in sorted(chunks):
+            first, end = number * self._chunk_blocks, (number + 1) * self._chunk_blocks
+            if runs and runs[-1][1] == first:
+                runs[-1] = runs[-1][0], end
+            else:
+                runs.append((first, end))
+        return tuple(runs)

@@ -49,21 +49,20 @@ from engines.vllm_plugin.messages import RankHello, RankLost, RankPacked, RankSa
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.processes import unbound_threads
 from engines.vllm_plugin.support import layer_specs
+from engines.vllm_plugin.worker.block_rows import BlockAccess
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
 from engines.vllm_plugin.worker.resting_watch import RestingWatch
 from engines.vllm_plugin.worker.transfer import Transfer
 from engines.wire import BF16_BYTES, KVSize
-from kvstore.blobs.packer import Packer
-from kvstore.chunk_size import chunk_tokens
+from kvstore.chunk_size import chunk_of_blocks
 from kvstore.config import StoreConfig
 from kvstore.ledger.notices import StoreNotice
 from kvstore.membership import joined
 from kvstore.roster import Facts
 from kvstore.session import SessionRef
-from kvstore.shapes import KVLayout
-from kvstore.store.block_keys import BlockKeys
-from kvstore.store.block_store import BlockStore
+from kvstore.shapes import KVLayout, StateLayout, StoredModel
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.registry import open_usable_tiers
 
 logger = logging.getLogger("thermocline.vllm")
@@ -74,7 +73,7 @@ QUIET_S: Final = 1.0
 SPARE_SHARE: Final = 4
 
 # Chooses the code that copies the blocks of a cache; the number: the most bytes of idle buffers.
-ChooseBlocks: TypeAlias = Callable[[PagedCache, BlockStore, int], Blocks]
+ChooseBlocks: TypeAlias = Callable[[PagedCache, ColdStore, int], Blocks]
 
 
 class WorkerSide:
@@ -84,7 +83,7 @@ class WorkerSide:
         self,
         transfer: Transfer,
         link: RankLink,
-        store: BlockStore,
+        store: ColdStore,
         measuring: RankMeasuring | None = None,
         resting: RestingWatch | None = None,
     ) -> None:
@@ -195,9 +194,11 @@ def open_worker_side(
     data = Path(settings.data_path or settings.disk_path)
     why = unmeasurable(vllm_config, groups)
     codecs = ServedCodecs(config, cache.layout, identity, data, why, layout)
-    packer = Packer(codecs.codecs, cache.layout, identity, layout.windows if layout else None)
-    size = chunk_tokens(config, cache.block_tokens)
-    keys = BlockKeys(identity, cache.block_tokens, size // cache.block_tokens)
+    size, kept = chunk_of_blocks(cache.block_tokens), layout or StateLayout()
+    name = f"{settings.served_model_name} rank {rank}"
+    model = StoredModel(
+        name, identity, cache.layout, states is not None, kept.windows, kept.window_tokens
+    )
     tiers = open_usable_tiers(config, vllm_rank_folder(Path(settings.disk_path), rank))
     facts = Facts(
         model=settings.served_model_name,
@@ -207,15 +208,15 @@ def open_worker_side(
         encrypt=config.encrypt,
         hash_seed=os.environ.get("PYTHONHASHSEED", ""),  # as vLLM itself reads it
     )
-    company = joined(config, lambda: msgspec.structs.replace(facts, codec=codecs.codecs.redis.id))
-    has_state = states is not None
-    store = BlockStore(config, packer, keys, tiers, has_state=has_state)
+    company = joined(config, lambda: msgspec.structs.replace(facts, codec=codecs.choice.id))
+    store = ColdStore(config, model, codecs.codecs, tiers, chunk_tokens=size)
     store.ledger.join(company)
     staging = StagingArea()
     blocks = choose_blocks(cache, store, config.save_queue_bytes // SPARE_SHARE)
+    stateful = None
     if states is not None:
-        blocks = StatefulBlocks(blocks, states, store, stream_of(cache.device))
-    transfer = Transfer(blocks, store, staging, config.save_queue_bytes)
+        stateful = StatefulBlocks(states, store, stream_of(cache.device))
+    transfer = Transfer(BlockAccess(blocks, stateful, store, cache.block_tokens), staging)
     packed = packed_bytes_per_token(store)
     client = ForwardClient(rank, lambda order: link.send(order))
     measuring = RankMeasuring(vllm_config, cache, states, client, settings.token)
@@ -223,14 +224,15 @@ def open_worker_side(
         settings.hub_path,
         RankHello(
             rank,
-            codecs.codecs.ram.id,
+            codecs.codecs.rows.id,
             cache.layout.bytes_per_token,
             packed,
             *kv_sizes(cache.layout, states),
         ),
         store,
+        cache.block_tokens,
         staging,
-        transfer,
+        lambda: transfer.why_host,
         codecs,
         measuring,
     )
@@ -248,7 +250,11 @@ def open_worker_side(
         measuring.prepare(prepared, sharing)
     if config.calibrate and (codecs.report.unmeasured or (is_alone and codecs.learns_on)):
         measuring.begin(Wanted(lambda: codecs.report.unmeasured, lambda: codecs.learns_on))
-    resting = RestingWatch(store, rank, link.send) if wants_events(vllm_config) else None
+    resting = (
+        RestingWatch(store, cache.block_tokens, rank, link.send)
+        if wants_events(vllm_config)
+        else None
+    )
     if resting is not None:
         link.watch(resting)
         resting.begin()
