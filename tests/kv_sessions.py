@@ -14,14 +14,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.chain import Piece, as_tokens
+from kvstore.blobs.state_tree import StateArray, StateTree, state_nbytes
+from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
-from kvstore.shapes import KVLayer, KVLayout, KVPair, StoredModel
-from kvstore.store.store import Store
-from kvstore.store.token_store import ColdStore, Match, Restored, Snapshot, StateArray, StateTree
-from kvstore.tiers.base import Tier
+from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun, StoredModel, slice_tokens
+from kvstore.store.cold_store import ColdStore
+from kvstore.store.restored import Match, Restored
+from kvstore.store.states import StateAt, TakenState, pack_of_states
+from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 
@@ -69,10 +72,6 @@ def state_at(token_ids: Sequence[int], position: int) -> StateTree:
     return [{"state": StateArray("int64", digest)}, (StateArray("float32", window), position)]
 
 
-def snapshot(token_ids: Sequence[int], position: int) -> Snapshot:
-    return Snapshot(position, state_at(token_ids, position))
-
-
 def trees_equal(a: StateTree, b: StateTree) -> bool:
     """Same structure, types and bits."""
     if isinstance(a, StateArray) and isinstance(b, StateArray):
@@ -93,19 +92,63 @@ def open_store(
     tiers: Sequence[Tier],
     *,
     codec: str = "raw",
-    codecs: CodecSet | None = None,
+    codecs: StoreCodecs | None = None,
     layout: KVLayout = LAYOUT,
     fingerprint: str = "f1",
     needs_state: bool = False,
+    windows: KVLayout | None = None,
+    window_tokens: int = 0,
+    chunk_tokens: int = CHUNK,
     clock: Any = time.time,
     **config: Any,
 ) -> ColdStore:
-    settings = StoreConfig(codec=codec, chunk_tokens=CHUNK, num_threads=2, **config)
-    model = StoredModel("model", fingerprint, layout, needs_state)
-    return ColdStore(settings, model, codecs or codec_by_name(codec), tiers, clock=clock)
+    settings = StoreConfig(codec=codec, num_threads=2, **config)
+    model = StoredModel("model", fingerprint, layout, needs_state, windows, window_tokens)
+    known = codecs or codec_by_name(codec)
+    return ColdStore(settings, model, known, tiers, chunk_tokens=chunk_tokens, clock=clock)
 
 
-S = TypeVar("S", bound=Store[Any])
+class Rows:
+    """A source of rows that are there already.
+
+    ``restored_tokens``: so many of the first came from a lossy copy.
+    """
+
+    def __init__(
+        self,
+        store: ColdStore,
+        run: KVRun,
+        states: Sequence[StateAt] = (),
+        restored_tokens: int = 0,
+    ) -> None:
+        self._store = store
+        self._run = run
+        model = store.model
+        self._states = [TakenState(x, model.windows, model.window_tokens) for x in states]
+        self._restored_tokens = restored_tokens
+        self.packed: list[Piece] = []
+        self.is_released = False
+
+    def is_restored(self, piece: Piece) -> bool:
+        if piece.is_state:
+            return 0 < piece.first_token <= self._restored_tokens
+        return piece.first_token < self._restored_tokens
+
+    def pack(self, pieces: Sequence[Piece]) -> list[Blob]:
+        self.packed = list(pieces)
+        return [self._packed(x) for x in pieces]
+
+    def release(self) -> None:
+        self.is_released = True
+
+    def _packed(self, piece: Piece) -> Blob:
+        if not piece.is_chunk:
+            return pack_of_states(self._states, piece, self._store.packer)
+        rows = slice_tokens(self._run, piece.first_token, piece.end_token)
+        return self._store.packer.pack_rows(piece, rows)
+
+
+S = TypeVar("S", bound=ColdStore)
 
 
 @contextmanager
@@ -133,30 +176,48 @@ def disk(folder: Path, nbytes: int = 64 * MIB) -> DiskTier:
     return DiskTier(folder / "cold", nbytes)
 
 
+def chain_of(store: ColdStore, session: SessionRef | None, token_ids: Sequence[int]) -> list[bytes]:
+    salt = session.salt if session else ref().salt
+    return store.maker.of_tokens(salt, as_tokens(token_ids))
+
+
 def save(
-    store: ColdStore, session: SessionRef, token_ids: Sequence[int], positions: Sequence[int] = ()
-) -> None:
-    """Save and wait until every tier has it."""
-    run = kv_of(token_ids, store.layout)
-    snapshots = [snapshot(token_ids, x) for x in positions]
-    assert store.save(session, token_ids, run, snapshots)
+    store: ColdStore,
+    session: SessionRef,
+    token_ids: Sequence[int],
+    positions: Sequence[int] = (),
+    run: KVRun | None = None,
+    restored_tokens: int = 0,
+) -> Rows:
+    """Save and wait until every tier has it; ``positions``: of states, at ends of chunks."""
+    states = [StateAt(x, state_at(token_ids, x)) for x in positions]
+    source = Rows(
+        store, kv_of(token_ids, store.model.layout) if run is None else run, states, restored_tokens
+    )
+    assert store.save(
+        session,
+        chain_of(store, session, token_ids),
+        source,
+        states=[x // store.chunk_tokens for x in positions],
+        state_bytes=sum(state_nbytes(x.tree) for x in states),
+    )
     assert store.flush(20)
+    return source
 
 
 def come_back(
-    store: ColdStore, session: SessionRef | None, prompt: Sequence[int], **more: Any
+    store: ColdStore, session: SessionRef | None, prompt: Sequence[int], limit: int | None = None
 ) -> tuple[Match, Restored]:
-    """Match and load a prompt, and check every restored bit against the prompt's own KV."""
-    salt = session.salt if session else ref().salt
-    match = store.match(session, salt, prompt, more.pop("limit", len(prompt)), **more)
-    restored = store.load(match)
+    """Match and restore a prompt, and check every restored bit against the prompt's own KV."""
+    match = store.match(session, chain_of(store, session, prompt[:limit]))
+    restored = store.restore(match)
     check(store, restored, prompt)
     assert restored.num_tokens <= match.num_tokens
     return match, restored
 
 
 def check(store: ColdStore, restored: Restored, prompt: Sequence[int]) -> None:
-    expected = kv_of(prompt[: restored.num_tokens], store.layout)
+    expected = kv_of(prompt[: restored.num_tokens], store.model.layout)
     for (k, v), (want_k, want_v) in zip(restored.run, expected, strict=True):
         assert k.flags.c_contiguous and v.flags.c_contiguous
         assert k.tobytes() == want_k.tobytes() and v.tobytes() == want_v.tobytes()
