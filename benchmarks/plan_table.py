@@ -19,7 +19,6 @@ from typing import Any
 from kvstore.codecs.names import for_session
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.session_codec import open_session_codec
-from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from launch.families.cache_shape import CacheShape, ModelRefused
 from launch.families.table import cache_shape
@@ -86,7 +85,7 @@ def _packed(shape: CacheShape, num_tokens: int) -> tuple[int | None, int]:
     name = for_session(PACKED, states.windows is not None, states.has_matrices)
     try:
         codec = open_session_codec(name, None, states)
-        size = cold_size(shape, codec, "bfloat16", num_tokens, StoreConfig())
+        size = cold_size(shape, codec, "bfloat16", num_tokens)
     except UnknownCodec:
         return None, 0
     return size.total, size.states
@@ -94,7 +93,7 @@ def _packed(shape: CacheShape, num_tokens: int) -> tuple[int | None, int]:
 
 def _cold(shape: CacheShape, codec: str, num_tokens: int) -> tuple[int | None, int]:
     try:
-        size = cold_size(shape, open_codec(codec, None), "bfloat16", num_tokens, StoreConfig())
+        size = cold_size(shape, open_codec(codec, None), "bfloat16", num_tokens)
     except UnknownCodec:
         return None, 0
     return size.total, size.states

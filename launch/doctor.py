@@ -43,7 +43,7 @@ from launch.machine.installation import (
 from launch.machine.resources import COMFORTABLE, available_memory, free_disk, least_for, too_low
 from launch.model import find_gguf, find_model
 from launch.model import folder_in as sample_folder
-from launch.plan.cold_size import expected_choices, first_measurement, in_words
+from launch.plan.cold_size import expected_choice, first_measurement, in_words
 from launch.plan.fit import with_capacity
 from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_served
@@ -343,13 +343,13 @@ def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if not effective.settings.engine.model and not sample_folder(effective.folders.cache).exists():
         return "ok", f"{given}; the sample model is not here yet"
     try:
-        choices = tuple(expected_choices(effective).values())
+        choice = expected_choice(effective)
     except (CodecRefused, UnknownCodec) as error:
         return "failure", str(error)
     except NotUnderstood:  # the engine looks at the real cache and decides for itself
         return "ok", given
-    text = "; ".join(dict.fromkeys(map(in_words, choices)))
-    if not any(x.unmeasured for x in choices):
+    text = in_words(choice)
+    if not choice.unmeasured:
         return "ok", "; ".join(filter(None, [text, profile_origin(effective)]))
     outlook = first_measurement(effective)
     return "ok" if outlook.will_be else "warning", f"{text}; {outlook.text}"

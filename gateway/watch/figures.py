@@ -155,7 +155,7 @@ def _tier(tier: TierStats, sums: Sums[Key], codec: CodecReport | None, admin: bo
         evictions=tier.evictions if admin else None,
         errors=tier.errors if admin else None,
         available=tier.available,
-        codec=codec.tiers.get(tier.name) if codec else None,
+        codec=codec.id or None if codec else None,
     )
 
 
@@ -171,13 +171,13 @@ class Verdicts:
         """Note the engine's report, if it is another verdict; return all that are known."""
         if codec is None or not codec.id:
             return list(self._heard)
-        verdict = (codec.tiers, codec.why, codec.unmeasured)
+        verdict = (codec.id, codec.why, codec.unmeasured)
         if verdict != self._last:
             self._last = verdict
             self._heard.append(
                 VerdictShown(
                     at=round(self._wall(), 1),
-                    tiers=codec.tiers or {},
+                    codec=codec.id,
                     why=codec.why,
                     measured=not codec.unmeasured,
                     worst_kl=max((x.kl for x in codec.rows), default=None),
@@ -189,19 +189,18 @@ class Verdicts:
 def quality_shown(
     codec: CodecReport | None, can_measure: bool, history: list[VerdictShown]
 ) -> QualityShown | None:
-    """Show the codecs and their measured cost; None while no engine reports it."""
+    """Show the codec and what was measured; None while no engine reports it."""
     if codec is None:
         return None
-    in_use = {codec.id, *codec.tiers.values()}
     return QualityShown(
         name=codec.name,
-        tiers=codec.tiers,
+        codec=codec.id,
         why=codec.why,
         measured=not codec.unmeasured,
         progress=codec.progress,
         can_measure=can_measure,
         bound=_bound(codec.max_kl) if codec.max_kl is not None else None,
-        rows=[_row(x, x.codec_id in in_use) for x in (*codec.rows, *codec.others)],
+        rows=[_row(x, x.codec_id == codec.id) for x in (*codec.rows, *codec.others)],
         history=history,
     )
 

@@ -115,10 +115,9 @@ def _engine_metrics(report: EngineReport) -> Iterator[Metric]:
 
 def _codec_metrics(codec: CodecReport) -> Iterator[Metric]:
     info = GaugeMetricFamily(
-        "thermocline_codec_info", "1 for the codec of each tier.", labels=["tier", "codec"]
+        "thermocline_codec_info", "1 for the codec of new chunks.", labels=["codec"]
     )
-    for tier, id in codec.tiers.items():
-        info.add_metric([tier, id], 1)
+    info.add_metric([codec.id or codec.name], 1)
     yield info
     yield _gauge("codec_unmeasured", "1 while nothing was measured to choose by.", codec.unmeasured)
     yield _gauge("codec_measuring", "1 while the model is being measured.", bool(codec.progress))

@@ -186,7 +186,7 @@ class VerdictShown(msgspec.Struct, frozen=True, kw_only=True):
     """A verdict of the gate, from then on until the next."""
 
     at: float  # when this server heard of it
-    tiers: dict[TierName, str]  # the codecs' ids
+    codec: str  # id
     why: str
     measured: bool
     worst_kl: float | None  # of those in use that lose something
@@ -196,7 +196,7 @@ class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
     """The gate: the codecs in use, and their measured cost."""
 
     name: str
-    tiers: dict[TierName, str]
+    codec: str  # id; "" = the engine reports none
     why: str
     measured: bool  # false: what the settings ask for was never measured on this model
     progress: str  # of a measurement; "" = none runs

@@ -10,6 +10,7 @@ import msgspec
 
 from engines.calibration.gate.choice import Choice
 from engines.kv_budget import stated_context
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.base import Codec
 from kvstore.codecs.names import CODECS, READY, family_of, first_part, for_session
 from kvstore.codecs.presets import open_codec
@@ -17,14 +18,14 @@ from kvstore.codecs.profile import Profile
 from kvstore.codecs.session_codec import SessionCodec, open_session_codec
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
-from kvstore.session import TierName
+from kvstore.session import STATES_PER_SESSION, TierName
 from kvstore.shapes import DType, StateLayout
 from launch.calibrate.profile_notes import find_profile
 from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import NotUnderstood
 from launch.families.weights import estimated_weights
 from launch.model import find_model
-from launch.plan.cold_size import chunk_of, cold_size, expected_choices
+from launch.plan.cold_size import chunk_of, cold_size, expected_choice
 from launch.plan.hot_budget import HotBudget, hot_budget_of, served_cache, served_dtype
 from launch.plan.serve_checks import check_family, check_hot_codec
 from launch.settings.budgets import weights_bytes
@@ -115,16 +116,17 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
         shape = served_cache(effective, content)
     except NotUnderstood as error:
         raise LaunchError(f"{model.name} cannot be planned: {error}") from error
-    choices, note = _choices(effective)
+    choice, note = _choice(effective)
     plan = make_plan(
         settings.engine.served_model_name or model.name,
         content,
         hot_budget_of(effective, content, shape),
         served_dtype(effective, content),
         lengths,
-        msgspec.structs.replace(settings.store, chunk_tokens=chunk_of(effective)),
+        settings.store,
         find_profile(effective),
-        choices,
+        choice,
+        chunk_of(effective),
     )
     if model.folder is not None and weights_bytes(model.folder, widened=False) is None:
         note = [*note, _weights_note(content)]
@@ -139,27 +141,14 @@ def _weights_note(content: Mapping[str, Any]) -> str:
     return "the weights are not here, and cannot be estimated: half of the memory is set aside"
 
 
-def _choices(effective: EffectiveSettings) -> tuple[Mapping[TierName, Choice], list[str]]:
-    """The codec that ``serve`` will use for each tier, and the notes on it."""
-    store = effective.settings.store
+def _choice(effective: EffectiveSettings) -> tuple[Choice | None, list[str]]:
+    """The codec that ``serve`` will use, and the notes on it."""
+    given = effective.settings.store.codec
     try:
-        choices = expected_choices(effective)
+        choice = expected_choice(effective)
     except (CodecRefused, UnknownCodec) as error:
-        return {}, [f"serve will refuse codec {store.codec}: {error}"]
-    own = {"disk": store.disk_codec, "redis": store.redis_codec}
-    notes: dict[str, dict[tuple[str, str], list[str]]] = {}  # tiers, by setting and its result
-    for tier, choice in choices.items():
-        found = notes.setdefault(own.get(tier) or store.codec, {})
-        found.setdefault((choice.name, choice.why), []).append(tier)
-    return choices, [
-        f"codec {given} is {name} {_where(tiers, len(found))}: {why}"
-        for given, found in notes.items()
-        for (name, why), tiers in found.items()
-    ]
-
-
-def _where(tiers: Sequence[str], num_choices: int) -> str:
-    return f"in {' and '.join(tiers)}" if num_choices > 1 else "here"
+        return None, [f"serve will refuse codec {given}: {error}"]
+    return choice, [f"codec {given} is {choice.name} here: {choice.why}"]
 
 
 def _lengths(text: str | None, longest: int | None) -> list[int]:
@@ -184,7 +173,8 @@ def make_plan(
     contexts: Sequence[int],
     store: StoreConfig,
     profile: Profile | None = None,
-    choices: Mapping[TierName, Choice] | None = None,
+    choice: Choice | None = None,
+    chunk: int = CHUNK_TOKENS,
 ) -> Plan:
     """The plan of a model for each length of session in ``contexts`` (tokens).
 
@@ -195,11 +185,12 @@ def make_plan(
         dtype: of the live cache.
         store: the budgets of the tiers.
         profile: what was measured of the model; None = nothing.
-        choices: the codec that will serve, for each tier.
+        choice: the codec that will serve; None = none may.
+        chunk: tokens of a chunk.
     """
     shape, itemsize = hot.shape, hot.itemsize
     longest = max((w.longest for w in shape.windows), default=0)
-    planner = _Planner(hot, dtype, store, profile, choices or {}, shape.states(dtype))
+    planner = _Planner(hot, dtype, store, profile, choice, shape.states(dtype), chunk)
     return Plan(
         model=name,
         model_type=str(content.get("model_type")),
@@ -210,7 +201,7 @@ def make_plan(
         state_layers=shape.num_states,
         live_bytes_per_token=shape.elements_per_token * itemsize,
         state_bytes=shape.state_bytes(longest, itemsize),
-        states_kept=store.max_snapshots if shape.needs_state else 0,
+        states_kept=STATES_PER_SESSION if shape.needs_state else 0,
         usable_context=hot.longest_context(),
         wanted_context=hot.wanted_context,
         wanted_hot_bytes=hot.running_bytes(hot.wanted_context),
@@ -230,7 +221,7 @@ def _notes(hot: HotBudget, store: StoreConfig) -> list[str]:
     if shape.needs_state:
         notes.append(
             "windows and recurrent state are packed where that was measured: a cold session has"
-            f" {store.max_snapshots} of them, and resumes at those"
+            f" {STATES_PER_SESSION} of them, and resumes at those"
         )
     return notes
 
@@ -243,8 +234,9 @@ class _Planner:
     dtype: DType
     store: StoreConfig
     profile: Profile | None
-    choices: Mapping[TierName, Choice]
+    choice: Choice | None
     states: StateLayout | None  # that the engine packs
+    chunk: int
 
     @property
     def cold_budgets(self) -> dict[TierName, int]:
@@ -255,10 +247,8 @@ class _Planner:
     def context(self, num_tokens: int) -> ContextPlan:
         """The plan of sessions of so many tokens."""
         store = self.store
-        # Beside the presets: the codecs in the settings, and those that learned this model.
-        named = [
-            x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)
-        ]
+        # Beside the presets: the codec in the settings, and those that learned this model.
+        named = [] if store.codec == AUTO else [store.codec]
         learned = [
             x for x in (self.profile.learned if self.profile else ()) if family_of(x) in CODECS
         ]
@@ -271,15 +261,14 @@ class _Planner:
         )
 
     def _tier(self, tier: TierName, num_tokens: int) -> TierPlan | None:
-        choice = self.choices.get(tier)
-        if choice is None:
+        if self.choice is None:
             return None
-        cold = self._cold(choice.name, num_tokens)
+        cold = self._cold(self.choice.name, num_tokens)
         if cold.refused:
             return None
         return TierPlan(
             tier=tier,
-            codec=choice.name,
+            codec=self.choice.name,
             bytes_per_session=cold.bytes_per_session,
             state_bytes=cold.state_bytes,
             times_smaller_than_live=round(
@@ -296,7 +285,7 @@ class _Planner:
                 has_windows = self.states.windows is not None
                 name = for_session(name, has_windows, self.states.has_matrices)
                 codec = open_session_codec(name, self.profile, self.states)
-            size = cold_size(shape, codec, self.dtype, num_tokens, self.store)
+            size = cold_size(shape, codec, self.dtype, num_tokens, self.chunk)
         except UnknownCodec as error:
             return ColdPlan(name, refused=str(error))
         rows = [x for x in (self.profile.rows if self.profile else ()) if x.codec_id == codec.id]

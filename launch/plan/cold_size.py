@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from engines.calibration.first_order import TooShort, first_order, tokens_to_compute
-from engines.calibration.gate.choice import Choice, choose_tiers, exact
+from engines.calibration.gate.choice import Choice, choose, exact
 from engines.kv_budget import HOT_CODECS, UNSTATED_CONTEXT, stated_context
-from kvstore.blobs.chain import KEY_BYTES
-from kvstore.blobs.codec_set import TAG_BYTES
+from kvstore.blobs.chain import KEY_BYTES, NAME_BYTES
 from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.packer import Packer
-from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
+from kvstore.chunk_size import CHUNK_TOKENS, chunk_of_blocks
 from kvstore.codecs.base import Codec
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.codecs.session_codec import SessionCodec
-from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
-from kvstore.session import TIER_NAMES, TierName
-from kvstore.shapes import NUMPY_DTYPES, DType, KVLayout, StateLayout
+from kvstore.session import STATES_PER_SESSION
+from kvstore.shapes import NUMPY_DTYPES, DType, KVLayout, StateLayout, StoredModel
 from kvstore.tiers.ram_tier import ENTRY_BYTES
 from launch.calibrate.profile_notes import find_profile
 from launch.families.cache_shape import CacheShape, NotUnderstood
@@ -28,9 +25,8 @@ from launch.model import find_model
 from launch.plan.hot_budget import served_cache, served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 
-TOKEN_ID_BYTES = 4
-RECORD_BYTES = 256  # of a session record besides its token ids: names, digests, numbers
-PLACE_BYTES = KEY_BYTES + TAG_BYTES + ENTRY_BYTES  # of a blob in a tier, besides its own
+RECORD_BYTES = 256  # of a session record besides its chain: names, digests, numbers
+PLACE_BYTES = KEY_BYTES + ENTRY_BYTES  # of a blob in a tier, besides its own
 BY_HAND = "run: thermocline calibrate"
 
 
@@ -38,8 +34,8 @@ BY_HAND = "run: thermocline calibrate"
 class ColdSize:
     """The bytes that one sleeping session takes in a tier; keys and index entries included.
 
-    ``rows`` are K and V of every token: packed chunks, and the tail, which lies inside the
-    states where there are some. ``states`` are packed by a codec of whole sessions only.
+    ``rows`` are K and V of every token in full chunks. ``states`` are packed by a codec of whole
+    sessions only; they include the rows of windows.
     """
 
     rows: int
@@ -57,9 +53,9 @@ def cold_size(
     codec: Codec | SessionCodec,
     dtype: DType,
     num_tokens: int,
-    store: StoreConfig,
+    chunk: int = CHUNK_TOKENS,
 ) -> ColdSize:
-    """The bytes of a session of ``num_tokens``: headers, exact first tokens, tail, states, record.
+    """The bytes of a session of ``num_tokens``: headers, exact first tokens, states, record.
 
     Raises:
         UnknownCodec: this codec must not or cannot pack this cache.
@@ -70,42 +66,40 @@ def cold_size(
     session = codec if isinstance(codec, SessionCodec) else None
     codec = codec.kv if isinstance(codec, SessionCodec) else codec
     codec.check(layout)
-    packer, size = Packer(codec, layout, ""), chunk_tokens(store)
-    num_chunks, tail = divmod(num_tokens, size) if shape.growing else (0, 0)
-    rows = [packer.run_nbytes(min(i, 1) * size, size) for i in range(num_chunks)]
-    tail_bytes = packer.run_nbytes(num_chunks * size, tail) if tail else 0
+    packer, size = Packer(codec, StoredModel("", "", layout)), chunk
+    num_chunks = num_tokens // size
+    rows = [packer.rows_nbytes(min(i, 1) * size, size) for i in range(num_chunks)]
+    rows = rows if shape.growing else []
     states: list[int] = []
-    if shape.needs_state:
-        state = HEADER_BYTES + (
-            shape.state_bytes(num_tokens, NUMPY_DTYPES[dtype].itemsize)
+    if shape.needs_state and num_chunks:
+        end = num_chunks * size
+        state = (
+            shape.state_bytes(end, NUMPY_DTYPES[dtype].itemsize)
             if session is None
-            else shape.packed_state_bytes(session, dtype, num_tokens)
+            else shape.packed_state_bytes(session, dtype, end)
         )
-        states = [state + max(tail_bytes - HEADER_BYTES, 0)] * store.max_snapshots
-    elif tail:
-        rows.append(tail_bytes)
+        states = [HEADER_BYTES + state] * STATES_PER_SESSION
     packed = codec.packed_nbytes(layout, size, size) if shape.growing else 0
     return ColdSize(
         rows=sum(rows) + len(rows) * PLACE_BYTES,
         states=sum(states) + len(states) * PLACE_BYTES,
-        record=HEADER_BYTES + RECORD_BYTES + TOKEN_ID_BYTES * num_tokens + PLACE_BYTES,
+        record=HEADER_BYTES + RECORD_BYTES + NAME_BYTES * num_chunks + PLACE_BYTES,
         row_bytes_per_token=packed / size,
     )
 
 
 def chunk_of(effective: EffectiveSettings) -> int:
     """Tokens of a chunk, as the engine will choose."""
-    store = effective.settings.store
     if effective.engine_kind != "vllm":
-        return chunk_tokens(store)
-    return chunk_tokens(store, effective.settings.engine.vllm.block_tokens or SMALL_TOKENS)
+        return CHUNK_TOKENS
+    return chunk_of_blocks(effective.settings.engine.vllm.block_tokens or 1)
 
 
-def expected_choices(effective: EffectiveSettings) -> Mapping[TierName, Choice]:
-    """The codec that the engine would choose for each tier.
+def expected_choice(effective: EffectiveSettings) -> Choice:
+    """The codec that the engine would choose.
 
     Raises:
-        CodecRefused, UnknownCodec: see ``choose_tiers``.
+        CodecRefused, UnknownCodec: see ``choose``.
         NotUnderstood: config.json does not say what the model's cache is like.
         UsageError, LaunchError: there is no such model.
     """
@@ -113,13 +107,13 @@ def expected_choices(effective: EffectiveSettings) -> Mapping[TierName, Choice]:
     content = find_model(engine.model, effective.folders.cache).config()
     shape, profile = served_cache(effective, content), find_profile(effective)
     if shape.exact_only:
-        return dict.fromkeys(TIER_NAMES, exact(shape.exact_only))
+        return exact(shape.exact_only)
     layout = KVLayout(served_dtype(effective, content), shape.growing)
     if profile is not None:
         layout = profile.layout  # of one rank
     if num_bits := HOT_CODECS.get(engine.hot_codec):
         layout = PackedLayout(dtype=layout.dtype, layers=layout.layers, num_bits=num_bits)
-    return choose_tiers(store, layout, profile, states=shape.states(layout.dtype))
+    return choose(store.codec, store, layout, profile, states=shape.states(layout.dtype))
 
 
 class Outlook(NamedTuple):

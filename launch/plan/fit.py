@@ -87,11 +87,9 @@ def _words(effective: EffectiveSettings, needs: Needs, budgets: Budgets) -> list
     """A few lines for people: what was chosen, and by which figures."""
     settings = effective.settings
     num, context = settings.capacity.sessions, settings.capacity.context
-    one = ", ".join(
-        f"{show_bytes(x.nbytes)} in {tier} ({x.codec}{', planned' if x.planned else ''})"
-        for tier, x in needs.asleep.items()
-        if tier in budgets.num_held
-    )
+    planned = needs.asleep
+    note = ", planned" if planned.planned else ""
+    one = f"{show_bytes(planned.nbytes)} asleep ({planned.codec}{note})"
     held = ", ".join(
         f"{tier} {show_bytes(nbytes)} ({_share(budgets.num_held.get(tier, 0), num)} asleep)"
         for tier, nbytes in (("ram", budgets.ram), ("disk", budgets.disk))
@@ -102,8 +100,6 @@ def _words(effective: EffectiveSettings, needs: Needs, budgets: Budgets) -> list
         f"chosen: hot {show_bytes(budgets.hot)} ({_share(budgets.num_hot, num)} awake at once)"
         + (f", {held}" if held else ""),
     ]
-    tier = max(budgets.num_held, key=lambda x: budgets.num_held[x])
-    planned = needs.asleep[tier]
     if planned.planned:
         lines.append(
             f"the model was not measured yet: counted with {planned.codec}, which most models get;"
@@ -192,11 +188,7 @@ def choose_budgets(needs: Needs, rooms: Rooms, num_sessions: int) -> Budgets:
         wanted = max(needs.cold_bytes("disk", num_sessions, meanwhile=x) for x in (False, True))
         disk = min(wanted, _whole(rooms.disk))
     budgets = {"ram": ram, "disk": disk, "redis": rooms.redis}
-    held = {
-        tier: needs.num_asleep(tier, nbytes)
-        for tier, nbytes in budgets.items()
-        if nbytes and tier in needs.asleep
-    }
+    held = {tier: needs.num_asleep(tier, nbytes) for tier, nbytes in budgets.items() if nbytes}
     at_first = [needs.num_asleep(tier, budgets[tier], meanwhile=True) for tier in held]
     return Budgets(hot, ram, disk, needs.num_hot(hot), held, max(at_first, default=0))
 
@@ -227,7 +219,7 @@ def refusal(needs: Needs, rooms: Rooms, num_sessions: int) -> str:
     if found.most >= num_sessions:
         return ""
     parts = [
-        f"{show_bytes(needs.cold_bytes(tier, num_sessions))} of {tier} ({needs.asleep[tier].codec};"
+        f"{show_bytes(needs.cold_bytes(tier, num_sessions))} of {tier} ({needs.asleep.codec};"
         f" {show_bytes(_budget(found, rooms, tier))} may be used)"
         for tier in found.num_held
     ]

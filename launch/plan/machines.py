@@ -14,10 +14,9 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from engines.kv_budget import UNSTATED_CONTEXT, stated_context
-from kvstore.chunk_size import chunk_tokens
 from kvstore.codecs.names import EXACT, USUAL
 from kvstore.codecs.presets import open_codec
-from kvstore.config import AUTO, StoreConfig
+from kvstore.config import AUTO
 from kvstore.errors import UnknownCodec
 from launch.calibrate.profile_notes import find_profile
 from launch.errors import LaunchError, UsageError
@@ -28,7 +27,7 @@ from launch.model import Model, find_model
 from launch.plan.cold_size import cold_size
 from launch.plan.fit import Budgets, Rooms, choose_budgets
 from launch.plan.hot_budget import HotBudget
-from launch.plan.needs import Asleep, Needs, just_below
+from launch.plan.needs import Asleep, Needs
 from launch.settings.budgets import default_budgets, weights_bytes
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import show_bytes
@@ -202,7 +201,7 @@ def _row(
         hot=budgets.num_hot,
         ram=budgets.num_held.get("ram", 0),
         disk=budgets.num_held.get("disk", 0),
-        codec=found.needs.asleep["ram"].codec,
+        codec=found.needs.asleep.codec,
         disk_bytes=rooms.disk if rooms.given_disk is None else rooms.given_disk,
     )
 
@@ -226,7 +225,7 @@ def _counted(
     if not hot.sessions(context):
         return f"{context} tokens do not fit beside the weights"
     codec, nbytes = _asleep(effective, shape, context)
-    asleep = dict.fromkeys(("ram", "disk", "redis"), Asleep(codec, nbytes, planned=True))
+    asleep = Asleep(codec, nbytes, planned=True)
     needs = Needs(context, hot.running_bytes(context), hot.idle_bytes(context), asleep)
     return OnMachine(needs, choose_budgets(needs, rooms, MANY), rooms, hot.sessions(context))
 
@@ -278,15 +277,13 @@ def _rooms(given: Given, available: int, gpu: int, weights: int) -> Rooms:
 
 def _asleep(effective: EffectiveSettings, shape: CacheShape, context: int) -> tuple[str, int]:
     """The codec, and the bytes of a sleeping session with it."""
-    store = StoreConfig()
-    lengths = [context, *just_below(context, chunk_tokens(store))]
     named = effective.settings.store.codec
     is_asked = _is_asked(effective, "store.codec") and named != AUTO
     refused = f"--codec {named} cannot be counted" if is_asked else "its sessions cannot sleep"
     for name in (named,) if is_asked else (USUAL, EXACT):
         try:
             codec = open_codec(name, find_profile(effective))
-            return name, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
+            return name, cold_size(shape, codec, "bfloat16", context).total
         except UnknownCodec as error:
             last = error
     raise LaunchError(f"{refused}: {last}") from last

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from engines.calibration.gate.choice import Choice
 from kvstore.codecs.names import USUAL
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk_budget import file_bytes_limit
@@ -17,22 +16,21 @@ from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import NotUnderstood
 from launch.model import find_model
 from launch.plan.capacity_plan import ColdPlan, plan_of
-from launch.plan.cold_size import chunk_of, expected_choices, first_measurement
+from launch.plan.cold_size import chunk_of, expected_choice, first_measurement
 from launch.plan.hot_budget import hot_budget_of, served_cache
 from launch.settings.effective_settings import EffectiveSettings
 
 MARGIN = 1.02  # blobs of other sizes than planned, sessions that are being written
 MIB = 1 << 20
 _MAP_STEP = 1 << 16
-# Of a session in the store's list: itself, its token ids, and a key for each of its blobs.
+# Of a session in the store's list: itself, and a name and a key for each of its chunks.
 _INDEX_SESSION_BYTES = 1536
-_INDEX_TOKEN_BYTES = 8
 _INDEX_BLOB_BYTES = 256
 
 
 @dataclass(frozen=True)
 class Asleep:
-    """A sleeping session in one tier."""
+    """A sleeping session, the same in every tier."""
 
     codec: str
     nbytes: int
@@ -51,7 +49,7 @@ class Needs:
     context: int
     running_bytes: int  # of one while it alone is answered
     idle_bytes: int  # of one that is hot between its turns
-    asleep: dict[str, Asleep]  # by tier
+    asleep: Asleep
 
     def hot_bytes(self, num_sessions: int) -> int:
         """The budget in which so many sessions are hot while one of them is answered."""
@@ -59,7 +57,7 @@ class Needs:
 
     def cold_bytes(self, tier: str, num_sessions: int, *, meanwhile: bool = False) -> int:
         """The budget of a tier in which so many sessions sleep, in whole MiB."""
-        nbytes = int((num_sessions + 1) * self.asleep[tier].of(meanwhile) * MARGIN)
+        nbytes = int((num_sessions + 1) * self.asleep.of(meanwhile) * MARGIN)
         if tier == "disk":  # its budget is the size of a file, which is never quite full
             nbytes = file_bytes_limit(nbytes) + 2 * _MAP_STEP
         return -(-nbytes // MIB) * MIB
@@ -71,7 +69,7 @@ class Needs:
 
     def num_asleep(self, tier: str, budget: int, *, meanwhile: bool = False) -> int:
         """The number of sessions for which ``cold_bytes`` stays within ``budget``."""
-        most = budget // max(1, self.asleep[tier].of(meanwhile))
+        most = budget // max(1, self.asleep.of(meanwhile))
         counts = range(1, most + 1)
         return bisect_right(
             counts, budget, key=lambda count: self.cold_bytes(tier, count, meanwhile=meanwhile)
@@ -91,40 +89,21 @@ def needs_of(effective: EffectiveSettings, context: int) -> Needs:
             f"sessions of {context} tokens are wanted, and engine.max_context = {longest} allows"
             " less; raise it, or lower capacity.context (--context)"
         )
-    lengths = [context, *just_below(context, chunk_of(effective))]
-    plans = plan_of(effective, ",".join(map(str, lengths))).contexts
+    (plan,) = plan_of(effective, str(context)).contexts
     content = find_model(effective.settings.engine.model, effective.folders.cache).config()
     hot = hot_budget_of(effective, content, served_cache(effective, content))
-    cold = {  # for every length up to ``context``
-        largest.codec: largest
-        for same in zip(*(x.cold for x in plans), strict=True)
-        if not (largest := max(same, key=lambda x: x.bytes_per_session)).refused
-    }
+    cold = {x.codec: x for x in plan.cold if not x.refused}
     return Needs(
         context, hot.running_bytes(context), hot.idle_bytes(context), _asleep(effective, cold)
     )
 
 
-def just_below(context: int, chunk: int) -> list[int]:
-    """The length up to ``context`` with the longest tail; none if it is 0.
-
-    A session that is shorter may take more than one that ends with a full chunk: each of its states
-    has the rows of the tail.
-    """
-    longest_tail = (context + 1) // chunk * chunk - 1
-    return [longest_tail] if longest_tail > 0 else []
-
-
-def _asleep(effective: EffectiveSettings, cold: dict[str, ColdPlan]) -> dict[str, Asleep]:
+def _asleep(effective: EffectiveSettings, cold: dict[str, ColdPlan]) -> Asleep:
     try:
-        choices = expected_choices(effective)
+        choice = expected_choice(effective)
     except (CodecRefused, UnknownCodec, NotUnderstood) as error:
         raise UsageError(f"store.codec cannot serve this model: {error}") from error
     planned = first_measurement(effective).will_be and USUAL in cold
-    return {str(tier): _of(choice, cold, planned) for tier, choice in choices.items()}
-
-
-def _of(choice: Choice, cold: dict[str, ColdPlan], planned: bool) -> Asleep:
     # A codec of whole sessions is listed with its half for states.
     names = [x for x in cold if x == choice.name or x.partition("+")[0] == choice.name]
     if not names:
@@ -138,5 +117,5 @@ def _of(choice: Choice, cold: dict[str, ColdPlan], planned: bool) -> Asleep:
 def index_bytes(effective: EffectiveSettings, num_sessions: int, context: int) -> int:
     """Bytes of the store's list of so many sessions."""
     num_blobs = context // chunk_of(effective) + 4
-    each = _INDEX_SESSION_BYTES + _INDEX_TOKEN_BYTES * context + _INDEX_BLOB_BYTES * num_blobs
+    each = _INDEX_SESSION_BYTES + _INDEX_BLOB_BYTES * num_blobs
     return num_sessions * each

@@ -48,14 +48,11 @@ def check_hot_codec(effective: EffectiveSettings, model: Model) -> None:
     from kvstore.codecs.rows.packed_codec import packed_codec
 
     layout = PackedLayout(dtype="bfloat16", layers=(), num_bits=HOT_CODECS[engine.hot_codec])
-    for name in ("codec", "disk_codec", "redis_codec"):
-        codec: str = getattr(store, name)
-        if codec in ("", AUTO):  # then sessions sleep in the live cache's own codec
-            continue
+    if store.codec != AUTO:  # else sessions sleep in the live cache's own codec
         try:
-            packed_codec(codec_by_name(codec), layout)
+            packed_codec(codec_by_name(store.codec), layout)
         except UnknownCodec as error:
-            raise UsageError(f"{refused}{error} (store.{name})") from error
+            raise UsageError(f"{refused}{error} (store.codec)") from error
     shape = _known_cache(effective, model)
     if shape is not None and (reason := _unfit(shape, engine.hot_codec)):
         raise UsageError(f"{refused}{reason}; leave it empty")

@@ -301,14 +301,12 @@ def _store(effective: EffectiveSettings, model: Model) -> StoreConfig:
     secret = config.secret_file or str(secret_path(effective.folders.data))
     config = msgspec.structs.replace(config, disk_path=path, secret_file=secret)
     reason = _exact_only(effective, model)
-    names = [x for x in (config.codec, config.disk_codec, config.redis_codec) if x]
-    lossy = [x for x in names if x == AUTO or not is_exact(x)]
-    if not reason or not lossy:
+    codec = config.codec
+    if not reason or (codec != AUTO and is_exact(codec)):
         return config
-    named = [x for x in lossy if x != AUTO]
-    level = logging.WARNING if named else logging.INFO
-    log.log(level, "cold sessions are kept with codec raw instead of %s: %s", lossy[0], reason)
-    return msgspec.structs.replace(config, codec=EXACT, disk_codec="", redis_codec="")
+    level = logging.INFO if codec == AUTO else logging.WARNING
+    log.log(level, "cold sessions are kept with codec raw instead of %s: %s", codec, reason)
+    return msgspec.structs.replace(config, codec=EXACT)
 
 
 def _exact_only(effective: EffectiveSettings, model: Model) -> str:

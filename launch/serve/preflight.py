@@ -174,12 +174,11 @@ def check_codecs(store: StoreConfig) -> None:
 
     Raises ``UsageError``.
     """
-    for field in ("codec", "disk_codec", "redis_codec"):
-        try:
-            if (name := getattr(store, field)) not in ("", AUTO):
-                check_name(name)
-        except UnknownCodec as error:
-            raise UsageError(f"store.{field}: {error}") from error
+    try:
+        if store.codec != AUTO:
+            check_name(store.codec)
+    except UnknownCodec as error:
+        raise UsageError(f"store.codec: {error}") from error
 
 
 def lending_of(

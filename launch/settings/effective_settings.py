@@ -127,15 +127,14 @@ def _check_codecs(store: StoreConfig) -> None:
         import_registering(store.codec_modules)
     except UnknownCodec as error:
         raise UsageError(str(error)) from error
-    for field in ("codec", "disk_codec", "redis_codec"):
-        name = getattr(store, field)
-        rows = parts_of(name).rows
-        try:
-            canonical(name)
-            if name not in ("", AUTO) and ":" not in rows and rows not in CODECS:
-                raise ValueError(unknown(rows))
-        except ValueError as error:
-            raise UsageError(f"store.{field}: {error}") from error
+    name = store.codec
+    rows = parts_of(name).rows
+    try:
+        canonical(name)
+        if name != AUTO and ":" not in rows and rows not in CODECS:
+            raise ValueError(unknown(rows))
+    except ValueError as error:
+        raise UsageError(f"store.codec: {error}") from error
 
 
 def _each_alone(

@@ -1,4 +1,4 @@
-// The gate: which codec packs each tier, what it was measured to cost, and the bound it must keep.
+// The gate: which codec packs sessions, what it was measured to cost, and the bound it must keep.
 
 import { html, useState } from "../parts/html.js";
 import { Meter } from "../parts/meter.js";
@@ -15,10 +15,9 @@ export function Quality() {
   if (!it) return html`<p class="hint card">The engine has not reported its codecs yet.</p>`;
   return html`
     <section class="card" aria-labelledby="codecs">
-      <h2 id="codecs">Codecs in use</h2>
+      <h2 id="codecs">Codec in use</h2>
       <ul class="codecs">
-        ${Object.entries(it.tiers).map(([tier, id]) => html`<li key=${tier}><span class="mark ${tier}">${TIER_NAMES[tier]}</span> <b>${id.split(".")[0]}</b> <span class="codec">${id}</span></li>`)}
-        ${Object.keys(it.tiers).length === 0 && html`<li><b>${it.name}</b></li>`}
+        <li><b>${it.name}</b> ${it.codec && html`<span class="codec">${it.codec}</span>`}</li>
       </ul>
       ${it.why && html`<p class="why-codec">${it.why}</p>`}
       <${Measuring} it=${it} />
@@ -28,7 +27,7 @@ export function Quality() {
   `;
 }
 
-const isExact = (it) => [it.name, ...Object.values(it.tiers)].every((x) => x.split(".")[0] === "raw");
+const isExact = (it) => it.name === "raw";
 
 function Measuring({ it }) {
   const [busy, setBusy] = useState(false);
@@ -36,7 +35,7 @@ function Measuring({ it }) {
     setBusy(true);
     try {
       await call("POST", ofModel("admin/measure"));
-      say("The engine measures in its idle moments; codecs change without a restart.");
+      say("The engine measures in its idle moments; the codec changes without a restart.");
     } catch (error) {
       say(error.message, true);
     }

@@ -1,7 +1,6 @@
 // The gate in pictures: each preset's KL against the bound, and what was decided when.
 
 import { html } from "../parts/html.js";
-import { TIER_NAMES } from "../live/store.js";
 import { clock, count, fixed, plural } from "../live/format.js";
 
 const LEAST = 1e-6; // nats; less is drawn here
@@ -47,7 +46,7 @@ export function Verdicts({ history }) {
     <ol class="verdicts">${[...history].reverse().map(
       (x, i) => html`<li key=${x.at}>
         <time class="faint">${day(x.at)} ${clock(x.at)}</time>
-        <span><b>${codecs(x.tiers)}</b>${i === 0 ? html` <span class="ok">now</span>` : ""}${x.worst_kl != null ? html` <span class="faint">KL at most ${fixed(x.worst_kl, 4)}</span>` : ""}
+        <span><b>${x.codec.split(".")[0]}</b>${i === 0 ? html` <span class="ok">now</span>` : ""}${x.worst_kl != null ? html` <span class="faint">KL at most ${fixed(x.worst_kl, 4)}</span>` : ""}
           <span class="reason">${x.why}</span></span>
       </li>`,
     )}</ol>
@@ -56,11 +55,3 @@ export function Verdicts({ history }) {
 }
 
 const day = (unix) => new Date(unix * 1000).toLocaleDateString("en-CA");
-
-// "dense3", or which tier has which where they differ.
-function codecs(tiers) {
-  const names = Object.entries(tiers).map(([tier, id]) => [TIER_NAMES[tier] ?? tier, id.split(".")[0]]);
-  const one = new Set(names.map(([, name]) => name));
-  if (one.size <= 1) return [...one][0] ?? "none";
-  return names.map(([tier, name]) => `${tier}: ${name}`).join(", ");
-}
