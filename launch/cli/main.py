@@ -160,21 +160,6 @@ def plan(
         str | None,
         typer.Option(metavar="SIZE", help="For --machines; default: counted."),
     ] = None,
-    fleet: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Simulate N machines like this one, or 8xGB10."),
-    ] = None,
-    users: Annotated[int | None, typer.Option(metavar="N", help="Of --fleet [50 each].")] = None,
-    think: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Of --fleet: a user's pause [60s].")
-    ] = None,
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Of --fleet: the shared tier's, each second [none]."),
-    ] = None,
-    prefill: Annotated[
-        float | None, typer.Option(metavar="N", help="Of --fleet: tokens a second [2000].")
-    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Draw it; .svg and .pdf work, too.")
     ] = None,
@@ -188,12 +173,10 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Say beforehand how many sessions fit, from config.json alone."""
-    from launch.cli.fleet_plan import Wanted
-    from launch.cli.plan import run_plan
+    from launch.cli.plan import PlanOptions, run_plan
 
-    of_fleet = (fleet, users, think, bandwidth, prefill)
-    wanted = Wanted(named, sessions, lengths, machines, weights, plot, as_json, *of_fleet)
-    run_plan(context, wanted, os.environ)
+    given = PlanOptions(named, sessions, lengths, machines, weights, plot, as_json)
+    run_plan(context, given, os.environ)
 
 
 @app.command()
