@@ -78,7 +78,7 @@ def _gauges() -> Iterable[Defined]:
         save_queue_bytes=1,
         tiers=[TierStats("ram", 1, 1, 1, 1, 1, True)],
         counters={"turns": 1},
-        codec=CodecReport(name="p", tiers={"ram": "p.1"}, rows=(cost,), max_kl=0.01),
+        codec=CodecReport(name="p", id="p.1", rows=(cost,), max_kl=0.01),
         members=Members(1),
     )
     gauges = Gauges(

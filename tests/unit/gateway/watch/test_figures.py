@@ -9,10 +9,10 @@ from gateway.watch.figures import MAX_VERDICTS, Verdicts
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 
 RAW = CodecReport(
-    name="raw", id="raw.1", tiers={"ram": "raw.1"}, why="not measured", unmeasured=True
+    name="raw", id="raw.1", why="not measured", unmeasured=True
 )
 DENSE = CodecReport(
-    name="dense3", id="dense3.1", tiers={"ram": "dense3.1"}, why="within the bound", rows=(GOOD,)
+    name="dense3", id="dense3.1", why="within the bound", rows=(GOOD,)
 )
 
 
