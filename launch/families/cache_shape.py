@@ -44,7 +44,7 @@ class CacheShape:
     """The cache of one session, layer by layer.
 
     Growing layers are packed by a codec. Windows and recurrent state cannot be cut back to an
-    earlier token; they are kept as states at ends of chunks, packed as well where that was measured.
+    earlier token; they are kept as states at ends of chunks, packed where that was measured.
     """
 
     growing: tuple[KVLayer, ...] = ()

@@ -29,7 +29,7 @@ from launch.plan.hot_budget import served_cache, served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 
 RECORD_BYTES = 256  # of a session record besides its chain: names, digests, numbers
-ANSWER_TOKENS = 512  # between the two states of a session
+ANSWER_TOKENS = 256  # between the two states of a session
 PLACE_BYTES = KEY_BYTES + ENTRY_BYTES  # of a blob in a tier, besides its own
 BY_HAND = "run: thermocline calibrate"
 
