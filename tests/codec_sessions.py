@@ -10,7 +10,7 @@ from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import codec_in
 from kvstore.session import SessionRef
 from kvstore.shapes import KVPair
-from kvstore.store.token_store import ColdStore, Restored
+from kvstore.store.cold_store import ColdStore, Restored
 from kvstore.tiers.base import Tier
 from tests.kv_sessions import (
     CHUNK,

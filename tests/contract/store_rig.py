@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.store.block_store import BlockStore
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.ram_tier import RamTier
 from tests import block_sessions, kv_sessions

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvstore.blobs.chain import SNAPSHOT
-from kvstore.blobs.snapshot import StateArray
+from kvstore.blobs.state_tree import StateArray
 from kvstore.session import STATES_PER_SESSION, SessionRef
 from kvstore.store.block_store import BlockStore
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier

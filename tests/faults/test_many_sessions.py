@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engines.host.fair_shares import QueueFull
-from kvstore.store.token_store import Match, Restored
+from kvstore.store.restored import Match, Restored
 from tests.integration.mlx_owner.harness import Answer, Engine, engine, session, surround, text
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -19,7 +19,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.membership import ALONE, Membership, joined
 from kvstore.roster import ID_BYTES, LEASE_S, MAX_BYTES, SLOTS, EntrySeal, Facts, Roster
 from kvstore.shapes import StoredModel
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.redis_server.link import RedisLink
 from tests import kv_sessions
 from tests.redis_server import RedisServer

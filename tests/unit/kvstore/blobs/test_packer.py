@@ -12,7 +12,7 @@ from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import HEADER_BYTES, pack, parse, verify
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import FRESH, Lineage, Segment, join
-from kvstore.blobs.snapshot import MatrixArray, StateArray
+from kvstore.blobs.state_tree import MatrixArray, StateArray
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.blobs.segments import Lineage
-from kvstore.blobs.snapshot import (
+from kvstore.blobs.state_tree import (
     MatrixArray,
     StateArray,
     StateTree,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvstore.blobs.snapshot import StateArray
+from kvstore.blobs.state_tree import StateArray
 from kvstore.errors import Corrupt
 from kvstore.store.block_store import BlockStore, Fetched
 from kvstore.store.records import (

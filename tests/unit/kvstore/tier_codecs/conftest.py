@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
 from tests.codec_sessions import BOTH
 from tests.unit.kvstore.conftest import Opened

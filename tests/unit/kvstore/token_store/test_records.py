@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from kvstore.errors import Corrupt
-from kvstore.store.records import SessionRecord, decode_record, encode_record
+from kvstore.ledger.record import SessionRecord, decode_record, encode_record
 
 RECORD = SessionRecord(
     tenant="t",
