@@ -17,14 +17,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from engines.http import read_body, while_client_stays
 from engines.openai.errors import InvalidRequest
-from engines.openai.requests import Json, parse_json
+from engines.openai.requests import Json
 from engines.wire import TemplateRules
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, gateway_of
 from gateway.edge.accounts import LARGE_BODY_BYTES, account_of, body_share_of, check_weight
+from gateway.edge.half_characters import NUM_REPLACED, parse_whole
 from gateway.models.served_model import ServedModel
 
 T = TypeVar("T")
@@ -86,7 +88,7 @@ class ParsedBody:
         yield
         if was_alone:
             await self.recalled()
-            self.json = await self.beside(partial(_parsed, self._body))
+            self.json = await self.beside(partial(_parsed, self._request.scope, self._body))
 
     async def while_client_stays(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work``, but end it when the client leaves. Raises ``ClientGone``."""
@@ -147,7 +149,7 @@ async def parsed(
     body = await read_json_body(request, gateway.config) or empty
     async with AsyncExitStack() as alone:
         await alone.enter_async_context(gateway.bodies.parsing(len(body)))
-        json = await _beside(len(body), partial(_parsed, body))
+        json = await _beside(len(body), partial(_parsed, request.scope, body))
         model = gateway.models.meant(json.get("model"), gateway.config)
         parsed_body = ParsedBody(request, json, body, alone, model)
         del json  # it may be folded
@@ -162,9 +164,11 @@ async def _beside(nbytes: int, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if nbytes > LARGE_BODY_BYTES else work()
 
 
-def _parsed(body: bytes) -> Json:
+def _parsed(scope: Scope, body: bytes) -> Json:
     check_weight(body)
-    return parse_json(body)
+    json, num_replaced = parse_whole(body)
+    scope["state"][NUM_REPLACED] = num_replaced
+    return json
 
 
 async def read_json_body(request: Request, config: GatewayConfig) -> bytes:

@@ -34,6 +34,7 @@ RESPONSE = {
     "x-thermocline-session": "the session's id, percent-encoded where it is not ASCII",
     "x-thermocline-cache": "where the prompt's KV came from: see below",
     "x-thermocline-stored": "`no; reason=WHY`: the answer could not be stored, see below",
+    "x-thermocline-replaced": "how many half characters (lone surrogates) of tools became U+FFFD",
     "x-request-id": "the request's id, also in the log",
     "request-id": "the same, under `/v1/messages`",
     "openai-processing-ms": "milliseconds until the answer's head",
