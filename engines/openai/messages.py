@@ -14,7 +14,7 @@ DETAILS: Final = ("auto", "low", "high")  # of an image, as OpenAI knows them
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 # What a tool's result says if it is an image: that stands in a message of the user after it.
 SHOWN_BELOW: Final = "(The result is the image in the next message.)"
-# What it says in place of an image or a file that is not taken. A client sends a tool's result
+# It has these in place of an image or a file that is not taken. A client sends a tool's result
 # again at every turn, so that refusing it would end the conversation for good.
 IMAGE_LEFT_OUT: Final = "(An image was left out here: it cannot be shown to this model.)"
 FILE_LEFT_OUT: Final = "(A file was left out here: it cannot be shown to this model.)"

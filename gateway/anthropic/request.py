@@ -6,8 +6,8 @@ kinds are many and grow, and known fields are taken.
 
 One text per message: the blocks of a user's or system message are joined by line ends, those of an
 assistant as they are, since a model wrote them in one go. Images, of users and in results of tools,
-are parts of a user's message, where the engine sees them. Elsewhere images and files are refused in
-what users say, and left out of results of tools, with a sentence in their place. Blocks of kinds
+are parts of a user's message, where the engine sees them. Elsewhere a user's images and files are
+refused, and those in results of tools left out, with a sentence in their place. Blocks of kinds
 that mean nothing to a model here are left out and counted.
 """
 
@@ -322,7 +322,7 @@ def _result(chat: Conversation, block: Json, where: str) -> tuple[str, list[Json
 def _result_parts(
     chat: Conversation, blocks: list[Any], where: str
 ) -> tuple[list[Any], list[Json]]:
-    """Part a result's images from the rest. What is not taken is said in words to be left out."""
+    """Part a result's images from the rest; those not taken leave a sentence in their place."""
     rest: list[Any] = []
     images: list[Json] = []
     for block, place in _placed(blocks, where):

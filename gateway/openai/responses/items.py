@@ -188,7 +188,7 @@ class MessageWriter:
         return between.join(texts) or (SHOWN_BELOW if images else ""), images
 
     def _output_part(self, part: Json, where: str) -> str | Json:
-        """Return an image, or a text: of what is not taken, that it was left out."""
+        """Return an image, or a text; an image that is not taken leaves a sentence."""
         kind, url = _type_of(part), part.get("image_url")
         if kind not in _NOT_TEXT:
             return _part_text(part, where)
