@@ -50,9 +50,7 @@ def parse_whole(body: bytes) -> WholeText:
     except InvalidRequest:
         if not _HINT.search(body):
             raise
-    mark = (
-        f"\ufdd0{secrets.token_hex(2)[:3]}".encode()
-    )  # of no character, and no longer than a half
+    mark = f"\ufdd0{secrets.token_hex(2)[:3]}".encode()  # no text has it; as long as an escape
     marked = _ESCAPE.sub(lambda x: mark if x["half"] else x[0], body)
     raw = parse_json(marked)
     num_replaced = sum(_mend(of, name, mark) for of, name in _of_tools(raw))

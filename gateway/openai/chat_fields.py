@@ -182,7 +182,7 @@ def for_engine(asked: Json, skipped: list[str], sight: Sight) -> tuple[Json, Cha
 
 
 def with_results(messages: list[Any], sight: Sight, skipped: list[str]) -> list[Any]:
-    """Say in words which images and files of tools' results are left out, since none is taken.
+    """Put a sentence in the place of each image and file in tools' results that is not taken.
 
     Args:
         skipped: gets a word for each.
