@@ -58,7 +58,7 @@ from gateway.relay.answer_format import (
     asks_for_nothing,
     asks_for_usage,
 )
-from gateway.relay.passthrough import EVENT_STREAM, NO_CACHE, body_part, send_end, send_head
+from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS, body_part, send_end, send_head
 from gateway.relay.turn_response import TurnRequest, TurnResponse
 from gateway.watch.rows import title_of
 from scheduler.session import TurnHints
@@ -109,7 +109,7 @@ class WhileLoading(Response):
                     break
                 if not begun:
                     kind = (b"content-type", EVENT_STREAM.encode())
-                    await send_head(send, 200, [kind, NO_CACHE])
+                    await send_head(send, 200, [kind, *STREAM_HEADERS])
                     begun = True
                 await send_body(body_part(f": {self._progress()}\n\n".encode()))
             turn = self._preparing.result()
