@@ -65,7 +65,7 @@ class AnswerTransport:
     __slots__ = ("_num_ahead", "_transport", "close", "is_closing", "write")
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
+        self.write: Callable[[bytes | bytearray | memoryview[Any]], None] = transport.write
         self.is_closing = transport.is_closing
         self.close = close
         self._transport = transport
