@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -169,7 +170,7 @@ def _parsed(body: bytes) -> Json:
 
 
 async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
-    """Read the whole body, and unpack it; it is not parsed here.
+    """Read the whole body, and unpack it; it is not parsed here. A byte order mark is left out.
 
     Its bytes count in the budget of all bodies, as its caller's, until ``body_share_of`` is given
     back: those that came, and those that they were unpacked to.
@@ -189,8 +190,8 @@ async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
         raise InvalidRequest("The request's body took too long to arrive.", status=408) from None
     if encoding and body:
         async with gateway_of(request).bodies.unpacking:
-            return await unpacked(body, encoding, config.max_body_bytes, share.add)
-    return body
+            body = await unpacked(body, encoding, config.max_body_bytes, share.add)
+    return body.removeprefix(BOM_UTF8)
 
 
 def _encoding(request: Request) -> str:
