@@ -210,7 +210,7 @@ class DataServer:
         # A client that goes away ends its request here at once, also while nothing is written.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
-        await web.UnixSite(runner, path, backlog=1024).start()
+        await web.UnixSite(runner, path).start()
         return runner
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:

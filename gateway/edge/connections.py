@@ -72,7 +72,7 @@ class AnswerTransport:
         self._num_ahead = 0
 
     def write_ahead(self) -> None:
-        """Write one byte more of what every answer begins with, while there is one.
+        """Write one byte more of ``BEGINNING``, while there is one.
 
         The head of the answer has not been written.
         """

@@ -83,7 +83,7 @@ class _Unpacker(Protocol):
 
     @property
     def unused_data(self) -> bytes:
-        """What came after that end."""
+        """The bytes that came after that end."""
 
     def decompress(self, data: bytes, max_length: int, /) -> bytes:
         """Return the next bytes, ``max_length`` at most."""

@@ -56,7 +56,7 @@ def chat(**fields: Any) -> bytes:
         ({"n": 10**9}, "n"),
         ({"n": 0}, "n"),
         ({"n": "two"}, "n"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": 10**12}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"temperature": -1}, "temperature"),

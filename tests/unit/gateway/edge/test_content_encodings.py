@@ -1,4 +1,4 @@
-"""Bodies in gzip, deflate and zstd, which are bounded by what they unpack to."""
+"""Bodies in gzip, deflate and zstd, which are bounded by the size that they unpack to."""
 
 from __future__ import annotations
 
