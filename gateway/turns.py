@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from engines.base import Engine, SessionRef
 from engines.openai.errors import unknown_model
 from engines.openai.messages import Sight, with_known_parts
-from engines.openai.requests import ChatRequest, CompletionRequest, Json
+from engines.openai.requests import NO_LIMIT, ChatRequest, CompletionRequest, Json
 from engines.wire import TemplateRules
 from gateway.body import ParsedBody, body_for_engine, fitted, keep_reasoning
 from gateway.config import GatewayConfig
@@ -50,6 +50,7 @@ from gateway.keys import Tenant
 from gateway.models.loading import OnDemand
 from gateway.models.served_model import ServedModel
 from gateway.relay.answer_format import (
+    LIMITS,
     AnswerFormat,
     AsItIs,
     HiddenUsage,
@@ -58,7 +59,7 @@ from gateway.relay.answer_format import (
     asks_for_nothing,
     asks_for_usage,
 )
-from gateway.relay.passthrough import EVENT_STREAM, NO_CACHE, body_part, send_end, send_head
+from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS, body_part, send_end, send_head
 from gateway.relay.turn_response import TurnRequest, TurnResponse
 from gateway.watch.rows import title_of
 from scheduler.session import TurnHints
@@ -71,7 +72,6 @@ _PRIVATE_FIELDS = frozenset(
     # How vLLM reads images, and where from; those that ask for something were refused.
     | {"ec_transfer_params", "media_io_kwargs", "mm_payload", "mm_processor_kwargs"}
 )
-_LIMITS = ("max_tokens", "max_completion_tokens")
 
 
 class WhileLoading(Response):
@@ -109,7 +109,7 @@ class WhileLoading(Response):
                     break
                 if not begun:
                     kind = (b"content-type", EVENT_STREAM.encode())
-                    await send_head(send, 200, [kind, NO_CACHE])
+                    await send_head(send, 200, [kind, *STREAM_HEADERS])
                     begun = True
                 await send_body(body_part(f": {self._progress()}\n\n".encode()))
             turn = self._preparing.result()
@@ -313,8 +313,9 @@ def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:
     Options of a stream mean nothing without one. A chat's answer that may be as long as the context
     may be as long as there is room; one that has no limit gets the default, if there is one. A
     text's answer has 16 tokens if the request says no more, so its limit is cut down, not left out.
-    A bias of zero changes nothing, for any key.
+    A limit of -1 is none. A bias of zero changes nothing, for any key.
     """
+    raw |= {name: max_context for name in LIMITS if raw.get(name) == NO_LIMIT}
     if biases := raw.pop("logit_bias", None):
         raw["logit_bias"] = {key: bias for key, bias in biases.items() if bias}
     if not raw.get("stream"):
@@ -323,9 +324,9 @@ def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:
         if (raw.get("max_tokens") or 0) > max_context:
             raw["max_tokens"] = max_context
         return
-    if default_max_tokens and all(raw.get(name) is None for name in _LIMITS):
+    if default_max_tokens and all(raw.get(name) is None for name in LIMITS):
         raw["max_tokens"] = default_max_tokens
-    for name in _LIMITS:
+    for name in LIMITS:
         if (raw.get(name) or 0) >= max_context:
             del raw[name]
 

@@ -27,6 +27,7 @@ REQUEST = {
     "Session-Id": "Codex' session (older releases: `session_id`)",
     "X-Request-ID": "an id for log lines, taken if it is short and plain; else one is made",
     "Anthropic-Beta": "taken, whatever it says; what is not known is counted",
+    "Content-Encoding": "of the body: `gzip`, `deflate`, `zstd` or none",
     "Origin": "of a web page: has to be one of `gateway.allowed_origins`",
     "Host": "has to be one of `gateway.allowed_hosts`",
 }
@@ -44,7 +45,8 @@ RESPONSE = {
     "x-ratelimit-remaining-*": "what is left of it",
     "x-ratelimit-reset-*": "seconds until all of it is there again",
     "www-authenticate": "`Bearer`; with 401",
-    "x-accel-buffering": "`no`: a proxy is asked to pass events on at once",
+    "accept-encoding": "the encodings of bodies that are taken; with 415",
+    "x-accel-buffering": "`no`, of each stream: a proxy is asked to pass events on at once",
     "x-content-type-options": "`nosniff`, on the dashboard's files and `/docs`",
     "x-frame-options": "`DENY`, on the same: no page may frame them",
     "allow": "the methods that the path takes; with 405",

@@ -41,7 +41,7 @@ from gateway.openai.responses.translation import (
 )
 from gateway.openai.stored_objects import StoredKind
 from gateway.relay.answer_format import NotStored
-from gateway.relay.passthrough import EVENT_STREAM
+from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.turns import Operation, Translate, Translated, accept
 
@@ -126,7 +126,8 @@ async def show_response(request: Request) -> Response:
         raise InvalidRequest("starting_after: a number is needed", "starting_after")
     body_share_of(request.scope).add(_REPLAYED * len(body))
     events = await asyncio.to_thread(_replayed, body, int(after))
-    return Response(events, media_type=EVENT_STREAM)
+    headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
+    return Response(events, headers=headers, media_type=EVENT_STREAM)
 
 
 def _replayed(body: bytes, after: int) -> bytes:
