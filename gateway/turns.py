@@ -30,7 +30,7 @@ from gateway.config import GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of, request_id_of
-from gateway.identity.known_chats import message_chain
+from gateway.identity.known_chats import Link, message_chain
 from gateway.identity.names import (
     MAX_ID_BYTES,
     SUFFIX,
@@ -167,7 +167,7 @@ class CheckedRequest(NamedTuple):
     translated: Translated
     model: str
     session: NamedSession | None  # None: the client gave none
-    chain: Sequence[bytes]  # then its chat is recognised by these
+    chain: Sequence[Link]  # then its chat is recognised by these
     outline: Outline | None  # None: it is no chat
 
 
@@ -278,7 +278,9 @@ def _check(
         raw.pop("messages", None)  # a text has none
         messages = [raw["prompt"]]
     named = _named(headers, asked, messages)
-    chain = [] if named else message_chain(tenant.salt, messages, group_of(asked))
+    chain = []
+    if named is None:
+        chain = message_chain(tenant.salt, messages, group_of(asked), raw.get("tools"))
     outline = None
     if "messages" in raw:
         raw["messages"] = fitted(raw["messages"], rules)
@@ -354,9 +356,13 @@ def _row_of(
     return NamedSession(row.id, parent, named.is_child or row.is_lesser)
 
 
-def _found(model: ServedModel, tenant: Tenant, chain: Sequence[bytes]) -> NamedSession:
+def _found(model: ServedModel, tenant: Tenant, chain: Sequence[Link]) -> NamedSession:
     """Find the chat that a request goes on with, or begin a new one."""
     found = model.chats.identify(
-        tenant, chain, partial(model.knows, tenant), partial(model.is_quiet, tenant)
+        tenant,
+        chain,
+        partial(model.knows, tenant),
+        partial(model.is_quiet, tenant),
+        partial(model.tokens_of, tenant),
     )
     return NamedSession(found)

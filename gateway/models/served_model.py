@@ -174,6 +174,11 @@ class ServedModel:
         seen = self.sessions.get(tenant.session(session_id))
         return seen is not None and seen.state not in ("active", "waking")
 
+    def tokens_of(self, tenant: Tenant, session_id: str) -> int:
+        """Return the tokens of a tenant's session; 0 if there is none, or it was not answered."""
+        seen = self.sessions.get(tenant.session(session_id))
+        return seen.tokens if seen else 0
+
     async def served_soon(self, wait_s: float, ending: Callable[[], bool]) -> Welcome:
         """Return ``served``; an engine that died first gets ``wait_s`` to come back.
 
