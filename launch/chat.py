@@ -95,7 +95,7 @@ class Talk:
         path = f"{self._path()}/{verb}"
         for _ in range(BUSY_ROUNDS):
             status, content = await self._address.ask(self._http, "POST", path, {})
-            if status != 409:  # else what the last turn added is still being saved
+            if status != 409:  # else the last turn is just ending
                 break
             await asyncio.sleep(BUSY_S)
         return _checked(status, content)
@@ -110,7 +110,7 @@ class Talk:
 
 
 def _checked(status: int, content: Any) -> dict[str, Any]:
-    if status == 200 and isinstance(content, dict):
+    if status in (200, 202) and isinstance(content, dict):
         return content
     if isinstance(content, dict) and "error" in content:
         raise LaunchError(f"{status}: {words_of(content)}")

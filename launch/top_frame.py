@@ -19,7 +19,7 @@ _PARTS: Final = ("server", "now", "memory", "quality", "num_sessions", "hour", "
 FILTERS: Final[Mapping[str, Callable[[Row], bool]]] = {
     "all": lambda row: True,
     "awake": lambda row: row.get("state") in ("active", "idle", "waking"),
-    "asleep": lambda row: row.get("state") in ("cold", "hibernating"),
+    "asleep": lambda row: row.get("state") in ("cold", "saving", "hibernating"),
     "pinned": lambda row: bool(row.get("pinned")),
 }
 BAR_CELLS: Final = 24
@@ -27,6 +27,7 @@ MOST_REQUESTS: Final = 6
 STYLES: Final = {
     "active": "bold green",
     "idle": "green",
+    "saving": "blue",
     "hibernating": "blue",
     "cold": "cyan",
     "waking": "yellow",
@@ -340,7 +341,7 @@ def _where(row: Row) -> str:
     state = str(row.get("state"))
     if state == "active":
         return "answering"
-    if state in ("waking", "hibernating"):
+    if state in ("waking", "saving", "hibernating"):
         return state
     return "hot" if state == "idle" else str(row.get("tier") or state)
 
