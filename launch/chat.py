@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launch.errors import LaunchError
+from launch.printing import safe
 from launch.remote import MISS, UNKNOWN, Address, Message, Turn, take_turn, words_of
 from launch.settings.units import show_bytes, show_duration
 
@@ -149,11 +150,6 @@ class Screen:
     def session(self, session: dict[str, Any] | None, name: str) -> None:
         words = _session_words(session) or [f"{name}: the server does not know it yet"]
         self.note(" · ".join(words))
-
-
-def safe(text: str) -> str:
-    """Replace the control characters of ``text`` that a terminal would obey."""
-    return "".join(x if x.isprintable() or x in "\n\t" else "?" for x in text)
 
 
 def _turn_words(turn: Turn) -> list[str]:

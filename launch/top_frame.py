@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from launch.printing import one_line
 from launch.settings.units import show_bytes, show_duration
 
 Row = Mapping[str, Any]
@@ -190,7 +191,7 @@ def _sessions_of(count: int) -> str:
 
 def _text(words: str, style: str = "") -> Text:
     """Words of a server: control characters in them have no effect."""
-    return Text("".join(x if x.isprintable() else "?" for x in words), style=style)
+    return Text(one_line(words), style=style)
 
 
 def _head(view: View, moment: float) -> Text:
