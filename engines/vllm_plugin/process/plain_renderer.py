@@ -28,6 +28,7 @@ from vllm.renderers.registry import RENDERER_REGISTRY
 
 from engines.host.control_tokens import ControlTokens
 from engines.host.fair_shares import TenantLine, to_its_end
+from engines.host.tokenizer_panics import UnreadableText, panics_refused
 from engines.openai.requests import MAX_CONTEXTS
 from engines.vllm_plugin.identity import PAYER
 
@@ -87,14 +88,26 @@ class _Plain(BaseRenderer):
             )
 
     def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
-        text = prompt["prompt"]
-        if not self._controls.has_marks(text):
-            return super()._tokenize_prompt(prompt, params)
-        tokenizer = self.get_tokenizer()
+        try:
+            with panics_refused():
+                return self._tokenized(prompt, params)
+        except UnreadableText as error:
+            raise VLLMValidationError(f"{error}", parameter="prompt") from error
+
+    def _tokenized(self, prompt: Any, params: Any) -> Any:
+        text, tokenizer = prompt["prompt"], self.get_tokenizer()
         # No truncation: ``encode`` looks for tokens that a truncated prompt could lack. The length
         # is checked later.
         options = {**params.get_encode_kwargs(), "truncation": False, "max_length": None}
-        ids = self._controls.encode(text, lambda x: list(tokenizer(x, **options)["input_ids"]))
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer(text, **options)["input_ids"])
+
+        if not self._controls.has_marks(text):
+            written = super()._tokenize_prompt(prompt, params)
+            if self._controls.stand_as_spelled(text, written["prompt_token_ids"], encode):
+                return written
+        ids = self._controls.encode(text, encode)
         return self._build_tokens_prompt(ids, {**prompt, "prompt": self._controls.unmarked(text)})
 
 
