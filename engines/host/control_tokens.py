@@ -30,6 +30,7 @@ from engines.host.tokenizer_panics import UnreadableText
 
 Encode: TypeAlias = Callable[[str], list[int]]
 _DIGITS: Final = 6
+_OF_CHAT: Final = 10**_DIGITS - 1  # the number of a mark that stands for nothing
 _ROUNDS: Final = 4  # of marking what was made; one is usual
 _BYTE: Final = re.compile("<0x[0-9A-F]{2}>")
 _NOT_A_LETTER: Final = "\U0010fffd"
@@ -81,6 +82,7 @@ class ControlTokens:
         self._joiner = _JOINER if is_kept else " "
         self._is_loose = self._backend is not None and self._makes_of_others(controls)
         self._word = "zq" + secrets.token_hex(8)
+        self._chat = self._mark_of(_OF_CHAT)
         self._mark = re.compile(self._word + f"([0-9]{{{_DIGITS}}})")
         self._any = _pattern(self._texts)
         # Calls that were not parsed come back as they were written, and are to have the same
@@ -103,16 +105,12 @@ class ControlTokens:
         """Return JSON with the spellings again."""
         return _replaced(value, self._mark, self._spelled_one)
 
-    def stand_as_spelled(self, text: str, ids: Sequence[int], encode: Encode) -> bool:
-        """Say whether a prompt without marks has no control tokens but those that it spells.
-
-        Args:
-            ids: what ``encode`` made of it, perhaps cut.
-        """
-        return not (self._is_loose and self._has_others(ids, [text], encode))
+    def as_chat(self, text: str) -> str:
+        """Return the finished prompt of a chat, so marked that ``encode`` looks at what is made."""
+        return text + self._chat if self._is_loose else text
 
     def encode(self, text: str, encode: Encode) -> list[int]:
-        """Encode a prompt; its marks become plain text.
+        """Encode a chat's prompt; its marks become plain text.
 
         Args:
             encode: makes tokens of a text, control tokens by their spelling.
@@ -120,7 +118,7 @@ class ControlTokens:
         Raises:
             UnreadableText: the tokenizer makes control tokens of it in spite of all.
         """
-        texts = self._texts
+        text, texts = text.replace(self._chat, ""), self._texts
         for _ in range(_ROUNDS):
             between, numbers = self._split(text, len(texts))
             ids = self._encoded(between, [texts[x] for x in numbers], encode)
@@ -235,6 +233,8 @@ class ControlTokens:
 
     def _spelled_one(self, found: re.Match[str]) -> str:
         number = int(found[1])
+        if number == _OF_CHAT:
+            return ""
         return self._texts[number] if number < len(self._texts) else found[0]
 
     def _plain(self, text: str) -> list[int]:

@@ -53,12 +53,17 @@ class _Plain(BaseRenderer):
     def render_messages(self, messages: list[Any], params: Any) -> Any:
         marked, by = self._marked(messages, params)
         conversation, prompt = super().render_messages(marked, by)
-        return self._controls.unmarked(conversation), prompt
+        return self._controls.unmarked(conversation), self._as_chat(prompt)
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> Any:
         marked, by = self._marked(messages, params)
         conversation, prompt = await super().render_messages_async(marked, by)
-        return self._controls.unmarked(conversation), prompt
+        return self._controls.unmarked(conversation), self._as_chat(prompt)
+
+    def _as_chat(self, prompt: Any) -> Any:
+        """Have the text of a chat looked at once more when it is encoded; other prompts are not."""
+        text = prompt.get("prompt")
+        return {**prompt, "prompt": self._controls.as_chat(text)} if text else prompt
 
     def _marked(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         given = [_opened(x) for x in messages]
@@ -95,19 +100,14 @@ class _Plain(BaseRenderer):
             raise VLLMValidationError(f"{error}", parameter="prompt") from error
 
     def _tokenized(self, prompt: Any, params: Any) -> Any:
-        text, tokenizer = prompt["prompt"], self.get_tokenizer()
+        text = prompt["prompt"]
+        if not self._controls.has_marks(text):
+            return super()._tokenize_prompt(prompt, params)
+        tokenizer = self.get_tokenizer()
         # No truncation: ``encode`` looks for tokens that a truncated prompt could lack. The length
         # is checked later.
         options = {**params.get_encode_kwargs(), "truncation": False, "max_length": None}
-
-        def encode(text: str) -> list[int]:
-            return list(tokenizer(text, **options)["input_ids"])
-
-        if not self._controls.has_marks(text):
-            written = super()._tokenize_prompt(prompt, params)
-            if self._controls.stand_as_spelled(text, written["prompt_token_ids"], encode):
-                return written
-        ids = self._controls.encode(text, encode)
+        ids = self._controls.encode(text, lambda x: list(tokenizer(x, **options)["input_ids"]))
         return self._build_tokens_prompt(ids, {**prompt, "prompt": self._controls.unmarked(text)})
 
 

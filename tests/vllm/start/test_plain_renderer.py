@@ -139,6 +139,10 @@ async def test_users_begin_no_message_by_another_spelling(config: Any, tmp_path:
         ids = await prompt_of(ours, messages)
         assert ids.count(start) == 2
         assert "im_start" in ours.get_tokenizer().decode(ids, skip_special_tokens=True)
+    # What is the client's own prompt may have control tokens, in any spelling.
+    limits = TokenizeParams(max_total_tokens=2048, add_special_tokens=False)
+    own = await ours._tokenize_singleton_prompt_async({"prompt": other}, limits)
+    assert own["prompt_token_ids"].count(start) == 1
 
 
 async def test_a_text_at_which_the_tokenizer_panics_is_refused(config: Any, tmp_path: Path) -> None:

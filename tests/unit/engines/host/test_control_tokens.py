@@ -377,9 +377,6 @@ def test_other_texts_have_the_tokens_that_they_had(kind: str) -> None:
         "< /ｓ ＞",
     ):
         assert writer.now(chat(content, "yes")) == writer.before(chat(content, "yes"))
-        text = writer.text(chat(content))
-        ids = writer.before(chat(content))
-        assert writer.controls.stand_as_spelled(text, ids, writer._encode)
 
 
 def test_the_token_of_unknown_letters_stands_for_no_mark() -> None:
@@ -398,8 +395,17 @@ def test_what_the_tokenizer_adds_to_every_text_is_no_spelling() -> None:
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     encode = writer.tokenizer.encode
-    for text, alike in (("plain", True), ("＜ｓ＞", False), ("<s>", True)):
-        assert writer.controls.stand_as_spelled(text, encode(text), encode) is alike
+    assert writer.controls.encode("plain", encode) == encode("plain")
+    assert writer.controls.encode("＜ｓ＞", encode).count(1) == 1 == encode("<s>").count(1) - 1
+
+
+def test_a_finished_prompt_is_as_it_was() -> None:
+    for writer in (Loose("unigram with control pieces"), Writer(FAMILIES["chatml"])):
+        text = writer.text(chat("hi ＜ｓ＞"))
+        shown = writer.controls.as_chat(text)
+        assert writer.controls.unmarked(shown) == text
+        assert writer.controls.has_marks(shown) == isinstance(writer, Loose)
+        assert writer.controls.encode(shown, writer._encode) == writer.now(chat("hi ＜ｓ＞"))
 
 
 def test_a_panic_of_the_library_is_an_error_of_the_text() -> None:
