@@ -181,7 +181,7 @@ class ControlTokens:
         return f"{self._word}{number:0{_DIGITS}d}"
 
     def _makes_of_others(self, controls: Collection[Any]) -> bool:
-        """Say whether the tokenizer can make a control token of what does not spell it."""
+        """Say whether the tokenizer can make a control token of another spelling."""
         if self._backend.normalizer is not None and any(x.normalized for x in controls):
             return True
         with suppress(UnreadableText):
@@ -274,7 +274,7 @@ def _pieces(backend: Any, word: str) -> list[int]:
 
 
 def _unknown_ids(backend: Any) -> set[int]:
-    """Return the ids of what stands for letters that the tokenizer does not know."""
+    """Return the ids that stand for letters which the tokenizer does not know."""
     with suppress(UnreadableText):
         return set() if backend is None else set(_pieces(backend, _NOT_A_LETTER))
     return set()

@@ -222,7 +222,7 @@ async def done(
 
 
 def status_of(view: SessionView) -> int:
-    """Return the status of a verb's answer: 202 for what is still to be done."""
+    """Return the status of a verb's answer: 202 if the verb is still being carried out."""
     return 202 if view.state == SAVING else 200
 
 

@@ -40,7 +40,8 @@ _REWRITTEN = 3  # messages at the end, at most: files, a word on them, and the q
 _BYTES_A_TOKEN = 4  # of most texts at most, so that half of the bytes is half of the tokens
 
 MAX_KNOWN_CHATS = 50_000  # for each tenant
-# Chats told apart before any of them goes on; one that asks the same for ever opens no more.
+# Chats that are distinguished before any of them goes on; a client that asks the same again and
+# again opens no more of them.
 MAX_ALIKE = 8
 
 _canonical = msgspec.json.Encoder(order="sorted")
@@ -91,7 +92,7 @@ class KnownChats:
 
 
 class _Seen(NamedTuple):
-    """What is known of the tenant's sessions; see ``KnownChats.identify``."""
+    """Questions about the tenant's sessions; see ``KnownChats.identify``."""
 
     exists: Callable[[str], bool]
     is_quiet: Callable[[str], bool]
