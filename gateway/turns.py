@@ -227,6 +227,7 @@ async def _prepared(
         _even_out(raw, model.served.max_context, gateway.config.default_max_tokens)
         if asks_for_usage(raw):
             answer = HiddenUsage(answer)
+        is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in _LIMITS)
         if model.served.engine == "vllm" and asks_for_nothing(raw):
             answer = NothingSaid(answer)
         gateway.metrics.left_out(asked.translated.left_out)
@@ -240,6 +241,7 @@ async def _prepared(
         compared = None
         if asked.outline is not None:
             compared = model.prefixes.compare(tenant.name, named.id, asked.outline)
+            compared.is_ahead = is_ahead
             operation.compared(model, tenant, answer, compared)
         title = title_of(raw.get("messages", ())) if gateway.config.session_titles else ""
         for_engine = await body.beside(partial(_encode, model.engine, raw, session))
@@ -364,5 +366,6 @@ def _found(model: ServedModel, tenant: Tenant, chain: Sequence[Link]) -> NamedSe
         partial(model.knows, tenant),
         partial(model.is_quiet, tenant),
         partial(model.tokens_of, tenant),
+        partial(model.is_answered, tenant),
     )
     return NamedSession(found)

@@ -69,6 +69,7 @@ class KnownChats:
         exists: Callable[[str], bool],
         is_quiet: Callable[[str], bool] = lambda session_id: False,
         tokens_of: Callable[[str], int] = lambda session_id: 0,
+        is_answered: Callable[[str], bool] = lambda session_id: False,
     ) -> str:
         """Find the session id of a chat, or give it a new one.
 
@@ -77,10 +78,11 @@ class KnownChats:
             exists: says whether the tenant has a session of that id; this is how chats are found
                 that began before the gateway was restarted.
             is_quiet: says whether nothing of a session is being served.
-            tokens_of: returns the tokens of a session; 0 if there is none, or it was not answered.
+            tokens_of: returns the tokens of a session; 0 if there is none.
+            is_answered: says whether a session's latest request was answered.
         """
         heads = self._heads_of.setdefault(tenant.name, _Heads(self._capacity))
-        seen = _Seen(exists, is_quiet, tokens_of)
+        seen = _Seen(exists, is_quiet, tokens_of, is_answered)
         session_id = (
             heads.take(chain, seen)
             or heads.rewritten(chain, seen)
@@ -97,12 +99,13 @@ class _Seen(NamedTuple):
     exists: Callable[[str], bool]
     is_quiet: Callable[[str], bool]
     tokens_of: Callable[[str], int]
+    is_answered: Callable[[str], bool]
 
     def is_taken(self, session_id: str) -> bool:
         """Say whether a first request was answered, or is being served."""
         if not self.exists(session_id):
             return False
-        return self.tokens_of(session_id) > 0 or not self.is_quiet(session_id)
+        return self.is_answered(session_id) or not self.is_quiet(session_id)
 
 
 class _Heads:

@@ -22,7 +22,7 @@ from gateway.identity.names import (
     named_in_body,
 )
 from gateway.keys import Tenant
-from tests.unit.gateway.in_process import MODEL, App
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 
 ALICE = Tenant("alice", b"a" * 32)
 BOB = Tenant("bob", b"b" * 32)
@@ -253,6 +253,7 @@ class Answered:
         self.tokens = tokens
         self.known: set[str] = set()
         self.busy: set[str] = set()
+        self.only_read: set[str] = set()
 
     def ask(
         self, messages: Sequence[object], tools: object = None, group: str | None = None
@@ -263,6 +264,7 @@ class Answered:
             self.known.__contains__,
             lambda x: x in self.known - self.busy,
             lambda x: self.tokens if x in self.known else 0,
+            lambda x: x in self.known - self.only_read,
         )
         self.known.add(session_id)
         return session_id
@@ -276,6 +278,12 @@ def test_two_chats_that_begin_with_the_same_words_are_two_sessions():
     assert sessions.ask(said("Hello!", "Yes?", "my dog")) == second
     assert sessions.ask(said("Hello!", "Hi.", "my cat", "Nice.", "it sleeps")) == first
     assert sessions.ask(said("Hello!")) not in (first, second)
+
+
+def test_a_first_request_that_was_only_read_ahead_of_time_is_the_one_that_is_answered():
+    sessions = Answered(tokens=8)
+    sessions.only_read.add(first := sessions.ask(said("Hello!")))
+    assert sessions.ask(said("Hello!")) == first
 
 
 def test_a_chat_that_is_being_answered_is_not_the_one_that_another_goes_on_with():
@@ -330,6 +338,29 @@ def test_a_question_written_anew_takes_a_session_over_only_if_half_of_it_is_shar
     first = sessions.ask(said("rules", "ok", "files " * 100, "seen", "one? obey"))
     rewritten = said("rules", "ok", "one?", "1", "files " * 100, "seen", "two? obey")
     assert sessions.ask(rewritten) != first
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+async def test_two_users_of_a_key_who_greet_alike_have_a_session_each() -> None:
+    app = App(RecordingEngine(answer=chat_answer()))
+
+    async def session_of(messages: Sequence[object], **fields: Any) -> str:
+        reply = await app.post(
+            "/v1/chat/completions", {"model": MODEL, "messages": messages, **fields}
+        )
+        assert reply.status == 200
+        return reply.headers["x-thermocline-session"]
+
+    first, second = await session_of(said("Hello!")), await session_of(said("Hello!"))
+    with_tools = await session_of(said("Hello!"), tools=[TOOL])
+    with_system = await session_of([{"role": "system", "content": "x"}, *said("Hello!")])
+    assert len({first, second, with_tools, with_system}) == 4
+    assert await session_of(said("Hello!", "yo", "my cat")) == first
+    assert await session_of(said("Hello!", "yo", "my dog")) == second
+    assert await session_of(said("Hello!", "yo", "my cat"), tools=[TOOL]) == with_tools
+    assert await session_of(said("Hello!", "yo", "my cat", "yo", "more")) == first
 
 
 def test_the_longest_unused_chat_is_forgotten_first():
