@@ -30,7 +30,7 @@ from gateway.config import GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of, request_id_of
-from gateway.identity.known_chats import message_chain
+from gateway.identity.known_chats import Link, message_chain
 from gateway.identity.names import (
     MAX_ID_BYTES,
     SUFFIX,
@@ -167,7 +167,7 @@ class CheckedRequest(NamedTuple):
     translated: Translated
     model: str
     session: NamedSession | None  # None: the client gave none
-    chain: Sequence[bytes]  # then its chat is recognised by these
+    chain: Sequence[Link]  # then its chat is recognised by these
     outline: Outline | None  # None: it is no chat
 
 
@@ -227,6 +227,7 @@ async def _prepared(
         _even_out(raw, model.served.max_context, gateway.config.default_max_tokens)
         if asks_for_usage(raw):
             answer = HiddenUsage(answer)
+        is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in _LIMITS)
         if model.served.engine == "vllm" and asks_for_nothing(raw):
             answer = NothingSaid(answer)
         gateway.metrics.left_out(asked.translated.left_out)
@@ -240,6 +241,7 @@ async def _prepared(
         compared = None
         if asked.outline is not None:
             compared = model.prefixes.compare(tenant.name, named.id, asked.outline)
+            compared.is_ahead = is_ahead
             operation.compared(model, tenant, answer, compared)
         title = title_of(raw.get("messages", ())) if gateway.config.session_titles else ""
         for_engine = await body.beside(partial(_encode, model.engine, raw, session))
@@ -278,7 +280,9 @@ def _check(
         raw.pop("messages", None)  # a text has none
         messages = [raw["prompt"]]
     named = _named(headers, asked, messages)
-    chain = [] if named else message_chain(tenant.salt, messages, group_of(asked))
+    chain = []
+    if named is None:
+        chain = message_chain(tenant.salt, messages, group_of(asked), raw.get("tools"))
     outline = None
     if "messages" in raw:
         raw["messages"] = fitted(raw["messages"], rules)
@@ -355,9 +359,14 @@ def _row_of(
     return NamedSession(row.id, parent, named.is_child or row.is_lesser)
 
 
-def _found(model: ServedModel, tenant: Tenant, chain: Sequence[bytes]) -> NamedSession:
+def _found(model: ServedModel, tenant: Tenant, chain: Sequence[Link]) -> NamedSession:
     """Find the chat that a request goes on with, or begin a new one."""
     found = model.chats.identify(
-        tenant, chain, partial(model.knows, tenant), partial(model.is_quiet, tenant)
+        tenant,
+        chain,
+        partial(model.knows, tenant),
+        partial(model.is_quiet, tenant),
+        partial(model.tokens_of, tenant),
+        partial(model.is_answered, tenant),
     )
     return NamedSession(found)

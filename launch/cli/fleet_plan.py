@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from launch.errors import UsageError
-from launch.printing import print_json, print_table
+from launch.printing import print_json, print_table, say
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import parse_bytes, parse_duration, show_bytes
 
@@ -56,7 +56,7 @@ def print_fleet(effective: EffectiveSettings, wanted: Wanted, fleet: str) -> Non
         tree = msgspec.to_builtins(figures)
         print_json({x: y for x, y in tree.items() if x not in FOR_DRAWING})
     else:
-        print(title)
+        say(title)
         _print(conditions, figures)
     if wanted.plot is not None:
         draw_fleet(title, figures, wanted.plot)
@@ -98,17 +98,17 @@ def _conditions(effective: EffectiveSettings, wanted: Wanted, fleet: str) -> Con
 
 def _print(conditions: Conditions, figures: FleetFigures) -> None:
     habits, speeds = conditions.habits, conditions.speeds
-    print(
+    say(
         f"assumed: {habits.turns} turns up to {habits.context} tokens, {habits.think_s:g} s of"
         f" thought before each, answers of {habits.answer_tokens} tokens at"
         f" {speeds.answer_tokens_s:g} a second; prefill {speeds.prefill_tokens_s:g} tokens a second"
     )
     for x in conditions.models:
-        print(
+        say(
             f"each machine: {x.name} with hot {show_bytes(x.hot_bytes)}, RAM"
             f" {show_bytes(x.ram_bytes)}, disk {show_bytes(x.disk_bytes)}"
         )
-    print(
+    say(
         f"\n{figures.hit_rate:.1%} of {figures.returns} returns found their KV,"
         f" {figures.token_hit_rate:.1%} of its tokens"
     )
@@ -121,10 +121,10 @@ def _print(conditions: Conditions, figures: FleetFigures) -> None:
     columns = ("KV from", "returns", "first token p50", "p99")
     print_table(columns, rows, right=columns[1:])
     turns = max(1, figures.turns)
-    print(f"{figures.moves['load'] / turns:.1%} of turns went elsewhere since their home was busy")
-    print(_shared(figures.shared) if figures.shared else NO_SHARED)
+    say(f"{figures.moves['load'] / turns:.1%} of turns went elsewhere since their home was busy")
+    say(_shared(figures.shared) if figures.shared else NO_SHARED)
     if figures.lost is not None:
-        print(_lost(figures.lost, conditions))
+        say(_lost(figures.lost, conditions))
 
 
 def _row(name: str, share: float | None, times: Seconds) -> list[str]:
