@@ -227,7 +227,7 @@ async def _prepared(
         _even_out(raw, model.served.max_context, gateway.config.default_max_tokens)
         if asks_for_usage(raw):
             answer = HiddenUsage(answer)
-        is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in _LIMITS)
+        is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
         if model.served.engine == "vllm" and asks_for_nothing(raw):
             answer = NothingSaid(answer)
         gateway.metrics.left_out(asked.translated.left_out)
