@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
+from engines.openai.foreign_request import Dialect
 from engines.openai.messages import Sight
 from engines.openai.requests import Json, checked
 from gateway.body import ParsedBody, body_for_engine, read_json_body
@@ -105,7 +106,9 @@ def _failed(failure: Failure) -> bytes:
     return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-RESPONSE = Operation(validate, _recall, _check_early, _failed)
+RESPONSE = Operation(
+    validate, _recall, _check_early, _failed, dialect=Dialect(ResponseFields.__struct_fields__)
+)
 
 
 async def create_response(request: Request) -> Response:
