@@ -24,7 +24,7 @@ _UNKNOWN: Final = frozenset(
     | {"unevaluatedItems", "unevaluatedProperties"}
     | {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"}
 )
-# Without these an object may have properties that its other keywords do not name.
+# Keywords that may name properties which no other keyword of an object does.
 _NAMING: Final = frozenset(
     {"if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"}
 )
@@ -159,31 +159,25 @@ def _enforceable(node: Any, path: Path, report: Report) -> Any:
     if not isinstance(node, dict):
         return node
     made: Json = {}
+    is_open = bool(_NAMING & node.keys())  # its other keywords do not name all its properties
     for key, value in _without_closing(node).items():
         if key in _VALUES:
             made[key] = value
         elif key in _BY_NAME and isinstance(value, dict):
-            made[key] = {
-                name: _enforceable(x, (*path, key, name), report)
-                for name, x in value.items()
-                if key != "patternProperties" or _is_kept(name, key, path, report)
-            }
+            named = {k: x for k, x in value.items() if key != "patternProperties" or is_plain(k)}
+            made[key] = {k: _enforceable(x, (*path, key, k), report) for k, x in named.items()}
+            if len(named) < len(value):
+                report(path, key)
+                is_open = True
         elif key == "$schema" and not _DRAFTS.fullmatch(str(value)):
             continue  # a dialect that nothing here knows; it constrains nothing by itself
         elif _is_enforceable(key, value, node):
             made[key] = _enforceable(value, (*path, key), report)
         elif value not in _NOTHING.get(key, ()):
             report(path, key)
-    if _NAMING & node.keys():
-        made.setdefault("additionalProperties", True)
+    if is_open and not made.get("additionalProperties"):
+        made["additionalProperties"] = True
     return made
-
-
-def _is_kept(pattern: str, key: str, path: Path, report: Report) -> bool:
-    if is_plain(pattern):
-        return True
-    report(path, key)
-    return False
 
 
 def _without_closing(node: Json) -> Json:
