@@ -65,13 +65,11 @@ from gateway.relay.turn_response import TurnRequest, TurnResponse
 from gateway.watch.rows import title_of
 from scheduler.session import TurnHints
 
-# Fields that only the gateway may set for an engine, and names of sessions, which it has read.
+# Names of sessions, which the gateway has read, and hints that only it may give to an engine. Of
+# vLLM's own fields ``take_foreign`` has left none but those that a client may set.
 _PRIVATE_FIELDS = frozenset(
-    {"cache_salt", "conversation", "kv_hints", "kv_transfer_params", "previous_response_id"}
-    | {"priority", "prompt_cache_key", "request_id", "session_id", "vllm_xargs"}
+    {"conversation", "kv_hints", "previous_response_id", "prompt_cache_key"}
     | {"prompt_cache_options", "prompt_cache_retention"}
-    # How vLLM reads images, and where from; those that ask for something were refused.
-    | {"ec_transfer_params", "media_io_kwargs", "mm_payload", "mm_processor_kwargs"}
 )
 _LIMITS = ("max_tokens", "max_completion_tokens")
 

@@ -1,10 +1,10 @@
-"""Fields of other servers' requests, and what becomes of each: the one list, for all dialects.
+"""Fields of other servers' requests, and the fate of each: the one list, for all dialects.
 
 A field on which some server acts, and which changes the answer, is honoured or refused by name: an
-answer that looks right and is not held to what was asked for is worse than none. Fields that only
-hint (where to cache, what to report) are taken, and change nothing. ``docs/conformance.md`` shows
-the list; what is not in it, and is no field of ours, is ignored, so clients newer than this file
-keep working. ``foreign_request`` applies it.
+answer that looks right and ignores a constraint is worse than none. Fields that only hint (where to
+cache, which figures to report) are taken, and change nothing. ``docs/conformance.md`` shows the
+list. A field that is neither in it nor ours is ignored, so clients newer than this file keep
+working. ``foreign_request`` applies it.
 """
 
 from __future__ import annotations
@@ -251,6 +251,10 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
     *_refused("system_prompt", LM_STUDIO, words=_SYSTEM),
     *_refused("images", OLLAMA, words=_IMAGES),
     *_refused("image_data", LLAMA, SGLANG, words=_IMAGES),
+    *_refused(
+        *("media_io_kwargs mm_processor_kwargs", VLLM),
+        words="how images are read is the server's to say",
+    ),
     *_refused("integrations", LM_STUDIO, words="send tools, and run them yourself"),
     *_refused("input_prefix input_suffix input_extra", LLAMA, words="send prompt and suffix"),
     *_refused("lora", LLAMA, words=_ADAPTER),

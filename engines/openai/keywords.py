@@ -1,7 +1,7 @@
 """Keywords of JSON schemas that no compiler here knows: left out and named, or refused if strict.
 
-A schema becomes a grammar of what may be written next, so a keyword that looks at the whole value,
-or at what a name or a text is *not*, has no place in it. Without such a keyword an answer still
+A grammar says which characters may come next, so a keyword that looks at the whole value, or that
+excludes names or texts, has no place in it. Without such a keyword an answer still
 obeys all the others. A client that says ``strict`` wants all of them or a refusal, as OpenAI does.
 """
 

@@ -100,16 +100,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: TokenLimit | None = None
     structured_outputs: Json | None = None
     ignore_eos: bool = False
-    media_io_kwargs: Json | None = None
-    mm_processor_kwargs: Json | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
-        for name in ("media_io_kwargs", "mm_processor_kwargs"):
-            if getattr(self, name):
-                raise FieldError(name, "how images are read is the server's to say")
         for key in self.bias_by_text:
             if not _TOKEN_ID.fullmatch(key) or int(key) > _MAX_TOKEN_ID:
                 raise FieldError("logit_bias", f"{key[:40]!r} is no token id: keys are token ids")
