@@ -33,6 +33,7 @@ class Dialect(NamedTuple):
 
     fields: Collection[str]  # its own, which are no foreign ones
     shows: bool = False  # its answers are the engine's own: they show all that the engine reports
+    renames: Mapping[str, str] = {}  # its names of a chat's fields, in errors
 
 
 def take_foreign(asked: Json, raw: Json, dialect: Dialect, engine: str) -> dict[str, str]:
@@ -127,6 +128,7 @@ class _Taking:
                 continue
             self._raw[ours] = value
             self._names.setdefault(ours, name)
+            self._names.setdefault(self._dialect.renames.get(ours, ours), name)
 
     def _has_limit(self) -> bool:
         return any(self._raw.get(name) is not None for name in _LIMITS)
@@ -150,8 +152,10 @@ def _refusal(name: str, words: str) -> InvalidRequest:
 
 def renamed(message: str, param: str | None, names: Mapping[str, str]) -> tuple[str, str | None]:
     """Return an error's message and field with the client's own name of the field."""
-    theirs = names.get((param or "").partition(".")[0].partition("[")[0])
-    if param is None or theirs is None:
+    if param is None:
+        return message, param
+    theirs = names.get(param) or names.get(param.partition(".")[0].partition("[")[0])
+    if theirs is None:
         return message, param
     if message.startswith(param):
         message = theirs + message.removeprefix(param)

@@ -1,8 +1,8 @@
 """Keywords of JSON schemas that no compiler here knows: left out and named, or refused if strict.
 
 A grammar says which characters may come next, so a keyword that looks at the whole value, or that
-excludes names or texts, has no place in it. Without such a keyword an answer still
-obeys all the others. A client that says ``strict`` wants all of them or a refusal, as OpenAI does.
+excludes names or texts, has no place in it. Without such a keyword an answer still obeys all the
+others. A client that says ``strict`` wants all of them or a refusal, as OpenAI does.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from gateway.openai.responses.history import (
 )
 from gateway.openai.responses.response import ResponseFields
 from gateway.openai.responses.translation import (
+    RENAMED,
     EventWriter,
     Known,
     ResponseAnswer,
@@ -106,9 +107,8 @@ def _failed(failure: Failure) -> bytes:
     return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-RESPONSE = Operation(
-    validate, _recall, _check_early, _failed, dialect=Dialect(ResponseFields.__struct_fields__)
-)
+DIALECT = Dialect(ResponseFields.__struct_fields__, renames=RENAMED)
+RESPONSE = Operation(validate, _recall, _check_early, _failed, dialect=DIALECT)
 
 
 async def create_response(request: Request) -> Response:

@@ -121,7 +121,9 @@ async def test_a_limit_under_another_name() -> None:
 async def test_what_only_vllm_can_do(path: str) -> None:
     own = OWN[path].__struct_fields__
     shows = "completions" in path
-    values = {field.name: "abc" for field in FOREIGN_FIELDS if field.fate is Fate.ON_VLLM}
+    values: dict[str, Any] = {
+        field.name: "abc" for field in FOREIGN_FIELDS if field.fate is Fate.ON_VLLM
+    }
     values |= {x.name: 7 for x in FOREIGN_FIELDS if x.fate is Fate.SHOWN_ON_VLLM}
     grammars = {"guided_grammar", "grammar", "ebnf"}
     for name, value in values.items():
@@ -157,7 +159,7 @@ async def test_what_no_engine_here_can_do_is_refused_by_name(path: str) -> None:
 
 @dialects
 async def test_hints_and_values_that_ask_for_nothing_are_taken(path: str) -> None:
-    own = OWN[path].__struct_fields__
+    own = set(OWN[path].__struct_fields__)
     fields: dict[str, Any] = {"repeat_last_n": 64}
     for field in FOREIGN_FIELDS:
         if field.name in own:
@@ -223,6 +225,14 @@ async def test_an_engines_refusal_has_the_clients_own_name() -> None:
     )
 
 
+@dialects
+async def test_a_schema_that_is_refused_has_the_clients_own_name(path: str) -> None:
+    reply = await ask(app_with("mlx"), path, options={"format": {"$ref": "#"}})
+    assert reply.status == 400
+    assert "leads back to itself" in error_of(reply)["message"]
+    assert error_of(reply).get("param", "format") == "format"
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -252,7 +262,8 @@ async def test_keywords_that_are_left_out_are_named_in_a_header(path: str, field
 
 async def test_tools_stay_in_the_prompt_as_they_were_sent() -> None:
     parameters = {**OBJECT, "propertyNames": {"pattern": "a"}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    function = {"name": "f", "parameters": parameters}
+    tool = {"type": "function", "function": function}
     app = app_with("mlx")
     chat = "/v1/chat/completions"
     forced = await ask(app, chat, tools=[tool], tool_choice="required")
@@ -260,7 +271,7 @@ async def test_tools_stay_in_the_prompt_as_they_were_sent() -> None:
     assert forced.headers["x-thermocline-left-out"] == "propertyNames"
     assert "x-thermocline-left-out" not in free.headers
     assert [asked.body["tools"] for asked in app.engine.asked] == [[tool], [tool]]
-    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    strict = {"type": "function", "function": {**function, "strict": True}}
     refused = await ask(app, chat, tools=[strict])
     assert refused.error["param"] == "tools[0].function.parameters"
     said = {"type": "function", "name": "f", "parameters": parameters, "strict": True}
