@@ -172,9 +172,9 @@ def test_a_server_holds_answers_and_calls_to_schemas_at_once(served: Served) -> 
 FOREIGN = {
     "type": "object",
     "properties": {
-        "mail": {"type": "string", "format": "idn-email", "maxLength": 9},
-        "ids": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 2},
-        "code": {"type": "string", "pattern": "^(?!x)[a-z]{1,4}$"},
+        "mail": {"type": "string", "format": "idn-email", "pattern": "^[a-z]{1,4}@b$"},
+        "ids": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2},
+        "code": {"type": "string", "pattern": "^(?!x)", "enum": ["ab", "cd"]},
     },
     "required": ["mail", "ids", "code"],
     "propertyNames": {"pattern": "^[a-z]+$"},
@@ -192,6 +192,18 @@ def test_keywords_that_no_compiler_knows_are_left_out(served: Served) -> None:
     )  # as the gateway does
     assert status == 200, answer
     assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"mail", "ids", "code"}
+
+
+def test_an_answer_goes_on_from_the_assistants_own_words(served: Served) -> None:
+    said = {"role": "assistant", "content": "Her name is"}
+    messages = [{"role": "user", "content": "Tell me of a person."}, said]
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    asked = {"messages": messages, "max_tokens": 4}
+    _, other = ask(served, asked)
+    status, answer = ask(served, {**asked, **going_on, "echo": True})
+    assert status == 200, answer
+    assert answer["choices"][0]["message"]["content"].startswith("Her name is")
+    assert answer["usage"]["prompt_tokens"] < other["usage"]["prompt_tokens"]
 
 
 def test_forced_calls_that_vllm_writes_as_one_schema() -> None:
