@@ -31,6 +31,8 @@ _NAMING: Final = frozenset(
 _FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
+# The grammar of these wants an offset from UTC; zod writes a pattern for times without one, too.
+_OFFSET: Final = ("time", "date-time")
 # Those that ask for nothing are left out in silence.
 _NOTHING: Final[dict[str, tuple[object, ...]]] = {
     "uniqueItems": (False,),
@@ -171,6 +173,8 @@ def _enforceable(node: Any, path: Path, report: Report) -> Any:
                 is_open = True
         elif key == "$schema" and not _DRAFTS.fullmatch(str(value)):
             continue  # a dialect that nothing here knows; it constrains nothing by itself
+        elif key == "format" and value in _OFFSET and is_plain(str(node.get("pattern", "(?="))):
+            continue  # the pattern says it all
         elif _is_enforceable(key, value, node):
             made[key] = _enforceable(value, (*path, key), report)
         elif value not in _NOTHING.get(key, ()):

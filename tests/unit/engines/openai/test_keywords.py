@@ -102,6 +102,13 @@ def test_what_is_held_to_no_schema_is_not_looked_at() -> None:
     assert offered({"$ref": "#"}).held_schemas == []
 
 
+def test_a_time_is_held_to_its_own_pattern() -> None:
+    local = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-9]$"}
+    assert left_out(held(of(**local), strict=True).held_schemas) == []
+    assert "format" not in enforceable(local)
+    assert enforceable({**local, "pattern": "(?=1)"}) == {"type": "string", "format": "time"}
+
+
 def test_an_object_whose_condition_is_left_out_stays_open() -> None:
     made = enforceable({**of(**TEXT), "if": {}, "then": {"properties": {"b": TEXT}}})
     assert made["additionalProperties"] is True
