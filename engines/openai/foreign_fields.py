@@ -58,10 +58,16 @@ class ForeignField(NamedTuple):
 _Made: TypeAlias = Iterator[ForeignField]
 
 
-def _means(words: str, make: Make, names: str, *servers: str, **more: Any) -> _Made:
+def _means(
+    words: str,
+    make: Make,
+    names: str,
+    *servers: str,
+    fate: Fate = Fate.HONOURED,
+    neutral: tuple[object, ...] = (),
+) -> _Made:
     for name in names.split():
-        neutral = more.get("neutral", ())
-        yield ForeignField(name, servers, more.get("fate", Fate.HONOURED), words, make, neutral, ())
+        yield ForeignField(name, servers, fate, words, make, neutral, ())
 
 
 def _on_vllm(names: str, *servers: str, neutral: tuple[object, ...] = _OFF) -> _Made:

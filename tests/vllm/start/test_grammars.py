@@ -188,7 +188,7 @@ def test_keywords_that_no_compiler_knows_are_left_out(served: Served) -> None:
     (call, *_) = answer["choices"][0]["message"]["tool_calls"]
     assert set(json.loads(call["function"]["arguments"])) == {"mail", "id", "code"}
     sent = with_enforceable_formats(answer_in(FOREIGN))  # as the gateway does
-    status, answer = ask(served, sent)
+    status, answer = ask(served, {**sent, "max_tokens": 800})  # some of it blanks
     assert status == 200, answer
     assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"mail", "id", "code"}
 
