@@ -21,7 +21,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engines.base import Engine, SessionRef
-from engines.openai.errors import unknown_model
+from engines.openai.errors import InvalidRequest, unknown_model
+from engines.openai.foreign_request import Dialect, renamed, take_foreign
+from engines.openai.keywords import left_out, with_enforceable_formats
 from engines.openai.messages import Sight, with_known_parts
 from engines.openai.requests import NO_LIMIT, ChatRequest, CompletionRequest, Json
 from engines.wire import TemplateRules
@@ -64,13 +66,11 @@ from gateway.relay.turn_response import TurnRequest, TurnResponse
 from gateway.watch.rows import title_of
 from scheduler.session import TurnHints
 
-# Fields that only the gateway may set for an engine, and names of sessions, which it has read.
+# Names of sessions, which the gateway has read, and hints that only it may give to an engine. Of
+# vLLM's own fields ``take_foreign`` has left none but those that a client may set.
 _PRIVATE_FIELDS = frozenset(
-    {"cache_salt", "conversation", "kv_hints", "kv_transfer_params", "previous_response_id"}
-    | {"priority", "prompt_cache_key", "request_id", "session_id", "vllm_xargs"}
+    {"conversation", "kv_hints", "previous_response_id", "prompt_cache_key"}
     | {"prompt_cache_options", "prompt_cache_retention"}
-    # How vLLM reads images, and where from; those that ask for something were refused.
-    | {"ec_transfer_params", "media_io_kwargs", "mm_payload", "mm_processor_kwargs"}
 )
 
 
@@ -157,6 +157,8 @@ class Operation(msgspec.Struct, frozen=True):
     failed: Callable[[Failure], bytes] = Failure.event
     # Hears how the request's prompt compares with the one before it, ahead of the answer.
     compared: Callable[[ServedModel, Tenant, AnswerFormat, Compared], None] = lambda *_: None
+    # None: fields of other servers mean nothing in it.
+    dialect: Dialect | None = None
     name: str = "chat"  # OpenTelemetry's
     path: str = "/v1/chat/completions"  # the engine's
 
@@ -169,6 +171,8 @@ class CheckedRequest(NamedTuple):
     session: NamedSession | None  # None: the client gave none
     chain: Sequence[Link]  # then its chat is recognised by these
     outline: Outline | None  # None: it is no chat
+    foreign: Mapping[str, str]  # the client's names of the engine's fields, if they are others
+    left_out: Sequence[str]  # keywords of JSON schemas
 
 
 async def accept(request: Request, operation: Operation) -> Response:
@@ -213,7 +217,8 @@ async def _prepared(
     """
     gateway = gateway_of(request)
     tenant = caller_of(request)
-    async with body_for_engine(request, check=operation.check_early, on_wait=on_wait) as body:
+    early = partial(_check_early, operation)
+    async with body_for_engine(request, check=early, on_wait=on_wait) as body:
         translate = await operation.recall(gateway, tenant, body)
         model = body.model
         rules = model.served.template
@@ -256,6 +261,8 @@ async def _prepared(
         client_name(request.headers),
         tenant.weight,
         title,
+        asked.foreign,
+        asked.left_out,
     )
     request_id = request_id_of(request.scope)
     return TurnResponse(gateway, model, turn, request_id, answer, asked.translated.keep)
@@ -270,8 +277,16 @@ def _check(
     asked: Json,
 ) -> CheckedRequest:
     translated, (rules, sight, engine) = translate(asked), served
-    raw = translated.raw
-    request = operation.validate(raw, sight)
+    raw = dict(translated.raw)  # it may be the client's body, which is still read
+    foreign: dict[str, str] = {}
+    if operation.dialect is not None:
+        foreign = take_foreign(asked, raw, operation.dialect, engine)
+    try:
+        request = operation.validate(raw, sight)
+    except InvalidRequest as error:
+        message, param = renamed(error.message, error.param, foreign)
+        raise InvalidRequest(message, param, error.code, error.status) from error
+    raw |= with_enforceable_formats(raw)
     if engine == "vllm":
         request.count_schemas().check_lengths()
     if isinstance(request, ChatRequest):
@@ -289,7 +304,17 @@ def _check(
         outline = outline_of(raw, tenant.salt)
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
-    return CheckedRequest(translated, request.model, named, chain, outline)
+    translated = translated._replace(raw=raw)
+    keywords = left_out(request.held_schemas)
+    return CheckedRequest(translated, request.model, named, chain, outline, foreign, keywords)
+
+
+def _check_early(operation: Operation, model: ServedModel, asked: Json) -> None:
+    """Check a copy of a body, as far as that is possible before its model is loaded."""
+    if operation.dialect is not None:
+        take_foreign(asked, asked, operation.dialect, "")
+    if operation.check_early is not None:
+        operation.check_early(model, asked)
 
 
 def _named(

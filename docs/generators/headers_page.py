@@ -36,6 +36,7 @@ RESPONSE = {
     "x-thermocline-cache": "where the prompt's KV came from: see below",
     "x-thermocline-stored": "`no; reason=WHY`: the answer could not be stored, see below",
     "x-thermocline-replaced": "how many half characters (lone surrogates) of tools became U+FFFD",
+    "x-thermocline-left-out": "keywords of JSON schemas that the answer was not held to: see below",
     "x-request-id": "the request's id, also in the log",
     "request-id": "the same, under `/v1/messages`",
     "openai-processing-ms": "milliseconds until the answer's head",
@@ -75,6 +76,11 @@ of a stream, whose head has gone out before, its last event does.
 | `too-large` | it is larger than `gateway.stored_bytes`, or its conversation is full |
 | `gone` | its conversation was deleted meanwhile |
 """
+LEFT_OUT = """
+Keywords, with commas between them, that no grammar has (`propertyNames`, `uniqueItems`, patterns
+that look ahead, unknown formats). They were left out of a schema that an answer or a forced call is
+held to; the others hold. A schema that says `strict` is refused instead.
+"""
 # Names of private headers between gateway and engine, and of words that only look like headers.
 PRIVATE = {
     "x-thermocline-tenant",
@@ -101,6 +107,8 @@ def headers_page() -> str:
         CACHE,
         "## `x-thermocline-stored`",
         STORED,
+        "## `x-thermocline-left-out`",
+        LEFT_OUT,
     )
 
 

@@ -21,6 +21,7 @@ from engines.openai.errors import error_body as error_body
 from engines.openai.errors import error_type as error_type
 from engines.openai.json_bodies import checked as checked
 from engines.openai.json_bodies import parse_json as parse_json
+from engines.openai.keywords import HeldSchema, held_formats, held_tools
 from engines.openai.messages import BLIND, Message, NamedTool, ResponseFormat, Sight, Tool
 from engines.openai.messages import Json as Json
 from engines.openai.schemas import SchemaCount
@@ -92,20 +93,22 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: NumTokens | None = None
     structured_outputs: Json | None = None
     ignore_eos: bool = False
-    media_io_kwargs: Json | None = None
-    mm_processor_kwargs: Json | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
-        for name in ("media_io_kwargs", "mm_processor_kwargs"):
-            if getattr(self, name):
-                raise FieldError(name, "how images are read is the server's to say")
         for key in self.bias_by_text:
             if not _TOKEN_ID.fullmatch(key) or int(key) > _MAX_TOKEN_ID:
                 raise FieldError("logit_bias", f"{key[:40]!r} is no token id: keys are token ids")
         self.count_schemas()
+        for schema in self.held_schemas:
+            schema.check()
+
+    @property
+    def held_schemas(self) -> Sequence[HeldSchema]:
+        """The JSON schemas that the answer is held to."""
+        return held_formats(self.response_format, self.structured_outputs)
 
     def count_schemas(self) -> SchemaCount:
         """Count what compilers would have to do. Raises ``FieldError`` if it is too much."""
@@ -199,6 +202,10 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     @property
     def offered_tools(self) -> Sequence[Tool]:
         return self.tools or ()
+
+    @property
+    def held_schemas(self) -> Sequence[HeldSchema]:
+        return [*super().held_schemas, *held_tools(self.tools or (), self.tool_choice)]
 
     @property
     def answer_tokens(self) -> int | None:

@@ -16,8 +16,14 @@ from starlette.responses import Response
 
 from engines.base import EngineUnavailable, SessionRef
 from engines.openai.errors import InvalidRequest
+from engines.openai.foreign_request import Dialect
 from engines.openai.messages import Json, Sight
-from engines.openai.requests import validate_chat, validate_completion
+from engines.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    validate_chat,
+    validate_completion,
+)
 from engines.wire import FillIn
 from gateway.body import ParsedBody
 from gateway.context import Gateway
@@ -269,7 +275,12 @@ def _check_early(model: ServedModel, asked: Json) -> None:
     validate_chat(for_engine(asked, [], sight)[0], sight)
 
 
-CHAT = Operation(validate_chat, _recall, _check_early)
+CHAT = Operation(
+    validate_chat,
+    _recall,
+    _check_early,
+    dialect=Dialect(ChatRequest.__struct_fields__, shows=True),
+)
 
 
 async def _recall_text(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
@@ -301,6 +312,7 @@ TEXT = Operation(
     validate_completion,
     _recall_text,
     _check_text_early,
+    dialect=Dialect(CompletionRequest.__struct_fields__, shows=True),
     name="text_completion",
     path="/v1/completions",
 )

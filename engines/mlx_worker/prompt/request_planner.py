@@ -334,9 +334,8 @@ class RequestPlanner:
 
 def _check_body(body: Body) -> None:
     """Refuse what only vLLM can do. Raises ``InvalidRequest``."""
-    for name in ("min_tokens", "structured_outputs"):
-        if getattr(body, name):
-            raise InvalidRequest(f"{name}: this engine cannot do that: leave it out", name)
+    if body.min_tokens:
+        raise InvalidRequest("min_tokens: this engine cannot do that: leave it out", "min_tokens")
 
 
 def _check_text(request: CompletionRequest) -> None:
@@ -346,6 +345,9 @@ def _check_text(request: CompletionRequest) -> None:
     if request.response_format is not None and request.response_format.type != "text":
         message = "response_format: a text completion has none here: send a chat"
         raise InvalidRequest(message, "response_format")
+    if request.structured_outputs:
+        message = "structured_outputs: a text completion has none here: send a chat"
+        raise InvalidRequest(message, "structured_outputs")
 
 
 def _sampling(

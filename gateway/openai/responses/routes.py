@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
+from engines.openai.foreign_request import Dialect
 from engines.openai.messages import Sight
 from engines.openai.requests import Json, checked
 from gateway.body import ParsedBody, body_for_engine, read_json_body
@@ -33,6 +34,7 @@ from gateway.openai.responses.history import (
 )
 from gateway.openai.responses.response import ResponseFields
 from gateway.openai.responses.translation import (
+    RENAMED,
     EventWriter,
     Known,
     ResponseAnswer,
@@ -105,7 +107,8 @@ def _failed(failure: Failure) -> bytes:
     return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-RESPONSE = Operation(validate, _recall, _check_early, _failed)
+DIALECT = Dialect(ResponseFields.__struct_fields__, renames=RENAMED)
+RESPONSE = Operation(validate, _recall, _check_early, _failed, dialect=DIALECT)
 
 
 async def create_response(request: Request) -> Response:
