@@ -101,6 +101,7 @@ def row_arrays(codec: RowCodec, packed: Packed) -> dict[str, np.ndarray]:
     wide = claimed_layout(codec, packed.layout, num_tokens, first, packed.nbytes)
     plan = plan_payload(codec.rows, wide, num_tokens, first)
     payload = np.frombuffer(packed.payload, np.uint8)
+    codec.check_payload(payload, plan)
     (slot,) = (slot for slot in plan.slots if slot.dim)
     shape = (slot.num_heads, slot.num_tokens)
     return {

@@ -108,7 +108,7 @@ class MatrixCodec:
             values = widen(reader.take("<u2", num_rows, width), "bfloat16")
         else:
             scales = widen(reader.take("<u2", num_rows), "bfloat16")
-            with np.errstate(over="ignore"):  # by a damaged scale; the result is refused
+            with np.errstate(all="ignore"):  # a damaged scale; the result is refused
                 values = read_codes(reader, num_rows, width, self.num_bits) * scales[:, None]
         return narrowed(values, dtype, shape)
 
@@ -301,7 +301,7 @@ class DealtCodec:
         for count in _COUNTS:
             if counts[count]:
                 own = bits == count
-                with np.errstate(over="ignore"):  # by a damaged scale; the result is refused
+                with np.errstate(all="ignore"):  # a damaged scale; the result is refused
                     codes = read_codes(reader, int(counts[count]), width, count)
                     values[own] = codes * scales[own, None]
         return narrowed(values, dtype, shape)
