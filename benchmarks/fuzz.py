@@ -182,8 +182,8 @@ def outcome(target: Target, data: bytes, found: Findings) -> str:
     kind, cpu_s, nbytes = _read(target, data)
     for _ in range(TRIES - 1):
         if cpu_s > MOST_CPU_S or nbytes > MOST_BYTES:
-            kind, *again = _read(target, data)
-            cpu_s, nbytes = min(cpu_s, again[0]), min(nbytes, again[1])
+            kind, again_s, again_nbytes = _read(target, data)
+            cpu_s, nbytes = min(cpu_s, again_s), min(nbytes, again_nbytes)
     found.most_cpu_s, found.most_bytes = max(found.most_cpu_s, cpu_s), max(found.most_bytes, nbytes)
     text = kind if kind not in ("read", "refused") else ""
     if cpu_s > MOST_CPU_S or nbytes > MOST_BYTES:

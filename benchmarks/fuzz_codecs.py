@@ -34,7 +34,7 @@ from kvstore.codecs.states import dealt_codec, matrix_codec
 from kvstore.errors import Corrupt, Mismatch, Unusable
 from kvstore.shapes import KVLayer, KVLayout, slice_tokens
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile, model_run
-from thermocline.method import Method
+from thermocline.method import SIDES, Method
 
 # Changes a good input; arguments: source of chance, the input, another one.
 Change: TypeAlias = Callable[[random.Random, bytes, bytes], bytes]
@@ -90,7 +90,7 @@ def method_target(name: str) -> Target:
     runs = [method.pack_run(model_run(layout, 20, 1, first), first) for first in (0, 100)]
     if not name.startswith("learned"):
         sides = model_run(layout, 20, 2)[0]
-        runs += [method.pack(x, y) for x, y in zip(sides, ("key", "value"), strict=True)]
+        runs += [method.pack(x, y) for x, y in zip(sides, SIDES, strict=True)]
     seeds = tuple(x.tobytes() for x in runs)
 
     def read(data: bytes) -> None:
@@ -198,8 +198,12 @@ def _packed_state(name: str, matrices: AnyMatrixCodec, changes: tuple[Change, ..
 
 def codec_targets() -> dict[str, Callable[[], Target]]:
     """What makes each of them, by name: a process makes only its own."""
-    found = {f"rows {x}": functools.partial(method_target, x) for x in method_names()}
+    found: dict[str, Callable[[], Target]] = {
+        f"rows {x}": functools.partial(method_target, x) for x in method_names()
+    }
     for name in ("raw", "tq3", "lm3", "segments"):
         for end, is_mended in (("", False), (MENDED, True)):
             found[f"blob {name}{end}"] = functools.partial(blob_target, name, is_mended)
-    return found | {f"state {x}".strip(): functools.partial(state_target, x) for x in ("", *STATES)}
+    for name in ("", *STATES):
+        found[f"state {name}".strip()] = functools.partial(state_target, name)
+    return found

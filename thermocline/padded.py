@@ -83,7 +83,7 @@ def padded_layout(codec: Codec, layout: KVLayout) -> KVLayout:
 def claimed_layout(
     codec: Codec, layout: KVLayout, num_tokens: int, first_token: int, nbytes: int
 ) -> KVLayout:
-    """Returns ``padded_layout`` of what a header claims for a payload of ``nbytes``.
+    """Returns ``padded_layout`` of a layout that a header claims for ``nbytes`` of payload.
 
     Raises:
         Corrupt: the payload is too short for it, or there is none of such a layout.

@@ -53,7 +53,7 @@ class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """What a file of any release has in its header; the rest is skipped, not built."""
+    """The version, which any release writes; the rest of a header is skipped, not built."""
 
     version: int
 

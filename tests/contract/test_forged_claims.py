@@ -14,7 +14,7 @@ import pytest
 import thermocline
 from benchmarks.fuzz import fuzz
 from benchmarks.fuzz_codecs import codec_targets, method_names, opened
-from kvstore.blobs.snapshot import StateArray, decode_state, encode_state
+from kvstore.blobs.snapshot import StateArray, StateTree, decode_state, encode_state
 from kvstore.blobs.state_packer import StatePacker
 from kvstore.codecs.states import MOST_WIDTH, dealt_codec
 from kvstore.errors import Corrupt, Mismatch
@@ -99,7 +99,11 @@ def test_a_row_of_zeros_is_as_wide_as_rows_are() -> None:
     codec = dealt_codec("dealt6", None, "0123456789")
     packer = StatePacker(None, {}, [codec.id])
     zeros = np.zeros(3 * 1000, np.uint8)
-    state = {"\0matrix": codec.id, "dtype": "float32", "payload": StateArray("uint8", zeros)}
+    state: dict[str, StateTree] = {
+        "\0matrix": codec.id,
+        "dtype": "float32",
+        "payload": StateArray("uint8", zeros),
+    }
     for width in (MOST_WIDTH + 1, 1 << 20, 1 << 60):
         forged = encode_state({**state, "shape": [1000, width]})
         with cost() as found, pytest.raises(Corrupt):
