@@ -272,7 +272,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """
 
     report: SessionReport | None
-    kept: str = ""  # "busy", "pinned", "no-cold-copy", "disabled"
+    kept: str = ""  # "busy", "pinned", "saving", "no-cold-copy", "disabled"
 
 
 class Sessions(msgspec.Struct, frozen=True, tag="session_list"):

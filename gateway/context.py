@@ -172,10 +172,10 @@ async def _enter(loading: Loading, model: OnDemand, caller: Tenant, share: KeySh
     share.on_leaving(partial(loading.leave, model))
 
 
-def json_response(body: object) -> Response:
+def json_response(body: object, status: int = 200) -> Response:
     """Answer with an object as JSON; bytes are JSON already."""
     encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    return Response(encoded, media_type="application/json")
+    return Response(encoded, status, media_type="application/json")
 
 
 def limit_of(request: Request, usual: int, most: int) -> int:

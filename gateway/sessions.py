@@ -31,7 +31,7 @@ from gateway.directory.beyond import (
     used_later,
 )
 from gateway.directory.directory import Elsewhere
-from gateway.directory.orders import done, shown, sleeps
+from gateway.directory.orders import done, shown, sleeps, status_of
 from gateway.edge.tier_bytes import Used
 from gateway.identity.names import SUFFIX, checked_name
 from gateway.keys import Tenant
@@ -84,7 +84,10 @@ async def list_sessions(request: Request) -> Response:
 
 @router.post(_ONE + "/demote")
 async def demote(request: Request) -> Response:
-    """Put a session to sleep now; a tier in the body also moves its cold copy down."""
+    """Put a session to sleep now; a tier in the body also moves its cold copy down.
+
+    One that is still being saved is answered with 202, and sleeps when that is done.
+    """
     session = _session(request)
     body = await read_json_body(request, gateway_of(request).config)
     try:
@@ -245,7 +248,7 @@ async def _carried_out(
             view = await done(model, session, verb, tier)
     if view is None:
         raise _unknown(elsewhere)
-    return json_response(shown(model, view))
+    return json_response(shown(model, view), status_of(view))
 
 
 def _model_name(request: Request) -> str:

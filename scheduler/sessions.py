@@ -26,6 +26,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.follower import Deleted, Follower
 from scheduler.moves import Moves
 from scheduler.session import (
+    SAVING,
     Event,
     Observer,
     Observers,
@@ -139,11 +140,15 @@ class SessionManager:
 
     async def run(self) -> None:
         """Follow the engine and sweep, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.follower.run(), name="session-follower")
-            group.create_task(self.sweeps.run(), name="session-sweeps")
-            if self._guards:
-                group.create_task(self.headroom.guard(self._engine.restart), name="memory-guard")
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.follower.run(), name="session-follower")
+                group.create_task(self.sweeps.run(), name="session-sweeps")
+                if self._guards:
+                    guard = self.headroom.guard(self._engine.restart)
+                    group.create_task(guard, name="memory-guard")
+        finally:
+            self._moves.close()
 
     # ---- turns
 
@@ -256,7 +261,8 @@ class SessionManager:
     async def demote(self, ref: SessionRef, tier: TierName | None = None) -> SessionView | None:
         """Put a session to sleep now; ``tier`` also moves the cold copy down.
 
-        Returns None if the session is unknown.
+        One that is still being saved is shown as saving, and sleeps when that is done. Returns None
+        if the session is unknown.
 
         Raises:
             SessionKept: it stayed as it was.
@@ -265,7 +271,7 @@ class SessionManager:
         session = self._known(ref)
         if session is None:
             return None
-        if kept := await self._moves.hibernate(session, tier, "asked"):
+        if (kept := await self._moves.demote(session, tier)) not in ("", SAVING):
             raise SessionKept(kept)
         return self.get(ref)
 

@@ -126,6 +126,7 @@ class SessionTable:
         else:
             session.num_turns += 1
             session.apply(event)
+        session.saving = False
         session.last_used = self._clock()  # the row is in no queue now
         if hints is not None:
             session.take_hints(hints, session.last_used)

@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
 # How long a list waits for the sessions that are on Redis.
 KNOWN_S: Final = 7.0
-# How long a demote waits for a save that is on its way.
-SAVE_WAIT_S: Final = 30.0
+# How long a demote waits for a save that is on its way before the gateway is to ask again.
+SAVE_WAIT_S: Final = 5.0
 # How long smaller budgets are waited for before the gateway is to ask again, and how often it is
 # looked whether they hold.
 SHRINK_WAIT_S: Final = 20.0
@@ -301,7 +301,7 @@ class MlxVerbs:
         if self._hot.is_busy(hot.key) or self._hot.get(hot.key) is not hot:
             return "busy"
         if not hot.is_saved:
-            return "no-cold-copy"
+            return "no-cold-copy" if hot.saved.done() else "saving"
         self._hot_cache.drop(hot)
         return ""
 

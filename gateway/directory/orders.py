@@ -23,7 +23,7 @@ from gateway.keys import Tenants
 from gateway.models.loading import Loading
 from gateway.models.served_model import ServedModel
 from kvstore.directory.boards import MAX_ORDERS, Answer, Board, Order
-from scheduler.session import SessionView
+from scheduler.session import SAVING, SessionView
 
 ORDER_S: Final = 30.0
 FRESH_S: Final = 2 * ORDER_S
@@ -180,7 +180,8 @@ class Verbs:
             return Result(failure.status, failure.json())
         if view is None or model is None:
             return Result(404, b"")
-        return Result(200, msgspec.json.encode({**shown(model, view), "server": server}))
+        body = msgspec.json.encode({**shown(model, view), "server": server})
+        return Result(status_of(view), body)
 
     @asynccontextmanager
     async def _using(self, model: ServedModel, order: Order) -> AsyncIterator[None]:
@@ -218,6 +219,11 @@ async def done(
             return await model.sessions.pin(session, verb == "pin")
         case _:
             return None
+
+
+def status_of(view: SessionView) -> int:
+    """Return the status of a verb's answer: 202 if the verb is still being carried out."""
+    return 202 if view.state == SAVING else 200
 
 
 def shown(model: ServedModel, view: SessionView) -> dict[str, Any]:

@@ -128,8 +128,13 @@ class KeyLimits:
         elif counts.limits != limits:  # its line was changed; its shares hold on to the counts
             counts.limit_to(limits)
         counts.share_by(self.shared.stock(tenant, limits) if self.shared else None)
+        waited = scope["state"].get(RESERVED)
         give_back(scope)
-        counts.admit(account, is_shared=self.shared is not None and self.shared.is_shared)
+        counts.admit(
+            account,
+            is_shared=self.shared is not None and self.shared.is_shared,
+            is_answered=waited is None or waited.is_answered,
+        )
         scope["state"][KEY_SHARE] = KeyShare(counts, int(account.computes))
 
     @property
@@ -185,7 +190,17 @@ class _Counts:
         if stock is not None:
             stock.running = self.running
 
-    def admit(self, account: Account, *, is_shared: bool = False) -> None:
+    def admit(self, account: Account, *, is_shared: bool = False, is_answered: bool = True) -> None:
+        """Let a request in, and count it.
+
+        Args:
+            is_shared: it counts against the common limits.
+            is_answered: False if the server has not said whether they have room for it: then the
+                counts here decide, and it is owed there.
+
+        Raises:
+            Refused: there is no room.
+        """
         self._is_shared = is_shared and self._stock is not None
         at_once = self.limits.concurrent_requests
         if account.computes and at_once and self.running >= at_once:
@@ -194,7 +209,8 @@ class _Counts:
         for what, bucket in self._buckets.items():
             if wait_s := bucket.wait_s(needed[what]) if needed[what] else 0.0:
                 raise self._refusal(f"this key may use {bucket.per_minute} {what} a minute", wait_s)
-        self._check_shared(account, needed)
+        if is_answered:
+            self._check_shared(account, needed)
         self.use("requests", account.requests)
         self.run(int(account.computes))
 

@@ -63,19 +63,22 @@ class RedisShelf:
         times = dict.fromkeys(("timeout", "socket_timeout", "socket_connect_timeout"), deadline_s)
         self._servers = open_servers(url, max_connections=MAX_CONNECTIONS, **times)
 
-    def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
-        keys, name = Keys(tenant), f"{kind}:{id}"
+    def find(
+        self, tenant: str, kind: Kind, ids: Sequence[str], uses: Collection[str] = ()
+    ) -> list[Found | None]:
+        keys = Keys(tenant)
         with self._exchange(keys) as server, server.pipeline(transaction=False) as asked:
-            asked.hmget(keys.entry(name), "head", "session")
-            asked.hstrlen(keys.entry(name), "body")
-            (head, session), nbytes = asked.execute()
-        if not head or session is None:
-            return None
-        found = Found(head, text(session), nbytes)
-        if uses:
+            for id in ids:
+                asked.hmget(keys.entry(f"{kind}:{id}"), "head", "session")
+                asked.hstrlen(keys.entry(f"{kind}:{id}"), "body")
+            said = asked.execute()
+        rows = zip(said[::2], said[1::2], strict=True)
+        found = [Found(x, text(of), n) if x and of is not None else None for (x, of), n in rows]
+        if used := {f"{kind}:{x}": f for x, f in zip(ids, found, strict=True) if f and x in uses}:
             with suppress(StoreFailed), self._exchange(keys) as server, server.pipeline() as change:
-                self._keep(change, keys, name, found.session)
-                change.zadd(keys.used, {name: self._clock()}, xx=True)
+                for name, x in used.items():
+                    self._keep(change, keys, name, x.session)
+                change.zadd(keys.used, dict.fromkeys(used, self._clock()), xx=True)
                 change.execute()
         return found
 
@@ -86,7 +89,7 @@ class RedisShelf:
 
     def parts(self, tenant: str, kind: Kind, id: str, span: Span) -> list[Part]:
         keys, name = Keys(tenant), f"{kind}:{id}"
-        order, items = keys.order(name), keys.items(name)
+        order, items, most = keys.order(name), keys.items(name), min(span.limit, SLICE_ITEMS)
         with self._exchange(keys) as server:
             first = span.skip
             if span.after is not None:
@@ -94,10 +97,8 @@ class RedisShelf:
                 if rank is None:
                     return []
                 first = rank + 1
-            last = first + min(span.limit, SLICE_ITEMS) - 1
-            ids = (
-                server.zrange(order, first, last, desc=not span.ascending) if last >= first else []
-            )
+            backward = not span.ascending
+            ids = server.zrange(order, first, first + most - 1, desc=backward) if most > 0 else []
             with server.pipeline(transaction=False) as asked:
                 for x in ids:
                     asked.hstrlen(items, x)
@@ -245,8 +246,7 @@ class RedisShelf:
     def delete(self, tenant: str, kind: Kind, id: str) -> bool:
         keys, name = Keys(tenant), f"{kind}:{id}"
         with self._exchange(keys) as server:
-            there = bool(server.exists(keys.entry(name)))
-            if there:
+            if there := bool(server.exists(keys.entry(name))):
                 self._hide(server, keys, name)
         return there
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from launch.cli import options
 from launch.cli.sessions import DEFAULT_URL, Key, Url
+from launch.printing import say
 from launch.settings.effective_settings import EffectiveSettings
 
 
@@ -47,15 +47,15 @@ def connect(
     server = Server(base, str(model["id"]), int(model["max_model_len"]), api_key or NO_KEY)
     needs = connection(client, server, Path.home())
     if not write:
-        typer.echo("\n".join(needs.lines))
+        say("\n".join(needs.lines))
     elif needs.change is None:
         raise UsageError(f"{client} has no file to write to. {' '.join(needs.notes)}")
     else:
         backup = clients.write(needs.change)
         kept = f" (as it was: {backup})" if backup else ""
-        typer.echo(f"wrote {needs.change.path}{kept}", err=True)
+        say(f"wrote {needs.change.path}{kept}", error=True)
     for note in needs.notes:
-        typer.echo(note, err=True)
+        say(note, error=True)
 
 
 def join(
@@ -100,15 +100,23 @@ def join(
         made = invitation_of(effective, os.environ, redis_from_there)
         write_invitation(made, invite)
         if is_local(made.redis_url):
-            _say("Redis has an address of this machine alone; others need --redis-from-there URL")
-        _say("It holds the secret: copy it as you copy keys (scp), and remove it after use.")
+            say(
+                "Redis has an address of this machine alone; others need --redis-from-there URL",
+                error=True,
+            )
+        say(
+            "It holds the secret: copy it as you copy keys (scp), and remove it after use.",
+            error=True,
+        )
     elif file is not None:
         invitation = read_invitation(file)
         settings = accept(invitation, effective.folders.data / "joined")
-        print(f"wrote {settings}")
-        print(f"start: thermocline serve --config {settings} --model MODEL")
+        say(f"wrote {settings}")
+        say(f"start: thermocline serve --config {settings} --model MODEL")
         if (seed := invitation.hash_seed) != os.environ.get(SEED_VARIABLE, ""):
-            print("first:", f"export {SEED_VARIABLE}={seed}" if seed else f"unset {SEED_VARIABLE}")
+            say(
+                "first: " + (f"export {SEED_VARIABLE}={seed}" if seed else f"unset {SEED_VARIABLE}")
+            )
         context.params["config"] = settings
         _check(options.chosen(context, os.environ))
     else:
@@ -123,12 +131,8 @@ def _check(effective: EffectiveSettings) -> None:
     if not effective.settings.store.redis_url:
         raise UsageError("there is no Redis in these settings (store.redis_url)")
     found = roll_call(effective, os.environ)
-    print(f"{found.alike} engines on this Redis have this secret")
+    say(f"{found.alike} engines on this Redis have this secret")
     for each in found.differing:
-        print(f"differs: {each.text}")
+        say(f"differs: {each.text}")
     if found.differing:
         raise typer.Exit(1)
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr)

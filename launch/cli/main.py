@@ -21,7 +21,7 @@ from launch.cli.bench import bench
 from launch.cli.connect import connect, join
 from launch.cli.sessions import chat, top
 from launch.errors import LaunchError, UsageError
-from launch.printing import print_json, print_table
+from launch.printing import print_json, print_table, say
 from launch.settings.schema import flat, masked
 from launch.settings.units import shown
 
@@ -45,7 +45,7 @@ app.add_typer(keys_app, name="keys", no_args_is_help=True)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"thermocline {version('thermocline')}")
+        say(f"thermocline {version('thermocline')}")
         raise typer.Exit
 
 
@@ -250,7 +250,7 @@ def calibrate(
                 " options but --api-key, --model, --json and --plot"
             )
         remote = Remote(url, api_key, model or "")
-        report = measure_served(remote, lambda words: print(words, file=sys.stderr))
+        report = measure_served(remote, lambda words: say(words, error=True))
     else:
         chosen = CalibrateOptions(text or (), eval_text or (), presets, contexts, needles)
         effective = options.chosen(context, os.environ)
@@ -277,5 +277,5 @@ def main() -> None:
     try:
         app()
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -29,6 +29,7 @@ from gateway.server import DrainingServer, server_of
 from gateway.watch.telemetry import configure_logging, keep_lines
 from launch.calibrate.program import ProfileWatch
 from launch.errors import LaunchError
+from launch.machine.folders import require_closed_folder
 from launch.machine.installation import require_own_packages
 from launch.machine.resources import raise_open_files
 from launch.serve.build import BuiltServer, build
@@ -105,6 +106,7 @@ def _admin_sockets(stack: ExitStack, config: GatewayConfig) -> list[socket.socke
         sockets.append(stack.enter_context(take_port(own)))
         log.info("admins: %s", url_of(sockets[-1]))
     if config.admin_socket:
+        require_closed_folder(config.admin_socket, "gateway.admin_socket")
         sockets.append(stack.enter_context(take_path(config.admin_socket)))
         log.info("admins: unix:%s", config.admin_socket)
     return sockets

@@ -85,13 +85,13 @@ def test_stored_objects_are_found_over_a_failover(master: RedisServer, sentinel:
 
     def is_gone() -> bool:
         try:
-            return shelf.find("t", "response", "r") is None
+            return shelf.find("t", "response", ["r"]) == [None]
         except StoreFailed:
             return False
 
     assert is_gone()
     master.kill()
     with pytest.raises(StoreFailed):
-        shelf.find("t", "response", "r")
+        shelf.find("t", "response", ["r"])
     until(is_gone)
     shelf.close()
