@@ -226,7 +226,7 @@ def _counted(
     if not hot.sessions(context):
         return f"{context} tokens do not fit beside the weights"
     codec, nbytes = _asleep(effective, shape, context)
-    asleep = dict.fromkeys(("ram", "disk", "redis"), Asleep(codec, nbytes, planned=True))
+    asleep = dict.fromkeys(("ram", "disk"), Asleep(codec, nbytes, planned=True))
     needs = Needs(context, hot.running_bytes(context), hot.idle_bytes(context), asleep)
     return OnMachine(needs, choose_budgets(needs, rooms, MANY), rooms, hot.sessions(context))
 

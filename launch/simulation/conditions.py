@@ -16,6 +16,7 @@ from launch.settings.effective_settings import EffectiveSettings
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 PositiveRate = Annotated[float, msgspec.Meta(gt=0)]
+SHARED_BYTES = 64 << 30  # of a Redis that machines share, for each of them
 MANY_USERS = 20_000  # are simulated in larger chunks and for fewer turns each
 TURNS = 200_000  # of all users together, about
 FEWEST_TURNS, MOST_TURNS = 2, 20
@@ -113,7 +114,7 @@ def conditions_of(
         habits=habits,
         speeds=speeds,
         shared_bytes_s=shared_bytes_s,
-        shared_bytes=store.redis_bytes * machines,
+        shared_bytes=SHARED_BYTES * machines,
         idle_after_s=scheduler.idle_after_s,
         high_water=scheduler.high_water,
         low_water=scheduler.low_water,

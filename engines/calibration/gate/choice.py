@@ -144,7 +144,7 @@ def tiers_in_use(config: StoreConfig) -> tuple[TierName, ...]:
     room: dict[TierName, bool] = {
         "ram": config.ram_bytes > 0,
         "disk": config.disk_bytes > 0,
-        "redis": bool(config.redis_url) and config.redis_bytes > 0,
+        "redis": bool(config.redis_url),
     }
     return tuple(tier for tier, has_room in room.items() if has_room)
 
