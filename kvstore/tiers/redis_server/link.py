@@ -139,7 +139,9 @@ class RedisLink:
                 replies[i] = self._redirected(commands[i])
         return replies
 
-    def _by_server(self, commands: Sequence[Command]) -> Iterable[tuple[Any, list[int]]]:
+    def _by_server(self, commands: Sequence[Command]) -> Iterable[tuple[Any, Sequence[int]]]:
+        if not self._servers.is_cluster:
+            return [(self._servers.client(), range(len(commands)))] if commands else ()
         found: dict[int, tuple[Any, list[int]]] = {}
         for i, command in enumerate(commands):
             server = self._servers.node_of(_key_of(command))

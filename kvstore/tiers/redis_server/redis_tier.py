@@ -39,9 +39,11 @@ from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
 PREFIX: Final = b"thermocline:kv:"
 TTL_S: Final = 7 * 86400.0
 OWED_FILE: Final = "redis-deletions"  # in the engine's folder
-BATCH_BYTES: Final = 4 << 20  # of blobs that are sent or awaited together
+BATCH_BYTES: Final = 4 << 20  # of blobs that are sent or awaited together, at most
 BATCH_KEYS: Final = 256
-FIRST_BATCH: Final = 8  # blobs whose sizes are not known yet
+# Assumed until the first blobs have come: their size, and the speed of the line.
+FIRST_BLOB_BYTES: Final = 512 << 10
+FIRST_BYTES_S: Final = 4 << 20
 MAX_BLOB_BYTES: Final = (512 << 20) - 64  # the most that a server takes, with our head
 PROLONG_S: Final = 600.0  # a blob that is used more often is prolonged once in this time
 MAX_PROLONGED: Final = 65_536  # that are remembered; others are prolonged once too often
@@ -88,6 +90,8 @@ class RedisTier:
         self._prolonged: dict[bytes, float] = {}  # when, by key; the longest ago first
         self._bounds: ServerBounds | None = None  # not known yet
         self._bounds_at = float("-inf")
+        self._blob_bytes: float = FIRST_BLOB_BYTES  # of the largest that came lately
+        self._bytes_s: float = FIRST_BYTES_S
         self.owed_file = None if folder is None else folder / OWED_FILE
 
     def __repr__(self) -> str:
@@ -103,13 +107,12 @@ class RedisTier:
         found: dict[bytes, Blob] = {}
         refusals: list[TierUnavailable] = []
         until = self._link.deadline()
-        first, count = 0, FIRST_BATCH
+        first = 0
         try:
             while first < len(keys):
-                began = self._monotonic()
-                nbytes = self._read(keys[first : first + count], until, found, refusals)
-                first += count
-                count = self._next_batch(count, nbytes, self._monotonic() - began)
+                end = first + max(1, min(BATCH_KEYS, int(self._room() / self._blob_bytes)))
+                self._read(keys[first:end], until, found, refusals)
+                first = end
         except TierUnavailable:
             if not found:
                 raise
@@ -123,16 +126,15 @@ class RedisTier:
         until: float,
         found: dict[bytes, Blob],
         refusals: list[TierUnavailable],
-    ) -> int:
-        """Read some blobs in one exchange; return their bytes. Damaged ones are removed."""
-        nbytes = 0
+    ) -> None:
+        """Read some blobs in one exchange. Damaged ones are removed."""
         damaged: list[Command] = []
+        began = self._monotonic()
         replies = self._link.run([("GET", name_of(key)) for key in keys], until)
+        self._note_speed([len(x) for x in replies if isinstance(x, bytes)], began)
         for key, reply in zip(keys, replies, strict=True):
             try:
-                value = self._content(reply)
-                nbytes += len(value)
-                if value:
+                if value := self._content(reply):
                     found[key] = _opened(key, value)
             except TierUnavailable as error:
                 refusals.append(error)
@@ -141,13 +143,15 @@ class RedisTier:
                 damaged.append(("DEL", name_of(key)))  # while it exists, it is not stored again
         if damaged:
             self._link.run(damaged)
-        return nbytes
 
-    def _next_batch(self, count: int, nbytes: int, took_s: float) -> int:
-        """Return how many blobs to await next: a part of the deadline's worth."""
-        in_time = int(count * self._link.deadline_s / 4 / max(took_s, 1e-3))
-        in_bytes = BATCH_BYTES * count // max(nbytes, 1)
-        return max(1, min(in_time, in_bytes, 4 * count, BATCH_KEYS))
+    def _room(self) -> float:
+        """Return how many bytes to send or await at once: a part of the deadline's worth."""
+        return min(BATCH_BYTES, self._bytes_s * self._link.deadline_s / 4)
+
+    def _note_speed(self, lengths: Sequence[int], began: float) -> None:
+        if lengths:
+            self._blob_bytes = max(1, *lengths, 0.8 * self._blob_bytes)
+            self._bytes_s = max(1, sum(lengths)) / max(self._monotonic() - began, 1e-6)
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         replies = self._in_batches([("EXISTS", name_of(key)) for key in keys])
@@ -177,12 +181,14 @@ class RedisTier:
     def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
         num_held = 0
         for batch in self._batches(dict(items)):
+            began = self._monotonic()
             try:
                 replies = self._link.run([(*self._set(*x), "NX") for x in batch])
             except TierUnavailable:
                 if not num_held:
                     raise
                 break
+            self._note_speed([len(blob) for _, blob in batch], began)
             held = [
                 (key, reply)
                 for (key, _), reply in zip(batch, replies, strict=True)
@@ -211,14 +217,14 @@ class RedisTier:
         return ("SET", name_of(key), _sealed(key, blob), "PX", self._ttl_ms)
 
     def _batches(self, blobs: Mapping[bytes, Blob]) -> Iterator[list[tuple[bytes, Blob]]]:
-        """Yield blobs in order, of ``BATCH_BYTES`` together or one; too large ones are counted."""
+        """Yield blobs in order, one or as many as there is room for; count too large ones."""
         batch: list[tuple[bytes, Blob]] = []
         total = 0
         for key, blob in blobs.items():
             if len(blob) > MAX_BLOB_BYTES:
                 self._link.count(f"a blob of {len(blob)} bytes is too large")
                 continue
-            if batch and (total + len(blob) > BATCH_BYTES or len(batch) >= BATCH_KEYS):
+            if batch and (total + len(blob) > self._room() or len(batch) >= BATCH_KEYS):
                 yield batch
                 batch, total = [], 0
             batch.append((key, blob))
