@@ -278,20 +278,20 @@ class RedisShelf:
 
     def chores(self) -> Iterator[list[tuple[str, Kind, str]]]:
         """Remove what older releases left: it lies in plain text, and may have been changed."""
-        older: Iterator[bytes] = iter(())
-        if not self._older_are_gone:
-            with self._reported():
-                client = self._servers.client()
-                older = client.scan_iter(match=OLDER, count=SLICE_ITEMS)
+        if self._older_are_gone:
+            return
+        with self._reported():
+            client = self._servers.client()
+            older = client.scan_iter(match=OLDER, count=SLICE_ITEMS)
         while True:
             with self._reported():
                 found = list(islice(older, SLICE_ITEMS))
                 for key in found:  # each may lie in another slot
                     client.unlink(key)
             if not found:
-                break
+                self._older_are_gone = True
+                return
             yield []
-        self._older_are_gone = True
 
     def close(self) -> None:
         self._servers.close()

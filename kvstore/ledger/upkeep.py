@@ -85,7 +85,7 @@ class OwedDeletions:
         self._num_keys += sum(len(x.keys) for x in owed)
 
     def all(self) -> list[Owed]:
-        """Those of earlier lives and of this one."""
+        """Return what earlier lives and this one owe."""
         return [*self.inherited, *self._owed]
 
     def settle(self) -> None:

@@ -3,5 +3,5 @@
 ``redis_tier`` implements ``Tier``, one value for each blob; ``link`` runs its commands within a
 deadline, and ``breaker`` stops calls to a server that does not answer. ``client`` opens redis-py's
 client of one server, of the master that Sentinels name, or of a cluster. ``bounds`` reads how the
-server bounds its memory, and what to say if it does not.
+server bounds its memory, and words the trouble if it does not.
 """

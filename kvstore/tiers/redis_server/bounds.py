@@ -1,4 +1,4 @@
-"""How a Redis server bounds its memory, and what to say if it does not.
+"""How a Redis server bounds its memory, and the trouble if it does not.
 
 The tier has no budget of its own: several engines share a server, and only the server knows what
 all of them hold there. Every blob has a time to live, so all policies that evict suit, the
@@ -29,7 +29,7 @@ class ServerBounds(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """Why the server may come to hold too much, or refuse to store; "" = it evicts."""
+        """The reason why the server may hold too much, or refuse to store; "" = it evicts."""
         if self.max_bytes is None:
             return "it does not say whether its memory is bounded"
         if not self.max_bytes:

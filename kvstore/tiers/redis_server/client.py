@@ -1,4 +1,4 @@
-"""Opens redis-py's client of what a Redis URL names.
+"""Opens redis-py's client for a Redis URL.
 
     redis://[user:password@]host[:port][/db]      rediss:// with TLS, unix:// for a socket
     redis+sentinel://[user:password@]host[:port],host[:port],.../service[/db]
