@@ -281,13 +281,12 @@ class RedisShelf:
         if self._older_are_gone:
             return
         with self._reported():
-            client = self._servers.client()
-            older = client.scan_iter(match=OLDER, count=SLICE_ITEMS)
+            older = self._servers.client().scan_iter(match=OLDER, count=SLICE_ITEMS)
         while True:
             with self._reported():
                 found = list(islice(older, SLICE_ITEMS))
                 for key in found:  # each may lie in another slot
-                    client.unlink(key)
+                    self._servers.client().unlink(key)
             if not found:
                 self._older_are_gone = True
                 return
