@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import redis
 
+from kvstore.config import StoreConfig
 from kvstore.tiers.base import TierStats
 from kvstore.tiers.redis_server.bounds import ServerBounds
 from kvstore.tiers.redis_server.redis_tier import PROLONG_S, TTL_S, name_of
+from kvstore.tiers.registry import open_tiers
 from tests.faults.redis_tiers import names, tier_at
 from tests.redis_server import BOUNDED, RedisServer, node_of_a_cluster
 from tests.waiting import until
@@ -31,6 +34,21 @@ def test_every_blob_has_a_time_to_live(server: RedisServer) -> None:
         tier.replace(b"r-new", b"record", "", b"r")
         assert len(names(client)) == 3
         assert times_to_live(client) <= {int(TTL_S) - 1, int(TTL_S)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "ttl_s"),
+    [({}, TTL_S), ({"redis_ttl_s": 60.0}, 60.0), ({"ttl_s": 30.0}, 30.0), ({"ttl_s": 1e9}, TTL_S)],
+)
+def test_the_shorter_of_both_times_to_live_holds(
+    server: RedisServer, tmp_path: Path, settings: dict[str, float], ttl_s: float
+) -> None:
+    config = StoreConfig(ram_bytes=0, disk_bytes=0, redis_url=server.url, **settings)
+    (tier,) = open_tiers(config, tmp_path)
+    assert tier.put_many([(b"c", b"blob")]) == 1
+    tier.close()
+    with redis.Redis.from_url(server.url) as client:
+        assert times_to_live(client) <= {int(ttl_s) - 1, int(ttl_s)}
 
 
 @pytest.mark.parametrize("use", ["touch", "put"])
