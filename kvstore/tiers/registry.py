@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from pathlib import Path
 
 import msgspec
@@ -81,6 +80,5 @@ def _redis(config: StoreConfig, folder: Path) -> Tier:
     )
     with contextlib.suppress(OSError):  # said when a deletion has to wait
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Opening does not wait for the answer: a server that hangs must not delay the engine's start.
-    threading.Thread(target=tier.greet, name="kvstore-redis-greeting", daemon=True).start()
+    tier.watch()  # opening does not wait: a server that hangs must not delay the engine's start
     return tier

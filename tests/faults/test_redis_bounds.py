@@ -88,10 +88,11 @@ def test_a_server_that_does_not_bound_or_evict_is_said(
     ):
         assert tier.stats().trouble == ""  # it has not answered yet
         tier.put_many([(b"c", bytes(100_000))])
-        tier.greet()
+        for _ in range(2):
+            tier.greet()
         stats = tier.stats()
     assert trouble in stats.trouble and bool(stats.trouble) == bool(trouble)
-    assert (trouble in caplog.text) and bool(caplog.records) == bool(trouble)
+    assert (trouble in caplog.text) and len(caplog.records) == bool(trouble)  # once
     assert stats.capacity_bytes == (64 << 20 if options else 0)
     assert stats.nbytes > 100_000 and stats.num_blobs == 1
 

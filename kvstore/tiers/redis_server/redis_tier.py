@@ -35,6 +35,7 @@ from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob, EvictionCause, TierStats
 from kvstore.tiers.redis_server.bounds import ServerBounds, read_bounds
 from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
+from kvstore.workers import Periodic
 
 PREFIX: Final = b"thermocline:kv:"
 TTL_S: Final = 7 * 86400.0
@@ -47,7 +48,7 @@ FIRST_BYTES_S: Final = 4 << 20
 MAX_BLOB_BYTES: Final = (512 << 20) - 64  # the most that a server takes, with our head
 PROLONG_S: Final = 600.0  # a blob that is used more often is prolonged once in this time
 MAX_PROLONGED: Final = 65_536  # that are remembered; others are prolonged once too often
-BOUNDS_S: Final = 30.0  # between looks at the server's memory
+WATCH_S: Final = 5.0  # between looks at the server
 SCAN_COUNT: Final = 1000
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ class RedisTier:
         self._lock = threading.Lock()  # the fields below; not held during calls to the server
         self._prolonged: dict[bytes, float] = {}  # when, by key; the longest ago first
         self._bounds: ServerBounds | None = None  # not known yet
-        self._bounds_at = float("-inf")
+        self._watching: Periodic | None = None
         self._blob_bytes: float = FIRST_BLOB_BYTES  # of the largest that came lately
         self._bytes_s: float = FIRST_BYTES_S
         self.owed_file = None if folder is None else folder / OWED_FILE
@@ -197,7 +198,6 @@ class RedisTier:
             self._note_prolonged([key for key, reply in held if reply is not None])
             self.touch([key for key, reply in held if reply is None])  # they were there
             num_held += len(held)
-        self._look_at_bounds()
         return num_held
 
     def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
@@ -288,21 +288,13 @@ class RedisTier:
 
     # Life
 
+    def watch(self) -> None:
+        """Look at the server now and every few seconds, on a thread of its own. Call once."""
+        self._watching = Periodic(self.greet, WATCH_S, "kvstore-redis-watch", at_once=True)
+
     def greet(self) -> None:
-        """Ask the server how it bounds its memory, and say in the log if it does not.
-
-        So ``stats`` shows whether it answers before the first blob.
-        """
-        self._look_at_bounds()
-        if trouble := self.stats().trouble:
-            _log.warning("redis tier %s: %s", self._link.name, trouble)
-
-    def _look_at_bounds(self) -> None:
-        now = self._monotonic()
-        with self._lock:
-            if now - self._bounds_at < BOUNDS_S:
-                return
-            self._bounds_at = now
+        """Ask the server how it bounds its memory; say in the log if it does not."""
+        before = self.stats().trouble
         try:
             bounds = self._link.call(read_bounds)
         except TierUnavailable:  # the link has counted and logged it
@@ -311,6 +303,8 @@ class RedisTier:
             bounds = ServerBounds()  # it refuses INFO
         with self._lock:
             self._bounds = bounds
+        if bounds.trouble and bounds.trouble != before:
+            _log.warning("redis tier %s: %s", self._link.name, bounds.trouble)
 
     def stats(self) -> TierStats:
         """Return the server's own numbers as of the last look, with all that others keep there."""
@@ -333,6 +327,8 @@ class RedisTier:
 
     def close(self) -> None:
         self._link.close()
+        if self._watching is not None:
+            self._watching.close()
 
     # Replies
 
