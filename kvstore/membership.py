@@ -226,7 +226,7 @@ def joined(config: StoreConfig, facts: Callable[[], Facts]) -> Company:
     Raises:
         ValueError: ``redis_url`` is not a URL of a Redis server, or the secret cannot be read.
     """
-    if not (config.redis_url and config.redis_bytes):
+    if not config.redis_url:
         return ALONE
     from kvstore.tiers.redis_server.link import RedisLink
 

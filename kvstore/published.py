@@ -30,8 +30,7 @@ from kvstore.shapes import KVLayout
 from kvstore.tiers.seal import SEAL_BYTES, Seal
 
 if TYPE_CHECKING:
-    from kvstore.tiers.redis_server.link import RedisLink
-    from kvstore.tiers.redis_server.servers import Command, Reply
+    from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
 
 # A profile learned from a few texts, and one learned from more of them afterwards.
 Stage: TypeAlias = Literal["first", "further"]

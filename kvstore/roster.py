@@ -27,8 +27,7 @@ from kvstore.errors import Corrupt, TierUnavailable
 from kvstore.tiers.seal import KEY_NAME_BYTES, Seal
 
 if TYPE_CHECKING:
-    from kvstore.tiers.redis_server.link import RedisLink
-    from kvstore.tiers.redis_server.servers import Command, Reply
+    from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
 
 PLACE: Final = "members"
 MAX_BYTES: Final = 4096  # a longer entry is not read to its end, and is invalid

@@ -270,24 +270,24 @@ def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     try:
         import redis
 
-        from kvstore.tiers.redis_server.servers import open_servers
+        from kvstore.tiers.redis_server.bounds import read_bounds
+        from kvstore.tiers.redis_server.client import RedisServers
     except ImportError:
         return "failure", f"redis-py is missing; run: pip install '{DISTRIBUTION}[redis]'"
     try:
-        times = dict.fromkeys(
-            ("timeout", "socket_timeout", "socket_connect_timeout"), REDIS_DEADLINE_S
-        )
-        with closing(open_servers(url, max_connections=1, **times)) as servers:
+        with closing(RedisServers(url, REDIS_DEADLINE_S)) as servers:
             key = f"thermocline.doctor:{secrets.token_hex(8)}"
-            client = redis.Redis(connection_pool=servers.pool_of(key.encode()))
-            info = client.info("server")
+            server = servers.node_of(key)
+            version = server.info("server").get("redis_version")
             # A replica that may only be read and a node of a cluster answer, too.
-            client.set(key, b"", ex=1)
+            server.set(key, b"", ex=1)
+            trouble = read_bounds(servers.client()).trouble
     except redis.ResponseError as error:
         return "failure", f"{masked('', url)} takes nothing: {error}"
     except (redis.RedisError, OSError, ValueError) as error:
         return "failure", f"{masked('', url)} does not answer: {error}"
-    return "ok", f"{masked('', url)}, version {info.get('redis_version')}"
+    words = f"{masked('', url)}, version {version}"
+    return ("warning", f"{words}: {trouble}") if trouble else ("ok", words)
 
 
 def _members(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:

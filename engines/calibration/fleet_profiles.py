@@ -352,7 +352,7 @@ def open_sharing(config: StoreConfig, codecs: ServedCodecs, data: Path) -> Fleet
 
     Raises ``ValueError``: the secret cannot be read, or ``redis_url`` is no URL.
     """
-    if not (config.redis_url and config.redis_bytes and config.secret_file):
+    if not (config.redis_url and config.secret_file):
         return None
     from kvstore.tiers.redis_server.link import RedisLink
 

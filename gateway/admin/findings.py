@@ -87,6 +87,8 @@ def _tiers(model: ServedModel) -> Iterator[Finding]:
         elif tier.errors:
             text = f"{tier.errors} operations failed since the engine's start"
             yield Finding(f"tier {tier.name}", "warning", text, "The log says which.")
+        elif tier.trouble:
+            yield Finding(f"tier {tier.name}", "warning", tier.trouble, "`doctor` says it, too.")
         elif tier.capacity_bytes and tier.nbytes > 0.95 * tier.capacity_bytes and tier.evictions:
             text = f"it is full, and has evicted {tier.evictions} blobs"
             yield Finding(f"tier {tier.name}", "warning", text, "Give it more room, or less time.")

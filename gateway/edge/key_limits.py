@@ -79,7 +79,6 @@ def usual_limits(config: GatewayConfig) -> Limits:
         config.sessions_per_tenant,
         config.tenant_ram_bytes,
         config.tenant_disk_bytes,
-        config.tenant_redis_bytes,
     )
 
 

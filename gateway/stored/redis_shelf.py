@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import islice
 from typing import Any, cast
 
 from gateway.stored.redis_keys import OLDER, OWN, Keys, split, text
@@ -32,11 +33,10 @@ from gateway.stored.shelf import (
 try:
     import redis
 
-    from kvstore.tiers.redis_server.servers import open_servers
+    from kvstore.tiers.redis_server.client import RedisServers
 except ImportError as error:
     raise ImportError("redis_url needs redis-py: pip install 'thermocline[redis]'") from error
 
-MAX_CONNECTIONS = 32
 _ROW_BYTES = 200  # what an entry or item takes besides its body, about
 
 
@@ -60,8 +60,7 @@ class RedisShelf:
         self._limits = limits
         self._clock = clock
         self._older_are_gone = False
-        times = dict.fromkeys(("timeout", "socket_timeout", "socket_connect_timeout"), deadline_s)
-        self._servers = open_servers(url, max_connections=MAX_CONNECTIONS, **times)
+        self._servers = RedisServers(url, deadline_s)
 
     def find(
         self, tenant: str, kind: Kind, ids: Sequence[str], uses: Collection[str] = ()
@@ -279,17 +278,19 @@ class RedisShelf:
 
     def chores(self) -> Iterator[list[tuple[str, Kind, str]]]:
         """Remove what older releases left: it lies in plain text, and may have been changed."""
+        if self._older_are_gone:
+            return
         with self._reported():
-            pools = [] if self._older_are_gone else self._servers.pools()
-        for server in (redis.Redis(connection_pool=x) for x in pools):
-            cursor = None
-            while cursor != 0:
-                with self._reported():
-                    cursor, found = server.scan(cursor or 0, match=OLDER, count=SLICE_ITEMS)
-                    for key in found:  # each may lie in another slot
-                        server.unlink(key)
-                yield []
-        self._older_are_gone = True
+            older = self._servers.client().scan_iter(match=OLDER, count=SLICE_ITEMS)
+        while True:
+            with self._reported():
+                found = list(islice(older, SLICE_ITEMS))
+                for key in found:  # each may lie in another slot
+                    self._servers.client().unlink(key)
+            if not found:
+                self._older_are_gone = True
+                return
+            yield []
 
     def close(self) -> None:
         self._servers.close()
@@ -297,7 +298,7 @@ class RedisShelf:
     @contextmanager
     def _exchange(self, keys: Keys) -> Iterator[Any]:
         with self._reported():
-            yield redis.Redis(connection_pool=self._servers.pool_of(keys.total.encode()))
+            yield self._servers.node_of(keys.total)
 
     @contextmanager
     def _reported(self) -> Iterator[None]:

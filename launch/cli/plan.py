@@ -26,14 +26,11 @@ MACHINES: Final = ("machine", "tokens", "for KV", "no sleep", "awake", "in RAM",
 BAR_WIDTH: Final = 40
 BAR: Final = "█"
 RATIOS: Final = ("KV vs bf16", "all vs bf16")
-COLORS: Final = {
-    "hot": "#d1495b", "ram": "#2e86ab", "disk": "#8d99ae", "redis": "#6a994e"
-}  # fmt: skip
+COLORS: Final = {"hot": "#d1495b", "ram": "#2e86ab", "disk": "#8d99ae"}
 LABELS: Final = {
     "hot": "awake at once",
     "ram": "asleep in memory",
     "disk": "asleep on disk",
-    "redis": "asleep in Redis",
 }
 
 

@@ -49,7 +49,7 @@ QUESTION = {"role": "user", "content": "What is the capital of France?"}
 OF_GATEWAY = (
     *("api_keys", "api_keys_file", "admin_keys", "admin_keys_file", "model_aliases"),
     *("requests_per_minute", "tokens_per_minute", "concurrent_requests", "sessions_per_tenant"),
-    *("tenant_ram_bytes", "tenant_disk_bytes", "tenant_redis_bytes"),
+    *("tenant_ram_bytes", "tenant_disk_bytes"),
 )
 _OF_ENTRY = ("aliases", "unload_after_s")
 _TAKEN = {f"gateway.{x}" for x in OF_GATEWAY} | {f"scheduler.{x}" for x in OF_SCHEDULER}

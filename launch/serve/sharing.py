@@ -25,6 +25,7 @@ from kvstore.config import StoreConfig
 from kvstore.directory.entries import Names
 from kvstore.errors import TierUnavailable
 from launch.errors import LaunchError, UsageError
+from launch.serve.kept_name import KeptName
 from launch.settings.schema import Settings
 
 if TYPE_CHECKING:
@@ -103,10 +104,8 @@ def directory_of(
     if not store.redis_url:
         return None
     link = redis_link(store, store.redis_deadline_s, LONGEST_WAIT_S)
-    from kvstore.tiers.redis_server.book import WriterName  # redis-py is an extra
-
     stack.callback(link.close)
-    name = WriterName(data_dir, NAME_FILE)
+    name = KeptName(data_dir, NAME_FILE)
     stack.callback(name.release)
     return Directory(models, tenants, link, name.text, loading, homes)
 

@@ -63,9 +63,6 @@ RETRY_S: Final = 0.1
 # The restores that read at the same time; others wait, so that each makes progress.
 NUM_STAGERS: Final = 4
 NUM_VERB_THREADS: Final = 8  # some wait for saves
-# How long a list waits for the sessions that are on Redis, and a verb for saves to end; all of them
-# are below the caller's deadline.
-KNOWN_S: Final = 7.0
 SETTLE_S: Final = 5.0
 FORGET_S: Final = 60.0
 _CHANGES: Final = (Demote, Prefetch, Forget, Look)  # change a session's tiers, or wait for changes
@@ -362,7 +359,7 @@ class RankLink:
         """Carry out a verb, and return the records that the answer is about."""
         match verb:
             case ListSessions():
-                return self._store.records(KNOWN_S)
+                return self._store.records()
             case Adopt():
                 self.adopt()
                 return []

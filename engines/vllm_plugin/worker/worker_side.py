@@ -278,7 +278,6 @@ def rank_share(store: StoreConfig, num_ranks: int) -> StoreConfig:
         store,
         ram_bytes=store.ram_bytes // num_ranks,
         disk_bytes=store.disk_bytes // num_ranks,
-        redis_bytes=store.redis_bytes // num_ranks,
         save_queue_bytes=store.save_queue_bytes // num_ranks,
         write_queue_bytes=store.write_queue_bytes // num_ranks,
         index_bytes=store.index_bytes // num_ranks,

@@ -23,7 +23,6 @@ from gateway.keys import Limits, Tenants
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
-from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.redis_server import RedisServer
 from tests.unit.gateway.edge.conftest import asks
 from tests.unit.gateway.in_process import WELCOME
@@ -368,17 +367,10 @@ async def test_a_share_is_renewed_while_its_engine_does_not_answer(server: Redis
     assert wanted == MOST
 
 
-@pytest.mark.redis
-@pytest.mark.parametrize("kind", ["disk", "redis"])
-async def test_other_tiers_hold_to_it(kind: TierName, tmp_path: Path, server: RedisServer):
-    tiers: list[Tier] = [
-        DiskTier(tmp_path / str(i), 64 << 20)
-        if kind == "disk"
-        else RedisTier(server.url, 64 << 20, deadline_s=10.0)
-        for i in range(2)
-    ]
+async def test_the_disk_holds_to_it_too(tmp_path: Path):
+    tiers = [DiskTier(tmp_path / str(i), 64 << 20) for i in range(2)]
     most = 1 << 20
-    gateway = OneGateway([TierOfEngine(x) for x in tiers], most, kind)
+    gateway = OneGateway([TierOfEngine(x) for x in tiers], most, "disk")
     await gateway.rounds()
     for _ in range(60):
         for engine in gateway.engines:
