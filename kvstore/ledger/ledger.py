@@ -24,7 +24,7 @@ from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.upkeep import Upkeep
 from kvstore.ledger.writing import Committer, WriteBehind
-from kvstore.membership import ALONE, Company
+from kvstore.likeness import Likeness
 from kvstore.session import SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
 from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
@@ -72,7 +72,7 @@ class Ledger(Generic[R]):
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kind = kind
-        self.company: Company = ALONE  # the other engines on the same Redis
+        self.likeness = Likeness()  # to the data on the Redis
         self.counters = Counters()
         self.workers = Workers(config.num_threads)
         self.claims = claims or Claims()
@@ -234,9 +234,9 @@ class Ledger(Generic[R]):
         else:
             self.upkeep.expire()
 
-    def join(self, company: Company) -> None:
-        """Set the other engines on the same Redis; ``company`` is closed with this ledger."""
-        self.company = company
+    def compare(self, likeness: Likeness) -> None:
+        """Take reasons of misses from ``likeness``, which is closed with this ledger."""
+        self.likeness = likeness
 
     # ---- sessions between their turns
 
@@ -308,7 +308,7 @@ class Ledger(Generic[R]):
             tiers=self.stack.stats(),
             codecs={name: codecs.of(name).id for name in self.stack.names},
             repacking=self.repacker.progress,
-            members=self.company.report(),
+            differs=self.likeness.differs,
         )
 
     def flush(self, deadline_s: float) -> bool:
@@ -323,7 +323,7 @@ class Ledger(Generic[R]):
         """Stop all threads and close the tiers; waiting work is dropped. Call once."""
         self._closing.set()
         self._has_looked.set()  # none will be found any more
-        self.company.close()
+        self.likeness.close()
         self.repacker.close()
         if self._housekeeping is not None:
             self._housekeeping.close()

@@ -157,7 +157,7 @@ class Planner(Generic[R]):
     def _usable(self, session: SessionRef, record: R | None, prompt: Prompt[R]) -> _Known[R]:
         if record is None:
             lapsed = self._index.has_lapsed(session.tenant, session.id)
-            return _Known(prompt, None, 0, "ttl" if lapsed else self._ledger.company.why_unknown())
+            return _Known(prompt, None, 0, "ttl" if lapsed else self._ledger.likeness.why_unknown())
         common = prompt.common(record)
         if common is None or not self._packer.reads_any(record.codecs):
             return _Known(prompt, None, 0, "fingerprint")
@@ -238,4 +238,4 @@ class Planner(Generic[R]):
             return "evicted" if self._packer.reads_all(record.codecs) else "fingerprint"
         if known.common >= min(record.comparable_tokens, end):
             return "evicted" if self._needs_state and not found.reads else None
-        return "diverged" if known.common else self._ledger.company.why_diverged()
+        return "diverged" if known.common else self._ledger.likeness.why_diverged()

@@ -174,7 +174,8 @@ class ColdStore(Store[SessionRecord]):
         """Match everything that the session's record covers, for a restore ahead of the prompt."""
         record = self.record(session)
         if record is None:
-            return Match(0, None, "disabled" if self._closed else self.ledger.company.why_unknown())
+            why = "disabled" if self._closed else self.ledger.likeness.why_unknown()
+            return Match(0, None, why)
         return self._match(session, session.salt, record.tokens, ())
 
     def _match(

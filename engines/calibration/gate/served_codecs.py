@@ -20,7 +20,7 @@ import msgspec
 
 from engines.calibration.first_order import DENSEST
 from engines.calibration.gate.choice import Choice, choose, choose_tiers, exact, tiers_in_use
-from engines.calibration.gate.profiles import origin, profile_path
+from engines.calibration.gate.profiles import profile_path
 from engines.wire import CodecReport
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.names import first_part
@@ -103,7 +103,6 @@ class _Chosen:
     choices: Mapping[TierName, Choice]
     measured: tuple[Quality, ...] = ()  # all rows of the model's profile
     earlier: tuple[Choice, ...] = ()  # packed before, and may still be read
-    origin: str = ""  # of the profile, in words
 
     @functools.cached_property
     def codecs(self) -> CodecSet:
@@ -225,7 +224,6 @@ class ServedCodecs:
             unmeasured=any(x.unmeasured for x in chosen.choices.values()),
             fingerprint=self.fingerprint,
             max_kl=self._config.max_kl,
-            origin=chosen.origin,
         )
 
     def renew(self, adopt: AdoptCodecs) -> None:
@@ -256,8 +254,7 @@ class ServedCodecs:
         if profile is not None and self._data is not None:
             rows = tuple(x for x in profile.rows if not x.preset.startswith(BEFORE))
             earlier = self._earlier(chosen, profile)
-            whence = origin(self._data, self.fingerprint)
-            chosen = replace(chosen, measured=rows, earlier=earlier, origin=whence)
+            chosen = replace(chosen, measured=rows, earlier=earlier)
         for choice in (*chosen.different, *chosen.earlier):
             if choice.session is not None and self._states is not None:
                 choice.session.warm(self.layout, self._states)

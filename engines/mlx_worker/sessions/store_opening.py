@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import msgspec
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
@@ -34,8 +33,7 @@ from kvstore.chunk_size import chunk_tokens
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
-from kvstore.membership import joined
-from kvstore.roster import Facts
+from kvstore.likeness import StoredAs, likeness_of
 from kvstore.shapes import StoredModel
 from kvstore.store.token_store import ColdStore
 from kvstore.tiers.base import Tier
@@ -190,17 +188,14 @@ def store_opener(
             return "every tier of the cold store is switched off"
         windows = plan.states.windows if plan.states else None
         model = StoredModel(name, identity, plan.layout, plan.needs_state, windows)
-        facts = Facts(
+        stored = StoredAs(
             model=name,
             fingerprint=identity,
             chunk_tokens=chunk_tokens(config),
             encrypt=config.encrypt,
         )
-        company = joined(
-            config, lambda: msgspec.structs.replace(facts, codec=codecs.codecs.redis.id)
-        )
         store = ColdStore(config, model, codecs.codecs, tiers)
-        store.ledger.join(company)
+        store.ledger.compare(likeness_of(config, stored))
         return OpenedStore(store, codecs)
 
     return open_store
