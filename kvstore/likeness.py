@@ -36,8 +36,8 @@ VALUE_BYTES: Final = _HASH_BYTES * len(KINDS)
 WORDS: Final[dict[str, str]] = {
     "secret": (
         "the data on this Redis was sealed with another secret (store.secret_file), or"
-        " store.encrypt differs: neither server finds what the other stored. Copy the secret file of"
-        " the first server to all others, or give this one a Redis database of its own"
+        " store.encrypt differs: neither server finds what the other stored. Copy the secret file"
+        " of the first server to all others, or give this one a Redis database of its own"
     ),
     "fingerprint": (
         "the data on this Redis is of a model of this name with another fingerprint (weights,"

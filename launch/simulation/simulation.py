@@ -20,7 +20,7 @@ from typing import Final, cast
 from engines.base import Engine, SessionRef
 from engines.fleet.choice import Choice
 from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE
-from engines.fleet.homes import LastHomes
+from engines.fleet.homes import Homes
 from engines.fleet.replica import Replica
 from launch.simulation.conditions import Conditions, ModelSize
 from launch.simulation.machine import Reuse, SimulatedEngine
@@ -83,7 +83,7 @@ class _Fleet:
         self.replicas = [
             Replica(str(i), cast(Engine, engine), clock) for i, engine in enumerate(self.engines)
         ]
-        self.homes = LastHomes(conditions.users * 2)
+        self.homes = Homes(conditions.users * 2)
         moves_at = MOVES_AT if shared is not None else MOVES_AT_ALONE
         self.choice = Choice(self.replicas, self.homes, moves_at)
         self.numbers = {x.name: i for i, x in enumerate(self.replicas)}

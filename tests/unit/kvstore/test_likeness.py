@@ -1,4 +1,4 @@
-"""A store says what keeps it from the data on its Redis: in its log, and as the reason of misses."""
+"""A store says what keeps it from the data on its Redis: in its log, and as reasons of misses."""
 
 from __future__ import annotations
 
