@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoredAs(msgspec.Struct, frozen=True, kw_only=True):
-    """What two engines must have in common to find each other's data."""
+    """Names the facts in which two engines must agree to find each other's data."""
 
     model: str  # as clients call it
     part: str = ""  # of the model, if several processes have one part each
@@ -85,7 +85,7 @@ class StoredAs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def differences(own: bytes, there: bytes) -> tuple[str, ...]:
-    """List in what the data on the Redis differs; all else follows from another secret."""
+    """List the kinds of differences from the data there; another secret changes all values."""
     hashes = range(0, VALUE_BYTES, _HASH_BYTES)
     found = [
         kind

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from engines.base import SessionRef
 from gateway.config import GatewayConfig
@@ -30,6 +31,16 @@ class ReadyEngine(RowsEngine):
         return not self.down
 
 
+class ShiftedRedis(AsyncRedis):
+    """A Redis whose clock was set to another time by ``by_s``."""
+
+    by_s = 0
+
+    async def _time(self, client: Any) -> Any:
+        seconds, micros = await super()._time(client)
+        return int(seconds) + self.by_s, micros
+
+
 class OneServer:
     """One of several servers; ``engine.held``: the sessions of its engine."""
 
@@ -47,7 +58,7 @@ class OneServer:
             GatewayConfig(),
             Metrics(),
         )
-        self.redis = AsyncRedis(url, 2.0)
+        self.redis = ShiftedRedis(url, 2.0)
         self.shared = SharedSessions([self.model], self.tenants, self.redis)
         self._hearing: asyncio.Task[None] | None = None
 
@@ -87,6 +98,7 @@ class OneServer:
 
     async def delete(self, id: str, tenant: str = "alice") -> bool:
         """Delete a session everywhere; False: others learn of it later."""
+        await asyncio.sleep(0.1)  # more than servers see one moment differently
         ref = self.ref(id, tenant)
         found = await self.shared.delete([ref], [self.model], "")
         await self.sessions.forget(ref)

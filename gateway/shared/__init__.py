@@ -1,4 +1,4 @@
-"""What gateways on one Redis have in common of sessions: a row of each by last use, and deletions.
+"""Sessions of all gateways on one Redis: a row of each, by last use, and deletions.
 
     {KEY}   names the servers' common secret without revealing it; {TENANT} is a keyed hash
 

@@ -35,6 +35,7 @@ KEPT_S: Final = 7 * 86_400  # a server that was away for longer lists deleted se
 MAX_OWED: Final = 10_000  # deletions that wait for Redis, and for engines
 AT_ONCE: Final = 200  # sessions whose tombstones are read together
 REMOVED_AT_ONCE: Final = 8
+NEAR_S: Final = 0.05  # by which two servers may see one moment differently: the deletion wins
 STALE_S: Final = 60.0  # a message that is older was sent before
 AGAIN_S: Final = 2.0
 FIRST_LOOK_S: Final = 3.0  # the first list of an engine waits so long for tombstones
@@ -43,7 +44,7 @@ ANY: Final = ""  # instead of a model's name: all models
 
 
 class Tombstone(msgspec.Struct, frozen=True, array_like=True):
-    """When the sessions of one id were deleted, by model; seconds of the Redis server's clock."""
+    """Says when the sessions of an id were deleted, by model, by the Redis server's clock."""
 
     at: dict[str, float]
 
@@ -119,9 +120,8 @@ class Deletions:
             return False
 
     async def _say(self, deleted: Deleted, when: float) -> None:
-        if (at := self._redis.server_time(when)) is None:
-            await self._redis.look_at_clock()
-            at = self._redis.server_time(when) or 0.0
+        await self._redis.look_at_clock()
+        at = self._redis.server_time(when) or 0.0
         names, model = self._names.of(deleted.tenant), deleted.model
         keys = [names.tombstone(x) for x in deleted.ids]
         before = await self._redis.run([("GET", x) for x in keys])
@@ -152,6 +152,7 @@ class Deletions:
                     await self._look_at_all()
                     self._heard.set()
                     async for raw in messages:
+                        await self._redis.look_at_clock()  # it may have jumped
                         self.hear(raw)
             except TierUnavailable as error:
                 if self._heard.is_set():
@@ -171,7 +172,7 @@ class Deletions:
                 for id in message.ids:
                     key = OwnSession(number, message.tenant, id)
                     began = self.began(key)
-                    if began is not None and began < message.at:
+                    if began is not None and began < message.at + NEAR_S:
                         self.remove(key)
 
     def began(self, key: OwnSession) -> float | None:

@@ -1,4 +1,4 @@
-"""Names and seals of what gateways share of sessions; see the package."""
+"""Names and seals of rows, tombstones and messages; see the package."""
 
 from __future__ import annotations
 

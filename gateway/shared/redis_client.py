@@ -18,7 +18,7 @@ Command: TypeAlias = tuple[Any, ...]
 Reply: TypeAlias = Any
 
 AWAY_S: Final = 1.0  # after a failure no call waits for so long
-FIRST_LOOKS: Final = 3  # the first one may have to connect
+FIRST_LOOKS: Final = 5  # the quickest counts
 JUMP_S: Final = 0.5  # of one of the clocks
 QUIET_S: Final = 15.0  # a subscription that is silent for so long is checked
 OWN: Final = "sentinel_"  # prefix of the query's fields that are for Sentinels
@@ -113,7 +113,9 @@ class AsyncRedis:
             raise TierUnavailable("redis did not answer lately")
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await call(self._opened())
+                result = await call(self._opened())
+                _check_cancelled()
+                return result
         except self._errors as error:
             self._away_until = self._clock() + AWAY_S
             raise TierUnavailable(f"redis: {type(error).__name__}") from None
@@ -133,7 +135,7 @@ class AsyncRedis:
                     pubsub = await self._subscriber()
                     await pubsub.subscribe(channel)
                     while await pubsub.get_message(timeout=self._deadline_s) is None:
-                        pass  # that it has subscribed
+                        _check_cancelled()  # until it has subscribed
             except self._errors as error:
                 raise TierUnavailable(f"redis: {type(error).__name__}") from None
             yield self._messages(pubsub)
@@ -147,6 +149,7 @@ class AsyncRedis:
         try:
             while True:
                 message = await pubsub.get_message(timeout=1.0)
+                _check_cancelled()
                 silent_s = silent_s + 1.0 if message is None else 0.0
                 if silent_s >= QUIET_S:
                     silent_s = 0.0
@@ -224,6 +227,13 @@ class AsyncRedis:
         if self._client is not None:
             with suppress(*self._errors):
                 await self._client.aclose()
+
+
+def _check_cancelled() -> None:
+    """Raise ``CancelledError`` once more: redis-py loses one that comes while it connects."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _of_server(fields: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from typing import Final
 
 from engines.base import SessionRef
 from gateway.models.served_model import ServedModel
-from gateway.shared.deletions import Deletions, OwnSession, opened_tombstone
+from gateway.shared.deletions import NEAR_S, Deletions, OwnSession, opened_tombstone
 from gateway.shared.names import SharedNames
 from gateway.shared.redis_client import AsyncRedis, Command
 from gateway.shared.session_rows import KEPT_S, SessionRow, opened_row, removing, writing
@@ -21,7 +21,6 @@ log = logging.getLogger("thermocline.sessions")
 
 AT_ONCE: Final = 100  # rows of one round
 MAX_CHANGED: Final = 100_000  # rows that wait for Redis; the oldest is dropped first
-SAME_S: Final = 0.05  # by which two servers may see one moment differently
 QUIET: Final = ("idle", "cold")
 
 
@@ -80,7 +79,7 @@ class RowWriter:
             self.note(key)
 
     async def round(self) -> bool:
-        """Write some of what has changed; True if more is left. Raises ``TierUnavailable``."""
+        """Write some changed rows; True if more are left. Raises ``TierUnavailable``."""
         await self._say_models()
         if not self._changed:
             return False
@@ -139,7 +138,7 @@ class RowWriter:
 
     def _is_later(self, row: SessionRow, used: float) -> bool:
         """Say whether another server used the session after this one did."""
-        return row.used > (self._redis.server_time(used) or 0.0) + SAME_S
+        return row.used > (self._redis.server_time(used) or 0.0) + NEAR_S
 
     def _row(
         self, key: OwnSession, label: str, used: float, known: SessionRow | None

@@ -272,10 +272,28 @@ async def test_a_message_that_is_sent_once_more_deletes_nothing_new(
         await server.turn("again")
     await a.delete("again")
     await until(lambda: b.own() == [])
+    await asyncio.sleep(0.1)
     await b.turn("again")
     client.publish(b.shared.deletions._names.channel, heard[0])
     await until(lambda: len(heard) == 2)
     assert b.own() == ["again"]
+
+
+@pytest.mark.parametrize("by_s", [86_400, -86_400])
+async def test_a_clock_that_jumps_changes_no_belief(make: Make, by_s: int):
+    a, b = await make(), await make()
+    for server in (a, b):
+        await server.turn("gone")
+        await server.turn("stays")
+    for server in (a, b):
+        server.redis.by_s = by_s
+    await a.delete("gone")
+    await until(lambda: b.own() == ["stays"])
+    assert await b.listed() == ["stays"]
+    await b.turn("gone")
+    await asyncio.sleep(0.2)
+    assert b.own() == ["gone", "stays"]
+    assert sorted(await a.listed()) == ["gone", "stays"]
 
 
 async def test_an_engine_that_refuses_to_forget_is_asked_again(make: Make):
