@@ -226,11 +226,8 @@ class SelfMeasurement:
     def _learn_on(self, instrument: Instrument) -> None:
         """Learn from more texts, and adopt presets that are better than those of the first few."""
         try:
-            if self._take_over(instrument):
-                return
             order = further_order(self._order, instrument.layout.elements_per_token)
             self._carry_out(order, instrument, self._worth_adopting(self._known(instrument)))
-            self._share(instrument)
         except Interrupted:
             raise
         except Exception as error:  # no failure here takes the verdict back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 import pytest
@@ -77,9 +77,11 @@ def test_differences_are_named_and_are_reasons_of_misses(
 def test_another_secret_is_said_once_and_until_its_data_is_gone(
     server: RedisServer, client: redis.Redis, caplog: pytest.LogCaptureFixture
 ):
-    with caplog.at_level(logging.INFO), look(server, OTHER) as two:
-        with first(server, client):
-            until(lambda: two.differs == ("secret",))
+    with caplog.at_level(logging.INFO), ExitStack() as held:
+        one = held.enter_context(first(server, client))
+        two = held.enter_context(look(server, OTHER))
+        until(lambda: two.differs == ("secret",))
+        one.close()
         assert two.why_unknown() == "foreign-secret"
         client.delete(STORED.key)
         until(lambda: two.differs == ())
@@ -127,9 +129,9 @@ def test_a_forged_value_is_another_secret_at_most(
 
 
 def test_a_redis_that_is_away_changes_nothing(server: RedisServer, client: redis.Redis):
-    with look(server, OTHER) as likeness:
-        with first(server, client):
-            until(lambda: likeness.differs == ("secret",))
+    with first(server, client) as one, look(server, OTHER) as likeness:
+        until(lambda: likeness.differs == ("secret",))
+        one.close()
         server.kill()
         assert likeness.why_unknown() == "foreign-secret"
         server.start()  # what lay there is gone
