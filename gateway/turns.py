@@ -240,6 +240,8 @@ async def _prepared(
         if asked.outline is not None and named_by_agent(request.headers):
             named = _row_of(gateway, model, tenant, named, asked.outline)
         await gateway.check_new_session(tenant, model, named.id)
+        if gateway.shared_sessions is not None and asked.session is not None:
+            await gateway.shared_sessions.before_first_turn(model, tenant.session(named.id))
         gateway.limits.comes(tenant, model.coming(named.id), request.scope)
         session = tenant.session(named.id)
         request.scope["state"]["session"] = named.id

@@ -135,6 +135,7 @@ class Session:
     state: State
     last_used: float
     listener: Listener = field(repr=False)
+    began: float = float("-inf")  # with its first turn here; -inf: an engine had it before
     number: int = 0  # unique within a table
     hibernation: int = 0  # number of the newest hibernation job
     num_turns: int = 0  # being served now

@@ -124,9 +124,9 @@ class SessionManager:
             engine, self.table, salt_of=salt_of, clock=clock, on_turn=self.sweeps.hurry
         )
 
-    def heed(self, deleted: Deleted) -> None:
+    def check_deleted(self, deleted: Deleted) -> None:
         """Remove sessions deleted at other servers from now on, before they are listed here."""
-        self.follower.heed(deleted)
+        self.follower.check_deleted(deleted)
 
     def observe(self, observer: Observer) -> None:
         """Add an observer, which receives everything from now on."""
@@ -252,6 +252,14 @@ class SessionManager:
         """Return the place of a session in the list; None if it is unknown."""
         session = self._known(ref)
         return _place(session) if session else None
+
+    def began(self, tenant: str, id: str) -> float | None:
+        """Return when a session's first turn here began, by the scheduler's clock.
+
+        -inf: it is from an earlier life of its engine. None: it is unknown.
+        """
+        session = self.table.row(tenant, id)
+        return None if session is None or session.state is State.LEAVING else session.began
 
     def get(self, ref: SessionRef) -> SessionView | None:
         """Return one session; None if it is unknown."""

@@ -123,6 +123,7 @@ class SessionTable:
         if session is None:
             session = self.add(ref, State.ACTIVE, self._clock())
             session.num_turns = 1
+            session.began = session.last_used
         else:
             session.num_turns += 1
             session.apply(event)

@@ -121,7 +121,7 @@ class SessionReports:
             codec=self.codec(),
             requests=self._requests(),
             repacking=store.repacking if store else Repacking(),
-            members=store.members if store else None,
+            differs=store.differs if store else (),
         )
 
     def _requests(self) -> list[RequestProgress]:

@@ -9,5 +9,5 @@ and bounds what all bodies take together; ``content_encodings.py`` unpacks those
 ``key_limits.py`` lets requests in by key, and counts what they use per minute.
 ``shared_limits.py`` has all gateways of a Redis let in no more than that together; ``stock.py`` is
 the part that one of them has at hand. ``key_list.py`` has the lines of keys; ``tier_bytes.py``
-bounds what a tenant holds of each tier, by ``byte_shares.py``.
+has each engine bound what a tenant holds of each tier.
 """

@@ -19,7 +19,6 @@ from gateway.config import GatewayConfig
 from gateway.edge.accounts import Account
 from gateway.edge.shared_limits import SharedLimits
 from gateway.edge.stock import Stock
-from gateway.edge.tier_bytes import TierBytes
 from gateway.errors import Failure, Refused
 from gateway.keys import Limits, Tenant
 
@@ -94,7 +93,6 @@ class KeyLimits:
         """``usual``: see ``usual_limits``; ``shared``: where the limits are of all gateways."""
         self.shared = shared
         self.usual = usual  # may be replaced at any time
-        self.tier_bytes: TierBytes | None = None  # set by the app
         self._clock = clock
         self._counts: dict[str, _Counts] = {}
         self._coming: dict[str, Counter[str]] = {}  # by tenant: the sessions of running requests
@@ -118,8 +116,6 @@ class KeyLimits:
         """
         if not account.requests:
             return
-        if self.tier_bytes is not None:
-            self.tier_bytes.seen(tenant.name)
         limits = self.of(tenant)
         counts = self._counts.get(tenant.key_id)
         if counts is None:
@@ -135,11 +131,6 @@ class KeyLimits:
             is_answered=waited is None or waited.is_answered,
         )
         scope["state"][KEY_SHARE] = KeyShare(counts, int(account.computes))
-
-    @property
-    def busy(self) -> Collection[str]:
-        """The tenants with running turns."""
-        return self._coming.keys()
 
     def coming(self, tenant: Tenant) -> Collection[str]:
         """Return the sessions that requests of the tenant are about now, with a row or without."""

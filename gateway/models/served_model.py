@@ -302,9 +302,7 @@ class Models:
         for i, model in enumerate(self._models):
             engine: object = model.engine
             each = engine.members if isinstance(engine, HasReplicas) else {"": engine}
-            for name, x in each.items():
-                if isinstance(x, LimitsTenants):
-                    found[x.shared_address or f"{i}/{name}"] = x
+            found |= {f"{i}/{name}": x for name, x in each.items() if isinstance(x, LimitsTenants)}
         return found
 
     def names(self) -> list[str]:

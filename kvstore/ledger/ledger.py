@@ -20,7 +20,7 @@ from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.upkeep import Upkeep
 from kvstore.ledger.writing import Committer, WriteBehind
-from kvstore.membership import ALONE, Company
+from kvstore.likeness import Likeness
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
 from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
@@ -62,7 +62,7 @@ class Ledger:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.records = records
-        self.company: Company = ALONE  # the other engines on the same Redis
+        self.likeness = Likeness()  # to the data on the Redis
         self.counters = Counters()
         self.workers = Workers(config.num_threads)
         self.claims = claims or Claims()
@@ -142,9 +142,9 @@ class Ledger:
         else:
             self.upkeep.expire()
 
-    def join(self, company: Company) -> None:
-        """Set the other engines on the same Redis; ``company`` is closed with this ledger."""
-        self.company = company
+    def compare(self, likeness: Likeness) -> None:
+        """Take reasons of misses from ``likeness``, which is closed with this ledger."""
+        self.likeness = likeness
 
     # ---- sessions between their turns
 
@@ -162,11 +162,11 @@ class Ledger:
             return "ttl"
         if self.index.was_short(session.tenant, session.id):
             return "too-short"
-        return self.company.why_unknown()
+        return self.likeness.why_unknown()
 
     def why_diverged(self) -> MissReason:
         """Explain why a prompt has not even its first chunk in common with its session."""
-        return self.company.why_diverged()
+        return self.likeness.why_diverged()
 
     def record_key(self, session: SessionRef) -> bytes:
         """The key under which the session's record is stored."""
@@ -211,7 +211,7 @@ class Ledger:
             tiers=self.stack.stats(),
             codec=self._packer.codec.id,
             repacking=self.repacker.progress,
-            members=self.company.report(),
+            differs=self.likeness.differs,
         )
 
     def flush(self, deadline_s: float) -> bool:
@@ -224,7 +224,7 @@ class Ledger:
 
     def close(self) -> None:
         """Stop all threads and close the tiers; waiting work is dropped. Call once."""
-        self.company.close()
+        self.likeness.close()
         self.repacker.close()
         if self._housekeeping is not None:
             self._housekeeping.close()

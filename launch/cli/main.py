@@ -18,7 +18,7 @@ import typer
 from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
 from launch.cli.bench import bench
-from launch.cli.connect import connect, join
+from launch.cli.connect import connect
 from launch.cli.sessions import chat, top
 from launch.errors import LaunchError, UsageError
 from launch.printing import print_json, print_table, say
@@ -266,7 +266,7 @@ def calibrate(
 
 
 # In the order in which --help lists them.
-for command in (chat, top, bench, connect, join):
+for command in (chat, top, bench, connect):
     app.command()(command)
 keys_app.command("list")(keys.list_keys)
 keys_app.command("revoke")(keys.revoke_key)

@@ -41,7 +41,7 @@ from engines.wire import (
 )
 from kvstore.errors import PinLimit
 from kvstore.session import TIER_NAMES, SessionName, SessionRef, TierName
-from kvstore.stats import Counters, Repacking, StoreStats, most_different
+from kvstore.stats import Counters, Repacking, StoreStats
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 
 LOOK_S: Final = 10.0
@@ -228,7 +228,7 @@ class VllmVerbs:
             codec=_codec([x.codec for x in answers]),
             requests=self._requests(),
             repacking=_repacking([x.repacking for x in stores]),
-            members=most_different([x.members for x in stores]),
+            differs=tuple(sorted({kind for x in stores for kind in x.differs})),
         )
 
     def _all_counters(self, stores: list[StoreStats]) -> dict[str, int]:

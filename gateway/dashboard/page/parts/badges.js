@@ -23,8 +23,8 @@ export const REASONS = {
   deadline: "a slow tier: computing was faster",
   unavailable: "its tier was down",
   disabled: "this engine does not hibernate",
-  "foreign-secret": "unknown here; another server on this Redis has another secret",
-  "foreign-seed": "another engine on this Redis has another PYTHONHASHSEED",
+  "foreign-secret": "unknown here; the data on this Redis is of another secret",
+  "foreign-seed": "the data on this Redis is of another PYTHONHASHSEED",
 };
 // Why a conversation's KV left the place where it was.
 export const LEFT = {

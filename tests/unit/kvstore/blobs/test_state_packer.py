@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.blobs.segments import Lineage
+from kvstore.blobs.state_packer import KEPT, StatePacker, window_arrays
 from kvstore.blobs.state_tree import (
     MatrixArray,
     StateArray,
@@ -18,7 +19,6 @@ from kvstore.blobs.state_tree import (
     decode_state,
     encode_state,
 )
-from kvstore.blobs.state_packer import KEPT, StatePacker, window_arrays
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import EXACT_STATES, matrix_codec

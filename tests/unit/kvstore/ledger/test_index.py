@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.record import SessionRecord
 from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
-from kvstore.ledger.record import SessionRecord
 from kvstore.store.token_keys import TokenRecords
 from tests.clock import Clock
 from tests.kv_sessions import come_back, ram, ref, save, tokens
