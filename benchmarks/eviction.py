@@ -176,7 +176,11 @@ class Product:
         self.order.touch(keys, restored=False)
 
 
-STORES: Final = {"last use": LastUse, "product": Product, "limit": Limit}
+STORES: Final[dict[str, type[LastUse] | type[Limit] | type[Product]]] = {
+    "last use": LastUse,
+    "product": Product,
+    "limit": Limit,
+}
 
 
 def kept(trace: Trace, name: str, room: int) -> tuple[float, float]:
@@ -225,7 +229,8 @@ def take_turns() -> list[str]:
     for num, at_least in IN_TURN:
         trace = in_turn(num)
         back = {name: num * kept(trace, name, 19 * trace.units(4096))[1] for name in STORES}
-        print(f"{num} in turn on room for 19: " + ", ".join(f"{k} {v:.1f}" for k, v in back.items()))
+        each = ", ".join(f"{name} {x:.1f}" for name, x in back.items())
+        print(f"{num} in turn on room for 19: {each}")
         if back["product"] < at_least:
             failures.append(f"{num} in turn: {back['product']:.1f} of at least {at_least}")
     return failures

@@ -45,7 +45,6 @@ def settings(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             "codec": "raw",
             "ram_bytes": args.ram_mib * MIB * args.engines,
             "disk_bytes": 0,
-            "guaranteed_share": 0.0,
         },
         "scheduler": {"idle_after_s": 3600},
     }

@@ -183,7 +183,6 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
     codec: CodecReport | None = None  # in answers to ``GetStats``, ``Adopt`` and ``Measure``
     tenants: dict[TierName, dict[str, TenantUse]] = {}  # in answers to ``LimitTenants``
     error: str = ""
-    pin_limit: str = ""  # the reason why a pin was refused
     more: bool = False  # more sessions come in the next message
 
 

@@ -98,7 +98,7 @@ class Ledger(Generic[R]):
         self.index.is_whole = not self._to_load
         self._vain_loads: Counter[int] = Counter()  # by level
         self._closing = threading.Event()
-        self.pins = Pins(self.stack, config.pinned_share, config.tenant_pinned_share)
+        self.pins = Pins(self.stack)
         self._slower = [
             WriteBehind(
                 self.stack, level, config.write_queue_bytes, self.counters, self.index.unused
@@ -106,7 +106,7 @@ class Ledger(Generic[R]):
             for level in range(1, len(self.stack))
         ]
         self.committer = Committer(kind, self.stack, self._slower, self.index, self.pins)
-        for record in reversed(self.index.all()):  # if the share is smaller now, the newest stay
+        for record in self.index.all():
             self.committer.follow_pin(record)
         self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
         self.notices = Notices(self.stack, self.index.restorable)
@@ -213,16 +213,12 @@ class Ledger(Generic[R]):
     def _say_whose_blobs(self, records: Sequence[R]) -> None:
         """Assign to tenants the blobs that an earlier run left in the tiers."""
         keys: dict[str, list[bytes]] = {}
-        idle_s: dict[str, float] = {}
-        now_s = self.clock()  # the clock that dates records; tiers use another clock
         for record in records:
             owned = (self.index.key(record), *self.index.owned(record))
             keys.setdefault(record.tenant, []).extend(owned)
-            age_s = now_s - record.last_used_s
-            idle_s[record.tenant] = min(age_s, idle_s.get(record.tenant, age_s))
         for level in range(len(self.stack)):
             for tenant, its_keys in keys.items():
-                self.stack.own_in(level, tenant, its_keys, idle_s[tenant])
+                self.stack.own_in(level, tenant, its_keys)
 
     def _keep_house(self) -> None:
         self._load_earlier()

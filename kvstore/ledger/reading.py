@@ -108,14 +108,20 @@ class Promotion(Generic[R]):
             keys: of all blobs that were read, in their order.
             slow: those of them that were read from a slower tier.
         """
+        self._touch(record_key, keys)  # before they grow: the order learns how much was held
         wanted = self._wanted(record_key, slow)
         record = None if record_key is None else self._index.get(record_key)
-        if wanted and self._stack.put(0, wanted, record.tenant if record else ""):
-            self._counters.add("promoted_blobs", len(wanted))
+        if wanted:
+            wanted.sort(key=lambda x: x[0][:1] != CHUNK)  # a state is read first
+            chain = self._index.blob_keys(record) if record else keys
+            chain = chain if wanted[0][0] in chain else keys
+            place = chain.index(wanted[0][0])
+            after = chain[place - 1] if place else b""
+            if self._stack.put(0, wanted, record.tenant if record else "", after):
+                self._counters.add("promoted_blobs", len(wanted))
         # Meanwhile the session may have been saved, or forgotten.
         still = {key for key, _ in self._wanted(record_key, wanted)}
         self._stack.delete(0, [key for key, _ in wanted if key not in still])
-        self._touch(record_key, keys)
 
     def _wanted(
         self, record_key: bytes | None, blobs: Sequence[tuple[bytes, Blob]]

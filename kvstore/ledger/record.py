@@ -40,11 +40,6 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     @property
-    def pinned_bytes(self) -> int:
-        """Bytes that the session takes of the share for pins while it is pinned."""
-        return self.packed_bytes
-
-    @property
     def comparable_tokens(self) -> int:
         """Number of its leading tokens that can be compared with a prompt."""
         return self.num_tokens

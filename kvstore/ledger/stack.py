@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,11 +69,6 @@ class TierStack:
     @property
     def shared(self) -> list[int]:
         return [i for i, name in enumerate(self._names) if name in SHARED_TIERS]
-
-    @property
-    def overhead_bytes(self) -> int:
-        """Bytes that a blob takes besides its own, in the tier where they are most."""
-        return max((x.overhead_bytes for x in self._tiers), default=0)
 
     @property
     def names(self) -> tuple[TierName, ...]:
@@ -159,15 +153,41 @@ class TierStack:
                 levels[j] = i if yes else None
         return Located(levels, down)
 
-    def put(self, i: int, items: Sequence[tuple[bytes, Blob]], tenant: str = "") -> bool:
-        """Write blobs of a tenant to one tier; True if it now holds every one of them."""
+    def put(
+        self,
+        i: int,
+        items: Sequence[tuple[bytes, Blob]],
+        tenant: str = "",
+        after: bytes = b"",
+    ) -> bool:
+        """Write blobs of a tenant to one tier; True if it now holds every one of them.
+
+        ``after``: the key before them in their chain; b"" = they are its beginning.
+        """
         named = self._tags[i].named(items)
-        put = partial(self._tiers[i].put_many, named, tenant)
+
+        def put() -> int:
+            return self._tiers[i].put_many(named, tenant, self._held_name(i, after))
+
         return not items or self._if_up(i, put, -1) == len(items)
 
-    def replace(self, i: int, key: bytes, blob: Blob, tenant: str = "") -> bool:
+    def replace(self, i: int, key: bytes, blob: Blob, tenant: str = "", after: bytes = b"") -> bool:
+        """Write a record; ``after``: the last key of its chain."""
         name = self._tags[i].new(key, blob)
-        return self._if_up(i, lambda: self._tiers[i].replace(name, blob, tenant), False)
+
+        def replaced() -> bool:
+            end = self._held_name(i, after)
+            return self._tiers[i].replace(name, blob, tenant, after=end)
+
+        return self._if_up(i, replaced, False)
+
+    def _held_name(self, i: int, key: bytes) -> bytes:
+        """Return the name under which one tier holds a key. Raises ``TierUnavailable``."""
+        names = self._tags[i].all([key]) if key else [b""]
+        if len(names) == 1:
+            return names[0]
+        held = zip(names, self._tiers[i].contains_many(names), strict=True)
+        return next((name for name, yes in held if yes), names[0])
 
     def hold_in(self, i: int, codec_id: str, keys: Sequence[bytes]) -> list[bool]:
         """Return for each blob whether one tier has it under the tag of this codec."""
@@ -202,27 +222,27 @@ class TierStack:
         names = dict.fromkeys(tagged(x, tag) for tag in tags for x in keys)
         return self._is_done(i, lambda: self._tiers[i].delete_many(names))
 
-    def used_by(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
-        """Mark blobs in one tier as just used by a tenant, whose they are if they have no owner."""
+    def saved_by(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
+        """Mark a chain in one tier as just saved by a tenant, whose it is if it has no owner."""
         names = self._tags[i].all(keys)
         self._tiers[i].own(tenant, names)
-        self._is_done(i, lambda: self._tiers[i].touch(names))
+        self._is_done(i, lambda: self._tiers[i].touch(names, restored=False))
 
-    def own_in(self, i: int, tenant: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+    def own_in(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
         """Assign blobs to a tenant in one tier, unless they have an owner; see ``Tier.own``."""
-        self._tiers[i].own(tenant, self._tags[i].all(keys), idle_s)
+        self._tiers[i].own(tenant, self._tags[i].all(keys))
 
     def drop_quarantine(self, i: int) -> bool:
         """Remove data that a tier put aside as damaged; False if it is not available."""
         return self._is_done(i, self._tiers[i].drop_quarantine)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark blobs as used in every tier, ``keys[0]`` as the most recent."""
+        """Mark a chain as just restored, in every tier."""
         for i, tier in enumerate(self._tiers):
             self._is_done(i, partial(tier.touch, self._tags[i].all(keys)))
 
     def pin(self, keys: Sequence[bytes]) -> PinnedNames:
-        """Keep these blobs from eviction in every tier, until ``unpin``."""
+        """Evict these blobs last in every tier, until ``unpin``."""
         pinned = tuple(tags.all(keys) for tags in self._tags)
         for tier, names in zip(self._tiers, pinned, strict=True):
             tier.pin(names)
@@ -235,15 +255,6 @@ class TierStack:
     def pins_known(self, i: int) -> None:
         """Note that what earlier lives have pinned is pinned; see ``Tier.pins_known``."""
         self._tiers[i].pins_known()
-
-    @contextmanager
-    def pinned_in(self, i: int, keys: Sequence[bytes]) -> Iterator[None]:
-        names = self._tags[i].all(keys)
-        self._tiers[i].pin(names)
-        try:
-            yield
-        finally:
-            self._tiers[i].unpin(names)
 
     def scan(self, i: int, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         """List blobs under the tier's names for them. Ends early if the tier fails."""
@@ -265,7 +276,7 @@ class TierStack:
         for i in levels:
             causes = set(self._tiers[i].why_evicted(self._tags[i].all([key]))) - {None}
             if causes:
-                return next(x for x in ("limit", "share", "budget") if x in causes)
+                return "limit" if "limit" in causes else "budget"
         return None
 
     def limit_tenants(self, i: int, limits: TenantLimits) -> dict[str, TenantUse] | None:

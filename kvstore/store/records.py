@@ -117,10 +117,6 @@ class SessionRecord(StoredSession, frozen=True, kw_only=True):
         return len(self.token_ids) + len(self.left_behind)
 
     @property
-    def pinned_bytes(self) -> int:
-        return self.packed_bytes + len(self.token_ids)
-
-    @property
     def tokens(self) -> Tokens:
         """(num_tokens,) int32, read-only view."""
         return np.frombuffer(self.token_ids, "<i4")
@@ -184,10 +180,6 @@ class BlockRecord(StoredSession, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         ids = 36 * len(self.part) + len(self.ids)
         return len(self.hashes) + 33 * len(self.left_behind) + ids
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self.packed_bytes + len(self.hashes) + len(self.ids)
 
     @property
     def num_tokens(self) -> int:

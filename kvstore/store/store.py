@@ -76,10 +76,9 @@ class Store(ABC, Generic[R]):
         return None if self._closed else self.ledger.upkeep.demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Keep the session's blobs from eviction, or stop that. Blocks while a save of it runs.
+        """Evict the session's blobs last, or stop that. Blocks while a save of it runs.
 
-        Has no effect on a session that was never saved. Raises ``PinLimit`` if pinned sessions
-        would then take more than their share.
+        Has no effect on a session that was never saved.
         """
         if not self._closed:
             self.ledger.upkeep.pin(session, pinned)

@@ -37,10 +37,8 @@ from kvstore.store.saver import Saver
 from kvstore.store.store import Store
 from kvstore.store.token_keys import TokenKeys, TokenPrompt, TokenRecords
 from kvstore.tiers.base import Tier
-from kvstore.tiers.ram_tier import RamTier
 
 WAIT_S: Final = 30.0  # for saves of the session that wait or run
-RESIZE_FLUSH_S: Final = 15.0
 
 
 class ColdStore(Store[SessionRecord]):
@@ -244,18 +242,6 @@ class ColdStore(Store[SessionRecord]):
         return was_known or dropped is not None
 
     # ---- the store itself
-
-    def resize_memory(self, ram_bytes: int) -> None:
-        """Set another budget of packed bytes in memory, never below the configured one.
-
-        Blobs that no longer fit are in slower tiers by then, if those take them in time.
-        """
-        ram_bytes = max(ram_bytes, self._config.ram_bytes)
-        for tier in self.ledger.stack.tiers:
-            if isinstance(tier, RamTier):
-                if ram_bytes < tier.stats().nbytes:
-                    self.ledger.flush(RESIZE_FLUSH_S)
-                tier.resize(ram_bytes)
 
     def stats(self) -> StoreStats:
         """Return the current statistics."""

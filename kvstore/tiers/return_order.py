@@ -174,7 +174,11 @@ class ReturnOrder:
         end = self._runs.of.get(after)
         if run is None:
             return self.add({key: nbytes}, owner, after if end else b"")
-        if not instead_of and end not in (None, run) and not (run.parent is end and len(run.keys) == 1):
+        if (
+            not instead_of
+            and end not in (None, run)
+            and not (run.parent is end and len(run.keys) == 1)
+        ):
             moved = self._pop(old)
             update = self.add({key: nbytes}, owner, after)
             return Update(update.added, [moved, *update.evicted])
@@ -206,16 +210,20 @@ class ReturnOrder:
                 self._place(each, is_newest=False)
         return [key for key in removed if key not in update.added]
 
-    def remove(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Remove keys, pinned or not, and all that continues a link among them; return them all.
-
-        Their pins stay: they also apply to the next blobs of these keys.
-        """
-        removed: list[bytes] = []
+    def doomed(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return those of these keys that are held, and all that continues a link among them."""
+        found: dict[bytes, None] = {}
         for key in keys:
-            for each in self._runs.and_after(key) if key in self else ():
-                removed.append(self._pop(each).key)
-                self._runs.gone.pop(each, None)
+            if key in self and key not in found:
+                found |= dict.fromkeys(self._runs.and_after(key))
+        return list(found)
+
+    def remove(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Remove the ``doomed``, pinned or not, and return them; their pins stay."""
+        removed = self.doomed(keys)
+        for key in removed:
+            self._pop(key)
+            self._runs.gone.pop(key, None)
         return removed
 
     def pin(self, keys: Iterable[bytes], count: int = 1) -> None:
@@ -237,16 +245,10 @@ class ReturnOrder:
 
     # ---- budget and limits
 
-    def resize(self, capacity_bytes: int) -> list[Evicted]:
-        """Set another budget from now on, and evict what is beyond it; return that."""
-        self.capacity_bytes = capacity_bytes
+    def evict(self, nbytes: int = 0, spare: Container[bytes] = ()) -> list[Evicted]:
+        """Evict until the budget holds, and ``nbytes`` or more; ends at a key in ``spare``."""
         evicted: list[Evicted] = []
-        self._make_room(0, "", [], evicted)
-        return evicted
-
-    def evict(self, nbytes: int, spare: Container[bytes]) -> list[Evicted]:
-        """Evict ``nbytes`` or more, even if the budget holds, up to the first key in ``spare``."""
-        evicted: list[Evicted] = []
+        nbytes = max(nbytes, self.nbytes - self.capacity_bytes)
         while nbytes > 0 and (run := self._victim()) is not None and run.last not in spare:
             nbytes -= self._cut(run, "budget", evicted)
         return evicted
@@ -283,6 +285,10 @@ class ReturnOrder:
         return self._causes.of(keys)
 
     # ---- restart
+
+    def link_at(self, key: bytes) -> bytes:
+        """Return the last link before what follows a key; b"" = none."""
+        return key if key[:1] == LINK or key not in self else self._runs.of[key].end or b""
 
     def marks(self, keys: Iterable[bytes]) -> dict[bytes, Mark]:
         """Return what is to be remembered of the runs of held keys, by their first links."""

@@ -19,8 +19,8 @@ from kvstore.ledger.record import StoredSession
 from kvstore.session import TierName
 from kvstore.shapes import KVLayer, KVLayout
 from kvstore.tiers.base import Blob, Tier
-from kvstore.tiers.lru import RecencyIndex
 from launch.simulation.conditions import Conditions, ModelSize
+from launch.simulation.live_sessions import LiveSessions
 from launch.simulation.sized_tier import SizedTier, sized
 
 _encoder = msgspec.msgpack.Encoder()
@@ -117,7 +117,7 @@ class SimulatedEngine:
 
     def _begin(self) -> None:
         self.welcome = object()  # of this life
-        self._hot = RecencyIndex(self._size.hot_bytes, monotonic=self._clock)
+        self._hot = LiveSessions(self._size.hot_bytes)
         self._held: dict[bytes, Held] = {}
         budgets: dict[TierName, int] = {"ram": self._size.ram_bytes, "disk": self._size.disk_bytes}
         own = [SizedTier(name, x, self._clock) for name, x in budgets.items() if x]
@@ -183,21 +183,17 @@ class SimulatedEngine:
 
     def run(self, session: SessionRef) -> None:
         """Take a session into live KV, where it stays while it is answered."""
-        self._hot.pin([session.id.encode()])
+        self._hot.run(session.id.encode())
 
     def save(
         self, session: SessionRef, tokens: int, *, is_new: bool = False
     ) -> dict[TierName, int]:
         """End a turn: the session is hot, and packed; returns the bytes that each tier got."""
         key = session.id.encode()
-        self._hot.unpin([key])
-        self._hot.remove(key)
         self._held[key] = Held(tokens, self._clock())
-        added = self._hot.add({key: int(tokens * self._size.live_token_bytes)})
-        gone = [x for x, _ in added.evicted] + ([] if added.added else [key])
+        gone = self._hot.add(key, int(tokens * self._size.live_token_bytes))
         if self._hot.nbytes > self._size.hot_bytes * self._conditions.high_water:
-            above = self._hot.nbytes - int(self._size.hot_bytes * self._conditions.low_water)
-            gone += [x for x, _ in self._hot.evict(above, ())]
+            gone += self._hot.shrink(int(self._size.hot_bytes * self._conditions.low_water))
         for name in gone:
             self._held.pop(name, None)
         return self._commit(session, tokens, is_new)

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Final
 
 from kvstore.session import TierName
-from kvstore.tiers.lru import RecencyIndex
 from kvstore.tiers.ram_tier import RamTier
 
 WINDOW_S: Final = 10.0
@@ -42,9 +41,8 @@ class SizedTier(RamTier):
     """
 
     def __init__(self, name: TierName, capacity_bytes: int, monotonic: Callable[[], float]) -> None:
-        super().__init__(capacity_bytes)
+        super().__init__(capacity_bytes, monotonic)
         self.name = name
-        self._index = RecencyIndex(capacity_bytes, monotonic=monotonic)
 
 
 class Link:

@@ -48,7 +48,7 @@ from engines.wire import (
     Unpin,
     Verb,
 )
-from kvstore.errors import PinLimit, StoreClosed
+from kvstore.errors import StoreClosed
 from kvstore.session import SessionRef
 from kvstore.stats import StoreStats
 from kvstore.store.block_store import BlockStore, Fetched
@@ -312,8 +312,6 @@ class RankLink:
                 answer = msgspec.structs.replace(answer, tenants=tenants)
         except StoreClosed:
             return
-        except PinLimit as error:
-            answer = RankAnswer(message.number, [], pin_limit=str(error))
         except Exception as error:  # top level of this thread: the caller must get an answer
             logger.exception("%s failed", type(message.verb).__name__)
             answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")

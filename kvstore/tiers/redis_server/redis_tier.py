@@ -32,7 +32,6 @@ from kvstore.errors import TierUnavailable
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob
 from kvstore.tiers.indexed_tier import IndexedTier
-from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
 from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs, WriteInterrupted
 from kvstore.tiers.redis_server.book import (
     ENTRY_BYTES,
@@ -47,6 +46,7 @@ from kvstore.tiers.redis_server.book import (
 from kvstore.tiers.redis_server.early_uses import EarlyUses
 from kvstore.tiers.redis_server.fragments import BlobManifest, nbytes_on_server
 from kvstore.tiers.redis_server.link import RedisLink
+from kvstore.tiers.return_order import Evicted, Found, ReturnOrder, Update
 
 OWED_FILE: Final = "redis-deletions"  # in the engine's folder
 
@@ -57,7 +57,6 @@ class RedisTier(IndexedTier):
     Args:
         deadline_s: for one exchange with the server.
         ttl_s: entries expire this long after they were written or touched; 0 = never.
-        guaranteed_share: of the budget, divided between active tenants: see ``tenant_parts``.
         writer: the name that owns the budget; released by ``close``. None = this object alone.
 
     Raises:
@@ -73,7 +72,6 @@ class RedisTier(IndexedTier):
         *,
         deadline_s: float,
         ttl_s: float = 0.0,
-        guaranteed_share: float = 0.0,
         writer: WriterName | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,7 +83,7 @@ class RedisTier(IndexedTier):
         self._expires = ttl_s > 0
         self._writing = threading.Lock()  # one writer; always taken before the other lock
         self._lock = threading.Lock()  # the fields below; not held during calls to the server
-        self._index = RecencyIndex(capacity_bytes, guaranteed_share, monotonic)
+        self._index = ReturnOrder(capacity_bytes, monotonic)
         self._manifests: dict[bytes, BlobManifest] = {}  # of written blobs of the index
         # Blobs that may exist on the server, since it failed while writing; they do not count.
         self._doubtful: list[Mapping[bytes, BlobManifest]] = []
@@ -104,10 +102,6 @@ class RedisTier(IndexedTier):
     def owed_file(self) -> Path | None:
         folder = self._writer.folder if self._writer is not None else None
         return None if folder is None else folder / OWED_FILE
-
-    @property
-    def overhead_bytes(self) -> int:
-        return self._cost(1)
 
     def _cost(self, length: int) -> int:
         return nbytes_on_server(length) + (ENTRY_BYTES if self._book is not None else 0)
@@ -154,7 +148,9 @@ class RedisTier(IndexedTier):
 
     # Writing
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
+    def put_many(
+        self, items: Sequence[tuple[bytes, Blob]], owner: str = "", after: bytes = b""
+    ) -> int:
         blobs = dict(items)
         if not blobs:
             return 0
@@ -169,12 +165,19 @@ class RedisTier(IndexedTier):
                     if not there[key] or key in self._index
                 }
                 self._early.note(blobs)
-                update = self._index.add(sizes, owner)
+                update = self._index.add(sizes, owner, after if after in self._index else b"")
             written = self._write(update, blobs)
-            gone = {key for key, _ in update.evicted}
+            gone = {key for key, _, _ in update.evicted}
             return sum(key in written or (there[key] and key not in gone) for key in blobs)
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
+    def replace(
+        self,
+        key: bytes,
+        blob: Blob,
+        owner: str = "",
+        instead_of: bytes = b"",
+        after: bytes = b"",
+    ) -> bool:
         blobs = {key: blob}
         before = instead_of or key
         with self._writing:
@@ -183,40 +186,31 @@ class RedisTier(IndexedTier):
                 return False
             with self._lock:
                 self._early.note(blobs)
-                old = self._index.remove(before)
-                update = self._index.add({key: self._cost(len(blobs[key]))}, owner)
-                if not update.added and old is not None:
-                    self._index.undo(IndexUpdate([], [(before, old)]))
-            if not instead_of:
-                return key in self._write(update, blobs)
-            return self._write_instead(update, blobs, before, old)
-
-    def _write_instead(
-        self,
-        update: IndexUpdate,
-        blobs: Mapping[bytes, Blob],
-        before: bytes,
-        old: RecencyEntry | None,
-    ) -> bool:
-        """Write a blob in place of one of another name, which is removed once it is written."""
-        written: set[bytes] = set()
-        try:
-            written = self._write(update, blobs)
-        finally:
-            if not written and update.added and old is not None:
+                cost = self._cost(len(blobs[key]))
+                update = self._index.replace(key, cost, owner, after, instead_of)
+                if not update.added:
+                    self._index.undo(update)
+                    return False
+            # The replaced blob is removed, or overwritten, once the new one is written.
+            rest = [x for x in update.evicted if x.key != before]
+            old = [x for x in update.evicted if x.key == before] if instead_of else []
+            written = self._write(update._replace(evicted=rest), blobs, old)
+            if written and instead_of:
                 with self._lock:
-                    self._index.undo(IndexUpdate([], [(before, old)]))
-        if written:
-            with self._lock:
-                manifest = self._manifests.pop(before, None)
-            self._doubtful.append({} if manifest is None else {before: manifest})
-            self._drop_doubtful()
-        return bool(written)
+                    manifest = self._manifests.pop(before, None)
+                self._doubtful.append({} if manifest is None else {before: manifest})
+                self._drop_doubtful()
+            return bool(written)
 
-    def _write(self, update: IndexUpdate, blobs: Mapping[bytes, Blob]) -> set[bytes]:
+    def _write(
+        self, update: Update, blobs: Mapping[bytes, Blob], old: Sequence[Evicted] = ()
+    ) -> set[bytes]:
         """Carry out an update of the index; return the keys that were written.
 
         Blobs that could not be written or removed are undone in the index.
+
+        Args:
+            old: a blob whose place the added one takes, until that is written.
 
         Raises:
             TierUnavailable: nothing was written.
@@ -225,7 +219,7 @@ class RedisTier(IndexedTier):
         before: dict[bytes, BlobManifest] = {}
         evicted = update.evicted
         try:
-            self._evict([key for key, _ in evicted])
+            self._evict([key for key, _, _ in evicted])
             evicted = []
             before = self._take_known(update.added)
             for manifests in self._server.write({key: blobs[key] for key in update.added}):
@@ -244,9 +238,11 @@ class RedisTier(IndexedTier):
         finally:
             failed = [key for key in update.added if key not in written]
             with self._lock:
-                self._index.undo(IndexUpdate(failed, evicted))
+                undone = Update(failed, [*old, *evicted], update.in_place and bool(old))
+                lost = self._index.undo(undone if failed else Update([], evicted))
                 for key in failed:
                     self._manifests.pop(key, None)
+            self._doubt(lost)
         return written
 
     def _drop_doubtful(self) -> None:
@@ -292,14 +288,23 @@ class RedisTier(IndexedTier):
     def _forget(self, written: Mapping[bytes, BlobManifest]) -> None:
         """Stop counting blobs that the server no longer has, unless they were written again."""
         gone: list[Written] = []
+        lost: list[bytes] = []
         with self._lock:
             for key, manifest in written.items():
                 if self._manifests.get(key) == manifest:
                     del self._manifests[key]
-                    self._index.remove(key)
+                    lost += self._index.remove([key])
                     gone.append((key, manifest))
         if self._book is not None:
             self._book.owe(gone)
+        self._doubt(lost)
+
+    def _doubt(self, keys: Iterable[bytes]) -> None:
+        """Remove blobs that no longer count, before the next one is written."""
+        with self._lock:
+            found = {key: self._manifests.pop(key) for key in keys if key in self._manifests}
+        if found:
+            self._doubtful.insert(0, found)
 
     # Earlier lives
 
@@ -314,14 +319,14 @@ class RedisTier(IndexedTier):
             unseen = [(x.key, x.manifest) for x in entries if seen.get(x.key) != x.manifest]
             self._server.drop_fragments(unseen)  # the server may still have some
             with self._lock:
-                for key, manifest in seen.items():
-                    if key not in self._index:
-                        cost = self._cost(manifest.length)
-                        self._index.insert_oldest(key, cost, self._said.pop(key, ""))
-                        self._manifests[key] = manifest
+                new = {key: x for key, x in seen.items() if key not in self._index}
+                self._index.load({key: Found(self._cost(x.length)) for key, x in new.items()})
+                self._manifests |= new
+                for key in new:
+                    self._index.own(self._said.pop(key, ""), [key])
                 self._index.touch(self._early.among(seen))
-                evicted = self._index.shrink()
-            self._write(IndexUpdate([], evicted), {})
+                evicted = self._index.evict()
+            self._write(Update([], evicted), {})
 
     def _seen(self, entries: Sequence[BookEntry]) -> dict[bytes, BlobManifest]:
         known = self._known([x.key for x in entries])
@@ -358,22 +363,21 @@ class RedisTier(IndexedTier):
     def _apply_limits(self, limits: TenantLimits) -> None:
         with self._writing:
             with self._lock:
-                update = IndexUpdate([], self._index.limit(limits))
+                update = Update([], self._index.limit(limits))
             if update.evicted:
                 self._write(update, {})
 
-    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
         with self._lock:
-            self._index.own(owner, keys, idle_s)
+            self._index.own(owner, keys)
             if self._entering:
-                self._index.expect(owner, idle_s)
                 self._said |= {key: owner for key in keys if key not in self._index}
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
         """Mark a chain as just used, here and, as far as it answers, on the server."""
         with self._lock:
             self._early.note(keys)
-            self._index.touch(keys)
+            self._index.touch(keys, restored=restored)
             manifests = {
                 key: self._manifests[key] for key in reversed(keys) if key in self._manifests
             }

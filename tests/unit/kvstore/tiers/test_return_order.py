@@ -56,6 +56,11 @@ def turn(order: ReturnOrder, keys: dict[bytes, int], owner: str = "", record: by
     return back
 
 
+def resized(order: ReturnOrder, capacity_bytes: int) -> list[Evicted]:
+    order.capacity_bytes = capacity_bytes
+    return order.evict()
+
+
 def evicted(update: Update) -> list[bytes]:
     return [x.key for x in update.evicted]
 
@@ -375,9 +380,9 @@ def test_a_blob_of_another_size_takes_the_place_of_one_in_the_middle():
 def test_a_smaller_budget_evicts_at_once():
     order = order_of(100)
     order.add(chain("a", 10))
-    assert [x.key for x in order.resize(50)] == names("a", 9, 8, 7, 6, 5)
+    assert [x.key for x in resized(order, 50)] == names("a", 9, 8, 7, 6, 5)
     order.pin(chain("a", 5))
-    assert len(order.resize(20)) == 3
+    assert len(resized(order, 20)) == 3
     assert [x.key for x in order.evict(5, ())] == names("a", 1)
     assert order.evict(5, names("a", 0)) == []
 
