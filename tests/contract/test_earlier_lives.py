@@ -102,15 +102,14 @@ def test_a_pinned_one_stays_where_there_is_room_for_few(
     rig: Rig, server: RedisServer, tmp_path: Path
 ):
     """It is the oldest, and the next life has half the budget."""
-    shares = {"pinned_share": 0.9, "tenant_pinned_share": 1.0}
-    store = rig.open(shared := tiers_of(server, tmp_path), **shares)
+    store = rig.open(shared := tiers_of(server, tmp_path))
     rig.save(store, ref("pinned"), history(100, 0))
     store.pin(ref("pinned"), True)
     for number, session_id in enumerate("abcde", 1):
         rig.save(store, ref(session_id), history(100, number))
     budget = shared[1].stats().nbytes // 2
     store.close()
-    store = rig.open(shared := tiers_of(server, tmp_path, budget), **shares)
+    store = rig.open(shared := tiers_of(server, tmp_path, budget))
     end = time.monotonic() + PATIENCE_S
     while shared[1].limit_tenants(NO_LIMITS) is None:  # not all is counted
         assert time.monotonic() < end

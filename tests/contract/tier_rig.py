@@ -51,9 +51,7 @@ class TierRig:
         if self.kind.endswith("redis"):
             with redis.Redis.from_url(self._server.url) as client:
                 client.flushall()
-            return RedisTier(
-                self._server.url, capacity_bytes, deadline_s=10.0, monotonic=monotonic
-            )
+            return RedisTier(self._server.url, capacity_bytes, deadline_s=10.0, monotonic=monotonic)
         return RamTier(capacity_bytes, monotonic)
 
     def cost(self, length: int) -> int:

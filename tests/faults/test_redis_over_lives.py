@@ -160,27 +160,6 @@ def test_without_pins_the_budget_is_kept_in_bounded_time(server: RedisServer, tm
     tier.close()
 
 
-def test_who_is_guaranteed_a_part_keeps_it_over_lives(server: RedisServer, tmp_path: Path):
-    writer, cost = WriterName(tmp_path), 0
-    tier = RedisTier(server.url, BUDGET, deadline_s=10.0, writer=writer)
-    for key, blob in FEW.items():
-        tier.put_many([(key, blob)], "a" if not cost else "b")
-        cost = cost or tier.stats().nbytes
-    tier.close()
-    tier = RedisTier(
-        server.url, 4 * cost, deadline_s=10.0, guaranteed_share=1.0, writer=WriterName(tmp_path)
-    )
-    first, *others = FEW
-    tier.own("a", [first], 60.0)  # by far the oldest
-    tier.own("b", others, 0.0)
-    tier.pins_known()
-    tier.count_earlier_lives()
-    until(lambda: tier.knows_earlier_lives, what="counted")
-    assert tier.stats().num_blobs == 4
-    assert tier.contains_many([first]) == [True]
-    tier.close()
-
-
 def test_another_engine_counts_and_evicts_its_own_alone(server: RedisServer, tmp_path: Path):
     one, two = (next_life(server, tmp_path / name) for name in ("one", "two"))
     mine, yours = list(FEW.items())[:4], list(FEW.items())[4:]
