@@ -115,12 +115,14 @@ def codecs_of(now: Iterable[str], before: Iterable[str]) -> tuple[str, ...]:
 def abandoned_chunks(
     old: Iterable[bytes], now: Iterable[bytes], current: Container[bytes]
 ) -> tuple[list[bytes], list[bytes]]:
-    """Return the abandoned chunks to remember, oldest first, and those to delete.
+    """Return the abandoned chunks to remember, the newest branch first, and those to delete.
+
+    A branch is deleted from its end.
 
     Args:
         old: keys that the older record remembers.
         now: keys of the older record's own chunks.
         current: keys of the session's present blobs, which are not abandoned.
     """
-    keys = [x for x in dict.fromkeys([*old, *now]) if x not in current]
-    return keys[-MAX_LEFT_BEHIND:], keys[:-MAX_LEFT_BEHIND]
+    keys = [x for x in dict.fromkeys([*now, *old]) if x not in current]
+    return keys[:MAX_LEFT_BEHIND], keys[MAX_LEFT_BEHIND:]

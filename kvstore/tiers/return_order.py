@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
 from kvstore.tiers.base import EvictionCause, EvictionCauses
-from kvstore.tiers.runs import LINK, Run, Runs
+from kvstore.tiers.runs import LINK, RECORD, Run, Runs
 
 TRIAL: Final = 0.1  # of the room
 PATIENCE: Final = (0.02, 2.0)  # at least and at most, in gaps
@@ -151,7 +151,7 @@ class ReturnOrder:
                 continue
             if end:
                 line, end = self._busy(end, line), b""
-            if not self._make_room(nbytes, owner, line, evicted):
+            if not self._fit(key, nbytes, owner, line, evicted):
                 break
             run = self._runs.next_run(key, owner, line[0] if line else None, self._clock())
             if not line or run is not line[0]:
@@ -187,7 +187,7 @@ class ReturnOrder:
         for each in line:
             each.is_busy = True
         self._place(run)
-        fits = self._make_room(nbytes - run.keys[old], owner, line, evicted)
+        fits = self._fit(key, nbytes - run.keys[old], owner, line, evicted)
         if fits:
             self._rename(old, key, nbytes)
         self._settle(line)
@@ -419,6 +419,16 @@ class ReturnOrder:
         if old in self._lru:
             self._lru[new] = self._lru.pop(old)
         self._count(*self._runs.rename(old, new, nbytes))
+
+    def _fit(
+        self, key: bytes, nbytes: int, owner: str, line: list[Run], evicted: list[Evicted]
+    ) -> bool:
+        """Make room for a blob; for a record the end of its own chain makes way, too."""
+        while not self._make_room(nbytes, owner, line, evicted):
+            if key[:1] != RECORD or not line or line[0].children or len(line[0].keys) < 2:
+                return False
+            self._cut(line[0], "budget", evicted)
+        return True
 
     def _make_room(
         self, nbytes: int, owner: str, line: Sequence[Run], evicted: list[Evicted]

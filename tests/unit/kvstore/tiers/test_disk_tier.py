@@ -185,13 +185,14 @@ def test_a_small_file_never_passes_its_limit_and_takes_every_blob(tmp_path: Path
     for i in range(250):
         key, blob = source.randbytes(33), content[: source.choice(sizes)]
         assert tier.put_many([(key, blob)]) == 1, i
+        assert tier.get_many([key]) == [blob], i
         assert tier.replace(b"r%032d" % source.randrange(3), content[: source.randrange(40_000)])
         if i % 7 == 0:
             assert tier.replace(b"tail", content[: source.randrange(MB)])
         if i % 11 == 0:
             tier.delete_many([key])
-        else:
-            assert tier.get_many([key]) == [blob], i
+        else:  # a newcomer may have made way for another
+            assert tier.get_many([key])[0] in (blob, None), i
         longest = max(longest, data.stat().st_size, data.stat().st_blocks * 512 - FILE_SYSTEM_BYTES)
     stats = tier.stats()
     tier.close()
