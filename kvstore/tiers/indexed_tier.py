@@ -76,10 +76,10 @@ class IndexedTier(ABC):
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         with self._lock:
-            return self._index.why_evicted(keys)
+            return self._index.causes.of(keys)
 
     @property
     def pins(self) -> dict[bytes, int]:
         """Pin count of each blob by name, including blobs that are not held."""
         with self._lock:
-            return self._index.pins
+            return dict(self._index.pins)

@@ -85,16 +85,16 @@ class ReturnOrder:
         self._runs = Runs()
         # Runs that can lose a blob, the oldest use first: on trial, kept, pinned; and by owner.
         self._orders: tuple[OrderedDict[Run, None], ...] = tuple(OrderedDict() for _ in range(3))
-        self._of: defaultdict[tuple[str, bool], OrderedDict[Run, None]] = defaultdict(OrderedDict)
+        self._of: defaultdict[str, OrderedDict[Run, None]] = defaultdict(OrderedDict)
         self._lru: OrderedDict[bytes, int] = OrderedDict()  # the shadow: bytes by the first link
-        self._pins: Counter[bytes] = Counter()
+        self.pins: Counter[bytes] = Counter()  # of absent keys, too
         self._held: Counter[str] = Counter()  # bytes by tenant
         self._missed: Counter[str] = Counter()  # bytes by tenant; see ``TenantUse``
         self._kept_bytes = self._lru_bytes = 0
         self._num_new = self._num_back = 0.0  # runs that began lately, and those that returned
         self._patience = PATIENCE[1]
         self._gap_s = math.inf  # on average lately
-        self._causes = EvictionCauses()
+        self.causes = EvictionCauses()
 
     def __len__(self) -> int:
         return len(self._runs.of)
@@ -102,21 +102,10 @@ class ReturnOrder:
     def __contains__(self, key: object) -> bool:
         return key in self._runs.of
 
-    @property
-    def pins(self) -> dict[bytes, int]:
-        """Pin count of each key, including absent keys."""
-        return dict(self._pins)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """The sizes of all pinned keys together."""
-        return sum(self._runs.of[key].keys[key] for key in self._pins if key in self)
-
     def keys(self, prefix: bytes) -> list[bytes]:
-        """List the keys with this prefix: the longest unused first, pinned ones last."""
+        """List the keys with this prefix, the longest unused first."""
         runs = sorted(set(self._runs.of.values()), key=lambda run: run.used_s)
-        found = [key for run in runs for key in run.keys if key.startswith(prefix)]
-        return sorted(found, key=self._pins.__contains__)
+        return [key for run in runs for key in run.keys if key.startswith(prefix)]
 
     # ---- use
 
@@ -139,29 +128,25 @@ class ReturnOrder:
         Args:
             after: the key before them in the chain; without it held nothing is entered.
         """
-        added: list[bytes] = []
-        evicted: list[Evicted] = []
-        if after and after not in self:
-            return Update(added, evicted)
-        line: list[Run] = []  # of the chain, its end first
-        end = after  # a held key, whose run is not in ``line`` yet
-        for key, nbytes in sizes.items():
-            if key in self:
-                end = key
-                continue
-            if end:
-                line, end = self._busy(end, line), b""
-            if not self._fit(key, nbytes, owner, line, evicted):
+        update = Update([], [])
+        new = [key for key in sizes if key not in self]
+        keys = [after, *sizes]
+        after = keys[keys.index(new[0]) - 1] if new else b""
+        if not new or (after and after not in self):
+            return update
+        line = self._busy(self._runs.ending_at(after)) if after else []
+        for key in new:
+            if not self._fit(key, sizes[key], owner, line, update.evicted):
                 break
             run = self._runs.next_run(key, owner, line[0] if line else None, self._clock())
-            if not line or run is not line[0]:
+            if run not in line:
                 self._judge(run)
                 run.is_open = True
                 line.insert(0, run)
-            self._enter(run, key, nbytes)
-            added.append(key)
-        self._settle(self._busy(end, line) if end else line)
-        return Update(added, evicted)
+            self._enter(run, key, sizes[key])
+            update.added.append(key)
+        self._settle(line)
+        return update
 
     def replace(
         self, key: bytes, nbytes: int, owner: str = "", after: bytes = b"", instead_of: bytes = b""
@@ -170,26 +155,17 @@ class ReturnOrder:
 
         The first evicted one is then the replaced blob. A record moves to the run of ``after``.
         """
-        old, run = instead_of or key, self._runs.of.get(instead_of or key)
-        end = self._runs.of.get(after)
-        if run is None:
-            return self.add({key: nbytes}, owner, after if end else b"")
-        if (
-            not instead_of
-            and end not in (None, run)
-            and not (run.parent is end and len(run.keys) == 1)
-        ):
-            moved = self._pop(old)
-            update = self.add({key: nbytes}, owner, after)
-            return Update(update.added, [moved, *update.evicted])
+        old = instead_of or key
+        run = self._runs.of.get(old)
+        if run is None or old[:1] != LINK:
+            moved = [self._pop(old)] if run else []
+            update = self.add({key: nbytes}, owner, after if after in self else b"")
+            return Update(update.added, [*moved, *update.evicted])
         evicted = [Evicted(old, run, run.keys[old])]
-        line = run.line()
-        for each in line:
-            each.is_busy = True
-        self._place(run)
+        line = self._busy(run)
         fits = self._fit(key, nbytes - run.keys[old], owner, line, evicted)
         if fits:
-            self._rename(old, key, nbytes)
+            self._count(*self._runs.rename(old, key, nbytes))
         self._settle(line)
         return Update([key], evicted, True) if fits else Update([], evicted[1:])
 
@@ -198,14 +174,14 @@ class ReturnOrder:
         removed: list[bytes] = []
         evicted = update.evicted
         if update.in_place and update.added and evicted:
-            self._rename(update.added[0], evicted[0].key, evicted[0].nbytes)
+            self._count(*self._runs.rename(update.added[0], evicted[0].key, evicted[0].nbytes))
             evicted = evicted[1:]
         else:
             removed = self.remove(update.added)
         for key, run, nbytes in reversed(evicted):
             self._runs.put_back(run, key, nbytes)
             self._count(run, nbytes)
-            self._causes.came_back(key)
+            self.causes.came_back(key)
             for each in filter(None, (run, run.parent)):
                 self._place(each, is_newest=False)
         return [key for key in removed if key not in update.added]
@@ -228,15 +204,12 @@ class ReturnOrder:
 
     def pin(self, keys: Iterable[bytes], count: int = 1) -> None:
         """Let keys, held or not, go last, with all before them in their chains."""
-        runs: dict[Run, None] = {}
+        keys = list(keys)
         for key in keys:
-            if count > 0 or key in self._pins:
-                self._pins[key] += count
-            if self._pins[key] <= 0:
-                del self._pins[key]
-            if (run := self._runs.of.get(key)) is not None:
-                runs[run] = None
-        for run in runs:
+            self.pins[key] += count
+            if self.pins[key] <= 0:
+                del self.pins[key]
+        for run in dict.fromkeys(self._runs.of[key] for key in keys if key in self):
             self._place(run)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
@@ -273,16 +246,11 @@ class ReturnOrder:
         """Assign runs of an earlier life to their owner, the longest unused first."""
         for run in dict.fromkeys(self._runs.of[key] for key in keys if key in self):
             if not run.owner:
-                self._count(run, -run.nbytes)
-                for is_pinned in (False, True):
-                    if self._of["", is_pinned].pop(run, self) is None:
-                        self._of[owner, is_pinned][run] = None
+                self._held[""] -= run.nbytes
+                self._held[owner] += run.nbytes
+                if self._of[""].pop(run, self) is None:
+                    self._of[owner][run] = None
                 run.owner = owner
-                self._count(run, run.nbytes)
-
-    def why_evicted(self, keys: Iterable[bytes]) -> list[EvictionCause | None]:
-        """Return for each key why it was evicted; None: it was not, or too long ago."""
-        return self._causes.of(keys)
 
     # ---- restart
 
@@ -299,47 +267,37 @@ class ReturnOrder:
     def load(self, found: Mapping[bytes, Found]) -> None:
         """Enter blobs of an earlier life as less recent than all others, even beyond the budget."""
         now = self._clock()
-        following: defaultdict[bytes, list[bytes]] = defaultdict(list)
-        for key, blob in found.items():
-            following[blob.after if blob.after in found else b""].append(key)
         runs: dict[Run, None] = {}
-        waiting = following[b""][::-1]
-        while waiting:
-            key = waiting.pop()
-            waiting += sorted(following[key], reverse=True)  # links first
-            nbytes, after, mark = found[key]
-            before = self._runs.ending_at(after) if after in self else None
-            if before is not None and mark is not None and key[:1] == LINK:
-                before.is_shared = True  # it was
-            run = self._runs.next_run(key, "", before, before.used_s if before else now)
-            if run not in runs and mark is not None:
-                run.used_s, run.gap_s, run.is_kept = now - mark.idle_s, mark.gap_s, mark.is_kept
-            runs[run] = None
-            self._enter(run, key, nbytes)
+        for last in sorted(found):  # links first
+            key, waiting = last, list[bytes]()
+            while key in found and key not in self:
+                waiting.append(key)
+                key = found[key].after
+            for key in reversed(waiting):
+                nbytes, after, mark = found[key]
+                before = self._runs.ending_at(after) if after in self else None
+                if before is not None and mark is not None and key[:1] == LINK:
+                    before.is_shared = True  # it was
+                run = self._runs.next_run(key, "", before, before.used_s if before else now)
+                if run not in runs and mark is not None:
+                    run.used_s, run.gap_s, run.is_kept = now - mark.idle_s, mark.gap_s, mark.is_kept
+                runs[run] = None
+                self._enter(run, key, nbytes)
         for run in sorted(runs, key=lambda run: run.used_s, reverse=True):
             self._place(run, is_newest=False)
-            self._lru_bytes += run.nbytes - self._lru.pop(run.first, 0)
+            self._lru_bytes += run.nbytes
             self._lru[run.first] = run.nbytes
             self._lru.move_to_end(run.first, last=False)
         self._settle(())
 
     # ---- judging
 
-    def _runs_of(self, keys: Sequence[bytes]) -> dict[Run, None]:
-        """Return the runs of a chain. As a rule those before its last held key are all of them."""
-        first = next((key for key in keys if key[:1] == LINK), None)
-        runs: dict[Run, None] = {}
-        is_split = False
-        for key in (*(x for x in keys[:1] if x != first), *reversed(keys)):
-            run, is_link = self._runs.of.get(key), key[:1] == LINK
-            if run is None or (run in runs and (is_split or not is_link)):
-                continue
-            line = self._runs.ending_at(key).line()
-            runs |= dict.fromkeys(line)
-            is_split = is_split or is_link
-            if is_link and line[-1].first == first:
-                break
-        return runs
+    def _runs_of(self, keys: Sequence[bytes]) -> list[Run]:
+        """Return the runs of a chain: those before its last held key, and those of its record."""
+        last = next((key for key in reversed(keys) if key in self), b"")
+        ends = [last, *(key for key in keys[:1] if key[:1] == RECORD)]
+        lines = [self._runs.ending_at(key).line() for key in ends if key in self]
+        return list(dict.fromkeys(run for line in lines for run in line))
 
     def _judge(self, run: Run) -> None:
         """Learn from a run's return, and keep it if it came soon enough."""
@@ -387,38 +345,32 @@ class ReturnOrder:
 
     # ---- the orders
 
-    def _busy(self, key: bytes, line: list[Run]) -> list[Run]:
-        """Take the chain up to a held key out of the orders until ``_settle``."""
-        for run in (own := self._runs.ending_at(key).line()):
-            run.is_busy = True
-            self._place(run)
-        return list(dict.fromkeys((*own, *line)))
+    def _busy(self, run: Run) -> list[Run]:
+        """Take a run, and those before it in its chain, out of the orders until ``_settle``."""
+        for each in (line := run.line()):
+            each.is_busy = True
+            self._place(each)
+        return line
 
     def _place(self, run: Run, *, is_newest: bool = True) -> None:
         """Make a run the most recent of its orders, or take it out if it cannot lose a blob."""
-        for order in (*self._orders, self._of[run.owner, False], self._of[run.owner, True]):
+        for order in (*self._orders, self._of[run.owner]):
             order.pop(run, None)
         if run.keys and not (run.children or run.is_busy):
-            is_pinned = run.last in self._pins
-            kind = PINNED if is_pinned else KEPT if run.is_kept else ON_TRIAL
-            for order in (self._orders[kind], self._of[run.owner, is_pinned]):
+            kind = PINNED if run.last in self.pins else KEPT if run.is_kept else ON_TRIAL
+            for order in (self._orders[kind], self._of[run.owner]):
                 order[run] = None
                 order.move_to_end(run, last=is_newest)
 
     def _enter(self, run: Run, key: bytes, nbytes: int) -> None:
         self._runs.append(run, key, nbytes)
         self._count(run, nbytes)
-        self._causes.came_back(key)
+        self.causes.came_back(key)
 
     def _count(self, run: Run, nbytes: int) -> None:
         self.nbytes += nbytes
         self._held[run.owner] += nbytes
         self._kept_bytes += nbytes if run.is_kept else 0
-
-    def _rename(self, old: bytes, new: bytes, nbytes: int) -> None:
-        if old in self._lru:
-            self._lru[new] = self._lru.pop(old)
-        self._count(*self._runs.rename(old, new, nbytes))
 
     def _fit(
         self, key: bytes, nbytes: int, owner: str, line: list[Run], evicted: list[Evicted]
@@ -437,22 +389,24 @@ class ReturnOrder:
         most = self._limits.of(owner)
         limit = math.inf if most is None else most
         own = sum(run.nbytes for run in line)
-        if nbytes and own + nbytes > self.capacity_bytes:
-            return False
         while (is_over := self._held[owner] + nbytes > limit) or (
             self.nbytes + nbytes > self.capacity_bytes
         ):
             run = self._oldest_of(owner) if is_over else self._victim()
-            if is_over and (run is None or own + nbytes > limit):
-                self._missed[owner] += nbytes
-            if run is None or (is_over and own + nbytes > limit):
+            lost = nbytes
+            can_fit = own + nbytes <= (limit if is_over else self.capacity_bytes)
+            if can_fit and run is not None:
+                lost = self._cut(run, "limit" if is_over else "budget", evicted)
+            self._missed[owner] += lost * is_over
+            if not can_fit or run is None:
                 return False
-            lost = self._cut(run, "limit" if is_over else "budget", evicted)
-            self._missed[owner] += lost if is_over else 0
         return True
 
     def _oldest_of(self, owner: str) -> Run | None:
-        return next((run for x in (False, True) for run in self._of[owner, x]), None)
+        runs = self._of[owner]
+        return next(
+            (run for run in runs if run not in self._orders[PINNED]), next(iter(runs), None)
+        )
 
     def _victim(self) -> Run | None:
         trial, kept, pinned = (next(iter(order), None) for order in self._orders)
@@ -466,13 +420,13 @@ class ReturnOrder:
     def _cut(self, run: Run, cause: EvictionCause, evicted: list[Evicted]) -> int:
         """Evict the last blob of a run."""
         evicted.append(self._pop(run.last))
-        self._causes.remember(evicted[-1].key, cause)
+        self.causes.remember(evicted[-1].key, cause)
         return evicted[-1].nbytes
 
     def _pop(self, key: bytes) -> Evicted:
         run, nbytes = self._runs.pop(key)
         self._count(run, -nbytes)
-        if not run.keys or (run.last in self._pins) != (run in self._orders[PINNED]):
+        if not run.keys or (run.last in self.pins) != (run in self._orders[PINNED]):
             self._place(run)
         if not run.keys and run.parent is not None:
             self._place(run.parent)

@@ -47,17 +47,11 @@ class Run:
         """Its last link."""
         return next((key for key in reversed(self.keys) if key[:1] == LINK), None)
 
-    def has_other_record(self, key: bytes) -> bool:
-        """True if it has a record, and that is another session's."""
-        first = next(iter(self.keys), key)
-        return first[:1] == RECORD and first != key
-
     def line(self) -> list[Run]:
         """Return the run and all before it in its chain, the first one last."""
-        runs, run = [self], self.parent
-        while run is not None:
-            runs.append(run)
-            run = run.parent
+        runs = [self]
+        while (parent := runs[-1].parent) is not None:
+            runs.append(parent)
         return runs
 
 
@@ -95,8 +89,8 @@ class Runs:
     def next_run(self, key: bytes, owner: str, before: Run | None, now_s: float) -> Run:
         """Return the run that a new key belongs to: the one before it, or one that begins."""
         if before is not None:
-            is_taken = key[:1] == RECORD and before.has_other_record(key)
-            if not (before.is_shared or before.children or key in self.gone or is_taken):
+            has_record = key[:1] == RECORD == next(iter(before.keys), b"")[:1]
+            if not (before.is_shared or before.children or key in self.gone or has_record):
                 return before
         run = self.gone.pop(key, None)
         if run is None or (run.keys and run.owner != owner):

@@ -320,7 +320,7 @@ def test_a_lower_limit_evicts_at_once_and_pinned_blobs_last():
     order.add(chain("d", 3), "u")
     assert [x.key for x in order.limit(TenantLimits({"t": 30}))] == names("b", 2, 1, 0)
     assert [x.key for x in order.limit(TenantLimits({"t": 10}))] == names("a", 2, 1)
-    assert order.why_evicted(names("b", 2)) == ["limit"]
+    assert order.causes.of(names("b", 2)) == ["limit"]
     assert not order.take_uses(TenantLimits({"t": 10}))["t"].missed
     assert held(order, chain("d", 3)) == 3
 
@@ -350,7 +350,7 @@ def test_an_update_that_failed_is_undone():
     assert order.undo(update) == []
     check(order)
     assert {key: order._runs.of[key].keys[key] for key in order._runs.of} == before
-    assert order.why_evicted(names("a", 3)) == [None]
+    assert order.causes.of(names("a", 3)) == [None]
     update = order.add(chain("d", 9), "u")
     written, rest = update.added[:4], update.added[4:]
     assert order.undo(Update(rest, [])) == []
@@ -459,11 +459,10 @@ def check(order: ReturnOrder) -> None:
         assert not links or run.end == links[-1]
         assert all(child.parent is run and child in runs for child in run.children)
         assert run.parent is None or (run.parent in runs and run in run.parent.children)
-        is_pinned = run.last in order._pins
+        is_pinned = run.last in order.pins
         expected = [not is_pinned and not run.is_kept, not is_pinned and run.is_kept, is_pinned]
         assert [run in x for x in order._orders] == [x and not run.children for x in expected]
-        of_it = [run in order._of[run.owner, x] for x in (False, True)]
-        assert of_it == [x and not run.children for x in (not is_pinned, is_pinned)]
+        assert (run in order._of[run.owner]) == (not run.children)
     assert +order._held == +of_owner
     assert sum(map(len, order._orders)) == sum(map(len, order._of.values()))
     for owner, nbytes in of_owner.items():
