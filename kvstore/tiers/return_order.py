@@ -198,8 +198,12 @@ class ReturnOrder:
         """Remove the ``doomed``, pinned or not, and return them; their pins stay."""
         removed = self.doomed(keys)
         for key in removed:
+            run = self._runs.of[key]
+            for each in list(run.children) if key[:1] == LINK else ():
+                self._runs.part(each)
             self._pop(key)
             self._runs.gone.pop(key, None)
+            self._place(run)
         return removed
 
     def pin(self, keys: Iterable[bytes], count: int = 1) -> None:

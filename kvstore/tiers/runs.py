@@ -95,8 +95,8 @@ class Runs:
         run = self.gone.pop(key, None)
         if run is None or (run.keys and run.owner != owner):
             run = Run(owner, key, now_s)
-        elif run.keys and run.parent is not None:
-            del run.parent.children[run]
+        else:
+            self.part(run)
         run.owner, run.parent = owner, before
         if before is not None:
             before.children[run] = None
@@ -116,7 +116,7 @@ class Runs:
         run.nbytes -= nbytes
         run.lost += nbytes
         if not run.keys and run.parent is not None:
-            del run.parent.children[run]
+            run.parent.children.pop(run, None)
         if (not run.keys or key == run.first) and run.first not in self.of:
             self.gone[run.first] = run  # its record may be held yet
             while len(self.gone) > len(self.of) // 8 + 64:
@@ -145,13 +145,20 @@ class Runs:
         return run, more
 
     def and_after(self, key: bytes) -> list[bytes]:
-        """Return a held key and, if it is a link, all that continue it; the last ones first."""
-        run = self.of[key]
+        """Return a held key and, if it is a link, all links that continue it; the last ones first.
+
+        Records and states stay: they may be of use with what is left.
+        """
         if key[:1] != LINK:
             return [key]
-        runs = [run]
-        for each in runs:  # it grows meanwhile
-            runs.extend(each.children)
-        keys = [x for each in reversed(runs[1:]) for x in reversed(each.keys)]
-        own = list(reversed(run.keys))
-        return keys + own[: own.index(key) + 1]
+        runs = [self.of[key]]
+        for run in runs:  # it grows meanwhile
+            runs.extend(run.children)
+        links = [x for run in reversed(runs) for x in reversed(run.keys) if x[:1] == LINK]
+        return links[: links.index(key) + 1]
+
+    def part(self, run: Run) -> None:
+        """Let a run stand for itself: what it continued is gone."""
+        if run.parent is not None:
+            run.parent.children.pop(run, None)
+            run.parent = None
