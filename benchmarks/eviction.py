@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[], help="of more traces")
     failures = [*take_turns(), *compare(parser.parse_args().seeds)]
     time_a_turn()
-    sys.exit("\n".join(failures))
+    sys.exit("\n".join(failures) or 0)
 
 
 if __name__ == "__main__":

