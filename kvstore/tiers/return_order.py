@@ -272,7 +272,7 @@ class ReturnOrder:
     def load(self, found: Mapping[bytes, Found]) -> None:
         """Enter blobs of an earlier life as less recent than all others, even beyond the budget."""
         now = self._clock()
-        runs: dict[Run, None] = {}
+        runs: set[Run] = set()
         for last in sorted(found):  # links first
             key, waiting = last, list[bytes]()
             while key in found and key not in self:
@@ -286,9 +286,10 @@ class ReturnOrder:
                 run = self._runs.next_run(key, "", before, before.used_s if before else now)
                 if run not in runs and mark is not None:
                     run.used_s, run.gap_s, run.is_kept = now - mark.idle_s, mark.gap_s, mark.is_kept
-                runs[run] = None
+                runs.add(run)
                 self._enter(run, key, nbytes)
-        for run in sorted(runs, key=lambda run: run.used_s, reverse=True):
+        found_runs = dict.fromkeys(self._runs.of[key] for key in found)  # in the order of the blobs
+        for run in sorted(found_runs, key=lambda run: run.used_s, reverse=True):
             self._place(run, is_newest=False)
             self._lru_bytes += run.nbytes
             self._lru[run.first] = run.nbytes

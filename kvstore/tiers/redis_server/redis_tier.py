@@ -324,9 +324,14 @@ class RedisTier(IndexedTier):
                 self._manifests |= new
                 for key in new:
                     self._index.own(self._said.pop(key, ""), [key])
-                self._index.touch(self._early.among(seen))
+                self._use_one_by_one(self._early.among(seen))
                 evicted = self._index.evict()
             self._write(Update([], evicted), {})
+
+    def _use_one_by_one(self, keys: Sequence[bytes]) -> None:
+        """Use blobs of earlier lives, the most recent first; what they continue is not known."""
+        for key in reversed(keys):
+            self._index.touch([key], restored=False)
 
     def _seen(self, entries: Sequence[BookEntry]) -> dict[bytes, BlobManifest]:
         known = self._known([x.key for x in entries])
@@ -336,6 +341,7 @@ class RedisTier(IndexedTier):
     def _end_entering(self) -> None:
         self.touch(self._early.all())  # the order among batches, and in the book
         with self._lock:
+            self._use_one_by_one(self._early.all())
             self._early.end()
             self._entering = False
             self._said = {}
