@@ -36,18 +36,10 @@ from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob
 from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit, first_batch
 from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder
+from kvstore.tiers.earlier_life import places
 from kvstore.tiers.indexed_tier import IndexedTier
-from kvstore.tiers.lmdb_blobs import (
-    BlobEntry,
-    CallGuard,
-    FileExtent,
-    LmdbBlobs,
-    UseMark,
-    erase,
-    is_want_of_room,
-)
-from kvstore.tiers.return_order import Evicted, Found, Mark, ReturnOrder, Update
-from kvstore.tiers.runs import LINK
+from kvstore.tiers.lmdb_blobs import CallGuard, FileExtent, LmdbBlobs, erase, is_want_of_room
+from kvstore.tiers.return_order import Evicted, ReturnOrder, Update
 
 MAX_READS = 4
 MAX_EVICT_RETRIES = 4  # a slow reader keeps pages from coming free; do not evict all for it
@@ -127,7 +119,8 @@ class DiskTier(IndexedTier):
         self._blobs = LmdbBlobs(self._env)
         with self._env.begin(buffers=True) as txn:
             entries = self._blobs.entries(txn)
-        self._index.load({key: self._found(entry) for key, entry in entries})
+        now_s = self._clock()
+        self._index.load({key: self._blobs.found(entry, now_s) for key, entry in entries})
         evicted = [key for key, _, _ in self._index.evict()]
         try:
             self._commit(evicted, {})
@@ -140,11 +133,6 @@ class DiskTier(IndexedTier):
             self._load(limit)
         else:
             self._env.set_mapsize(limit)
-
-    def _found(self, entry: BlobEntry) -> Found:
-        used_s, gap_s, is_kept = entry.mark
-        mark = Mark(max(0.0, self._clock() - used_s), gap_s, is_kept) if used_s else None
-        return Found(self._blobs.nbytes(entry.length), entry.after, mark)
 
     # Reading
 
@@ -191,7 +179,7 @@ class DiskTier(IndexedTier):
         self._mend()
         with self._guard.call(), self._writing:
             with self._lock:
-                self._places = _places(blobs, self._index.link_at(after))
+                self._places = places(blobs, self._index.link_at(after))
                 update = self._index.add(self._sizes(blobs), owner, after)
                 self._unsaved.update(blobs)
             self._write(update, blobs, [])
@@ -345,8 +333,7 @@ class DiskTier(IndexedTier):
                 for key, blob in new.items():
                     self._blobs.write(txn, key, blob, self._places[key])
                 for key, mark in marks.items():
-                    used_s = now_s - mark.idle_s
-                    self._blobs.mark(txn, key, UseMark(used_s, mark.gap_s, mark.is_kept))
+                    self._blobs.mark(txn, key, mark, now_s)
         except lmdb.Error:
             with self._lock:
                 self._unsaved |= changed
@@ -409,12 +396,3 @@ class DiskTier(IndexedTier):
             clean = False
         self._env.close()
         self._folder.release(clean=clean)
-
-
-def _places(keys: Iterable[bytes], after: bytes) -> dict[bytes, bytes]:
-    """Return for each key of a chain the link before it; ``after``: the one before the first."""
-    found: dict[bytes, bytes] = {}
-    for key in keys:
-        found[key] = after
-        after = key if key[:1] == LINK else after
-    return found

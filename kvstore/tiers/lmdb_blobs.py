@@ -40,6 +40,7 @@ import numpy as np
 from crc32c import crc32c
 
 from kvstore.errors import TierUnavailable
+from kvstore.tiers.earlier_life import Found, Mark
 
 DATABASES = (b"index.2", b"pieces.1")  # the numbers are the versions of these layouts
 FRAGMENT_BYTES = 128 << 10  # of file, header included
@@ -61,7 +62,7 @@ _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 
 class UseMark(NamedTuple):
-    """The uses of the run whose first blob this is; see ``return_order.Mark``."""
+    """The uses of the run whose first blob this is; see ``earlier_life.Mark``."""
 
     used_s: float = 0.0  # wall clock; 0 = there is no mark
     gap_s: float = 0.0
@@ -174,11 +175,18 @@ class LmdbBlobs:
             txn.put(key + _FRAGMENT_NUMBER.pack(number), value, db=self._fragments)
         txn.put(key, _pack(key, BlobEntry(len(blob), after)), db=self._index)
 
-    def mark(self, txn: lmdb.Transaction[memoryview], key: bytes, mark: UseMark) -> None:
+    def mark(self, txn: lmdb.Transaction[memoryview], key: bytes, mark: Mark, now_s: float) -> None:
         """Give a blob another mark; does nothing if the key is absent."""
         entry = self.entry(txn, key)
         if entry is not None:
-            txn.put(key, _pack(key, entry._replace(mark=mark)), db=self._index)
+            stored = UseMark(now_s - mark.idle_s, mark.gap_s, mark.is_kept)
+            txn.put(key, _pack(key, entry._replace(mark=stored)), db=self._index)
+
+    def found(self, entry: BlobEntry, now_s: float) -> Found:
+        """Return an entry as the eviction order takes it."""
+        used_s, gap_s, is_kept = entry.mark
+        mark = Mark(max(0.0, now_s - used_s), gap_s, is_kept) if used_s else None
+        return Found(self.nbytes(entry.length), entry.after, mark)
 
     def delete(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bool:
         """Delete a blob, without erasing its bytes; False if its key is absent."""

@@ -3,17 +3,16 @@
 Order of last use fails when sessions take turns on a little too little room: each returns just
 after its chunks went. This order judges a run by how long it took to come back before: its *gap*.
 
-* Most of the room is for runs that are *kept*, a tenth for those on *trial*: newcomers, and what
-  comes back late. A run is kept once its gap is shorter than the age of the oldest one kept.
+* Most of the room is for runs that are *kept*, a tenth for those on *trial*: newcomers, and those
+  that come back late. A run is kept once its gap is shorter than the age of the oldest one kept.
 * Kept runs go last, unless away for ``patience`` times their gap: then age decides. The fewer
   newcomers ever return, the longer those that did may be away.
 * A shadow of plain LRU, one number a run, is the judge: patience shrinks while LRU would have held
-  more of what returns (near 0 this *is* LRU), and grows while it would have held less.
+  more of a run that returns (near 0 this *is* LRU), and grows while it would have held less.
 * Pinned runs go when nothing else is left. A tenant beyond its limit loses its own oldest blobs.
 
-A chain is evicted from its end (``runs``) and never for its own sake: blobs that do not fit are
-refused, so a long chain keeps its head. Each call costs O(1) for each run and each new or evicted
-blob, whatever the length of the chain. Not thread-safe: the owning tier calls it under its lock.
+A chain goes from its end, never for its own sake: a long one keeps its head. A call costs O(1) for
+each run and each new or evicted blob. Not thread-safe: the tier calls it under its lock.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from typing import Final, NamedTuple
 
 from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
 from kvstore.tiers.base import EvictionCause, EvictionCauses
+from kvstore.tiers.earlier_life import Found, Mark, parents_first, run_of
 from kvstore.tiers.runs import LINK, RECORD, Run, Runs
 
 TRIAL: Final = 0.1  # of the room
@@ -54,22 +54,6 @@ class Update(NamedTuple):
     added: list[bytes]  # now in the order, blobs still to be written
     evicted: list[Evicted]  # no longer in the order, blobs still to be removed
     in_place: bool = False
-
-
-class Mark(NamedTuple):
-    """What a run needs to be judged after a restart as before it."""
-
-    idle_s: float
-    gap_s: float
-    is_kept: bool
-
-
-class Found(NamedTuple):
-    """A blob of an earlier life. ``mark``: it is the first of its run."""
-
-    nbytes: int
-    after: bytes = b""
-    mark: Mark | None = None
 
 
 class ReturnOrder:
@@ -208,12 +192,13 @@ class ReturnOrder:
 
     def pin(self, keys: Iterable[bytes], count: int = 1) -> None:
         """Let keys, held or not, go last, with all before them in their chains."""
-        keys = list(keys)
+        runs: dict[Run, None] = {}
         for key in keys:
             self.pins[key] += count
             if self.pins[key] <= 0:
                 del self.pins[key]
-        for run in dict.fromkeys(self._runs.of[key] for key in keys if key in self):
+            runs |= {self._runs.of[key]: None} if key in self else {}
+        for run in runs:
             self._place(run)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
@@ -272,22 +257,8 @@ class ReturnOrder:
     def load(self, found: Mapping[bytes, Found]) -> None:
         """Enter blobs of an earlier life as less recent than all others, even beyond the budget."""
         now = self._clock()
-        runs: set[Run] = set()
-        for last in sorted(found):  # links first
-            key, waiting = last, list[bytes]()
-            while key in found and key not in self:
-                waiting.append(key)
-                key = found[key].after
-            for key in reversed(waiting):
-                nbytes, after, mark = found[key]
-                before = self._runs.ending_at(after) if after in self else None
-                if before is not None and mark is not None and key[:1] == LINK:
-                    before.is_shared = True  # it was
-                run = self._runs.next_run(key, "", before, before.used_s if before else now)
-                if run not in runs and mark is not None:
-                    run.used_s, run.gap_s, run.is_kept = now - mark.idle_s, mark.gap_s, mark.is_kept
-                runs.add(run)
-                self._enter(run, key, nbytes)
+        for key in parents_first(found):
+            self._enter(run_of(self._runs, key, found[key], now), key, found[key].nbytes)
         found_runs = dict.fromkeys(self._runs.of[key] for key in found)  # in the order of the blobs
         for run in sorted(found_runs, key=lambda run: run.used_s, reverse=True):
             self._place(run, is_newest=False)
@@ -392,27 +363,22 @@ class ReturnOrder:
         self, nbytes: int, owner: str, line: Sequence[Run], evicted: list[Evicted]
     ) -> bool:
         """Evict until ``nbytes`` more fit beside the chain at hand; False if that cannot be."""
-        most = self._limits.of(owner)
-        limit = math.inf if most is None else most
-        own = sum(run.nbytes for run in line)
-        while (is_over := self._held[owner] + nbytes > limit) or (
-            self.nbytes + nbytes > self.capacity_bytes
-        ):
+        limit = math.inf if (most := self._limits.of(owner)) is None else most
+        own = nbytes + sum(run.nbytes for run in line)
+        while True:
+            is_over = self._held[owner] + nbytes > limit
+            if not is_over and self.nbytes + nbytes <= self.capacity_bytes:
+                return True
             run = self._oldest_of(owner) if is_over else self._victim()
-            lost = nbytes
-            can_fit = own + nbytes <= (limit if is_over else self.capacity_bytes)
-            if can_fit and run is not None:
-                lost = self._cut(run, "limit" if is_over else "budget", evicted)
-            self._missed[owner] += lost * is_over
-            if not can_fit or run is None:
+            if run is None or own > (limit if is_over else self.capacity_bytes):
+                self._missed[owner] += nbytes * is_over
                 return False
-        return True
+            lost = self._cut(run, "limit" if is_over else "budget", evicted)
+            self._missed[owner] += lost * is_over
 
     def _oldest_of(self, owner: str) -> Run | None:
-        runs = self._of[owner]
-        return next(
-            (run for run in runs if run not in self._orders[PINNED]), next(iter(runs), None)
-        )
+        runs, pinned = self._of[owner], self._orders[PINNED]
+        return next((x for x in runs if x not in pinned), next(iter(runs), None))
 
     def _victim(self) -> Run | None:
         trial, kept, pinned = (next(iter(order), None) for order in self._orders)

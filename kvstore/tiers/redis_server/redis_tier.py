@@ -10,9 +10,7 @@ store has pinned those of pinned sessions (``book``). Blobs of another engine co
 budget, and only it evicts them. Without a name the budget ends with this object. Blobs that no
 engine counts any more (of an engine that does not come back, or came back with another folder) are
 bounded by the server's own ``maxmemory`` and policy (``allkeys-lru`` suits) and by ``ttl_s``. A
-server that is full and may not evict refuses a blob; that is counted as an error, and the blob
-stays in the faster tiers. Pins keep blobs from our own eviction only; the server does not know
-them.
+full server refuses a blob; that is counted as an error. The server does not know pins.
 
 **Time.** Each exchange with the server has ``deadline_s``. ``get_many`` has one such deadline for
 the whole call and returns the blobs that came in time. After three failures in a row every call
@@ -31,6 +29,7 @@ from typing import Final
 from kvstore.errors import TierUnavailable
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob
+from kvstore.tiers.earlier_life import Found
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs, WriteInterrupted
 from kvstore.tiers.redis_server.book import (
@@ -46,7 +45,7 @@ from kvstore.tiers.redis_server.book import (
 from kvstore.tiers.redis_server.early_uses import EarlyUses
 from kvstore.tiers.redis_server.fragments import BlobManifest, nbytes_on_server
 from kvstore.tiers.redis_server.link import RedisLink
-from kvstore.tiers.return_order import Evicted, Found, ReturnOrder, Update
+from kvstore.tiers.return_order import Evicted, ReturnOrder, Update
 
 OWED_FILE: Final = "redis-deletions"  # in the engine's folder
 
@@ -303,8 +302,7 @@ class RedisTier(IndexedTier):
         """Remove blobs that no longer count, before the next one is written."""
         with self._lock:
             found = {key: self._manifests.pop(key) for key in keys if key in self._manifests}
-        if found:
-            self._doubtful.insert(0, found)
+        self._doubtful[:0] = [found] if found else []
 
     # Earlier lives
 
@@ -324,14 +322,10 @@ class RedisTier(IndexedTier):
                 self._manifests |= new
                 for key in new:
                     self._index.own(self._said.pop(key, ""), [key])
-                self._use_one_by_one(self._early.among(seen))
+                for key in reversed(self._early.among(seen)):  # their chains are not known
+                    self._index.touch([key], restored=False)
                 evicted = self._index.evict()
             self._write(Update([], evicted), {})
-
-    def _use_one_by_one(self, keys: Sequence[bytes]) -> None:
-        """Use blobs of earlier lives, the most recent first; what they continue is not known."""
-        for key in reversed(keys):
-            self._index.touch([key], restored=False)
 
     def _seen(self, entries: Sequence[BookEntry]) -> dict[bytes, BlobManifest]:
         known = self._known([x.key for x in entries])
@@ -341,7 +335,6 @@ class RedisTier(IndexedTier):
     def _end_entering(self) -> None:
         self.touch(self._early.all())  # the order among batches, and in the book
         with self._lock:
-            self._use_one_by_one(self._early.all())
             self._early.end()
             self._entering = False
             self._said = {}

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.tenant_bytes import TenantLimits
-from kvstore.tiers.return_order import Evicted, Found, ReturnOrder, Update
+from kvstore.tiers.earlier_life import Found
+from kvstore.tiers.return_order import Evicted, ReturnOrder, Update
 
 
 class Clock:
