@@ -84,7 +84,7 @@ class LastUse(Streams):
         self.order: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def turn(self, number: int) -> None:
-        """Use a turn's chain and take in what is new of it, as far as there is room."""
+        """Use a turn's chain and take in its new units, as far as there is room."""
         chain = self.chains[number]
         own = {stream for stream, _ in chain}
         for stream, units in chain:
@@ -129,7 +129,7 @@ class Limit(Streams):
             heapq.heappop(self.heap)
 
     def turn(self, number: int) -> None:
-        """Use a turn's chain and take in what is worth it."""
+        """Use a turn's chain and take in those of its units that are worth it."""
         chain = self.chains[number]
         for stream, _ in chain:
             self.uses[stream].pop()

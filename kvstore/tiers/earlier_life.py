@@ -1,4 +1,4 @@
-"""Blobs that an earlier life left in a tier, and what is known of their uses.
+"""Blobs that an earlier life left in a tier, and the marks of their uses.
 
 A tier that outlives the process stores the key before each blob in its chain, and a mark with the
 first blob of each run: so the eviction order judges after a restart as before it.

@@ -112,9 +112,8 @@ class ReturnOrder:
         Args:
             after: the key before them in the chain; without it held nothing is entered.
         """
-        update = Update([], [])
+        update, keys = Update([], []), [after, *sizes]
         new = [key for key in sizes if key not in self]
-        keys = [after, *sizes]
         after = keys[keys.index(new[0]) - 1] if new else b""
         if not new or (after and after not in self):
             return update
@@ -155,11 +154,10 @@ class ReturnOrder:
 
     def undo(self, update: Update) -> list[bytes]:
         """Undo changes that could not be made to blobs; return keys that went as well."""
-        removed: list[bytes] = []
-        evicted = update.evicted
+        removed, evicted = list[bytes](), update.evicted
         if update.in_place and update.added and evicted:
-            self._count(*self._runs.rename(update.added[0], evicted[0].key, evicted[0].nbytes))
-            evicted = evicted[1:]
+            old, *evicted = evicted
+            self._count(*self._runs.rename(update.added[0], old.key, old.nbytes))
         else:
             removed = self.remove(update.added)
         for key, run, nbytes in reversed(evicted):
@@ -192,14 +190,12 @@ class ReturnOrder:
 
     def pin(self, keys: Iterable[bytes], count: int = 1) -> None:
         """Let keys, held or not, go last, with all before them in their chains."""
-        runs: dict[Run, None] = {}
         for key in keys:
             self.pins[key] += count
             if self.pins[key] <= 0:
                 del self.pins[key]
-            runs |= {self._runs.of[key]: None} if key in self else {}
-        for run in runs:
-            self._place(run)
+            if (run := self._runs.of.get(key)) is not None and run.last == key:
+                self._place(run)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Take one pin off each key; a key without pins is ignored."""
@@ -228,8 +224,8 @@ class ReturnOrder:
     def take_uses(self, limits: TenantLimits) -> dict[str, TenantUse]:
         """Return the bytes of each tenant with one of these limits; count missed ones afresh."""
         missed, self._missed = self._missed, Counter()
-        owners = [x for x in {**(+self._held), **missed} if limits.of(x) is not None]
-        return {x: TenantUse(self._held[x], missed[x]) for x in owners}
+        owners = {**(+self._held), **missed}
+        return {x: TenantUse(self._held[x], missed[x]) for x in owners if limits.of(x) is not None}
 
     def own(self, owner: str, keys: Iterable[bytes]) -> None:
         """Assign runs of an earlier life to their owner, the longest unused first."""
@@ -250,8 +246,7 @@ class ReturnOrder:
 
     def marks(self, keys: Iterable[bytes]) -> dict[bytes, Mark]:
         """Return what is to be remembered of the runs of held keys, by their first links."""
-        now = self._clock()
-        runs = dict.fromkeys(self._runs.of[key] for key in keys if key in self)
+        now, runs = self._clock(), {self._runs.of[key] for key in keys if key in self}
         return {run.first: Mark(now - run.used_s, run.gap_s, run.is_kept) for run in runs}
 
     def load(self, found: Mapping[bytes, Found]) -> None:
@@ -273,7 +268,7 @@ class ReturnOrder:
         """Return the runs of a chain: those before its last held key, and those of its record."""
         last = next((key for key in reversed(keys) if key in self), b"")
         ends = [last, *(key for key in keys[:1] if key[:1] == RECORD)]
-        lines = [self._runs.ending_at(key).line() for key in ends if key in self]
+        lines = (self._runs.ending_at(key).line() for key in ends if key in self)
         return list(dict.fromkeys(run for line in lines for run in line))
 
     def _judge(self, run: Run) -> None:

@@ -2,7 +2,7 @@
 
 A run is one session's own part of its chain, or a part that several chains share. It grows and
 shrinks at its end only, and it shrinks only while no other run continues it: so what is held of a
-chain is always its beginning. The first byte of a key says what the blob is:
+chain is always its beginning. The first byte of a key names the kind of blob:
 
 * ``LINK``: a chunk. A chunk's key names its whole prefix, so its place in the tree never changes.
 * ``RECORD``: a session's record. It lies before the links of the session's last run and goes last.
@@ -147,7 +147,7 @@ class Runs:
     def and_after(self, key: bytes) -> list[bytes]:
         """Return a held key and, if it is a link, all links that continue it; the last ones first.
 
-        Records and states stay: they may be of use with what is left.
+        Records and states stay: they may be of use with the links before.
         """
         if key[:1] != LINK:
             return [key]

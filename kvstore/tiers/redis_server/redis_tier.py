@@ -8,9 +8,8 @@ its lives. An engine with a ``WriterName`` has a ``book`` on the server. Blobs o
 entered from there, as less recent than all blobs of this life, on a thread of its own, once the
 store has pinned those of pinned sessions (``book``). Blobs of another engine count in that engine's
 budget, and only it evicts them. Without a name the budget ends with this object. Blobs that no
-engine counts any more (of an engine that does not come back, or came back with another folder) are
-bounded by the server's own ``maxmemory`` and policy (``allkeys-lru`` suits) and by ``ttl_s``. A
-full server refuses a blob; that is counted as an error. The server does not know pins.
+engine counts any more are bounded by the server's own ``maxmemory`` and policy (``allkeys-lru``
+suits) and by ``ttl_s``. A full server refuses a blob, which is counted. It does not know pins.
 
 **Time.** Each exchange with the server has ``deadline_s``. ``get_many`` has one such deadline for
 the whole call and returns the blobs that came in time. After three failures in a row every call
@@ -286,8 +285,7 @@ class RedisTier(IndexedTier):
 
     def _forget(self, written: Mapping[bytes, BlobManifest]) -> None:
         """Stop counting blobs that the server no longer has, unless they were written again."""
-        gone: list[Written] = []
-        lost: list[bytes] = []
+        gone, lost = list[Written](), list[bytes]()
         with self._lock:
             for key, manifest in written.items():
                 if self._manifests.get(key) == manifest:
@@ -302,7 +300,7 @@ class RedisTier(IndexedTier):
         """Remove blobs that no longer count, before the next one is written."""
         with self._lock:
             found = {key: self._manifests.pop(key) for key in keys if key in self._manifests}
-        self._doubtful[:0] = [found] if found else []
+            self._doubtful[:0] = [found] if found else []
 
     # Earlier lives
 

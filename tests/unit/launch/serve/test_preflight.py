@@ -23,12 +23,6 @@ OWNER = (
     " folder = DiskFolder(Path(sys.argv[1])); print('mine', flush=True); sys.stdin.read()"
 )
 GIB = 1 << 30
-FAR = """
-[[engines]]
-name = "far"
-url = "http://127.0.0.1:9"
-control = "tcp://127.0.0.1:10"
-"""
 
 
 @pytest.fixture

@@ -29,8 +29,6 @@ from tests.block_sessions import BLOCK, ref, save
 from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, Engine
 from tests.waiting import until
 
-TOO_LITTLE = 1000 / (1 << 26)  # of a tier's bytes: less than a session takes
-
 
 def test_a_session_is_cold_only_where_every_rank_has_it(engine):
     engine.save(ranks=1)
