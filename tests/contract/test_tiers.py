@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvstore.tenant_bytes import TenantLimits
+from tests.clock import Clock
 from tests.contract.tier_rig import KINDS, TierRig, blob_of, key, rig
 
 SMALL, LARGE = 100, 700_000  # within one fragment; several fragments on disk and in redis
@@ -163,12 +164,14 @@ def test_a_record_goes_last_with_its_session(tiers: TierRig):
 
 
 def test_sessions_that_take_turns_do_not_throw_each_other_out(tiers: TierRig):
-    tier = tiers.open(9 * 4 * tiers.cost(SMALL))
+    clock = Clock()
+    tier = tiers.open(9 * 4 * tiers.cost(SMALL), clock)
     for _ in range(4):
         back = 0
         for session in range(12):
             blobs = chain(4 * session, 4 * session + 4)
             names = [name for name, _ in blobs]
+            clock.now += 1.0
             back += all(tier.contains_many(names))
             tier.touch(names)
             tier.put_many(blobs)

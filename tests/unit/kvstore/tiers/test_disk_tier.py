@@ -13,6 +13,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.tiers.disk_budget import capacity_within, file_bytes_limit
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.lmdb_blobs import FRAGMENT_BYTES
+from tests.clock import Clock
 
 MB = 1 << 20
 FILE_SYSTEM_BYTES = 64 << 10  # that it counts with a file, for its own lists of blocks
@@ -23,10 +24,10 @@ Open = Callable[..., DiskTier]
 def opened(tmp_path: Path) -> Iterator[Open]:
     tiers: list[DiskTier] = []
 
-    def open_tier(capacity_bytes: int = 64 * MB) -> DiskTier:
+    def open_tier(capacity_bytes: int = 64 * MB, *clocks: Clock) -> DiskTier:
         for tier in tiers:
             tier.close()
-        tiers.append(DiskTier(tmp_path / "cold", capacity_bytes))
+        tiers.append(DiskTier(tmp_path / "cold", capacity_bytes, *clocks, *clocks))
         return tiers[-1]
 
     yield open_tier
@@ -60,13 +61,15 @@ def test_the_order_survives_a_restart(opened: Open):
     tier = opened()
     put(tier, range(1))
     room = 9 * 4 * tier.stats().nbytes
-    tier = opened(room)
+    clock = Clock()
+    tier = opened(room, clock)
 
     def round_of(tier: DiskTier) -> list[bool]:
         """Twelve sessions take turns; which of them came back whole?"""
         back = []
         for session in range(12):
             names = keys(999, *range(10 * session, 10 * session + 3))
+            clock.now += 1.0
             back.append(all(tier.contains_many(names)))
             tier.touch(names)
             tier.put_many([(name, bytes(1000)) for name in names])
@@ -76,7 +79,7 @@ def test_the_order_survives_a_restart(opened: Open):
     for _ in range(4):
         before = round_of(tier)
     assert sum(before) >= 8
-    tier = opened(room)
+    tier = opened(room, clock)
     assert round_of(tier) == before
     assert tier.stats().nbytes <= room
 
