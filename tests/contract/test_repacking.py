@@ -230,8 +230,7 @@ def test_what_came_from_a_lossy_copy_is_left_alone(rig: Rig, store: Store):
     store.packer.unpack_run(stack.find(0, [key])[0] or b"", key, 0, 16, run)
     kept = store.packer.pack_run(key, run, 0, RAW, Lineage(16))
     for level in (0, 1):
-        stack.delete(level, [key])
-        assert stack.put(level, [(key, kept)])
+        assert stack.replace(level, key, kept)
     store.adopt(PACKED)
     done: list[SessionRef] = []
     store.pack_when(always, done.append)
@@ -284,7 +283,7 @@ def test_a_full_tier_loses_nothing_by_it(rig: Rig, pinned: bool):
     room = tier.stats().nbytes
     store.close()
     tier = RamTier(int(room * 2.1))
-    store = rig.open([tier], pinned_share=1.0, tenant_pinned_share=1.0)
+    store = rig.open([tier])
     rig.save(store, ref("a"), LONG)
     rig.save(store, ref("b"), history(100, 9))
     if pinned:

@@ -138,7 +138,7 @@ def test_a_forgotten_session_is_gone_in_every_codec(store, tiers):
 
 def test_a_pinned_session_is_held_in_any_codec(tmp_path, opened):
     near, far = ram(130_000), disk(tmp_path)
-    store = opened([near, far], codecs=BOTH, pinned_share=0.9, tenant_pinned_share=1.0)
+    store = opened([near, far], codecs=BOTH)
     save(store, ref(), HISTORY[:64])
     store.demote(ref(), "disk")
     wake(store, ref(), HISTORY[:64])

@@ -28,13 +28,22 @@ class CountingRam(RamTier):
         super().__init__(nbytes)
         self.written: list[bytes] = []
 
-    def put_many(self, items: Sequence[tuple[bytes, bytes]], owner: str = "") -> int:
+    def put_many(
+        self, items: Sequence[tuple[bytes, bytes]], owner: str = "", after: bytes = b""
+    ) -> int:
         self.written += [key[:1] for key, _ in items]
-        return super().put_many(items, owner)
+        return super().put_many(items, owner, after)
 
-    def replace(self, key: bytes, blob: bytes, owner: str = "") -> bool:
+    def replace(
+        self,
+        key: bytes,
+        blob: bytes,
+        owner: str = "",
+        instead_of: bytes = b"",
+        after: bytes = b"",
+    ) -> bool:
         self.written.append(key[:1])
-        return super().replace(key, blob, owner)
+        return super().replace(key, blob, owner, instead_of, after)
 
 
 class GatedCodec(RawCodec):

@@ -36,8 +36,6 @@ def test_half_of_it_near_and_half_far(store, tiers):
     keys = all_named(store.ledger.index.blob_keys(store.record(ref())))
     tiers[0].delete_many(keys[5:])
     assert store.tier_of(ref()) == "disk"
-    tiers[1].delete_many(keys[:3])
-    assert store.tier_of(ref()) == "disk"
     match, restored = come_back(store, ref(), HISTORY)
     assert (match.tier, restored.num_tokens) == ("disk", 200)
 
