@@ -290,7 +290,7 @@ class ReturnOrder:
             oldest = next(iter(self._orders[KEPT]), None)
             if oldest is not None and now - run.gap_s > oldest.used_s:
                 self._keep(run, True)
-        run.used_s, run.lost = now, 0
+        run.used_s, run.lost, run.is_spare = now, 0, False
         if self._num_new > LATELY:
             self._num_new, self._num_back = self._num_new / 2, self._num_back / 2
 
@@ -300,6 +300,9 @@ class ReturnOrder:
         for run in runs:
             if not run.is_kept and self._kept_bytes + run.nbytes <= room:
                 self._keep(run, True)
+                run.is_spare = True
+            elif run.is_spare and self._kept_bytes > room:
+                self._keep(run, False)
             run.is_busy = False
             self._place(run)
             self._lru_bytes += run.nbytes - self._lru.pop(run.first, 0)

@@ -29,6 +29,7 @@ class Run:
     parent: Run | None = None
     gap_s: float = 0.0  # the longest between two uses lately; 0: it has never returned
     is_kept: bool = False
+    is_spare: bool = False  # kept while it grew, only for what room there was
     is_shared: bool = False  # chains part at its end
     is_open: bool = False  # restored or new, and not saved since: both are one use
     is_busy: bool = False  # in the chain at hand, which never evicts its own blobs
