@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.registry import open_tiers
 from kvstore.tiers.seal import Seal, SealedTier
 from tests.contract.store_rig import LONG, MIB, Rig, Store, history, listed, ref
-from tests.contract.test_kept_states import BlockRig, StateRig, TokenRig
+from tests.kv_sessions import come_back, save
 from tests.redis_server import RedisServer
 from tests.waiting import until
 
@@ -80,7 +79,7 @@ def test_they_are_listed_continued_and_forgotten(rig: Rig, server: RedisServer, 
     store = rig.open(tiers_of(server, tmp_path))
     come_to_list(store, {"a", "b"})
     assert store.tier_of(store.record(ref("a"))) == "redis"
-    assert rig.back(store, ref("a"), [*LONG, *history(20, 9)]).num_tokens == 100
+    assert rig.back(store, ref("a"), [*LONG, *history(20, 9)]).num_tokens == 96
     assert store.forget(ref("a")) and store.forget(ref("b"))
     assert listed(store) == set()
     with redis.Redis.from_url(server.url) as client:
@@ -117,7 +116,7 @@ def test_a_pinned_one_stays_where_there_is_room_for_few(
         time.sleep(0.02)
     assert shared[1].stats().nbytes <= budget
     prompt = history(20, 9)
-    assert rig.back(store, ref("pinned"), [*history(100, 0), *prompt]).num_tokens == 100
+    assert rig.back(store, ref("pinned"), [*history(100, 0), *prompt]).num_tokens == 96
     assert rig.back(store, ref("a"), [*history(100, 1), *prompt]).num_tokens == 0
     store.close()
 
@@ -130,7 +129,7 @@ def test_one_that_was_saved_again_stays_as_it_is_now(rig: Rig, server: RedisServ
     assert listed(store) == {"a"}
     server.cont()
     come_to_list(store, {"a", "b"})
-    assert store.record(ref("a")).num_tokens == 120
+    assert store.record(ref("a")).num_tokens == 112
     store.close()
 
 
@@ -220,7 +219,7 @@ def test_a_deletion_of_an_earlier_life_leaves_what_was_saved_since(
     until(lambda: not (tmp_path / "redis-deletions").read_bytes())
     assert listed(store) == {"a", "same"}
     for name, seed in (("a", 0), ("same", 1)):
-        assert rig.back(store, ref(name), [*history(100, seed), *history(20, 9)]).num_tokens == 100
+        assert rig.back(store, ref(name), [*history(100, seed), *history(20, 9)]).num_tokens == 96
     store.close()
 
 
@@ -244,7 +243,7 @@ def test_a_deletion_of_an_earlier_life_leaves_what_another_engine_saved_since(
     other = rig.open(tiers_of(server, tmp_path / "other"))
     come_to_list(other, {"a"})
     tokens = [*history(100, 0), *history(20, 7), *history(20, 9)]
-    assert rig.back(other, ref("a"), tokens).num_tokens == 120
+    assert rig.back(other, ref("a"), tokens).num_tokens == 112
     other.close()
 
 
@@ -335,7 +334,7 @@ def test_those_of_another_engine_are_not_listed(rig: Rig, server: RedisServer, t
     rig.save(store, ref("b"), history(100, 7))
     until(lambda: shared[1].written(b"r") is not None)
     assert listed(store) == {"b"}
-    assert rig.back(store, ref("a"), [*history(100, 0), *history(20, 9)]).num_tokens == 100
+    assert rig.back(store, ref("a"), [*history(100, 0), *history(20, 9)]).num_tokens == 96
     store.close()
 
 
@@ -357,21 +356,20 @@ def test_a_session_that_is_saved_before_it_is_known_and_then_deleted_leaves_noth
     store.close()
 
 
-@pytest.mark.parametrize("kind", [TokenRig, BlockRig], ids=lambda x: x.name)
 def test_a_save_before_the_others_are_known_leaves_the_state_that_they_share(
-    kind: type[StateRig], server: RedisServer, tmp_path: Path
+    rig: Rig, server: RedisServer, tmp_path: Path
 ):
-    states = kind(ExitStack())
-    store = states.open(tiers_of(server, tmp_path))
+    store = rig.open(tiers_of(server, tmp_path), needs_state=True)
     beginning, ends = history(64, 1), {"a": history(16, 5), "b": history(16, 6)}
     for name, end in ends.items():
-        states.save(store, ref(name), [*beginning, *end], [64])
+        save(store, ref(name), [*beginning, *end], [64])
     store.close()
-    store = states.open(tiers_of(server, tmp_path))
+    store = rig.open(tiers_of(server, tmp_path), needs_state=True)
     assert listed(store) == set()
-    states.save(store, ref("a"), history(80, 3), [64])  # another conversation, of the same name
+    save(store, ref("a"), history(80, 3), [64])  # another conversation, of the same name
     come_to_list(store, {"a", "b"})
-    assert states.back(store, ref("b"), [*beginning, *ends["b"], *history(4, 7)]) == 64
+    prompt = [*beginning, *ends["b"], *history(4, 7)]
+    assert come_back(store, ref("b"), prompt)[1].num_tokens == 64
     store.close()
 
 
