@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.kv_sessions import MIB, kv_of, open_store, ram, ref, tokens
 

@@ -21,7 +21,7 @@ from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.chain import RECORD, TAIL
 from kvstore.blobs.format import HEADER_BYTES, codec_in
 from kvstore.errors import PinLimit
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
 from tests.blob_names import all_named
 from tests.faults.packing_process import THIN

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.kv_sessions import MIB, come_back, open_store, ram, ref, save, tokens
 from tests.redis_server import RedisServer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
 from tests.kv_sessions import disk, open_store, opener, ram
 from tests.redis_server import client, server  # noqa: F401

@@ -14,7 +14,7 @@ from kvstore.blobs.chain import RECORD, TAIL
 from kvstore.codecs.base import RawCodec
 from kvstore.config import StoreConfig
 from kvstore.shapes import KVLayer, KVLayout, KVRun, StoredModel
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.ram_tier import RamTier
 from tests.kv_sessions import CHUNK, LAYOUT, come_back, kv_of, open_store, ram, ref, save, tokens
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvstore.blobs.chain import RECORD
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.base import RawCodec
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from tests.kv_sessions import disk, kv_of, open_store, ram, ref, tokens
 from tests.worn_codec import WornCodec, wear_of
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra import numpy as npst
 
-from kvstore.blobs.snapshot import MAX_DEPTH, StateArray, decode_state, encode_state, state_nbytes
+from kvstore.blobs.state_tree import MAX_DEPTH, StateArray, decode_state, encode_state, state_nbytes
 from kvstore.errors import Corrupt
 from tests.kv_sessions import trees_equal
 

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.blobs.chain import as_tokens, common_prefix
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from tests.blob_names import key_in
 from tests.kv_sessions import come_back, disk, open_store, ram, ref, save, tokens
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.session_bytes import session_bytes
 from kvstore.blobs.chain import SNAPSHOT
 from kvstore.shapes import KVLayout
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from tests.kv_sessions import (
     LAYOUT,
     check,
