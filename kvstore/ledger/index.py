@@ -328,7 +328,7 @@ class SessionIndex:
 
     def _newest(self, key: bytes, levels: Iterable[int]) -> SessionRecord | None:
         copies = [x for i in levels if (x := self.find_in(i, key)) is not None]
-        return max(copies, key=lambda x: x.last_used_s, default=None)
+        return max(copies, key=_worth, default=None)
 
     def find_in(self, level: int, key: bytes) -> SessionRecord | None:
         """Return the record that a tier has under this key; None also if it does not answer."""
@@ -382,7 +382,12 @@ class SessionIndex:
 
 
 def _is_newer(record: SessionRecord, other: SessionRecord | None) -> bool:
-    return other is None or other.last_used_s < record.last_used_s
+    return other is None or _worth(other) < _worth(record)
+
+
+def _worth(record: SessionRecord) -> tuple[float, int]:
+    """Order copies of a record: the newest, and of equal ones that whose pages are all there."""
+    return record.last_used_s, record.num_chunks
 
 
 def _num_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
