@@ -2,58 +2,84 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import numpy as np
+import pytest
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
-from kvstore.blobs.chain import TAIL
-from kvstore.blobs.codec_set import CodecSet
-from tests.codec_sessions import (
-    BOTH,
-    DENSE,
-    FAST,
-    HISTORY,
-    WHOLE,
-    codecs_in,
-    evict,
-    go_on,
-    turn,
-    wake,
-    wear,
-)
+from kvstore.blobs.store_codecs import RAW, StoreCodecs
+from kvstore.session import SessionRef
+from kvstore.shapes import KVPair, slice_tokens
+from kvstore.store.cold_store import ColdStore
+from kvstore.tiers.base import Tier
+from tests.codec_sessions import DENSE, FAST, HISTORY, WHOLE, codecs_in, evict, turn, wake, wear
 from tests.kv_sessions import (
     CHUNK,
+    Rows,
+    begin_save,
+    chain_of,
     come_back,
     everything,
     kv_of,
     ref,
     save,
-    snapshot,
     tokens,
 )
-from tests.worn_codec import ThinCodec
+from tests.unit.kvstore.conftest import Opened
+from tests.worn_codec import WornCodec, wear_of
 
-THIN = ThinCodec("thin.1", 1)
+
+@pytest.fixture
+def store(opened: Opened, tiers: list[Tier]) -> ColdStore:
+    return opened(tiers, codecs=StoreCodecs(FAST))
 
 
-def test_restored_rows_whose_copies_are_all_gone_are_kept_as_they_are(store, tiers):
+def test_a_chunk_is_packed_once_and_its_bytes_rest_in_every_tier(store, tiers):
+    FAST.packed.clear()
     save(store, ref(), HISTORY)
-    FAST.packed.clear(), DENSE.packed.clear()
+    firsts = list(range(0, WHOLE, CHUNK))
+    assert FAST.packed == firsts
+    assert everything(tiers[0]) == everything(tiers[1])
+    save(store, ref(), [*HISTORY, *tokens(20, 1)])
+    assert FAST.packed == [*firsts, WHOLE]
+    restored = wake(store, ref(), HISTORY)
+    assert (restored.num_tokens, restored.lossy_tokens) == (WHOLE, WHOLE)
+    assert wear(restored, HISTORY) == [{1}] * WHOLE
+
+
+def test_a_restored_chunk_whose_copies_are_all_gone_ends_the_chain(store, tiers):
+    save(store, ref(), HISTORY)
+    restored = wake(store, ref(), HISTORY)
+    assert store.flush(20)
+    chain = chain_of(store, ref(), HISTORY)
+    for tier in tiers:
+        tier.delete_many([CHUNK_KIND + chain[4]])
+    FAST.packed.clear()
+    longer = [*HISTORY, *tokens(40, 3)]
+    assert begin_save(store, ref(), longer, restored)
+    assert store.flush(20)
+    assert FAST.packed == []
+    assert store.record(ref()).num_chunks == 4
+    assert store.stats().counters["chunks_left_out"] == 15 - 4
+    again = turn(store, ref(), longer)  # the next return computes the rest, and that is saved
+    assert again.num_tokens == 4 * CHUNK
+    assert FAST.packed == [CHUNK * i for i in (4, 12, 13, 14)]  # others are found by their names
+    assert wear(wake(store, ref(), longer), longer) == [{1}] * 240
+
+
+def test_a_session_of_which_nothing_is_left_is_saved_when_it_is_computed_again(store):
+    save(store, ref(), HISTORY)
     restored = wake(store, ref(), HISTORY)
     assert store.flush(20)
     evict(store, 0), evict(store, 1)
-    longer = [*HISTORY, *tokens(40, 3)]
-    run = go_on(restored, longer)
-    assert store.save(ref(), longer, run, lossy_tokens=restored.lossy_tokens)
+    assert begin_save(store, ref(), HISTORY, restored)
     assert store.flush(20)
-    packed = [200, WHOLE + CHUNK, WHOLE + 2 * CHUNK]  # after the restored rows
-    assert sorted(FAST.packed) == sorted(DENSE.packed) == packed
-    assert store.stats().counters["chunks_kept"] == 13
-    kept = ["dense.1"] * 2 + ["restored16.1"] * 12 + ["segments.1"]
-    assert sorted(codecs_in(tiers[1])) == kept
-    again = wake(store, ref(), longer)
-    assert again.num_tokens == 240
-    assert wear(again, longer) == [{1}] * 240
-    assert again.lossy_tokens == 240
+    assert store.stats().counters["chunks_packed"] == 12
+    assert turn(store, ref(), HISTORY).num_tokens == 0
+    assert wear(wake(store, ref(), HISTORY), HISTORY) == [{1}] * WHOLE
 
 
 def test_a_copy_on_disk_is_enough_not_to_pack_a_restored_chunk_again(store, tiers):
@@ -62,130 +88,156 @@ def test_a_copy_on_disk_is_enough_not_to_pack_a_restored_chunk_again(store, tier
     assert store.flush(20)
     evict(store, 0)
     before = everything(tiers[1])
-    assert store.save(ref(), HISTORY, restored.run, lossy_tokens=restored.lossy_tokens)
-    assert store.flush(20)
-    assert {k: x for k, x in everything(tiers[1]).items() if k[:1] == CHUNK_KIND} == {
-        k: x for k, x in before.items() if k[:1] == CHUNK_KIND
-    }
-    assert codecs_in(tiers[0]) == []
-    assert wear(wake(store, ref(), HISTORY), HISTORY)[0] == {16}
-
-
-def test_a_chunk_that_was_left_half_way_goes_on_as_it_was_packed(store, tiers):
-    save(store, ref(), HISTORY)
-    edited = [*HISTORY[:40], *tokens(100, 7)]
-    restored = turn(store, ref(), edited)
-    assert (restored.num_tokens, restored.lossy_tokens) == (40, 40)
-    again = wake(store, ref(), edited)
-    assert (again.num_tokens, again.lossy_tokens) == (140, 140)
-    assert wear(again, edited) == [{1}] * 140
-    assert store.stats().counters["chunks_kept"] == 1
-    assert codecs_in(tiers[0]).count("segments.1") == codecs_in(tiers[1]).count("segments.1") == 1
-    store.demote(ref(), "disk")
-    far = wear(wake(store, ref(), edited), edited)
-    assert far[:32] == [{16}] * 32 and far[40:] == [{16}] * 100
-    assert far[32:40] == [{1}] * 8  # this codec's half of a chunk is larger than these rows
-
-
-def test_a_tail_goes_on_as_it_was_packed_until_it_is_a_chunk(store, tiers):
-    save(store, ref(), HISTORY[:36])
-    history = list(HISTORY[:36])
     FAST.packed.clear()
-    for more in (2, 3, 4, 5):  # tails of 6, 9 and 13 tokens, then a chunk and a tail of 2
-        history += tokens(more, more)
-        turn(store, ref(), history)
-        again = wake(store, ref(), history)
-        assert (again.num_tokens, again.lossy_tokens) == (len(history), len(history))
-        assert wear(again, history) == [{1}] * len(history)
-    assert FAST.packed == [36, 38, 41, 45, 48]  # each time the new rows
-    assert codecs_in(tiers[0], TAIL) == ["fast.1"]
-    store.demote(ref(), "disk")
-    assert wear(wake(store, ref(), history), history) == [{16}] * len(history)
-
-
-def test_rows_that_a_shorter_prompt_left_of_a_tail_are_taken_over(store):
-    save(store, ref(), HISTORY[:46])  # a tail of 14
-    shorter = [*HISTORY[:43], *tokens(3, 1)]
-    restored = turn(store, ref(), shorter)
-    assert (restored.num_tokens, restored.lossy_tokens) == (43, 43)
-    again = wake(store, ref(), shorter)
-    assert (again.num_tokens, wear(again, shorter)) == (46, [{1}] * 46)
-
-
-def test_rows_that_an_edit_dropped_of_a_tail_never_come_back(tiers, opened):
-    store = opened(tiers, codecs=CodecSet(THIN, THIN, THIN))
-    save(store, ref(), HISTORY[:46])  # a tail of 14
-    history = [*HISTORY[:40], *tokens(3, 1)]
-    for more in range(2, 6):
-        turn(store, ref(), history)  # the first takes over all 14, and uses 8 of them
-        again = wake(store, ref(), history)
-        assert (again.num_tokens, wear(again, history)) == (len(history), [{1}] * len(history))
-        history += tokens(3, more)
-
-
-def test_of_a_tail_that_is_gone_the_restored_rows_are_kept_and_the_others_packed(store, tiers):
-    save(store, ref(), HISTORY[:40])
-    restored = wake(store, ref(), HISTORY[:40])
+    assert begin_save(store, ref(), HISTORY, restored)
     assert store.flush(20)
-    longer = [*HISTORY[:40], *tokens(5, 4)]
-    run = go_on(restored, longer)
-    for tier in tiers:
-        tier.delete_many([x for x in everything(tier) if x[:1] == TAIL])
-    assert store.save(ref(), longer, run, lossy_tokens=restored.lossy_tokens)
+    assert FAST.packed == []
+    chunks = {k: x for k, x in before.items() if k[:1] == CHUNK_KIND}
+    assert chunks.items() <= everything(tiers[1]).items()
+    assert store.record(ref()).num_tokens == WHOLE
+
+
+def test_a_hot_session_that_is_edited_inside_a_restored_chunk_ends_before_it(store):
+    """The chunk would have restored rows and new ones."""
+    save(store, ref(), HISTORY)
+    restored = wake(store, ref(), HISTORY)
     assert store.flush(20)
+    edited = [*HISTORY[:40], *tokens(100, 7)]
+    run = kv_of(edited)
+    for pair, before in zip(run, restored.run, strict=True):
+        for array, rows in zip(pair, before, strict=True):
+            array[:, :40] = rows[:, :40]
+    FAST.packed.clear()
+    source = Rows(store, run, (), 40)
+    assert store.save(ref(), chain_of(store, ref(), edited), source) and store.flush(20)
+    assert FAST.packed == [] and source.packed == []
+    assert store.record(ref()).num_tokens == 32
+    turn(store, ref(), edited)
+    again = wake(store, ref(), edited)
+    assert (again.num_tokens, wear(again, edited)) == (128, [{1}] * 128)
+
+
+def test_a_codec_that_was_adopted_packs_computed_rows_only(store, tiers):
+    save(store, ref(), HISTORY)
+    store.adopt(StoreCodecs(DENSE))
+    longer = [*HISTORY, *tokens(60, 2)]
+    turn(store, ref(), longer)
+    assert codecs_in(tiers[0]) == ["dense.1"] * 4 + ["fast.1"] * 12
     again = wake(store, ref(), longer)
-    assert (again.num_tokens, wear(again, longer)) == (45, [{1}] * 45)
-    assert codecs_in(tiers[0], TAIL) == ["segments.1"]
-
-
-def test_a_state_with_restored_rows_stays_one(tiers, opened):
-    store = opened(tiers, codecs=BOTH, needs_state=True)
-    save(store, ref(), HISTORY[:40], [24, 40])
-    run = kv_of(HISTORY[:30])
-    for array in (x for pair in run for x in pair):
-        array[:, :20] += np.uint16(1)  # as if from a lossy copy
-    states = [snapshot(HISTORY, 30)]
-    assert store.save(ref("b"), HISTORY[:30], run, states, lossy_tokens=20)
-    assert store.flush(20)
-    restored = wake(store, ref("b"), HISTORY[:30])
-    assert (restored.num_tokens, restored.lossy_tokens) == (30, 30)
-
-
-def test_rows_beside_states_are_of_one_generation(tiers, opened):
-    store = opened(tiers, codecs=BOTH, needs_state=True)
-    history = list(HISTORY[:25])
-    save(store, ref(), history, [25])
-    for i, more in enumerate((3, 2, 7, 20, 5)):
-        history += tokens(more, i)
-        restored = wake(store, ref(), history)
-        assert restored.num_tokens == len(history) - more
-        states = [snapshot(history, len(history))]
-        run = go_on(restored, history)
-        lossy = restored.lossy_tokens
-        assert store.save(ref(), history, run, states, lossy_tokens=lossy)
-        assert store.flush(20)
-    again = wake(store, ref(), history)
-    assert (again.num_tokens, wear(again, history)) == (62, [{1}] * 62)
-    store.demote(ref(), "disk")
-    assert wear(wake(store, ref(), history), history) == [{16}] * 62
-
-
-def test_many_sleeps_are_one_generation(store):
-    history = list(HISTORY)
-    save(store, ref(), history)
-    for i in range(12):
-        if i % 3 == 0:
-            store.demote(ref(), "disk")
-        if i % 4 == 0:
-            evict(store, i // 4 % 2)
-        history = [*history[: len(history) - 11 * (i % 2)], *tokens(37, i)]
-        turn(store, ref(), history)
-        assert {frozenset(x) for x in wear(wake(store, ref(), history), history)} <= {
-            frozenset({x}) for x in (0, 1, 16)
-        }
+    assert wear(again, longer) == [{1}] * WHOLE + [{16}] * 64
+    assert again.lossy_tokens == again.num_tokens == 256
 
 
 def test_exact_codecs_have_nothing_to_remember(tiers, opened):
     store = opened(tiers)
     save(store, ref(), HISTORY)
     assert come_back(store, ref(), HISTORY)[1].lossy_tokens == 0
+
+
+# ---- a hundred sleeps
+
+
+@dataclass
+class Engine:
+    """Keeps sessions hot or lets them sleep, and marks restored rows as mlx's side does.
+
+    ``hot``: by session, its tokens, its rows, and how many of the first came from a lossy copy.
+    """
+
+    store: ColdStore
+    hot: dict[str, tuple[list[int], list[KVPair], int]] = field(default_factory=dict)
+
+    def turn(self, session: SessionRef, prompt: Sequence[int]) -> int:
+        """Serve a prompt; returns the tokens that were not computed."""
+        old, run, restored_tokens = self.hot.get(session.id, ([], kv_of([]), 0))
+        pairs = enumerate(zip(old, prompt, strict=False))
+        known = next((i for i, (a, b) in pairs if a != b), min(len(old), len(prompt)))
+        if not known:
+            restored = wake(self.store, session, prompt)
+            known, run = restored.num_tokens, restored.run
+            restored_tokens = restored.lossy_tokens
+        computed = kv_of(prompt)
+        for pair, before in zip(computed, slice_tokens(run, 0, known), strict=True):
+            for array, rows in zip(pair, before, strict=True):
+                array[:, :known] = rows
+        self.hot[session.id] = list(prompt), computed, min(restored_tokens, known)
+        self.check(prompt, computed)
+        return known
+
+    def check(self, prompt: Sequence[int], run: list[KVPair]) -> None:
+        """Every row is as it was computed, or was packed once."""
+        assert all(x in ({0}, {1}, {16}) for x in wear_of(run, kv_of(prompt)))
+
+    def sleep(self, session: SessionRef) -> None:
+        """Save, and give the rows up."""
+        held, run, restored_tokens = self.hot.pop(session.id)
+        source = Rows(self.store, run, (), restored_tokens)
+        self.store.save(session, chain_of(self.store, session, held), source, always=True)
+        assert self.store.flush(20)
+        for piece in source.packed:
+            rows = slice_tokens(run, piece.first_token, piece.end_token)
+            clean = slice_tokens(kv_of(held), piece.first_token, piece.end_token)
+            assert wear_of(rows, clean) == [{0}] * CHUNK, "packed a second time"
+
+    def save_hot(self, session: SessionRef) -> None:
+        """Save at a turn's end, and stay hot."""
+        kept = self.hot[session.id]
+        self.sleep(session)
+        self.hot[session.id] = kept
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hundred_sleeps_are_one_generation(store, tiers, seed):
+    """With evictions at random, edits inside a chunk, branches, codecs that are adopted."""
+    choose = random.Random(seed)
+    engine, codec = Engine(store), FAST
+    beginning = tokens(75, 100 + seed)  # of two sessions; it ends inside a chunk
+    histories = {x: [*beginning, *tokens(30, i)] for i, x in enumerate("ab")}
+    histories["c"] = tokens(40, 50)
+    left_behind: dict[str, list[list[int]]] = {x: [] for x in histories}
+    reused = 0
+    for number in range(100):
+        session = ref(choose.choice(sorted(histories)))
+        history = histories[session.id]
+        act = choose.random()
+        if act < 0.2:  # an edit
+            left_behind[session.id].append(history)
+            history = history[: choose.randrange(1, len(history))]
+        elif act < 0.3 and left_behind[session.id]:  # a return to a branch
+            history = choose.choice(left_behind[session.id])
+        prompt = [*history[:400], *tokens(choose.randrange(1, 60), 1000 + number)]
+        reused += engine.turn(session, prompt)
+        histories[session.id] = prompt
+        if choose.random() < 0.3:  # while the turn goes on
+            evict(store, choose.randrange(2), choose.randrange(1, 4))
+        if choose.random() < 0.1:
+            evict(store, 0), evict(store, 1)
+        (engine.save_hot if choose.random() < 0.4 else engine.sleep)(session)
+        if choose.random() < 0.1:
+            codec = DENSE if codec is FAST else FAST
+            store.adopt(StoreCodecs(codec))
+        if choose.random() < 0.1:
+            store.demote(session, "disk")
+    assert reused > 1000
+    counters = store.stats().counters
+    assert counters["chunks_left_out"] > 0 and counters["saves"] > 60
+    assert counters.get("saves_failed", 0) <= counters["chunks_left_out"]
+
+
+def test_two_passages_would_be_seen():
+    run = kv_of(tokens(20))
+    worn = [(k + np.uint16(2), v + np.uint16(2)) for k, v in run]
+    assert not any(x in ({0}, {1}, {16}) for x in wear_of(worn, run))
+
+
+def test_blobs_of_before_the_first_codec_are_packed_once(tiers, opened):
+    """By ``pack_when``; what is restored of them before is exact, and may be saved as it is."""
+    store = opened(tiers, codecs=StoreCodecs(RAW))
+    save(store, ref(), HISTORY)
+    restored = wake(store, ref(), HISTORY)
+    store.adopt(StoreCodecs(WornCodec("fast.1", 1)))
+    assert restored.lossy_tokens == 0
+    assert store.flush(20)
+    evict(store, 0), evict(store, 1)
+    assert begin_save(store, ref(), HISTORY, restored) and store.flush(20)
+    assert wear(wake(store, ref(), HISTORY), HISTORY) == [{1}] * WHOLE
