@@ -36,14 +36,16 @@ def piece(kind: bytes = CHUNK, number: int = 1, first: int = 0, count: int = SIZ
     return Piece(kind + bytes([number]) * 32, first, count)
 
 
-def unpack(by: Packer, blob: bytes, asked: Piece = piece()):
+def unpack(by: Packer, blob: bytes, asked: Piece | None = None):
+    asked = asked or piece()
     out = by.layout_of(asked.key[:1]).empty(asked.num_tokens)
     by.unpack_rows(blob, asked, out)
     return out
 
 
 def same(one, other) -> bool:
-    return all(np.array_equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y))
+    pairs = zip(one, other, strict=True)
+    return all(np.array_equal(x[0], y[0]) and np.array_equal(x[1], y[1]) for x, y in pairs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
