@@ -75,9 +75,13 @@ def test_a_session_of_which_nothing_is_left_is_saved_when_it_is_computed_again(s
     restored = wake(store, ref(), HISTORY)
     assert store.flush(20)
     evict(store, 0), evict(store, 1)
-    assert begin_save(store, ref(), HISTORY, restored)
-    assert store.flush(20)
+    for session in (ref(), ref("other")):
+        assert begin_save(store, session, HISTORY, restored)
+        assert store.flush(20)
     assert store.stats().counters["chunks_packed"] == 12
+    chain = chain_of(store, ref(), HISTORY)
+    reasons = [store.match(x, chain).reason for x in (ref(), ref("other"))]
+    assert reasons == ["evicted", "never-stored"]
     assert turn(store, ref(), HISTORY).num_tokens == 0
     assert wear(wake(store, ref(), HISTORY), HISTORY) == [{1}] * WHOLE
 

@@ -35,6 +35,7 @@ HISTORY = tokens(208)
 WINDOWS = KVLayout("bfloat16", (KVLayer(1, 16, 16), KVLayer(2, 8, 8)))
 ALIGNED, INSIDE = 3 * CHUNK, 40  # tokens of a window, which begins inside a chunk
 WORN = SessionCodec(RAW, WornCodec("window.1", 1), EXACT_STATES)
+OURS = ref()
 MODEL = {"needs_state": True, "windows": WINDOWS}
 
 
@@ -54,7 +55,7 @@ def save(
     store: ColdStore,
     token_ids: Sequence[int],
     positions: Sequence[int],
-    session: SessionRef = ref(),
+    session: SessionRef = OURS,
     restored: Restored | None = None,
 ) -> Rows:
     """Save with states; rows up to ``restored`` are those that came back."""
@@ -81,7 +82,7 @@ def rows_in(state: StateTree) -> list[KVPair]:
     return list(zip(arrays[::2], arrays[1::2], strict=True))
 
 
-def back(store: ColdStore, prompt: Sequence[int], session: SessionRef = ref()) -> Restored:
+def back(store: ColdStore, prompt: Sequence[int], session: SessionRef = OURS) -> Restored:
     restored = store.restore(store.match(session, chain_of(store, session, prompt)))
     assert store.flush(20)
     return restored
