@@ -97,7 +97,7 @@ def test_a_book_does_not_grow_while_two_engines_replace_in_turns(
 
 def test_what_only_another_engine_can_read_is_left_to_it(server: RedisServer, tmp_path: Path):
     """In memory of its own it goes: there it would keep a readable one from being stored."""
-    key, near = b"t" + bytes(32), RamTier(AMPLE)
+    key, near = b"c" + bytes(32), RamTier(AMPLE)
     tier = next_life(server, tmp_path)
     stack = TierStack([near, tier], Counters())
     reader = CopyReader(stack, Counters())
