@@ -19,7 +19,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.membership import ALONE, Membership, joined
 from kvstore.roster import ID_BYTES, LEASE_S, MAX_BYTES, SLOTS, EntrySeal, Facts, Roster
 from kvstore.shapes import StoredModel
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.redis_server.link import RedisLink
 from tests import kv_sessions
 from tests.redis_server import RedisServer
@@ -106,14 +106,15 @@ def test_a_store_says_why_a_session_of_another_secret_is_unknown(
     with member(server, OTHER), member(server) as company:
         until(lambda: kinds(company) == {"secret": 1})
         model = StoredModel("model", "f1", kv_sessions.LAYOUT, False)
-        config = StoreConfig(codec="raw", chunk_tokens=16, num_threads=1)
+        config = StoreConfig(codec="raw", num_threads=1)
         store = ColdStore(config, model, codec_by_name("raw"), [kv_sessions.ram()])
+        chain = kv_sessions.chain_of(store, kv_sessions.ref(), tokens)
         store.ledger.join(company)
         unknown = kv_sessions.ref("unknown")
-        assert store.match(unknown, unknown.salt, tokens, 64).reason == "foreign-secret"
+        assert store.match(unknown, chain).reason == "foreign-secret"
         kv_sessions.save(store, kv_sessions.ref(), tokens)
         # A beginning that another session of the tenant shares is no loss.
-        assert store.match(unknown, unknown.salt, tokens, 64).reason is None
+        assert store.match(unknown, chain).reason is None
         members = store.stats().members
         assert [x.kind for x in members.differing] == ["secret"]
         store.close()
