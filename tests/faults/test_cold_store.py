@@ -201,9 +201,7 @@ def test_a_blob_under_another_blobs_name_is_refused(opened):
     theirs = ref("x", tenant="other", salt=b"other")
     save(store, ref(), HISTORY)
     save(store, theirs, HISTORY)  # the same tokens, so the same bytes in all but the key
-    mine, other = (
-        store.ledger.index.blob_keys(store.record(x)) for x in (ref(), theirs)
-    )
+    mine, other = (store.ledger.index.blob_keys(store.record(x)) for x in (ref(), theirs))
     for a, b in [(mine[2], other[2]), (mine[3], mine[4]), (mine[-1], other[-1])]:
         (good,) = tier.get_many([a])
         tier.replace(a, tier.get_many([b])[0])
