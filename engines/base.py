@@ -102,10 +102,6 @@ class LimitsTenants(Protocol):
     """An engine that holds tenants to bytes of the tiers, if ``Welcome.limits_tenants``."""
 
     @property
-    def shared_address(self) -> str:
-        """The address at which other gateways may use it, too; "" if it is this gateway's own."""
-
-    @property
     def welcome(self) -> Welcome | None: ...
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:

@@ -19,7 +19,7 @@ from kvstore.codecs.quality import Quality
 from kvstore.session import KVSize as KVSize
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
-from kvstore.stats import Members, Repacking
+from kvstore.stats import Repacking
 from kvstore.stats import TierStats as TierStats
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 
@@ -88,7 +88,6 @@ class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     # The reason why KV on a GPU is packed by the host, which is slower; "" if it is not, or if
     # there is no GPU.
     why_host: str = ""
-    origin: str = ""  # of the profile: "learned here", "shared by" a machine; "" = there is none
     # The bound that lossy codecs have to keep here (see engines.calibration.gate.rules); None: not
     # reported.
     max_kl: float | None = None
@@ -129,7 +128,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     codec: CodecReport | None = None  # None: not reported
     requests: list[RequestProgress] = []  # those inside the engine, as far as it knows
     repacking: Repacking = Repacking()  # of blobs that were stored with an earlier codec
-    members: Members | None = None  # the other engines on its Redis; None: none, or not known
+    differs: tuple[str, ...] = ()  # from the data on its Redis; see ``kvstore.likeness``
 
 
 # ---- gateway -> engine
@@ -272,7 +271,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """
 
     report: SessionReport | None
-    kept: str = ""  # "busy", "pinned", "no-cold-copy", "disabled"
+    kept: str = ""  # "busy", "pinned", "saving", "no-cold-copy", "disabled"
 
 
 class Sessions(msgspec.Struct, frozen=True, tag="session_list"):

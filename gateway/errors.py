@@ -6,6 +6,7 @@ fault is found: by the host's check, the router, the key, the body's reader.
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 from typing import Final
 
@@ -34,6 +35,11 @@ _ANTHROPIC_TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+# What engines say of a prompt beyond the context: ours (``context_too_long``), and vLLM.
+_CONTEXT: Final = re.compile(r"maximum context length is (\d{1,18}) tokens")
+_PROMPT: Final = re.compile(
+    r"(?:prompt has|text has|prompt contains) (?:at least )?(\d{1,18}) (?:input )?tokens"
+)
 _OVERLOADED: Final = 529  # Anthropic's status for 503
 _HINTS = {
     404: "This path does not exist here; see /v1/models, /v1/chat/completions, /v1/responses,"
@@ -72,8 +78,8 @@ class Failure(msgspec.Struct, frozen=True):
     def anthropic_json(self, request_id: str | None = None) -> bytes:
         """The body, in Anthropic's shape."""
         message = self.message
-        if self.code == "context_length_exceeded":  # the words by which agents know to compact
-            message = f"prompt is too long: {message}"
+        if self.code == "context_length_exceeded":
+            message = _too_long(message)
         error = {"type": self._anthropic_type, "message": message}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
@@ -110,6 +116,18 @@ class Failure(msgspec.Struct, frozen=True):
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
         return headers
+
+
+def _too_long(message: str) -> str:
+    """Put Anthropic's words in front, by which agents know that and how far they have to compact.
+
+    An engine that did not count to the end says "at least", perhaps of a number within the context.
+    """
+    most, counted = _CONTEXT.search(message), _PROMPT.search(message)
+    if most is None:
+        return f"prompt is too long: {message}"
+    number = max(int(counted[1]) if counted else 0, int(most[1]) + 1)
+    return f"prompt is too long: {number} tokens > {most[1]} maximum. {message}"
 
 
 class Refused(Exception):

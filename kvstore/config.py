@@ -43,7 +43,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     encrypt: bool = False  # also hide the content of data that leaves this process
     disk_path: str = ""  # "" = the cache folder that launch chooses
     redis_url: str = ""
-    redis_bytes: NonNegative = 64 << 30
+    # Blobs in Redis expire this long after they were last used. What an engine leaves there that
+    # never comes back is gone then, and a session that rested over a weekend still returns.
+    redis_ttl_s: PositiveSeconds = 7 * 86400.0
     redis_deadline_s: PositiveSeconds = 2.0
     # How long a restore may take before prefill is the better choice.
     restore_deadline_s: PositiveSeconds = 20.0

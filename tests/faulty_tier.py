@@ -92,9 +92,6 @@ class FaultyTier:
     def unpin(self, keys: Iterable[bytes]) -> None:
         self.inner.unpin(keys)
 
-    def pins_known(self) -> None:
-        self.inner.pins_known()
-
     def delete_many(self, keys: Iterable[bytes]) -> int:
         self._call("delete_many")
         return self.inner.delete_many(keys)

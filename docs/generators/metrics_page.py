@@ -11,7 +11,6 @@ from engines.wire import CodecReport, EngineReport, TierStats
 from gateway.watch.gauges import GaugeCollector
 from gateway.watch.metrics import Defined, Gauges, Metrics
 from kvstore.codecs.quality import Quality
-from kvstore.stats import Members
 
 _HEAD = """# Metrics
 
@@ -78,8 +77,7 @@ def _gauges() -> Iterable[Defined]:
         save_queue_bytes=1,
         tiers=[TierStats("ram", 1, 1, 1, 1, 1, True)],
         counters={"turns": 1},
-        codec=CodecReport(name="p", tiers={"ram": "p.1"}, rows=(cost,), max_kl=0.01),
-        members=Members(1),
+        codec=CodecReport(name="p", id="p.1", rows=(cost,), max_kl=0.01),
     )
     gauges = Gauges(
         ready=True,

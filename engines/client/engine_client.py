@@ -66,7 +66,6 @@ class EngineClient:
     def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
         """``env`` is unused here: it is for engines that are started by us."""
         url, control = worker.engine.url, worker.engine.control
-        self.shared_address = url  # where other gateways may use it, too; "" if they cannot
         self._address = HttpAddress(f"{worker.runtime_dir}/http.sock", url)
         self._bearer = {"authorization": f"Bearer {worker.token}"}
         self._stall_timeout_s = worker.engine.stall_timeout_s

@@ -10,7 +10,7 @@ import msgspec
 from engines.base import Engine, ReplicaState
 from engines.fleet.deletions import Deletions
 from engines.wire import EngineReport, TierStats, Welcome
-from kvstore.stats import Repacking, most_different
+from kvstore.stats import Repacking
 
 AVOID_S = 5.0  # a replica that took no connection, or broke one, comes last for so long
 _SUMS = (
@@ -134,7 +134,7 @@ def joined_report(reports: Sequence[EngineReport], counters: Mapping[str, int]) 
         counters=dict(Counter(counters)),
         requests=[y for x in reports for y in x.requests],
         repacking=_joined_repacking([x.repacking for x in reports]),
-        members=most_different([x.members for x in reports]),
+        differs=tuple(sorted({kind for x in reports for kind in x.differs})),
     )
 
 

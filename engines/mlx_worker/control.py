@@ -32,17 +32,15 @@ from engines.wire import (
 )
 from kvstore.errors import PinLimit
 from kvstore.ledger.notices import StoreNotice
+from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionName, SessionRef, TierName
 from kvstore.stats import Repacking, StoreStats
-from kvstore.ledger.record import SessionRecord
 from kvstore.tenant_bytes import TenantLimits
 
 logger = logging.getLogger(__name__)
 _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
-# How long a list waits for the sessions that are on Redis.
-KNOWN_S: Final = 7.0
-# How long a demote waits for a save that is on its way.
-SAVE_WAIT_S: Final = 30.0
+# How long a demote waits for a save that is on its way before the gateway is to ask again.
+SAVE_WAIT_S: Final = 5.0
 # How long smaller budgets are waited for before the gateway is to ask again, and how often it is
 # looked whether they hold.
 SHRINK_WAIT_S: Final = 20.0
@@ -70,7 +68,7 @@ class SessionReports:
 
     def sessions(self) -> list[SessionReport]:
         """The reports on all sessions, hot and cold. Blocks until those on Redis are known."""
-        found = self._store.records(KNOWN_S) if self._store else []
+        found = self._store.records() if self._store else []
         records = {(x.tenant, x.id): x for x in found}
         keys = dict.fromkeys([*records, *(x.key for x in self._hot.all()), *self._hot.busy()])
         reports = (self._report(key, records.get(key)) for key in keys)
@@ -123,7 +121,7 @@ class SessionReports:
             codec=self.codec(),
             requests=self._requests(),
             repacking=store.repacking if store else Repacking(),
-            members=store.members if store else None,
+            differs=store.differs if store else (),
         )
 
     def _requests(self) -> list[RequestProgress]:
@@ -301,7 +299,7 @@ class MlxVerbs:
         if self._hot.is_busy(hot.key) or self._hot.get(hot.key) is not hot:
             return "busy"
         if not hot.is_saved:
-            return "no-cold-copy"
+            return "no-cold-copy" if hot.saved.done() else "saving"
         self._hot_cache.drop(hot)
         return ""
 

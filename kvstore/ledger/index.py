@@ -2,8 +2,8 @@
 
 The index is a belief. It avoids reading a record at every turn, lists the sessions, and knows which
 blobs more than one of them needs. Only the tiers know whether a session can be restored. The index
-is filled from the local tiers at the start, and from a shared tier as soon as that can list this
-engine's records. It is bounded in bytes; beyond that the longest unused sessions are dropped first.
+is filled from the local tiers at the start; a session that only a shared tier has is found there
+when it returns. It is bounded in bytes; beyond that the longest unused sessions are dropped first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -79,14 +79,6 @@ class _Entry(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
 
 
-class Loaded(NamedTuple):
-    """The records that were taken in, and the keys of those that exist and could not be read."""
-
-    found: list[SessionRecord]
-    unread: list[bytes]
-    is_full: bool  # the index has no room for older ones
-
-
 class SessionIndex:
     """Records by record key. Thread-safe; tiers are read without the lock held.
 
@@ -111,7 +103,8 @@ class SessionIndex:
         self.clock = clock
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self.is_whole = True  # False while records of earlier lives are still to be read
+        # When sessions were forgotten whose records a tier may still have, since it was away.
+        self.forgotten: dict[bytes, float] = {}
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # longest unused first
         self._lapsed: OrderedDict[bytes, None] = OrderedDict()
@@ -119,7 +112,6 @@ class SessionIndex:
         self._users: Counter[bytes] = Counter()  # number of sessions by blob
         self._nbytes = 0
         self._num_removals = 0
-        self._removed: set[bytes] | None = None  # since ``load_written`` began, while it runs
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -232,44 +224,6 @@ class SessionIndex:
         for record in sorted(found.values(), key=lambda x: x.last_used_s):
             self.put(record)
 
-    def load_written(self, level: int, keys: Sequence[bytes]) -> Loaded:
-        """Read records that an earlier life wrote to a tier, as less recent than all known ones.
-
-        One thread at a time.
-
-        Args:
-            keys: of a few records, the most recently used first.
-
-        Raises:
-            TierUnavailable: nothing was changed.
-        """
-        with self._lock:
-            unknown = [x for x in keys if x not in self._entries]
-            removed: set[bytes] = set()
-            self._removed = removed
-        try:
-            blobs = dict(zip(unknown, self._stack.get(level, unknown), strict=True))
-            absent = [key for key, blob in blobs.items() if blob is None]
-            unread = [x for x in absent if self._stack.may_hold(level, x)]
-            found: list[SessionRecord] = []
-            for key, blob in blobs.items():
-                record = None if blob is None else self._parsed(level, key, blob)
-                if record is None or not self.records.is_usable(record) or self.is_over(record):
-                    continue
-                blob_keys = self.records.blob_keys(record)
-                with self._lock:
-                    # Meanwhile a save may have inserted it, or the session may have been removed.
-                    if key in self._entries or key in removed:
-                        continue
-                    self._insert(key, record, blob_keys, oldest=True)
-                    if key not in self._entries:
-                        return Loaded(found, [], is_full=True)
-                    found.append(record)
-            return Loaded(found, unread, is_full=False)
-        finally:
-            with self._lock:
-                self._removed = None
-
     def put(self, record: SessionRecord, blob_keys: Sequence[bytes] | None = None) -> None:
         """Remember the session as it is now. ``blob_keys``: its own, if they are known."""
         keys = self.records.blob_keys(record) if blob_keys is None else blob_keys
@@ -289,8 +243,6 @@ class SessionIndex:
         """Forget the session."""
         with self._lock:
             self._num_removals += 1
-            if self._removed is not None:
-                self._removed.add(key)
             self._take_out(key)
 
     # ---- expired sessions
@@ -328,7 +280,9 @@ class SessionIndex:
 
     def _newest(self, key: bytes, levels: Iterable[int]) -> SessionRecord | None:
         copies = [x for i in levels if (x := self.find_in(i, key)) is not None]
-        return max(copies, key=_worth, default=None)
+        newest = max(copies, key=_worth, default=None)
+        is_gone = newest is not None and newest.last_used_s <= self.forgotten.get(key, 0.0)
+        return None if is_gone else newest
 
     def find_in(self, level: int, key: bytes) -> SessionRecord | None:
         """Return the record that a tier has under this key; None also if it does not answer."""
@@ -350,9 +304,7 @@ class SessionIndex:
 
     # ---- with the lock held
 
-    def _insert(
-        self, key: bytes, record: SessionRecord, blob_keys: Iterable[bytes], *, oldest: bool = False
-    ) -> None:
+    def _insert(self, key: bytes, record: SessionRecord, blob_keys: Iterable[bytes]) -> None:
         self._lapsed.pop(key, None)
         self._short.pop(key, None)
         before, keys = self._entries.get(key), tuple(blob_keys)
@@ -361,7 +313,7 @@ class SessionIndex:
         nbytes = ENTRY_BYTES + record.nbytes + BLOB_KEY_BYTES * len(keys)
         num_needed = len(self.records.needed_keys(record)) if record.states else len(keys)
         self._entries[key] = _Entry(record, keys, num_needed, nbytes)
-        self._entries.move_to_end(key, last=not oldest)
+        self._entries.move_to_end(key)
         self._users.update(keys[num_same:])
         self._nbytes += nbytes
         while self._nbytes > self._max_bytes and len(self._entries) > 1:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from kvstore.errors import PinLimit
 from kvstore.ledger.stack import TierStack
+from kvstore.session import SHARED_TIERS
 
 
 class PinnedSession(NamedTuple):
@@ -49,7 +50,8 @@ class Pins:
 
     def __init__(self, stack: TierStack, share: float, tenant_share: float) -> None:
         self._stack = stack
-        self._max_bytes = int(share * min((x.capacity_bytes for x in stack.stats()), default=0))
+        rooms = [x.capacity_bytes for x in stack.stats() if x.name not in SHARED_TIERS]
+        self._max_bytes = int(share * min(rooms, default=0))  # a shared server knows no pins
         self._max_tenant_bytes = int(tenant_share * self._max_bytes)
         self._lock = threading.Lock()
         self._held: dict[bytes, _Held] = {}  # by record key

@@ -158,10 +158,6 @@ class TierStack:
         for tier in self._tiers:
             tier.unpin(keys)
 
-    def pins_known(self, i: int) -> None:
-        """Note that what earlier lives have pinned is pinned; see ``Tier.pins_known``."""
-        self._tiers[i].pins_known()
-
     @contextmanager
     def pinned_in(self, i: int, keys: Sequence[bytes]) -> Iterator[None]:
         self._tiers[i].pin(keys)
@@ -180,10 +176,6 @@ class TierStack:
     def owed_file(self, i: int) -> Path | None:
         """Return where deletions that a tier owes outlive the process; see ``Tier.owed_file``."""
         return self._tiers[i].owed_file
-
-    def written(self, i: int, prefix: bytes) -> list[bytes] | None:
-        """List what counts in a tier's budget; see ``Tier.written``."""
-        return self._tiers[i].written(prefix)
 
     def why_evicted(self, key: bytes, levels: Iterable[int]) -> EvictionCause | None:
         """Return why the first of these tiers that knows evicted a blob; None if none knows."""

@@ -338,13 +338,11 @@ class ColdStore:
             return None
         return None if self.ledger.index.is_over(record) else record
 
-    def records(self, wait_s: float = 0.0) -> list[SessionRecord]:
+    def records(self) -> list[SessionRecord]:
         """All known sessions of this model that a tier still has.
 
-        After a start the sessions that only Redis has are not known yet: waits while they are
-        looked for, at most ``wait_s`` seconds.
+        A session that only a shared tier has is known once it returns.
         """
-        self.ledger.wait_until_known(wait_s)
         return [] if self._closed else self.ledger.upkeep.resting_here()
 
     def tier_of(self, session: SessionRef | SessionRecord) -> TierName | None:

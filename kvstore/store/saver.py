@@ -191,7 +191,7 @@ class Saver:
             left_behind=left,
             note=job.note[: size * len(chain)],
         )
-        if old is None or not self._index.is_whole:  # sessions not known yet may share what is gone
+        if old is None:
             return record, []
         current = {*self._ledger.records.blob_keys(record)}
         pieces = self._ledger.records.pieces(old)

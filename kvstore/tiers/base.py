@@ -19,7 +19,7 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from kvstore.session import TierName
+from kvstore.session import SHARED_TIERS, TierName
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 
 # "budget": there was no space for it. "share": its tenant held more than is guaranteed to it, and
@@ -53,26 +53,36 @@ class EvictionCauses:
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """The numbers of one tier at one moment. Counters only grow."""
+    """The numbers of one tier at one moment. Counters only grow.
+
+    Those of a shared server are the server's own, with all that others keep there.
+    """
 
     name: TierName
     nbytes: int  # keys, blobs and the tier's own overhead per blob
-    capacity_bytes: int
+    capacity_bytes: int  # 0 = no bound is known
     num_blobs: int
     evictions: int
     errors: int
     available: bool  # it answers; False until the first answer and while a breaker is open
+    trouble: str = ""  # why the medium may hold too much, or refuse to store
 
     @classmethod
     def joined(cls, tiers: Sequence[TierStats], *, available: bool) -> TierStats:
-        """Add up the numbers of one tier in several places."""
-        names = ("nbytes", "capacity_bytes", "num_blobs", "evictions", "errors")
-        sums = {name: sum(getattr(x, name) for x in tiers) for name in names}
-        return cls(tiers[0].name, **sums, available=available)
+        """Add up the numbers of one tier in several places; a shared server's are the same."""
+        joins = max if tiers[0].name in SHARED_TIERS else sum
+        names = ("nbytes", "capacity_bytes", "num_blobs", "evictions")
+        joint = {name: joins(getattr(x, name) for x in tiers) for name in names}
+        errors = sum(x.errors for x in tiers)
+        trouble = next((x.trouble for x in tiers if x.trouble), "")
+        return cls(tiers[0].name, **joint, errors=errors, available=available, trouble=trouble)
 
 
 class Tier(Protocol):
-    """Immutable blobs by key inside a byte budget; every method may be called on any thread."""
+    """Immutable blobs by key inside a bound; every method may be called on any thread.
+
+    A shared server has its own bound and order of eviction: it knows neither pins nor tenants.
+    """
 
     @property
     def name(self) -> TierName:
@@ -143,8 +153,8 @@ class Tier(Protocol):
         """Hold tenants to these limits from now on; return the use of each that has one.
 
         A tenant beyond its limit loses its least recent blobs now, and a blob that does not fit
-        beside its pinned ones is refused. None while blobs of earlier lives are still being
-        counted: then nothing was done.
+        beside its pinned ones is refused. None: what tenants hold here is not known, and nothing
+        was done.
 
         Raises:
             TierUnavailable: the limits are set, but blobs beyond them may still exist.
@@ -158,9 +168,6 @@ class Tier(Protocol):
 
         Pins are counted per key. A key without a blob is remembered, for a blob that comes later.
         """
-
-    def pins_known(self) -> None:
-        """Note that blobs of earlier lives that are to be pinned are pinned; others may go."""
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Take one pin off each key; the last one makes it recent. Ignores keys without pins."""
@@ -184,13 +191,6 @@ class Tier(Protocol):
 
         Raises:
             TierUnavailable: the rest cannot be listed or read.
-        """
-
-    def written(self, prefix: bytes) -> list[bytes] | None:
-        """Return the keys that start with ``prefix`` and count in this budget, or soon will.
-
-        The least recently used come first, pinned ones last. None while it is not known which blobs
-        earlier lives have left; ask again later.
         """
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:

@@ -1,4 +1,4 @@
-"""The methods that every evicting tier implements with its index."""
+"""The methods that every local tier implements with its index."""
 
 from __future__ import annotations
 
@@ -66,13 +66,6 @@ class IndexedTier(ABC):
     def unpin(self, keys: Iterable[bytes]) -> None:
         with self._lock:
             self._index.unpin(keys)
-
-    def pins_known(self) -> None:  # noqa: B027
-        """Do nothing: no blobs wait for pins here."""
-
-    def written(self, prefix: bytes) -> list[bytes] | None:
-        with self._lock:
-            return [key for key in self._index if key.startswith(prefix)]
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         with self._lock:

@@ -197,12 +197,6 @@ class SealedTier:
                 )
             return NOT_OURS
 
-    def written(self, prefix: bytes) -> list[bytes] | None:
-        names = self._inner.written(prefix)
-        if names is None:
-            return None
-        return [x[: -len(self._ending)] for x in names if x.endswith(self._ending)]
-
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         return self._inner.contains_many(self._names(keys))
 
@@ -243,9 +237,6 @@ class SealedTier:
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         self._inner.unpin(self._names(keys))
-
-    def pins_known(self) -> None:
-        self._inner.pins_known()
 
     def _names(self, keys: Iterable[bytes]) -> list[bytes]:
         return [key + self._ending for key in keys]

@@ -18,10 +18,10 @@ import typer
 from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
 from launch.cli.bench import bench
-from launch.cli.connect import connect, join
+from launch.cli.connect import connect
 from launch.cli.sessions import chat, top
 from launch.errors import LaunchError, UsageError
-from launch.printing import print_json, print_table
+from launch.printing import print_json, print_table, say
 from launch.settings.schema import flat, masked
 from launch.settings.units import shown
 
@@ -45,7 +45,7 @@ app.add_typer(keys_app, name="keys", no_args_is_help=True)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"thermocline {version('thermocline')}")
+        say(f"thermocline {version('thermocline')}")
         raise typer.Exit
 
 
@@ -160,21 +160,6 @@ def plan(
         str | None,
         typer.Option(metavar="SIZE", help="For --machines; default: counted."),
     ] = None,
-    fleet: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Simulate N machines like this one, or 8xGB10."),
-    ] = None,
-    users: Annotated[int | None, typer.Option(metavar="N", help="Of --fleet [50 each].")] = None,
-    think: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Of --fleet: a user's pause [60s].")
-    ] = None,
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Of --fleet: the shared tier's, each second [none]."),
-    ] = None,
-    prefill: Annotated[
-        float | None, typer.Option(metavar="N", help="Of --fleet: tokens a second [2000].")
-    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Draw it; .svg and .pdf work, too.")
     ] = None,
@@ -188,12 +173,10 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Say beforehand how many sessions fit, from config.json alone."""
-    from launch.cli.fleet_plan import Wanted
-    from launch.cli.plan import run_plan
+    from launch.cli.plan import PlanOptions, run_plan
 
-    of_fleet = (fleet, users, think, bandwidth, prefill)
-    wanted = Wanted(named, sessions, lengths, machines, weights, plot, as_json, *of_fleet)
-    run_plan(context, wanted, os.environ)
+    given = PlanOptions(named, sessions, lengths, machines, weights, plot, as_json)
+    run_plan(context, given, os.environ)
 
 
 @app.command()
@@ -267,7 +250,7 @@ def calibrate(
                 " options but --api-key, --model, --json and --plot"
             )
         remote = Remote(url, api_key, model or "")
-        report = measure_served(remote, lambda words: print(words, file=sys.stderr))
+        report = measure_served(remote, lambda words: say(words, error=True))
     else:
         chosen = CalibrateOptions(text or (), eval_text or (), presets, contexts, needles)
         effective = options.chosen(context, os.environ)
@@ -283,7 +266,7 @@ def calibrate(
 
 
 # In the order in which --help lists them.
-for command in (chat, top, bench, connect, join):
+for command in (chat, top, bench, connect):
     app.command()(command)
 keys_app.command("list")(keys.list_keys)
 keys_app.command("revoke")(keys.revoke_key)
@@ -294,5 +277,5 @@ def main() -> None:
     try:
         app()
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)

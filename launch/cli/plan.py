@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -10,11 +11,10 @@ import typer
 
 from launch.calibrate.plot import drawing
 from launch.cli import options
-from launch.cli.fleet_plan import Wanted, print_fleet
 from launch.errors import UsageError
 from launch.plan.capacity_plan import ColdPlan, ContextPlan, Plan, plan_of
 from launch.plan.machines import MachinePlan, machine_plans
-from launch.printing import print_json, print_table
+from launch.printing import print_json, print_table, say
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import parse_bytes, show_bytes
 
@@ -26,46 +26,58 @@ MACHINES: Final = ("machine", "tokens", "for KV", "no sleep", "awake", "in RAM",
 BAR_WIDTH: Final = 40
 BAR: Final = "█"
 RATIOS: Final = ("KV vs bf16", "all vs bf16")
-COLORS: Final = {
-    "hot": "#d1495b", "ram": "#2e86ab", "disk": "#8d99ae", "redis": "#6a994e"
-}  # fmt: skip
+COLORS: Final = {"hot": "#d1495b", "ram": "#2e86ab", "disk": "#8d99ae"}
 LABELS: Final = {
     "hot": "awake at once",
     "ram": "asleep in memory",
     "disk": "asleep on disk",
-    "redis": "asleep in Redis",
 }
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The command line of ``thermocline plan``, but for settings."""
+
+    model: str | None
+    sessions: int | None
+    lengths: str | None
+    machines: bool
+    weights: str | None
+    plot: Path | None
+    as_json: bool
+
+
 Bars = Sequence[tuple[str, dict[str, int]]]  # a name, and sessions by tier
 
 
 def print_plan(plan: Plan) -> None:
-    print(
+    say(
         f"{plan.model} ({plan.model_type}): {plan.growing_layers} growing layers,"
         f" {show_bytes(plan.live_bytes_per_token)} per token live in {plan.dtype}"
     )
     if plan.state_bytes:
-        print(
+        say(
             f"and {show_bytes(plan.state_bytes)} of state that does not grow"
             f" ({plan.window_layers} sliding windows, {plan.state_layers} recurrent layers)"
         )
-    print("budgets: " + ", ".join(f"{k} {show_bytes(v)}" for k, v in plan.budgets.items()))
-    print(_usable(plan))
+    say("budgets: " + ", ".join(f"{k} {show_bytes(v)}" for k, v in plan.budgets.items()))
+    say(_usable(plan))
     for note in plan.notes:
-        print(f"note: {note}")
-    print()
+        say(f"note: {note}")
+    say()
     tiers = [tier for tier in plan.budgets if tier != "hot"]
     print_table(
         SERVED, [x for context in plan.contexts for x in _served(context)], right=SERVED[2:]
     )
-    print()
+    say()
     print_bars(bars_of(plan))
-    print("\nwhat each codec would take:")
+    say("\nwhat each codec would take:")
     columns = ("tokens", "kept", "KL", "bytes", "states", *RATIOS, "per GiB", "hot", *tiers)
     rows = [row for context in plan.contexts for row in _rows(context, tiers)]
     print_table(columns, rows, right=[x for x in columns if x != "kept"])
     refusals = {cold.codec: cold.refused for x in plan.contexts for cold in x.cold if cold.refused}
     for codec, reason in refusals.items():
-        print(f"{codec}: {reason}")
+        say(f"{codec}: {reason}")
 
 
 def print_bars(bars: Bars) -> None:
@@ -74,21 +86,21 @@ def print_bars(bars: Bars) -> None:
     for name, counts in bars:
         for number, (tier, count) in enumerate(counts.items()):
             bar = BAR * max(1 if count else 0, round(BAR_WIDTH * count / max(1, most)))
-            print(f"{name if number == 0 else '':<14} {LABELS[tier]:<17} {bar} {count}")
+            say(f"{name if number == 0 else '':<14} {LABELS[tier]:<17} {bar} {count}")
 
 
 def print_machines(model: str, rows: Sequence[MachinePlan]) -> None:
     """Print what several machines would keep of a model's sessions."""
-    print(f"{model}: sessions that other machines would keep alive (counted, not measured)")
+    say(f"{model}: sessions that other machines would keep alive (counted, not measured)")
     if rows and rows[0].weights_estimated:
-        print(f"weights: {show_bytes(rows[0].weights_bytes)}, estimated from config.json")
+        say(f"weights: {show_bytes(rows[0].weights_bytes)}, estimated from config.json")
     print_table(MACHINES, [_machine(row) for row in rows], right=MACHINES[1:7])
-    print(
+    say(
         "no sleep: all memory for KV holds live bf16, without a cold store. awake, in RAM: the same"
         "\nmemory shared between sessions that are answered and sleepers."
     )
     if disk := max((row.disk_bytes for row in rows), default=0):
-        print(f"on disk: in {show_bytes(disk)}.")
+        say(f"on disk: in {show_bytes(disk)}.")
 
 
 def _machine(row: MachinePlan) -> list[str]:
@@ -147,33 +159,25 @@ def _cold_row(cold: ColdPlan, tiers: list[str]) -> list[str]:
     ]
 
 
-def run_plan(context: typer.Context, wanted: Wanted, environ: Mapping[str, str]) -> None:
+def run_plan(context: typer.Context, given: PlanOptions, environ: Mapping[str, str]) -> None:
     """Print the plan, and draw it where that is asked. Raises ``UsageError``, ``LaunchError``."""
-    if wanted.plot is not None:
+    if given.plot is not None:
         from launch.calibrate.plot import check_path
 
-        check_path(wanted.plot)
-    if wanted.model and context.params["model"]:
+        check_path(given.plot)
+    if given.model and context.params["model"]:
         raise UsageError("name the model once, as an argument or with --model")
-    context.params["model"] = [wanted.model] if wanted.model else context.params["model"]
-    if wanted.machines and wanted.sessions is not None:
+    context.params["model"] = [given.model] if given.model else context.params["model"]
+    if given.machines and given.sessions is not None:
         raise UsageError("--sessions counts for this machine; leave it out with --machines")
-    if wanted.sessions is not None:
-        context.params["session_context"] = _one_length(wanted.lengths)
-    if wanted.weights and not wanted.machines:
+    if given.sessions is not None:
+        context.params["session_context"] = _one_length(given.lengths)
+    if given.weights and not given.machines:
         raise UsageError("--weights is for --machines; this machine's files say what they take")
-    of_fleet = (wanted.users, wanted.think, wanted.bandwidth, wanted.prefill)
-    if any(x is not None for x in of_fleet) and not wanted.fleet:
-        raise UsageError("--users, --think, --bandwidth and --prefill are for --fleet")
-    if wanted.fleet:
-        if wanted.machines or wanted.sessions is not None:
-            raise UsageError("--fleet simulates users; leave out --machines and --sessions")
-        effective = options.fitted(context, environ, as_profiled=True)
-        print_fleet(effective, wanted, wanted.fleet)
-    elif wanted.machines:
-        _print_machines(options.chosen(context, environ), wanted)
+    if given.machines:
+        _print_machines(options.chosen(context, environ), given)
     else:
-        _print_plan(options.fitted(context, environ, as_profiled=True), wanted)
+        _print_plan(options.fitted(context, environ, as_profiled=True), given)
 
 
 def _one_length(lengths: str | None) -> int:
@@ -185,22 +189,22 @@ def _one_length(lengths: str | None) -> int:
         ) from None
 
 
-def _print_plan(effective: EffectiveSettings, wanted: Wanted) -> None:
-    several = {x.entry.name: plan_of(x.effective, wanted.lengths) for x in effective.engines}
-    found = several or {"": plan_of(effective, wanted.lengths)}
-    if wanted.as_json:
+def _print_plan(effective: EffectiveSettings, given: PlanOptions) -> None:
+    several = {x.entry.name: plan_of(x.effective, given.lengths) for x in effective.engines}
+    found = several or {"": plan_of(effective, given.lengths)}
+    if given.as_json:
         print_json(several or found[""])
     else:
         for line in effective.capacity:
-            print(line)
+            say(line)
         loads = {x.entry.name: x.entry.load for x in effective.engines}
         for name, plan in found.items():
             if name:
-                typer.echo(f"{name} ({loads[name]}), with its part of this machine:")
+                say(f"{name} ({loads[name]}), with its part of this machine:")
             print_plan(plan)
-    if wanted.plot is not None:
+    if given.plot is not None:
         names = ", ".join(several or [found[""].model])
-        draw_bars(f"{names}: sessions on this machine", _bars(found), wanted.plot)
+        draw_bars(f"{names}: sessions on this machine", _bars(found), given.plot)
 
 
 def _bars(plans: Mapping[str, Plan]) -> Bars:
@@ -212,24 +216,24 @@ def _bars(plans: Mapping[str, Plan]) -> Bars:
     ]
 
 
-def _print_machines(effective: EffectiveSettings, wanted: Wanted) -> None:
+def _print_machines(effective: EffectiveSettings, given: PlanOptions) -> None:
     if effective.engines:
         raise UsageError("--machines counts for one model; name it with --model")
     try:
-        weights = parse_bytes(wanted.weights) if wanted.weights else None
-        lengths = [int(x) for x in wanted.lengths.split(",")] if wanted.lengths else None
+        weights = parse_bytes(given.weights) if given.weights else None
+        lengths = [int(x) for x in given.lengths.split(",")] if given.lengths else None
     except ValueError as error:
         raise UsageError(f"--weights or --context: {error}") from None
     if lengths is not None and min(lengths) < 1:
         raise UsageError("--context: a session has one token or more")
     rows = machine_plans(effective, lengths, weights)
     name = Path(effective.settings.engine.model or "the sample model").name
-    if wanted.as_json:
+    if given.as_json:
         print_json(rows)
     else:
         print_machines(name, rows)
-    if wanted.plot is not None:
-        draw_bars(f"{name}: sessions kept alive (counted)", machine_bars(rows), wanted.plot)
+    if given.plot is not None:
+        draw_bars(f"{name}: sessions kept alive (counted)", machine_bars(rows), given.plot)
 
 
 def bars_of(plan: Plan) -> Bars:

@@ -44,7 +44,7 @@ class CacheShape:
     """The cache of one session, layer by layer.
 
     Growing layers are packed by a codec. Windows and recurrent state cannot be cut back to an
-    earlier token; they are kept in snapshots, packed as well where that was measured.
+    earlier token; they are kept as states at ends of chunks, packed where that was measured.
     """
 
     growing: tuple[KVLayer, ...] = ()
@@ -89,16 +89,17 @@ class CacheShape:
         windows = KVLayout(dtype, tuple(w.layer for w in self.windows)) if alike else None
         return StateLayout(windows, alike, self.state_width > 0)
 
-    def packed_state_bytes(self, codec: SessionCodec, dtype: DType, num_tokens: int) -> int:
-        """Bytes of windows and recurrent state in a snapshot packed by ``codec``."""
-        itemsize = NUMPY_DTYPES[dtype].itemsize
-        total = self.state_bytes(num_tokens, itemsize)
+    def kept_state_bytes(self, codec: SessionCodec | None, dtype: DType, num_tokens: int) -> int:
+        """Bytes of one state in the cold store, but for rows of windows that are chunks.
+
+        ``codec``: packs matrices; None = all is exact.
+        """
+        total = self.state_bytes(num_tokens, NUMPY_DTYPES[dtype].itemsize)
         states = self.states(dtype)
-        if codec.windows is not None and states is not None and states.windows is not None:
+        if states is not None and states.windows is not None:
             held = min(num_tokens, states.window_tokens)
             total -= held * states.windows.bytes_per_token
-            total += codec.windows.packed_nbytes(states.windows, held, num_tokens - held)
-        if self.state_width and not codec.matrices.exact:
+        if codec is not None and self.state_width and not codec.matrices.exact:
             rows = self.state_float32 // self.state_width
             total -= self.state_float32 * FLOAT32_BYTES
             total += codec.matrices.nbytes(rows, self.state_width)

@@ -12,12 +12,15 @@ from kvstore.blobs.chain import KEY_BYTES, NAME_BYTES
 from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.packer import Packer
 from kvstore.chunk_size import CHUNK_TOKENS, chunk_of_blocks
+from kvstore.codecs import sinks
 from kvstore.codecs.base import Codec
+from kvstore.codecs.names import EXACT
+from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.errors import UnknownCodec
 from kvstore.session import STATES_PER_SESSION
-from kvstore.shapes import NUMPY_DTYPES, DType, KVLayout, StateLayout, StoredModel
+from kvstore.shapes import DType, KVLayout, StateLayout, StoredModel
 from kvstore.tiers.ram_tier import ENTRY_BYTES
 from launch.calibrate.profile_notes import find_profile
 from launch.families.cache_shape import CacheShape, NotUnderstood
@@ -26,6 +29,7 @@ from launch.plan.hot_budget import served_cache, served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 
 RECORD_BYTES = 256  # of a session record besides its chain: names, digests, numbers
+ANSWER_TOKENS = 256  # between the two states of a session
 PLACE_BYTES = KEY_BYTES + ENTRY_BYTES  # of a blob in a tier, besides its own
 BY_HAND = "run: thermocline calibrate"
 
@@ -73,12 +77,8 @@ def cold_size(
     states: list[int] = []
     if shape.needs_state and num_chunks:
         end = num_chunks * size
-        state = (
-            shape.state_bytes(end, NUMPY_DTYPES[dtype].itemsize)
-            if session is None
-            else shape.packed_state_bytes(session, dtype, end)
-        )
-        states = [HEADER_BYTES + state] * STATES_PER_SESSION
+        state = HEADER_BYTES + shape.kept_state_bytes(session, dtype, end)
+        states = [state] * STATES_PER_SESSION + _window_chunks(shape, session, dtype, end, size)
     packed = codec.packed_nbytes(layout, size, size) if shape.growing else 0
     return ColdSize(
         rows=sum(rows) + len(rows) * PLACE_BYTES,
@@ -86,6 +86,22 @@ def cold_size(
         record=HEADER_BYTES + RECORD_BYTES + NAME_BYTES * num_chunks + PLACE_BYTES,
         row_bytes_per_token=packed / size,
     )
+
+
+def _window_chunks(
+    shape: CacheShape, session: SessionCodec | None, dtype: DType, num_tokens: int, chunk: int
+) -> list[int]:
+    """List the bytes of the chunks of windows' rows that a session's states reach together.
+
+    The state before the newest lies an answer before it, and shares the rows that both reach.
+    """
+    states = shape.states(dtype)
+    if states is None or states.windows is None:
+        return []
+    codec = (session.windows if session is not None else None) or codec_by_name(EXACT)
+    reach = min(num_tokens, states.window_tokens + ANSWER_TOKENS)
+    each = sinks.packed_nbytes(codec, states.windows, chunk, chunk)
+    return [HEADER_BYTES + each] * -(-reach // chunk)
 
 
 def chunk_of(effective: EffectiveSettings) -> int:

@@ -57,7 +57,7 @@ def check_tiers(
         _check_disk_limit(config.disk_bytes // max(1, vllm_ranks))
         for folder in _disk_folders(Path(config.disk_path), vllm_ranks):
             _check_disk(folder, in_use_patience_s)
-    if config.redis_url and config.redis_bytes:
+    if config.redis_url:
         _check_redis(config)
 
 

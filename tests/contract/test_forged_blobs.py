@@ -32,7 +32,7 @@ def bare(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
             tier: Tier = DiskTier(tmp_path / "cold", 256 * MIB)
         else:
             server = stack.enter_context(RedisServer())
-            tier = RedisTier(server.url, 256 * MIB, deadline_s=10.0)
+            tier = RedisTier(server.url, deadline_s=10.0)
         stack.callback(tier.close)
         yield tier
 

@@ -119,7 +119,7 @@ def test_a_tier_that_is_down_costs_nothing_that_another_one_has(rig: Rig):
 @pytest.mark.redis
 def test_another_engine_goes_on_with_the_session(rig: Rig, server: RedisServer):
     def engine() -> Store:
-        return rig.open([RamTier(64 * MIB), RedisTier(server.url, 64 * MIB, deadline_s=5.0)])
+        return rig.open([RamTier(64 * MIB), RedisTier(server.url, deadline_s=5.0)])
 
     here, there = engine(), engine()
     rig.save(here, ref(), LONG)
@@ -133,7 +133,7 @@ def test_another_engine_goes_on_with_the_session(rig: Rig, server: RedisServer):
 @pytest.mark.redis
 def test_demoted_to_the_server_nothing_is_left_here(rig: Rig, server: RedisServer):
     near = RamTier(64 * MIB)
-    store = rig.open([near, RedisTier(server.url, 64 * MIB, deadline_s=5.0)])
+    store = rig.open([near, RedisTier(server.url, deadline_s=5.0)])
     rig.save(store, ref("shared"), history(100, 30))
     assert store.demote(ref("shared"), "redis") == "redis"
     assert blobs_of(near) == {}
@@ -267,7 +267,7 @@ def test_a_session_that_only_the_server_has_can_be_demoted_and_pinned(
     rig: Rig, server: RedisServer
 ):
     def engine() -> Store:
-        return rig.open([RamTier(64 * MIB), RedisTier(server.url, 64 * MIB, deadline_s=5.0)])
+        return rig.open([RamTier(64 * MIB), RedisTier(server.url, deadline_s=5.0)])
 
     tokens = history(100, 40)
     first = engine()

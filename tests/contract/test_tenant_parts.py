@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import redis
 
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import TierName
@@ -16,7 +15,6 @@ from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
-from kvstore.tiers.redis_server.redis_tier import RedisTier
 from kvstore.tiers.tenant_parts import ACTIVE_S
 from tests.contract.store_rig import LONG, MIB, Rig, history, ref
 from tests.waiting import until
@@ -25,14 +23,10 @@ QUIET, GREEDY = ref("q", "quiet"), [ref(f"g{i}", "greedy") for i in range(12)]
 SHARE = 0.5
 
 
-def opens(kind: str, folder: Path, url: str) -> Callable[[int, float], Tier]:
+def opens(kind: str, folder: Path) -> Callable[[int, float], Tier]:
     def open_tier(capacity_bytes: int, share: float) -> Tier:
         if kind == "disk":
             return DiskTier(folder, capacity_bytes, share)
-        if kind == "redis":
-            with redis.Redis.from_url(url) as client:
-                client.flushall()
-            return RedisTier(url, capacity_bytes, deadline_s=10.0, guaranteed_share=share)
         return RamTier(capacity_bytes, share)
 
     return open_tier
@@ -62,19 +56,16 @@ def flooded(rig: Rig, tiers: Sequence[Tier]) -> int:
     return back
 
 
-@pytest.mark.parametrize("kind", ["ram", "disk", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_a_session_within_its_part_survives_another_tenants_flood(
-    rig: Rig, kind: str, tmp_path: Path, request: pytest.FixtureRequest
+    rig: Rig, kind: str, tmp_path: Path
 ):
-    url = ""
-    if kind == "redis":
-        url = request.getfixturevalue("server").url
-    open_tier = opens(kind, tmp_path / "cold", url)
+    open_tier = opens(kind, tmp_path / "cold")
     capacity = 5 * taken(rig, open_tier)
     assert flooded(rig, [open_tier(capacity, 0.0)]) < 96
     with ExitStack() as stack:
         if kind == "disk":
-            open_tier = opens(kind, tmp_path / "other", url)
+            open_tier = opens(kind, tmp_path / "other")
         tier = open_tier(capacity, SHARE)
         stack.callback(tier.close)
         assert flooded(rig, [tier]) == 96
@@ -85,7 +76,7 @@ def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path, away_s: float)
     def disk(share: float) -> Tier:
         return DiskTier(tmp_path / "cold", capacity, share)
 
-    capacity = 5 * taken(rig, opens("disk", tmp_path / "measured", ""))
+    capacity = 5 * taken(rig, opens("disk", tmp_path / "measured"))
     store = rig.open([disk(SHARE)])
     rig.save(store, QUIET, LONG)
     store.close()
@@ -99,7 +90,7 @@ def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path, away_s: float)
 
 @pytest.mark.parametrize("share", [0.0, SHARE])
 def test_sessions_of_a_tenant_above_its_part_are_reported(rig: Rig, tmp_path: Path, share: float):
-    capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
+    capacity = 5 * taken(rig, opens("ram", tmp_path))
     store = rig.open([RamTier(capacity, share), DiskTier(tmp_path / "cold", 64 * MIB)])
     notices: list[StoreNotice] = []
     store.listen(notices.append)
@@ -114,7 +105,7 @@ def test_sessions_of_a_tenant_above_its_part_are_reported(rig: Rig, tmp_path: Pa
 
 
 def test_sessions_that_no_tier_has_any_more_are_reported(rig: Rig, tmp_path: Path):
-    capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
+    capacity = 5 * taken(rig, opens("ram", tmp_path))
     store = rig.open([RamTier(capacity, SHARE)])
     notices: list[StoreNotice] = []
     store.listen(notices.append)
@@ -129,15 +120,12 @@ def test_sessions_that_no_tier_has_any_more_are_reported(rig: Rig, tmp_path: Pat
     store.close()
 
 
-@pytest.mark.parametrize("kind", ["ram", "disk", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(
-    rig: Rig, kind: str, tmp_path: Path, request: pytest.FixtureRequest
+    rig: Rig, kind: str, tmp_path: Path
 ):
-    url = ""
-    if kind == "redis":
-        url = request.getfixturevalue("server").url
-    of_one = taken(rig, opens(kind, tmp_path / "cold", url))
-    store = rig.open([opens(kind, tmp_path / "other", url)(64 * MIB, SHARE)])
+    of_one = taken(rig, opens(kind, tmp_path / "cold"))
+    store = rig.open([opens(kind, tmp_path / "other")(64 * MIB, SHARE)])
     notices: list[StoreNotice] = []
     store.listen(notices.append)
     name: TierName = kind  # type: ignore[assignment]

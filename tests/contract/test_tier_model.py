@@ -1,4 +1,4 @@
-"""Random operations on each tier, against a model that is a list.
+"""Random operations on each tier with a budget, against a model that is a list.
 
 The model spells the rules of ``kvstore.tiers.lru`` out in the plainest way; equal contents after
 every step mean equal budgets, pins and eviction order.
@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.contract.tier_rig import KINDS, TierRig, blob_of, key, rig
+from tests.contract.tier_rig import LOCAL, TierRig, blob_of, key, rig
 
 LENGTHS = (10, 9_000, 14_000)  # often too many for the budget, always some that fit
 CAPACITY_BLOBS = 3  # of the largest kind
@@ -152,11 +152,9 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.close()
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=[pytest.mark.redis] * x.endswith("redis")) for x in KINDS]
-)
+@pytest.mark.parametrize("kind", LOCAL)
 def test_behaves_like_the_model(kind: str, request: pytest.FixtureRequest) -> None:
-    examples = {"ram": 80, "disk": 12, "redis": 12}.get(kind, 6)
+    examples = {"ram": 80, "disk": 12}.get(kind, 6)
     with rig(kind, request) as tiers:
         run_state_machine_as_test(
             lambda: TierMachine(tiers),

@@ -20,6 +20,7 @@ from kvstore.tiers.seal import Seal, SealedTier
 from tests.redis_server import RedisServer
 
 KINDS = ("ram", "disk", "redis", "signed disk", "sealed redis")
+LOCAL = ("ram", "disk", "signed disk")  # with a budget of their own, and pins
 AMPLE = 1 << 30
 
 
@@ -48,10 +49,12 @@ class TierRig:
         if self.kind.endswith("redis"):
             with redis.Redis.from_url(self._server.url) as client:
                 client.flushall()
-            return RedisTier(
-                self._server.url, capacity_bytes, deadline_s=10.0, guaranteed_share=share
-            )
+            return RedisTier(self._server.url, deadline_s=10.0)
         return RamTier(capacity_bytes, share)
+
+    @property
+    def has_budget(self) -> bool:
+        return self.kind in LOCAL
 
     def cost(self, length: int) -> int:
         """Measure how much of the budget a blob of this length under a ``key()`` takes."""

@@ -13,7 +13,7 @@ import sys
 
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from tests.kv_sessions import MIB, begin_save, open_store, ram, ref, tokens
+from tests.kv_sessions import begin_save, open_store, ram, ref, tokens
 
 SESSIONS = ("0", "1")
 SHARED = 100
@@ -22,7 +22,7 @@ DEADLINE_S = 2.0
 
 
 def open_sharing(url: str) -> ColdStore:
-    return open_store([ram(), RedisTier(url, 64 * MIB, deadline_s=DEADLINE_S)])
+    return open_store([ram(), RedisTier(url, deadline_s=DEADLINE_S)])
 
 
 def history(session: str, num_tokens: int, seed: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from gateway.stored.shelf import Limits, StoreFailed
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from tests.kv_sessions import MIB, come_back, open_store, ram, ref, save, tokens
+from tests.kv_sessions import come_back, open_store, ram, ref, save, tokens
 from tests.redis_server import RedisSentinel, RedisServer
 from tests.waiting import until
 
@@ -31,7 +32,7 @@ def sentinel(master: RedisServer) -> Iterator[RedisSentinel]:
     replica_of = ("--replicaof", "127.0.0.1", str(master.port))
     with RedisServer(*replica_of, tcp=True) as replica, RedisSentinel(master) as sentinel:
         link = RedisLink(replica.url, 5.0)
-        until(lambda: b"master_link_status:up" in info(link))
+        until(lambda: info(link)["master_link_status"] == "up")
         asked = RedisLink(f"redis://127.0.0.1:{sentinel.port}", 5.0)
         until(lambda: len(asked.run([("SENTINEL", "REPLICAS", "main")])[0]) == 1)
         link.close()
@@ -39,16 +40,15 @@ def sentinel(master: RedisServer) -> Iterator[RedisSentinel]:
         yield sentinel
 
 
-def info(link: RedisLink) -> bytes:
-    (found,) = link.run([("INFO", "replication")])
-    return bytes(found)
+def info(link: RedisLink) -> dict[str, Any]:
+    return link.call(lambda client: client.info("replication"))
 
 
 def test_a_link_goes_on_with_the_master_that_is_named_next(
     master: RedisServer, sentinel: RedisSentinel
 ):
     link = RedisLink(sentinel.url, 2.0, longest_wait_s=0.5)
-    assert link.run([("SET", "x", "1"), ("GET", "x")]) == [b"OK", b"1"]
+    assert link.run([("SET", "x", "1"), ("GET", "x")]) == [True, b"1"]
     link.run([("WAIT", "1", "5000")])
     master.kill()
     with pytest.raises(TierUnavailable):
@@ -56,7 +56,7 @@ def test_a_link_goes_on_with_the_master_that_is_named_next(
 
     def answers() -> bool:
         try:
-            return bool(link.run([("SET", "y", "2")]) == [b"OK"])
+            return bool(link.run([("SET", "y", "2")]) == [True])
         except TierUnavailable:
             return False
 
@@ -67,7 +67,7 @@ def test_a_link_goes_on_with_the_master_that_is_named_next(
 
 def test_sessions_sleep_and_return_over_a_failover(master: RedisServer, sentinel: RedisSentinel):
     history = tokens(64, 0)
-    far = RedisTier(sentinel.url, 64 * MIB, deadline_s=2.0)
+    far = RedisTier(sentinel.url, deadline_s=2.0)
     store = open_store([ram(), far])
     save(store, ref("a"), history)
     until(lambda: store.demote(ref("a"), "redis") == "redis")
@@ -85,13 +85,13 @@ def test_stored_objects_are_found_over_a_failover(master: RedisServer, sentinel:
 
     def is_gone() -> bool:
         try:
-            return shelf.find("t", "response", "r") is None
+            return shelf.find("t", "response", ["r"]) == [None]
         except StoreFailed:
             return False
 
     assert is_gone()
     master.kill()
     with pytest.raises(StoreFailed):
-        shelf.find("t", "response", "r")
+        shelf.find("t", "response", ["r"])
     until(is_gone)
     shelf.close()

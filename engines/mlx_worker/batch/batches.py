@@ -172,14 +172,17 @@ class LengthBucket:
         return outputs
 
     def _take_states(self) -> None:
-        """Keep the newest state at a chunk's end of each session's first sequence."""
+        """Keep the newest state at a chunk's end of each session's first sequence.
+
+        What is in mlx_lm's batch has made its first step: all its tokens are fed.
+        """
         batch = self._generator._generation_batch
         for row, uid in enumerate(batch.uids):
             sequence = self._sequences.get(uid)
             if sequence is None or sequence.index or sequence.request.generation.session is None:
                 continue
             num_cached = len(sequence.tokens)
-            if sequence.emitted and not num_cached % self._state_step:
+            if not num_cached % self._state_step:
                 state = kv_arrays.state_of_row(batch.prompt_cache, row)
                 sequence.request.answer_state = StateAt(num_cached, state)
 

@@ -19,7 +19,7 @@ from engines.mlx_worker.model.layer_calls import (
     noted_states,
     with_array,
 )
-from kvstore.blobs.snapshot import MatrixArray
+from kvstore.blobs.state_tree import MatrixArray
 from tests.integration.tiny_models import tiny_model
 
 pytestmark = pytest.mark.mlx

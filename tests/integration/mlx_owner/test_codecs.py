@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from engines.mlx_worker.sessions.hot_sessions import HotSession
-from kvstore.blobs.chain import CHUNK, RECORD, TAIL
-from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.chain import CHUNK, RECORD
 from kvstore.blobs.format import codec_in
+from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.presets import codec_by_name
 from kvstore.session import SessionRef
 from tests.integration.mlx_owner.harness import Answer, Engine, engine, session, text
@@ -25,8 +25,8 @@ def hot(it: Engine, ref: SessionRef) -> HotSession:
     return found
 
 
-def codecs_in(it: Engine, tier: int, kind: bytes = CHUNK) -> list[str]:
-    return sorted(codec_in(x).decode() for _, x in it.tiers[tier].scan(kind))
+def codecs_in(it: Engine, tier: int) -> list[str]:
+    return sorted(codec_in(x).decode() for _, x in it.tiers[tier].scan(CHUNK))
 
 
 def evict_all(it: Engine) -> None:
@@ -47,47 +47,59 @@ async def asleep(it: Engine, ref: SessionRef, prompt: list[int]) -> list[int]:
     return prompt + answer.tokens
 
 
-async def test_a_woken_session_whose_copies_are_gone_is_kept_as_rows(tmp_path: Path) -> None:
+async def test_a_woken_session_whose_copies_are_gone_is_not_saved_again(tmp_path: Path) -> None:
     one = session("one")
     async with engine("llama", tmp_path, codec="tq4") as it:
         history = await asleep(it, one, text(1, 300))
         second = await it.turn(history + NEW, one)
         await it.settled()
-        assert cached(second) == "cold-ram; tokens=308" and hot(it, one).lossy_tokens == 308
+        assert cached(second) == "cold-ram; tokens=288" and hot(it, one).restored_tokens == 288
         evict_all(it)
         longer = history + NEW + second.tokens + NEW
         third = await it.turn(longer, one)  # hot all the while
         await it.settled()
         assert cached(third).startswith("hot")
-        # What was computed since is packed: the next tail's rows.
-        assert codecs_in(it, 0) == codecs_in(it, 1) == ["restored16.1"] * 2
-        assert codecs_in(it, 0, TAIL) == codecs_in(it, 1, TAIL) == ["segments.1"]
-        await it.demote_all()
+        assert codecs_in(it, 0) == codecs_in(it, 1) == []
+        assert it.store.stats().counters["chunks_left_out"] == 10
+        # What was computed anew is packed again, from exact rows.
+        await it.verbs.forget(one)
         again = await it.turn(longer + third.tokens + NEW, one)
         await it.settled()
-        assert hot(it, one).lossy_tokens == len(longer + third.tokens)
-    assert cached(again).startswith("cold-ram")
+        assert hot(it, one).restored_tokens == 0 and codecs_in(it, 0) == ["tq4.2"] * 10
+    assert cached(again).startswith("miss")
 
 
-@pytest.mark.parametrize("prefetched", [False, True])
-async def test_an_edit_in_the_middle_of_a_restored_chunk(tmp_path: Path, prefetched: bool) -> None:
+async def test_an_edit_in_the_middle_of_a_restored_chunk(tmp_path: Path) -> None:
+    """The chunk with the edit has restored rows, so the chain ends before it."""
     one = session("one")
     async with engine("llama", tmp_path, codec="tq4") as it:
         history = await asleep(it, one, text(1, 300))
-        if prefetched:
-            assert (await it.verbs.prefetch(one)).report is not None
-            assert hot(it, one).lossy_tokens == 308
+        await it.turn(history + NEW, one)
+        await it.settled()
         edited = history[:200] + text(2, 150)
         answer = await it.turn(edited, one)
         await it.settled()
-        assert cached(answer).split(";")[1] == " tokens=200"
-        assert hot(it, one).lossy_tokens == 200
-        assert codecs_in(it, 0).count("segments.1") == 1  # the chunk of tokens 128 .. 256
-        assert it.store.stats().counters["chunks_kept"] == 1
+        assert cached(answer) == "hot; tokens=200; reason=diverged"  # live KV is cut anywhere
+        assert hot(it, one).restored_tokens == 200
+        record = it.store.record(one)
+        assert record is not None and record.num_tokens == 192
         borrower = await it.turn(edited[:180] + text(3, 40), session("two"))
         await it.settled()
         assert cached(borrower).startswith("hot")
-        assert hot(it, session("two")).lossy_tokens == 180
+        assert hot(it, session("two")).restored_tokens == 180
+
+
+async def test_an_edit_after_a_prefetch_is_compared_by_the_chunk(tmp_path: Path) -> None:
+    one = session("one")
+    async with engine("llama", tmp_path, codec="tq4") as it:
+        history = await asleep(it, one, text(1, 300))
+        assert (await it.verbs.prefetch(one)).report is not None
+        assert hot(it, one).restored_tokens == 288
+        answer = await it.turn(history[:200] + text(2, 150), one)
+        await it.settled()
+        assert cached(answer) == "hot; tokens=192; reason=diverged"
+        record = it.store.record(one)
+        assert record is not None and record.num_tokens == 352
 
 
 async def test_computed_sessions_are_packed(tmp_path: Path) -> None:
@@ -97,33 +109,33 @@ async def test_computed_sessions_are_packed(tmp_path: Path) -> None:
         evict_all(it)
         answer = await it.turn(history + NEW, one)
         await it.settled()
-        assert cached(answer).startswith("miss") and hot(it, one).lossy_tokens == 0
-        assert codecs_in(it, 0) == ["tq4.2"] * 2
-
-
-async def test_the_disk_has_a_codec_of_its_own(tmp_path: Path) -> None:
-    one = session("one")
-    async with engine("llama", tmp_path, codec="tq4", disk_codec="tq3") as it:
-        history = await asleep(it, one, text(1, 300))
-        assert codecs_in(it, 0) == ["tq4.2"] * 2
-        assert codecs_in(it, 1) == ["tq3.2"] * 2
-    async with engine("llama", tmp_path, codec="tq4", disk_codec="tq3") as it:
-        answer = await it.turn(history + NEW, one)
-        await it.settled()
-        assert cached(answer) == "cold-disk; tokens=308"
-        assert codecs_in(it, 0) == ["tq3.2"] * 2
+        assert cached(answer).startswith("miss") and hot(it, one).restored_tokens == 0
+        assert codecs_in(it, 0) == ["tq4.2"] * 10
 
 
 async def test_another_codec_is_adopted_between_two_turns(tmp_path: Path) -> None:
     one = session("one")
     async with engine("llama", tmp_path) as it:
         history = await asleep(it, one, text(1, 300))
-        it.store.adopt(CodecSet.one(codec_by_name("tq4")))
+        it.store.adopt(StoreCodecs(codec_by_name("tq4")))
         answer = await it.turn(history + text(4, 150), one)
         await it.settled()
-        assert cached(answer) == "cold-ram; tokens=308" and hot(it, one).lossy_tokens == 0
-        assert codecs_in(it, 0) == ["raw.1"] * 2 + ["tq4.2"]
+        assert cached(answer) == "cold-ram; tokens=288" and hot(it, one).restored_tokens == 0
+        assert set(codecs_in(it, 0)) == set(codecs_in(it, 1)) == {"raw.1", "tq4.2"}
         await it.demote_all()
-        await it.turn(history + text(4, 150) + answer.tokens + NEW, one)
+        longer = history + text(4, 150) + answer.tokens
+        await it.turn(longer + NEW, one)
         await it.settled()
-        assert hot(it, one).lossy_tokens == len(history) + 150 + len(answer.tokens)
+        assert hot(it, one).restored_tokens == len(longer) // 32 * 32
+
+
+async def test_a_session_shorter_than_a_chunk_says_why_it_is_not_stored(tmp_path: Path) -> None:
+    one = session("one")
+    async with engine("llama", tmp_path) as it:
+        first = await it.turn(text(1, 12), one)
+        await it.settled()
+        assert it.store.record(one) is None
+        hot_one = hot(it, one)
+        await it.owner.call(lambda: it.owner.parts.hot_cache.drop(hot_one))
+        back = await it.turn(text(1, 12) + first.tokens + text(2, 30), one)
+    assert cached(back) == "miss; tokens=0; reason=too-short"

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from engines.http import CacheOutcome
+from engines.mlx_worker import control
 from engines.mlx_worker.cache import kv_arrays
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.session import SessionRef
-from tests.integration.mlx_owner.harness import Answer, Engine, begun, engine, session, text
+from tests.integration.mlx_owner.harness import (
+    Answer,
+    Engine,
+    begun,
+    engine,
+    session,
+    surround,
+    text,
+)
 from tests.integration.tiny_models import KINDS, UNTRIMMABLE
 
 pytestmark = pytest.mark.mlx
 
 NEW = [5, 6, 7, 8]  # the user's new tokens in the next turn
+
+
+def in_chunks(num_tokens: int) -> int:
+    """The tokens of full chunks, which are all that is stored."""
+    return num_tokens - num_tokens % CHUNK_TOKENS
 
 
 def same(one: Answer, other: Answer) -> None:
@@ -35,7 +51,7 @@ def cache(answer: Answer) -> CacheOutcome:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_session_that_slept_answers_as_one_that_did_not(kind: str, tmp_path: Path):
-    """Three turns; before the third one copy sleeps. 300 tokens: two chunks and a tail."""
+    """Three turns; before the third one copy sleeps."""
     awake, sleeper = session("awake"), session("sleeper", "other")
     async with engine(kind, tmp_path) as it:
         history = text(1, 300)
@@ -49,7 +65,8 @@ async def test_a_session_that_slept_answers_as_one_that_did_not(kind: str, tmp_p
         assert not report.hot and report.tier == "ram"
         kept, woken = await it.turn(history, awake), await it.turn(history, sleeper)
     assert cache(kept).source == "hot" and cache(woken).source == "cold-ram"
-    assert cache(woken).cached_tokens == cache(kept).cached_tokens == len(history) - len(NEW)
+    assert cache(kept).cached_tokens == len(history) - len(NEW)
+    assert cache(woken).cached_tokens == in_chunks(len(history) - len(NEW))
     assert cache(woken).reason is None
     same(kept, woken)
 
@@ -70,7 +87,7 @@ async def test_four_uneven_sessions_sleep_and_wake_in_one_batch(kind: str, tmp_p
         woken = await together(it, longer, refs)
     for one, other in zip(never_slept, woken, strict=True):
         assert cache(other).source == "cold-ram"
-        assert cache(other).cached_tokens == cache(one).cached_tokens
+        assert cache(other).cached_tokens == in_chunks(cache(one).cached_tokens)
         same(one, other)
 
 
@@ -89,9 +106,9 @@ async def test_sessions_on_disk_survive_a_restart(kind: str, tmp_path: Path):
         expected = await it.turn(longer)
     async with engine(kind, tmp_path) as it:
         (report,) = it.reports.sessions()
-        assert (report.id, report.hot, report.tier, report.tokens) == ("one", False, "disk", 308)
+        assert (report.id, report.hot, report.tier, report.tokens) == ("one", False, "disk", 288)
         second = await it.turn(longer, session("one"))
-    assert cache(second).header() == "cold-disk; tokens=308"
+    assert cache(second).header() == "cold-disk; tokens=288"
     same(second, expected)
 
 
@@ -103,13 +120,13 @@ async def test_a_lossy_codec_restores_almost_the_same_probabilities(tmp_path: Pa
         await it.settled()
         await it.demote_all()
         lossy = await it.turn(longer, session("one"), max_tokens=1)
-    assert cache(lossy).header() == "cold-ram; tokens=308"
+    assert cache(lossy).header() == "cold-ram; tokens=288"
     assert lossy.logprobs[0] == pytest.approx(exact.logprobs[0], abs=0.2)
     assert lossy.logprobs[0] != exact.logprobs[0]  # else nothing was packed
 
 
 @pytest.mark.parametrize("kind", UNTRIMMABLE)
-async def test_a_boundary_snapshot_saves_what_an_edited_turn_still_shares(
+async def test_a_state_at_a_boundary_saves_what_an_edited_turn_still_shares(
     kind: str, tmp_path: Path
 ):
     chat, one = text(1, 190), session("one")
@@ -118,7 +135,7 @@ async def test_a_boundary_snapshot_saves_what_an_edited_turn_still_shares(
         await it.settled()
         edited = await it.turn(chat + text(3, 60), one, boundaries=[140, 245])
         fresh = await it.turn(chat + text(3, 60))
-    assert cache(edited).header() == "cold-ram; tokens=190; reason=diverged"
+    assert cache(edited).header() == "cold-ram; tokens=160; reason=diverged"
     same(edited, fresh)
 
 
@@ -131,11 +148,11 @@ async def test_a_system_prompt_that_sessions_share_is_computed_twice_at_most(
     turns = []
     async with engine(kind, tmp_path) as it:
         for i, name in enumerate(names):
-            prompt = system + text(2 + i, 60)
-            turns.append(await it.turn(prompt, session(name), boundaries=[140, 190]))
+            prompt = system + text(2 + i, 110)
+            turns.append(await it.turn(prompt, session(name), boundaries=[140, 240]))
             await it.settled()
-        fresh = await it.turn(system + text(4, 60))
-    assert [cache(x).cached_tokens for x in turns] == [0, 0, 140]
+        fresh = await it.turn(system + text(4, 110))
+    assert [cache(x).cached_tokens for x in turns] == [0, 0, 128]
     same(turns[2], fresh)
 
 
@@ -145,8 +162,7 @@ async def test_the_same_prompt_again_starts_at_a_full_chunk(kind: str, tmp_path:
         first = await it.turn(text(1, 200), session("one"))
         await it.settled()
         again = await it.turn(text(1, 200), session("one"))
-    # A model of states alone has no rows that would rest unpacked beside one: it lies at the end.
-    assert cache(again).header() == f"cold-ram; tokens={199 if kind == 'mamba2' else 128}"
+    assert cache(again).header() == "cold-ram; tokens=192"
     same(first, again)
 
 
@@ -160,7 +176,7 @@ async def test_an_edited_turn_takes_the_longer_of_hot_and_cold(tmp_path: Path):
         await it.settled()
         back = await it.turn(old, one)
     assert cache(edited).header() == "hot; tokens=100; reason=diverged"
-    assert (cache(back).source, cache(back).cached_tokens) == ("cold-ram", 512)
+    assert (cache(back).source, cache(back).cached_tokens) == ("cold-ram", 576)
     same(back, expected)
 
 
@@ -216,6 +232,29 @@ async def test_what_cannot_be_demoted_says_why(tmp_path: Path):
         assert (await it.verbs.demote(one, None)).kept == "disabled"
 
 
+async def test_a_demote_does_not_wait_for_a_long_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(control, "SAVE_WAIT_S", 0.05)
+    one, ends = session("one"), list[Callable[[], None]]()
+    async with engine("llama", tmp_path) as it:
+        store = it.store
+
+        def save(*given: Any, **more: Any) -> bool:
+            ends.append(lambda: store.save(*given, **more))
+            return True
+
+        surround(it, save=save)
+        await it.turn(text(1, 200), one)
+        while not ends:  # the turn's end has reached the owner thread
+            await asyncio.sleep(0.01)
+        done = await it.verbs.demote(one, None)
+        assert done.kept == "saving" and done.report is not None and done.report.hot
+        ends.pop()()
+        await it.settled()
+        assert (await it.verbs.demote(one, None)).kept == ""
+
+
 @pytest.mark.parametrize("prefetched", [True, False])
 async def test_a_pinned_session_stays_hot_after_a_restart_too(prefetched: bool, tmp_path: Path):
     one = session("one")
@@ -242,7 +281,7 @@ async def test_prefetch_makes_a_session_hot_before_its_turn(tmp_path: Path):
         await it.settled()
         await it.demote_all()
         done = await it.verbs.prefetch(one)
-        assert done.report.hot and done.report.tokens == 308
+        assert done.report.hot and done.report.tokens == 288
         second = await it.turn(text(1, 300) + first.tokens + NEW, one)
         await it.settled()
         await it.demote_all()
@@ -253,8 +292,8 @@ async def test_prefetch_makes_a_session_hot_before_its_turn(tmp_path: Path):
         third = await it.turn(longer, one)
         await waking
         assert (await it.verbs.prefetch(session("unknown"))).report is None
-    assert cache(second).header() == "hot; tokens=308"
-    assert cache(third).cached_tokens == len(longer) - len(NEW)
+    assert cache(second).header() == "hot; tokens=288"
+    assert cache(third).cached_tokens == in_chunks(len(longer) - len(NEW))
 
 
 async def test_a_forgotten_session_is_nowhere(tmp_path: Path):
@@ -333,7 +372,7 @@ async def test_a_view_that_waits_for_the_codec_never_sees_the_next_turn(tmp_path
         await it.demote_all()
         last = await it.turn(text(1, 128) + text(5, 130) + NEW, one)
         fresh = await it.turn(text(1, 128) + text(5, 130) + NEW)
-    assert cache(last).source == "cold-ram" and cache(last).cached_tokens == 258
+    assert cache(last).source == "cold-ram" and cache(last).cached_tokens == 256
     same(last, fresh)
 
 

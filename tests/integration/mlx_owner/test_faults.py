@@ -13,9 +13,9 @@ import pytest
 from engines.mlx_worker.batch.request import Sequence
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
+from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionRef
-from kvstore.store.records import SessionRecord
-from kvstore.store.token_store import Match, Restored
+from kvstore.store.restored import Match, Restored
 from tests.integration.mlx_owner.harness import engine, session, surround, text
 
 pytestmark = pytest.mark.mlx
@@ -127,10 +127,10 @@ async def test_a_prefetch_whose_kv_is_no_use_is_counted(tmp_path: Path):
         await it.demote_all()
         store = it.store
 
-        def load(match: Match) -> Restored:
-            return replace(store.load(match), run=[])
+        def restore(match: Match) -> Restored:
+            return replace(store.restore(match), run=[])
 
-        surround(it, load=load)
+        surround(it, restore=restore)
         assert not (await it.verbs.prefetch(A)).report.hot
         assert it.reports.engine().counters["rebuild_failures"] == 1
 
@@ -141,8 +141,8 @@ async def test_a_session_that_is_deleted_while_it_wakes_stays_deleted(tmp_path: 
     async with engine("llama", tmp_path) as it:
         store = it.store
 
-        def load(match: Match) -> Restored:
-            restored = store.load(match)
+        def restore(match: Match) -> Restored:
+            restored = store.restore(match)
             reading.set()
             assert go_on.wait(30)
             return restored
@@ -150,7 +150,7 @@ async def test_a_session_that_is_deleted_while_it_wakes_stays_deleted(tmp_path: 
         await it.turn(text(1, 200), A)
         await it.settled()
         await it.demote_all()
-        surround(it, load=load)
+        surround(it, restore=restore)
         prefetch = asyncio.create_task(it.verbs.prefetch(A))
         assert await asyncio.to_thread(reading.wait, 30)
         assert (await it.verbs.forget(A)).report is None

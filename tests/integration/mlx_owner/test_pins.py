@@ -11,7 +11,7 @@ import pytest
 from kvstore.errors import PinLimit
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef
-from kvstore.store.token_store import Match, Restored
+from kvstore.store.restored import Match, Restored
 from tests.integration.mlx_owner.harness import ANY_CODEC, engine, session, surround, text
 
 pytestmark = pytest.mark.mlx
@@ -68,13 +68,13 @@ async def test_a_session_that_is_unpinned_while_it_comes_back_stays_unpinned(
         store = it.store
         store.pin(one, True)  # by an engine before this one
 
-        def load(match: Match) -> Restored:
-            restored = store.load(match)
+        def restore(match: Match) -> Restored:
+            restored = store.restore(match)
             reading.set()
             assert go_on.wait(30)
             return restored
 
-        surround(it, load=load)
+        surround(it, restore=restore)
         longer = [*text(1, 200), *first.tokens, 5]
         waking = it.turn(longer, one) if wakes_by == "turn" else it.verbs.prefetch(one)
         woken = asyncio.ensure_future(waking)

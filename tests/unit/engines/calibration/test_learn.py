@@ -10,7 +10,7 @@ import pytest
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import HeldSession, Notice, NotObservable
 from engines.calibration.learn import Windows, learn, samples_of, window_samples_of
-from kvstore.blobs.snapshot import WindowArray
+from kvstore.blobs.state_tree import WindowArray
 from kvstore.codecs.profile import Profile
 from kvstore.shapes import KVLayer, KVLayout, KVRun, Rope, StateLayout
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_run, ropes_of, turned

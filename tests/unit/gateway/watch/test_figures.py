@@ -8,12 +8,8 @@ from engines.wire import CodecReport
 from gateway.watch.figures import MAX_VERDICTS, Verdicts
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 
-RAW = CodecReport(
-    name="raw", id="raw.1", tiers={"ram": "raw.1"}, why="not measured", unmeasured=True
-)
-DENSE = CodecReport(
-    name="dense3", id="dense3.1", tiers={"ram": "dense3.1"}, why="within the bound", rows=(GOOD,)
-)
+RAW = CodecReport(name="raw", id="raw.1", why="not measured", unmeasured=True)
+DENSE = CodecReport(name="dense3", id="dense3.1", why="within the bound", rows=(GOOD,))
 
 
 def test_each_verdict_is_remembered_once_with_its_time():

@@ -77,7 +77,7 @@ def test_a_restart_packs_nothing_again(tmp_path, opened):
 def test_a_session_wakes_on_a_second_engine_through_a_real_server():
     with RedisServer() as server:
         one, two = (
-            open_store([ram(), RedisTier(server.url, 1 << 26, deadline_s=5.0)], codec="raw")
+            open_store([ram(), RedisTier(server.url, deadline_s=5.0)], codec="raw")
             for _ in range(2)
         )
         save(one, ref(), HISTORY[:150])

@@ -175,35 +175,6 @@ def test_several_models_are_planned_each_with_its_part(run, model, tmp_path):
     assert (code, "for one model" in err) == (2, True)
 
 
-def test_a_fleet_is_simulated(run, model, tmp_path):
-    fleet = ["plan", "--model", str(model), "--context", "2048", "--set", "engine.kind=mlx"]
-    fleet += ["--hot", "16MiB", "--ram", "16MiB", "--disk", "0", "--users", "10"]
-    code, out, err = run(*fleet, "--fleet", "2", "--bandwidth", "100MB", "--json")
-    found = json.loads(out)
-    assert (code, found["machines"], found["users"]) == (0, 2, 10), err
-    assert found["hit_rate"] == 1.0
-    assert found["lost"]["sessions"] > 0
-    code, out, _ = run(*fleet, "--fleet", "2", "--plot", str(tmp_path / "fleet.svg"))
-    assert (code, "no shared tier" in out, "one of 2 machines lost" in out) == (0, True, True)
-    assert "seconds to the first token" in (tmp_path / "fleet.svg").read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--fleet", "many"], "write a number of machines up to 1000"),
-        (["--fleet", "2xPDP-11"], "no machine is called 'PDP-11'"),
-        (["--fleet", "2", "--users", "0"], "--users 0"),
-        (["--fleet", "2", "--think", "soon"], "'soon' is not a duration"),
-        (["--fleet", "2", "--machines"], "leave out --machines"),
-        (["--users", "5"], "are for --fleet"),
-    ],
-)
-def test_a_fleet_that_cannot_be_simulated_is_refused(run, model, options, words):
-    code, _, err = run("plan", "--model", str(model), "--context", "2048", *options)
-    assert (code, words in err) == (2, True), err
-
-
 def test_doctor_counts_the_memory_of_all_models_once(run, model, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(model, other)

@@ -10,14 +10,14 @@ import pytest
 
 from engines.calibration.first_order import first_order
 from kvstore.blobs.codec_set import CodecSet
-from kvstore.blobs.snapshot import MatrixArray, Snapshot, StateArray, WindowArray
+from kvstore.blobs.state_tree import MatrixArray, Snapshot, StateArray, WindowArray
 from kvstore.codecs.names import READY
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import open_session_codec
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout, StoredModel
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.ram_tier import RamTier
 from launch.families.cache_shape import CacheShape, Window
 from launch.families.table import cache_shape

@@ -17,7 +17,7 @@ from engines.calibration.measuring.trials import (
     least_context,
     trials,
 )
-from kvstore.blobs.snapshot import MatrixArray, StateArray
+from kvstore.blobs.state_tree import MatrixArray, StateArray
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec

@@ -8,7 +8,7 @@ from engines.mlx_worker.batch.prefill import (
     OLDEST_EVERY,
     ChunkSizer,
     Prefiller,
-    snapshot_positions,
+    state_positions,
 )
 from engines.mlx_worker.batch.request import PrefillTask, Request, split_request
 from engines.mlx_worker.generation import EventQueue, Generation, SequenceSampling
@@ -66,48 +66,39 @@ def test_a_chunk_may_take_as_long_as_a_slow_step_does() -> None:
     assert chunks.chunk(busy=True, step_s=9.0) == 64  # within a second at most
 
 
-def test_a_snapshot_is_due_after_the_system_prompt_and_before_the_answer() -> None:
-    assert snapshot_positions(task(100, 0, (30, 95))) == [30, 95]
-    assert snapshot_positions(task(100, 30, (30, 95))) == [95]
-    assert snapshot_positions(task(100, 95, (30, 95))) == []
-    assert snapshot_positions(task(100, 0, tuple(range(10, 90, 10)))) == [10, 80]
-
-
-def test_a_snapshot_before_the_answer_lies_where_the_store_has_a_full_chunk() -> None:
-    assert snapshot_positions(task(1000, 0, (300, 950)), 128) == [300, 896]
-    assert snapshot_positions(task(1000, 0, (950,)), 128) == [896]
-    assert snapshot_positions(task(1000, 0), 128) == [896]
-    # The reused tokens may be another session's, which leaves this one nothing.
-    assert snapshot_positions(task(1000, 900, (950,)), 128) == [950]
-    assert snapshot_positions(task(1000, 896, (950,)), 128) == [950]
-    assert snapshot_positions(task(1000, 895, (950,)), 128) == [896]
-    assert snapshot_positions(task(100, 0, (30, 95)), 128) == [30, 95]  # shorter than a chunk
-    assert snapshot_positions(task(1000, 0, (900, 950)), 128) == [900, 950]
+def test_states_are_taken_in_the_system_prompt_and_before_the_answer() -> None:
+    assert state_positions(task(1000, 0, (300, 950)), 32) == [288, 928]
+    assert state_positions(task(1000, 288, (300, 950)), 32) == [928]
+    assert state_positions(task(1000, 928, (300, 950)), 32) == []
+    assert state_positions(task(1000, 0, (950,)), 32) == [928]
+    assert state_positions(task(1000, 0), 32) == [992]
+    assert state_positions(task(1000, 0, (900, 910)), 32) == [896]  # one chunk's end for both
+    assert state_positions(task(30, 0, (10,)), 32) == []  # shorter than a chunk
 
 
 def test_without_boundaries_the_prompt_ends_before_the_answer() -> None:
-    assert snapshot_positions(task(100)) == [99]
-    assert snapshot_positions(task(100, 99)) == []
-    assert snapshot_positions(task(100, 0, (100,))) == [99]
+    assert state_positions(task(97), 32) == [96]
+    assert state_positions(task(96), 32) == [64]
+    assert state_positions(task(97, 0, (97,)), 32) == [96]
 
 
-@pytest.mark.parametrize("boundaries", [(), (30, 95)])
+@pytest.mark.parametrize("boundaries", [(), (40, 95)])
 def test_a_sequence_that_goes_on_half_way_takes_none_inside_its_answer(boundaries) -> None:
     one = task(100, 0, boundaries)
     one.tokens = np.ones(150, np.int32)
-    assert snapshot_positions(one)[-1] == (95 if boundaries else 99)
+    assert state_positions(one, 32)[-1] == (64 if boundaries else 96)
     one.num_cached = 120
-    assert snapshot_positions(one) == []
+    assert state_positions(one, 32) == []
 
 
-def test_a_prompt_stops_at_each_snapshot_and_at_its_end() -> None:
+def test_a_prompt_stops_at_each_state_and_at_its_end() -> None:
     one = task(100)
-    one.snapshot_positions = [30, 60, 99]
+    one.state_positions = [32, 64, 99]
     stops = []
     while one.num_cached < one.target:
         one.num_cached = one.next_stop
         stops.append(one.num_cached)
-    assert stops == [30, 60, 99]
+    assert stops == [32, 64, 99]
 
 
 def test_a_request_is_split_into_groups_of_sequences() -> None:

@@ -9,7 +9,7 @@ from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, CannotServe, leaves, probe
 from engines.mlx_worker.sessions.store_opening import restore_fault
 from engines.wire import KVSize
-from kvstore.blobs.snapshot import StateArray, StateTree, decode_state, encode_state
+from kvstore.blobs.state_tree import StateArray, StateTree, decode_state, encode_state
 from kvstore.errors import Mismatch
 from kvstore.shapes import KVLayer, KVLayout
 

@@ -12,9 +12,9 @@ from mlx_lm.models.cache import KVCache
 
 from engines.mlx_worker.sessions.hot_cache import ColdSessions, HotCache, resolved
 from engines.mlx_worker.sessions.hot_sessions import HotSession, HotSessions
-from kvstore.blobs.snapshot import Snapshot
 from kvstore.errors import Mismatch
 from kvstore.session import SessionRef
+from kvstore.store.states import StateAt
 
 pytestmark = pytest.mark.mlx
 
@@ -28,7 +28,7 @@ class Full:
         self.num_asked = 0
 
     def save(
-        self, hot: HotSession, snapshots: Sequence[Snapshot], then: Callable[[bool], None]
+        self, hot: HotSession, states: Sequence[StateAt], then: Callable[[bool], None]
     ) -> None:
         self.num_asked += 1
         hot.saved = resolved(False)
@@ -38,7 +38,9 @@ def kept(hot_cache: HotCache, name: str) -> HotSession:
     cache = KVCache()
     values = mx.zeros((1, 1, len(TOKENS), 4))
     cache.update_and_fetch(values, values)
-    return hot_cache.keep(SessionRef("t", name, b"salt"), TOKENS, [cache])
+    hot = HotSession(SessionRef("t", name, b"salt"), [cache], len(TOKENS), TOKENS)
+    hot_cache.keep(hot)
+    return hot
 
 
 def test_sessions_that_could_not_be_saved_leave_nothing_behind() -> None:
@@ -79,5 +81,5 @@ def test_kv_of_another_length_than_its_tokens_is_never_kept() -> None:
     values = mx.zeros((1, 1, len(TOKENS) + 1, 4))
     cache.update_and_fetch(values, values)
     with pytest.raises(Mismatch, match="caches of 8 tokens hold"):
-        hot_cache.keep(SessionRef("t", "s", b"salt"), TOKENS, [cache])
+        hot_cache.keep(HotSession(SessionRef("t", "s", b"salt"), [cache], len(TOKENS), TOKENS))
     assert hot_cache.sessions.all() == []

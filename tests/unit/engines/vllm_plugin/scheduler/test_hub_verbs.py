@@ -9,6 +9,7 @@ from engines.config import CalibrationOrder
 from engines.vllm_plugin.messages import (
     RankLost,
 )
+from engines.vllm_plugin.scheduler import verbs
 from engines.wire import (
     MAX_FRAME_BYTES,
     Adopted,
@@ -56,6 +57,22 @@ def test_demote_waits_until_the_blocks_are_handed_over(engine):
     threading.Timer(0.1, engine.hot.count_save, (ref(), -1)).start()
     assert engine.done(Demote(ref())).kept == ""
     assert not engine.hot.is_saving(("t", "s"))
+
+
+def test_demote_says_that_a_save_is_still_under_way(engine, monkeypatch):
+    monkeypatch.setattr(verbs, "SETTLE_S", 0.05)
+    engine.save()
+    engine.hot.begin(ref())
+    engine.pool.fill(CHAIN)
+    engine.hot.count_save(ref(), +1)
+    engine.hot.end(ref(), CHAIN)
+    assert engine.done(Demote(ref())).kept == "saving"  # not handed over to the ranks yet
+    engine.hot.count_save(ref(), -1)
+    engine.endless = "s"  # the ranks have it, and have not packed it yet
+    done = engine.done(Demote(ref()))
+    assert (done.kept, done.report.hot) == ("saving", True)
+    engine.endless = ""
+    assert engine.done(Demote(ref())).kept == ""
 
 
 def test_demote_moves_it_down_on_every_rank(engine):

@@ -127,13 +127,13 @@ def test_a_session_that_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> No
 def test_the_gateway_lists_all_again_where_the_ranks_do_not_say_what_changed(bench: Bench) -> None:
     bench.link.close()
     until(lambda: not bench.side.ready)
-    news = (RankLost(ref("a"), "found", False), RankPacked(ref("b")), RankLost(ref("c")))
+    news = (RankPacked(ref("b")), RankLost(ref("c")))
     with socket.socket(socket.AF_UNIX) as rank:  # says what it has to say, and answers nothing
         rank.connect(bench.hub_path)
         for one in news:
             rank.sendall(frame_of_plugin(one))
         heard = [bench.hear() for _ in news]
-    assert [(x.cause, x.why) for x in heard if isinstance(x, Notice)] == [("moved", "found")] * 3
+    assert [(x.cause, x.why) for x in heard if isinstance(x, Notice)] == [("moved", "found")] * 2
 
 
 def test_the_gateway_hears_of_saved_sessions_and_not_of_skipped_ones(bench: Bench) -> None:
