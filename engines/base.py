@@ -51,11 +51,6 @@ class EngineUnreached(EngineUnavailable):
 class EngineRefused(EngineError):
     """The engine understood the request and refused it."""
 
-    def __init__(self, message: str, code: str = "") -> None:
-        """``code`` is that of ``engines.wire.Refused``."""
-        super().__init__(message)
-        self.code = code
-
 
 class Demoted(msgspec.Struct, frozen=True):
     """The outcome of a demote.
@@ -87,14 +82,6 @@ class HasReplicas(Protocol):
     @property
     def members(self) -> Mapping[str, Engine]:
         """The replicas that take requests now, by name."""
-
-
-@runtime_checkable
-class HasBudgets(Protocol):
-    """An engine whose budgets can change while it runs, if ``Welcome.moves_budgets``."""
-
-    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
-        """See ``engines.wire.SetBudgets``. Raises as verbs do; then it may be asked once more."""
 
 
 @runtime_checkable

@@ -195,16 +195,6 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     order: CalibrationOrder | None = None  # None: a quick one, as at a model's first start
 
 
-class SetBudgets(msgspec.Struct, frozen=True, tag="set_budgets"):
-    """Keep to these budgets from now on. The answer comes once no more than they allow is in use.
-
-    See ``Welcome.moves_budgets``. Budgets are never smaller than those at the engine's start.
-    """
-
-    hot_bytes: int
-    ram_bytes: int
-
-
 class LimitTenants(msgspec.Struct, frozen=True, tag="limit_tenants"):
     """Hold tenants to bytes of the tiers from now on; a tier that is not named has no limits."""
 
@@ -212,7 +202,7 @@ class LimitTenants(msgspec.Struct, frozen=True, tag="limit_tenants"):
 
 
 Verb: TypeAlias = (Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessions | GetStats) | (
-    Adopt | Measure | SetBudgets | LimitTenants
+    Adopt | Measure | LimitTenants
 )
 
 
@@ -253,7 +243,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     hibernation_reason: str = ""  # why not, in one sentence
     template: TemplateRules = TemplateRules()
     can_measure: bool = False  # it obeys ``Measure``
-    moves_budgets: bool = False  # it obeys ``SetBudgets``
     limits_tenants: bool = False  # it obeys ``LimitTenants``
     live_kv: KVSize | None = None  # as this engine keeps it; None: not reported
     # With two bytes for each value of K and V, in every dtype of the engine, and recurrent states
@@ -303,7 +292,6 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The answer to any verb that failed or is not allowed."""
 
     message: str
-    code: Literal["", "pin_limit"] = ""  # set for refusals that are not failures
 
 
 VerbAnswer: TypeAlias = Welcome | Done | Sessions | Stats | Adopted | TenantUses | Refused

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavailable
+from engines.base import EngineError, EngineStalled, EngineUnavailable
 from engines.openai.requests import InvalidRequest, error_body, error_type
 from gateway.stored.shelf import StoreFailed
 from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
@@ -162,9 +162,6 @@ def failure_of(error: Exception) -> Failure:
         case SessionKept():
             code, why = _KEPT.get(error.reason, ("session_kept", error.reason))
             return Failure(409, f"This session stays as it is: {why}.", "session_id", code)
-        case EngineRefused(code="pin_limit"):
-            message = f"This session cannot be pinned: {error}."
-            return Failure(409, message, "session_id", "pin_limit")
         case EngineError():
             return Failure(502, f"The engine refused: {error}.", None, "engine_refused")
         case StoreFailed():

@@ -59,13 +59,5 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     write_queue_bytes: NonNegative = 256 << 20
     # Memory for the list of sessions; beyond it the longest unused are no longer listed.
     index_bytes: NonNegative = 256 << 20
-    # This share of each tier is divided between the tenants that used it within a day. Bytes of a
-    # tenant within its part are not evicted for others. 0 = the tenant that was away longest loses
-    # its bytes first.
-    guaranteed_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
-    # Pinned sessions take at most this share of the smallest tier; a pin beyond it is refused.
-    pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
-    # One tenant gets at most this share of the pinned bytes.
-    tenant_pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     # A session that was not used for this long is dropped from every tier. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

@@ -77,7 +77,6 @@ MEANINGS = {
     "not_stored": "nothing is stored here, or it is too large (`gateway.stored_bytes`)",
     "not_supported": "this server, or this engine, does not do that",
     "origin_not_allowed": "the page's origin is none of `gateway.allowed_origins`",
-    "pin_limit": "pinned sessions have their share already (`store.pinned_share`); unpin another",
     "previous_response_not_found": "it, or one before it, is not stored (any more)",
     "rate_limit_exceeded": "the waiting line is full, or the key's limits are reached; try again",
     "redis_away": "not known here, and other servers' sessions cannot be seen now; try again",

@@ -42,7 +42,6 @@ from engines.wire import (
     SessionRef,
     SessionReport,
     Sessions,
-    SetBudgets,
     Stats,
     TenantUses,
     TierName,
@@ -203,10 +202,6 @@ class EngineClient:
 
     async def measure(self, order: CalibrationOrder | None = None) -> CodecReport:
         return (await self._ask(Measure(order), Adopted, ANSWER_S)).codec
-
-    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
-        """See ``engines.base.HasBudgets``."""
-        await self._ask(SetBudgets(hot_bytes, ram_bytes), Stats, MOVE_S)
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
         """See ``engines.base.LimitsTenants``."""

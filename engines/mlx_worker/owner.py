@@ -165,13 +165,8 @@ class Owner:
 
     @property
     def hot_capacity_bytes(self) -> int:
-        """Bytes of live KV that are allowed now; never fewer than at the start."""
+        """Bytes of live KV that are allowed."""
         return self.parts.budget.hot_bytes
-
-    @property
-    def least_hot_bytes(self) -> int:
-        """Bytes of live KV that were allowed at the start; its context is counted by them."""
-        return self._config.hot_bytes
 
     def submit(self, generation: Generation) -> EventQueue:
         """Start a generation; its events can be read at once.

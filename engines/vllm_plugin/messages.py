@@ -181,7 +181,6 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
     codec: CodecReport | None = None  # in answers to ``GetStats``, ``Adopt`` and ``Measure``
     tenants: dict[TierName, dict[str, TenantUse]] = {}  # in answers to ``LimitTenants``
     error: str = ""
-    pin_limit: str = ""  # the reason why a pin was refused
     settled: bool = True  # False: the saves that a ``Look`` waits for are still under way
     more: bool = False  # more sessions come in the next message
 

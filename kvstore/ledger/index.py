@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from kvstore.blobs.chain import KEY_BYTES, RECORD
+from kvstore.blobs.chain import CHUNK, KEY_BYTES, RECORD, STATE
 from kvstore.errors import Corrupt, Mismatch, Unusable
 from kvstore.ledger.notices import Restorable
 from kvstore.ledger.record import Records, SessionRecord
@@ -75,7 +75,7 @@ class Claims:
 class _Entry(msgspec.Struct, frozen=True, gc=False):
     record: SessionRecord
     blob_keys: tuple[bytes, ...]
-    num_needed: int  # of these; the others are of older states
+    ends: tuple[bytes, bytes] | None  # see ``Restorable``; None: nothing could be restored
     nbytes: int
 
 
@@ -127,7 +127,7 @@ class SessionIndex:
         return self.records.key(record.tenant, record.id)
 
     def blob_keys(self, record: SessionRecord) -> list[bytes]:
-        """Keys of all blobs of the session, in the order of their importance."""
+        """Keys of all blobs of the session, in the order of its tokens."""
         with self._lock:
             entry = self._entries.get(self.key(record))
         if entry is not None and entry.record is record:
@@ -157,10 +157,9 @@ class SessionIndex:
             entries = list(self._entries.items())
         for key, entry in entries:
             record = entry.record
-            needed = entry.blob_keys[: entry.num_needed]
-            if needed and self.records.is_usable(record) and not self.is_over(record):
+            if entry.ends and self.records.is_usable(record) and not self.is_over(record):
                 session = SessionRef(record.tenant, record.id, b"")
-                yield Restorable(key, session, needed[0], needed[-1])
+                yield Restorable(key, session, *entry.ends)
 
     def get(self, key: bytes) -> SessionRecord | None:
         """The record under this key, from memory only."""
@@ -236,7 +235,7 @@ class SessionIndex:
             entry = self._entries.get(key)
             if entry is not None:
                 used = msgspec.structs.replace(entry.record, last_used_s=self.clock())
-                self._entries[key] = _Entry(used, entry.blob_keys, entry.num_needed, entry.nbytes)
+                self._entries[key] = _Entry(used, entry.blob_keys, entry.ends, entry.nbytes)
                 self._entries.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
@@ -311,8 +310,7 @@ class SessionIndex:
         num_same = 0 if before is None else _num_common(before.blob_keys, keys)
         self._take_out(key, num_same)
         nbytes = ENTRY_BYTES + record.nbytes + BLOB_KEY_BYTES * len(keys)
-        num_needed = len(self.records.needed_keys(record)) if record.states else len(keys)
-        self._entries[key] = _Entry(record, keys, num_needed, nbytes)
+        self._entries[key] = _Entry(record, keys, _ends(keys), nbytes)
         self._entries.move_to_end(key)
         self._users.update(keys[num_same:])
         self._nbytes += nbytes
@@ -346,3 +344,11 @@ def _num_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
     """Count the first keys that both have; a session that grows keeps nearly all."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _ends(blob_keys: Sequence[bytes]) -> tuple[bytes, bytes] | None:
+    """Return the first and the last of a session's states, or else of its chunks."""
+    for kind in (STATE, CHUNK):
+        if of_kind := [x for x in blob_keys if x[:1] == kind]:
+            return of_kind[0], of_kind[-1]
+    return None

@@ -81,7 +81,7 @@ class Ledger:
         )
         self.index.load()
         self._say_whose_blobs(self.index.all())
-        self.pins = Pins(self.stack, config.pinned_share, config.tenant_pinned_share)
+        self.pins = Pins(self.stack)
         self._slower = [
             WriteBehind(
                 self.stack, level, config.write_queue_bytes, self.counters, self.index.unused
@@ -89,7 +89,7 @@ class Ledger:
             for level in range(1, len(self.stack))
         ]
         self.committer = Committer(self.stack, self._slower, self.index, self.pins)
-        for record in reversed(self.index.all()):  # if the share is smaller now, the newest stay
+        for record in self.index.all():
             self.committer.follow_pin(record)
         self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
         self.notices = Notices(self.stack, self.index.restorable)
@@ -124,16 +124,12 @@ class Ledger:
     def _say_whose_blobs(self, records: Sequence[SessionRecord]) -> None:
         """Assign to tenants the blobs that an earlier run left in the tiers."""
         keys: dict[str, list[bytes]] = {}
-        idle_s: dict[str, float] = {}
-        now_s = self.clock()  # the clock that dates records; tiers use another clock
         for record in records:
             owned = (self.index.key(record), *self.index.owned(record))
             keys.setdefault(record.tenant, []).extend(owned)
-            age_s = now_s - record.last_used_s
-            idle_s[record.tenant] = min(age_s, idle_s.get(record.tenant, age_s))
         for level in range(len(self.stack)):
             for tenant, its_keys in keys.items():
-                self.stack.own_in(level, tenant, its_keys, idle_s[tenant])
+                self.stack.own_in(level, tenant, its_keys)
 
     def _keep_house(self) -> None:
         if next(self._rounds) % HOUSEKEEPING_EVERY:

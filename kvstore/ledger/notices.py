@@ -37,8 +37,8 @@ class Restorable(NamedTuple):
 
     record_key: bytes
     session: SessionRef  # without a salt, since the store does not keep salts
-    first_blob: bytes  # without it nothing can be restored
-    last_blob: bytes  # the first one that a tier evicts
+    first_blob: bytes  # the oldest state, or the first chunk: evicted last
+    last_blob: bytes  # the newest state, or the last chunk: evicted first
 
 
 class Notices:

@@ -155,7 +155,6 @@ class Upkeep:
         self._notices = notices
         self._is_awaited = is_awaited
         self.deletions = Deletions(stack, index, index.clock)
-        self._pinning = threading.Lock()  # checking the share and taking it is one step
 
     def tier_of(self, record: SessionRecord) -> TierName | None:
         """Return the slowest tier that a restore must read; None if even the beginning is gone."""
@@ -199,17 +198,11 @@ class Upkeep:
                 self._stack.delete(faster, own)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Keep the session's blobs from eviction, or stop that.
-
-        Has no effect on a session that was never saved. Raises ``PinLimit``: pinned sessions would
-        take more than their share.
-        """
-        with self._claims.claim(self._index.key_of(session)), self._pinning:
+        """Evict the session's blobs last, or stop that; a session never saved stays as it is."""
+        with self._claims.claim(self._index.key_of(session)):
             record = self._index.find_anywhere(session.tenant, session.id)
             if record is None or record.pinned == pinned:
                 return
-            if pinned:
-                self._pins.check(self._committer.pin_of(record))
             self._committer.rewrite(msgspec.structs.replace(record, pinned=pinned))
 
     def forget(self, session: SessionRef) -> bool:

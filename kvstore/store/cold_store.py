@@ -43,12 +43,10 @@ from kvstore.store.saver import Saver
 from kvstore.store.states import unpack_state
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Blob, Tier
-from kvstore.tiers.ram_tier import RamTier
 from kvstore.workers import Workers
 
 WAIT_S: Final = 30.0  # for saves of the session that wait or run
 CLOSE_FLUSH_S: Final = 10.0
-RESIZE_FLUSH_S: Final = 15.0
 DISCARD_S: Final = 2.0  # a blob is deleted after running copies of it, or after this time
 
 
@@ -366,10 +364,9 @@ class ColdStore:
         return None if self._closed else self.ledger.upkeep.demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Keep the session's blobs from eviction, or stop that. Blocks while a save of it runs.
+        """Have the session's blobs evicted last, or stop that. Blocks while a save of it runs.
 
-        Has no effect on a session that was never saved. Raises ``PinLimit`` if pinned sessions
-        would then take more than their share.
+        Has no effect on a session that was never saved.
         """
         self.wait_saved(session)
         if not self._closed:
@@ -433,18 +430,6 @@ class ColdStore:
         self.ledger.repacker.begin(is_idle, on_packed)
 
     # ---- the store itself
-
-    def resize_memory(self, ram_bytes: int) -> None:
-        """Set another budget of packed bytes in memory, never below the configured one.
-
-        Blobs that no longer fit are in slower tiers by then, if those take them in time.
-        """
-        ram_bytes = max(ram_bytes, self._config.ram_bytes)
-        for tier in self.ledger.stack.tiers:
-            if isinstance(tier, RamTier):
-                if ram_bytes < tier.stats().nbytes:
-                    self.ledger.flush(RESIZE_FLUSH_S)
-                tier.resize(ram_bytes)
 
     def stats(self) -> StoreStats:
         """Return the current statistics."""

@@ -37,10 +37,10 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
         raise ValueError("store.encrypt needs store.secret_file")
     tiers: list[Tier] = []
     if config.ram_bytes:
-        tiers.append(RamTier(config.ram_bytes, config.guaranteed_share))
+        tiers.append(RamTier(config.ram_bytes))
     if config.disk_bytes:
         capacity_bytes = capacity_within(config.disk_bytes)
-        disk = DiskTier(disk_path / "cold", capacity_bytes, config.guaranteed_share)
+        disk = DiskTier(disk_path / "cold", capacity_bytes)
         tiers.append(_sealed(disk, secret, config))
     if config.redis_url:
         if not secret:

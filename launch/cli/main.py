@@ -188,7 +188,7 @@ def doctor(
     assignments: options.Assignments = None,
     as_json: options.Json = False,
 ) -> None:
-    """Look for what would keep a server from starting or from being fast."""
+    """Look for things that would keep a server from starting or from being fast."""
     from launch.doctor import examine
 
     findings = examine(options.chosen(context, os.environ), os.environ)

@@ -36,7 +36,7 @@ from launch.model import Model, find_model
 from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_served
 from launch.serve.keys import key_lines, secret_of, secret_path
-from launch.serve.preflight import check_codecs, check_memory, check_tiers, lending_of
+from launch.serve.preflight import check_codecs, check_memory, check_tiers
 from launch.serve.sharing import shared_limits, shared_sessions, stored_objects
 from launch.settings.budgets import at_once, weights_bytes
 from launch.settings.effective_settings import (
@@ -134,8 +134,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
         places, wait_s = settings.capacity.on_demand, settings.scheduler.max_wait_s
         loading = None
         if on_demand:
-            lending = lending_of(entries, [x.engine for x in engines], places)
-            loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded, lending=lending)
+            loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded)
         limits = shared_limits(settings.store, tenants)
         sessions_of_all = shared_sessions(settings.store, served, tenants)
         app = create_app(

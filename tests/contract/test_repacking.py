@@ -270,7 +270,7 @@ def test_a_full_tier_loses_nothing_by_it(rig: Rig, pinned: bool):
     room = tier.stats().nbytes
     store.close()
     tier = RamTier(int(room * 2.1))
-    store = rig.open([tier], pinned_share=1.0, tenant_pinned_share=1.0)
+    store = rig.open([tier])
     rig.save(store, ref("a"), LONG)
     rig.save(store, ref("b"), history(100, 9))
     if pinned:

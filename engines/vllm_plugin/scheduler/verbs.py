@@ -39,7 +39,6 @@ from engines.wire import (
     Unpin,
     Verb,
 )
-from kvstore.errors import PinLimit
 from kvstore.session import TIER_NAMES, SessionName, SessionRef, TierName
 from kvstore.stats import Counters, Repacking, StoreStats
 from kvstore.tenant_bytes import TenantLimits, TenantUse
@@ -160,8 +159,7 @@ class VllmVerbs:
     async def pin(self, session: SessionRef, pinned: bool) -> Done:
         """Pin or unpin the session on all ranks, or on none.
 
-        A rank may have no room for the pin, or may not have the session.
-        Raises ``PinLimit``: a rank refused, so no rank has pinned it.
+        A rank may not have the session.
         """
         name = session.name
         await self._until_handed_over(name, SETTLE_S)
@@ -170,11 +168,7 @@ class VllmVerbs:
         answers = await self._hub.ask(Pin(session), MOVE_S)
         found = _merged(answers).get(name)
         if found is None or not found.pinned:
-            # A rank never refuses a session that it has pinned already, so not all ranks had pinned
-            # this one before.
             found = await self._find(Unpin(session), MOVE_S, name)
-        if refused := next((x.pin_limit for x in answers if x.pin_limit), ""):
-            raise PinLimit(refused)
         return Done(self._report(name, found))
 
     async def forget(self, session: SessionRef) -> Done:

@@ -51,7 +51,7 @@ from engines.wire import (
     Verb,
 )
 from kvstore.blobs.chain import split
-from kvstore.errors import PinLimit, StoreClosed
+from kvstore.errors import StoreClosed
 from kvstore.ledger.record import SessionRecord
 from kvstore.stats import StoreStats
 from kvstore.store.cold_store import ColdStore
@@ -325,8 +325,6 @@ class RankLink:
                 answer = msgspec.structs.replace(answer, tenants=tenants)
         except StoreClosed:
             return
-        except PinLimit as error:
-            answer = RankAnswer(message.number, [], pin_limit=str(error))
         except Exception as error:  # top level of this thread: the caller must get an answer
             logger.exception("%s failed", type(message.verb).__name__)
             answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")

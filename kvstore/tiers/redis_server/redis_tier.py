@@ -179,7 +179,9 @@ class RedisTier:
 
     # Writing
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
+    def put_many(
+        self, items: Sequence[tuple[bytes, Blob]], owner: str = "", after: bytes = b""
+    ) -> int:
         num_held = 0
         for batch in self._batches(dict(items)):
             began = self._monotonic()
@@ -200,7 +202,14 @@ class RedisTier:
             num_held += len(held)
         return num_held
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
+    def replace(
+        self,
+        key: bytes,
+        blob: Blob,
+        owner: str = "",
+        instead_of: bytes = b"",
+        after: bytes = b"",
+    ) -> bool:
         if instead_of and not self.contains_many([instead_of])[0]:
             return False
         for batch in self._batches({key: blob}):
@@ -245,7 +254,7 @@ class RedisTier:
 
     # Recency
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
         """Restart the clocks of a chain, the first one last, so that it is the most recent.
 
         Those that were prolonged lately are left out: a turn of a long session costs what is new.
@@ -270,7 +279,7 @@ class RedisTier:
             while len(self._prolonged) > MAX_PROLONGED:
                 del self._prolonged[next(iter(self._prolonged))]
 
-    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
         """Do nothing: the server does not know tenants."""
 
     def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:

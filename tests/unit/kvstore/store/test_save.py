@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,13 +52,13 @@ class CountingRam(RamTier):
     def kinds(self) -> list[bytes]:
         return [kind for kind, _ in self.written]
 
-    def put_many(self, items: Sequence[tuple[bytes, bytes]], owner: str = "") -> int:
+    def put_many(self, items: Sequence[tuple[bytes, bytes]], *more: Any) -> int:
         self.written += [(key[:1], len(blob)) for key, blob in items]
-        return super().put_many(items, owner)
+        return super().put_many(items, *more)
 
-    def replace(self, key: bytes, blob: bytes, owner: str = "", instead_of: bytes = b"") -> bool:
+    def replace(self, key: bytes, blob: bytes, *more: Any, **named: Any) -> bool:
         self.written.append((key[:1], len(blob)))
-        return super().replace(key, blob, owner, instead_of)
+        return super().replace(key, blob, *more, **named)
 
 
 class GatedCodec(RawCodec):
