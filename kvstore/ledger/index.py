@@ -279,7 +279,7 @@ class SessionIndex:
 
     def _newest(self, key: bytes, levels: Iterable[int]) -> SessionRecord | None:
         copies = [x for i in levels if (x := self.find_in(i, key)) is not None]
-        newest = max(copies, key=lambda x: x.last_used_s, default=None)
+        newest = max(copies, key=_worth, default=None)
         is_gone = newest is not None and newest.last_used_s <= self.forgotten.get(key, 0.0)
         return None if is_gone else newest
 
@@ -332,7 +332,12 @@ class SessionIndex:
 
 
 def _is_newer(record: SessionRecord, other: SessionRecord | None) -> bool:
-    return other is None or other.last_used_s < record.last_used_s
+    return other is None or _worth(other) < _worth(record)
+
+
+def _worth(record: SessionRecord) -> tuple[float, int]:
+    """Order copies of a record: the newest, and of equal ones that whose pages are all there."""
+    return record.last_used_s, record.num_chunks
 
 
 def _num_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:

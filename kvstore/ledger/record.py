@@ -217,6 +217,8 @@ class Records:
             head = msgspec.msgpack.decode(payload, type=_Head)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Corrupt(f"not a session record: {error}") from error
+        if any(len(x) != NAME_BYTES for x in head.pages):
+            raise Corrupt("a session record names pages that there cannot be")
         record = replace(head.record, states=head.states)
         if head.pages:
             record = _with_pages(record, head.pages, read([PAGE + x for x in head.pages]))

@@ -25,7 +25,7 @@ from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
-from kvstore.errors import Unusable
+from kvstore.errors import StoreClosed, Unusable
 from kvstore.ledger.index import Claims
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.notices import OnNotice
@@ -237,7 +237,10 @@ class ColdStore:
                 self.packer.unpack_rows(verified, read.piece, target)
             return verified
 
-        good, reason = self._read(match, use, deadline_s)
+        try:
+            good, reason = self._read(match, use, deadline_s)
+        except StoreClosed:
+            return Restored(0, layout.empty(0), None, None, "disabled")
         try:
             state = self._state_of(match, good)
         except Unusable:

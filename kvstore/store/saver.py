@@ -91,7 +91,6 @@ class Saver:
             old = None
         chosen = self._select(job, old)
         if not chosen.chain:
-            self._index.note_short(job.key)
             return None
         blobs = job.source.pack(chosen.missing)
         self._queue.packed(job)

@@ -1,4 +1,4 @@
-"""A tenant's limit of bytes in a tier, and why sessions left, through both stores."""
+"""A tenant's limit of bytes in a tier, and why sessions left, through the store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import redis
 
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import TierName
@@ -14,21 +13,16 @@ from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
-from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.contract.store_rig import LONG, MIB, Rig, history, ref
 from tests.waiting import until
 
 QUIET, GREEDY = ref("q", "quiet"), [ref(f"g{i}", "greedy") for i in range(12)]
 
 
-def opens(kind: str, folder: Path, url: str) -> Callable[[int], Tier]:
+def opens(kind: str, folder: Path) -> Callable[[int], Tier]:
     def open_tier(capacity_bytes: int) -> Tier:
         if kind == "disk":
             return DiskTier(folder, capacity_bytes)
-        if kind == "redis":
-            with redis.Redis.from_url(url) as client:
-                client.flushall()
-            return RedisTier(url, capacity_bytes, deadline_s=10.0)
         return RamTier(capacity_bytes)
 
     return open_tier
@@ -47,7 +41,7 @@ def taken(rig: Rig, open_tier: Callable[[int], Tier]) -> int:
 
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_sessions_that_left_a_tier_are_reported(rig: Rig, tmp_path: Path, has_disk: bool):
-    capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
+    capacity = 5 * taken(rig, opens("ram", tmp_path))
     disk = [DiskTier(tmp_path / "cold", 64 * MIB)] if has_disk else []
     store = rig.open([RamTier(capacity), *disk])
     notices: list[StoreNotice] = []
@@ -62,15 +56,12 @@ def test_sessions_that_left_a_tier_are_reported(rig: Rig, tmp_path: Path, has_di
     store.close()
 
 
-@pytest.mark.parametrize("kind", ["ram", "disk", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(
-    rig: Rig, kind: str, tmp_path: Path, request: pytest.FixtureRequest
+    rig: Rig, kind: str, tmp_path: Path
 ):
-    url = ""
-    if kind == "redis":
-        url = request.getfixturevalue("server").url
-    of_one = taken(rig, opens(kind, tmp_path / "cold", url))
-    store = rig.open([opens(kind, tmp_path / "other", url)(64 * MIB)])
+    of_one = taken(rig, opens(kind, tmp_path / "cold"))
+    store = rig.open([opens(kind, tmp_path / "other")(64 * MIB)])
     notices: list[StoreNotice] = []
     store.listen(notices.append)
     name: TierName = kind  # type: ignore[assignment]
@@ -83,14 +74,12 @@ def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(
     for _ in range(2):  # a missing session is looked for twice
         store.expire()
     assert {(x.session.tenant, x.why) for x in notices} == {("greedy", "limit")}
-    back = [
-        rig.back(store, x, history(100, 50 + i)).num_tokens == 100 for i, x in enumerate(GREEDY)
-    ]
+    back = [rig.back(store, x, history(100, 50 + i)).num_tokens == 96 for i, x in enumerate(GREEDY)]
     assert back[-1] and not back[0] and 2 <= sum(back) <= 5
-    assert rig.back(store, QUIET, LONG).num_tokens == 100
+    assert rig.back(store, QUIET, LONG).num_tokens == 96
     limits[name] = TenantLimits({"greedy": 0})
     assert not store.limit_tenants(limits)[name].get("greedy", TenantUse(0)).held
     rig.save(store, GREEDY[0], history(100, 50))  # kept nowhere, and no failure
     assert rig.back(store, GREEDY[0], history(100, 50)).num_tokens == 0
-    assert rig.back(store, QUIET, LONG).num_tokens == 100
+    assert rig.back(store, QUIET, LONG).num_tokens == 96
     store.close()

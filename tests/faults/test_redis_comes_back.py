@@ -24,7 +24,7 @@ def put_to_rest(store: ColdStore, name: str) -> None:
 
 
 def test_sessions_go_on_while_redis_dies_and_returns() -> None:
-    histories = {str(i): tokens(60, i) for i in range(3)}
+    histories = {str(i): tokens(64, i) for i in range(3)}
     stop = threading.Event()
     failures: list[BaseException] = []
     with RedisServer() as server:
@@ -33,7 +33,7 @@ def test_sessions_go_on_while_redis_dies_and_returns() -> None:
         for name, history in histories.items():
             save(store, ref(name), history)
             put_to_rest(store, name)
-        assert come_back(store, ref("0"), histories["0"])[1].num_tokens == 60
+        assert come_back(store, ref("0"), histories["0"])[1].num_tokens == 64
         assert store.flush(PATIENCE_S)  # its copies on their way to memory
         put_to_rest(store, "0")
 

@@ -66,12 +66,12 @@ def test_a_link_goes_on_with_the_master_that_is_named_next(
 
 
 def test_sessions_sleep_and_return_over_a_failover(master: RedisServer, sentinel: RedisSentinel):
-    history = tokens(60, 0)
+    history = tokens(64, 0)
     far = RedisTier(sentinel.url, deadline_s=2.0)
     store = open_store([ram(), far])
     save(store, ref("a"), history)
     until(lambda: store.demote(ref("a"), "redis") == "redis")
-    assert come_back(store, ref("a"), history)[1].num_tokens == 60
+    assert come_back(store, ref("a"), history)[1].num_tokens == 64
     master.kill()
     longer = [*history, *tokens(20, 1)]
     save(store, ref("a"), longer)  # compares every bit that comes back

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.redis
 
 def test_what_only_another_engine_can_read_is_left_to_it(server: RedisServer):
     """In memory of its own it goes: there it would keep a readable one from being stored."""
-    key, near = b"t" + bytes(32), RamTier(1 << 30)
+    key, near = b"c" + bytes(32), RamTier(1 << 30)
     tier = RedisTier(server.url, deadline_s=10.0)
     stack = TierStack([near, tier], Counters())
     reader = CopyReader(stack, Counters())

@@ -14,7 +14,7 @@ from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.likeness import KEPT_S, VALUE_BYTES, Likeness, RedisLikeness, StoredAs, likeness_of
 from kvstore.shapes import StoredModel
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.redis_server.link import RedisLink
 from tests import kv_sessions
 from tests.redis_server import RedisServer
@@ -97,14 +97,15 @@ def test_a_store_says_why_a_session_of_another_secret_is_unknown(
     with first(server, client), look(server, OTHER) as likeness:
         until(lambda: likeness.differs == ("secret",))
         model = StoredModel("model", "f1", kv_sessions.LAYOUT, False)
-        config = StoreConfig(codec="raw", chunk_tokens=16, num_threads=1)
+        config = StoreConfig(codec="raw", num_threads=1)
         store = ColdStore(config, model, codec_by_name("raw"), [kv_sessions.ram()])
+        chain = kv_sessions.chain_of(store, kv_sessions.ref(), tokens)
         store.ledger.compare(likeness)
         unknown = kv_sessions.ref("unknown")
-        assert store.match(unknown, unknown.salt, tokens, 64).reason == "foreign-secret"
+        assert store.match(unknown, chain).reason == "foreign-secret"
         kv_sessions.save(store, kv_sessions.ref(), tokens)
         # A beginning that another session of the tenant shares is no loss.
-        assert store.match(unknown, unknown.salt, tokens, 64).reason is None
+        assert store.match(unknown, chain).reason is None
         assert store.stats().differs == ("secret",)
         store.close()
 

@@ -1,24 +1,43 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
-import numpy as np
-
+from kvstore.blobs.chain import Piece
 from kvstore.ledger.index import Claims
 from kvstore.store.save_queue import Offered, SaveJob, SaveQueue
+from kvstore.tiers.base import Blob
 from tests.kv_sessions import ref
 
 
+class Source:
+    """Rows that are never asked for."""
+
+    def __init__(self) -> None:
+        self.is_released = False
+
+    def is_restored(self, piece: Piece) -> bool:
+        return False
+
+    def pack(self, pieces: Sequence[Piece]) -> list[Blob]:
+        raise AssertionError
+
+    def release(self) -> None:
+        self.is_released = True
+
+
 def job(name: str, nbytes: int = 10) -> SaveJob:
-    return SaveJob(name.encode(), ref(name), np.arange(3, dtype=np.int32), (), (), nbytes, [])
+    return SaveJob(name.encode(), ref(name), [bytes(32)], Source(), nbytes)
 
 
 def test_oldest_first_and_one_per_session():
     queue = SaveQueue(100, Claims())
-    assert queue.offer(job("a")) is Offered.QUEUED
+    older = job("a")
+    assert queue.offer(older) is Offered.QUEUED
     assert queue.offer(job("b")) is Offered.QUEUED
     newer = job("a", 30)
     assert queue.offer(newer) is Offered.SUPERSEDED
+    assert older.source.is_released and not newer.source.is_released
     assert queue.nbytes == 40
     assert queue.take(0) is newer  # in the place of the one it replaced
     assert queue.take(0).key == b"b"
@@ -30,10 +49,12 @@ def test_the_bound_counts_waiting_and_running_saves():
     assert queue.offer(job("a", 1000)) is Offered.QUEUED  # one always fits
     running = queue.take(0)
     assert queue.offer(job("b")) is Offered.REFUSED
-    queue.encoded(running)
-    assert queue.nbytes == 0
+    queue.packed(running)
+    assert queue.nbytes == 0 and running.source.is_released
     assert queue.offer(job("b", 20)) is Offered.QUEUED
     assert queue.offer(job("c", 20)) is Offered.REFUSED
+    assert queue.offer(job("c", 20), always=True) is Offered.QUEUED
+    assert queue.drop(b"c")
     assert queue.offer(job("b", 25)) is Offered.SUPERSEDED
     assert queue.offer(job("b", 26)) is Offered.SUPERSEDED  # alone it fits, at any size
     queue.finish(running)
@@ -82,7 +103,7 @@ def test_a_save_that_waits_can_be_taken_out():
     waiting = job("a")
     queue.offer(waiting)
     assert queue.is_waiting(b"a")
-    assert queue.drop(b"a") is waiting
+    assert queue.drop(b"a") is waiting and waiting.source.is_released
     assert queue.drop(b"a") is None and not queue.is_waiting(b"a")
     assert queue.nbytes == 0
     assert queue.wait_idle(0)
@@ -91,7 +112,8 @@ def test_a_save_that_waits_can_be_taken_out():
 def test_closed_it_refuses_and_wakes_who_waits():
     queue = SaveQueue(100, Claims())
     queue.offer(job("a"))
-    assert [x.key for x in queue.close()] == [b"a"]
+    (waiting,) = queue.close()
+    assert waiting.key == b"a" and waiting.source.is_released
     assert queue.offer(job("b")) is Offered.REFUSED
     assert queue.take(10) is None
     assert queue.nbytes == 0

@@ -5,7 +5,17 @@ from __future__ import annotations
 import threading
 
 from tests.faulty_tier import FaultyTier
-from tests.kv_sessions import RenamedRam, come_back, everything, open_store, ram, ref, save, tokens
+from tests.kv_sessions import (
+    RenamedRam,
+    chain_of,
+    come_back,
+    everything,
+    open_store,
+    ram,
+    ref,
+    save,
+    tokens,
+)
 
 HISTORY = tokens(400)
 
@@ -35,9 +45,9 @@ def test_a_hanging_tier_that_is_asked_in_need_does_not_outlast_the_deadline() ->
     fast.delete_many([damaged])
     fast.put_many([(damaged, bytes(blob))])
     slow.go_on.clear()
-    match = store.match(ref(), ref().salt, HISTORY, len(HISTORY))
+    match = store.match(ref(), chain_of(store, ref(), HISTORY))
     answers: list[int] = []
-    waiting = threading.Thread(target=lambda: answers.append(store.load(match).num_tokens))
+    waiting = threading.Thread(target=lambda: answers.append(store.restore(match).num_tokens))
     waiting.start()
     try:
         waiting.join(15)
