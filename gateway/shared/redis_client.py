@@ -55,6 +55,7 @@ class AsyncRedis:
         self._deadline_s = deadline_s
         self._clock = clock
         self._client: Any = None
+        self._sentinels: list[Any] = []
         self._away_until = float("-inf")
         self._offset_s: float | None = None
 
@@ -206,6 +207,7 @@ class AsyncRedis:
         manager = self._redis.Sentinel(  # type: ignore[no-untyped-call]
             sentinels, sentinel_kwargs={**times, **own}
         )
+        self._sentinels = manager.sentinels
         return manager.master_for(parts.path.strip("/").partition("/")[0], **options)
 
     def _options(self, path: str, query: str) -> dict[str, Any]:
@@ -223,10 +225,13 @@ class AsyncRedis:
         return known
 
     async def close(self) -> None:
-        """Close all connections."""
-        if self._client is not None:
-            with suppress(*self._errors):
-                await self._client.aclose()
+        """Close all connections; the next call opens others."""
+        clients, self._sentinels = [*self._sentinels, self._client], []
+        self._client = None
+        for client in clients:
+            if client is not None:
+                with suppress(*self._errors):
+                    await client.aclose()
 
 
 def _check_cancelled() -> None:

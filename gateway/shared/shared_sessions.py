@@ -23,6 +23,7 @@ from kvstore.errors import TierUnavailable
 log = logging.getLogger("thermocline.sessions")
 
 ROUND_S: Final = 0.5
+MORE_S: Final = 0.05  # between rounds that are full, for the sake of requests
 
 
 class Elsewhere(NamedTuple):
@@ -70,7 +71,7 @@ class SharedSessions:
             is_more = False
             with suppress(TierUnavailable):  # they are written when it is back
                 is_more = await self.writer.round()
-            await asyncio.sleep(0 if is_more else ROUND_S)
+            await asyncio.sleep(MORE_S if is_more else ROUND_S)
 
     # ---- for requests
 

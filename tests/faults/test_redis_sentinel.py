@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.kv_sessions import come_back, open_store, ram, ref, save, tokens
 from tests.redis_server import RedisSentinel, RedisServer
+from tests.shared_rig import OneServer
 from tests.waiting import until
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
@@ -95,3 +97,26 @@ def test_stored_objects_are_found_over_a_failover(master: RedisServer, sentinel:
         shelf.find("t", "response", ["r"])
     until(is_gone)
     shelf.close()
+
+
+async def test_deletions_are_heard_of_again_with_the_next_master(
+    master: RedisServer, sentinel: RedisSentinel
+):
+    a, b = OneServer(sentinel.url), OneServer(sentinel.url)
+    for server in (a, b):
+        await server.start()
+    await a.turn("one")
+    assert await b.listed() == ["one"]
+    master.kill()
+    await a.hears(False)
+    await b.hears(False)
+    for server in (a, b):
+        await server.hears()  # of the other master
+        await server.turn("two")
+    assert await a.delete("two")
+    async with asyncio.timeout(PATIENCE_S):
+        while b.own() != []:
+            await asyncio.sleep(0.02)
+    assert "two" not in await b.listed()
+    for server in (a, b):
+        await server.stop()
