@@ -111,7 +111,7 @@ def link_to(
         hello or RankHello(0, "raw.1", 1000, 1000),
         store,
         BLOCK,
-        staging or StagingArea(),
+        StagingArea() if staging is None else staging,
         str,
         codecs or served(),
         measurement or Unmeasured(),

@@ -65,7 +65,7 @@ class Bench:
         self.side = SchedulerSide(settings, config, DENSE, "0")
         self.pool = Pool()
         self.side.bind(self.pool)
-        self.store = open_store([RamTier(2_000_000)])  # room for two sessions
+        self.store = open_store([RamTier(1_600_000)])  # room for two sessions
         hello = RankHello(0, "raw.1", 1000, 1000, KVSize(1000), KVSize(500))
         self.link = link_to(settings.hub_path, self.store, hello=hello)
         if events:
