@@ -76,9 +76,7 @@ def chain_of(store: ColdStore, blocks: Sequence[bytes]) -> list[bytes]:
     return store.maker.of_blocks(blocks, BLOCK)
 
 
-def save(
-    store: ColdStore, session: SessionRef, blocks: Sequence[bytes], note: bytes = b""
-) -> Rows:
+def save(store: ColdStore, session: SessionRef, blocks: Sequence[bytes], note: bytes = b"") -> Rows:
     """Save a turn and wait until it is saved, as a worker does."""
     rows = Rows(store, rows_of(blocks, 0, len(blocks)))
     assert store.save(session, chain_of(store, blocks), rows, note=note)

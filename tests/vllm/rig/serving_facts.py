@@ -40,10 +40,7 @@ def main(model: Path, compiled: bool) -> dict[str, object]:
     logger.setLevel(logging.INFO)
     folder = model.with_name("vllm")
     folder.mkdir()
-    # raw is measured too, since it is named: its rows show how exact the measurement is.
-    store = StoreConfig(
-        codec="auto", disk_codec="raw", calibrate=True, ram_bytes=1 << 28, disk_bytes=1 << 28
-    )
+    store = StoreConfig(codec="auto", calibrate=True, ram_bytes=1 << 28, disk_bytes=1 << 28)
     engine = RealEngine(
         str(model),
         folder,

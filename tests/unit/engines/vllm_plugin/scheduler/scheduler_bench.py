@@ -137,7 +137,11 @@ def new_bench(
     saves = TurnSaves(hot, blocks, num_ranks)
     tracker = RequestTracker(
         Restores(
-            ranks, blocks, deadline_s=5.0, max_staged_bytes=max_staged_bytes, monotonic=lambda: now[0]
+            ranks,
+            blocks,
+            deadline_s=5.0,
+            max_staged_bytes=max_staged_bytes,
+            monotonic=lambda: now[0],
         ),
         saves,
         hot,

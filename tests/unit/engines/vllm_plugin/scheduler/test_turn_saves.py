@@ -52,7 +52,9 @@ def test_a_request_without_a_session_is_not_saved(bench):
 
 
 def test_vllms_own_session_id_will_do(bench):
-    request = bench.add(num_computed_tokens=len(PROMPT), kv_transfer_params=None, session_id="theirs")
+    request = bench.add(
+        num_computed_tokens=len(PROMPT), kv_transfer_params=None, session_id="theirs"
+    )
     bench.tracker.finished(request, [list(range(10))])
     assert bench.tracker.take_step([]).saves[0].session == SessionRef("", "theirs", b"ab")
 
