@@ -92,6 +92,8 @@ class Saver:
         chosen = self._select(job, old)
         if not chosen.chain:
             return None
+        rows = sum(x.num_tokens for x in chosen.missing if x.is_chunk)
+        self._queue.charge(job, max(job.nbytes, rows * self._packer.layout.bytes_per_token))
         blobs = job.source.pack(chosen.missing)
         self._queue.packed(job)
         fresh = {x.key: blob for x, blob in zip(chosen.missing, blobs, strict=True)}

@@ -248,9 +248,9 @@ class StateBlocks:
         """The block number in the session of each block of a state, in the order of their ids."""
         return [i for x in self._groups for i in x.reach(boundary)]
 
-    def window_numbers(self, boundary: int) -> set[int]:
-        """The block numbers that layers with windows have at ``boundary``."""
-        return {i for x in self._groups if not x.recurrent for i in x.reach(boundary)}
+    def in_windows(self, boundary: int) -> list[bool]:
+        """For each block of a state, in the order of their ids: whether it is of windows' rows."""
+        return [not x.recurrent for x in self._groups for _ in x.reach(boundary)]
 
     def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
         """Copy the state after ``boundary`` blocks from these blocks."""

@@ -48,7 +48,7 @@ from engines.vllm_plugin.messages import RankHello, RankLost, RankPacked, RankSa
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.processes import unbound_threads
 from engines.vllm_plugin.support import layer_specs
-from engines.vllm_plugin.worker.block_rows import BlockAccess
+from engines.vllm_plugin.worker.block_rows import RankBlocks
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
 from engines.vllm_plugin.worker.resting_watch import RestingWatch
@@ -212,8 +212,8 @@ def open_worker_side(
     blocks = choose_blocks(cache, store, config.save_queue_bytes // SPARE_SHARE)
     stateful = None
     if states is not None:
-        stateful = StatefulBlocks(states, store, stream_of(cache.device))
-    transfer = Transfer(BlockAccess(blocks, stateful, store, cache.block_tokens), staging)
+        stateful = StatefulBlocks(states, store, stream_of(cache.device), cache.block_tokens)
+    transfer = Transfer(RankBlocks(blocks, stateful, store, cache.block_tokens), staging)
     packed = packed_bytes_per_token(store)
     client = ForwardClient(rank, lambda order: link.send(order))
     measuring = RankMeasuring(vllm_config, cache, states, client, settings.token)
