@@ -27,8 +27,8 @@ from engines.calibration.measuring.metrics import drift
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
-from kvstore.blobs.state_tree import copied_state
 from kvstore.blobs.state_packer import rows_of, window_arrays
+from kvstore.blobs.state_tree import copied_state
 from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import codec_by_name
 from kvstore.shapes import KVLayout, KVRun
