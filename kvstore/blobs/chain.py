@@ -120,8 +120,8 @@ class ChainMaker:
     def of_blocks(self, hashes: Sequence[bytes], block_tokens: int) -> list[bytes]:
         """Name all full chunks of an engine's own blocks, by the hash of each chunk's last block.
 
-        The engine's hash covers the block's tokens, the hash before it, the tenant's salt, and what
-        else the KV depends on (adapters, images). It does not cover weights, dtype and ranks; the
+        The engine's hash covers the block's tokens, the hash before it, the tenant's salt, and all
+        else that the KV depends on (adapters, images). It does not cover weights, dtype and ranks; the
         fingerprint does.
 
         Args:

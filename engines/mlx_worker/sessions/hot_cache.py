@@ -54,7 +54,7 @@ class PrefixQuery:
     at_least: int  # fewer tokens than this are not worth a restore
 
 
-# Called with what was restored of a session, None = nothing, and the chain of its chunks.
+# Called with the restored part of a session, None = nothing, and the chain of its chunks.
 OnLoaded: TypeAlias = Callable[[Restored | None, Chain], None]
 
 
