@@ -32,9 +32,9 @@ from engines.wire import (
 )
 from kvstore.errors import PinLimit
 from kvstore.ledger.notices import StoreNotice
+from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionName, SessionRef, TierName
 from kvstore.stats import Repacking, StoreStats
-from kvstore.ledger.record import SessionRecord
 from kvstore.tenant_bytes import TenantLimits
 
 logger = logging.getLogger(__name__)

@@ -121,8 +121,8 @@ class ChainMaker:
         """Name all full chunks of an engine's own blocks, by the hash of each chunk's last block.
 
         The engine's hash covers the block's tokens, the hash before it, the tenant's salt, and all
-        else that the KV depends on (adapters, images). It does not cover weights, dtype and ranks; the
-        fingerprint does.
+        else that the KV depends on (adapters, images). It does not cover weights, dtype and ranks;
+        the fingerprint does.
 
         Args:
             block_tokens: tokens of a block; a chunk has a whole number of blocks.

@@ -24,13 +24,13 @@ import numpy as np
 from engines.calibration.footprint import Scratch
 from engines.calibration.instrument import HeldSession, Instrument, StatefulInstrument, states_of
 from kvstore.blobs.format import HEADER_BYTES
-from kvstore.blobs.state_tree import decode_state, encode_state, state_elements
 from kvstore.blobs.state_packer import (
     pack_matrices,
     unpack_matrices,
     with_windows,
     without_windows,
 )
+from kvstore.blobs.state_tree import decode_state, encode_state, state_elements
 from kvstore.codecs import sinks
 from kvstore.codecs.base import Codec
 from kvstore.codecs.session_codec import SessionCodec
