@@ -50,13 +50,8 @@ from engines.wire import (
 )
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Unusable
+from kvstore.ledger.record import PAGE_CHUNKS, Records, SessionRecord
 from kvstore.session import SessionRef
-from kvstore.store.records import (
-    BlockRecord,
-    SessionRecord,
-    decode_record,
-    encode_record,
-)
 
 SESSION = SessionRef("tenant", "session", b"salt")
 SHOWN = 10
@@ -69,31 +64,38 @@ TRIES = 3  # of an input that took too long: kernels and tables are made once
 
 
 def record_targets() -> Iterator[Target]:
-    ids = np.arange(40, dtype="<i4").tobytes()
-    common: dict[str, Any] = {"tenant": "t", "id": "a session", "last_used_s": 1.5}
-    by_tokens = SessionRecord(
-        **common,
-        codecs=("tq3.2",),
-        fingerprint="f",
-        root=bytes(32),
-        token_ids=ids,
-        tail_tokens=4,
-        snapshots=(3, 20),
-        left_behind=bytes(64),
+    packer, keys = Packer(codec_by_name("tq3"), MODEL), ChainKeys(CHUNK)
+    records = Records("model", packer, keys)
+    record = SessionRecord(
+        tenant="t",
+        id="a session",
+        fingerprint="fingerprint",
+        chunk_tokens=CHUNK,
+        chain=random.Random(0).randbytes((PAGE_CHUNKS + 3) * NAME_BYTES),
+        states=(3, PAGE_CHUNKS + 2),
+        last_used_s=1.5,
+        left_behind=bytes(2 * NAME_BYTES),
+        note=bytes(2 * (PAGE_CHUNKS + 3)),
     )
-    by_blocks = BlockRecord(**common, hashes=bytes(96), block_tokens=16, states=(1, 2), part=(5, 6))
+    key = records.key("t", "a session")
+    (page,) = (x.key for x in records.pieces(record) if x.is_page)
+    head, names = bytes(records.pack(record)), bytes(records.pack_page(record, page))
+
+    def read(data: bytes) -> None:
+        records.unpack(key, data, lambda wanted: [names for _ in wanted])
+
+    yield Target("record", (head,), lambda x: read(with_right_checksum(x)), (Unusable,))
     yield Target(
-        "record by tokens",
-        (encode_record(by_tokens),),
-        lambda x: decode_record(memoryview(x), SessionRecord),
+        "page of a record",
+        (names,),
+        lambda x: used(records.unpack(key, head, lambda wanted: [with_right_checksum(x)])),
         (Unusable,),
     )
-    yield Target(
-        "record by blocks",
-        (encode_record(by_blocks),),
-        lambda x: decode_record(memoryview(x), BlockRecord),
-        (Unusable,),
-    )
+
+
+def used(record: SessionRecord) -> None:
+    """Read all that a record says of itself."""
+    assert record.makes_sense() and len(record.names) == record.num_chunks
 
 
 def profile_target(folder: Path) -> Target:

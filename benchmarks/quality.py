@@ -8,7 +8,7 @@ it is installed: it reads prompts several times as fast as mlx does on a CPU.
         [--contexts 2048,6144] [--folder F] [--json OUT] [--markdown OUT.md] [--plot OUT.png]
 
 With ``--folder`` the profile is kept there, and another run with other presets adds to it. The last
-lines are what ``auto`` would choose for each tier, by that profile.
+line is what ``auto`` would choose by that profile.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from engines.calibration.gate.choice import choose_tiers
+from engines.calibration.gate.choice import choose
 from engines.config import CalibrationReport
 from kvstore.codecs.profile import load_profile
 from kvstore.codecs.quality import Quality, TextQuality
-from kvstore.config import StoreConfig
+from kvstore.config import AUTO, StoreConfig
 from launch.calibrate.plot import check_path, draw, write_json
 from launch.calibrate.program import USUAL_CONTEXTS, CalibrateOptions, calibrate
 from launch.cli.calibrate import print_report
@@ -45,12 +45,12 @@ def main() -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         report = _measured(arguments, arguments.folder or Path(temporary))
-        choices = _choices(Path(report.profile))
+        choice = _choice(Path(report.profile))
     print_report(report)
     text = markdown(report, time.monotonic() - started)
-    print("", text, choices, sep="\n")
+    print("", text, choice, sep="\n")
     if arguments.markdown:
-        arguments.markdown.write_text(f"{text}\n{choices}\n")
+        arguments.markdown.write_text(f"{text}\n{choice}\n")
     if arguments.json:
         write_json(report, arguments.json)
     if arguments.plot:
@@ -72,12 +72,10 @@ def _measured(arguments: argparse.Namespace, folder: Path) -> CalibrationReport:
         raise SystemExit(f"error: {error}") from error
 
 
-def _choices(path: Path) -> str:
-    """What ``auto`` chooses for each tier by the profile in this file, and why."""
+def _choice(path: Path) -> str:
+    """What ``auto`` chooses by the profile in this file, and why."""
     profile = load_profile(path)
-    config = StoreConfig(redis_url="redis://another-machine")
-    found = choose_tiers(config, profile.layout, profile)
-    return "\n".join(f"- {tier}: {choice.why}" for tier, choice in found.items())
+    return f"auto: {choose(AUTO, StoreConfig(), profile.layout, profile).why}"
 
 
 def _arguments() -> argparse.Namespace:

@@ -25,12 +25,14 @@ import numpy as np
 import redis
 
 from benchmarks.stacks.product_stack import write_json
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, StoredModel
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.registry import open_tiers
+from tests.kv_sessions import Rows, chain_of
 from tests.redis_server import RedisServer
 
 T = TypeVar("T")
@@ -73,7 +75,8 @@ class Sessions:
             run = LAYOUT.empty(len(prompt))
             for array in (x for pair in run for x in pair):
                 array[...] = generator.integers(0x3F00, 0x3F80, array.shape, np.uint16)
-            assert store.save(SessionRef("t", name, SALT), prompt, run)
+            session = SessionRef("t", name, SALT)
+            assert store.save(session, chain_of(store, session, prompt), Rows(store, run))
             assert store.flush(120)
         store.close()
 
@@ -84,13 +87,15 @@ class Sessions:
             seconds, num_tokens = _timed(partial(self._restore_one, store), self.prompts.items())
         finally:
             store.close()
-        assert num_tokens == sum(map(len, self.prompts.values()))
+        assert num_tokens == sum(
+            len(x) // CHUNK_TOKENS * CHUNK_TOKENS for x in self.prompts.values()
+        )
         return seconds
 
     def _restore_one(self, store: ColdStore, one: tuple[str, list[int]]) -> int:
         name, prompt = one
-        match = store.match(SessionRef("t", name, SALT), SALT, prompt, len(prompt))
-        return store.load(match).num_tokens
+        session = SessionRef("t", name, SALT)
+        return store.restore(store.match(session, chain_of(store, session, prompt))).num_tokens
 
 
 def _timed(call: Callable[[T], int], items: Iterable[T]) -> tuple[float, int]:

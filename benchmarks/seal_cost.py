@@ -20,14 +20,16 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair, StoredModel
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.seal import Seal, SealedTier
+from tests.kv_sessions import Rows, chain_of
 
 LAYOUT = KVLayout("bfloat16", (KVLayer(3, 64, 64),) * 30)
 CAPACITY = 1 << 30
@@ -61,16 +63,16 @@ def tier_for(kind: str, folder: Path, url: str, secret: bytes) -> Tier:
 
 def store_on(tier: Tier, codec: str) -> ColdStore:
     model = StoredModel("benchmark", "benchmark", LAYOUT)
-    config = StoreConfig(codec=codec, chunk_tokens=128, num_threads=1)
+    config = StoreConfig(codec=codec, num_threads=1)
     return ColdStore(config, model, codec_by_name(codec), [tier])
 
 
 def restore_s(store: ColdStore, prompt: Sequence[int]) -> float:
     """Seconds to find, read, check and unpack the session."""
     began = time.perf_counter()
-    restored = store.load(store.match(SESSION, SESSION.salt, prompt, len(prompt)))
+    restored = store.restore(store.match(SESSION, chain_of(store, SESSION, prompt)))
     took = time.perf_counter() - began
-    assert restored.num_tokens >= len(prompt) // 128 * 128 - 128, restored
+    assert restored.num_tokens == len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS, restored
     return took
 
 
@@ -80,12 +82,12 @@ def measure(args: argparse.Namespace, codec: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         stores = {x: store_on(tier_for(x, Path(name), args.redis, secret), codec) for x in KINDS}
         for store in stores.values():
-            store.save(SESSION, prompt, kv)
+            store.save(SESSION, chain_of(store, SESSION, prompt), Rows(store, kv))
             store.flush(60)
         times: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for number in range(args.rounds):  # who comes after whom changes: caches remember
             for kind in (KINDS, KINDS[::-1])[number % 2]:
-                times[kind].append(restore_s(stores[kind], [*prompt, 1]))
+                times[kind].append(restore_s(stores[kind], prompt))
         for store in stores.values():
             store.close()
     bare = times["bare"]

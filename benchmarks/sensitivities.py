@@ -35,7 +35,7 @@ from engines.calibration.measuring.metrics import CaseResult
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
-from kvstore.chunk_size import USUAL_TOKENS
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.quality import Quality
@@ -153,7 +153,7 @@ def main() -> None:
     costs = {way.label: cost for way, _, cost in found}
     contexts, kept = tuple(map(int, args.contexts.split(","))), Kept()
     judged: list[Quality] = measure(
-        instrument, codecs, cases(instrument, contexts, args.scored), USUAL_TOKENS, kept=kept
+        instrument, codecs, cases(instrument, contexts, args.scored), CHUNK_TOKENS, kept=kept
     )
     rows = [
         {"label": x.preset, **msgspec.to_builtins(x), **costs[x.preset]}

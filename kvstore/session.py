@@ -1,4 +1,4 @@
-"""Names of sessions and tiers, reasons why a part could not be reused, and the states kept.
+"""Names of sessions and tiers, reasons of misses, and the number of states of a session.
 
 A state (recurrent layers, sliding windows) is as large as thousands of packed tokens, so a session
 keeps as few as returning needs. The newest serves the turn that continues the answer. The one

@@ -38,13 +38,15 @@ from engines.config import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
-from kvstore.blobs.state_tree import Snapshot, StateArray, StateTree
-from kvstore.chunk_size import USUAL_TOKENS
+from kvstore.blobs.state_tree import StateArray, StateTree, state_nbytes
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import StoredModel
-from kvstore.store.token_store import ColdStore
+from kvstore.store.cold_store import ColdStore
+from kvstore.store.states import StateAt
 from kvstore.tiers.ram_tier import RamTier
+from tests.kv_sessions import Rows, chain_of
 
 GIB = 1 << 30
 CONTEXT = 128  # tokens of a trained model's session
@@ -142,7 +144,9 @@ def sleep(of: Sleeper, codec: str, *, accept_loss: bool = False) -> dict[str, An
     layout, states = of.instrument.layout, of.plan.states
     codecs = ServedCodecs(config, layout, of.instrument.fingerprint, of.data, states=states)
     windows = states.windows if states else None
-    model = StoredModel(of.name, of.instrument.fingerprint, layout, of.plan.needs_state, windows)
+    window_tokens = states.window_tokens if states else 0
+    known = (of.plan.needs_state, windows, window_tokens)
+    model = StoredModel(of.name, of.instrument.fingerprint, layout, *known)
     store = ColdStore(config, model, codecs.codecs, [RamTier(GIB)])
     try:
         rows = [_slept(of, store, number) for number in range(len(of.texts))]
@@ -164,17 +168,25 @@ def _slept(of: Sleeper, store: ColdStore, number: int) -> dict[str, Any]:
     tokens, rest = of.texts[number]
     session = of.instrument.prefill_whole(tokens)
     ref = SessionRef("benchmark", str(number), b"salt")
-    states: list[Snapshot] = []
+    chain, stored = chain_of(store, ref, tokens), len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS
+    states: list[StateAt] = []
     if of.plan.needs_state:
-        before = of.instrument.prefill_whole(tokens[: _before_answer(len(tokens))])
-        states = [Snapshot(x.num_tokens, x.state) for x in (before, session)]
-    store.save(ref, tokens, session.run, states)
+        ends = dict.fromkeys((_before_answer(len(tokens)), stored))
+        states = [StateAt(x, of.instrument.prefill_whole(tokens[:x]).state) for x in ends]
+    store.save(
+        ref,
+        chain,
+        Rows(store, session.run, states),
+        states=[x.position // CHUNK_TOKENS for x in states],
+        state_bytes=sum(state_nbytes(x.tree) for x in states),
+    )
     assert store.flush(60), "the session was not saved in time"
-    restored = store.load(store.match(ref, ref.salt, tokens, len(tokens)))
-    assert restored.num_tokens == len(tokens), restored
+    restored = store.restore(store.match(ref, chain))
+    assert restored.num_tokens == stored, restored
     woken = HeldSession(restored.run, restored.num_tokens, restored.state)
     exact = of.instrument.log_probs_whole(session, rest)
-    packed = of.instrument.log_probs_whole(woken, rest)
+    # What follows the last full chunk is computed, as an engine does it.
+    packed = of.instrument.log_probs_whole(woken, [*tokens[stored:], *rest])[len(tokens) - stored :]
     record = store.record(ref)
     assert record is not None
     return {
@@ -188,7 +200,7 @@ def _slept(of: Sleeper, store: ColdStore, number: int) -> dict[str, Any]:
 def _before_answer(num_tokens: int) -> int:
     """Where an engine takes the older state: ``engines.mlx_worker.batch.prefill``."""
     end = num_tokens - ANSWER
-    return end - end % USUAL_TOKENS or end
+    return end - end % CHUNK_TOKENS or end
 
 
 def _answers(log_probs: np.ndarray, rest: Sequence[int]) -> list[bool]:

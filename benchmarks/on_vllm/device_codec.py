@@ -41,17 +41,17 @@ from engines.vllm_plugin.device.device_check import STAGING_BYTES, kernels_agree
 from engines.vllm_plugin.device.kv_views import view_groups
 from engines.vllm_plugin.device.packed_layout import StagingLayouts
 from engines.vllm_plugin.device.staging_layout import RawStagingLayout, TokenRun
-from kvstore.blobs.packer import Packer
-from kvstore.chunk_size import SMALL_TOKENS
+from kvstore.blobs.chain import ChainKeys
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.base import Codec
 from kvstore.codecs.calibrated import calibrated_codec, learn_profile
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
-from kvstore.shapes import Rope
-from kvstore.store.block_keys import BlockKeys
-from kvstore.store.block_store import BlockStore
+from kvstore.shapes import Rope, StoredModel
+from kvstore.store.cold_store import ColdStore
+from kvstore.tiers.base import Blob
 
 NO_DEVICE: Final = 2
 LAYERS: Final = 32
@@ -74,7 +74,7 @@ class Shape:
     """``layers``: calibrating a codec takes a second or two for each."""
 
     layers: int = LAYERS
-    chunk_tokens: int = SMALL_TOKENS
+    chunk_tokens: int = CHUNK_TOKENS
 
 
 class Rig:
@@ -89,25 +89,27 @@ class Rig:
         caches = {f"layer{i}": _fused(num_blocks, dim, layout, device) for i in range(shape.layers)}
         self.cache: PagedCache = paged_cache(caches, SplitContent())
         chosen = codec_of(codec, self.cache)
-        keys = BlockKeys("", BLOCK_TOKENS, chunk_tokens // BLOCK_TOKENS)
-        self.packer = Packer(chosen, self.cache.layout, "")
-        self.store = BlockStore(StoreConfig(), self.packer, keys, [])
+        model = StoredModel("", "", self.cache.layout)
+        self.store = ColdStore(StoreConfig(), model, chosen, [], chunk_tokens=chunk_tokens)
         groups = view_groups(self.cache)
         assert groups is not None
-        self.layouts = StagingLayouts(groups, self.packer, self.cache.dtype)
+        self.layouts = StagingLayouts(groups, self.store.packer, self.cache.dtype)
         self.gpu = Cuda(device)
         self.blocks = DeviceBlocks(self.cache, self.layouts.of, self.store, self.gpu, STAGING_BYTES)
         ids = torch.randperm(num_blocks)[: SESSION_TOKENS // BLOCK_TOKENS].tolist()
-        hashes = [i.to_bytes(32, "little") for i in range(len(ids))]
-        self.wanted = [Packing(x, ids[x.first_block : x.end_block]) for x in keys.whole(hashes)]
+        names = [i.to_bytes(32, "little") for i in range(SESSION_TOKENS // chunk_tokens)]
+        self.wanted = [
+            Packing(x, ids[x.first_token // BLOCK_TOKENS : x.end_token // BLOCK_TOKENS])
+            for x in ChainKeys(chunk_tokens).chunks(names)
+        ]
         self.hot_bytes = SESSION_TOKENS * self.cache.layout.bytes_per_token
 
-    def save(self) -> list[bytes | bytearray | memoryview]:
+    def save(self) -> list[Blob]:
         return [x.result() for x in self.blocks.pack(self.wanted, self.blocks.mark())]
 
-    def load(self, blobs: list[bytes | bytearray | memoryview]) -> None:
+    def load(self, blobs: list[Blob]) -> None:
         fillings = [
-            Filling(x.span, blob, 0, x.block_ids)
+            Filling(x.piece, blob, 0, x.block_ids)
             for x, blob in zip(self.wanted, blobs, strict=True)
         ]
         filled = self.blocks.fill(fillings, self.blocks.mark())
@@ -144,7 +146,7 @@ class Kernels:
     """The bare launches for one chunk after the other, without blobs and without the ring."""
 
     def __init__(self, rig: Rig) -> None:
-        self._layout = rig.layouts.of(rig.wanted[1].span)  # no chunk of first tokens
+        self._layout = rig.layouts.of(rig.wanted[1].piece)  # no chunk of first tokens
         assert not isinstance(self._layout, RawStagingLayout), "the codec has no kernels"
         ids = [i for x in rig.wanted for i in x.block_ids]
         blocks = torch.tensor(ids, device=rig.device)
@@ -279,7 +281,7 @@ def main() -> int:
     parser.add_argument("--codec", default="tq3")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--chunk-tokens", type=int, default=SMALL_TOKENS)
+    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

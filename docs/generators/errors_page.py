@@ -97,6 +97,7 @@ MEANINGS = {
 KEPT_REASONS = ("busy", "pinned", "no-cold-copy", "disabled", "no-room")
 MISS_MEANINGS = {
     "never-stored": "nothing of this session was ever saved here",
+    "too-short": "the session has fewer tokens than a chunk, and is not stored",
     "diverged": "the new prompt leaves the one that was stored",
     "evicted": "a tier ran out of room",
     "ttl": "not used for `store.ttl_s`",

@@ -111,7 +111,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """What is stored under a record's key: the record without the chunks of its full pages."""
+    """The blob under a record's key: the record without the chunks of its full pages."""
 
     record: SessionRecord
     pages: tuple[bytes, ...]

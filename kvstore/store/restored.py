@@ -1,4 +1,4 @@
-"""The promise of a restore, and its results.
+"""The promise of a restore, and its result.
 
 Two engines take the rows of a restore in two ways. One wants arrays: ``Restored``. The other lends
 its blocks only for a moment, so it gets verified blobs (``Fetched``) and unpacks them by itself.

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Selection(NamedTuple):
-    """What of a save becomes the session's: its chain, its states, and the pieces to pack."""
+    """The part of a save that becomes the session's: chain, states, and the pieces to pack."""
 
     chain: Chain
     states: tuple[int, ...]

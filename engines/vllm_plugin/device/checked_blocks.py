@@ -143,7 +143,7 @@ class CheckedBlocks:
             if not isinstance(error, KernelsUnusable):
                 self._under_check.discard(codec)
             if self._store.packer.codecs is not codecs:
-                # Another codec was adopted meanwhile, and the checked one may be either.
+                # Another codec was adopted meanwhile, and either may have been checked.
                 self._under_check.discard(codec)
                 self._num_tries[codec] -= 1
             elif found is None:

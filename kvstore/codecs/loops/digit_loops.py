@@ -50,7 +50,7 @@ def _load(packed: Any, start: int, count: int, group: Any, limbs: Any) -> None:
 
 @njit
 def _divide(limb: Any, rest: Any) -> None:
-    """Divide a limb, with the rest of the limb above it, by 1,331."""
+    """Divide a limb, with the remainder of the limb above it, by 1,331."""
     for row in range(TILE):
         value = np.uint32(np.uint32(rest[row] << _LIMB) | limb[row])
         quotient = np.uint32(value // _SUMS)

@@ -62,8 +62,7 @@ async def test_delays_drops_and_users_change_nothing(kind: str, tmp_path: Path) 
     async with engine(kind, tmp_path / "one", codec="auto", gate={}) as it:
         quiet = await asyncio.to_thread(learned, it, tmp_path)
     other = {"prefill_step": 32, "max_batch": 3}
-    gate = {"chunk_tokens": 32}
-    async with engine(kind, tmp_path / "two", codec="auto", gate=gate, **other) as it:
+    async with engine(kind, tmp_path / "two", codec="auto", gate={}, **other) as it:
         owner, late = it.owner, Late()
         held = owner.held
         assert held is not None

@@ -54,7 +54,8 @@ def test_windows_are_learned_by_themselves(tmp_path: Path) -> None:
     assert finer.preset == "dense3+window4" and finer.kl > 0
     assert row.bits_per_element < finer.bits_per_element
     codecs = served("gemma3_text", report, tmp_path, max_kl=1e9)
-    session = codecs.codecs.sessions[codecs.codecs.ram.id]
+    session = codecs.codecs.session
+    assert session is not None
     assert session.id == row.codec_id == codecs.report.id
     assert session.windows.id != session.kv.id
 
@@ -90,7 +91,7 @@ def test_sessions_asleep_by_dealt_bits_stay_readable_when_more_is_learned(tmp_pa
         tmp_path,
         states=probe(tiny_model("qwen3_next").model).states,
     )
-    assert codecs.choices["ram"].name == "dense3+dealt5"
+    assert codecs.choice.name == "dense3+dealt5"
     ids = [dealt]
     config, states = StoreConfig(max_kl=1e9), probe(tiny_model("qwen3_next").model).states
     assert [x.id for x in earlier_codecs(ids, config, after.layout, after, states)] == ids

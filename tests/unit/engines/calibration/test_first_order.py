@@ -56,7 +56,7 @@ def test_an_engine_that_takes_next_to_nothing() -> None:
 
 
 def test_it_judges_by_the_same_cases(tmp_path: Path) -> None:
-    order = first_order(StoreConfig(disk_codec="tq3"), 8192, str(tmp_path))
+    order = first_order(StoreConfig(codec="tq3"), 8192, str(tmp_path))
     more = further_order(order, 1)
     assert more.num_windows == MOST_WINDOWS > order.num_windows
     assert set(more.presets) == {"dense3", "balanced", "max"}

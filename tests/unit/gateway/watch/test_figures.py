@@ -24,7 +24,7 @@ def test_each_verdict_is_remembered_once_with_its_time():
     before, after = verdicts.hear(DENSE)
     assert (before.at, before.measured, before.worst_kl) == (100.0, False, None)
     assert (after.at, after.measured, after.worst_kl) == (280.0, True, GOOD.kl)
-    assert after.tiers == {"ram": "dense3.1"}
+    assert after.codec == "dense3.1"
 
 
 def test_the_oldest_verdicts_go():

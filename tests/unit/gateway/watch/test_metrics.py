@@ -84,7 +84,7 @@ def test_the_codec_in_use_and_its_measured_cost() -> None:
     row = msgspec.structs.replace(GOOD, codec_id="tq3.2", kl=0.004, chain_kl=0.02)
     codec = CodecReport(name="tq3", id="tq3.2", rows=(row,))
     found = samples(Metrics(), msgspec.structs.replace(REPORT, codec=codec))
-    assert found["thermocline_codec_info{tq3.2,ram}"] == 1
+    assert found["thermocline_codec_info{tq3.2}"] == 1
     assert found["thermocline_codec_packed_by_host{}"] == 0
     slow = msgspec.structs.replace(codec, why_host="they are wrong")
     found = samples(Metrics(), msgspec.structs.replace(REPORT, codec=slow))

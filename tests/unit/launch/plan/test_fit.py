@@ -19,12 +19,9 @@ ROOMS = Rooms(hot=4 * GIB, ram=4 * GIB, shared=4 * GIB, disk=16 * GIB)
 
 
 def needs_at(context: int) -> Needs:
-    """32 KiB a token live, 5 times less asleep in memory, 10 times less on disk."""
+    """32 KiB a token live, 5 times less asleep."""
     live = context * 32 << 10
-    asleep = {
-        "ram": Asleep("dense3", live // 5 + 4096, planned=False),
-        "disk": Asleep("max", live // 10 + 4096, planned=False),
-    }
+    asleep = Asleep("dense3", live // 5 + 4096, planned=False)
     return Needs(context, running_bytes=2 * live, idle_bytes=live, asleep=asleep)
 
 
@@ -53,7 +50,7 @@ def test_budgets_stay_within_the_room_and_hold_sessions_that_were_not_refused(
         assert found.most >= sessions
         assert found.hot >= needs.running_bytes
         held = {"ram": found.ram, "disk": found.disk}
-        assert any(held[x] >= sessions * needs.asleep[x].nbytes for x in held)
+        assert any(nbytes >= sessions * needs.asleep.nbytes for nbytes in held.values())
 
 
 @given(
@@ -62,7 +59,7 @@ def test_budgets_stay_within_the_room_and_hold_sessions_that_were_not_refused(
     nbytes=st.integers(1, 1 << 32),
 )
 def test_as_many_sleep_in_a_budget_as_it_was_made_for(num, tier, nbytes):
-    needs = Needs(1, 1, 1, {tier: Asleep("x", nbytes, planned=False)})
+    needs = Needs(1, 1, 1, Asleep("x", nbytes, planned=False))
     budget = needs.cold_bytes(tier, num)
     held = needs.num_asleep(tier, budget)
     assert held >= num
@@ -70,10 +67,10 @@ def test_as_many_sleep_in_a_budget_as_it_was_made_for(num, tier, nbytes):
 
 
 def test_all_sleep_in_memory_while_it_has_room_and_else_on_disk():
-    few, many = (choose_budgets(needs_at(8192), ROOMS, n) for n in (20, 300))
+    few, many = (choose_budgets(needs_at(8192), ROOMS, n) for n in (20, 250))
     assert few.num_held["ram"] >= 20
     assert few.num_held["disk"] >= 20  # survive a restart
-    assert many.num_held["ram"] < 300 <= many.num_held["disk"]
+    assert many.num_held["ram"] < 250 <= many.num_held["disk"]
     assert many.num_hot >= 4  # not one after the other
 
 
@@ -97,7 +94,7 @@ def test_the_offers_are_really_possible(sessions, context):
 
 def test_a_model_that_was_not_measured_may_use_more_of_the_disk_until_it_is():
     live = 1024 * 32 << 10
-    asleep = dict.fromkeys(("ram", "disk"), Asleep("dense3", live // 5, True, until_then=live))
+    asleep = Asleep("dense3", live // 5, True, until_then=live)
     needs = Needs(1024, 2 * live, live, asleep)
     found = choose_budgets(needs, ROOMS, 300)
     assert found.num_at_first >= 300
@@ -207,12 +204,11 @@ def test_a_plan_is_drawn(run, model, tmp_path):
 
 
 def test_no_shorter_session_takes_more_than_was_counted(model, tmp_path):
-    """One that ends just below a full chunk has the longest tail, which is not packed."""
     given = ["engine.kind=mlx", f"engine.model={model}", f"data_dir={tmp_path}"]
     given += ["store.codec=tq3", "store.accept_loss=true", "engine.dtype=bfloat16"]
     effective = effective_settings(layers({}, assignments=given), {})
-    for context in (1, 127, 128, 300, 1024):
-        counted = needs_of(effective, context).asleep["ram"].nbytes
+    for context in (31, 32, 300, 1024):
+        counted = needs_of(effective, context).asleep.nbytes
         lengths = ",".join(str(x) for x in range(max(1, context - 140), context + 1))
         for plan in plan_of(effective, lengths).contexts:
             (cold,) = (x for x in plan.cold if x.codec == "tq3")

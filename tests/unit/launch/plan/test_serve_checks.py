@@ -53,7 +53,6 @@ def test_a_plain_model_on_mlx_may(tmp_path):
         ({"engine__kind": "vllm"}, "only the mlx engine"),
         ({"engine__kind": "fake"}, "only the mlx engine"),
         ({"store__codec": "raw"}, "kept cold by tq3, not by raw"),
-        ({"store__disk_codec": "tq4"}, "kept cold by tq3, not by tq4"),
         ({"engine__hot_codec": "tq4"}, "kept cold by tq4, not by tq3"),
     ],
 )

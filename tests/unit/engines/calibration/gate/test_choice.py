@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.calibration.gate.choice import Choice, choose, choose_tiers, fastest_tiers
+from engines.calibration.gate.choice import Choice, choose
 from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.presets import open_codec
@@ -18,7 +18,7 @@ from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
-from kvstore.shapes import KVLayer, KVLayout, StateLayout
+from kvstore.shapes import KVLayer, KVLayout
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile
 
@@ -80,84 +80,32 @@ TIMED = tuple(timed(preset, share) for preset, share in SHARES.items())
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({}, ("balanced", "max", "max")),
-        ({"restore_share": 0.05}, ("dense3", "max", "max")),
-        ({"restore_share": 0.2}, ("max", "max", "max")),
-        ({"disk_codec": "dense3"}, ("balanced", "dense3", "max")),
-        ({"codec": "safe"}, ("safe", "safe", "safe")),
-        ({"codec": "dense3", "disk_codec": "auto"}, ("dense3", "max", "dense3")),
-        ({"ram_bytes": 0}, ("balanced", "balanced", "max")),
-        ({"max_kl": 0.001}, ("raw", "raw", "raw")),
+        ({}, "balanced"),
+        ({"restore_share": 0.05}, "dense3"),
+        ({"restore_share": 0.2}, "max"),
+        ({"codec": "safe"}, "safe"),
+        ({"max_kl": 0.001}, "raw"),
     ],
 )
-def test_each_tier_gets_the_codec_that_suits_it(settings: dict[str, Any], wanted: tuple[str, ...]):
-    found = choose_tiers(StoreConfig(**settings), LAYOUT, measured(*TIMED))
-    assert tuple(x.name for x in found.values()) == wanted
-    assert not any(x.unmeasured for x in found.values())
+def test_one_codec_serves_that_restores_quickly(settings: dict[str, Any], wanted: str):
+    config = StoreConfig(**settings)
+    choice = choose(config.codec, config, LAYOUT, measured(*TIMED))
+    assert (choice.name, choice.unmeasured) == (wanted, False)
 
 
-def test_tiers_with_one_codec_share_it():
-    found = choose_tiers(StoreConfig(), LAYOUT, measured(*TIMED))
-    assert found["disk"] is found["redis"]
-    named = choose_tiers(StoreConfig(codec="max", disk_codec="max"), LAYOUT, measured(*TIMED))
-    assert named["ram"] is named["disk"]
-
-
-def test_a_codec_that_suits_two_tiers_for_different_reasons_is_made_once():
-    found = choose_tiers(StoreConfig(restore_share=0.2), LAYOUT, measured(*TIMED))
-    assert found["ram"].why != found["disk"].why
-    assert found["ram"].codec is found["disk"].codec
-
-
-def test_tiers_with_the_same_codec_of_rows_pack_windows_alike():
-    config = StoreConfig(codec="tq3", disk_codec="tq3+window4", accept_loss=True)
-    states = StateLayout(LAYOUT, 128)
-    found = choose_tiers(config, LAYOUT, None, states=states)
-    assert {x.name for x in found.values()} == {"tq3"}
-    other = choose_tiers(
-        StoreConfig(codec="tq4", disk_codec="tq3+window4", accept_loss=True),
-        LAYOUT,
-        None,
-        states=states,
-    )
-    assert [x.name for x in other.values()] == ["tq4", "tq3+window4", "tq4"]
-
-
-@pytest.mark.parametrize(("ram", "disk"), [("raw", "raw+state8"), ("raw+state8", "raw")])
-def test_a_tier_that_is_to_lose_nothing_has_others_lose_nothing_beside_it(ram: str, disk: str):
-    config = StoreConfig(codec=ram, disk_codec=disk, redis_codec="tq4", accept_loss=True)
-    found = choose_tiers(config, LAYOUT, None, states=StateLayout(has_matrices=True))
-    assert [x.is_exact for x in found.values()] == [True, True, False]
-
-
-def test_a_tier_names_denser_codecs_that_are_out_of_bounds():
+def test_denser_codecs_that_are_out_of_bounds_are_named():
     rows = (timed("dense3", 0.04, kl=0.02), timed("max", 0.2, kl=0.03), timed("balanced", 0.3))
-    profile = measured(*rows, timed("safe", 0.04))
-    ram, disk, _ = choose_tiers(StoreConfig(), LAYOUT, profile).values()
-    assert (ram.name, disk.name) == ("safe", "balanced")
-    for choice in (ram, disk):
-        assert "max at 2048 tokens has a KL of 0.0300" in choice.why
-        assert "dense3 at 2048 tokens has a KL of 0.0200" in choice.why
-    assert "balanced would take 30.0%" in ram.why and "read seldom" in disk.why
+    choice = chosen(measured(*rows, timed("safe", 0.04)))
+    assert choice.name == "safe"
+    assert "max at 2048 tokens has a KL of 0.0300" in choice.why
+    assert "dense3 at 2048 tokens has a KL of 0.0200" in choice.why
+    assert "balanced would take 30.0%" in choice.why
 
 
-def test_a_packed_live_cache_sleeps_as_it_is_in_every_tier():
+def test_a_packed_live_cache_sleeps_as_it_is():
     layout = PackedLayout(dtype="bfloat16", layers=model_profile().layout.layers, num_bits=4)
-    found = choose_tiers(StoreConfig(), layout, measured(timed("tq4", 0.04), *TIMED))
-    assert {x.name for x in found.values()} == {"tq4"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        ({}, ("ram",)),
-        ({"ram_bytes": 0}, ("ram", "disk")),
-        ({"ram_bytes": 0, "disk_bytes": 0}, ("ram", "disk", "redis")),
-        ({"ram_bytes": 0, "disk_bytes": 0, "redis_url": "redis://there"}, ("ram", "disk", "redis")),
-    ],
-)
-def test_the_fastest_tier_is_one_that_is_in_use(settings: dict[str, Any], wanted: tuple[str, ...]):
-    assert fastest_tiers(StoreConfig(**settings)) == wanted
+    profile = measured(timed("tq4", 0.04), *TIMED)
+    assert choose("auto", StoreConfig(), layout, profile).name == "tq4"
 
 
 def test_else_the_densest_that_does_and_says_both():

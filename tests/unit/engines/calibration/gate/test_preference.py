@@ -35,38 +35,32 @@ MEASURED: Mapping[str, list[Quality]] = {
     ("share", "wanted"),
     [(1.0, "max"), (0.12, "max"), (0.1, "balanced"), (0.05, "dense3"), (0.03, "dense3")],
 )
-def test_the_fastest_tier_gets_the_densest_that_is_quick_enough(share: float, wanted: str) -> None:
-    assert preferred(MEASURED, share, fastest=True).name == wanted
-
-
-@pytest.mark.parametrize("share", [1.0, 0.1, 0.03])
-def test_other_tiers_get_the_densest(share: float) -> None:
-    name, reason = preferred(MEASURED, share, fastest=False)
-    assert name == "max" and "read seldom" in reason
+def test_the_densest_that_is_quick_enough_is_chosen(share: float, wanted: str) -> None:
+    assert preferred(MEASURED, share).name == wanted
 
 
 def test_the_reason_has_the_times() -> None:
-    reason = preferred(MEASURED, 0.1, fastest=True).reason
+    reason = preferred(MEASURED, 0.1).reason
     assert (
         "in 10% of a prefill: 2,000 tokens are unpacked in 0.180 s and prefilled in 2.00 s"
         in reason
     )
     assert reason.endswith("that is 9.0%; max would take 12.0%")
-    slow = preferred(MEASURED, 0.01, fastest=True).reason
+    slow = preferred(MEASURED, 0.01).reason
     assert "in 0.080 s and prefilled in 2.00 s" in slow and "none takes 1%" in slow
 
 
 def test_one_that_is_denser_and_closer_but_slow_is_named_with_its_figures() -> None:
     closer = msgspec.structs.replace(timed(1.6, 0.127), kl=0.0041)
     worse = msgspec.structs.replace(timed(4.3, 0.005), kl=0.0098)
-    name, reason = preferred({"tq4": [worse], "balanced": [closer]}, 0.1, fastest=True)
+    name, reason = preferred({"tq4": [worse], "balanced": [closer]}, 0.1)
     assert name == "tq4"
     assert reason.endswith(
         "balanced would take 12.7%, though it has 1.60 bits and a KL of 0.0041, and this 4.30 and"
         " 0.0098"
     )
-    assert preferred({"tq4": [worse], "balanced": [closer]}, 0.13, fastest=True).name == "balanced"
-    quickest = preferred({"tq4": [worse], "balanced": [closer]}, 0.001, fastest=True)
+    assert preferred({"tq4": [worse], "balanced": [closer]}, 0.13).name == "balanced"
+    quickest = preferred({"tq4": [worse], "balanced": [closer]}, 0.001)
     assert quickest.name == "tq4" and "1.60 bits" in quickest.reason
 
 
@@ -75,7 +69,7 @@ def test_without_times_three_bits_give_way_to_a_denser_and_closer_preset() -> No
     for kl, wanted in ((0.004, "balanced"), (0.006, "dense3")):
         balanced = msgspec.structs.replace(timed(1.6, None), kl=kl)
         rows = {"dense3": [dense3], "balanced": [balanced]}
-        assert preferred(rows, 0.1, fastest=True).name == wanted
+        assert preferred(rows, 0.1).name == wanted
 
 
 def test_a_slower_prefill_makes_a_denser_preset_quick_enough() -> None:
@@ -83,7 +77,7 @@ def test_a_slower_prefill_makes_a_denser_preset_quick_enough() -> None:
         name: [msgspec.structs.replace(row, prefill_s=3.0) for row in rows]
         for name, rows in MEASURED.items()
     }
-    assert preferred(slow, 0.1, fastest=True).name == "max"
+    assert preferred(slow, 0.1).name == "max"
 
 
 def test_the_context_nearest_to_two_thousand_tokens_counts() -> None:
@@ -91,27 +85,25 @@ def test_the_context_nearest_to_two_thousand_tokens_counts() -> None:
         "max": [timed(0.8, 0.05), timed(0.7, 0.5, context=6144)],
         "dense3": [timed(3.25, 0.04), timed(3.2, 0.04, context=6144)],
     }
-    assert preferred(rows, 0.1, fastest=True).name == "max"
+    assert preferred(rows, 0.1).name == "max"
 
 
-def test_a_preset_that_was_not_timed_is_for_slower_tiers_only() -> None:
+def test_a_preset_that_was_not_timed_is_not_chosen_where_others_were() -> None:
     rows = {"max": [timed(0.8, None)], "dense3": [timed(3.25, 0.04)]}
-    assert preferred(rows, 0.1, fastest=True).name == "dense3"
-    assert preferred(rows, 0.1, fastest=False).name == "max"
+    assert preferred(rows, 0.1).name == "dense3"
     rows["max"] = [timed(0.8, 0.04, None)]  # a restore, and no prefill to hold it against
-    assert preferred(rows, 0.1, fastest=True).name == "dense3"
+    assert preferred(rows, 0.1).name == "dense3"
 
 
-@pytest.mark.parametrize("fastest", [True, False])
 @pytest.mark.parametrize(
     ("presets", "wanted"),
     [(("max", "dense3", "safe"), "dense3"), (("safe", "balanced"), "balanced")],
 )
 def test_a_profile_without_times_is_chosen_by_as_before(
-    presets: tuple[str, ...], wanted: str, fastest: bool
+    presets: tuple[str, ...], wanted: str
 ) -> None:
     rows = {name: [msgspec.structs.replace(MEASURED[name][0], restore_s=None)] for name in presets}
-    name, reason = preferred(rows, 0.1, fastest=fastest)
+    name, reason = preferred(rows, 0.1)
     assert name == wanted and "not timed" in reason and "thermocline calibrate" in reason
 
 
@@ -133,21 +125,17 @@ ALIKE = {
 }
 
 
-@given(PRESETS, st.sampled_from([0.01, 0.1, 1.0]), st.booleans())
-@example(ALIKE, 0.01, False)
+@given(PRESETS, st.sampled_from([0.01, 0.1, 1.0]))
+@example(ALIKE, 0.01)
 def test_a_preset_that_another_beats_is_chosen_only_for_its_restore_time(
-    rows: dict[str, Quality], share: float, fastest: bool
+    rows: dict[str, Quality], share: float
 ) -> None:
     """And then the reason names the other one, with the figures of both."""
-    name, reason = preferred({x: [row] for x, row in rows.items()}, share, fastest=fastest)
+    name, reason = preferred({x: [row] for x, row in rows.items()}, share)
     chosen = rows[name]
-    same_size = [x for x in rows.values() if x.bits_per_element == chosen.bits_per_element]
-    if not fastest:
-        assert chosen.kl == min(x.kl for x in same_size)
     for other, row in rows.items():
         if not (row.bits_per_element < chosen.bits_per_element and row.kl < chosen.kl):
             continue
-        assert fastest, f"{other} beats {name}, and nothing waits for that tier"
         took, own = row.restore_share, chosen.restore_share
         assert took is None or (took > share and (own is None or took > own))
         timing = "was not timed" if took is None else f"would take {took:.1%}"

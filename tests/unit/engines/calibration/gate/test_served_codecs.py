@@ -11,7 +11,7 @@ import pytest
 
 from engines.calibration.gate.profiles import profile_path, save
 from engines.calibration.gate.served_codecs import MOST, PackedBy, ServedCodecs
-from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.config import StoreConfig
@@ -24,9 +24,9 @@ class Store:
     """Records the codecs that an engine's store is asked to adopt."""
 
     def __init__(self) -> None:
-        self.adopted: list[tuple[CodecSet, bool]] = []
+        self.adopted: list[tuple[StoreCodecs, bool]] = []
 
-    def adopt(self, codecs: CodecSet, *, keep: bool) -> None:
+    def adopt(self, codecs: StoreCodecs, *, keep: bool) -> None:
         self.adopted.append((codecs, keep))
 
 
@@ -46,8 +46,7 @@ def test_the_profile_decides_at_the_start(tmp_path: Path, caplog: pytest.LogCapt
     write(measured(row("dense3")), tmp_path)
     codecs = served(tmp_path)
     report = codecs.report
-    assert report.name == "dense3" and report.id == codecs.codecs.ram.id
-    assert report.tiers == dict.fromkeys(("ram", "disk", "redis"), report.id)
+    assert report.name == "dense3" and report.id == codecs.codecs.rows.id
     assert (report.rows, report.unmeasured) == ((row("dense3"),), False)
     assert report.fingerprint == FINGERPRINT
     assert "KL 0.0050 at 2048 tokens" in caplog.text
@@ -61,9 +60,9 @@ def test_a_profile_that_comes_later_is_adopted(tmp_path: Path):
     codecs.renew(store.adopt)  # nothing is there yet
     write(measured(row("dense3")), tmp_path)
     codecs.renew(store.adopt)
-    assert [(x.ram.id, keep) for x, keep in store.adopted] == [
+    assert [(x.rows.id, keep) for x, keep in store.adopted] == [
         ("raw.1", True),
-        (codecs.codecs.ram.id, True),
+        (codecs.codecs.rows.id, True),
     ]
     assert codecs.report.name == "dense3" and not codecs.report.unmeasured
 
@@ -74,7 +73,7 @@ def test_a_worse_measurement_takes_a_codec_back_and_its_blobs_with_it(tmp_path: 
     write(measured(row("dense3", kl=0.5), row("tq4")), tmp_path)
     codecs.renew(store.adopt)
     ((adopted, keep),) = store.adopted
-    assert (adopted.ram.id, keep) == ("tq4.2", False)
+    assert (adopted.rows.id, keep) == ("tq4.2", False)
 
 
 def test_a_named_codec_that_is_refused_while_it_serves_gives_way(
@@ -85,62 +84,35 @@ def test_a_named_codec_that_is_refused_while_it_serves_gives_way(
     write(measured(row("tq3", kl=0.0289)), tmp_path)
     codecs.renew(store.adopt)
     ((adopted, _),) = store.adopted
-    assert adopted.ram.id == "raw.1" and not adopted.readable
+    assert adopted.rows.id == "raw.1" and not adopted.readable
     assert "KL of 0.0289" in codecs.report.why and not codecs.report.unmeasured
     assert "KL of 0.0289" in caplog.text
     with pytest.raises(CodecRefused, match=r"KL of 0\.0289"):
         served(tmp_path, codec="tq3")
 
 
-def test_each_tier_passes_the_gate(tmp_path: Path):
-    write(measured(row("dense3"), row("max")), tmp_path)
-    report = served(tmp_path, disk_codec="max").report
-    assert report.tiers["ram"].startswith("dense3") and report.tiers["disk"].startswith("max")
-    assert {x.preset for x in report.rows} == {"dense3", "max"}
-    assert report.why.count("KL") == 2
-    write(measured(row("dense3"), row("max", kl=0.02)), tmp_path)
-    with pytest.raises(CodecRefused, match="codec max at 2048"):
-        served(tmp_path, disk_codec="max")
-
-
-def test_auto_gives_each_tier_its_own_and_says_why(tmp_path: Path):
+def test_auto_says_why(tmp_path: Path):
     write(measured(*TIMED), tmp_path)
     codecs = served(tmp_path)
     report = codecs.report
-    assert report.name == "balanced" and report.id == report.tiers["ram"]
-    assert {name: x.split(".")[0] for name, x in report.tiers.items()} == {
-        "ram": "balanced",
-        "disk": "max",
-        "redis": "max",
-    }
-    assert [x.id for x in codecs.codecs.written] == [report.tiers["ram"], report.tiers["disk"]]
-    ram, disk = report.why.split("; disk: ")
-    assert ram.startswith("ram: balanced: KL 0.0050") and "9.0%" in ram
-    assert disk.startswith("max: KL 0.0050") and "redis" not in report.why  # which is off
-    assert {x.preset for x in report.rows} == {"balanced", "max"}
-    assert not any(x.texts or x.chains for x in report.rows)
-
-
-def test_a_codec_that_two_tiers_have_for_different_reasons_is_reported_once(tmp_path: Path):
-    write(measured(timed("dense3", 0.04), timed("balanced", 0.09)), tmp_path)
-    report = served(tmp_path).report
-    assert {x.split(".")[0] for x in report.tiers.values()} == {"balanced"}
-    assert "ram: balanced" in report.why and "disk: balanced" in report.why
+    assert (report.name, report.id) == ("balanced", codecs.codecs.rows.id)
+    assert report.why.startswith("balanced: KL 0.0050") and "9.0%" in report.why
     assert [x.preset for x in report.rows] == ["balanced"]
-    assert [x.preset for x in report.others] == ["dense3"]
+    assert "dense3" in [x.preset for x in report.others]
+    assert not any(x.texts or x.chains for x in report.rows)
 
 
 def test_a_codec_that_is_only_too_slow_now_is_read_on(tmp_path: Path):
     write(measured(*TIMED), tmp_path)
-    codecs, store = served(tmp_path, disk_bytes=0), Store()
+    codecs, store = served(tmp_path), Store()
     slower = (timed("dense3", 0.05), timed("balanced", 0.15), timed("max", 0.3))
     write(measured(*slower), tmp_path)
     codecs.renew(store.adopt)
     ((adopted, keep),) = store.adopted
-    assert adopted.ram.id.startswith("dense3") and keep
-    write(measured(timed("dense3", 0.05), timed("max", 0.3, kl=0.5)), tmp_path)
+    assert adopted.rows.id.startswith("dense3") and keep
+    write(measured(timed("dense3", 0.05, kl=0.5), timed("balanced", 0.15)), tmp_path)
     codecs.renew(store.adopt)
-    assert [keep for _, keep in store.adopted] == [True, False]  # max is out of bounds
+    assert [keep for _, keep in store.adopted] == [True, False]  # dense3 is out of bounds
 
 
 def test_a_profile_that_is_no_use_is_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -181,15 +153,15 @@ def learned_anew(factor: float, **changes: object) -> Profile:
 def test_a_codec_that_packed_before_is_read_in_the_next_life(tmp_path: Path):
     (tmp_path / "profiles").mkdir()
     save(measured(row("dense3")), tmp_path)
-    first = served(tmp_path).codecs.ram.id
+    first = served(tmp_path).codecs.rows.id
     save(learned_anew(1.01, kl=0.004), tmp_path)
     codecs = served(tmp_path)
-    assert codecs.codecs.ram.id != first
+    assert codecs.codecs.rows.id != first
     assert [x.id for x in codecs.codecs.readable] == ["raw.1", first]
     assert {x.codec_id for x in codecs.report.others} == set()
     more = measured(row("max"))
     save(dataclasses.replace(more, learned={"max": more.learned["max"]}), tmp_path)
-    codecs = served(tmp_path, disk_codec="max", codec="max")
+    codecs = served(tmp_path, codec="max")
     assert len(codecs.codecs.readable) == 3
     assert not served(tmp_path, codec="raw").codecs.readable, "nothing with loss is wanted"
 
