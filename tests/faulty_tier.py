@@ -63,11 +63,10 @@ class FaultyTier:
         key: bytes,
         blob: Blob,
         owner: str = "",
-        instead_of: bytes = b"",
         after: bytes = b"",
     ) -> bool:
         self._call("replace")
-        return self.inner.replace(key, blob, owner, instead_of, after)
+        return self.inner.replace(key, blob, owner, after)
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         self._call("contains_many")

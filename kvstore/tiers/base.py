@@ -113,22 +113,12 @@ class Tier(Protocol):
             TierUnavailable: nothing could be written.
         """
 
-    def replace(
-        self,
-        key: bytes,
-        blob: Blob,
-        owner: str = "",
-        instead_of: bytes = b"",
-        after: bytes = b"",
-    ) -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "", after: bytes = b"") -> bool:
         """Keep a blob in place of the key's older one (records); False if refused.
 
         After a refusal the older blob may still exist, as the next to be evicted.
 
         Args:
-            instead_of: another key, whose blob is removed in the same step; ``key`` is absent.
-                Refused if that blob is not here, or if another engine wrote it. If the medium has
-                no such step, the new blob is written before the other is removed.
             after: for a record, the last key of its session's chain, with which it stays.
 
         Raises:

@@ -186,31 +186,21 @@ class DiskTier(IndexedTier):
         with self._lock:
             return sum(key in self._index for key in blobs)
 
-    def replace(
-        self,
-        key: bytes,
-        blob: Blob,
-        owner: str = "",
-        instead_of: bytes = b"",
-        after: bytes = b"",
-    ) -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "", after: bytes = b"") -> bool:
         blobs = {key: memoryview(blob).cast("B")}
-        before = instead_of or key
         self._mend()
         with self._guard.call(), self._writing:
-            remains, place = self._extents([before]), self._place_of(instead_of)
+            remains, place = self._extents([key]), self._place_of(key)
             with self._lock:
-                if instead_of and instead_of not in self._index:
-                    return False
                 nbytes = self._sizes(blobs)[key]
-                self._places = {key: place or self._index.link_at(after)}
-                update = self._index.replace(key, nbytes, owner, after, instead_of)
+                self._places = {key: self._index.link_at(after) if after else place}
+                update = self._index.replace(key, nbytes, owner, after)
                 self._unsaved.add(key)
                 if not update.added:
                     self._index.undo(update)
                     return False
             # The replaced blob counts as spared: it goes in the same commit, and was not evicted.
-            return self._write(update, {before: memoryview(b"")} | blobs, remains)
+            return self._write(update, blobs, remains)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         self._mend()

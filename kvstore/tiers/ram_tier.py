@@ -52,24 +52,14 @@ class RamTier(IndexedTier):
             self._apply(self._index.add(_sizes(blobs), owner, after), blobs)
             return sum(key in self._blobs for key in blobs)
 
-    def replace(
-        self,
-        key: bytes,
-        blob: Blob,
-        owner: str = "",
-        instead_of: bytes = b"",
-        after: bytes = b"",
-    ) -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "", after: bytes = b"") -> bool:
         blobs = {key: _own(blob)}
         with self._lock:
-            if instead_of and instead_of not in self._index:
-                return False
-            update = self._index.replace(key, _sizes(blobs)[key], owner, after, instead_of)
+            update = self._index.replace(key, _sizes(blobs)[key], owner, after)
             if not update.added:
                 self._index.undo(update)
                 return False
             self._apply(update, blobs)
-            self._num_evictions -= bool(instead_of)  # it was replaced
             return True
 
     def _apply(self, update: Update, blobs: dict[bytes, Blob]) -> None:

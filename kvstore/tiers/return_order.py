@@ -3,8 +3,8 @@
 Order of last use fails when sessions take turns on a little too little room: each returns just
 after its chunks went. This order judges a run by how long it took to come back before: its *gap*.
 
-* Most of the room is for runs that are *kept*, a tenth for those on *trial*: newcomers, and those
-  that come back late. A run is kept once its gap is shorter than the age of the oldest one kept.
+* Nine tenths of the room are for runs that are *kept*, the rest for those on *trial*. A run is kept
+  while there is room, or once its gap is shorter than the age of the oldest one kept.
 * Kept runs go last, unless away for ``patience`` times their gap: then age decides. The fewer
   newcomers ever return, the longer those that did may be away.
 * A shadow of plain LRU, one number a run, is the judge: patience shrinks while LRU would have held
@@ -131,24 +131,21 @@ class ReturnOrder:
         self._settle(line)
         return update
 
-    def replace(
-        self, key: bytes, nbytes: int, owner: str = "", after: bytes = b"", instead_of: bytes = b""
-    ) -> Update:
-        """Enter a blob in the place of the key's older one, or of another key's.
+    def replace(self, key: bytes, nbytes: int, owner: str = "", after: bytes = b"") -> Update:
+        """Enter a blob in the place of the key's older one, which is then the first evicted one.
 
-        The first evicted one is then the replaced blob. A record moves to the run of ``after``.
+        A record moves to the run of ``after``.
         """
-        old = instead_of or key
-        run = self._runs.of.get(old)
-        if run is None or old[:1] == RECORD:
-            moved = [self._pop(old)] if run else []
+        run = self._runs.of.get(key)
+        if run is None or key[:1] == RECORD:
+            moved = [self._pop(key)] if run else []
             update = self.add({key: nbytes}, owner, after if after in self else b"")
             return Update(update.added, [*moved, *update.evicted])
-        evicted = [Evicted(old, run, run.keys[old])]
+        evicted = [Evicted(key, run, run.keys[key])]
         line = self._busy(run)
-        fits = self._fit(key, nbytes - run.keys[old], owner, line, evicted)
+        fits = self._fit(key, nbytes - run.keys[key], owner, line, evicted)
         if fits:
-            self._count(*self._runs.rename(old, key, nbytes))
+            self._count(run, run.resize(key, nbytes))
         self._settle(line)
         return Update([key], evicted, True) if fits else Update([], evicted[1:])
 
@@ -157,7 +154,7 @@ class ReturnOrder:
         removed, evicted = list[bytes](), update.evicted
         if update.in_place and update.added and evicted:
             old, *evicted = evicted
-            self._count(*self._runs.rename(update.added[0], old.key, old.nbytes))
+            self._count(old.run, old.run.resize(old.key, old.nbytes))
         else:
             removed = self.remove(update.added)
         for key, run, nbytes in reversed(evicted):

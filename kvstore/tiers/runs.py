@@ -48,6 +48,13 @@ class Run:
         """Its last link."""
         return next((key for key in reversed(self.keys) if key[:1] == LINK), None)
 
+    def resize(self, key: bytes, nbytes: int) -> int:
+        """Give a blob another size in its place; return by how much the run grew."""
+        more = nbytes - self.keys[key]
+        self.keys[key] = nbytes
+        self.nbytes += more
+        return more
+
     def line(self) -> list[Run]:
         """Return the run and all before it in its chain, the first one last."""
         runs = [self]
@@ -132,18 +139,6 @@ class Runs:
             self.gone.pop(run.first, None)
         run.lost -= nbytes
         self.append(run, key, nbytes)
-
-    def rename(self, old: bytes, new: bytes, nbytes: int) -> tuple[Run, int]:
-        """Put a blob in the place of another; return its run and by how much that grew."""
-        run = self.of.pop(old)
-        more = nbytes - run.keys[old]
-        if old != new:
-            run.keys = {new if key == old else key: size for key, size in run.keys.items()}
-        run.keys[new] = nbytes
-        run.first = new if run.first == old else run.first
-        run.nbytes += more
-        self.of[new] = run
-        return run, more
 
     def and_after(self, key: bytes) -> list[bytes]:
         """Return a held key and, if it is a link, all links that continue it; the last ones first.

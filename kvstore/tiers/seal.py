@@ -208,17 +208,9 @@ class SealedTier:
         sealed = [(key + self._ending, self._seal.close(key, blob)) for key, blob in items]
         return self._inner.put_many(sealed, owner, self._name(after))
 
-    def replace(
-        self,
-        key: bytes,
-        blob: Blob,
-        owner: str = "",
-        instead_of: bytes = b"",
-        after: bytes = b"",
-    ) -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "", after: bytes = b"") -> bool:
         sealed = self._seal.close(key, blob)
-        places = self._name(instead_of), self._name(after)
-        return self._inner.replace(key + self._ending, sealed, owner, *places)
+        return self._inner.replace(key + self._ending, sealed, owner, self._name(after))
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         return self._inner.delete_many(self._names(keys))

@@ -74,35 +74,6 @@ def test_an_existing_blob_is_left_as_it_is(tiers: TierRig):
     assert tier.stats().nbytes == before
 
 
-@pytest.mark.parametrize(("old", "new"), [(LARGE, SMALL), (SMALL, LARGE)])
-def test_a_blob_takes_the_place_of_another(tiers: TierRig, old: int, new: int):
-    cost = tiers.cost(new)
-    tier = tiers.open(max(tiers.cost(old), cost))
-    tier.put_many([(key(1), blob_of(1, old))], "t")
-    assert tier.replace(key(2), blob_of(2, new), "t", key(1))
-    assert tier.get_many(keys(1, 2)) == [None, blob_of(2, new)]
-    assert tier.contains_many(keys(1, 2)) == [False, True]
-    if tiers.has_budget:
-        stats = tier.stats()
-        assert (stats.num_blobs, stats.nbytes, stats.evictions) == (1, cost, 0)
-
-
-def test_nothing_takes_the_place_of_what_is_not_here(tiers: TierRig):
-    tier = tiers.open()
-    assert not tier.replace(key(2), blob_of(2, SMALL), "t", key(1))
-    assert tier.contains_many(keys(1, 2)) == [False, False]
-
-
-def test_a_place_that_was_pinned_is_pinned_for_who_takes_it(local: TierRig):
-    tier = local.open(2 * local.cost(LARGE))
-    tier.pin(keys(1, 2))
-    tier.put_many([(key(1), blob_of(1, LARGE))])
-    assert tier.replace(key(2), blob_of(2, SMALL), "", key(1))
-    for i in range(10, 14):
-        tier.put_many(chain(i, i + 1, LARGE))
-    assert tier.contains_many([key(2)]) == [True]
-
-
 @pytest.mark.parametrize(("old", "new"), [(SMALL, LARGE), (LARGE, SMALL), (LARGE, LARGE + 1)])
 def test_replace_lets_the_newer_value_win(tiers: TierRig, old: int, new: int):
     tier = tiers.open()

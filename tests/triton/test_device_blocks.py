@@ -40,7 +40,7 @@ from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea  # noqa: E4
 from engines.vllm_plugin.worker.transfer import Transfer  # noqa: E402
 from kvstore.blobs.chain import NAME_BYTES, Piece  # noqa: E402
 from kvstore.codecs.base import NUM_SINKS  # noqa: E402
-from kvstore.codecs.sinks import squeezes  # noqa: E402
+from kvstore.codecs.rows.sinks import squeezes  # noqa: E402
 from tests.block_sessions import open_store, ref  # noqa: E402
 from tests.lazy_device import device_here  # noqa: E402
 

@@ -43,7 +43,7 @@ from kvstore.blobs.chain import NAME_BYTES, Piece  # noqa: E402
 from kvstore.blobs.store_codecs import StoreCodecs  # noqa: E402
 from kvstore.codecs.base import NUM_SINKS  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
-from kvstore.codecs.sinks import squeezes  # noqa: E402
+from kvstore.codecs.rows.sinks import squeezes  # noqa: E402
 from kvstore.shapes import Rope  # noqa: E402
 from tests.block_sessions import open_store  # noqa: E402
 from tests.lazy_device import device_here  # noqa: E402

@@ -202,23 +202,12 @@ class RedisTier:
             num_held += len(held)
         return num_held
 
-    def replace(
-        self,
-        key: bytes,
-        blob: Blob,
-        owner: str = "",
-        instead_of: bytes = b"",
-        after: bytes = b"",
-    ) -> bool:
-        if instead_of and not self.contains_many([instead_of])[0]:
-            return False
+    def replace(self, key: bytes, blob: Blob, owner: str = "", after: bytes = b"") -> bool:
         for batch in self._batches({key: blob}):
             (reply,) = self._link.run([self._set(*x) for x in batch])
             if self._is_refusal(reply):
                 return False
             self._note_prolonged([key])
-            if instead_of:
-                self.delete_many([instead_of])
             return True
         return False
 
