@@ -30,10 +30,10 @@ class StateAccess(Protocol):
     """Reads and writes states in vLLM's blocks (``state_layers.StateBlocks``)."""
 
     def numbers(self, boundary: int) -> list[int]:
-        """The block number in the session of each block of a state, in the order of their ids."""
+        """Return the number in the session of each block of a state, in the order of their ids."""
 
     def in_windows(self, boundary: int) -> list[bool]:
-        """For each block of a state, in the order of their ids: whether it is of windows' rows."""
+        """Say of each block of a state, in the order of their ids, if it has rows of windows."""
 
     def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
         """Copy the state after ``boundary`` blocks from these blocks."""
