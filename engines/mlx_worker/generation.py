@@ -46,7 +46,7 @@ class Generation:
     session: SessionRef | None = None
     # Positions in ``prompt`` where a later turn may come back to (end of the system prompt, and as
     # the last one the end of the messages, before the generation marker). Models whose cache cannot
-    # be trimmed take a snapshot of their state at the first and the last.
+    # be trimmed take a copy of their state at the first and the last.
     boundaries: Sequence[int] = ()
     top_logprobs: int | None = None  # None = no logprobs at all
     # Whose share of the engine it takes, also where it belongs to no session.

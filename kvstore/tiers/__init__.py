@@ -21,5 +21,5 @@ a budget with ``lru.RecencyIndex``, is opened in ``registry.py``, and joins ``KI
 Its name goes into ``kvstore.session.TierName``. The definitions particular to each tier (budget and
 codec in ``StoreConfig`` and ``CodecSet``, the cache header's word, the share of a prefill that a
 wake costs, the plan) can be found with
-``git grep -E '"redis"|redis_ttl_s|redis_codec|[.]redis'``.
+``git grep -E '"redis"|redis_ttl_s|[.]redis'``.
 """

@@ -2,8 +2,8 @@
 
 Prompts are prefilled first, each going on from the one before where both begin alike.
 
-With states the whole session goes the way of a sleep and a wake: its rows as chunks, its state as a
-snapshot, by the store's own functions. Rows are packed once in a session's life, but a recurrent
+With states the whole session goes the way of a sleep and a wake: its rows as chunks, its state as
+a blob, by the store's own functions. Rows are packed once in a session's life, but a recurrent
 state that came back and went on is packed anew with the next sleep, and its errors are carried
 along. So the state goes through the codec ``SLEEPS`` times, a short turn apart, before it is
 judged.

@@ -3,7 +3,7 @@
 Three kinds of cache can be kept cold. ``KVCache`` grows with every token and goes through the
 codec, chunk by chunk; ``PackedKVCache`` takes its place where live KV is kept packed.
 ``RotatingKVCache`` (a sliding window) and ``ArraysCache`` (recurrent state) cannot be cut back to
-an earlier token; they are kept as snapshots, packed where that was measured. ``CacheList`` is a
+an earlier token; they are kept as states, packed where that was measured. ``CacheList`` is a
 bundle of them. Any other class can be served but not kept.
 """
 
@@ -50,7 +50,7 @@ class CachePlan:
 
     @property
     def needs_state(self) -> bool:
-        """True if a part of the cache does not grow and must be kept as snapshots."""
+        """True if a part of the cache does not grow and must be kept as states."""
         return any(name not in GROWING for name in self.class_names)
 
     def kv_sizes(self) -> tuple[KVSize, KVSize | None]:

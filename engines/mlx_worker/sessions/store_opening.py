@@ -5,7 +5,7 @@ of the operator: a codec that was named and costs this model more than the bound
 a data folder that another engine has.
 
 A self-test proves first that this model's KV survives hibernation.
-A few tokens are fed, their caches are taken to numpy, through the store's own snapshot format, and
+A few tokens are fed, their caches are taken to numpy, through the store's own format of states, and
 back, and both copies go on side by side. The rebuilt copy must hold the same bits, merge into a
 batch and come out of it unharmed, and say the same next token. A model with rotating windows is
 tried a second time with windows so small that they have gone round. mlx_lm's cache classes change
