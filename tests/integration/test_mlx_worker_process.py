@@ -247,7 +247,9 @@ async def test_sigterm_saves_what_runs_and_leaves_with_code_zero(
             await asyncio.sleep(0.05)
         await until_ready(server)  # the supervisor has started it again
         (report,) = await server.sessions()
-        assert report.id == "one" and report.tier == "disk" and report.tokens >= len(PROMPT) // 32 * 32
+        assert (
+            report.id == "one" and report.tier == "disk" and report.tokens >= len(PROMPT) // 32 * 32
+        )
     assert "the engine ended with code 0" in caplog.text
 
 
