@@ -33,6 +33,7 @@ from benchmarks.conformance_suites import CLIENTS, Client, FileResult, Suite, al
 from benchmarks.stacks.lifeline import Lifeline
 from benchmarks.stacks.product_stack import MIB, Stack, free_port
 from benchmarks.stacks.vllm_stack import PlainVllm, python_with_vllm
+from docs.generators.conformance_page import fields_section
 
 INTRODUCTION = (
     "Tests of the official Python clients (`tests/api_resources` of their source packages) that"
@@ -205,7 +206,7 @@ def page(found: Results) -> str:
     for client in CLIENTS:
         lines += _table(client, results)
     lines += _failures(results)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n\n" + fields_section()
 
 
 def _table(client: Client, results: Results) -> list[str]:

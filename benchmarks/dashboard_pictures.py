@@ -195,8 +195,8 @@ def main() -> None:
     with ExitStack() as stack:
         if find_binary():
             slowest = "redis"
-            settings["store"]["redis_url"] = stack.enter_context(RedisServer()).url
-            settings["store"]["redis_bytes"] = 512 * MIB
+            bounded = ("--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru")
+            settings["store"]["redis_url"] = stack.enter_context(RedisServer(*bounded)).url
         if args.data:
             settings["store"] |= {"codec": "auto", "accept_loss": False}
         server = stack.enter_context(Stack(settings, folder=args.data))

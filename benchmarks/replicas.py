@@ -18,7 +18,7 @@ from typing import Any, cast
 from benchmarks.stacks.product_stack import write_json
 from engines.base import Engine, SessionRef
 from engines.fleet.fleet_engine import FleetEngine
-from engines.fleet.homes import LastHomes
+from engines.fleet.homes import Homes
 
 
 class Named:
@@ -33,7 +33,7 @@ class Named:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     names = [f"http://10.0.{i // 250}.{i % 250}:9000" for i in range(args.engines)]
     engines = {name: cast(Engine, Named(i % 5 > 0)) for i, name in enumerate(names)}
-    homes = LastHomes(args.sessions)
+    homes = Homes(args.sessions)
     began = time.perf_counter()
     fleet = FleetEngine(engines, homes)
     built_s = time.perf_counter() - began

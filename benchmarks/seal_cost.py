@@ -53,7 +53,7 @@ def tier_for(kind: str, folder: Path, url: str, secret: bytes) -> Tier:
     if url:
         from kvstore.tiers.redis_server.redis_tier import RedisTier
 
-        tier: Tier = RedisTier(url, CAPACITY, deadline_s=10.0)
+        tier: Tier = RedisTier(url, deadline_s=10.0)
     else:
         tier = DiskTier(folder / kind, CAPACITY)
     if kind == "bare":

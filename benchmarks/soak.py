@@ -257,11 +257,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     async with AsyncExitStack() as around:
         if args.kill_every:
-            redis = around.enter_context(RedisServer())
+            bounded = ("--maxmemory", f"{2 * args.ram_mib}mb", "--maxmemory-policy", "allkeys-lru")
+            redis = around.enter_context(RedisServer(*bounded))
             settings["store"] |= {
                 "codec": "raw",
                 "disk_bytes": 2 * args.ram_mib * MIB,
-                "redis_bytes": 2 * args.ram_mib * MIB,
                 "redis_url": redis.url,
             }
         stack = around.enter_context(Stack(settings))

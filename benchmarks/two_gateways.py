@@ -154,7 +154,7 @@ class Users:
             deletes = clients[(number + turned + 1) % len(clients)]
             path = f"/v1/sessions/{sessions[number]}"
             while error := (await deletes.delete(path)).get("error"):
-                if error["code"] != "directory_away":
+                if error["code"] != "redis_away":
                     self.unknown.append(f"{name}, {sessions[number]}: {error['message']}")
                     break
                 self.asked_again["deletion 503"] += 1  # it cannot ask the others yet

@@ -51,11 +51,6 @@ class EngineUnreached(EngineUnavailable):
 class EngineRefused(EngineError):
     """The engine understood the request and refused it."""
 
-    def __init__(self, message: str, code: str = "") -> None:
-        """``code`` is that of ``engines.wire.Refused``."""
-        super().__init__(message)
-        self.code = code
-
 
 class Demoted(msgspec.Struct, frozen=True):
     """The outcome of a demote.
@@ -90,20 +85,8 @@ class HasReplicas(Protocol):
 
 
 @runtime_checkable
-class HasBudgets(Protocol):
-    """An engine whose budgets can change while it runs, if ``Welcome.moves_budgets``."""
-
-    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
-        """See ``engines.wire.SetBudgets``. Raises as verbs do; then it may be asked once more."""
-
-
-@runtime_checkable
 class LimitsTenants(Protocol):
     """An engine that holds tenants to bytes of the tiers, if ``Welcome.limits_tenants``."""
-
-    @property
-    def shared_address(self) -> str:
-        """The address at which other gateways may use it, too; "" if it is this gateway's own."""
 
     @property
     def welcome(self) -> Welcome | None: ...

@@ -192,19 +192,20 @@ async def read_body(
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
+        raise body_too_large(max_bytes)
     chunks: list[bytes] = []
     nbytes = 0
     async for chunk in request.stream():
         nbytes += len(chunk)
         if nbytes > max_bytes:
-            raise _too_large(max_bytes)
+            raise body_too_large(max_bytes)
         on_size(nbytes)
         chunks.append(chunk)
     return b"".join(chunks)
 
 
-def _too_large(max_bytes: int) -> InvalidRequest:
+def body_too_large(max_bytes: int) -> InvalidRequest:
+    """Make the error of a body of more than ``max_bytes``."""
     return InvalidRequest(
         f"The request's body is larger than {max_bytes} bytes.", code="body_too_large", status=413
     )

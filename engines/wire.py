@@ -19,7 +19,7 @@ from kvstore.codecs.quality import Quality
 from kvstore.session import KVSize as KVSize
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
-from kvstore.stats import Members, Repacking
+from kvstore.stats import Repacking
 from kvstore.stats import TierStats as TierStats
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 
@@ -88,7 +88,6 @@ class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     # The reason why KV on a GPU is packed by the host, which is slower; "" if it is not, or if
     # there is no GPU.
     why_host: str = ""
-    origin: str = ""  # of the profile: "learned here", "shared by" a machine; "" = there is none
     # The bound that lossy codecs have to keep here (see engines.calibration.gate.rules); None: not
     # reported.
     max_kl: float | None = None
@@ -129,7 +128,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     codec: CodecReport | None = None  # None: not reported
     requests: list[RequestProgress] = []  # those inside the engine, as far as it knows
     repacking: Repacking = Repacking()  # of blobs that were stored with an earlier codec
-    members: Members | None = None  # the other engines on its Redis; None: none, or not known
+    differs: tuple[str, ...] = ()  # from the data on its Redis; see ``kvstore.likeness``
 
 
 # ---- gateway -> engine
@@ -196,16 +195,6 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     order: CalibrationOrder | None = None  # None: a quick one, as at a model's first start
 
 
-class SetBudgets(msgspec.Struct, frozen=True, tag="set_budgets"):
-    """Keep to these budgets from now on. The answer comes once no more than they allow is in use.
-
-    See ``Welcome.moves_budgets``. Budgets are never smaller than those at the engine's start.
-    """
-
-    hot_bytes: int
-    ram_bytes: int
-
-
 class LimitTenants(msgspec.Struct, frozen=True, tag="limit_tenants"):
     """Hold tenants to bytes of the tiers from now on; a tier that is not named has no limits."""
 
@@ -213,7 +202,7 @@ class LimitTenants(msgspec.Struct, frozen=True, tag="limit_tenants"):
 
 
 Verb: TypeAlias = (Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessions | GetStats) | (
-    Adopt | Measure | SetBudgets | LimitTenants
+    Adopt | Measure | LimitTenants
 )
 
 
@@ -254,7 +243,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     hibernation_reason: str = ""  # why not, in one sentence
     template: TemplateRules = TemplateRules()
     can_measure: bool = False  # it obeys ``Measure``
-    moves_budgets: bool = False  # it obeys ``SetBudgets``
     limits_tenants: bool = False  # it obeys ``LimitTenants``
     live_kv: KVSize | None = None  # as this engine keeps it; None: not reported
     # With two bytes for each value of K and V, in every dtype of the engine, and recurrent states
@@ -272,7 +260,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """
 
     report: SessionReport | None
-    kept: str = ""  # "busy", "pinned", "no-cold-copy", "disabled"
+    kept: str = ""  # "busy", "pinned", "saving", "no-cold-copy", "disabled"
 
 
 class Sessions(msgspec.Struct, frozen=True, tag="session_list"):
@@ -304,7 +292,6 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The answer to any verb that failed or is not allowed."""
 
     message: str
-    code: Literal["", "pin_limit"] = ""  # set for refusals that are not failures
 
 
 VerbAnswer: TypeAlias = Welcome | Done | Sessions | Stats | Adopted | TenantUses | Refused

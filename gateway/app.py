@@ -33,6 +33,7 @@ from gateway.openai import chat, conversations, models, stored_chats
 from gateway.openai.responses import compaction
 from gateway.openai.responses import routes as responses
 from gateway.relay.answer_format import STORED_HEADER
+from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics
 from gateway.watch.scope import StreamPlaces
@@ -56,33 +57,30 @@ def create_app(
     loading: Loading | None = None,
     headroom: Headroom | None = None,
     shared: SharedLimits | None = None,
+    shared_sessions: SharedSessions | None = None,
 ) -> FastAPI:
     """Build the app around parts that ``launch`` has made.
 
     Its lifespan starts and stops the engines. Without ``stored`` nothing is stored, and
     without ``loading`` all models are loaded from the start. ``headroom`` is the memory that
     several models share: at its last mark one engine is ended, the one that holds most. ``shared``
-    keeps keys' limits together with other gateways.
+    keeps keys' limits together with other gateways, ``shared_sessions`` lists their sessions.
     """
+    served, limits = Models(models), KeyLimits(usual_limits(config), shared=shared)
+    tier_bytes = TierBytes(served.engines, tenants, lambda: limits.usual, metrics.tenants_full)
     gateway = Gateway(
         config=config,
-        models=Models(models),
+        models=served,
         tenants=tenants,
         metrics=metrics,
         stored=stored or Stored(),
         loading=loading,
         bodies=BodyBudget(config.max_bodies_bytes),
-        limits=KeyLimits(usual_limits(config), shared=shared),
+        limits=limits,
         keys=KeyList(tenants, config),
         event_places=StreamPlaces(config.max_event_streams),
-    )
-    gateway.limits.tier_bytes = TierBytes(
-        gateway.models.engines,
-        tenants,
-        lambda: gateway.limits.usual,
-        shared,
-        metrics.tenants_full,
-        lambda: gateway.limits.busy,
+        tier_bytes=tier_bytes,
+        shared_sessions=shared_sessions,
     )
     if shared is not None:
         shared.sessions_of = gateway.session_names
@@ -137,14 +135,14 @@ async def _running(
     if headroom is not None and headroom.guards:
         guarding = headroom.guard(gateway.restart_largest)
         housekeeping.append(asyncio.create_task(guarding, name="memory-guard"))
-    if gateway.directory is not None:
-        housekeeping.append(asyncio.create_task(gateway.directory.run(), name="directory"))
+    if gateway.shared_sessions is not None:
+        sharing_sessions = _again_and_again(gateway.shared_sessions.run, "sharing sessions")
+        housekeeping.append(asyncio.create_task(sharing_sessions, name="shared-sessions"))
     if gateway.limits.shared is not None:
         sharing = _again_and_again(gateway.limits.shared.run, "sharing keys' limits")
         housekeeping.append(asyncio.create_task(sharing, name="shared-limits"))
-    if (tier_bytes := gateway.limits.tier_bytes) is not None:
-        holding = _again_and_again(tier_bytes.run, "holding tenants to their bytes")
-        housekeeping.append(asyncio.create_task(holding, name="tier-bytes"))
+    holding = _again_and_again(gateway.tier_bytes.run, "holding tenants to their bytes")
+    housekeeping.append(asyncio.create_task(holding, name="tier-bytes"))
     gateway.stored.start()
     try:
         yield

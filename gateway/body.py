@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from engines.http import read_body, while_client_stays
 from engines.openai.errors import InvalidRequest
-from engines.openai.requests import Json, parse_json
+from engines.openai.requests import Json
 from engines.wire import TemplateRules
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, gateway_of
 from gateway.edge.accounts import LARGE_BODY_BYTES, account_of, body_share_of, check_weight
+from gateway.edge.content_encodings import encoding_of, unpacked
+from gateway.edge.half_characters import NUM_REPLACED, parse_whole
 from gateway.models.served_model import ServedModel
 
 T = TypeVar("T")
@@ -86,7 +90,7 @@ class ParsedBody:
         yield
         if was_alone:
             await self.recalled()
-            self.json = await self.beside(partial(_parsed, self._body))
+            self.json = await self.beside(partial(_parsed, self._request.scope, self._body))
 
     async def while_client_stays(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work``, but end it when the client leaves. Raises ``ClientGone``."""
@@ -147,7 +151,7 @@ async def parsed(
     body = await read_json_body(request, gateway.config) or empty
     async with AsyncExitStack() as alone:
         await alone.enter_async_context(gateway.bodies.parsing(len(body)))
-        json = await _beside(len(body), partial(_parsed, body))
+        json = await _beside(len(body), partial(_parsed, request.scope, body))
         model = gateway.models.meant(json.get("model"), gateway.config)
         parsed_body = ParsedBody(request, json, body, alone, model)
         del json  # it may be folded
@@ -162,40 +166,49 @@ async def _beside(nbytes: int, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if nbytes > LARGE_BODY_BYTES else work()
 
 
-def _parsed(body: bytes) -> Json:
+def _parsed(scope: Scope, body: bytes) -> Json:
     check_weight(body)
-    return parse_json(body)
+    json, num_replaced = parse_whole(body)
+    scope["state"][NUM_REPLACED] = num_replaced
+    return json
 
 
 async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
-    """Read the whole body; it is not parsed here.
+    """Read the whole body, and unpack it; it is not parsed here. A byte order mark is left out.
 
     Its bytes count in the budget of all bodies, as its caller's, until ``body_share_of`` is given
-    back.
+    back: those that came, and those that they were unpacked to.
 
     Raises:
-        Refused: 503, the bodies of all requests take too much.
-        InvalidRequest: it takes too long (408), is too large (413) or not declared as JSON (415).
+        Refused: 503, the bodies of all requests take too much; 415, it is in an unknown encoding.
+        InvalidRequest: it takes too long (408), is too large (413), not declared as JSON (415), or
+            is not what it says (400).
     """
     assert account_of(request.scope).body, "a route that reads a body says so in its account"
-    _check_encoding(request)
+    encoding = _encoding(request)
+    share = body_share_of(request.scope)
     try:
         async with asyncio.timeout(config.body_timeout_s):
-            share = body_share_of(request.scope)
-            return await read_body(request, config.max_body_bytes, share.grow)
+            body = await read_body(request, config.max_body_bytes, share.grow)
     except TimeoutError:
         raise InvalidRequest("The request's body took too long to arrive.", status=408) from None
+    if encoding and body:
+        async with gateway_of(request).bodies.unpacking:
+            body = await unpacked(body, encoding, config.max_body_bytes, share.add)
+    return body.removeprefix(BOM_UTF8)
 
 
-def _check_encoding(request: Request) -> None:
-    """Refuse types that a page of a foreign origin may send without asking first (no preflight)."""
+def _encoding(request: Request) -> str:
+    """Return the body's encoding, "" if it has none.
+
+    Types are refused that a page of a foreign origin may send without asking first (no preflight).
+    """
     if not _has_body(request):
-        return
+        return ""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise InvalidRequest("Send Content-Type: application/json.", status=415)
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise InvalidRequest("Send the body without Content-Encoding.", status=415)
+    return encoding_of(",".join(request.headers.getlist("content-encoding")))
 
 
 def _has_body(request: Request) -> bool:

@@ -18,14 +18,15 @@ from engines.http import while_client_stays
 from engines.openai.requests import InvalidRequest
 from engines.wire import Welcome
 from gateway.config import LOOPBACK, GatewayConfig
-from gateway.directory.directory import Directory
 from gateway.edge.accounts import BodyBudget, account_of, body_share_of
 from gateway.edge.key_limits import KeyLimits, KeyShare, key_share_of
 from gateway.edge.key_list import KeyList
+from gateway.edge.tier_bytes import TierBytes
 from gateway.errors import Failure, Refused
 from gateway.keys import Tenant, Tenants
 from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ENGINE_POLL_S, Models, ServedModel
+from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.seal import SealedText
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics
@@ -48,9 +49,10 @@ class Gateway:
     limits: KeyLimits
     event_places: StreamPlaces
     keys: KeyList
+    tier_bytes: TierBytes
     stored: Stored = field(default_factory=Stored)
     loading: Loading | None = None  # None: every model is loaded for as long as the server runs
-    directory: Directory | None = None  # None: no other server shares sessions with this one
+    shared_sessions: SharedSessions | None = None  # None: no other server shares any with this one
     tracing: Tracing = field(default_factory=PassOn)
     log_ring: LogRing = field(default_factory=LogRing)
     started_at: int = field(default_factory=lambda: int(time.time()))
@@ -172,10 +174,10 @@ async def _enter(loading: Loading, model: OnDemand, caller: Tenant, share: KeySh
     share.on_leaving(partial(loading.leave, model))
 
 
-def json_response(body: object) -> Response:
+def json_response(body: object, status: int = 200) -> Response:
     """Answer with an object as JSON; bytes are JSON already."""
     encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    return Response(encoded, media_type="application/json")
+    return Response(encoded, status, media_type="application/json")
 
 
 def limit_of(request: Request, usual: int, most: int) -> int:

@@ -6,6 +6,7 @@ fault is found: by the host's check, the router, the key, the body's reader.
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 from typing import Final
 
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavailable
+from engines.base import EngineError, EngineStalled, EngineUnavailable
 from engines.openai.requests import InvalidRequest, error_body, error_type
 from gateway.stored.shelf import StoreFailed
 from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
@@ -34,6 +35,11 @@ _ANTHROPIC_TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+# What engines say of a prompt beyond the context: ours (``context_too_long``), and vLLM.
+_CONTEXT: Final = re.compile(r"maximum context length is (\d{1,18}) tokens")
+_PROMPT: Final = re.compile(
+    r"(?:prompt has|text has|prompt contains) (?:at least )?(\d{1,18}) (?:input )?tokens"
+)
 _OVERLOADED: Final = 529  # Anthropic's status for 503
 _HINTS = {
     404: "This path does not exist here; see /v1/models, /v1/chat/completions, /v1/responses,"
@@ -72,8 +78,8 @@ class Failure(msgspec.Struct, frozen=True):
     def anthropic_json(self, request_id: str | None = None) -> bytes:
         """The body, in Anthropic's shape."""
         message = self.message
-        if self.code == "context_length_exceeded":  # the words by which agents know to compact
-            message = f"prompt is too long: {message}"
+        if self.code == "context_length_exceeded":
+            message = _too_long(message)
         error = {"type": self._anthropic_type, "message": message}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
@@ -112,6 +118,18 @@ class Failure(msgspec.Struct, frozen=True):
         return headers
 
 
+def _too_long(message: str) -> str:
+    """Put Anthropic's words in front, by which agents know that and how far they have to compact.
+
+    An engine that did not count to the end says "at least", perhaps of a number within the context.
+    """
+    most, counted = _CONTEXT.search(message), _PROMPT.search(message)
+    if most is None:
+        return f"prompt is too long: {message}"
+    number = max(int(counted[1]) if counted else 0, int(most[1]) + 1)
+    return f"prompt is too long: {number} tokens > {most[1]} maximum. {message}"
+
+
 class Refused(Exception):
     """A part of the gateway refuses a request, and has the answer."""
 
@@ -144,9 +162,6 @@ def failure_of(error: Exception) -> Failure:
         case SessionKept():
             code, why = _KEPT.get(error.reason, ("session_kept", error.reason))
             return Failure(409, f"This session stays as it is: {why}.", "session_id", code)
-        case EngineRefused(code="pin_limit"):
-            message = f"This session cannot be pinned: {error}."
-            return Failure(409, message, "session_id", "pin_limit")
         case EngineError():
             return Failure(502, f"The engine refused: {error}.", None, "engine_refused")
         case StoreFailed():

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engines.http import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.edge.accounts import BODY_SHARE, BodyBudget, BodyShare
+from gateway.edge.half_characters import NUM_REPLACED, REPLACED_HEADER
 from gateway.edge.key_limits import give_back, key_share_of
 from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
 from gateway.watch.metrics import Metrics
@@ -188,6 +189,7 @@ class _TrackedResponse:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             place = key_share_of(self._scope)
+            num_replaced = self._scope["state"].get(NUM_REPLACED)
             message["headers"] = [
                 *message.get("headers", ()),
                 *((x.encode(), y.encode()) for x, y in (place.headers() if place else ())),
@@ -196,6 +198,8 @@ class _TrackedResponse:
             ]
             if self._anthropic:
                 message["headers"].append((b"request-id", self.request_id.encode()))
+            if num_replaced:
+                message["headers"].append((REPLACED_HEADER.encode(), b"%d" % num_replaced))
         await self._send(message)
 
 

@@ -38,11 +38,10 @@ class Limits(NamedTuple):
     sessions: int = 0
     ram_bytes: int = 0
     disk_bytes: int = 0
-    redis_bytes: int = 0
 
     def bytes_of(self, tier: TierName) -> int:
-        """Return the limit of a tier's bytes."""
-        return {"ram": self.ram_bytes, "disk": self.disk_bytes, "redis": self.redis_bytes}[tier]
+        """Return the limit of a tier's bytes; 0 for Redis, whose server alone bounds it."""
+        return {"ram": self.ram_bytes, "disk": self.disk_bytes}.get(tier, 0)
 
 
 class Tenant(NamedTuple):

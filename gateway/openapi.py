@@ -204,7 +204,10 @@ def _answers(path: str, method: str) -> Json:
     statuses += [404] if path == "/" or path.startswith("/v1/") or "{" in path else []
     statuses += [403, 409] if path.startswith("/admin/") else []
     good = _OTHER_GOOD.get((method, path), 200)
-    answers: Json = {str(good): {"description": HTTPStatus(good).phrase, "content": content}}
+    goods = [good, 202] if path.endswith("/demote") else [good]
+    answers: Json = {
+        str(x): {"description": HTTPStatus(x).phrase, "content": content} for x in goods
+    }
     for status in sorted(statuses):
         answers[str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
     return answers

@@ -21,23 +21,14 @@ from engines.base import EngineUnavailable, SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
 from gateway.context import admin_of, caller_of, gateway_of, json_response, limit_of, model_asked
-from gateway.directory.beyond import (
-    Found,
-    carried_out_elsewhere,
-    delete_everywhere,
-    found_elsewhere,
-    shown_elsewhere,
-    unknown_while_away,
-    used_later,
-)
-from gateway.directory.directory import Elsewhere
-from gateway.directory.orders import done, shown, sleeps
-from gateway.edge.tier_bytes import Used
+from gateway.errors import RETRY_LATER_S, Failure, Refused
 from gateway.identity.names import SUFFIX, checked_name
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
+from gateway.shared.session_rows import SessionRow
+from gateway.shared.shared_sessions import Elsewhere
 from gateway.stored.shelf import StoreFailed
-from scheduler.session import SessionView
+from scheduler.session import SAVING, SessionView
 from scheduler.sessions import Overloaded, Place
 
 router = APIRouter()
@@ -60,7 +51,7 @@ async def list_sessions(request: Request) -> Response:
     tenant, models = _owner(request), _models(request)
     limit, (number, after) = limit_of(request, MAX_ROWS, MAX_ROWS), _after(request)
     rows: list[tuple[int, SessionView]] = []
-    beyond = after if number == len(models) else None
+    beyond = int(after[0]) if after is not None and number == len(models) else None
     for i, model in enumerate(models[number:], number):
         few = model.sessions.list(tenant.name, limit + 1 - len(rows), after)
         rows += [(i, x) for x in few]
@@ -74,9 +65,8 @@ async def list_sessions(request: Request) -> Response:
         listed["next"] = f"{i}/{place[0]!r}/{place[1]}"
     else:
         await _add_elsewhere(request, tenant, listed, limit - len(rows), beyond)
-    limits = gateway_of(request).limits.tier_bytes
-    if limits is not None and (used := await limits.used(tenant.name)):
-        listed["tier_bytes"] = {tier: _shown_bytes(x) for tier, x in used.items()}
+    if used := gateway_of(request).tier_bytes.used(tenant.name):
+        listed["tier_bytes"] = used
     if unlisted := [x.label for x in models if not x.is_listed]:
         listed["unlisted_models"] = unlisted  # not loaded since the server's start
     return json_response(listed)
@@ -84,7 +74,10 @@ async def list_sessions(request: Request) -> Response:
 
 @router.post(_ONE + "/demote")
 async def demote(request: Request) -> Response:
-    """Put a session to sleep now; a tier in the body also moves its cold copy down."""
+    """Put a session to sleep now; a tier in the body also moves its cold copy down.
+
+    One that is still being saved is answered with 202, and sleeps when that is done.
+    """
     session = _session(request)
     body = await read_json_body(request, gateway_of(request).config)
     try:
@@ -118,7 +111,7 @@ async def show_session(request: Request) -> Response:
     model = _model_of(request, session)
     view = model.sessions.get(session) if model else None
     if model is None or view is None:
-        return json_response(shown_elsewhere(await _held_elsewhere(request, session)))
+        return json_response(await _shown_elsewhere(request, session))
     prefix = model.prefixes.report(session.tenant, session.id)
     past = model.live.detail(session, admin=False)
     return json_response(
@@ -145,9 +138,9 @@ async def forget(request: Request) -> Response:
         not_removed = error
     beside = msgspec.structs.replace(session, id=session.id + SUFFIX)
     models, known = _models(request), []
-    elsewhere = await delete_everywhere(
-        gateway.directory, (session, beside), models, _model_name(request)
-    )
+    elsewhere = Elsewhere()
+    if (shared := gateway.shared_sessions) is not None:
+        elsewhere = await shared.delete((session, beside), models, _model_name(request))
     unseen: dict[str, Exception] = {}  # models that could not be loaded to look for it
     for model in models:  # one after the other: to use two at once would be to wait for oneself
         if not model.may_have(session) and not model.may_have(beside):
@@ -168,7 +161,7 @@ async def forget(request: Request) -> Response:
             model.prefixes.forget(x.tenant, x.id)
     deleted = {"id": session.id, "object": "session.deleted", "deleted": True}
     if elsewhere.is_away:
-        deleted["only_here"] = True  # other servers learn of it when the directory answers again
+        deleted["only_here"] = True  # other servers learn of it when Redis answers again
     return json_response(deleted | ({"unlisted_models": sorted(unseen)} if unseen else {}))
 
 
@@ -229,23 +222,34 @@ async def _verb(request: Request, verb: str) -> Response:
 async def _carried_out(
     request: Request, session: SessionRef, verb: str, tier: TierName | None = None
 ) -> Response:
-    """Carry out a verb where the session was used last, here or at another server."""
-    gateway = gateway_of(request)
+    """Carry out a verb on a session of this server."""
     model = _model_of(request, session)
-    view = model.sessions.get(session) if model else None
-    elsewhere = await _elsewhere(request, session.tenant, session.id)
-    if holder := used_later(elsewhere, view):
-        return await carried_out_elsewhere(gateway.directory, holder, verb, session, tier)
     if model is None:
-        raise _unknown(elsewhere)
-    if sleeps(model, verb):
-        view = await done(model, session, verb)
+        raise _not_here(await _elsewhere(request, session))
+    view = None
+    if verb == "demote" and model.state == "unloaded":
+        view = model.sessions.get(session)  # it sleeps already, as deep as it can
     else:
-        async with gateway.using(model, request):
-            view = await done(model, session, verb, tier)
+        async with gateway_of(request).using(model, request):
+            match verb:
+                case "demote":
+                    view = await model.sessions.demote(session, tier)
+                case "prefetch":
+                    view = await model.sessions.prefetch(session)
+                case _:
+                    view = await model.sessions.pin(session, verb == "pin")
     if view is None:
-        raise _unknown(elsewhere)
-    return json_response(shown(model, view))
+        raise _not_here(await _elsewhere(request, session))
+    status = 202 if view.state == SAVING else 200  # 202: it is still being saved
+    return json_response(shown(model, view), status)
+
+
+def shown(model: ServedModel, view: SessionView) -> dict[str, Any]:
+    """Show a session of this server."""
+    return {**msgspec.to_builtins(view), "model": model.label}
+
+
+# ---- sessions of other servers
 
 
 def _model_name(request: Request) -> str:
@@ -255,51 +259,62 @@ def _model_name(request: Request) -> str:
 
 
 async def _add_elsewhere(
-    request: Request, tenant: Tenant, listed: dict[str, Any], most: int, after: Place | None
+    request: Request, tenant: Tenant, listed: dict[str, Any], most: int, below: int | None
 ) -> None:
-    """Add to a list the sessions that other servers have, and this one does not."""
-    models, found = _models(request), await _elsewhere(request, tenant.name)
-    if found.is_away:
-        listed["only_here"] = True  # the directory of other servers' sessions does not answer
-    own = {x.label: x for x in models}
-    rows = {
-        f"{x.row.model}/{x.row.id}": x
-        for x in found.rows
-        if x.row.model not in own or not own[x.row.model].knows(tenant, x.row.id)
-    }
-    keys = sorted(x for x in rows if after is None or x > after[1])
-    listed["data"] += [shown_elsewhere(rows[x]) for x in keys[:most]]
-    if len(keys) > most:
-        last = keys[most - 1] if most else ""
-        listed["next"] = f"{len(models)}/0.0/{last or '!'}"
+    """Add to a list the sessions that other servers used last, and this one does not have."""
+    models, shared = _models(request), gateway_of(request).shared_sessions
+    if shared is None:
+        return
+    page = await shared.page(tenant.name, most, below)
+    if page is None:
+        listed["only_here"] = True  # Redis does not answer
+        return
+    own, named = {x.label: x for x in models}, model_asked(request)
+
+    def is_meant(row: SessionRow) -> bool:
+        model = own.get(row.model)
+        return named is None if model is None else not model.knows(tenant, row.id)
+
+    listed["data"] += [shared.shown(x) for x in page.rows if is_meant(x)]
+    if page.next is not None:
+        listed["next"] = f"{len(models)}/{page.next}/-"
 
 
-async def _elsewhere(request: Request, tenant: str, id: str | None = None) -> Found:
-    directory = gateway_of(request).directory
-    return await found_elsewhere(directory, tenant, _model_name(request), id)
+async def _elsewhere(request: Request, session: SessionRef) -> Elsewhere:
+    shared = gateway_of(request).shared_sessions
+    if shared is None:
+        return Elsewhere()
+    return await shared.elsewhere(session.tenant, session.id, _model_name(request))
 
 
-async def _held_elsewhere(request: Request, session: SessionRef) -> Elsewhere:
-    """Find a session that this server does not know; the one that was used last.
+async def _shown_elsewhere(request: Request, session: SessionRef) -> dict[str, Any]:
+    """Show a session that this server does not know; the one that was used last.
 
-    Raises:
-        InvalidRequest: 404, there is none.
-        Refused: 503, the others cannot be asked.
+    Raises as ``_unknown`` says.
     """
-    found = await _elsewhere(request, session.tenant, session.id)
-    if not found.rows:
+    found, shared = await _elsewhere(request, session), gateway_of(request).shared_sessions
+    if shared is None or not found.rows:
         raise _unknown(found)
-    return found.rows[0]
+    return shared.shown(found.rows[0])
 
 
-def _unknown(found: Found) -> Exception:
-    return unknown_while_away() if found.is_away else _unknown_session()
+def _not_here(found: Elsewhere) -> Exception:
+    """Make the answer to a verb on a session that this server does not have."""
+    if not found.rows:
+        return _unknown(found)
+    message = (
+        "Another server had this session last; it is moved, pinned and woken there. Its next turn"
+        " may come here."
+    )
+    return InvalidRequest(message, "session_id", "session_elsewhere", 409)
 
 
-def _unknown_session() -> InvalidRequest:
-    return InvalidRequest("There is no such session.", "session_id", "session_not_found", 404)
-
-
-def _shown_bytes(used: Used) -> dict[str, int | bool]:
-    shown = {"held": used.held, "limit": used.limit}
-    return shown | {"only_here": True} if used.only_here else shown
+def _unknown(found: Elsewhere) -> Exception:
+    """Make the answer about a session of which nothing is known: 404, or 503 without Redis."""
+    if not found.is_away:
+        return InvalidRequest("There is no such session.", "session_id", "session_not_found", 404)
+    message = (
+        "This server has no such session, and Redis, which knows those of other servers, does not"
+        " answer. Try again later."
+    )
+    return Refused(Failure(503, message, "session_id", "redis_away", RETRY_LATER_S))

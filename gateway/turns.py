@@ -21,16 +21,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engines.base import Engine, SessionRef
-from engines.openai.errors import unknown_model
+from engines.openai.errors import InvalidRequest, unknown_model
+from engines.openai.foreign_request import Dialect, renamed, take_foreign
+from engines.openai.keywords import left_out, with_enforceable_formats
 from engines.openai.messages import Sight, with_known_parts
-from engines.openai.requests import ChatRequest, CompletionRequest, Json
+from engines.openai.requests import NO_LIMIT, ChatRequest, CompletionRequest, Json
 from engines.wire import TemplateRules
 from gateway.body import ParsedBody, body_for_engine, fitted, keep_reasoning
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of, request_id_of
-from gateway.identity.known_chats import message_chain
+from gateway.identity.known_chats import Link, message_chain
 from gateway.identity.names import (
     MAX_ID_BYTES,
     SUFFIX,
@@ -50,6 +52,7 @@ from gateway.keys import Tenant
 from gateway.models.loading import OnDemand
 from gateway.models.served_model import ServedModel
 from gateway.relay.answer_format import (
+    LIMITS,
     AnswerFormat,
     AsItIs,
     HiddenUsage,
@@ -58,20 +61,17 @@ from gateway.relay.answer_format import (
     asks_for_nothing,
     asks_for_usage,
 )
-from gateway.relay.passthrough import EVENT_STREAM, NO_CACHE, body_part, send_end, send_head
+from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS, body_part, send_end, send_head
 from gateway.relay.turn_response import TurnRequest, TurnResponse
 from gateway.watch.rows import title_of
 from scheduler.session import TurnHints
 
-# Fields that only the gateway may set for an engine, and names of sessions, which it has read.
+# Names of sessions, which the gateway has read, and hints that only it may give to an engine. Of
+# vLLM's own fields ``take_foreign`` has left none but those that a client may set.
 _PRIVATE_FIELDS = frozenset(
-    {"cache_salt", "conversation", "kv_hints", "kv_transfer_params", "previous_response_id"}
-    | {"priority", "prompt_cache_key", "request_id", "session_id", "vllm_xargs"}
+    {"conversation", "kv_hints", "previous_response_id", "prompt_cache_key"}
     | {"prompt_cache_options", "prompt_cache_retention"}
-    # How vLLM reads images, and where from; those that ask for something were refused.
-    | {"ec_transfer_params", "media_io_kwargs", "mm_payload", "mm_processor_kwargs"}
 )
-_LIMITS = ("max_tokens", "max_completion_tokens")
 
 
 class WhileLoading(Response):
@@ -109,7 +109,7 @@ class WhileLoading(Response):
                     break
                 if not begun:
                     kind = (b"content-type", EVENT_STREAM.encode())
-                    await send_head(send, 200, [kind, NO_CACHE])
+                    await send_head(send, 200, [kind, *STREAM_HEADERS])
                     begun = True
                 await send_body(body_part(f": {self._progress()}\n\n".encode()))
             turn = self._preparing.result()
@@ -157,6 +157,8 @@ class Operation(msgspec.Struct, frozen=True):
     failed: Callable[[Failure], bytes] = Failure.event
     # Hears how the request's prompt compares with the one before it, ahead of the answer.
     compared: Callable[[ServedModel, Tenant, AnswerFormat, Compared], None] = lambda *_: None
+    # None: fields of other servers mean nothing in it.
+    dialect: Dialect | None = None
     name: str = "chat"  # OpenTelemetry's
     path: str = "/v1/chat/completions"  # the engine's
 
@@ -167,8 +169,10 @@ class CheckedRequest(NamedTuple):
     translated: Translated
     model: str
     session: NamedSession | None  # None: the client gave none
-    chain: Sequence[bytes]  # then its chat is recognised by these
+    chain: Sequence[Link]  # then its chat is recognised by these
     outline: Outline | None  # None: it is no chat
+    foreign: Mapping[str, str]  # the client's names of the engine's fields, if they are others
+    left_out: Sequence[str]  # keywords of JSON schemas
 
 
 async def accept(request: Request, operation: Operation) -> Response:
@@ -213,7 +217,8 @@ async def _prepared(
     """
     gateway = gateway_of(request)
     tenant = caller_of(request)
-    async with body_for_engine(request, check=operation.check_early, on_wait=on_wait) as body:
+    early = partial(_check_early, operation)
+    async with body_for_engine(request, check=early, on_wait=on_wait) as body:
         translate = await operation.recall(gateway, tenant, body)
         model = body.model
         rules = model.served.template
@@ -227,6 +232,7 @@ async def _prepared(
         _even_out(raw, model.served.max_context, gateway.config.default_max_tokens)
         if asks_for_usage(raw):
             answer = HiddenUsage(answer)
+        is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
         if model.served.engine == "vllm" and asks_for_nothing(raw):
             answer = NothingSaid(answer)
         gateway.metrics.left_out(asked.translated.left_out)
@@ -234,12 +240,15 @@ async def _prepared(
         if asked.outline is not None and named_by_agent(request.headers):
             named = _row_of(gateway, model, tenant, named, asked.outline)
         await gateway.check_new_session(tenant, model, named.id)
+        if gateway.shared_sessions is not None and asked.session is not None:
+            await gateway.shared_sessions.before_first_turn(model, tenant.session(named.id))
         gateway.limits.comes(tenant, model.coming(named.id), request.scope)
         session = tenant.session(named.id)
         request.scope["state"]["session"] = named.id
         compared = None
         if asked.outline is not None:
             compared = model.prefixes.compare(tenant.name, named.id, asked.outline)
+            compared.is_ahead = is_ahead
             operation.compared(model, tenant, answer, compared)
         title = title_of(raw.get("messages", ())) if gateway.config.session_titles else ""
         for_engine = await body.beside(partial(_encode, model.engine, raw, session))
@@ -254,6 +263,8 @@ async def _prepared(
         client_name(request.headers),
         tenant.weight,
         title,
+        asked.foreign,
+        asked.left_out,
     )
     request_id = request_id_of(request.scope)
     return TurnResponse(gateway, model, turn, request_id, answer, asked.translated.keep)
@@ -268,8 +279,16 @@ def _check(
     asked: Json,
 ) -> CheckedRequest:
     translated, (rules, sight, engine) = translate(asked), served
-    raw = translated.raw
-    request = operation.validate(raw, sight)
+    raw = dict(translated.raw)  # it may be the client's body, which is still read
+    foreign: dict[str, str] = {}
+    if operation.dialect is not None:
+        foreign = take_foreign(asked, raw, operation.dialect, engine)
+    try:
+        request = operation.validate(raw, sight)
+    except InvalidRequest as error:
+        message, param = renamed(error.message, error.param, foreign)
+        raise InvalidRequest(message, param, error.code, error.status) from error
+    raw |= with_enforceable_formats(raw)
     if engine == "vllm":
         request.count_schemas().check_lengths()
     if isinstance(request, ChatRequest):
@@ -278,14 +297,26 @@ def _check(
         raw.pop("messages", None)  # a text has none
         messages = [raw["prompt"]]
     named = _named(headers, asked, messages)
-    chain = [] if named else message_chain(tenant.salt, messages, group_of(asked))
+    chain = []
+    if named is None:
+        chain = message_chain(tenant.salt, messages, group_of(asked), raw.get("tools"))
     outline = None
     if "messages" in raw:
         raw["messages"] = fitted(raw["messages"], rules)
         outline = outline_of(raw, tenant.salt)
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
-    return CheckedRequest(translated, request.model, named, chain, outline)
+    translated = translated._replace(raw=raw)
+    keywords = left_out(request.held_schemas)
+    return CheckedRequest(translated, request.model, named, chain, outline, foreign, keywords)
+
+
+def _check_early(operation: Operation, model: ServedModel, asked: Json) -> None:
+    """Check a copy of a body, as far as that is possible before its model is loaded."""
+    if operation.dialect is not None:
+        take_foreign(asked, asked, operation.dialect, "")
+    if operation.check_early is not None:
+        operation.check_early(model, asked)
 
 
 def _named(
@@ -313,8 +344,9 @@ def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:
     Options of a stream mean nothing without one. A chat's answer that may be as long as the context
     may be as long as there is room; one that has no limit gets the default, if there is one. A
     text's answer has 16 tokens if the request says no more, so its limit is cut down, not left out.
-    A bias of zero changes nothing, for any key.
+    A limit of -1 is none. A bias of zero changes nothing, for any key.
     """
+    raw |= {name: max_context for name in LIMITS if raw.get(name) == NO_LIMIT}
     if biases := raw.pop("logit_bias", None):
         raw["logit_bias"] = {key: bias for key, bias in biases.items() if bias}
     if not raw.get("stream"):
@@ -323,9 +355,9 @@ def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:
         if (raw.get("max_tokens") or 0) > max_context:
             raw["max_tokens"] = max_context
         return
-    if default_max_tokens and all(raw.get(name) is None for name in _LIMITS):
+    if default_max_tokens and all(raw.get(name) is None for name in LIMITS):
         raw["max_tokens"] = default_max_tokens
-    for name in _LIMITS:
+    for name in LIMITS:
         if (raw.get(name) or 0) >= max_context:
             del raw[name]
 
@@ -354,9 +386,14 @@ def _row_of(
     return NamedSession(row.id, parent, named.is_child or row.is_lesser)
 
 
-def _found(model: ServedModel, tenant: Tenant, chain: Sequence[bytes]) -> NamedSession:
+def _found(model: ServedModel, tenant: Tenant, chain: Sequence[Link]) -> NamedSession:
     """Find the chat that a request goes on with, or begin a new one."""
     found = model.chats.identify(
-        tenant, chain, partial(model.knows, tenant), partial(model.is_quiet, tenant)
+        tenant,
+        chain,
+        partial(model.knows, tenant),
+        partial(model.is_quiet, tenant),
+        partial(model.tokens_of, tenant),
+        partial(model.is_answered, tenant),
     )
     return NamedSession(found)

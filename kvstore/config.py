@@ -43,7 +43,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     encrypt: bool = False  # also hide the content of data that leaves this process
     disk_path: str = ""  # "" = the cache folder that launch chooses
     redis_url: str = ""
-    redis_bytes: NonNegative = 64 << 30
+    # Blobs in Redis expire this long after they were last used. What an engine leaves there that
+    # never comes back is gone then, and a session that rested over a weekend still returns.
+    redis_ttl_s: PositiveSeconds = 7 * 86400.0
     redis_deadline_s: PositiveSeconds = 2.0
     # How long a restore may take before prefill is the better choice.
     restore_deadline_s: PositiveSeconds = 20.0
@@ -57,13 +59,5 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     write_queue_bytes: NonNegative = 256 << 20
     # Memory for the list of sessions; beyond it the longest unused are no longer listed.
     index_bytes: NonNegative = 256 << 20
-    # This share of each tier is divided between the tenants that used it within a day. Bytes of a
-    # tenant within its part are not evicted for others. 0 = the tenant that was away longest loses
-    # its bytes first.
-    guaranteed_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
-    # Pinned sessions take at most this share of the smallest tier; a pin beyond it is refused.
-    pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
-    # One tenant gets at most this share of the pinned bytes.
-    tenant_pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     # A session that was not used for this long is dropped from every tier. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

@@ -10,11 +10,9 @@
     +-- StoreClosed       the store is shutting down
     +-- UnknownCodec      no codec of that name, or it cannot take this layout
     +-- CodecRefused      it was not measured on this model, or costs it more than the bound
-    +-- PinLimit          pinned sessions already take all that they may; one more is refused
 
-Only the last three ever reach a user: the worst outcome of each other one is a recompute.
-``UnknownCodec`` and ``CodecRefused`` end the start of an engine whose codec was named; ``PinLimit``
-answers the request for the pin.
+Only the last two ever reach a user, by ending the start of an engine whose codec was named: the
+worst outcome of each other one is a recompute.
 """
 
 from __future__ import annotations
@@ -57,8 +55,4 @@ class UnknownCodec(ColdError):
 
 
 class CodecRefused(ColdError):
-    pass
-
-
-class PinLimit(ColdError):
     pass

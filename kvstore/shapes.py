@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 DType: TypeAlias = Literal["bfloat16", "float16", "float32"]
 
@@ -34,15 +34,21 @@ KVRun: TypeAlias = Sequence[KVPair]
 RotatedSide: TypeAlias = Literal["values"]
 
 
+MOST_IN_LAYER: Final = 1 << 20
+# What is read from a file is checked here, and nowhere else.
+NumHeads: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_IN_LAYER)]
+Dim: TypeAlias = Annotated[int, Meta(ge=0, le=MOST_IN_LAYER)]
+
+
 class KVLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One attention layer whose K and V grow with every token.
 
     A dimension of 0 means that this side does not exist: there are only values, or only keys.
     """
 
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
+    num_kv_heads: NumHeads
+    head_dim: Dim
+    value_dim: Dim
 
 
 def is_latent(layer: KVLayer) -> bool:

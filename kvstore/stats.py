@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
 
 import msgspec
 
@@ -18,30 +17,6 @@ class Repacking(msgspec.Struct, frozen=True):
     bytes_left: int = 0  # present bytes of these sessions
     sessions_done: int = 0  # since the start
     freed_bytes: int = 0  # in all tiers together
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """Something that keeps other engines on the same Redis apart from this one."""
-
-    kind: str  # a word of ``kvstore.membership.WORDS``
-    number: int  # of such engines
-    text: str  # one sentence, with the remedy
-
-
-class Members(msgspec.Struct, frozen=True):
-    """The other engines on the store's Redis, as far as they have reported lately."""
-
-    alike: int = 0  # those that find this engine's blobs, or serve other models
-    differing: tuple[Difference, ...] = ()
-
-
-def most_different(parts: Iterable[Members | None]) -> Members | None:
-    """Choose the report that finds the most differences, of several engines on one Redis."""
-    return max(
-        (x for x in parts if x is not None),
-        key=lambda x: (len(x.differing), x.alike),
-        default=None,
-    )
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +39,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierStats]
     codec: str = ""  # id of the codec of new blobs' rows
     repacking: Repacking = Repacking()
-    members: Members | None = None  # None: there is no Redis, or no report yet
+    differs: tuple[str, ...] = ()  # from the data on the Redis; see ``kvstore.likeness``
 
 
 class Counters:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launch.errors import LaunchError
+from launch.printing import safe
 from launch.remote import MISS, UNKNOWN, Address, Message, Turn, take_turn, words_of
 from launch.settings.units import show_bytes, show_duration
 
@@ -95,7 +96,7 @@ class Talk:
         path = f"{self._path()}/{verb}"
         for _ in range(BUSY_ROUNDS):
             status, content = await self._address.ask(self._http, "POST", path, {})
-            if status != 409:  # else what the last turn added is still being saved
+            if status != 409:  # else the last turn is just ending
                 break
             await asyncio.sleep(BUSY_S)
         return _checked(status, content)
@@ -110,7 +111,7 @@ class Talk:
 
 
 def _checked(status: int, content: Any) -> dict[str, Any]:
-    if status == 200 and isinstance(content, dict):
+    if status in (200, 202) and isinstance(content, dict):
         return content
     if isinstance(content, dict) and "error" in content:
         raise LaunchError(f"{status}: {words_of(content)}")
@@ -149,11 +150,6 @@ class Screen:
     def session(self, session: dict[str, Any] | None, name: str) -> None:
         words = _session_words(session) or [f"{name}: the server does not know it yet"]
         self.note(" · ".join(words))
-
-
-def safe(text: str) -> str:
-    """Replace the control characters of ``text`` that a terminal would obey."""
-    return "".join(x if x.isprintable() or x in "\n\t" else "?" for x in text)
 
 
 def _turn_words(turn: Turn) -> list[str]:

@@ -18,7 +18,7 @@ from tomlkit.exceptions import TOMLKitError
 from engines.files import replace_file
 from launch.errors import LaunchError, UsageError
 
-Format: TypeAlias = Literal["json", "toml", "lines"]  # lines: KEY=VALUE or key: value
+Format: TypeAlias = Literal["json", "toml", "yaml", "lines"]  # lines: KEY=VALUE, as in .env
 NO_KEY: Final = "none"  # most clients want some key, also where the server needs none
 # Tokens of a client's first request as it was measured (docs/clients.md): instructions and tools.
 FIRST_PROMPT: Final[Mapping[str, int]] = {
@@ -30,6 +30,8 @@ FIRST_PROMPT: Final[Mapping[str, int]] = {
 PROVIDER: Final = "thermocline"
 BACKUP_SUFFIX: Final = ".before-thermocline"
 _PRIVATE: Final = 0o600  # a key may stand in it
+# Readers of .env files take these as they stand.
+_BARE: Final = re.compile(r"[A-Za-z0-9_./:@%+,=\\-]+")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,6 @@ class Change:
     path: Path
     format: Format
     values: Mapping[str, Any]  # nested as in the file; None = it is not to stand there
-    separator: str = "="  # of lines
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,11 @@ def connection(client: str, server: Server, home: Path) -> Connection:
 
     Raises:
         UsageError: that client is unknown.
+        LaunchError: the server's model has no name that a file of settings can hold.
     """
+    for words, value in (("a model", server.model), ("an address", server.url)):
+        if not value or not value.isprintable():  # a line break would begin a setting of its own
+            raise LaunchError(f"{words} with control characters cannot be used: {value!r}")
     make = CLIENTS.get(client)
     if make is None:
         raise UsageError(f"there is no client {client!r}; there are: {', '.join(sorted(CLIENTS))}")
@@ -180,9 +185,8 @@ def _aider(server: Server, home: Path) -> Connection:
         "openai-api-key": server.key,
         "model": f"openai/{server.model}",
     }
-    lines = [f"{key}: {value}" for key, value in values.items()]
-    shown = ["# ~/.aider.conf.yml", *lines]
-    return Connection(shown, Change(home / ".aider.conf.yml", "lines", values, ": "))
+    shown = ["# ~/.aider.conf.yml", *(_yaml_line(*x) for x in values.items())]
+    return Connection(shown, Change(home / ".aider.conf.yml", "yaml", values))
 
 
 def _exports(values: Mapping[str, str]) -> list[str]:
@@ -264,25 +268,57 @@ def _put(target: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
         _put(target[key], value)
 
 
-def _merged_lines(text: str, change: Change) -> str:
-    lines = text.splitlines()
-    for key, value in change.values.items():
-        ours = f"{key}{change.separator}{value}"
-        same = re.compile(
-            rf"(?:export\s+)?{re.escape(key)}\s*{re.escape(change.separator.strip())}"
-        )
-        places = [i for i, line in enumerate(lines) if same.match(line)]
+def _merged_yaml(text: str, change: Change) -> str:
+    return _with_lines(text, {f"{key}:": _yaml_line(key, x) for key, x in change.values.items()})
+
+
+def _merged_dotenv(text: str, change: Change) -> str:
+    return _with_lines(text, {f"{key}=": _dotenv_line(key, x) for key, x in change.values.items()})
+
+
+def _with_lines(text: str, ours: Mapping[str, str]) -> str:
+    """Put lines in the place of those that begin alike, spaces apart; the others stay."""
+    lines = text.removesuffix("\n").split("\n") if text else []
+    for beginning, line in ours.items():
+        key, separator = re.escape(beginning[:-1]), re.escape(beginning[-1])
+        same = re.compile(rf"(?:export\s+)?{key}\s*{separator}")
+        places = [i for i, x in enumerate(lines) if same.match(x)]
         if places:
-            lines[places[-1]] = ours  # of several the last one counts
+            lines[places[-1]] = line  # of several the last one counts
         else:
-            lines.append(ours)
+            lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def _yaml_line(key: str, value: str) -> str:
+    """Write a value in double quotes, which YAML reads as JSON does. Raises ``ValueError``."""
+    return f"{key}: {json.dumps(_printable(value), ensure_ascii=False)}"
+
+
+def _dotenv_line(key: str, value: str) -> str:
+    """Write a value so that all readers of .env files read it back; they differ in escapes.
+
+    Raises ``ValueError`` for one that some would change.
+    """
+    if _BARE.fullmatch(_printable(value)):
+        return f"{key}={value}"
+    for quote in "'\"":
+        if quote not in value and "\\" not in value:
+            return f"{key}={quote}{value}{quote}"
+    raise ValueError(f"a value with quotes and backslashes cannot be written: {value!r}")
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("a value has control characters")
+    return value
 
 
 _MERGERS: Final[Mapping[Format, Callable[[str, Change], str]]] = {
     "json": _merged_json,
     "toml": _merged_toml,
-    "lines": _merged_lines,
+    "yaml": _merged_yaml,
+    "lines": _merged_dotenv,
 }
 
 

@@ -26,11 +26,9 @@ import msgspec
 from engines.about_vllm.model_files import needs_tool_template, parsers_for, read_model_files
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk_folder import left_behind
-from launch.calibrate.profile_notes import profile_origin
 from launch.calibrate.program import MEASURABLE
 from launch.errors import LaunchError
 from launch.families.cache_shape import NotUnderstood
-from launch.joining import roll_call
 from launch.machine.blas import find_blas
 from launch.machine.folders import compile_environment, server_folder
 from launch.machine.installation import (
@@ -48,6 +46,7 @@ from launch.plan.fit import with_capacity
 from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_served
 from launch.serve.port import take_port
+from launch.serve.redis_likeness import differences_from_redis
 from launch.settings.budgets import at_once
 from launch.settings.effective_settings import EffectiveSettings, require_installed
 from launch.settings.schema import Settings, masked
@@ -270,34 +269,35 @@ def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     try:
         import redis
 
-        from kvstore.tiers.redis_server.servers import open_servers
+        from kvstore.tiers.redis_server.bounds import read_bounds
+        from kvstore.tiers.redis_server.client import RedisServers
     except ImportError:
         return "failure", f"redis-py is missing; run: pip install '{DISTRIBUTION}[redis]'"
     try:
-        times = dict.fromkeys(
-            ("timeout", "socket_timeout", "socket_connect_timeout"), REDIS_DEADLINE_S
-        )
-        with closing(open_servers(url, max_connections=1, **times)) as servers:
+        with closing(RedisServers(url, REDIS_DEADLINE_S)) as servers:
             key = f"thermocline.doctor:{secrets.token_hex(8)}"
-            client = redis.Redis(connection_pool=servers.pool_of(key.encode()))
-            info = client.info("server")
+            server = servers.node_of(key)
+            version = server.info("server").get("redis_version")
             # A replica that may only be read and a node of a cluster answer, too.
-            client.set(key, b"", ex=1)
+            server.set(key, b"", ex=1)
+            trouble = read_bounds(servers.client()).trouble
     except redis.ResponseError as error:
         return "failure", f"{masked('', url)} takes nothing: {error}"
     except (redis.RedisError, OSError, ValueError) as error:
         return "failure", f"{masked('', url)} does not answer: {error}"
-    return "ok", f"{masked('', url)}, version {info.get('redis_version')}"
+    words = f"{masked('', url)}, version {version}"
+    return ("warning", f"{words}: {trouble}") if trouble else ("ok", words)
 
 
-def _members(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    """Look who else is on the Redis, and whether they can find what this server stores."""
+def _likeness(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
+    """Compare what this server would store with the data on its Redis."""
     if not effective.settings.store.redis_url:
         return "ok", "no Redis to share"
-    found = roll_call(effective, environ)
-    if found.differing:
-        return "warning", "; ".join(x.text for x in found.differing)
-    return "ok", f"{found.alike} engines on this Redis have this secret"
+    if effective.engine_kind not in MEASURABLE:
+        return "ok", "the engine's own"
+    if found := differences_from_redis(effective, environ, REDIS_DEADLINE_S):
+        return "warning", "; ".join(found)
+    return "ok", "nothing on this Redis differs from this server's data"
 
 
 def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
@@ -350,7 +350,7 @@ def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
         return "ok", given
     text = in_words(choice)
     if not choice.unmeasured:
-        return "ok", "; ".join(filter(None, [text, profile_origin(effective)]))
+        return "ok", text
     outlook = first_measurement(effective)
     return "ok" if outlook.will_be else "warning", f"{text}; {outlook.text}"
 
@@ -379,7 +379,7 @@ CHECKS: Mapping[str, Check] = {
     "memory": _memory,
     "disk": _disk,
     "redis": _redis,
-    "members": _members,
+    "likeness": _likeness,
     "port": _port,
     "open files": _open_files,
 }

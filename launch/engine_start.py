@@ -15,7 +15,7 @@ import msgspec
 from engines.base import Engine, EngineError
 from engines.config import WorkerConfig
 from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE
-from engines.fleet.homes import LastHomes
+from engines.fleet.homes import Homes
 from engines.fleet.listed_fleet import ListedFleet
 from engines.fleet.replica_list import ListedReplica, ReplicaList, engine_token, list_token
 from kvstore.config import StoreConfig
@@ -105,7 +105,7 @@ def listed_fleet(settings: Settings, secret: bytes, model_name: str) -> ListedFl
         listed = ReplicaList(settings.engine.replica_list, list_token(secret))
     except EngineError as error:
         raise UsageError(str(error).replace("engine.url", "engine.replica_list")) from error
-    homes = LastHomes(settings.scheduler.max_sessions)
+    homes = Homes(settings.scheduler.max_sessions)
     moves_at = MOVES_AT if settings.store.redis_url else MOVES_AT_ALONE
     return ListedFleet(listed.read, client, homes, moves_at)
 

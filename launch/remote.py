@@ -43,7 +43,12 @@ def server_url(given: str) -> str:
         parts.port  # noqa: B018  # raises for a malformed port
     except ValueError:
         parts = urlsplit("")
-    if parts.scheme not in ("http", "https") or not parts.hostname or given.startswith("unix:"):
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or not base.isprintable()
+        or given.startswith("unix:")
+    ):
         raise UsageError(f"{given!r} is no address; write http://host:port")
     return base
 

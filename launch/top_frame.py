@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from launch.printing import one_line
 from launch.settings.units import show_bytes, show_duration
 
 Row = Mapping[str, Any]
@@ -19,7 +20,7 @@ _PARTS: Final = ("server", "now", "memory", "quality", "num_sessions", "hour", "
 FILTERS: Final[Mapping[str, Callable[[Row], bool]]] = {
     "all": lambda row: True,
     "awake": lambda row: row.get("state") in ("active", "idle", "waking"),
-    "asleep": lambda row: row.get("state") in ("cold", "hibernating"),
+    "asleep": lambda row: row.get("state") in ("cold", "saving", "hibernating"),
     "pinned": lambda row: bool(row.get("pinned")),
 }
 BAR_CELLS: Final = 24
@@ -27,6 +28,7 @@ MOST_REQUESTS: Final = 6
 STYLES: Final = {
     "active": "bold green",
     "idle": "green",
+    "saving": "blue",
     "hibernating": "blue",
     "cold": "cyan",
     "waking": "yellow",
@@ -189,7 +191,7 @@ def _sessions_of(count: int) -> str:
 
 def _text(words: str, style: str = "") -> Text:
     """Words of a server: control characters in them have no effect."""
-    return Text("".join(x if x.isprintable() else "?" for x in words), style=style)
+    return Text(one_line(words), style=style)
 
 
 def _head(view: View, moment: float) -> Text:
@@ -340,7 +342,7 @@ def _where(row: Row) -> str:
     state = str(row.get("state"))
     if state == "active":
         return "answering"
-    if state in ("waking", "hibernating"):
+    if state in ("waking", "saving", "hibernating"):
         return state
     return "hot" if state == "idle" else str(row.get("tier") or state)
 

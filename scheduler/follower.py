@@ -52,7 +52,7 @@ class Follower:
         self._to_ask = asyncio.Event()
         self._followed: Welcome | None = None  # the engine whose sessions are in the table
 
-    def heed(self, deleted: Deleted) -> None:
+    def check_deleted(self, deleted: Deleted) -> None:
         """Have the engine forget sessions that ``deleted`` names, whenever it lists sessions."""
         self._deleted = deleted
 

@@ -6,13 +6,17 @@ After every await the row is checked again: a turn may have come in between.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from engines.base import Engine, EngineError, SessionReport, TierName
 from scheduler.config import SchedulerConfig
-from scheduler.session import Event, Observer, Session, State
+from scheduler.session import SAVING, Event, Observer, Session, State
 from scheduler.table import SessionTable
 
+log = logging.getLogger("thermocline.sessions")
+
+SAVING_LOOK_S = 0.5  # how often a session is looked at that sleeps when it is saved
 KEPT_RETRY_S = 15.0  # if the engine did not release a session, ask again after this long
 
 
@@ -34,7 +38,57 @@ class Moves:
         # Two gates: urgent jobs never wait until an engine has released other sessions.
         self._ordinary_gate = asyncio.Semaphore(config.max_hibernations)
         self._urgent_gate = asyncio.Semaphore(config.max_hibernations)
+        # Sessions that sleep when they are saved: the tier and the job, by the number of the row.
+        self._waits: dict[int, tuple[TierName | None, asyncio.Task[None]]] = {}
         self._prefetches = asyncio.Semaphore(config.max_prefetches)
+
+    async def demote(self, session: Session, tier: TierName | None) -> str:
+        """Put a session to sleep that was asked to; returns and raises as ``hibernate`` does.
+
+        "saving": the engine has yet to save it. It sleeps as soon as that is done, unless a turn
+        comes first.
+        """
+        waits = self._waits.get(session.number) if session.saving else None
+        if waits is not None and tier in (None, waits[0]):
+            return SAVING
+        if waits is None and (kept := await self.hibernate(session, tier, "asked")) != SAVING:
+            return kept
+        self._sleep_when_saved(session, tier)
+        return SAVING
+
+    def _sleep_when_saved(self, session: Session, tier: TierName | None) -> None:
+        session.saving = True
+        self._observer.row_changed(session.ref)
+        if before := self._waits.get(session.number):
+            before[1].cancel()
+        job = asyncio.create_task(self._until_asleep(session, tier), name="session-demote")
+        self._waits[session.number] = tier, job
+
+        def ended(_: asyncio.Task[None]) -> None:
+            if self._waits.get(session.number) == (tier, job):
+                del self._waits[session.number]
+                session.saving = False
+                self._observer.row_changed(session.ref)
+
+        job.add_done_callback(ended)
+
+    async def _until_asleep(self, session: Session, tier: TierName | None) -> None:
+        kept = SAVING
+        while kept == SAVING:
+            await asyncio.sleep(SAVING_LOOK_S)
+            if not session.saving:  # a turn came
+                return
+            try:
+                kept = await self.hibernate(session, tier, "asked")
+            except EngineError as error:
+                kept = str(error)
+        if kept:
+            log.info("session %s was to sleep and stays as it is: %s", session.ref.id, kept)
+
+    def close(self) -> None:
+        """Wait no longer for saves."""
+        for _, job in self._waits.values():
+            job.cancel()
 
     async def hibernate(
         self, session: Session, tier: TierName | None, why: str, *, urgent: bool = False

@@ -8,6 +8,9 @@
     leaving      forgotten on request while a turn was served: data that the turn saves must go, too
     gone         nothing is left; a new turn starts a new session under the same id
 
+A session that was asked to sleep while it is being saved is shown as *saving* until it sleeps: an
+attribute again, which a turn takes away.
+
 "Hot" means active, idle or hibernating. Two rules make the table safe:
 
 - *Copy first, evict last.* A turn that arrives while hibernating only cancels; nothing was lost.
@@ -23,7 +26,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -73,6 +76,7 @@ class Event(enum.Enum):
 
 
 S, E = State, Event
+SAVING: Final = "saving"
 
 TRANSITIONS: dict[State, dict[Event, State]] = {
     S.ACTIVE: {E.TURN: S.ACTIVE, E.QUIET: S.IDLE, E.EXPIRE: S.LEAVING},
@@ -131,6 +135,7 @@ class Session:
     state: State
     last_used: float
     listener: Listener = field(repr=False)
+    began: float = float("-inf")  # with its first turn here; -inf: an engine had it before
     number: int = 0  # unique within a table
     hibernation: int = 0  # number of the newest hibernation job
     num_turns: int = 0  # being served now
@@ -147,11 +152,18 @@ class Session:
     retain_until: float = 0.0  # its client asked to keep it until then
     num_children: int = 0  # of its children, how many are being served now
     counted_for: str | None = None  # the parent that counts this one as served
+    saving: bool = False  # it was asked to sleep, and does so when its save has ended
 
     @property
     def hot(self) -> bool:
         """True while the engine holds its live KV."""
         return self.state in (S.ACTIVE, S.IDLE, S.HIBERNATING)
+
+    @property
+    def shown_state(self) -> str:
+        """The state for readers; see above."""
+        quiet = self.state in (S.IDLE, S.HIBERNATING)
+        return SAVING if self.saving and quiet else self.state.value
 
     def can(self, event: Event) -> bool:
         """True if the event is legal in this state."""
@@ -239,7 +251,7 @@ def view_of(session: Session, now: float) -> SessionView:
     """Make the view of a row; ``now`` is a reading of the scheduler's clock."""
     return SessionView(
         id=session.ref.id,
-        state=session.state.value,
+        state=session.shown_state,
         tier=session.tier,
         tokens=session.tokens,
         bytes=session.hot_bytes if session.hot else session.cold_bytes,

@@ -26,6 +26,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.follower import Deleted, Follower
 from scheduler.moves import Moves
 from scheduler.session import (
+    SAVING,
     Event,
     Observer,
     Observers,
@@ -123,9 +124,9 @@ class SessionManager:
             engine, self.table, salt_of=salt_of, clock=clock, on_turn=self.sweeps.hurry
         )
 
-    def heed(self, deleted: Deleted) -> None:
+    def check_deleted(self, deleted: Deleted) -> None:
         """Remove sessions deleted at other servers from now on, before they are listed here."""
-        self.follower.heed(deleted)
+        self.follower.check_deleted(deleted)
 
     def observe(self, observer: Observer) -> None:
         """Add an observer, which receives everything from now on."""
@@ -139,11 +140,15 @@ class SessionManager:
 
     async def run(self) -> None:
         """Follow the engine and sweep, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.follower.run(), name="session-follower")
-            group.create_task(self.sweeps.run(), name="session-sweeps")
-            if self._guards:
-                group.create_task(self.headroom.guard(self._engine.restart), name="memory-guard")
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.follower.run(), name="session-follower")
+                group.create_task(self.sweeps.run(), name="session-sweeps")
+                if self._guards:
+                    guard = self.headroom.guard(self._engine.restart)
+                    group.create_task(guard, name="memory-guard")
+        finally:
+            self._moves.close()
 
     # ---- turns
 
@@ -248,6 +253,14 @@ class SessionManager:
         session = self._known(ref)
         return _place(session) if session else None
 
+    def began(self, tenant: str, id: str) -> float | None:
+        """Return when a session's first turn here began, by the scheduler's clock.
+
+        -inf: it is from an earlier life of its engine. None: it is unknown.
+        """
+        session = self.table.row(tenant, id)
+        return None if session is None or session.state is State.LEAVING else session.began
+
     def get(self, ref: SessionRef) -> SessionView | None:
         """Return one session; None if it is unknown."""
         session = self._known(ref)
@@ -256,7 +269,8 @@ class SessionManager:
     async def demote(self, ref: SessionRef, tier: TierName | None = None) -> SessionView | None:
         """Put a session to sleep now; ``tier`` also moves the cold copy down.
 
-        Returns None if the session is unknown.
+        One that is still being saved is shown as saving, and sleeps when that is done. Returns None
+        if the session is unknown.
 
         Raises:
             SessionKept: it stayed as it was.
@@ -265,7 +279,7 @@ class SessionManager:
         session = self._known(ref)
         if session is None:
             return None
-        if kept := await self._moves.hibernate(session, tier, "asked"):
+        if (kept := await self._moves.demote(session, tier)) not in ("", SAVING):
             raise SessionKept(kept)
         return self.get(ref)
 

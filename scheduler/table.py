@@ -123,9 +123,11 @@ class SessionTable:
         if session is None:
             session = self.add(ref, State.ACTIVE, self._clock())
             session.num_turns = 1
+            session.began = session.last_used
         else:
             session.num_turns += 1
             session.apply(event)
+        session.saving = False
         session.last_used = self._clock()  # the row is in no queue now
         if hints is not None:
             session.take_hints(hints, session.last_used)

@@ -1,32 +1,31 @@
-"""Chains of blocks for tests: made-up hashes, and KV that differs from row to row."""
+"""Chains of vLLM's blocks for tests: made-up hashes, and KV that differs from row to row."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from engines.calibration.gate.served_codecs import ServedCodecs
-from kvstore.blobs.codec_set import CodecSet
-from kvstore.blobs.packer import Packer
-from kvstore.codecs.base import Codec
-from kvstore.codecs.presets import codec_by_name
+from kvstore.chunk_size import chunk_of_blocks
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair
-from kvstore.store.block_keys import BlockKeys
-from kvstore.store.block_store import BlockStore, Fetched
-from kvstore.store.records import Span
+from kvstore.store.cold_store import ColdStore
+from kvstore.store.restored import Fetched
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
+from tests import kv_sessions
+from tests.kv_sessions import Rows
 
 LAYOUT = KVLayout("float32", (KVLayer(2, 64, 64),) * 2)
-BLOCK = 4  # tokens
-PER_CHUNK = 4  # blocks
+BLOCK = 16  # tokens
+CHUNK = chunk_of_blocks(BLOCK)
+PER_CHUNK = CHUNK // BLOCK  # blocks
 FINGERPRINT = "f" * 64
 
 
@@ -34,15 +33,20 @@ def hashes(tokens: Sequence[int], salt: str = "") -> list[bytes]:
     """As vLLM makes them: over the one before and the block's tokens; the salt in the first."""
     chain = [salt.encode()]
     for i in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        chain.append(sha256(chain[-1] + repr(tokens[i : i + BLOCK]).encode()).digest())
+        chain.append(sha256(chain[-1] + repr(list(tokens[i : i + BLOCK])).encode()).digest())
     return chain[1:]
 
 
-def rows_of(chain: Sequence[bytes], first: int, count: int) -> list[KVPair]:
+def tokens_of(num_blocks: int, more: int = 0, first: int = 0) -> list[int]:
+    """Ids of so many blocks of tokens, and ``more`` tokens."""
+    return list(range(first, first + num_blocks * BLOCK + more))
+
+
+def rows_of(blocks: Sequence[bytes], first: int, count: int) -> list[KVPair]:
     """KV that follows from the hashes, as real KV follows from the tokens."""
     run = LAYOUT.empty(count * BLOCK)
     for j in range(count):
-        seed = np.random.default_rng(list(chain[first + j][:8]))
+        seed = np.random.default_rng(list(blocks[first + j][:8]))
         for k, v in run:
             for side in (k, v):
                 side[:, j * BLOCK : (j + 1) * BLOCK] = seed.standard_normal((2, BLOCK, 64))
@@ -53,25 +57,13 @@ def ref(session: str = "s", tenant: str = "t") -> SessionRef:
     return SessionRef(tenant, session, b"")
 
 
-def open_store(
-    tiers: Sequence[Tier] | None = None,
-    *,
-    codec: str = "raw",
-    codecs: CodecSet | None = None,
-    fingerprint: str = FINGERPRINT,
-    clock: Callable[[], float] = time.time,
-    has_state: bool = False,
-    windows: KVLayout | None = None,
-    **config,
-) -> BlockStore:
-    settings = StoreConfig(chunk_tokens=BLOCK * PER_CHUNK, num_threads=1, **config)
-    keys = BlockKeys(fingerprint, BLOCK, PER_CHUNK)
-    packer = Packer(codecs or codec_by_name(codec), LAYOUT, fingerprint, windows)
-    tiers = tiers or [RamTier(1 << 26)]
-    return BlockStore(settings, packer, keys, tiers, clock=clock, has_state=has_state)
+def open_store(tiers: Sequence[Tier] | None = None, **options: Any) -> ColdStore:
+    """Open a store for blocks of ``BLOCK`` tokens; see ``kv_sessions.open_store``."""
+    options = {"layout": LAYOUT, "fingerprint": FINGERPRINT, "chunk_tokens": CHUNK} | options
+    return kv_sessions.open_store(tiers or [RamTier(1 << 26)], **options)
 
 
-def served(codec: str = "raw", data: Path | None = None, **config) -> ServedCodecs:
+def served(codec: str = "raw", data: Path | None = None, **config: Any) -> ServedCodecs:
     return ServedCodecs(StoreConfig(codec=codec, **config), LAYOUT, FINGERPRINT, data)
 
 
@@ -79,51 +71,36 @@ def ram_and_disk(folder: Path) -> list[Tier]:
     return [RamTier(1 << 26), DiskTier(folder, 1 << 26)]
 
 
-def rows_behind(chain: Sequence[bytes], part: Sequence[int]) -> list[KVPair]:
-    """KV of the tokens after a chain: each row follows from all tokens up to its own."""
-    run = LAYOUT.empty(len(part))
-    for j in range(len(part)):
-        seed = np.random.default_rng([*chain[-1][:8], *part[: j + 1]])
-        for k, v in run:
-            for side in (k, v):
-                side[:, j] = seed.standard_normal((2, 64))
-    return run
+def chain_of(store: ColdStore, blocks: Sequence[bytes]) -> list[bytes]:
+    """The names of the full chunks of these blocks."""
+    return store.maker.of_blocks(blocks, BLOCK)
 
 
-def save(
-    store: BlockStore, session: SessionRef, chain: Sequence[bytes], part: Sequence[int] = ()
-) -> list[Span]:
-    """What a worker does at the end of a turn; the spans that were new."""
-    missing = store.missing(chain, part=part)
-    fresh = {x.key: pack(store, chain, x, part) for x in missing}
-    store.commit(session, chain, fresh, part=part)
-    return missing
+def save(store: ColdStore, session: SessionRef, blocks: Sequence[bytes], note: bytes = b"") -> Rows:
+    """Save a turn and wait until it is saved, as a worker does."""
+    rows = Rows(store, rows_of(blocks, 0, len(blocks)))
+    assert store.save(session, chain_of(store, blocks), rows, note=note)
+    assert store.wait_saved(session, 20)
+    return rows
 
 
-def pack(
-    store: BlockStore,
-    chain: Sequence[bytes],
-    span: Span,
-    part: Sequence[int] = (),
-    codec: Codec | None = None,
-) -> bytes:
-    first = span.first_block * BLOCK
-    if span.is_part:
-        return store.packer.pack_run(span.key, rows_behind(chain, part), first)
-    run = rows_of(chain, span.first_block, span.num_blocks)
-    if span.is_tail:
-        return store.packer.pack_run(span.key, run, first)
-    return store.packer.pack_run(span.key, run, first, codec)
+def fetch(
+    store: ColdStore, blocks: Sequence[bytes], session: SessionRef | None = None, first: int = 0
+) -> Fetched:
+    """Fetch the stored chunks of these blocks, from chunk number ``first`` on."""
+    return store.fetch(store.match(session, chain_of(store, blocks), first))
 
 
-def check_rows(store: BlockStore, chain: Sequence[bytes], fetched: Fetched) -> None:
-    """Every fetched blob holds exactly the rows of the prompt's own hashes, as far as used."""
-    for span, blob in fetched.spans:
-        run = LAYOUT.empty(span.num_blocks * BLOCK)
-        decode = store.packer.unpack_run if span.is_tail else store.packer.unpack_run
-        decode(blob, span.key, span.first_block * BLOCK, span.num_blocks * BLOCK, run)
-        used = min(span.end_block, fetched.end_block) - span.first_block
-        wanted = rows_of(chain, span.first_block, used)
+def num_blocks_in(fetched: Fetched) -> int:
+    return fetched.num_chunks * PER_CHUNK
+
+
+def check_rows(store: ColdStore, blocks: Sequence[bytes], fetched: Fetched) -> None:
+    """Every fetched blob holds exactly the rows of the prompt's own hashes."""
+    for read, blob in fetched.blobs:
+        run = LAYOUT.empty(read.piece.num_tokens)
+        store.packer.unpack_rows(blob, read.piece, run)
+        wanted = rows_of(blocks, read.piece.first_token // BLOCK, PER_CHUNK)
         for got, want in zip(run, wanted, strict=True):
             for a, b in zip(got, want, strict=True):
-                assert np.array_equal(a[:, : used * BLOCK], b)
+                assert np.array_equal(a, b)

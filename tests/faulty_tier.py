@@ -38,10 +38,6 @@ class FaultyTier:
     def owed_file(self) -> Path | None:
         return self.inner.owed_file
 
-    @property
-    def overhead_bytes(self) -> int:
-        return self.inner.overhead_bytes
-
     def _call(self, method: str) -> None:
         with self._lock:
             number = len(self.calls)
@@ -56,13 +52,21 @@ class FaultyTier:
         self._call("get_many")
         return self.inner.get_many(keys)
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
+    def put_many(
+        self, items: Sequence[tuple[bytes, Blob]], owner: str = "", after: bytes = b""
+    ) -> int:
         self._call("put_many")
-        return self.inner.put_many(items, owner)
+        return self.inner.put_many(items, owner, after)
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
+    def replace(
+        self,
+        key: bytes,
+        blob: Blob,
+        owner: str = "",
+        after: bytes = b"",
+    ) -> bool:
         self._call("replace")
-        return self.inner.replace(key, blob, owner, instead_of)
+        return self.inner.replace(key, blob, owner, after)
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         self._call("contains_many")
@@ -72,8 +76,8 @@ class FaultyTier:
         self._call("lengths")
         return self.inner.lengths(keys)
 
-    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
-        self.inner.own(owner, keys, idle_s)
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
+        self.inner.own(owner, keys)
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         return self.inner.why_evicted(keys)
@@ -82,18 +86,15 @@ class FaultyTier:
         self._call("limit_tenants")
         return self.inner.limit_tenants(limits)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
         self._call("touch")
-        self.inner.touch(keys)
+        self.inner.touch(keys, restored=restored)
 
     def pin(self, keys: Iterable[bytes]) -> None:
         self.inner.pin(keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         self.inner.unpin(keys)
-
-    def pins_known(self) -> None:
-        self.inner.pins_known()
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         self._call("delete_many")

@@ -205,6 +205,22 @@ def save(
     return source
 
 
+def begin_save(
+    store: ColdStore,
+    session: SessionRef,
+    token_ids: Sequence[int],
+    restored: Restored | None = None,
+    **options: Any,
+) -> bool:
+    """Save without waiting, as an engine that went on from what was restored."""
+    run = kv_of(token_ids, store.model.layout)
+    for pair, before in zip(run, restored.run, strict=True) if restored else ():
+        for array, rows in zip(pair, before, strict=True):
+            array[:, : rows.shape[1]] = rows
+    source = Rows(store, run, (), restored.lossy_tokens if restored else 0)
+    return store.save(session, chain_of(store, session, token_ids), source, **options)
+
+
 def come_back(
     store: ColdStore, session: SessionRef | None, prompt: Sequence[int], limit: int | None = None
 ) -> tuple[Match, Restored]:

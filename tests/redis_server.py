@@ -24,6 +24,7 @@ import redis
 from tests.waiting import until
 
 START_TIMEOUT_S = 120.0
+BOUNDED = ("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
 PORTS = range(12_000, 22_000)
 """Ports of servers: below those the system gives to clients, and so are a cluster's, 10,000 on."""
 
@@ -201,7 +202,8 @@ class RedisCluster:
     """
 
     def __init__(self) -> None:
-        self.nodes = [node_of_a_cluster("--cluster-node-timeout", "1500") for _ in range(4)]
+        options = ("--cluster-node-timeout", "1500", *BOUNDED)
+        self.nodes = [node_of_a_cluster(*options) for _ in range(4)]
 
     @property
     def url(self) -> str:

@@ -20,7 +20,7 @@ from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.shapes import KVLayout
 from thermocline.packed import Packed, row_arrays
-from thermocline.padded import padded_layout
+from thermocline.padded import claimed_layout
 
 
 class KeptToken(NamedTuple):
@@ -51,15 +51,36 @@ class AttendedRows(Protocol):
 
 def attended_rows(codec: object, packed: Packed) -> AttendedRows | None:
     """Returns the parts of rows of one side; None where they have to be restored first."""
+    if not packed.num_tokens:
+        return _NoRows(packed)
     if isinstance(codec, RowCodec) and isinstance(codec.rows, RotatedRows):
         return _Rotated(codec, codec.rows, packed)
     if isinstance(codec, StackCodec):
-        wide = padded_layout(codec, packed.layout)
+        num_tokens, first = packed.num_tokens, packed.first_token
+        wide = claimed_layout(codec, packed.layout, num_tokens, first, packed.nbytes)
         (pipeline,) = codec.assemble(wide)
         if can_attend(pipeline):
             assert isinstance(pipeline, Pipeline)
             return _Stacked(pipeline, wide, packed)
     return None
+
+
+class _NoRows:
+    """Rows of no token, which have no payload that could bound the layout: nothing is built.
+
+    Implements ``AttendedRows``.
+    """
+
+    def __init__(self, packed: Packed) -> None:
+        heads, self.dim = packed.layout.layers[0].num_kv_heads, _dim_of(packed.layout)
+        self.first_tokens = np.empty((heads, 0, self.dim), np.float32)
+        self.kept: Sequence[KeptToken] = ()
+
+    def products(self, query: np.ndarray, out: np.ndarray, exact: bool) -> None:
+        pass
+
+    def sums(self, weights: np.ndarray) -> np.ndarray:
+        return np.zeros((*weights.shape[:2], self.dim), np.float32)
 
 
 class _Rotated:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from kvstore.codecs.base import Codec
+from kvstore.codecs.base import Codec, check_claim
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayer, KVLayout, KVPair, KVRun, tokens_in
@@ -87,7 +87,7 @@ class Method:
         ``out``: where to put them, (heads, tokens, dim) in the dtype that was packed.
 
         Raises:
-            Mismatch: they were packed by another method.
+            Mismatch: they were packed by another method, or are layers of a model.
             Corrupt: the payload is not one of this method's.
         """
         side = _side_of(packed.layout)
@@ -102,11 +102,12 @@ class Method:
         """Returns K and V of all layers that ``pack_run`` was given. Raises as ``restore``."""
         self._require_own(packed)
         layout, num_tokens, first = packed.layout, packed.num_tokens, packed.first_token
-        # The declared size is compared with the payload before memory is taken for it.
-        if packed.nbytes < self._padded.least_nbytes(layout, num_tokens, first):
-            raise Corrupt(f"{packed.nbytes} bytes are fewer than {num_tokens} tokens take")
+        check_claim(self._padded, layout, num_tokens, first, packed.nbytes)
         run = layout.empty(num_tokens)
-        self._padded.decode(packed.payload, layout, first, run)
+        if num_tokens:
+            self._padded.decode(packed.payload, layout, first, run)
+        elif packed.nbytes:
+            raise Corrupt(f"{packed.nbytes} bytes of no tokens")
         return run
 
     def scores(self, query: np.ndarray, packed: Packed, exact: bool = True) -> np.ndarray:
@@ -220,10 +221,10 @@ def _pair(rows: np.ndarray, side: Side) -> KVPair:
 
 
 def _side_of(layout: KVLayout) -> Side:
-    """Returns the side that a layout of one layer has. Raises ``ValueError`` for a whole run."""
+    """Returns the side that a layout of one layer has. Raises ``Mismatch`` for any other."""
     sides: Sequence[tuple[int, int]] = [(x.head_dim, x.value_dim) for x in layout.layers]
-    if len(sides) != 1 or all(sides[0]):
-        raise ValueError("these are layers of a model; use restore_run")
+    if len(sides) != 1 or all(sides[0]) or not any(sides[0]):
+        raise Mismatch("these are layers of a model; use restore_run")
     return "key" if sides[0][0] else "value"
 
 

@@ -22,11 +22,10 @@ from kvstore.codecs.rows.payload import plan_payload
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout
-from thermocline.padded import padded_layout
+from thermocline.padded import claimed_layout
 
 MAGIC: Final = b"TCPK"
 MAX_HEAD_BYTES: Final = 1 << 20
-MOST: Final = 1 << 20  # of a dimension or a number of heads
 _NO_MODEL: Final = blobs.fingerprint_digest("")
 
 
@@ -92,20 +91,17 @@ def _check(layout: KVLayout, header: blobs.Header) -> None:
         raise Mismatch("a blob of a server's store, which only that reads")
     if blobs.layout_digest(layout) != header.layout:
         raise Corrupt("the layout is not the one that was packed")
-    sizes = [x for y in layout.layers for x in (y.num_kv_heads, y.head_dim, y.value_dim)]
-    if min(sizes, default=0) < 0 or max(sizes, default=0) > MOST:
-        raise Corrupt(f"a layout of {max(sizes)} values or heads")
 
 
 def row_arrays(codec: RowCodec, packed: Packed) -> dict[str, np.ndarray]:
     """Returns the first tokens, scales and codes of rows of one side; none of a whole run."""
     if sum(bool(x) for y in packed.layout.layers for x in (y.head_dim, y.value_dim)) != 1:
         return {}
-    wide = padded_layout(codec, packed.layout)
-    plan = plan_payload(codec.rows, wide, packed.num_tokens, packed.first_token)
+    num_tokens, first = packed.num_tokens, packed.first_token
+    wide = claimed_layout(codec, packed.layout, num_tokens, first, packed.nbytes)
+    plan = plan_payload(codec.rows, wide, num_tokens, first)
     payload = np.frombuffer(packed.payload, np.uint8)
-    if len(payload) < plan.nbytes:
-        raise Corrupt(f"payload of {len(payload)} bytes, at least {plan.nbytes} expected")
+    codec.check_payload(payload, plan)
     (slot,) = (slot for slot in plan.slots if slot.dim)
     shape = (slot.num_heads, slot.num_tokens)
     return {

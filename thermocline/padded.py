@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvstore.codecs.base import Codec, Payload
-from kvstore.errors import UnknownCodec
+from kvstore.codecs.base import Codec, Payload, check_claim
+from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun, tokens_in
 
 STEP = 8  # lengths that a codec takes are multiples of it
@@ -41,8 +41,8 @@ class PaddedCodec:
         return self.inner.packed_nbytes(wide, num_tokens, first_token)
 
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        wide = padded_layout(self.inner, layout)
-        return self.inner.least_nbytes(wide, num_tokens, first_token)
+        # Zeros only add to it, and how many there are is not known until the codec is asked.
+        return self.inner.least_nbytes(layout, num_tokens, first_token)
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         wide = padded_layout(self.inner, layout)
@@ -51,10 +51,11 @@ class PaddedCodec:
         return self.inner.encode(run, wide, first_token)
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
-        wide = padded_layout(self.inner, layout)
+        num_tokens = tokens_in(out)
+        wide = claimed_layout(self.inner, layout, num_tokens, first_token, len(payload))
         if wide == layout:
             return self.inner.decode(payload, layout, first_token, out)
-        whole = wide.empty(tokens_in(out))
+        whole = wide.empty(num_tokens)
         self.inner.decode(payload, wide, first_token, whole)
         for pair, wide_pair in zip(out, whole, strict=True):
             for array, wide_array in zip(pair, wide_pair, strict=True):
@@ -77,6 +78,24 @@ def padded_layout(codec: Codec, layout: KVLayout) -> KVLayout:
         wide = msgspec.structs.replace(layout, layers=layers)
         codec.check(wide)
         return wide
+
+
+def claimed_layout(
+    codec: Codec, layout: KVLayout, num_tokens: int, first_token: int, nbytes: int
+) -> KVLayout:
+    """Returns ``padded_layout`` of a layout that a header claims for ``nbytes`` of payload.
+
+    Raises:
+        Corrupt: the payload is too short for it, or there is none of such a layout.
+    """
+    check_claim(codec, layout, num_tokens, first_token, nbytes)
+    try:
+        wide = padded_layout(codec, layout)
+    except UnknownCodec as error:
+        raise Corrupt(f"packed rows of another layout: {error}") from error
+    if wide != layout:
+        check_claim(codec, wide, num_tokens, first_token, nbytes)
+    return wide
 
 
 def _padded_layer(codec: Codec, layer: KVLayer) -> KVLayer:

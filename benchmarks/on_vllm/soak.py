@@ -169,9 +169,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as around:
         redis = None
         if args.kill_every:
-            redis = around.enter_context(RedisServer())
-            more = {"redis_url": redis.url, "redis_bytes": args.disk_mib * MIB}
-            stack.settings["store"] |= more
+            bounded = ("--maxmemory", f"{args.disk_mib}mb", "--maxmemory-policy", "allkeys-lru")
+            redis = around.enter_context(RedisServer(*bounded))
+            stack.settings["store"]["redis_url"] = redis.url
         around.enter_context(stack)
         replies, result = asyncio.run(chat(stack, redis, args))
     good = [x for x in replies if x.ok]

@@ -19,7 +19,6 @@ VERBS: Final[dict[str, str]] = {
     "sessions": "the gateway's own, once for each connection, in pages of bounded bytes",
     "stats": "the gateway's own, at a fixed pace",
     "adopt": "the gateway's own, after a calibration",
-    "set_budgets": "the gateway's own, when a model is loaded or unloaded, one at a time",
     "measure": "an admin's; one measurement runs at a time, in idle steps",
     "limit_tenants": "the gateway's own, at a fixed pace, where tenants have limits of bytes",
 }

@@ -48,7 +48,6 @@ MEANINGS = {
     "context_length_exceeded": "the prompt leaves no room for an answer; shorten it",
     "conversation_not_found": "no conversation of the caller has this id",
     "conversation_too_large": "more than one request may go on from; begin a new conversation",
-    "directory_away": "not known here, and other servers' sessions cannot be seen now; try again",
     "draining": "the server is shutting down; ask another, or try again",
     "engine": "the engine failed in its answer; its log says why; try again",
     "engine_overloaded": "no place in a batch was free within `scheduler.max_wait_s`; try again",
@@ -78,12 +77,12 @@ MEANINGS = {
     "not_stored": "nothing is stored here, or it is too large (`gateway.stored_bytes`)",
     "not_supported": "this server, or this engine, does not do that",
     "origin_not_allowed": "the page's origin is none of `gateway.allowed_origins`",
-    "pin_limit": "pinned sessions have their share already (`store.pinned_share`); unpin another",
     "previous_response_not_found": "it, or one before it, is not stored (any more)",
     "rate_limit_exceeded": "the waiting line is full, or the key's limits are reached; try again",
+    "redis_away": "not known here, and other servers' sessions cannot be seen now; try again",
     "response_not_found": "no stored response of the caller has this id",
-    "server_away": "the server that has the session does not answer; try again",
     "session_busy": "a turn of the session is being served",
+    "session_elsewhere": "another server had it last; it is moved, pinned and woken there",
     "session_limit": "the key has all the sessions it may; delete some",
     "session_not_found": "no session of the caller has this id",
     "session_pinned": "a pinned session is not put to sleep; unpin it first",
@@ -102,17 +101,19 @@ MISS_MEANINGS = {
     "diverged": "the new prompt leaves the one that was stored",
     "evicted": "a tier ran out of room",
     "ttl": "not used for `store.ttl_s`",
-    "fingerprint": "saved by another model, dtype or layout, or by a codec not known here",
+    "fingerprint": (
+        "saved by another model, dtype or layout, in other chunks, or by a codec not known here"
+    ),
     "corrupt": "what was stored was damaged, or not sealed by this server's secret",
     "deadline": "the tier was slower than `store.restore_deadline_s` or `store.redis_deadline_s`",
     "unavailable": "a tier is down",
     "disabled": "this engine serves without a cold store",
     "foreign-secret": (
-        "nothing of it was found, and another engine on the same Redis has another secret"
-        " (`store.secret_file`) or `store.encrypt`; see `thermocline join`"
+        "nothing of it was found, and the data on this Redis was sealed with another secret"
+        " (`store.secret_file`) or `store.encrypt`; see `thermocline doctor`"
     ),
     "foreign-seed": (
-        "all of it lies under other names: another engine on the same Redis has another"
+        "all of it lies under other names: the engine whose data is on this Redis has another"
         " `PYTHONHASHSEED`"
     ),
 }

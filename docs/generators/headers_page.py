@@ -27,6 +27,7 @@ REQUEST = {
     "Session-Id": "Codex' session (older releases: `session_id`)",
     "X-Request-ID": "an id for log lines, taken if it is short and plain; else one is made",
     "Anthropic-Beta": "taken, whatever it says; what is not known is counted",
+    "Content-Encoding": "of the body: `gzip`, `deflate`, `zstd` or none",
     "Origin": "of a web page: has to be one of `gateway.allowed_origins`",
     "Host": "has to be one of `gateway.allowed_hosts`",
 }
@@ -34,6 +35,8 @@ RESPONSE = {
     "x-thermocline-session": "the session's id, percent-encoded where it is not ASCII",
     "x-thermocline-cache": "where the prompt's KV came from: see below",
     "x-thermocline-stored": "`no; reason=WHY`: the answer could not be stored, see below",
+    "x-thermocline-replaced": "how many half characters (lone surrogates) of tools became U+FFFD",
+    "x-thermocline-left-out": "keywords of JSON schemas that the answer was not held to: see below",
     "x-request-id": "the request's id, also in the log",
     "request-id": "the same, under `/v1/messages`",
     "openai-processing-ms": "milliseconds until the answer's head",
@@ -43,7 +46,8 @@ RESPONSE = {
     "x-ratelimit-remaining-*": "what is left of it",
     "x-ratelimit-reset-*": "seconds until all of it is there again",
     "www-authenticate": "`Bearer`; with 401",
-    "x-accel-buffering": "`no`: a proxy is asked to pass events on at once",
+    "accept-encoding": "the encodings of bodies that are taken; with 415",
+    "x-accel-buffering": "`no`, of each stream: a proxy is asked to pass events on at once",
     "x-content-type-options": "`nosniff`, on the dashboard's files and `/docs`",
     "x-frame-options": "`DENY`, on the same: no page may frame them",
     "allow": "the methods that the path takes; with 405",
@@ -72,6 +76,11 @@ of a stream, whose head has gone out before, its last event does.
 | `too-large` | it is larger than `gateway.stored_bytes`, or its conversation is full |
 | `gone` | its conversation was deleted meanwhile |
 """
+LEFT_OUT = """
+Keywords, with commas between them, that no grammar has (`propertyNames`, `uniqueItems`, patterns
+that look ahead, unknown formats). They were left out of a schema that an answer or a forced call is
+held to; the others hold. A schema that says `strict` is refused instead.
+"""
 # Names of private headers between gateway and engine, and of words that only look like headers.
 PRIVATE = {
     "x-thermocline-tenant",
@@ -98,6 +107,8 @@ def headers_page() -> str:
         CACHE,
         "## `x-thermocline-stored`",
         STORED,
+        "## `x-thermocline-left-out`",
+        LEFT_OUT,
     )
 
 

@@ -11,7 +11,6 @@ from engines.wire import CodecReport, EngineReport, TierStats
 from gateway.watch.gauges import GaugeCollector
 from gateway.watch.metrics import Defined, Gauges, Metrics
 from kvstore.codecs.quality import Quality
-from kvstore.stats import Members
 
 _HEAD = """# Metrics
 
@@ -79,7 +78,6 @@ def _gauges() -> Iterable[Defined]:
         tiers=[TierStats("ram", 1, 1, 1, 1, 1, True)],
         counters={"turns": 1},
         codec=CodecReport(name="p", id="p.1", rows=(cost,), max_kl=0.01),
-        members=Members(1),
     )
     gauges = Gauges(
         ready=True,

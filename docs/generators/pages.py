@@ -8,6 +8,7 @@ from typing import Final
 
 from docs.generators.accounts_page import accounts_page
 from docs.generators.cli_page import cli_page
+from docs.generators.conformance_page import conformance_page
 from docs.generators.decisions_page import decisions_page
 from docs.generators.errors_page import errors_page
 from docs.generators.headers_page import headers_page
@@ -22,5 +23,6 @@ PAGES: Final[Mapping[Path, Callable[[], str]]] = {
     DOCS / "reference" / "errors.md": errors_page,
     DOCS / "reference" / "accounts.md": accounts_page,
     DOCS / "metrics.md": metrics_page,
+    DOCS / "conformance.md": conformance_page,
     DOCS / "decisions" / "index.md": decisions_page,
 }

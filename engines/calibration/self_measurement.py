@@ -22,7 +22,6 @@ import msgspec
 
 from engines.calibration.agreement import Partners
 from engines.calibration.first_order import further_order
-from engines.calibration.fleet_profiles import FleetProfiles
 from engines.calibration.footprint import large_arrays_apart, one_thread, return_freed_memory
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.gate.rules import Bound, was_learned_on, worth_adopting
@@ -108,7 +107,6 @@ class SelfMeasurement:
         resumes: bool = False,
         wanted: Wanted = ALL,
         partners: Partners | None = None,
-        sharing: FleetProfiles | None = None,
     ) -> None:
         """Begin to measure.
 
@@ -123,7 +121,6 @@ class SelfMeasurement:
                 let no two processes measure one model at a time.
             wanted: see there.
             partners: the other ranks, if the engine has several.
-            sharing: with other engines of the fleet, which may have measured the model before.
         """
         self._order = order
         self._open_instrument = open_instrument
@@ -131,7 +128,6 @@ class SelfMeasurement:
         self._engine = engine
         self._resumes = resumes
         self._wanted = wanted
-        self._sharing = sharing
         self._has_verdict = False
         self._partners = partners
         self._progress = ""
@@ -200,32 +196,14 @@ class SelfMeasurement:
             if has_waited:  # the other may have found what is wanted
                 self._adopt()
             if self._wanted.is_needed():
-                if not self._take_over(instrument):
-                    logger.info(
-                        "measuring what each codec costs this model; until then nothing is lost"
-                    )
-                    self._carry_out(self._order, instrument, self._better_than_known(instrument))
-                    self._share(instrument)
+                logger.info(
+                    "measuring what each codec costs this model; until then nothing is lost"
+                )
+                self._carry_out(self._order, instrument, self._better_than_known(instrument))
                 self._ended = MeasurementEnd(time.time())
             self._has_verdict, self._progress = True, ""
             if self._resumes and self._wanted.learns_on():
                 self._learn_on(instrument)
-
-    def _take_over(self, instrument: Instrument) -> bool:
-        """Have the engine adopt a profile of another engine, if there is one that serves here."""
-        known = (instrument, self._order, self._on_progress)
-        if self._sharing is None or not self._sharing.take_over(
-            *known, learned_on=self._has_verdict
-        ):
-            return False
-        self._check()
-        self._adopt()
-        return True
-
-    def _share(self, instrument: Instrument) -> None:
-        """Publish what was found. Where another engine was first, all pack by its profile."""
-        if self._sharing is not None and not self._sharing.publish():
-            self._take_over(instrument)
 
     def _carry_out(
         self,
@@ -248,11 +226,8 @@ class SelfMeasurement:
     def _learn_on(self, instrument: Instrument) -> None:
         """Learn from more texts, and adopt presets that are better than those of the first few."""
         try:
-            if self._take_over(instrument):
-                return
             order = further_order(self._order, instrument.layout.elements_per_token)
             self._carry_out(order, instrument, self._worth_adopting(self._known(instrument)))
-            self._share(instrument)
         except Interrupted:
             raise
         except Exception as error:  # no failure here takes the verdict back

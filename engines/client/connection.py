@@ -14,7 +14,9 @@ socket is left alone for a moment, and the bytes that gather there go on as one 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import sys
 from collections.abc import Callable, Mapping
 from typing import cast
 from urllib.parse import urlsplit
@@ -31,6 +33,11 @@ MAX_HELD_BYTES = 256 << 10
 # at once. Neither can be seen on a screen.
 GATHER_S = 0.004
 FAST_S = 1.5 * GATHER_S
+CONNECT_S = 5.0  # over a network
+AGAIN_S = 0.01  # between two tries while the engine's line of connections is full
+# What the system says then, of a unix socket. macOS has no word of its own for it: an engine that
+# has ended is known there by its control connection (``HttpResponse.fail``).
+_LINE_FULL = (BlockingIOError, *((ConnectionRefusedError,) if sys.platform == "darwin" else ()))
 _BROKE = "the connection to it broke"
 
 
@@ -78,6 +85,11 @@ class HttpResponse(asyncio.Protocol):
         if self._paused and self._gathering is None:
             self._read_on()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    @property
+    def failed(self) -> bool:
+        """True if ``fail`` was called, or the connection has broken."""
+        return self._failure is not None
 
     def fail(self, failure: EngineUnavailable) -> None:
         """End the exchange now; the reader gets ``failure``."""
@@ -182,8 +194,8 @@ class HttpResponse(asyncio.Protocol):
 class HttpAddress:
     """Connects to an engine's data plane, and writes heads of requests to it."""
 
-    def __init__(self, socket: str, url: str = "") -> None:
-        """``url`` (http or https) is used if it is not empty, else the unix ``socket``.
+    def __init__(self, path: str, url: str = "") -> None:
+        """``url`` (http or https) is used if it is not empty, else the unix socket at ``path``.
 
         Raises:
             EngineError: ``url`` is neither.
@@ -191,7 +203,8 @@ class HttpAddress:
         parts = urlsplit(url)
         if url and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise EngineError(f"engine.url must be like http://host:port, not {url!r}")
-        self._socket = "" if url else socket
+        self._path = "" if url else path
+        self._line = asyncio.Lock()  # of those that wait until the engine takes a connection
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._hostname = parts.hostname or ""
         self._port = parts.port or (443 if self._tls else 80)
@@ -199,14 +212,49 @@ class HttpAddress:
         self._prefix = parts.path.rstrip("/")
 
     async def connect(self, response: HttpResponse) -> asyncio.Transport:
-        """Open a connection whose incoming bytes go to ``response``. Raises ``OSError``."""
+        """Open a connection whose incoming bytes go to ``response``.
+
+        While more connections wait at the engine's socket than it lets wait, this waits, too, one
+        try at a time for all that do: its caller ends it, or ``response.fail``.
+
+        Raises:
+            OSError: nothing listens there, or it does not answer within ``CONNECT_S``.
+        """
+        if not self._path:
+            async with asyncio.timeout(CONNECT_S):
+                return await self._connect_by_network(response)
+        if not self._line.locked():
+            try:
+                return await self._connect_here(response)
+            except _LINE_FULL:
+                pass
+        async with self._line:
+            while not response.failed:
+                try:
+                    return await self._connect_here(response)
+                except _LINE_FULL:
+                    await asyncio.sleep(AGAIN_S)
+        raise ConnectionAbortedError("the engine ended before it took the connection")
+
+    async def _connect_here(self, response: HttpResponse) -> asyncio.Transport:
         loop = asyncio.get_running_loop()
-        if self._socket:
-            transport, _ = await loop.create_unix_connection(lambda: response, self._socket)
-        else:
-            transport, _ = await loop.create_connection(
-                lambda: response, self._hostname, self._port, ssl=self._tls
-            )
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            # Not left to the loop: a unix socket connects at once or not at all, and asyncio's
+            # takes "not now" for a connection that is under way.
+            sock.connect(self._path)
+            transport, _ = await loop.create_unix_connection(lambda: response, sock=sock)
+        except BaseException:
+            sock.close()
+            raise
+        return transport
+
+    async def _connect_by_network(self, response: HttpResponse) -> asyncio.Transport:
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(
+            lambda: response, self._hostname, self._port, ssl=self._tls
+        )
         return transport
 
     def request_head(

@@ -151,7 +151,7 @@ class ControlLink:
         finally:
             self._pending.pop(number, None)
         if isinstance(reply, Refused):
-            raise EngineRefused(reply.message, reply.code)
+            raise EngineRefused(reply.message)
         return reply
 
     async def _serve_connection(self) -> None:

@@ -42,7 +42,6 @@ from engines.wire import (
     SessionRef,
     SessionReport,
     Sessions,
-    SetBudgets,
     Stats,
     TenantUses,
     TierName,
@@ -66,7 +65,6 @@ class EngineClient:
     def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
         """``env`` is unused here: it is for engines that are started by us."""
         url, control = worker.engine.url, worker.engine.control
-        self.shared_address = url  # where other gateways may use it, too; "" if they cannot
         self._address = HttpAddress(f"{worker.runtime_dir}/http.sock", url)
         self._bearer = {"authorization": f"Bearer {worker.token}"}
         self._stall_timeout_s = worker.engine.stall_timeout_s
@@ -204,10 +202,6 @@ class EngineClient:
 
     async def measure(self, order: CalibrationOrder | None = None) -> CodecReport:
         return (await self._ask(Measure(order), Adopted, ANSWER_S)).codec
-
-    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
-        """See ``engines.base.HasBudgets``."""
-        await self._ask(SetBudgets(hot_bytes, ram_bytes), Stats, MOVE_S)
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
         """See ``engines.base.LimitsTenants``."""

@@ -17,7 +17,6 @@ POLL_S = 0.05
 # The two connections of an engine that ends are closed together, but not heard of in one order.
 NOTICED_S = 0.2
 log = logging.getLogger("thermocline.engines")
-CONNECT_S = 5.0
 ERROR_EVENT = b'data: {"error"'  # vLLM's first event, if its core died before it
 END_OF_COMMENT = b"\n\n"  # of a comment that was cut, perhaps
 MAX_KEPT_BYTES = 1 << 20  # of a body that is held to be sent once more; some 250,000 tokens of text
@@ -150,8 +149,7 @@ class HttpExchange:
 
     async def _write(self, head: bytes, body: bytes) -> None:
         try:
-            async with asyncio.timeout(CONNECT_S):
-                transport = await self._address.connect(self._response)
+            transport = await self._address.connect(self._response)
         except OSError as error:  # TimeoutError is one
             log.info("no connection to the engine: %s", error or type(error).__name__)
             raise EngineUnreached("it takes no connections") from error

@@ -161,10 +161,6 @@ class FakeSessions:
             del self._sessions[ref.name]
         return Done(self._report(session))
 
-    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
-        self._capacity_bytes = hot_bytes
-        self._evict()
-
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
         counted = {x: self._limits.get(x, NO_LIMITS) for x, y in tiers.items() if y.counts_only}
         self._limits = {**tiers, **counted}

@@ -95,7 +95,7 @@ class FleetEngine:
     def _served(self, session: SessionRef, replica: Replica) -> None:
         """Note that a replica has taken a request, and let go of the copy at its former home."""
         home = self._choice.home(session)
-        self._homes.served(session, replica.name)
+        self._homes.put(session, replica.name)
         for one in self._replicas:  # it has begun again: what was deleted is not this one
             one.owed.discard(session)
         if home is None or home is replica:

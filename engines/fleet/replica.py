@@ -10,7 +10,7 @@ import msgspec
 from engines.base import Engine, ReplicaState
 from engines.fleet.deletions import Deletions
 from engines.wire import EngineReport, TierStats, Welcome
-from kvstore.stats import Repacking, most_different
+from kvstore.stats import Repacking
 
 AVOID_S = 5.0  # a replica that took no connection, or broke one, comes last for so long
 _SUMS = (
@@ -99,7 +99,6 @@ def joined_welcome(welcomes: Sequence[Welcome]) -> Welcome:
         hibernation=all(x.hibernation for x in welcomes),
         hibernation_reason=next((x.hibernation_reason for x in welcomes if not x.hibernation), ""),
         can_measure=all(x.can_measure for x in welcomes),
-        moves_budgets=False,
         limits_tenants=False,  # each of them is asked by itself
         sees_images=all(x.sees_images for x in welcomes),
     )
@@ -134,7 +133,7 @@ def joined_report(reports: Sequence[EngineReport], counters: Mapping[str, int]) 
         counters=dict(Counter(counters)),
         requests=[y for x in reports for y in x.requests],
         repacking=_joined_repacking([x.repacking for x in reports]),
-        members=most_different([x.members for x in reports]),
+        differs=tuple(sorted({kind for x in reports for kind in x.differs})),
     )
 
 

@@ -42,7 +42,6 @@ from engines.wire import (
     SessionRef,
     SessionReport,
     Sessions,
-    SetBudgets,
     Stats,
     TenantUses,
     TierName,
@@ -55,7 +54,6 @@ from engines.wire import (
     frame,
     read_request,
 )
-from kvstore.errors import PinLimit
 from kvstore.tenant_bytes import TenantLimits
 
 MAX_UNSENT_BYTES: Final = 16 << 20
@@ -88,7 +86,7 @@ def send_bounded(writer: asyncio.StreamWriter, body: bytes) -> None:
 class SessionVerbs(Protocol):
     """The verbs that an engine implements. Called on the server's event loop, several at once.
 
-    Any exception becomes a ``Refused`` with its words, ``PinLimit`` one with a code.
+    Any exception becomes a ``Refused`` with its words.
     """
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
@@ -112,13 +110,6 @@ class Measures(Protocol):
     """The verb that only some engines have; their welcome says so."""
 
     async def measure(self, order: CalibrationOrder | None) -> CodecReport: ...
-
-
-@runtime_checkable
-class Budgeted(Protocol):
-    """The verb of engines whose budgets can change while they run; their welcome says so."""
-
-    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None: ...
 
 
 @runtime_checkable
@@ -183,8 +174,6 @@ class ControlServer:
             answer = await self._answer(request.verb, writer)
             self._notify_others(request.verb, answer, writer)
             body = frame(ControlReply(request.number, answer))
-        except PinLimit as error:
-            body = frame(ControlReply(request.number, Refused(str(error), "pin_limit")))
         except Exception as error:  # the edge of this process: the gateway gets an answer
             logger.exception("%s failed", type(request.verb).__name__)
             body = frame(ControlReply(request.number, Refused(_words(error))))
@@ -236,9 +225,6 @@ class ControlServer:
                 return Adopted(await self._verbs.adopt())
             case Measure() if isinstance(self._verbs, Measures):
                 return Adopted(await self._verbs.measure(verb.order))
-            case SetBudgets() if isinstance(self._verbs, Budgeted):
-                await self._verbs.set_budgets(verb.hot_bytes, verb.ram_bytes)
-                return Stats(await self._verbs.stats())
             case LimitTenants() if isinstance(self._verbs, LimitsTenants):
                 return await self._verbs.limit_tenants(verb.tiers)
             case _:

@@ -6,6 +6,11 @@ spelling in a request is replaced by a mark, a word that does not occur in texts
 encoded, a mark becomes the tokens of the same letters as plain text. A text without such a spelling
 is not changed: its tokens stay the same, and so do those of an answer in the next prompt.
 
+Some tokenizers make control tokens of other spellings, too: they normalise a text first (a
+full-width ``＜ｓ＞`` becomes ``<s>``), or their model has control tokens among its pieces. So with
+these it is looked at what the tokenizer has made: a control token that stands where the prompt does
+not spell it comes from a message, and its text becomes a mark as well.
+
 Tokens that are only ``added`` to a tokenizer, such as Qwen's ``<tool_call>``, are left as they are:
 they change no role, and occur in answers that come back. Some tokenizers mark the tokens of their
 roles as only added, too (DeepSeek's ``<｜User｜>``), so every token with bars in the chat template
@@ -16,11 +21,19 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
+
+from engines.host.tokenizer_panics import UnreadableText
 
 Encode: TypeAlias = Callable[[str], list[int]]
 _DIGITS: Final = 6
+_OF_CHAT: Final = 10**_DIGITS - 1  # the number of a mark that stands for nothing
+_ROUNDS: Final = 4  # of marking what was made; one is usual
+_BYTE: Final = re.compile("<0x[0-9A-F]{2}>")
+_NOT_A_LETTER: Final = "\U0010fffd"
 _BARS: Final = frozenset("|｜")
 # Stands between the letters of a control token that cannot be encoded as plain text in another way.
 # It is not seen.
@@ -47,13 +60,29 @@ class ControlTokens:
         }
         self._texts = list(self._ids)
         self._numbers = {text: i for i, text in enumerate(self._texts)}
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        # What stands for unknown letters, or for a byte, is in prompts without a spelling.
+        unknown = _unknown_ids(self._backend)
+        self._roles = {
+            id_
+            for text, id_ in self._ids.items()
+            if id_ not in unknown and not _BYTE.fullmatch(text)
+        }
         # Those that take nothing of the text beside them can stand for others.
         self._clean = [
             str(x)
-            for x in added.values()
-            if x.special and str(x) and not (x.lstrip or x.rstrip or x.single_word or x.normalized)
+            for id_, x in added.items()
+            if id_ in self._roles
+            and x.special
+            and not (x.lstrip or x.rstrip or x.single_word or x.normalized)
         ]
+        controls = [x for id_, x in added.items() if id_ in self._roles]
+        normalizer = getattr(self._backend, "normalizer", None)
+        is_kept = normalizer is None or normalizer.normalize_str(_JOINER) == _JOINER
+        self._joiner = _JOINER if is_kept else " "
+        self._is_loose = self._backend is not None and self._makes_of_others(controls)
         self._word = "zq" + secrets.token_hex(8)
+        self._chat = self._mark_of(_OF_CHAT)
         self._mark = re.compile(self._word + f"([0-9]{{{_DIGITS}}})")
         self._any = _pattern(self._texts)
         # Calls that were not parsed come back as they were written, and are to have the same
@@ -76,27 +105,90 @@ class ControlTokens:
         """Return JSON with the spellings again."""
         return _replaced(value, self._mark, self._spelled_one)
 
+    def as_chat(self, text: str) -> str:
+        """Return the finished prompt of a chat, so marked that ``encode`` looks at what is made."""
+        return text + self._chat if self._is_loose else text
+
     def encode(self, text: str, encode: Encode) -> list[int]:
-        """Encode a prompt; its marks become plain text.
+        """Encode a chat's prompt; its marks become plain text.
 
         Args:
             encode: makes tokens of a text, control tokens by their spelling.
+
+        Raises:
+            UnreadableText: the tokenizer makes control tokens of it in spite of all.
         """
-        if not self.has_marks(text):
-            return encode(text)
-        between, numbers = self._split(text)
+        text, texts = text.replace(self._chat, ""), self._texts
+        for _ in range(_ROUNDS):
+            between, numbers = self._split(text, len(texts))
+            ids = self._encoded(between, [texts[x] for x in numbers], encode)
+            if not self._is_loose or not self._has_others(ids, between, encode):
+                return ids
+            made: dict[str, str] = {}  # marks by the texts that are to be marked now
+            marks = [*map(self._mark_of, numbers), ""]
+            pieces = [self._marked_where_made(x, len(texts), made) for x in between]
+            text = "".join(x + y for x, y in zip(pieces, marks, strict=True))
+            texts = [*texts, *made]
+        raise UnreadableText
+
+    def _encoded(self, between: list[str], spelled: list[str], encode: Encode) -> list[int]:
+        """Encode the pieces of a prompt, with plain text between each two of them."""
+        if not spelled:
+            return encode(between[0])
         if self._clean:
             # A control token that the prompt hardly has stands where a mark was, so that what is
             # beside it is encoded as it would be beside any other.
             stand_in = min(self._clean, key=lambda x: sum(map(_count(x), between)))
             ids = encode(stand_in.join(between))
             own = list(map(_count(stand_in), between))
-            if ids.count(self._ids[stand_in]) == sum(own) + len(numbers):
-                return self._exchanged(ids, self._ids[stand_in], own, numbers)
-        spelled = [_JOINER.join(self._texts[x]) for x in numbers] + [""]
-        return encode("".join(x + y for x, y in zip(between, spelled, strict=True)))
+            if ids.count(self._ids[stand_in]) == sum(own) + len(spelled):
+                return self._exchanged(ids, self._ids[stand_in], own, spelled)
+        joined = [*map(self._joiner.join, spelled), ""]
+        return encode("".join(x + y for x, y in zip(between, joined, strict=True)))
 
-    def _split(self, text: str) -> tuple[list[str], list[int]]:
+    def _has_others(self, ids: Sequence[int], between: list[str], encode: Encode) -> bool:
+        """Say whether there are more control tokens than the pieces of a prompt spell."""
+        found = Counter(x for x in ids if x in self._roles)
+        if not found:
+            return False
+        found.subtract(x for x in encode("") if x in self._roles)  # added to every text
+        if self._any is not None:
+            for piece in between:
+                found.subtract(self._ids[x] for x in self._any.findall(piece))
+        return any(x > 0 for x in found.values())
+
+    def _marked_where_made(self, piece: str, first: int, made: dict[str, str]) -> str:
+        """Mark the texts in a piece of a prompt of which control tokens were made.
+
+        Args:
+            first: the number of the first mark in ``made``, which grows.
+        """
+        encoded = self._backend.encode(piece, add_special_tokens=False)
+        out, end = list[str](), 0
+        for id_, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
+            text = piece[start:stop]
+            if id_ not in self._roles or id_ == self._ids.get(text.strip()):
+                continue
+            if not text or start < end:
+                continue
+            if text not in made:
+                made[text] = self._mark_of(first + len(made))
+            out += [piece[end:start], made[text]]
+            end = stop
+        return "".join(out) + piece[end:]
+
+    def _mark_of(self, number: int) -> str:
+        return f"{self._word}{number:0{_DIGITS}d}"
+
+    def _makes_of_others(self, controls: Collection[Any]) -> bool:
+        """Say whether the tokenizer can make a control token of another spelling."""
+        if self._backend.normalizer is not None and any(x.normalized for x in controls):
+            return True
+        with suppress(UnreadableText):
+            return any(self._roles & {*_plain_ids(self._backend, str(x))} for x in controls)
+        return False
+
+    def _split(self, text: str, num_texts: int) -> tuple[list[str], list[int]]:
         """Return the numbers of the marks, and the text before, between and after them.
 
         What has another number is no mark of ours: a template has cut one, and digits follow.
@@ -104,7 +196,7 @@ class ControlTokens:
         first, *rest = self._mark.split(text)  # number, text, number, ..., text
         between, numbers = [first], list[int]()
         for digits, letters in zip(rest[::2], rest[1::2], strict=True):
-            if int(digits) < len(self._texts):
+            if int(digits) < num_texts:
                 numbers.append(int(digits))
                 between.append(letters)
             else:
@@ -112,14 +204,15 @@ class ControlTokens:
         return between, numbers
 
     def _exchanged(
-        self, ids: list[int], stand_in: int, own: list[int], numbers: list[int]
+        self, ids: list[int], stand_in: int, own: list[int], spelled: list[str]
     ) -> list[int]:
         """Put plain text where a token stands in; ``own``: how often it does not before each."""
+        plain = {x: self._plain(x) for x in set(spelled)}
         written: list[int] = []
         passed = mark = 0
         for token in ids:
-            if token == stand_in and mark < len(numbers) and passed == own[mark]:
-                written += self._plain(numbers[mark])
+            if token == stand_in and mark < len(spelled) and passed == own[mark]:
+                written += plain[spelled[mark]]
                 passed, mark = 0, mark + 1
                 continue
             passed += token == stand_in
@@ -136,23 +229,24 @@ class ControlTokens:
         return _replaced(value, spellings, self._marked_one)
 
     def _marked_one(self, found: re.Match[str]) -> str:
-        return f"{self._word}{self._numbers[found[0]]:0{_DIGITS}d}"
+        return self._mark_of(self._numbers[found[0]])
 
     def _spelled_one(self, found: re.Match[str]) -> str:
         number = int(found[1])
+        if number == _OF_CHAT:
+            return ""
         return self._texts[number] if number < len(self._texts) else found[0]
 
-    def _plain(self, number: int) -> list[int]:
+    def _plain(self, text: str) -> list[int]:
         """Return the tokens of a control token's spelling as plain text."""
-        text = self._texts[number]
-        controls = set(self._ids.values())
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            ids = _plain_ids(backend, text)
-            if not controls.intersection(ids):
+        if self._backend is None:
+            letters = [self._tokenizer.encode(x, add_special_tokens=False) for x in text]
+        else:
+            ids = _plain_ids(self._backend, text)
+            if set(self._ids.values()).isdisjoint(ids):
                 return ids
-        letters = (self._tokenizer.encode(x, add_special_tokens=False) for x in text)
-        return [x for ids in letters for x in ids if x not in controls]
+            letters = [_plain_ids(self._backend, x) for x in text]
+        return [x for ids in letters for x in ids if x not in self._roles]
 
 
 def _is_role(text: str, template: str) -> bool:
@@ -167,9 +261,23 @@ def _plain_ids(backend: Any, text: str) -> list[int]:
     words = [text]
     if backend.pre_tokenizer is not None:
         words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-    if words[0].startswith("▁"):  # put in front of a text, and this is the middle of one
+    if words and words[0].startswith("▁"):  # put in front of a text, and this is the middle of one
         words[0] = words[0][1:]
-    return [token.id for word in words if word for token in backend.model.tokenize(word)]
+    return [x for word in words if word for x in _pieces(backend, word)]
+
+
+def _pieces(backend: Any, word: str) -> list[int]:
+    try:
+        return [x.id for x in backend.model.tokenize(word)]
+    except Exception as error:  # the library has no class for a letter that the model cannot take
+        raise UnreadableText from error
+
+
+def _unknown_ids(backend: Any) -> set[int]:
+    """Return the ids that stand for letters which the tokenizer does not know."""
+    with suppress(UnreadableText):
+        return set() if backend is None else set(_pieces(backend, _NOT_A_LETTER))
+    return set()
 
 
 def _count(text: str) -> Callable[[str], int]:

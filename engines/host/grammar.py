@@ -1,8 +1,8 @@
 """Grammars of answers: their text, and their compilation by llguidance.
 
-A grammar holds calls of given functions, or JSON that obeys a schema. The language is llguidance's
-Lark, in which every schema is a grammar of its own. Neither mlx nor anything of the engine is
-imported here: the process that tries grammars out is to be small.
+A grammar holds calls of given functions, JSON that obeys a schema, or a text of a given form. The
+language is llguidance's Lark, in which every schema is a grammar of its own. Neither mlx nor
+anything of the engine is imported here: the process that tries grammars out is to be small.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
+from engines.openai.errors import InvalidRequest
+from engines.openai.keywords import enforceable, read_schema
 from engines.openai.messages import Json, ResponseFormat, Tool
 
 # Between two lines of calls lies a line break; so there is none inside a call.
@@ -52,17 +54,19 @@ class GrammarWish(NamedTuple):
     """The calls and the answer that a grammar is to allow.
 
     ``many``: several calls may follow one another. ``answer``: the JSON schema of an answer without
-    calls; None = there must be a call.
+    calls; ``rule``: such an answer as a rule of Lark's. Neither = there must be a call.
     """
 
     tools: Sequence[Tool]
     many: bool
     answer: Json | None
+    rule: str = ""
+    field: str = "response_format"  # that asks for the answer
 
     @property
     def param(self) -> str:
         """The request's field that asks for it."""
-        return "tools" if self.answer is None else "response_format"
+        return self.field if self.answer is not None or self.rule else "tools"
 
 
 class OneSchema(msgspec.Struct, frozen=True):
@@ -90,6 +94,41 @@ def answer_schema(wanted: ResponseFormat | None) -> Json | None:
     return wanted.json_schema.schema
 
 
+def wish_for(form: ResponseFormat | None, outputs: Json | None) -> GrammarWish | None:
+    """Return the wish for an answer without calls; None if it may be any text.
+
+    Args:
+        outputs: vLLM's own field, ``structured_outputs``.
+
+    Raises:
+        InvalidRequest: there are two forms, or one that only vLLM knows; names the field.
+    """
+    schema = answer_schema(form)
+    asked = {name: value for name, value in (outputs or {}).items() if value not in (None, False)}
+    if not asked:
+        return None if schema is None else GrammarWish([], False, schema)
+    name, value = next(iter(asked.items()))
+    field = f"structured_outputs.{name}"
+    if schema is not None or len(asked) > 1:
+        raise InvalidRequest(f"{field}: an answer is held to one thing only", field)
+    match name, read_schema(value) if name == "json" else value:
+        case "json", dict() as schema:
+            return GrammarWish([], False, schema, field=field)
+        case "json_object", True:
+            return GrammarWish([], False, {"type": "object"}, field=field)
+        case "regex", str() as pattern if pattern:
+            return GrammarWish([], False, None, pattern_rule(pattern), field)
+        case "choice", [str(), *_] as texts if all(isinstance(x, str) and x for x in texts):
+            return GrammarWish([], False, None, " | ".join(map(json.dumps, texts)), field)
+    raise InvalidRequest(f"{field}: this engine cannot do that: leave it out", field)
+
+
+def pattern_rule(pattern: str) -> str:
+    """Write a pattern that an answer has to match as a whole as a rule of Lark's."""
+    grammar = json.loads(llguidance.grammar_from("regex", pattern))["grammars"][0]
+    return str(grammar["lark_grammar"]).removeprefix("start: ")
+
+
 def call_header(name: str) -> str:
     """The beginning of a function's call; its arguments, a JSON object, and ``}`` follow."""
     return f'{{"name": {json.dumps(name)}, "arguments": '
@@ -112,7 +151,7 @@ def source_of(wish: GrammarWish) -> GrammarSource:
 
     Every schema is a grammar of its own, so ``$ref`` keeps pointing into its own root.
     """
-    tools, many, answer = wish
+    tools, many, answer, rule, field = wish
     starts = ["calls"] if tools else []
     rules, schemas = [], []
     if tools:
@@ -125,15 +164,18 @@ def source_of(wish: GrammarWish) -> GrammarSource:
         rules.append(f'call_{i}: {json.dumps(call_header(tool.function.name))} args_{i} "}}"')
         rules.append(f"args_{i}: {_embedded(schema)}")
     if answer is not None:
-        schemas.append(OneSchema("response_format", answer, _IN_ANSWERS))
+        schemas.append(OneSchema(field, answer, _IN_ANSWERS))
+        rule = _embedded(schemas[-1])
+    if rule:
         starts.append("answer")
-        rules.append(f"answer: {_embedded(schemas[-1])}")
+        rules.append(f"answer: {rule}")
     text = "\n".join([f"start: {' | '.join(starts)}", *rules])
     return GrammarSource(text, wish.param, schemas)
 
 
 def _embedded(schema: OneSchema) -> str:
-    return "%json " + json.dumps({**closed(schema.schema), "x-guidance": schema.options})
+    written = enforceable(closed(schema.schema))
+    return "%json " + json.dumps({**written, "x-guidance": schema.options})
 
 
 def closed(schema: Json) -> Json:
@@ -231,7 +273,8 @@ def first_steps(matcher: LLMatcher, width: int) -> str:
 
 def _schema_error(schema: OneSchema, tokenizer: llguidance.LLTokenizer) -> str:
     try:
-        source = LLMatcher.grammar_from_json_schema(schema.schema, overrides=schema.options)  # type: ignore[arg-type]
+        text = json.dumps(enforceable(schema.schema))
+        source = LLMatcher.grammar_from_json_schema(text, overrides=schema.options)  # type: ignore[arg-type]
     except ValueError as error:
         return reason_of(str(error))
     found = LLMatcher.validate_grammar(source, tokenizer, limits=LIMITS)
@@ -240,6 +283,8 @@ def _schema_error(schema: OneSchema, tokenizer: llguidance.LLTokenizer) -> str:
 
 def reason_of(error: str) -> str:
     """Return llguidance's error in a line, without its state; a panic is no sentence of it."""
+    if "NoExtensionBias" in error:
+        return "it describes no value: a $ref leads back to itself, or all choices are impossible"
     if "panic" in error or "backtrace" in error:
         return TOO_MUCH
     return " ".join(error.partition("<state>")[0].split())[:500] or TOO_MUCH

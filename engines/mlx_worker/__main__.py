@@ -234,7 +234,6 @@ async def _welcome(
         hibernation_reason=facts.hibernation_reason,
         template=rules,
         can_measure=can_measure,
-        moves_budgets=True,
         limits_tenants=True,
         live_kv=live,
         bf16_kv=bf16,

@@ -30,7 +30,6 @@ from engines.wire import (
     TenantUses,
     absent,
 )
-from kvstore.errors import PinLimit
 from kvstore.ledger.notices import StoreNotice
 from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionName, SessionRef, TierName
@@ -39,14 +38,10 @@ from kvstore.tenant_bytes import TenantLimits
 
 logger = logging.getLogger(__name__)
 _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
-# How long a list waits for the sessions that are on Redis.
-KNOWN_S: Final = 7.0
-# How long a demote waits for a save that is on its way.
-SAVE_WAIT_S: Final = 30.0
+# How long a demote waits for a save that is on its way before the gateway is to ask again.
+SAVE_WAIT_S: Final = 5.0
 # How long smaller budgets are waited for before the gateway is to ask again, and how often it is
 # looked whether they hold.
-SHRINK_WAIT_S: Final = 20.0
-SHRINK_LOOK_S: Final = 0.1
 # How long a prefetch may take before the caller gets an answer without it.
 WAKE_WAIT_S: Final = 60.0
 
@@ -70,7 +65,7 @@ class SessionReports:
 
     def sessions(self) -> list[SessionReport]:
         """The reports on all sessions, hot and cold. Blocks until those on Redis are known."""
-        found = self._store.records(KNOWN_S) if self._store else []
+        found = self._store.records() if self._store else []
         records = {(x.tenant, x.id): x for x in found}
         keys = dict.fromkeys([*records, *(x.key for x in self._hot.all()), *self._hot.busy()])
         reports = (self._report(key, records.get(key)) for key in keys)
@@ -123,7 +118,7 @@ class SessionReports:
             codec=self.codec(),
             requests=self._requests(),
             repacking=store.repacking if store else Repacking(),
-            members=store.members if store else None,
+            differs=store.differs if store else (),
         )
 
     def _requests(self) -> list[RequestProgress]:
@@ -240,32 +235,10 @@ class MlxVerbs:
         codec = self._reports.codec()
         return msgspec.structs.replace(codec, progress=codec.progress or "measuring: it begins")
 
-    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
-        """Hold to other budgets, never below those of the start; see ``engines.wire.SetBudgets``.
-
-        What is more than they allow goes as under any pressure: sessions that are saved leave, and
-        of running ones the youngest waits in line again.
-        """
-        hot_bytes = max(hot_bytes, self._owner.least_hot_bytes)
-        if store := self._owner.store:
-            await asyncio.to_thread(store.resize_memory, ram_bytes)
-        until = time.monotonic() + SHRINK_WAIT_S
-        while not await self._owner.call(lambda: self._holds_to(hot_bytes)):
-            if time.monotonic() > until:
-                raise TimeoutError("more than the new budget is still in use; ask again")
-            await asyncio.sleep(SHRINK_LOOK_S)
-
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
         """Hold tenants to bytes of the tiers; see ``engines.wire.LimitTenants``."""
         store = self._owner.store
         return TenantUses(await asyncio.to_thread(store.limit_tenants, tiers) if store else {})
-
-    def _holds_to(self, hot_bytes: int) -> bool:
-        """Take a budget over, and make room for it. On the owner thread."""
-        budget = self._owner.parts.budget
-        budget.hot_bytes = hot_bytes
-        missing = budget.missing()
-        return missing <= 0 or self._hot_cache.make_room(missing, None)
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
         """Drop the hot copy once there is a cold one; ``tier`` also moves the cold copy down."""
@@ -301,7 +274,7 @@ class MlxVerbs:
         if self._hot.is_busy(hot.key) or self._hot.get(hot.key) is not hot:
             return "busy"
         if not hot.is_saved:
-            return "no-cold-copy"
+            return "no-cold-copy" if hot.saved.done() else "saving"
         self._hot_cache.drop(hot)
         return ""
 
@@ -318,29 +291,21 @@ class MlxVerbs:
         return Done(await self.report(session))
 
     async def pin(self, session: SessionRef, pinned: bool) -> Done:
-        """Pin or unpin a session in memory and in the store. Raises ``PinLimit``."""
+        """Pin or unpin a session in memory and in the store."""
         known = await self.report(session)
         if known is None:
             return Done(None)
         store, key = self._owner.store, session.name
         self._hot.pin(key, pinned)
         if store:
-            try:
-                await asyncio.to_thread(store.pin, session, pinned)
-            except PinLimit:
-                self._hot.pin(key, known.pinned)
-                raise
+            await asyncio.to_thread(store.pin, session, pinned)
         self._hot.pin(key, pinned)  # a restore may have brought the record's older pin
         return Done(await self.report(session))
 
     async def pin_saved(self, session: SessionRef) -> None:
         """Pin the new cold copy of a session that was pinned before it had one."""
         if (store := self._owner.store) and self._hot.is_pinned(session.name):
-            try:
-                await asyncio.to_thread(store.pin, session, True)
-            except PinLimit as error:
-                logger.warning("a session that was to be pinned is not: %s", error)
-                self._hot.pin(session.name, False)
+            await asyncio.to_thread(store.pin, session, True)
 
     def store_changed(self, notice: StoreNotice) -> None:
         """Report that a session's cold copy is gone, found, or slower to reach. Any thread."""

@@ -247,7 +247,7 @@ def _written(vocabulary: Vocabulary, wish: GrammarWish) -> GrammarSource:
         raise InvalidRequest(
             "This model's tokenizer cannot be held to a grammar: drop response_format and "
             "leave tool_choice at auto.",
-            "response_format" if wish.answer is not None else "tool_choice",
+            "tool_choice" if wish.param == "tools" else wish.param,
         )
     return source_of(wish)
 

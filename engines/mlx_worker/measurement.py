@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import mlx.core as mx
@@ -20,7 +19,6 @@ import numpy as np
 from mlx_lm.utils import get_total_parameters
 
 from engines.calibration.first_order import TooShort, first_order
-from engines.calibration.fleet_profiles import FleetProfiles, open_sharing
 from engines.calibration.instrument import (
     HeldSession,
     Interrupted,
@@ -203,7 +201,6 @@ class Measuring:
         self._owner = owner
         self._config = config
         self._running: SelfMeasurement | None = None
-        self._sharing: FleetProfiles | None = None
 
     def with_progress(self, report: CodecReport) -> CodecReport:
         """The report with the measurement's progress, and with its end. Any thread."""
@@ -232,8 +229,6 @@ class Measuring:
         If it was, what was not learned yet is learned.
         """
         wanted = self._config.store.calibrate and (self._is_needed() or self._learns_on())
-        if self.possible and self._owner.codecs is not None:
-            self._sharing = open_sharing(self._config.store, self._owner.codecs, Path(self._folder))
         if wanted and self._folder:
             self._begin(again=False)
 
@@ -269,7 +264,6 @@ class Measuring:
             engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
             resumes=order is None,
             wanted=ALL if again else Wanted(self._is_needed, self._learns_on),
-            sharing=None if again else self._sharing,
         )
 
     async def close(self) -> None:
@@ -278,8 +272,6 @@ class Measuring:
             self._running.close()
             self._owner.idle_steps.close()
             await asyncio.to_thread(self._running.join)
-        if self._sharing is not None:
-            await asyncio.to_thread(self._sharing.close)
 
     # ---- the measuring thread
 

@@ -40,6 +40,7 @@ from engines.mlx_worker.measuring_steps import HeldPrefix, IdleSteps
 from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.sessions.hot_cache import Cause, ColdSessions
 from engines.mlx_worker.sessions.store_opening import OpenedStore
+from engines.openai.errors import context_too_long
 from engines.wire import KVSize
 from kvstore.session import SessionRef
 from kvstore.store.cold_store import ColdStore
@@ -164,13 +165,8 @@ class Owner:
 
     @property
     def hot_capacity_bytes(self) -> int:
-        """Bytes of live KV that are allowed now; never fewer than at the start."""
+        """Bytes of live KV that are allowed."""
         return self.parts.budget.hot_bytes
-
-    @property
-    def least_hot_bytes(self) -> int:
-        """Bytes of live KV that were allowed at the start; its context is counted by them."""
-        return self._config.hot_bytes
 
     def submit(self, generation: Generation) -> EventQueue:
         """Start a generation; its events can be read at once.
@@ -183,10 +179,8 @@ class Owner:
             raise QueueFull("the engine is shutting down")
         room = self._facts.max_context - len(generation.prompt)
         if room < 1:
-            raise ContextTooLong(
-                f"the prompt has {len(generation.prompt)} tokens, which leaves no room for an "
-                f"answer in a context of {self._facts.max_context} tokens"
-            )
+            most, number = self._facts.max_context, len(generation.prompt)
+            raise ContextTooLong(context_too_long(most, number, "messages").message)
         self._limit.enter(generation.payer)
         events = EventQueue(
             len(generation.sampling),

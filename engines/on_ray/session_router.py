@@ -11,7 +11,7 @@ from typing import Any, Final
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from engines.fleet.choice import NEAR, Ring, least_behind
-from engines.fleet.homes import LastHomes
+from engines.fleet.homes import Homes
 from engines.wire import SessionRef
 
 MAX_SESSIONS: Final = 100_000
@@ -29,7 +29,7 @@ class SessionRouter(RequestRouter):
         Args:
             moves_at: the requests by which a home has to be ahead for a session to move.
         """
-        self._homes = LastHomes(max_sessions)
+        self._homes = Homes(max_sessions)
         self._moves_at = moves_at
         self._ring: tuple[list[str], Ring] = [], Ring([])
 

@@ -14,6 +14,10 @@ DETAILS: Final = ("auto", "low", "high")  # of an image, as OpenAI knows them
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 # What a tool's result says if it is an image: that stands in a message of the user after it.
 SHOWN_BELOW: Final = "(The result is the image in the next message.)"
+# It has these in place of an image or a file that is not taken. A client sends a tool's result
+# again at every turn, so that refusing it would end the conversation for good.
+IMAGE_LEFT_OUT: Final = "(An image was left out here: it cannot be shown to this model.)"
+FILE_LEFT_OUT: Final = "(A file was left out here: it cannot be shown to this model.)"
 _SHOWN_BY: Final = ("user", "tool")  # templates have no place for others' images, or drop them
 _HERE: Final = "data:image/"
 _ELSEWHERE: Final = ("http://", "https://")
@@ -190,6 +194,14 @@ class Sight(NamedTuple):
             )
             raise _wrong(where, f"{kind}: {message}")
         return url
+
+    def takes(self, url: object) -> bool:
+        """Say whether an image is taken. See ``check``."""
+        try:
+            self.check(url, "", "")
+        except InvalidRequest:
+            return False
+        return True
 
     def part(self, url: object, where: str, kind: str, detail: object = None) -> Json:
         """Make the part of a chat's message that holds an image. See ``check``."""

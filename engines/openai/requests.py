@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -19,6 +19,9 @@ from engines.openai.errors import FieldError
 from engines.openai.errors import InvalidRequest as InvalidRequest
 from engines.openai.errors import error_body as error_body
 from engines.openai.errors import error_type as error_type
+from engines.openai.json_bodies import checked as checked
+from engines.openai.json_bodies import parse_json as parse_json
+from engines.openai.keywords import HeldSchema, held_formats, held_tools
 from engines.openai.messages import BLIND, Message, NamedTool, ResponseFormat, Sight, Tool
 from engines.openai.messages import Json as Json
 from engines.openai.schemas import SchemaCount
@@ -30,7 +33,9 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0, le=10)]
 # -1 and 0 both mean "off", as in vLLM.
 TopK = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
-TokenLimit = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+NumTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+NO_LIMIT: Final = -1  # as LM Studio and llama.cpp have it
+TokenLimit = Annotated[int, msgspec.Meta(ge=NO_LIMIT, le=2**31 - 1)]
 NumChoices = Annotated[int, msgspec.Meta(ge=1, le=16)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -49,17 +54,6 @@ _TEMPLATE_KEYS_OF_OURS = frozenset(
     | {"add_generation_prompt", "continue_final_message", "return_tensors", "tokenizer_kwargs"}
     | {"padding", "truncation", "max_length", "return_assistant_tokens_mask", "processor_kwargs"}
 )
-R = TypeVar("R", bound=msgspec.Struct)
-_WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
-_MISSING = re.compile(r"missing required field `(\w+)`")
-# What msgspec cannot say: the values that would have been right.
-_CHOICES = {
-    "role": "use system, developer, user, assistant or tool",
-    "tool_choice": "use none, auto, required or {type: function, function: {name}}",
-    "response_format.type": "use text, json_object or json_schema",
-    "reasoning_effort": "use none, minimal, low, medium, high, xhigh or max",
-    "type": "only function is known here",
-}
 TOKENIZE_PATH: Final = "/tokenize"
 DETOKENIZE_PATH: Final = "/detokenize"
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -96,23 +90,25 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     # Zero is allowed: the prompt is read, and kept for the next turn, and nothing is answered.
     max_tokens: TokenLimit | None = None
     # Not OpenAI's, but vLLM's: what an engine cannot do of these it refuses by name.
-    min_tokens: TokenLimit | None = None
+    min_tokens: NumTokens | None = None
     structured_outputs: Json | None = None
     ignore_eos: bool = False
-    media_io_kwargs: Json | None = None
-    mm_processor_kwargs: Json | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
-        for name in ("media_io_kwargs", "mm_processor_kwargs"):
-            if getattr(self, name):
-                raise FieldError(name, "how images are read is the server's to say")
         for key in self.bias_by_text:
             if not _TOKEN_ID.fullmatch(key) or int(key) > _MAX_TOKEN_ID:
                 raise FieldError("logit_bias", f"{key[:40]!r} is no token id: keys are token ids")
         self.count_schemas()
+        for schema in self.held_schemas:
+            schema.check()
+
+    @property
+    def held_schemas(self) -> Sequence[HeldSchema]:
+        """The JSON schemas that the answer is held to."""
+        return held_formats(self.response_format, self.structured_outputs)
 
     def count_schemas(self) -> SchemaCount:
         """Count what compilers would have to do. Raises ``FieldError`` if it is too much."""
@@ -208,10 +204,15 @@ class ChatRequest(Body, frozen=True, kw_only=True):
         return self.tools or ()
 
     @property
+    def held_schemas(self) -> Sequence[HeldSchema]:
+        return [*super().held_schemas, *held_tools(self.tools or (), self.tool_choice)]
+
+    @property
     def answer_tokens(self) -> int | None:
         """The most tokens that the answer may have; None = as many as the context allows."""
         newer = self.max_completion_tokens
-        return self.max_tokens if newer is None else newer
+        limit = self.max_tokens if newer is None else newer
+        return None if limit == NO_LIMIT else limit
 
 
 class CompletionRequest(Body, frozen=True, kw_only=True):
@@ -274,52 +275,6 @@ def validate_chat(raw: Json, sight: Sight = BLIND) -> ChatRequest:
 def validate_completion(raw: Json, sight: Sight = BLIND) -> CompletionRequest:
     """Check a text completion, which has no images. Raises ``InvalidRequest``."""
     return checked(raw, CompletionRequest)
-
-
-def parse_json(body: bytes) -> Json:
-    """Parse a body into a plain dict, for callers that look at other fields, too.
-
-    Raises:
-        InvalidRequest: it is not JSON, not an object, or nested too deeply.
-    """
-    try:
-        raw = msgspec.json.decode(body)
-    except RecursionError as error:
-        raise InvalidRequest("The JSON body is nested too deeply.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"The body is not JSON: {error}.") from error
-    if not isinstance(raw, dict):
-        raise InvalidRequest("The body must be a JSON object.")
-    return raw
-
-
-def checked(raw: Json, kind: type[R]) -> R:
-    """Check parsed JSON against the fields of ``kind``. Raises ``InvalidRequest``."""
-    try:
-        return msgspec.convert(raw, kind)
-    except RecursionError as error:
-        raise InvalidRequest("The JSON body is nested too deeply.") from error
-    except msgspec.ValidationError as error:
-        raise _readable(error) from error
-
-
-def _readable(error: msgspec.ValidationError) -> InvalidRequest:
-    """Put the field in front of msgspec's words, and into ``param``."""
-    found = _WHERE.search(str(error))
-    message = _WHERE.sub("", str(error))
-    param = found.group(1) if found else ""
-    missing = _MISSING.search(message)
-    if isinstance(error.__cause__, FieldError):
-        param = f"{param}.{error.__cause__.field}".lstrip(".")
-    elif missing:
-        param = f"{param}.{missing.group(1)}".lstrip(".")
-    elif message.startswith("Invalid enum value"):
-        message = f"{message}; {_choices(param)}"
-    return InvalidRequest(f"{param}: {message}" if param else message, param or None)
-
-
-def _choices(param: str) -> str:
-    return _CHOICES.get(param) or _CHOICES.get(param.rpartition(".")[2], "see OpenAI's reference")
 
 
 class TokenizeText(msgspec.Struct, frozen=True):

@@ -181,7 +181,7 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
     codec: CodecReport | None = None  # in answers to ``GetStats``, ``Adopt`` and ``Measure``
     tenants: dict[TierName, dict[str, TenantUse]] = {}  # in answers to ``LimitTenants``
     error: str = ""
-    pin_limit: str = ""  # the reason why a pin was refused
+    settled: bool = True  # False: the saves that a ``Look`` waits for are still under way
     more: bool = False  # more sessions come in the next message
 
 
@@ -203,7 +203,7 @@ class RankLost(msgspec.Struct, frozen=True, tag="lost"):
     """News that a stored session is gone, or is in a slower tier now."""
 
     session: SessionRef
-    why: str = ""  # "budget", "share", "expired", or "found": one of several of an earlier life
+    why: str = ""  # "budget", "share", "limit" or "expired"
     is_gone: bool = True
 
 

@@ -17,6 +17,7 @@ from gateway.admin.routes import answer, for_admin
 from gateway.context import Gateway
 from gateway.edge.connections import most_connections, open_files_limit
 from gateway.models.served_model import ServedModel
+from kvstore.likeness import WORDS
 
 router = APIRouter()
 COMFORTABLE_CONNECTIONS = 512
@@ -71,8 +72,7 @@ def _codec(model: ServedModel) -> Iterator[Finding]:
         advice = "POST /admin/measure, or run: thermocline calibrate"
         yield Finding("codec", "warning", f"{codec.name}: {codec.why}", advice)
     else:
-        words = f"{codec.name}: {codec.why}"
-        yield Finding("codec", "ok", f"{words}; {codec.origin}" if codec.origin else words)
+        yield Finding("codec", "ok", f"{codec.name}: {codec.why}")
     if codec.why_host:
         text = f"the host packs, more slowly than the GPU: {codec.why_host}"
         yield Finding("packing", "warning", text, "The engine's log has the whole error.")
@@ -87,19 +87,16 @@ def _tiers(model: ServedModel) -> Iterator[Finding]:
         elif tier.errors:
             text = f"{tier.errors} operations failed since the engine's start"
             yield Finding(f"tier {tier.name}", "warning", text, "The log says which.")
+        elif tier.trouble:
+            yield Finding(f"tier {tier.name}", "warning", tier.trouble, "`doctor` says it, too.")
         elif tier.capacity_bytes and tier.nbytes > 0.95 * tier.capacity_bytes and tier.evictions:
             text = f"it is full, and has evicted {tier.evictions} blobs"
             yield Finding(f"tier {tier.name}", "warning", text, "Give it more room, or less time.")
 
 
-def _members(model: ServedModel) -> Iterator[Finding]:
-    members = model.live.report.members if model.live.report else None
-    if members is None:
-        return
-    if members.alike:
-        yield Finding("members", "ok", f"{members.alike} other engines share this Redis")
-    for each in members.differing:
-        yield Finding("members", "warning", each.text, "`thermocline join` compares the settings.")
+def _likeness(model: ServedModel) -> Iterator[Finding]:
+    for kind in model.live.report.differs if model.live.report else ():
+        yield Finding("likeness", "warning", WORDS.get(kind, kind), "See docs/scale.md.")
 
 
 def _reach(gateway: Gateway) -> Iterator[Finding]:
@@ -162,5 +159,5 @@ CHECKS: tuple[Callable[[Gateway], Iterator[Finding]], ...] = (
     *(_reach, _keys, _limits, _open_files),
 )
 MODEL_CHECKS: tuple[Callable[[ServedModel], Iterator[Finding]], ...] = (
-    *(_engine, _codec, _tiers, _members, _memory),
+    *(_engine, _codec, _tiers, _likeness, _memory),
 )

@@ -56,7 +56,6 @@ class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sessions: int | None = None
     ram_bytes: int | None = None
     disk_bytes: int | None = None
-    redis_bytes: int | None = None
 
 
 @router.get("/admin/keys")

@@ -92,7 +92,7 @@ class MessageEvents:
         usage = self._usage or Usage()
         called = self._call >= 0
         end = ending(self._asked, self._finish, self._stop, called, usage)
-        shown = None if self._asked.max_tokens else 0
+        shown = 0 if self._asked.max_tokens == 0 else None
         delta = {"stop_reason": end.reason, "stop_sequence": end.sequence, "stop_details": None}
         counts = message_usage(usage, self._asked.ttl, shown)
         del counts["cache_creation"]  # no field of this event
@@ -123,7 +123,7 @@ class MessageEvents:
         if choice.finish_reason is not None:
             self._finish, self._stop = choice.finish_reason, choice.stop_reason
         said = choice.part
-        if not self._asked.max_tokens:
+        if self._asked.max_tokens == 0:
             return b""
         out = b""
         if said.thought:

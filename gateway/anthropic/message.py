@@ -57,7 +57,7 @@ class Asked(NamedTuple):
 
     message_id: str
     model: str  # in the client's own words
-    max_tokens: int  # 0: nothing is to be said
+    max_tokens: int | None  # 0: nothing is to be said; None: as much as there is room for
     shows_thoughts: bool
     ttl: Ttl | None  # of its ``cache_control``, if there is one
     previous_id: str | None = None  # the message since which changes are asked for
@@ -83,10 +83,10 @@ def ending(
         stop: the stop string that ended it; engines may name a token instead, which is no string.
         called: it holds a tool call.
     """
-    if not asked.max_tokens:
+    if asked.max_tokens == 0:
         return Ending("max_tokens")
     if finish_reason == "length":
-        filled = usage.completion_tokens < asked.max_tokens
+        filled = asked.max_tokens is None or usage.completion_tokens < asked.max_tokens
         return Ending("model_context_window_exceeded" if filled else "max_tokens")
     if called and finish_reason == "tool_calls":
         return Ending("tool_use")
@@ -124,7 +124,7 @@ def whole_message(asked: Asked, body: bytes, diagnostics: Json | None) -> bytes:
     if answer.failure is not None or not answer.choices or answer.choices[0].message is None:
         raise EngineUnavailable("its answer cannot be read")
     counts = answer.usage or Usage()
-    if not asked.max_tokens:
+    if asked.max_tokens == 0:
         usage = message_usage(counts, asked.ttl, 0)
         said = {**empty_message(asked, usage, diagnostics), "stop_reason": "max_tokens"}
         return msgspec.json.encode(said)

@@ -6,8 +6,9 @@ kinds are many and grow, and known fields are taken.
 
 One text per message: the blocks of a user's or system message are joined by line ends, those of an
 assistant as they are, since a model wrote them in one go. Images, of users and in results of tools,
-are parts of a user's message, where the engine sees them; elsewhere, and files, are refused. Blocks
-of kinds that mean nothing to a model here are left out and counted.
+are parts of a user's message, where the engine sees them. Elsewhere a user's images and files are
+refused, and those in results of tools left out, with a sentence in their place. Blocks of kinds
+that mean nothing to a model here are left out and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
-from engines.openai.messages import SHOWN_BELOW, Sight
+from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, SHOWN_BELOW, Sight
 from engines.openai.requests import Json, ModelName, StopList, TokenLimit
 
 Sureness = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -307,16 +308,37 @@ def _seen(chat: Conversation, block: Json, where: str) -> str:
 
 def _result(chat: Conversation, block: Json, where: str) -> tuple[str, list[Json]]:
     """Return what a tool gave, in words, and its images."""
-    content, images = block.get("content") or "", []
+    content, images = block.get("content") or "", list[Json]()
     if isinstance(content, list):
-        images = [_image(chat, x, place) for x, place in _placed(content, where) if _is_image(x)]
-        content = [x for x in content if not _is_image(x)]
+        content, images = _result_parts(chat, content, where)
     text = _joined(chat, content, where)
     if images and not text:
         text = SHOWN_BELOW
     # Chat templates have no mark for a failed call, so it is said in words, once.
     failed = block.get("is_error") is True and not text.lstrip("<").lower().startswith("error")
     return (f"Error: {text}" if failed else text), images
+
+
+def _result_parts(
+    chat: Conversation, blocks: list[Any], where: str
+) -> tuple[list[Any], list[Json]]:
+    """Part a result's images from the rest; those not taken leave a sentence in their place."""
+    rest: list[Any] = []
+    images: list[Json] = []
+    for block, place in _placed(blocks, where):
+        kind = block.get("type") if isinstance(block, dict) else None
+        try:
+            if kind == "image":
+                images.append(_image(chat, block, place))
+            elif kind == "document":
+                rest.append({"type": "text", "text": _seen(chat, block, place)})
+            else:
+                rest.append(block)
+        except InvalidRequest:
+            chat.left_out.append("result_image" if kind == "image" else "result_file")
+            text = IMAGE_LEFT_OUT if kind == "image" else FILE_LEFT_OUT
+            rest.append({"type": "text", "text": text})
+    return rest, images
 
 
 def _part_of(chat: Conversation, block: Json, where: str) -> Json:

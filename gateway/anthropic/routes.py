@@ -8,9 +8,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engines.openai.foreign_request import Dialect
 from engines.openai.messages import BLIND, Sight
 from engines.openai.requests import Json, checked, validate_chat
-from gateway.anthropic.request import CountRequest
+from gateway.anthropic.request import CountRequest, MessagesRequest
 from gateway.anthropic.translation import MessageFormat, prompt_fields, translated
 from gateway.body import ParsedBody, body_for_engine
 from gateway.config import GatewayConfig
@@ -48,6 +49,7 @@ def operation(request_id: str) -> Operation:
         partial(_check_early, request_id),
         Failure.anthropic_event,
         _compared,
+        Dialect(MessagesRequest.__struct_fields__),
     )
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from engines.base import EngineUnavailable
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import BLIND, Sight
-from engines.openai.requests import Json, checked
+from engines.openai.requests import NO_LIMIT, Json, checked
 from gateway.anthropic.events import PING, MessageEvents
 from gateway.anthropic.message import Asked, Ttl, whole_message
 from gateway.anthropic.request import CountRequest, MessagesRequest, ToolChoice, chat_messages
@@ -114,7 +114,7 @@ def _asked(request: MessagesRequest) -> Asked:
     return Asked(
         message_id=f"msg_{secrets.token_hex(12)}",
         model=request.model,
-        max_tokens=request.max_tokens,
+        max_tokens=None if request.max_tokens == NO_LIMIT else request.max_tokens,
         shows_thoughts=not omitted,
         ttl=asked_ttl(request),
         previous_id=request.diagnostics.previous_message_id if request.diagnostics else None,

@@ -152,6 +152,9 @@ class BodyBudget:
         self._max_of_one = max_bytes - max_bytes // 4  # a quarter is for others than one tenant
         self._of: Counter[str] = Counter()  # bytes of each tenant
         self._parsing = asyncio.Semaphore(1)
+        self.unpacking = asyncio.Semaphore(
+            1
+        )  # held while one of them is, see ``content_encodings``
         self.nbytes = 0
 
     def take(self, tenant: str, nbytes: int) -> None:

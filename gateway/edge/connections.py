@@ -16,7 +16,10 @@ import select
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 MAX_CONNECTIONS = 16_384  # where the limit of open files would allow more
 # Files that are no connections of clients: one to the engine for each turn that runs, the engine's
@@ -26,9 +29,8 @@ _RESERVED_MOST = 1024
 CLOSE_S = 5.0  # for the last bytes of an answer to be taken
 LINGER_S = 5.0  # for the rest of a request that was answered early
 MAX_DISCARDED_BYTES = 128 << 20  # of that rest
-PROBE_EVERY_S = 0.25
-# A client has to skip any number of these (RFC 9110, 15.2); a closed socket answers with a reset.
-PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LOOK_EVERY_S = 0.25
+BEGINNING = b"HTTP/1.1 "  # of every answer
 log = logging.getLogger("thermocline.gateway")
 LOG_EVERY_S = 10.0
 ADMIN_PLACES = 8  # beyond the total: a full server can still be looked at
@@ -60,12 +62,51 @@ def close_soon(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) ->
 class AnswerTransport:
     """Stands for the connection where an answer is sent: writes at once, does not close itself."""
 
-    __slots__ = ("close", "is_closing", "write")
+    __slots__ = ("_num_ahead", "_transport", "close", "is_closing", "write")
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
+        self.write: Callable[[bytes | bytearray | memoryview[Any]], None] = transport.write
         self.is_closing = transport.is_closing
         self.close = close
+        self._transport = transport
+        self._num_ahead = 0
+
+    def write_ahead(self) -> None:
+        """Write one byte more of ``BEGINNING``, while there is one.
+
+        The head of the answer has not been written.
+        """
+        if self._num_ahead < len(BEGINNING):
+            self._transport.write(BEGINNING[self._num_ahead : self._num_ahead + 1])
+            self._num_ahead += 1
+            self.write = self._write_rest
+
+    def _write_rest(self, head: bytes | bytearray | memoryview[Any]) -> None:
+        self.write = self._transport.write
+        self._transport.write(head[self._num_ahead :])
+
+
+class WithoutChunks:
+    """Sends an answer to a client of HTTP/1.0, which knows no chunks: its end is the connection's.
+
+    uvicorn writes chunks wherever the length is not known.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, send: Send) -> None:
+        self._cycle = cycle
+        self._send = send
+        self._has_length = False
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, with uvicorn's own counts set so that it takes it as it is."""
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", ())]
+            self._has_length = b"content-length" in names
+            if not self._has_length:
+                self._cycle.chunked_encoding = False
+        elif not self._has_length:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
 
 
 class Lingering:
@@ -98,36 +139,39 @@ class HalfClosed:
     """Watches a client that has closed its sending side: does it still wait for the answer?
 
     That end looks the same whether a client has half closed or is gone. Only one that is gone
-    answers what is written to it with a reset.
+    answers what is written to it with a reset. What may be written, before the answer is known, are
+    its first bytes, which are always the same: one at once, and the others ever more rarely.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         transport: asyncio.Transport,
-        answering: Callable[[], bool],
+        write_ahead: Callable[[], None],
     ) -> None:
-        """``answering``: whether the answer's head is out, after which nothing may be put in."""
+        """``write_ahead`` writes one more byte of the answer, if that may be."""
         self._loop = loop
         self._transport = transport
-        self._answering = answering
+        self._write_ahead = write_ahead
+        self._num_looks = 0
         self._poll = select.poll()
         self._poll.register(transport.get_extra_info("socket").fileno(), 0)
         self._timer: asyncio.TimerHandle | None = None
-        self._probe()
+        self._look()
 
-    def _probe(self) -> None:
+    def _look(self) -> None:
         if self._transport.is_closing():
             return
         if self._poll.poll(0):  # reset, or an error
             self._transport.abort()
             return
-        if not self._answering():
-            self._transport.write(PROBE)
-        self._timer = self._loop.call_later(PROBE_EVERY_S, self._probe)
+        if self._num_looks.bit_count() < 2:  # 0, 1, 2, 4, 8, ...
+            self._write_ahead()
+        self._num_looks += 1
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
 
     def stop(self) -> None:
-        """Ask no more: the connection has ended."""
+        """Look no more: the connection has ended."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -19,7 +19,6 @@ from gateway.config import GatewayConfig
 from gateway.edge.accounts import Account
 from gateway.edge.shared_limits import SharedLimits
 from gateway.edge.stock import Stock
-from gateway.edge.tier_bytes import TierBytes
 from gateway.errors import Failure, Refused
 from gateway.keys import Limits, Tenant
 
@@ -79,7 +78,6 @@ def usual_limits(config: GatewayConfig) -> Limits:
         config.sessions_per_tenant,
         config.tenant_ram_bytes,
         config.tenant_disk_bytes,
-        config.tenant_redis_bytes,
     )
 
 
@@ -95,7 +93,6 @@ class KeyLimits:
         """``usual``: see ``usual_limits``; ``shared``: where the limits are of all gateways."""
         self.shared = shared
         self.usual = usual  # may be replaced at any time
-        self.tier_bytes: TierBytes | None = None  # set by the app
         self._clock = clock
         self._counts: dict[str, _Counts] = {}
         self._coming: dict[str, Counter[str]] = {}  # by tenant: the sessions of running requests
@@ -119,8 +116,6 @@ class KeyLimits:
         """
         if not account.requests:
             return
-        if self.tier_bytes is not None:
-            self.tier_bytes.seen(tenant.name)
         limits = self.of(tenant)
         counts = self._counts.get(tenant.key_id)
         if counts is None:
@@ -128,14 +123,14 @@ class KeyLimits:
         elif counts.limits != limits:  # its line was changed; its shares hold on to the counts
             counts.limit_to(limits)
         counts.share_by(self.shared.stock(tenant, limits) if self.shared else None)
+        waited = scope["state"].get(RESERVED)
         give_back(scope)
-        counts.admit(account, is_shared=self.shared is not None and self.shared.is_shared)
+        counts.admit(
+            account,
+            is_shared=self.shared is not None and self.shared.is_shared,
+            is_answered=waited is None or waited.is_answered,
+        )
         scope["state"][KEY_SHARE] = KeyShare(counts, int(account.computes))
-
-    @property
-    def busy(self) -> Collection[str]:
-        """The tenants with running turns."""
-        return self._coming.keys()
 
     def coming(self, tenant: Tenant) -> Collection[str]:
         """Return the sessions that requests of the tenant are about now, with a row or without."""
@@ -185,7 +180,17 @@ class _Counts:
         if stock is not None:
             stock.running = self.running
 
-    def admit(self, account: Account, *, is_shared: bool = False) -> None:
+    def admit(self, account: Account, *, is_shared: bool = False, is_answered: bool = True) -> None:
+        """Let a request in, and count it.
+
+        Args:
+            is_shared: it counts against the common limits.
+            is_answered: False if the server has not said whether they have room for it: then the
+                counts here decide, and it is owed there.
+
+        Raises:
+            Refused: there is no room.
+        """
         self._is_shared = is_shared and self._stock is not None
         at_once = self.limits.concurrent_requests
         if account.computes and at_once and self.running >= at_once:
@@ -194,7 +199,8 @@ class _Counts:
         for what, bucket in self._buckets.items():
             if wait_s := bucket.wait_s(needed[what]) if needed[what] else 0.0:
                 raise self._refusal(f"this key may use {bucket.per_minute} {what} a minute", wait_s)
-        self._check_shared(account, needed)
+        if is_answered:
+            self._check_shared(account, needed)
         self.use("requests", account.requests)
         self.run(int(account.computes))
 

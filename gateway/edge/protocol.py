@@ -19,13 +19,21 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.config import GatewayConfig
-from gateway.edge.connections import AnswerTransport, Connections, HalfClosed, Lingering, close_soon
+from gateway.edge.connections import (
+    AnswerTransport,
+    Connections,
+    HalfClosed,
+    Lingering,
+    WithoutChunks,
+    close_soon,
+)
 from gateway.errors import Failure
 
 MAX_HEADER_BYTES = 32 << 10
@@ -96,6 +104,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._served = self.app
         self._bounds = RequestBounds(self.limits)
         self._part_timer: asyncio.TimerHandle | None = None  # of the head or body that comes in
         self._reader_timer: asyncio.TimerHandle | None = None  # while the client takes nothing
@@ -145,11 +154,15 @@ class EdgeProtocol(HttpToolsProtocol):
             return True
         cycle = self.cycle
         waits = cycle is not None and not cycle.response_started and self._whole
-        if not waits or self._lingering or self.scope["http_version"] != "1.1":
+        if not waits or self._lingering:
             return False
         cycle.keep_alive = False
-        self._half_closed = HalfClosed(self.loop, self.transport, lambda: cycle.response_started)
+        self._half_closed = HalfClosed(self.loop, self.transport, self._write_ahead)
         return True
+
+    def _write_ahead(self) -> None:
+        if self._cycles and not self._cycles[0].response_started:
+            cast(AnswerTransport, self._cycles[0].transport).write_ahead()
 
     def shutdown(self) -> None:
         self._ending = True
@@ -202,12 +215,19 @@ class EdgeProtocol(HttpToolsProtocol):
             self._object(Failure(400, "Too many requests wait for an answer.", None, "bad_http"))
         self._whole = False
         self._time(self.limits.body_timeout_s + APP_FIRST_S, self._body_late)
+        self.app = self._answer_without_chunks if version == "1.0" else self._served
         super().on_headers_complete()
         cycle = self.cycle
         cycle.transport = AnswerTransport(self.transport, self._answered_last)  # type: ignore[assignment]
         # Until the request is whole: an answer that begins before that ends the connection.
         self._reusable, cycle.keep_alive = cycle.keep_alive, False
         self._cycles.append(cycle)
+
+    async def _answer_without_chunks(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app for a client of HTTP/1.0, whose turn it is."""
+        cycle = self._cycles[0]
+        cycle.waiting_for_100_continue = False  # HTTP/1.0 has no such answer
+        await self._served(scope, receive, WithoutChunks(cycle, send).send)
 
     def on_body(self, body: bytes) -> None:
         self._bounds.body()

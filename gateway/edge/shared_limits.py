@@ -2,7 +2,9 @@
 
 Each gateway takes slices of a key's limits from the server, ahead, and lets requests in by the
 slices at hand: so the sum over all gateways is the key's limit, and the server is asked by one task
-beside. A request waits for it only where nothing is at hand, and never longer than ``WAIT_S``.
+beside. A request waits for it only where nothing is at hand, and never longer than ``WAIT_S``. One
+whose share has not been answered by then is let in by this gateway's own count, and owed to the
+server: a Redis that is far away, or busy for a moment, refuses nothing that is within the limits.
 
 Where the server does not answer, each gateway counts for itself, as it does without a Redis
 (``KeyLimits``), until it answers again. That is said in the log, once, and in a metric. Places are
@@ -47,10 +49,14 @@ class _Claimed:
 
 
 class Reservation:
-    """Holds what a request has waited for, until it takes it; others leave so much at hand."""
+    """Holds what a request has waited for, until it takes it; others leave so much at hand.
 
-    def __init__(self, stock: Stock) -> None:
+    ``is_answered`` is False where the server has not said in time whether there is so much.
+    """
+
+    def __init__(self, stock: Stock, *, is_answered: bool) -> None:
         self._stock = stock
+        self.is_answered = is_answered
         self._is_kept = True
         stock.reserved += 1
 
@@ -109,13 +115,14 @@ class SharedLimits:
         stock = self.stock(tenant, limits) if self.is_shared else None
         if stock is None:
             return None
+        is_answered = True
         if not stock.is_enough and stock.may_wait:
             stock.num_waiting += 1
             try:
-                await self._rounds(lambda: stock.is_enough)
+                is_answered = await self._rounds(lambda: stock.is_enough)
             finally:
                 stock.num_waiting -= 1
-        return Reservation(stock)
+        return Reservation(stock, is_answered=is_answered or stock.is_known_short)
 
     async def claim_session(self, tenant: Tenant, most: int, session: str) -> bool:
         """Say whether a tenant may open a session, counting those at all gateways.
@@ -134,17 +141,22 @@ class SharedLimits:
         await self._rounds(lambda: bool(answer))
         return not answer or answer[0] == 1
 
-    async def _rounds(self, enough: Callable[[], bool]) -> None:
-        """Wait for the round that comes next, or two, until it is enough; at most ``WAIT_S``."""
+    async def _rounds(self, enough: Callable[[], bool]) -> bool:
+        """Wait for the round that comes next, or two, until it is enough; at most ``WAIT_S``.
+
+        Returns whether that was in time.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
                 for _ in range(2):  # one may be under way, which does not know of this
                     if enough() or not self.is_shared:
-                        return
+                        break
                     self._wake.set()
                     if self._ended is None:
                         self._ended = asyncio.get_running_loop().create_future()
                     await asyncio.shield(self._ended)
+                return True
+        return False
 
     # ---- the task beside
 

@@ -7,6 +7,7 @@ bucket once, and one that jumps back fills it no more until it has caught up wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from gateway.keys import Limits
@@ -86,6 +87,7 @@ IDLE_S: Final = 3.0  # then what is at hand is given back
 LEASE_S: Final = 10.0  # of places: who is gone for so long has none
 RENEW_S: Final = LEASE_S / 4
 KNOWN_S: Final = 0.5  # a bucket that is empty is not asked again for so long
+TAKEN_S: Final = 1.0  # that others have all places is believed for so long: two rounds
 Clock = Callable[[], float]
 
 
@@ -210,6 +212,7 @@ class Stock:
         self.used_at = clock()
         self._held = 0  # places that may be used here
         self._renewed_at = float("-inf")
+        self._others_have_all_at = float("-inf")  # when the server last said so
         self.limit_to(limits)
 
     def limit_to(self, limits: Limits) -> None:
@@ -236,6 +239,12 @@ class Stock:
     def may_wait(self) -> bool:
         """False if it is known already that nothing more is to be had."""
         return not any(x.is_known_empty and not x.holds(1) for x in self.slices.values())
+
+    @property
+    def is_known_short(self) -> bool:
+        """True if a moment ago there was not enough for one more request, as the server said."""
+        others_had_all = self._clock() - self._others_have_all_at < TAKEN_S
+        return not self.may_wait or (others_had_all and not self.has_place())
 
     def has_place(self) -> bool:
         return not self.limits.concurrent_requests or self._held > self.running
@@ -266,11 +275,13 @@ class Stock:
         if wanted_places != self._held or used > self._held or is_due:
             lease_ms = round(LEASE_S * 1000)
             question = places(f"{self.name}:places", most, gateway, used, wanted_places, lease_ms)
-            yield question, self._placed
+            yield question, partial(self._placed, wanted_places)
 
-    def _placed(self, reply: Reply) -> None:
+    def _placed(self, wanted: int, reply: Reply) -> None:
         self._held = read_places(reply, self.limits.concurrent_requests)
         self._renewed_at = self._clock()
+        if self._held < wanted:
+            self._others_have_all_at = self._renewed_at
 
 
 def _taker(part: Slice, owed: float) -> Callable[[Reply], None]:

@@ -1,11 +1,16 @@
 """Chats whose client gives no id, recognised by their messages.
 
-A chat without an id is known by its *head*: the hash of all messages of its latest request, chained
-message by message under the tenant's salt. The next request of that chat begins with the same
-messages, so one of its chained hashes is the head; the head then moves on to the last of them. The
-same request again finds its own head. A request that edits an older turn contains no head: it is a
-fork, and gets an id of its own. A wrong guess costs nothing but a prefill, since the engine
-compares tokens.
+A chat without an id is known by its *head*: the hash of its tools and all messages of its latest
+request, chained message by message under the tenant's salt. The next request of that chat begins
+with the same messages, so one of its chained hashes is the head; the head then moves on to the last
+of them. The same request again finds its own head. A request that edits an older turn contains no
+head: it is a fork, and gets an id of its own. A wrong guess costs no wrong token, since the engine
+compares tokens, but the first chat would lose its id, its pin and its figures. So a session is
+taken over only if at least half of it is the beginning of the new prompt.
+
+Many chats begin with the same words. A first request that was answered and comes again begins
+another chat; which of those that begin alike a request goes on with cannot be seen, and the first
+of them that is quiet has it.
 
 One kind of fork goes on in the session that it left: aider writes the last question anew when the
 next one comes, and puts the files after the earlier messages. Such a request is longer than the one
@@ -13,7 +18,8 @@ before it by an answer and a question, and shares all of it but the last few mes
 session over where that is quiet, or every turn would leave an unused session.
 
 The id of a new chat is derived from its first head. So after a restart a chat is found again by
-asking which of its derived ids the engine still has a session for.
+asking which of its derived ids the engine still has a session for, as long as that first request is
+half of the session: what followed it is not known any more.
 """
 
 from __future__ import annotations
@@ -21,7 +27,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,10 +37,22 @@ from gateway.keys import Tenant
 DERIVED_PREFIX = "chat-"
 _TURN = 2  # an answer and a question
 _REWRITTEN = 3  # messages at the end, at most: files, a word on them, and the question
+_BYTES_A_TOKEN = 4  # of most texts at most, so that half of the bytes is half of the tokens
 
 MAX_KNOWN_CHATS = 50_000  # for each tenant
+# Chats that are distinguished before any of them goes on; a client that asks the same again and
+# again opens no more of them.
+MAX_ALIKE = 8
 
 _canonical = msgspec.json.Encoder(order="sorted")
+
+
+class Link(NamedTuple):
+    """One message of a chain, together with all before it."""
+
+    digest: bytes
+    nbytes: int  # as JSON, with those before it and the tools
+    is_own: bool  # False: without an answer or a named group, many chats may begin so
 
 
 class KnownChats:
@@ -46,9 +65,11 @@ class KnownChats:
     def identify(
         self,
         tenant: Tenant,
-        chain: Sequence[bytes],
+        chain: Sequence[Link],
         exists: Callable[[str], bool],
         is_quiet: Callable[[str], bool] = lambda session_id: False,
+        tokens_of: Callable[[str], int] = lambda session_id: 0,
+        is_answered: Callable[[str], bool] = lambda session_id: False,
     ) -> str:
         """Find the session id of a chat, or give it a new one.
 
@@ -57,101 +78,151 @@ class KnownChats:
             exists: says whether the tenant has a session of that id; this is how chats are found
                 that began before the gateway was restarted.
             is_quiet: says whether nothing of a session is being served.
+            tokens_of: returns the tokens of a session; 0 if there is none.
+            is_answered: says whether a session's latest request was answered.
         """
         heads = self._heads_of.setdefault(tenant.name, _Heads(self._capacity))
+        seen = _Seen(exists, is_quiet, tokens_of, is_answered)
         session_id = (
-            heads.take(chain)
-            or heads.rewritten(chain, is_quiet)
-            or heads.inherited(chain, exists)
-            or heads.unused(chain[-1])
+            heads.take(chain, seen)
+            or heads.rewritten(chain, seen)
+            or heads.inherited(chain, seen)
+            or heads.unused(chain[-1], seen)
         )
         heads.put(chain, session_id)
         return session_id
 
 
+class _Seen(NamedTuple):
+    """Questions about the tenant's sessions; see ``KnownChats.identify``."""
+
+    exists: Callable[[str], bool]
+    is_quiet: Callable[[str], bool]
+    tokens_of: Callable[[str], int]
+    is_answered: Callable[[str], bool]
+
+    def is_taken(self, session_id: str) -> bool:
+        """Say whether a first request was answered, or is being served."""
+        if not self.exists(session_id):
+            return False
+        return self.is_answered(session_id) or not self.is_quiet(session_id)
+
+
 class _Heads:
-    """The heads of one tenant's chats: head to session id, and back."""
+    """The heads of one tenant's chats: head to session ids, and back."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._session_at: OrderedDict[bytes, str] = OrderedDict()
-        self._head_of: dict[str, bytes] = {}
+        # Several sessions only at the first request of chats that begin alike, in their order.
+        self._sessions_at: OrderedDict[bytes, list[str]] = OrderedDict()
+        self._head_of: dict[str, Link] = {}
         self._stems_of: dict[str, Sequence[bytes]] = {}
         self._session_with: dict[bytes, str] = {}  # by stem; of several the latest
 
-    def take(self, chain: Sequence[bytes]) -> str | None:
+    def take(self, chain: Sequence[Link], seen: _Seen) -> str | None:
         """Remove the head that lies furthest down the chain; return its session, if any."""
-        for digest in reversed(chain):
-            session_id = self._session_at.pop(digest, None)
-            if session_id is not None:
-                self._drop(session_id)
-                return session_id
+        for link in reversed(chain):
+            found = self._sessions_at.get(link.digest)
+            if found is None:
+                continue
+            if link.is_own or link is not chain[-1]:
+                session_id = next(filter(seen.is_quiet, found), found[0])
+            elif len(found) < MAX_ALIKE and seen.is_taken(found[-1]):
+                return self.unused(link, seen)
+            else:
+                session_id = found[-1]
+            self._drop(session_id)
+            return session_id
         return None
 
-    def rewritten(self, chain: Sequence[bytes], is_quiet: Callable[[str], bool]) -> str | None:
+    def rewritten(self, chain: Sequence[Link], seen: _Seen) -> str | None:
         """Find the quiet session whose last question this chain has written anew; remove it."""
-        for stem in _stems(chain[:-_TURN]):
+        for stem, shared in _stems(chain[:-_TURN]):
             session_id = self._session_with.get(stem)
-            if session_id is not None and is_quiet(session_id):
-                del self._session_at[self._head_of[session_id]]
+            if session_id is None or not seen.is_quiet(session_id):
+                continue
+            if 2 * shared.nbytes >= self._head_of[session_id].nbytes:
                 self._drop(session_id)
                 return session_id
         return None
 
-    def inherited(self, chain: Sequence[bytes], exists: Callable[[str], bool]) -> str | None:
+    def inherited(self, chain: Sequence[Link], seen: _Seen) -> str | None:
         """Find a session from before a restart. One whose head is known belongs to another chat."""
-        for digest in reversed(chain):
-            session_id = _derived(digest)
-            if session_id not in self._head_of and exists(session_id):
+        for link in reversed(chain):
+            session_id = _derived(link.digest)
+            if session_id in self._head_of or not seen.exists(session_id):
+                continue
+            if link is chain[-1] and not link.is_own and seen.is_taken(session_id):
+                continue
+            if 2 * link.nbytes >= _BYTES_A_TOKEN * seen.tokens_of(session_id):
                 return session_id
         return None
 
-    def unused(self, head: bytes) -> str:
+    def unused(self, head: Link, seen: _Seen) -> str:
         """Make an id for a new chat. Of chats that begin alike only one gets the derived id."""
-        session_id = _derived(head)
-        if session_id in self._head_of:
-            session_id = _derived(head + secrets.token_bytes(16))
+        session_id = _derived(head.digest)
+        if session_id in self._head_of or seen.exists(session_id):
+            session_id = _derived(head.digest + secrets.token_bytes(16))
         return session_id
 
-    def put(self, chain: Sequence[bytes], session_id: str) -> None:
+    def put(self, chain: Sequence[Link], session_id: str) -> None:
         """Note the head of a chat; the longest unused one makes room."""
-        self._session_at[chain[-1]] = session_id
-        self._head_of[session_id] = chain[-1]
-        self._stems_of[session_id] = _stems(chain)
+        head = chain[-1]
+        self._sessions_at.setdefault(head.digest, []).append(session_id)
+        self._sessions_at.move_to_end(head.digest)
+        self._head_of[session_id] = head
+        self._stems_of[session_id] = [stem for stem, _ in _stems(chain)]
         self._session_with.update(dict.fromkeys(self._stems_of[session_id], session_id))
-        if len(self._session_at) > self._capacity:
-            _, oldest = self._session_at.popitem(last=False)
-            self._drop(oldest)
+        if len(self._head_of) > self._capacity:
+            self._drop(next(iter(self._sessions_at.values()))[0])
 
     def _drop(self, session_id: str) -> None:
-        del self._head_of[session_id]
+        digest = self._head_of.pop(session_id).digest
+        alike = self._sessions_at[digest]
+        alike.remove(session_id)
+        if not alike:
+            del self._sessions_at[digest]
         for stem in self._stems_of.pop(session_id):
             if self._session_with.get(stem) == session_id:
                 del self._session_with[stem]
 
 
-def _stems(chain: Sequence[bytes]) -> Sequence[bytes]:
-    """Return what names a chain without its last few messages, together with its length.
+def _stems(chain: Sequence[Link]) -> Iterator[tuple[bytes, Link]]:
+    """Yield what names a chain without its last few messages, together with its length.
 
     The first message alone is no such name: chats often have it in common, a system prompt.
     """
     last, length = len(chain) - 2, len(chain).to_bytes(4)
-    return [chain[i] + length for i in range(last, max(0, last - _REWRITTEN), -1)]
+    for i in range(last, max(0, last - _REWRITTEN), -1):
+        yield chain[i].digest + length, chain[i]
 
 
-def message_chain(salt: bytes, messages: Sequence[object], group: str | None = None) -> list[bytes]:
+def message_chain(
+    salt: bytes, messages: Sequence[object], group: str | None = None, tools: object = None
+) -> list[Link]:
     """Hash every message together with all before it, under the tenant's ``salt``.
 
-    Gives one digest of 16 bytes per message. Chats of different ``group`` have no digest in common.
+    Chats of different ``group`` or ``tools``, which stand at a prompt's beginning, have no digest
+    of 16 bytes in common.
     """
-    digests = []
+    links = []
     digest = b"" if group is None else b"group" + group.encode()
+    nbytes, is_own = 0, group is not None
+    if tools:
+        written = _canonical.encode(tools)
+        nbytes = len(written)
+        digest = _hashed(salt, digest + b"tools", written)
     for message in messages:
-        step = hashlib.blake2b(digest, key=salt[:64], digest_size=16)
-        step.update(_canonical.encode(_without_nulls(message)))
-        digest = step.digest()
-        digests.append(digest)
-    return digests
+        written = _canonical.encode(_without_nulls(message))
+        digest = _hashed(salt, digest, written)
+        nbytes += len(written)
+        is_own = is_own or not isinstance(message, Mapping) or message.get("role") == "assistant"
+        links.append(Link(digest, nbytes, is_own))
+    return links
+
+
+def _hashed(salt: bytes, before: bytes, written: bytes) -> bytes:
+    return hashlib.blake2b(before + written, key=salt[:64], digest_size=16).digest()
 
 
 def _without_nulls(message: object) -> object:

@@ -80,15 +80,19 @@ def change_between(before: Outline, now: Outline) -> Change | None:
 
 
 class Compared:
-    """One request: its outline, where it left the one before, and how many tokens it reused."""
+    """One request: its outline, where it left the one before, its tokens and those it reused."""
 
-    __slots__ = ("cached_tokens", "change", "outline", "prompt_tokens")
+    __slots__ = (
+        *("answer_tokens", "cached_tokens", "change", "is_ahead", "outline", "prompt_tokens"),
+    )
 
     def __init__(self, outline: Outline, change: Change | None) -> None:
         self.outline = outline
         self.change = change
-        self.prompt_tokens = 0  # both are 0 until the engine reports them
+        self.prompt_tokens = 0  # all three are 0 until the engine reports them
         self.cached_tokens = 0
+        self.answer_tokens = 0
+        self.is_ahead = False  # it has the prompt read ahead of time, and wants no answer
 
 
 class PrefixReport(msgspec.Struct, frozen=True):
@@ -121,6 +125,13 @@ class PrefixWatch:
         """Return the outline of a session's latest request; None if it is not remembered."""
         found = self._held.get(("session", tenant, session_id))
         return found.outline if found else None
+
+    def answer_tokens(self, tenant: str, session_id: str) -> int | None:
+        """Return the tokens of the latest request's answer; None if it is not remembered."""
+        found = self._held.get(("session", tenant, session_id))
+        if found is None:
+            return None
+        return 0 if found.is_ahead else found.answer_tokens
 
     def name(self, tenant: str, answer_id: str, compared: Compared) -> None:
         """Let a request be found by the id of its answer."""

@@ -26,7 +26,6 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from engines.base import Engine, EngineError, EngineUnavailable, TierName
-from gateway.models.lending import NOTHING, Lending
 from scheduler.sessions import Overloaded, SessionManager
 
 log = logging.getLogger("thermocline.gateway")
@@ -111,11 +110,9 @@ class Loading:
         *,
         clock: Callable[[], float] = time.monotonic,
         on_load: Callable[[str, float, bool], None] = lambda name, seconds, loaded: None,
-        lending: Lending | None = None,
     ) -> None:
         """
         Args:
-            lending: of the memory that models do not need while they are not loaded.
             on_load: called with each model that was loaded or not, and the seconds that it took.
             places: the most models that may be loaded at once.
             max_wait_s: how long a request waits for a place, before its model is being loaded.
@@ -126,12 +123,10 @@ class Loading:
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._on_load = on_load
-        self._lending = lending or Lending(NOTHING, {})
         self._wanted: list[OnDemand] = []  # in the order in which they were asked for
         self._wanted_since: dict[OnDemand, float] = {}
         self._changed = asyncio.Event()
         self._jobs: set[asyncio.Task[None]] = set()
-        self._lends: asyncio.Task[None] | None = None
         self._ended = False
 
     async def enter(self, model: OnDemand, tenant: str) -> None:
@@ -210,7 +205,6 @@ class Loading:
             while True:
                 try:
                     self._look()
-                    self._lend()
                 except Exception:  # the edge of this task: other requests must not wait for ever
                     log.exception("models on demand were not looked after; looking again")
                 self._changed.clear()
@@ -218,7 +212,7 @@ class Loading:
                     async with asyncio.timeout(LOOK_EVERY_S):
                         await self._changed.wait()
         finally:
-            jobs = [*self._jobs, *([self._lends] if self._lends else [])]
+            jobs = list(self._jobs)
             for job in jobs:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
@@ -236,11 +230,6 @@ class Loading:
             if is_idle and (idle_s > model.unload_after_s or model.sessions.headroom.scarce):
                 model.to(State.UNLOADING)
                 self._start(self._unload(model))
-
-    def _lend(self) -> None:
-        """Lend memory that is not needed now, away from this task: an engine may take its time."""
-        if self._lends is None or self._lends.done():
-            self._lends = asyncio.create_task(self._lending.look(), name="model-lending")
 
     def _refuse_late(self, model: OnDemand) -> None:
         late = [x for x in model.waiting if self._clock() - x.since > self._max_wait_s]
@@ -306,7 +295,6 @@ class Loading:
     async def _load(self, model: OnDemand) -> None:
         began, why = self._clock(), ""
         try:
-            await self._take_back(model)
             await model.engine.start()
             while not (model.engine.ready and model.sessions.settled):
                 if self._clock() - began > model.load_timeout_s or model.engine.gave_up:
@@ -336,15 +324,6 @@ class Loading:
         model.to(State.UNLOADING)
         await self._end_engine(model)
 
-    async def _take_back(self, model: OnDemand) -> None:
-        """Wait until a model's memory is lent to no other. Raises ``EngineUnavailable``."""
-        try:
-            async with asyncio.timeout(model.load_timeout_s):
-                await self._lending.take_back(model.name)
-        except TimeoutError:
-            words = "other models have not given its memory back in time"
-            raise EngineUnavailable(words) from None
-
     async def _unload(self, model: OnDemand) -> None:
         await self._until_saved(model)
         await self._end_engine(model)
@@ -361,7 +340,6 @@ class Loading:
         try:
             await model.engine.stop(0, UNLOAD_S)
         finally:
-            self._lending.left(model.name)
             model.to(State.UNLOADED)
 
 

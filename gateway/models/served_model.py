@@ -174,6 +174,18 @@ class ServedModel:
         seen = self.sessions.get(tenant.session(session_id))
         return seen is not None and seen.state not in ("active", "waking")
 
+    def tokens_of(self, tenant: Tenant, session_id: str) -> int:
+        """Return the tokens of a tenant's session; 0 if there is none."""
+        seen = self.sessions.get(tenant.session(session_id))
+        return seen.tokens if seen else 0
+
+    def is_answered(self, tenant: Tenant, session_id: str) -> bool:
+        """Say whether a session's latest request was answered, and not only read ahead of time."""
+        answer_tokens = self.prefixes.answer_tokens(tenant.name, session_id)
+        if answer_tokens is None:
+            return self.tokens_of(tenant, session_id) > 0
+        return answer_tokens > 0
+
     async def served_soon(self, wait_s: float, ending: Callable[[], bool]) -> Welcome:
         """Return ``served``; an engine that died first gets ``wait_s`` to come back.
 
@@ -290,9 +302,7 @@ class Models:
         for i, model in enumerate(self._models):
             engine: object = model.engine
             each = engine.members if isinstance(engine, HasReplicas) else {"": engine}
-            for name, x in each.items():
-                if isinstance(x, LimitsTenants):
-                    found[x.shared_address or f"{i}/{name}"] = x
+            found |= {f"{i}/{name}": x for name, x in each.items() if isinstance(x, LimitsTenants)}
         return found
 
     def names(self) -> list[str]:

@@ -16,8 +16,14 @@ from starlette.responses import Response
 
 from engines.base import EngineUnavailable, SessionRef
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import Json
-from engines.openai.requests import validate_chat, validate_completion
+from engines.openai.foreign_request import Dialect
+from engines.openai.messages import Json, Sight
+from engines.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    validate_chat,
+    validate_completion,
+)
 from engines.wire import FillIn
 from gateway.body import ParsedBody
 from gateway.context import Gateway
@@ -232,12 +238,12 @@ def _add_text(into: Json, more: Any) -> None:
 
 
 async def _recall(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
-    return partial(_translate, gateway)
+    return partial(_translate, gateway, body.model.sight)
 
 
-def _translate(gateway: Gateway, asked: Json) -> Translated:
+def _translate(gateway: Gateway, sight: Sight, asked: Json) -> Translated:
     left_out: list[str] = []
-    raw, calls = for_engine(asked, left_out)
+    raw, calls = for_engine(asked, left_out, sight)
     retain_s = asked_seconds(asked)
     stores = asked.get("store") is True and gateway.stored.enabled
     if calls == ChatCalls() and not stores:
@@ -265,10 +271,16 @@ async def _keep(
 
 
 def _check_early(model: ServedModel, asked: Json) -> None:
-    validate_chat(for_engine(asked, [])[0], model.last_sight)
+    sight = model.last_sight
+    validate_chat(for_engine(asked, [], sight)[0], sight)
 
 
-CHAT = Operation(validate_chat, _recall, _check_early)
+CHAT = Operation(
+    validate_chat,
+    _recall,
+    _check_early,
+    dialect=Dialect(ChatRequest.__struct_fields__, shows=True),
+)
 
 
 async def _recall_text(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
@@ -300,6 +312,7 @@ TEXT = Operation(
     validate_completion,
     _recall_text,
     _check_text_early,
+    dialect=Dialect(CompletionRequest.__struct_fields__, shows=True),
     name="text_completion",
     path="/v1/completions",
 )

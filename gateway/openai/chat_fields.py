@@ -4,6 +4,7 @@
   it has one, is shown to the model and not enforced.
 - ``allowed_tools`` offers some of the tools only.
 - Kinds that only OpenAI's own servers run are left out, and counted by who calls.
+- Images and files in results of tools that the engine does not take are left out, with a sentence.
 
 Deprecated ``functions`` become tools, custom tools functions, ``allowed_tools`` a shorter list.
 What only OpenAI's own servers run (``web_search_options``) is left out and counted. All else goes
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import Json
+from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, Json, Sight
 from gateway.openai.stored_objects import Metadata
 
 _CUSTOM_SCHEMA = {
@@ -29,6 +30,8 @@ _CUSTOM_SCHEMA = {
     "additionalProperties": False,
 }
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+_RESULTS = ("tool", "function")  # roles of results
+_FILES = ("file", "input_audio", "audio_url", "video_url")  # kinds of parts
 
 
 class Offer(NamedTuple):
@@ -149,8 +152,11 @@ class ChatCalls(NamedTuple):
     customs: frozenset[str] = frozenset()
 
 
-def for_engine(asked: Json, skipped: list[str]) -> tuple[Json, ChatCalls]:
+def for_engine(asked: Json, skipped: list[str], sight: Sight) -> tuple[Json, ChatCalls]:
     """Make a body for engines; what is left out is added to ``skipped``.
+
+    Args:
+        sight: the images that are taken.
 
     Raises:
         InvalidRequest: the tools or their choice cannot be read.
@@ -171,8 +177,38 @@ def for_engine(asked: Json, skipped: list[str]) -> tuple[Json, ChatCalls]:
         if offered.tools:
             raw["tools"], raw["tool_choice"] = offered.tools, offered.choice or "auto"
     if isinstance(raw.get("messages"), list):
-        raw["messages"] = _messages(raw["messages"], legacy)
+        raw["messages"] = with_results(_messages(raw["messages"], legacy), sight, skipped)
     return raw, ChatCalls(legacy, customs)
+
+
+def with_results(messages: list[Any], sight: Sight, skipped: list[str]) -> list[Any]:
+    """Put a sentence in the place of each image and file in tools' results that is not taken.
+
+    Args:
+        skipped: gets a word for each.
+    """
+    return [
+        {**message, "content": [_of_result(x, sight, skipped) for x in message["content"]]}
+        if isinstance(message, dict)
+        and message.get("role") in _RESULTS
+        and isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _of_result(part: Any, sight: Sight, skipped: list[str]) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image_url":
+        image = part.get("image_url")
+        if sight.takes(image.get("url") if isinstance(image, dict) else None):
+            return part
+        skipped.append("result_image")
+        return {"type": "text", "text": IMAGE_LEFT_OUT}
+    if kind in _FILES:
+        skipped.append("result_file")
+        return {"type": "text", "text": FILE_LEFT_OUT}
+    return part
 
 
 def _check_moderation(wanted: Any) -> None:

@@ -26,6 +26,7 @@ from engines.openai.requests import (
     ChatRequest,
     Detokenize,
     Json,
+    TokenizeText,
     validate_detokenize,
     validate_embeddings,
     validate_tokenize,
@@ -36,6 +37,7 @@ from gateway.context import Gateway, caller_of, gateway_of, json_response, sees_
 from gateway.edge.accounts import body_share_of
 from gateway.edge.key_limits import key_share_of
 from gateway.models.served_model import ServedModel
+from gateway.openai.chat_fields import with_results
 from gateway.relay.chat_chunks import parse_usage
 from gateway.relay.question import answer_to
 from gateway.turns import served_name
@@ -140,7 +142,13 @@ router.add_route(EMBEDDINGS_PATH, embeddings, methods=["POST"])
 
 
 async def tokenize(request: Request) -> Response:
-    return await _ask(request, TOKENIZE_PATH, validate_tokenize)
+    return await _ask(request, TOKENIZE_PATH, _validate_tokenize)
+
+
+def _validate_tokenize(raw: Json, sight: Sight) -> ChatRequest | TokenizeText:
+    if isinstance(raw.get("messages"), list):
+        raw["messages"] = with_results(raw["messages"], sight, [])
+    return validate_tokenize(raw, sight)
 
 
 async def detokenize(request: Request) -> Response:

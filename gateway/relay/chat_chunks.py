@@ -167,7 +167,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def failure(self) -> str | None:
-        """The engine's words for what went wrong; None if nothing did."""
+        """The engine's words for its failure; None if there was none."""
         if self.error is None:
             return None
         message = self.error.get("message") if isinstance(self.error, dict) else None

@@ -36,7 +36,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 _TOO_LONG = "maximum context length"  # vLLM's words for a prompt beyond it
 # The engine's headers that are passed on; no others.
 _PASSED_ON = ("content-type", CACHE_HEADER)
-NO_CACHE = (b"cache-control", b"no-cache")
+# Of each stream of events. Proxies that gather answers would gather them to their end.
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 def is_event_stream(upstream: Upstream) -> bool:
@@ -236,7 +237,7 @@ class StreamOut:
                 return
             self._events = self._answer.events()
             if not self._head_sent:
-                await send_head(self._send, 200, [*headers, NO_CACHE])
+                await send_head(self._send, 200, [*headers, *STREAM_HEADERS])
             opening = self._events.opening()
             if opening:
                 await self.send(body_part(opening))

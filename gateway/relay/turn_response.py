@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +21,7 @@ from engines.http import (
     weight_header,
     while_client_stays,
 )
+from engines.openai.foreign_request import renamed
 from gateway.context import Gateway
 from gateway.edge.accounts import body_share_of
 from gateway.edge.key_limits import key_share_of
@@ -45,6 +47,7 @@ from gateway.watch.telemetry import context_of
 from scheduler.session import TurnHints
 from scheduler.sessions import Turn
 
+LEFT_OUT_HEADER = "x-thermocline-left-out"
 log = logging.getLogger("thermocline.gateway")
 
 # Sends the rest of the answer when the turn is over.
@@ -63,6 +66,8 @@ class TurnRequest(NamedTuple):
     client: str = ""  # a word for the program that asks
     weight: int = 1  # of its tenant's share
     title: str = ""  # for its session
+    foreign: Mapping[str, str] = {}  # the client's names of the engine's fields
+    left_out: Sequence[str] = ()  # keywords of JSON schemas
 
 
 class TurnResponse(Response):
@@ -123,7 +128,7 @@ class TurnResponse(Response):
         out = StreamOut(send, send_body, self._answer, head_sent=self.head_sent)
         if self.head_sent:
             await out.begin([])
-        async with out.showing_life(config.sign_of_life_s, [self._session_header()]):
+        async with out.showing_life(config.sign_of_life_s, self._own_headers()):
             try:
                 return await self._ask(out)
             except FORESEEN as error:
@@ -185,6 +190,8 @@ class TurnResponse(Response):
 
     async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:
         failure = engine_failure(upstream.status, await upstream.read())
+        message, param = renamed(failure.message, failure.param, self._asked.foreign)
+        failure = msgspec.structs.replace(failure, message=message, param=param)
         if out.begun:
             return self._broken_off(out, failure)
         self._live.error = _word(failure)
@@ -246,10 +253,13 @@ class TurnResponse(Response):
             self._place.used_tokens(num_tokens)
 
     def _head(self, upstream: Upstream) -> list[tuple[bytes, bytes]]:
-        return [*passed_on(upstream), self._session_header()]
+        return [*passed_on(upstream), *self._own_headers()]
 
-    def _session_header(self) -> tuple[bytes, bytes]:
-        return SESSION_HEADER.encode(), id_to_header(self._session.id).encode()
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        headers = [(SESSION_HEADER.encode(), id_to_header(self._session.id).encode())]
+        if self._asked.left_out:
+            headers.append((LEFT_OUT_HEADER.encode(), ", ".join(self._asked.left_out).encode()))
+        return headers
 
 
 def _word(failure: Failure) -> str:

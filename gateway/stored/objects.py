@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.stored.seal import SUM_BYTES, EntrySeal, Head, KeyOf, NotOurs, Older, Seals, added
+from gateway.stored.recall import Object, Recall
+from gateway.stored.seal import EntrySeal, Head, KeyOf, NotOurs, Older, Seals, added
 from gateway.stored.shelf import (
     SLICE_ITEMS,
     Change,
@@ -58,16 +59,6 @@ class Page(NamedTuple):
     more: bool
 
 
-class Object(NamedTuple):
-    """An object that is there."""
-
-    kind: Kind
-    id: str
-    head: Head
-    seen: bytes  # the head as it lies
-    body_bytes: int
-
-
 class Objects:
     """The objects of all tenants on one shelf. Used by several threads."""
 
@@ -75,6 +66,7 @@ class Objects:
         self.shelf = shelf
         self._seals = Seals(shelf.place, key_of)
         self._older = Older(shelf, self._seals)
+        self._recall = Recall(shelf, self._seals, self.find)
 
     def find(self, tenant: str, kind: Kind, id: str, *, uses: bool = True) -> Steps[Object | None]:
         """Find an object; note that it was used, if this is a use."""
@@ -138,28 +130,15 @@ class Objects:
                 return Page(rows, False)
         return Page(rows, True)
 
-    def read_all(self, tenant: str, object: Object) -> Steps[list[Item] | None]:
-        """Read all items; None if one was changed, moved, put back or taken away.
+    def line(
+        self, tenant: str, kind: Kind, id: str, take: Callable[[Head], None]
+    ) -> Steps[list[Object] | None]:
+        """Find an object and all before it. See ``Recall``."""
+        return self._recall.line(tenant, kind, id, take)
 
-        The caller has said that it will hold the ``nbytes`` of the object's head.
-        """
-        seal = self._seals.entry(tenant, object.kind, object.id)
-        items: list[Item] = []
-        after: str | None = None
-        last, sum_ = -1, bytes(SUM_BYTES)
-        while len(items) < object.head.num:
-            parts = self._parts(tenant, object, Span(object.head.num - len(items), after))
-            if not parts:
-                return None
-            for part in parts:
-                number, body = seal.open_item(part)
-                if body is None or not last < number < object.head.next:
-                    return None
-                last, after = number, part.id
-                sum_ = added(sum_, seal.summand(part.id, number))
-                items.append(Item(part.id, body))
-            yield 0
-        return items if sum_ == object.head.sum else None
+    def read_all(self, tenant: str, object: Object) -> Steps[list[Item] | None]:
+        """Read all items of an object. See ``Recall``."""
+        return self._recall.read_all(tenant, object)
 
     def item(self, tenant: str, object: Object, item: str) -> Steps[bytes | None]:
         """Return one item of an object."""
@@ -241,6 +220,7 @@ class Objects:
             seal.close(form.body, "body"),
             self._seals.tags(tenant, form.labels),
         )
+        self._recall.memory.drop(tenant, entry.kind, entry.id)
         stored = self.shelf.put(tenant, row, parts + outputs)
         yield from self._tidy(tenant)
         return stored
@@ -316,6 +296,7 @@ class Objects:
     def delete(self, tenant: str, kind: Kind, id: str) -> Steps[bool]:
         """Remove an object and its items, for good; returns False if it is not there."""
         self.shelf.drop_copies()
+        self._recall.memory.drop(tenant, kind, id)
         try:
             there = self.shelf.delete(tenant, kind, id)
         except Misshapen:
@@ -329,6 +310,7 @@ class Objects:
         self.shelf.drop_copies()
         while some := self.shelf.of_session(tenant, session):
             for kind, id in some:
+                self._recall.memory.drop(tenant, kind, id)
                 number += self.shelf.delete(tenant, kind, id)
                 yield 0
         yield from self._tidy(tenant)
@@ -336,6 +318,7 @@ class Objects:
 
     def chores(self) -> Steps[None]:
         """Do what no tenant's request does, a piece at each step."""
+        self._recall.memory.drop_old()
         for old in self.shelf.chores():
             yield from self._older.seal_some(old)
             yield 0
@@ -368,7 +351,7 @@ class Objects:
 
     def _found(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
         try:
-            return self.shelf.find(tenant, kind, id, uses)
+            return self.shelf.find(tenant, kind, [id], [id] if uses else ())[0]
         except Misshapen:
             return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import islice
 from typing import Any, cast
 
 from gateway.stored.redis_keys import OLDER, OWN, Keys, split, text
@@ -32,11 +33,10 @@ from gateway.stored.shelf import (
 try:
     import redis
 
-    from kvstore.tiers.redis_server.servers import open_servers
+    from kvstore.tiers.redis_server.client import RedisServers
 except ImportError as error:
     raise ImportError("redis_url needs redis-py: pip install 'thermocline[redis]'") from error
 
-MAX_CONNECTIONS = 32
 _ROW_BYTES = 200  # what an entry or item takes besides its body, about
 
 
@@ -60,22 +60,24 @@ class RedisShelf:
         self._limits = limits
         self._clock = clock
         self._older_are_gone = False
-        times = dict.fromkeys(("timeout", "socket_timeout", "socket_connect_timeout"), deadline_s)
-        self._servers = open_servers(url, max_connections=MAX_CONNECTIONS, **times)
+        self._servers = RedisServers(url, deadline_s)
 
-    def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
-        keys, name = Keys(tenant), f"{kind}:{id}"
+    def find(
+        self, tenant: str, kind: Kind, ids: Sequence[str], uses: Collection[str] = ()
+    ) -> list[Found | None]:
+        keys = Keys(tenant)
         with self._exchange(keys) as server, server.pipeline(transaction=False) as asked:
-            asked.hmget(keys.entry(name), "head", "session")
-            asked.hstrlen(keys.entry(name), "body")
-            (head, session), nbytes = asked.execute()
-        if not head or session is None:
-            return None
-        found = Found(head, text(session), nbytes)
-        if uses:
+            for id in ids:
+                asked.hmget(keys.entry(f"{kind}:{id}"), "head", "session")
+                asked.hstrlen(keys.entry(f"{kind}:{id}"), "body")
+            said = asked.execute()
+        rows = zip(said[::2], said[1::2], strict=True)
+        found = [Found(x, text(of), n) if x and of is not None else None for (x, of), n in rows]
+        if used := {f"{kind}:{x}": f for x, f in zip(ids, found, strict=True) if f and x in uses}:
             with suppress(StoreFailed), self._exchange(keys) as server, server.pipeline() as change:
-                self._keep(change, keys, name, found.session)
-                change.zadd(keys.used, {name: self._clock()}, xx=True)
+                for name, x in used.items():
+                    self._keep(change, keys, name, x.session)
+                change.zadd(keys.used, dict.fromkeys(used, self._clock()), xx=True)
                 change.execute()
         return found
 
@@ -86,7 +88,7 @@ class RedisShelf:
 
     def parts(self, tenant: str, kind: Kind, id: str, span: Span) -> list[Part]:
         keys, name = Keys(tenant), f"{kind}:{id}"
-        order, items = keys.order(name), keys.items(name)
+        order, items, most = keys.order(name), keys.items(name), min(span.limit, SLICE_ITEMS)
         with self._exchange(keys) as server:
             first = span.skip
             if span.after is not None:
@@ -94,10 +96,8 @@ class RedisShelf:
                 if rank is None:
                     return []
                 first = rank + 1
-            last = first + min(span.limit, SLICE_ITEMS) - 1
-            ids = (
-                server.zrange(order, first, last, desc=not span.ascending) if last >= first else []
-            )
+            backward = not span.ascending
+            ids = server.zrange(order, first, first + most - 1, desc=backward) if most > 0 else []
             with server.pipeline(transaction=False) as asked:
                 for x in ids:
                     asked.hstrlen(items, x)
@@ -245,8 +245,7 @@ class RedisShelf:
     def delete(self, tenant: str, kind: Kind, id: str) -> bool:
         keys, name = Keys(tenant), f"{kind}:{id}"
         with self._exchange(keys) as server:
-            there = bool(server.exists(keys.entry(name)))
-            if there:
+            if there := bool(server.exists(keys.entry(name))):
                 self._hide(server, keys, name)
         return there
 
@@ -279,17 +278,19 @@ class RedisShelf:
 
     def chores(self) -> Iterator[list[tuple[str, Kind, str]]]:
         """Remove what older releases left: it lies in plain text, and may have been changed."""
+        if self._older_are_gone:
+            return
         with self._reported():
-            pools = [] if self._older_are_gone else self._servers.pools()
-        for server in (redis.Redis(connection_pool=x) for x in pools):
-            cursor = None
-            while cursor != 0:
-                with self._reported():
-                    cursor, found = server.scan(cursor or 0, match=OLDER, count=SLICE_ITEMS)
-                    for key in found:  # each may lie in another slot
-                        server.unlink(key)
-                yield []
-        self._older_are_gone = True
+            older = self._servers.client().scan_iter(match=OLDER, count=SLICE_ITEMS)
+        while True:
+            with self._reported():
+                found = list(islice(older, SLICE_ITEMS))
+                for key in found:  # each may lie in another slot
+                    self._servers.client().unlink(key)
+            if not found:
+                self._older_are_gone = True
+                return
+            yield []
 
     def close(self) -> None:
         self._servers.close()
@@ -297,7 +298,7 @@ class RedisShelf:
     @contextmanager
     def _exchange(self, keys: Keys) -> Iterator[Any]:
         with self._reported():
-            yield redis.Redis(connection_pool=self._servers.pool_of(keys.total.encode()))
+            yield self._servers.node_of(keys.total)
 
     @contextmanager
     def _reported(self) -> Iterator[None]:

@@ -246,7 +246,7 @@ class Older:
         It may have been begun before. Until there is a head nothing else changes the entry.
         """
         seal = self._seals.entry(tenant, kind, id)
-        found, body = self._shelf.find(tenant, kind, id), self._shelf.body(tenant, kind, id)
+        (found,), body = self._shelf.find(tenant, kind, [id]), self._shelf.body(tenant, kind, id)
         if found is None or found.head or body is None:
             return  # another one has done it meanwhile
         form = older_form(kind, body)

@@ -113,8 +113,10 @@ class Shelf(Protocol):
     def place(self) -> str:
         """A word for the kind of place, which no other kind has."""
 
-    def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
-        """Find an entry; note that it was used, if this is a use."""
+    def find(
+        self, tenant: str, kind: Kind, ids: Sequence[str], uses: Collection[str] = ()
+    ) -> list[Found | None]:
+        """Find entries, one for each id; note that those in ``uses`` were used."""
 
     def body(self, tenant: str, kind: Kind, id: str) -> bytes | None:
         """Read an entry's body."""

@@ -31,50 +31,11 @@ from gateway.stored.shelf import (
     slice_of,
 )
 from gateway.stored.sqlite_file import SqliteFile, make_mark
+from gateway.stored.sqlite_schema import ROW_BYTES, schema
 
 TOUCH_EVERY_S = 60.0  # a use within this of the last one is not written down
 MAX_TOUCHED = 1024
 _SEALED = 2  # the user_version by which releases before the mark knew that all is sealed
-_ROW_BYTES = 200  # that SQLite takes for a row besides its body, about
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS entries (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    tenant TEXT NOT NULL, kind TEXT NOT NULL, id TEXT NOT NULL, session TEXT NOT NULL,
-    created REAL NOT NULL, used REAL NOT NULL, body BLOB NOT NULL,
-    UNIQUE (tenant, kind, id)
-);
-CREATE INDEX IF NOT EXISTS by_session ON entries (tenant, session);
-CREATE INDEX IF NOT EXISTS by_use ON entries (tenant, used, seq);
-CREATE INDEX IF NOT EXISTS by_age ON entries (used);
-CREATE TABLE IF NOT EXISTS items (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    owner INTEGER NOT NULL REFERENCES entries (seq) ON DELETE CASCADE,
-    tenant TEXT NOT NULL, id TEXT NOT NULL, body BLOB NOT NULL,
-    UNIQUE (owner, id)
-);
-CREATE INDEX IF NOT EXISTS by_item ON items (tenant, id);
-CREATE TABLE IF NOT EXISTS totals (tenant TEXT PRIMARY KEY, nbytes INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS heads (owner INTEGER PRIMARY KEY, head BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS tags (
-    tenant TEXT NOT NULL, kind TEXT NOT NULL, tag BLOB NOT NULL, owner INTEGER NOT NULL,
-    PRIMARY KEY (tenant, kind, tag, owner)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_tagged ON tags (owner);
-CREATE TABLE IF NOT EXISTS leavings (owner INTEGER PRIMARY KEY, tenant TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS by_leaver ON leavings (tenant);
-"""
-_COUNTED = """
-CREATE TRIGGER IF NOT EXISTS {table}_{event} AFTER {event} ON {table} BEGIN
-    INSERT INTO totals VALUES ({row}.tenant, {sign} (length({row}.body) + {overhead}))
-    ON CONFLICT (tenant) DO UPDATE SET nbytes = nbytes + excluded.nbytes;
-END;
-"""
-_RESIZED = """
-CREATE TRIGGER IF NOT EXISTS {table}_body AFTER UPDATE OF body ON {table} BEGIN
-    UPDATE totals SET nbytes = nbytes + length(new.body) - length(old.body)
-    WHERE tenant = new.tenant;
-END;
-"""
 _ONE = "tenant = ? AND kind = ? AND id = ?"
 
 
@@ -104,7 +65,7 @@ class SqliteShelf:
         self._limits = limits
         self._clock = clock
         self._touched: dict[int, float] = {}  # uses that are not written down yet
-        self._file = SqliteFile(path, _SCHEMA + _triggers(), keeps_damaged=keeps_damaged)
+        self._file = SqliteFile(path, schema(), keeps_damaged=keeps_damaged)
         self._mark = mark
         some = "SELECT 1 FROM entries, pragma_user_version WHERE user_version < ? LIMIT 1"
         with self._file.reading() as db:
@@ -113,20 +74,26 @@ class SqliteShelf:
             with suppress(StoreFailed):  # ``chores`` tries again
                 make_mark(mark)
 
-    def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
+    def find(
+        self, tenant: str, kind: Kind, ids: Sequence[str], uses: Collection[str] = ()
+    ) -> list[Found | None]:
         sql = (
             "SELECT seq, CAST(session AS TEXT), length(body), CAST(used AS REAL),"
             f" CAST(head AS BLOB) FROM entries LEFT JOIN heads ON owner = seq WHERE {_ONE}"
         )
         with self._file.reading() as db:
-            row = db.execute(sql, (tenant, kind, id)).fetchone()
-        if row is None or (row[4] is None and not self._has_old):
-            return None
-        seq, session, nbytes, used, head = row
+            rows = [db.execute(sql, (tenant, kind, x)).fetchone() for x in ids]
         now = self._clock()
-        if uses and now - used > TOUCH_EVERY_S and len(self._touched) < MAX_TOUCHED:
-            self._touched[seq] = now
-        return Found(head or b"", session, nbytes)
+        found: list[Found | None] = []
+        for id, row in zip(ids, rows, strict=True):
+            if row is None or (row[4] is None and not self._has_old):
+                found.append(None)
+                continue
+            seq, session, nbytes, used, head = row
+            found.append(Found(head or b"", session, nbytes))
+            if id in uses and now - used > TOUCH_EVERY_S and len(self._touched) < MAX_TOUCHED:
+                self._touched[seq] = now
+        return found
 
     def body(self, tenant: str, kind: Kind, id: str) -> bytes | None:
         sql = f"SELECT CAST(body AS BLOB) FROM entries WHERE {_ONE}"
@@ -214,7 +181,7 @@ class SqliteShelf:
 
     def put(self, tenant: str, row: Row, parts: Sequence[Part]) -> bool:
         bodies = [row.body, *(x.body for x in parts)]
-        if sum(len(x) + _ROW_BYTES for x in bodies) > self._limits.tenant_bytes:
+        if sum(len(x) + ROW_BYTES for x in bodies) > self._limits.tenant_bytes:
             return False
         now = self._clock()
         with self._file.writing() as db:
@@ -385,15 +352,3 @@ def _set_tags(
 def _add_items(db: sqlite3.Connection, owner: int, tenant: str, parts: Sequence[Part]) -> None:
     sql = "INSERT INTO items (owner, tenant, id, body) VALUES (?, ?, ?, ?)"
     db.executemany(sql, [(owner, tenant, x.id, x.body) for x in parts])
-
-
-def _triggers() -> str:
-    events = [("INSERT", "new", "+"), ("DELETE", "old", "-")]
-    return "".join(
-        _RESIZED.format(table=table)
-        + "".join(
-            _COUNTED.format(table=table, event=event, row=row, sign=sign, overhead=_ROW_BYTES)
-            for event, row, sign in events
-        )
-        for table in ("entries", "items")
-    )

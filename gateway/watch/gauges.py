@@ -99,16 +99,6 @@ def _engine_metrics(report: EngineReport) -> Iterator[Metric]:
         events.add_metric([name], count)
     yield events
     yield from _tier_metrics(report)
-    if report.members is not None:
-        members = GaugeMetricFamily(
-            "thermocline_members",
-            "Other engines on the same Redis, by what keeps them apart; alike: nothing does.",
-            labels=["differs"],
-        )
-        members.add_metric(["alike"], report.members.alike)
-        for each in report.members.differing:
-            members.add_metric([each.kind], each.number)
-        yield members
     if report.codec is not None:
         yield from _codec_metrics(report.codec)
 

@@ -267,6 +267,11 @@ class Live(Observer):
         for scope in self._scopes.values():
             scope.look()
 
+    def title(self, tenant: str, id: str) -> str:
+        """Return a session's title; "" if it has none, or titles are not kept."""
+        past = self.histories.of((tenant, id))
+        return past.title if past else ""
+
     def detail(self, ref: SessionRef, *, admin: bool) -> SessionDetail | None:
         """Show one session with its past; None if it is unknown."""
         key = (ref.tenant, ref.id)

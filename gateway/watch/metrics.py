@@ -39,7 +39,7 @@ _LEFT_OUT_KINDS = frozenset(
     | {"web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"}
     | {"local_shell", "shell", "apply_patch", "mcp", "namespace", "tool_search", "computer"}
     | {"computer_use_preview", "web_search_call", "file_search_call", "image_generation_call"}
-    | {"compaction", "mcp_list_tools", "additional_tools"}
+    | {"compaction", "mcp_list_tools", "additional_tools", "result_image", "result_file"}
 )
 _OF_BLOCKS = "block_"  # Anthropic's, which are few
 _EVERY_TURN = ("turn", "quiet")  # the request's own log line says as much

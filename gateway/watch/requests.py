@@ -115,6 +115,7 @@ class LiveRequest:
             self.usage = usage
             if self.compared is not None:
                 self.compared.prompt_tokens = usage.prompt_tokens
+                self.compared.answer_tokens = usage.completion_tokens
         if self.compared is not None and self.compared.change is not None:
             self._diverged(self.compared, self.compared.change)
         if (pace := self.token_s) is not None:

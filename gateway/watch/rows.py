@@ -225,7 +225,7 @@ class Rows:
             client=now.client if now else last.client if last else None,
             parent=session.parent,
             kind="child" if session.is_child else "main",
-            state=session.state.value,
+            state=session.shown_state,
             tier=session.tier,
             tokens=num_tokens,
             bytes=self.hot_bytes(session) if session.hot else session.cold_bytes,

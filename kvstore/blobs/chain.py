@@ -137,6 +137,12 @@ class ChainMaker:
         return hashed(_ROOT, version, salt, self._fingerprint, size)
 
 
+def chunk_before(keys: Sequence[bytes], key: bytes) -> bytes:
+    """Return the last chunk before a key among a session's keys; b"" = none, or no such key."""
+    before = keys[: keys.index(key)] if key in keys else ()
+    return next((x for x in reversed(before) if x[:1] == CHUNK), b"")
+
+
 class ChainKeys:
     """Names the blobs of chains: chunks, windows and states.
 

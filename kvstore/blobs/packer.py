@@ -16,8 +16,8 @@ from kvstore.blobs.chain import CHUNK, KEY_BYTES, STATE, WINDOW, Piece
 from kvstore.blobs.state_packer import pack_matrices, unpack_matrices
 from kvstore.blobs.state_tree import StateTree, decode_state, encode_state
 from kvstore.blobs.store_codecs import RAW, StoreCodecs, as_codecs
-from kvstore.codecs import sinks
 from kvstore.codecs.base import Codec
+from kvstore.codecs.rows import sinks
 from kvstore.errors import ForeignCodec, Mismatch
 from kvstore.shapes import KVLayout, KVRun, StoredModel, tokens_in
 from kvstore.tiers.base import Blob

@@ -69,6 +69,7 @@ StateTree: TypeAlias = (
 MAX_DEPTH: Final = 32
 MAX_NODES: Final = 1 << 16
 MAX_NDIM: Final = 8
+MAX_STRUCTURE_BYTES: Final = 1 << 20  # as objects it takes up to 64 times as much
 _ALIGNMENT: Final = 64
 _LIST, _TUPLE, _DICT, _ARRAY, _MATRIX, _WINDOW = range(6)
 _PLAIN = "bool float32 float64 complex64 int8 int16 int32 int64 uint8 uint16 uint32 uint64"
@@ -119,6 +120,8 @@ def encode_state(tree: StateTree) -> bytes:
     """Write the tree as bytes. Raises ``TypeError``, ``ValueError``: it cannot be kept exactly."""
     writer = _Writer()
     structure = msgspec.msgpack.encode(writer.node(tree, 0))
+    if len(structure) > MAX_STRUCTURE_BYTES:
+        raise ValueError("a state tree is too large to be stored")
     head = struct.pack("<II", len(structure), 0) + structure
     return b"".join((head, bytes(-len(head) % _ALIGNMENT), *writer.arrays))
 
@@ -133,8 +136,8 @@ def decode_state(payload: memoryview) -> StateTree:
         raise Corrupt("a state without a head")
     length, zero = struct.unpack_from("<II", payload)
     first = 8 + length
-    if zero or first > len(payload):
-        raise Corrupt("a state's structure is longer than the state")
+    if zero or length > MAX_STRUCTURE_BYTES or first > len(payload):
+        raise Corrupt("a state's structure is longer than the state, or than any")
     try:
         structure = msgspec.msgpack.decode(payload[8:first])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

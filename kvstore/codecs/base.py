@@ -8,7 +8,7 @@ from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from kvstore.errors import Corrupt
+from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import KVLayout, KVRun
 
 Payload: TypeAlias = bytes | memoryview
@@ -55,7 +55,14 @@ class Codec(Protocol):
         """
 
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        """Returns a lower bound, in bytes, of the payloads of so many tokens."""
+        """Returns a lower bound, in bytes, of the payloads of so many tokens.
+
+        It is asked about layouts that a forged header claims, so it only computes: whatever the
+        layout is, nothing is built for it.
+
+        Raises:
+            UnknownCodec: there is no payload of such a layout.
+        """
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         """Packs ``run``, whose tokens are ``first_token ..`` of the session.
@@ -74,6 +81,24 @@ class Codec(Protocol):
             Corrupt: the payload does not have the length or structure that ``out`` requires.
                 ``out`` may then hold any values and must not be used.
         """
+
+
+def check_claim(
+    codec: Codec, layout: KVLayout, num_tokens: int, first_token: int, nbytes: int
+) -> None:
+    """Checks that a payload of ``nbytes`` can hold what its header claims.
+
+    Every reader of packed bytes calls it before anything is allocated or built for the layout.
+
+    Raises:
+        Corrupt: no payload of so many tokens is so short, or has such a layout.
+    """
+    try:
+        least = codec.least_nbytes(layout, num_tokens, first_token)
+    except UnknownCodec as error:
+        raise Corrupt(f"packed rows of another layout: {error}") from error
+    if nbytes < least:
+        raise Corrupt(f"{nbytes} bytes are fewer than {num_tokens} tokens take")
 
 
 def check_run(run: KVRun, layout: KVLayout) -> int:

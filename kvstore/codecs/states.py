@@ -53,6 +53,9 @@ UNKNOWN: Final = 8  # bits of all rows of an array for which nothing was learned
 _COUNTS: Final = range(FEWEST, MOST + 1)
 # The savings of one more bit: from 2 to 3, from 3 to 4 and so on.
 _SAVED: Final = -np.diff([float((1 << (b - 1)) - 1) ** -2 for b in _COUNTS])
+# Of rows that ``DealtCodec`` packs: a row of zeros has three bytes, however wide it claims to be.
+MOST_WIDTH: Final = 512
+MOST_NDIM: Final = 8
 DEALT: Final = tuple(name for name, entry in STATES.items() if entry.learns)
 
 
@@ -105,7 +108,7 @@ class MatrixCodec:
             values = widen(reader.take("<u2", num_rows, width), "bfloat16")
         else:
             scales = widen(reader.take("<u2", num_rows), "bfloat16")
-            with np.errstate(over="ignore"):  # by a damaged scale; the result is refused
+            with np.errstate(all="ignore"):  # a damaged scale; the result is refused
                 values = read_codes(reader, num_rows, width, self.num_bits) * scales[:, None]
         return narrowed(values, dtype, shape)
 
@@ -173,7 +176,7 @@ def read_codes(reader: Reader, num_rows: int, width: int, num_bits: int) -> np.n
 
 def rows_of_shape(dtype: str, shape: Sequence[int]) -> tuple[int, int]:
     """Return the number of rows and their width. Raises ``Corrupt`` for an impossible state."""
-    if dtype not in NUMPY_DTYPES or not shape or min(shape) < 1:
+    if dtype not in NUMPY_DTYPES or not 0 < len(shape) <= MOST_NDIM or min(shape) < 1:
         raise Corrupt(f"no packed state has dtype {dtype} and shape {tuple(shape)}")
     return math.prod(shape[:-1]), shape[-1]
 
@@ -189,7 +192,7 @@ def narrowed(values: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray
 
 def is_finite(array: np.ndarray, dtype: str) -> bool:
     """Return whether an array has values of a dtype that can be packed, and all are finite."""
-    if dtype not in NUMPY_DTYPES or not array.ndim or not array.size:
+    if dtype not in NUMPY_DTYPES or not 0 < array.ndim <= MOST_NDIM or not array.size:
         return False
     return bool(np.isfinite(fp32(array, dtype)).all())
 
@@ -255,7 +258,7 @@ class DealtCodec:
 
     def takes(self, array: np.ndarray, dtype: str) -> bool:
         """Return whether it can pack this array; one with infinities is better kept unpacked."""
-        return is_finite(array, dtype)
+        return is_finite(array, dtype) and array.shape[-1] <= MOST_WIDTH
 
     def encode(self, array: np.ndarray, dtype: str, number: int = 0) -> bytes:
         """Pack an array that it ``takes``; ``number``: the index of the array in its state."""
@@ -285,7 +288,7 @@ class DealtCodec:
                 then, no more is allocated than the payload has rows.
         """
         num_rows, width = rows_of_shape(dtype, shape)
-        if len(payload) < 3 * num_rows:
+        if len(payload) < 3 * num_rows or width > MOST_WIDTH:
             raise Corrupt(f"{len(payload)} bytes are no packed state of shape {tuple(shape)}")
         reader = Reader(payload)
         bits = reader.take("|u1", num_rows)
@@ -298,7 +301,7 @@ class DealtCodec:
         for count in _COUNTS:
             if counts[count]:
                 own = bits == count
-                with np.errstate(over="ignore"):  # by a damaged scale; the result is refused
+                with np.errstate(all="ignore"):  # a damaged scale; the result is refused
                     codes = read_codes(reader, int(counts[count]), width, count)
                     values[own] = codes * scales[own, None]
         return narrowed(values, dtype, shape)

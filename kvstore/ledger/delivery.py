@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from kvstore.blobs.chain import chunk_before
 from kvstore.ledger.stack import TierStack
 from kvstore.tiers.base import Blob
 
@@ -63,30 +64,26 @@ def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) ->
     # Part of a session is better than none, but not better than an older one that is whole.
     if not complete and stack.may_hold(level, delivery.record_key):
         return Delivered(False, False)
-    if not stack.replace(level, delivery.record_key, delivery.record, delivery.tenant):
+    end = _end(stack, level, delivery, complete)
+    if not stack.replace(level, delivery.record_key, delivery.record, delivery.tenant, end):
         return Delivered(False, False)
-    if not _is_one_batch(missing, delivery):  # else it has just been written in this order
-        stack.used_by(level, delivery.tenant, [delivery.record_key, *delivery.chain])
+    stack.saved_by(level, delivery.tenant, [delivery.record_key, *delivery.chain])
     return Delivered(True, stack.delete(level, delivery.obsolete) and complete)
 
 
 def _write(stack: TierStack, level: int, delivery: Delivery, missing: Sequence[bytes]) -> bool:
     """Write the missing blobs, as far as a tier has them; True if that was all of them."""
-    if not missing:
-        return True
-    if _is_one_batch(missing, delivery):  # these do not evict each other
-        return _write_batch(stack, level, delivery, missing)
-    # The chain is pinned meanwhile, so that the end of a long session never evicts its head.
-    with stack.pinned_in(level, delivery.chain):
-        done = [
-            _write_batch(stack, level, delivery, missing[i : i + WRITE_BATCH])
-            for i in range(0, len(missing), WRITE_BATCH)
-        ]
-    return all(done)
+    batches = (missing[i : i + WRITE_BATCH] for i in range(0, len(missing), WRITE_BATCH))
+    return all(_write_batch(stack, level, delivery, batch) for batch in batches)
 
 
-def _is_one_batch(missing: Sequence[bytes], delivery: Delivery) -> bool:
-    return len(missing) == len(delivery.chain) <= WRITE_BATCH
+def _end(stack: TierStack, level: int, delivery: Delivery, complete: bool) -> bytes:
+    """Return the last key of the chain that a tier holds; b"" = none."""
+    chain = delivery.chain
+    if complete and chain:
+        return chain[-1]
+    held = stack.holds(level, chain)
+    return next((key for key, yes in zip(chain[::-1], held[::-1], strict=True) if yes), b"")
 
 
 def _write_batch(stack: TierStack, level: int, delivery: Delivery, keys: Sequence[bytes]) -> bool:
@@ -96,4 +93,5 @@ def _write_batch(stack: TierStack, level: int, delivery: Delivery, keys: Sequenc
         found = stack.find(faster, rest) if rest else []
         blobs |= {key: x for key, x in zip(rest, found, strict=True) if x is not None}
     items = [(key, blobs[key]) for key in keys if key in blobs]
-    return stack.put(level, items, delivery.tenant) and len(items) == len(keys)
+    after = chunk_before(delivery.chain, keys[0])
+    return stack.put(level, items, delivery.tenant, after) and len(items) == len(keys)

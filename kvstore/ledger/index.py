@@ -2,8 +2,8 @@
 
 The index is a belief. It avoids reading a record at every turn, lists the sessions, and knows which
 blobs more than one of them needs. Only the tiers know whether a session can be restored. The index
-is filled from the local tiers at the start, and from a shared tier as soon as that can list this
-engine's records. It is bounded in bytes; beyond that the longest unused sessions are dropped first.
+is filled from the local tiers at the start; a session that only a shared tier has is found there
+when it returns. It is bounded in bytes; beyond that the longest unused sessions are dropped first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
-from kvstore.blobs.chain import KEY_BYTES, RECORD
+from kvstore.blobs.chain import CHUNK, KEY_BYTES, RECORD, STATE
 from kvstore.errors import Corrupt, Mismatch, Unusable
 from kvstore.ledger.notices import Restorable
 from kvstore.ledger.record import Records, SessionRecord
@@ -75,16 +75,8 @@ class Claims:
 class _Entry(msgspec.Struct, frozen=True, gc=False):
     record: SessionRecord
     blob_keys: tuple[bytes, ...]
-    num_needed: int  # of these; the others are of older states
+    ends: tuple[bytes, bytes] | None  # see ``Restorable``; None: nothing could be restored
     nbytes: int
-
-
-class Loaded(NamedTuple):
-    """The records that were taken in, and the keys of those that exist and could not be read."""
-
-    found: list[SessionRecord]
-    unread: list[bytes]
-    is_full: bool  # the index has no room for older ones
 
 
 class SessionIndex:
@@ -111,7 +103,8 @@ class SessionIndex:
         self.clock = clock
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self.is_whole = True  # False while records of earlier lives are still to be read
+        # When sessions were forgotten whose records a tier may still have, since it was away.
+        self.forgotten: dict[bytes, float] = {}
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # longest unused first
         self._lapsed: OrderedDict[bytes, None] = OrderedDict()
@@ -119,7 +112,6 @@ class SessionIndex:
         self._users: Counter[bytes] = Counter()  # number of sessions by blob
         self._nbytes = 0
         self._num_removals = 0
-        self._removed: set[bytes] | None = None  # since ``load_written`` began, while it runs
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -135,7 +127,7 @@ class SessionIndex:
         return self.records.key(record.tenant, record.id)
 
     def blob_keys(self, record: SessionRecord) -> list[bytes]:
-        """Keys of all blobs of the session, in the order of their importance."""
+        """Keys of all blobs of the session, in the order of its tokens."""
         with self._lock:
             entry = self._entries.get(self.key(record))
         if entry is not None and entry.record is record:
@@ -165,10 +157,9 @@ class SessionIndex:
             entries = list(self._entries.items())
         for key, entry in entries:
             record = entry.record
-            needed = entry.blob_keys[: entry.num_needed]
-            if needed and self.records.is_usable(record) and not self.is_over(record):
+            if entry.ends and self.records.is_usable(record) and not self.is_over(record):
                 session = SessionRef(record.tenant, record.id, b"")
-                yield Restorable(key, session, needed[0], needed[-1])
+                yield Restorable(key, session, *entry.ends)
 
     def get(self, key: bytes) -> SessionRecord | None:
         """The record under this key, from memory only."""
@@ -232,44 +223,6 @@ class SessionIndex:
         for record in sorted(found.values(), key=lambda x: x.last_used_s):
             self.put(record)
 
-    def load_written(self, level: int, keys: Sequence[bytes]) -> Loaded:
-        """Read records that an earlier life wrote to a tier, as less recent than all known ones.
-
-        One thread at a time.
-
-        Args:
-            keys: of a few records, the most recently used first.
-
-        Raises:
-            TierUnavailable: nothing was changed.
-        """
-        with self._lock:
-            unknown = [x for x in keys if x not in self._entries]
-            removed: set[bytes] = set()
-            self._removed = removed
-        try:
-            blobs = dict(zip(unknown, self._stack.get(level, unknown), strict=True))
-            absent = [key for key, blob in blobs.items() if blob is None]
-            unread = [x for x in absent if self._stack.may_hold(level, x)]
-            found: list[SessionRecord] = []
-            for key, blob in blobs.items():
-                record = None if blob is None else self._parsed(level, key, blob)
-                if record is None or not self.records.is_usable(record) or self.is_over(record):
-                    continue
-                blob_keys = self.records.blob_keys(record)
-                with self._lock:
-                    # Meanwhile a save may have inserted it, or the session may have been removed.
-                    if key in self._entries or key in removed:
-                        continue
-                    self._insert(key, record, blob_keys, oldest=True)
-                    if key not in self._entries:
-                        return Loaded(found, [], is_full=True)
-                    found.append(record)
-            return Loaded(found, unread, is_full=False)
-        finally:
-            with self._lock:
-                self._removed = None
-
     def put(self, record: SessionRecord, blob_keys: Sequence[bytes] | None = None) -> None:
         """Remember the session as it is now. ``blob_keys``: its own, if they are known."""
         keys = self.records.blob_keys(record) if blob_keys is None else blob_keys
@@ -282,15 +235,13 @@ class SessionIndex:
             entry = self._entries.get(key)
             if entry is not None:
                 used = msgspec.structs.replace(entry.record, last_used_s=self.clock())
-                self._entries[key] = _Entry(used, entry.blob_keys, entry.num_needed, entry.nbytes)
+                self._entries[key] = _Entry(used, entry.blob_keys, entry.ends, entry.nbytes)
                 self._entries.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
         """Forget the session."""
         with self._lock:
             self._num_removals += 1
-            if self._removed is not None:
-                self._removed.add(key)
             self._take_out(key)
 
     # ---- expired sessions
@@ -328,7 +279,9 @@ class SessionIndex:
 
     def _newest(self, key: bytes, levels: Iterable[int]) -> SessionRecord | None:
         copies = [x for i in levels if (x := self.find_in(i, key)) is not None]
-        return max(copies, key=lambda x: x.last_used_s, default=None)
+        newest = max(copies, key=_worth, default=None)
+        is_gone = newest is not None and newest.last_used_s <= self.forgotten.get(key, 0.0)
+        return None if is_gone else newest
 
     def find_in(self, level: int, key: bytes) -> SessionRecord | None:
         """Return the record that a tier has under this key; None also if it does not answer."""
@@ -350,18 +303,15 @@ class SessionIndex:
 
     # ---- with the lock held
 
-    def _insert(
-        self, key: bytes, record: SessionRecord, blob_keys: Iterable[bytes], *, oldest: bool = False
-    ) -> None:
+    def _insert(self, key: bytes, record: SessionRecord, blob_keys: Iterable[bytes]) -> None:
         self._lapsed.pop(key, None)
         self._short.pop(key, None)
         before, keys = self._entries.get(key), tuple(blob_keys)
         num_same = 0 if before is None else _num_common(before.blob_keys, keys)
         self._take_out(key, num_same)
         nbytes = ENTRY_BYTES + record.nbytes + BLOB_KEY_BYTES * len(keys)
-        num_needed = len(self.records.needed_keys(record)) if record.states else len(keys)
-        self._entries[key] = _Entry(record, keys, num_needed, nbytes)
-        self._entries.move_to_end(key, last=not oldest)
+        self._entries[key] = _Entry(record, keys, _ends(keys), nbytes)
+        self._entries.move_to_end(key)
         self._users.update(keys[num_same:])
         self._nbytes += nbytes
         while self._nbytes > self._max_bytes and len(self._entries) > 1:
@@ -382,10 +332,23 @@ class SessionIndex:
 
 
 def _is_newer(record: SessionRecord, other: SessionRecord | None) -> bool:
-    return other is None or other.last_used_s < record.last_used_s
+    return other is None or _worth(other) < _worth(record)
+
+
+def _worth(record: SessionRecord) -> tuple[float, int]:
+    """Order copies of a record: the newest, and of equal ones that whose pages are all there."""
+    return record.last_used_s, record.num_chunks
 
 
 def _num_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
     """Count the first keys that both have; a session that grows keeps nearly all."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _ends(blob_keys: Sequence[bytes]) -> tuple[bytes, bytes] | None:
+    """Return the first and the last of a session's states, or else of its chunks."""
+    for kind in (STATE, CHUNK):
+        if of_kind := [x for x in blob_keys if x[:1] == kind]:
+            return of_kind[0], of_kind[-1]
+    return None

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from kvstore.blobs.chain import RECORD
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.config import StoreConfig
-from kvstore.errors import TierUnavailable
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.notices import Notices
 from kvstore.ledger.pins import Pins
@@ -24,21 +20,15 @@ from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.upkeep import Upkeep
 from kvstore.ledger.writing import Committer, WriteBehind
-from kvstore.membership import ALONE, Company
+from kvstore.likeness import Likeness
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
 from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
 from kvstore.tiers.base import Tier
 from kvstore.workers import Periodic, Workers
 
-LOAD_BATCH: Final = 32  # records that are read at once
-MOST_LOADS: Final = 20  # rounds in which a tier has records, but none that can be read
-FIRST_LOOKS: Final = 2  # after so many a shared tier that does not answer is away
 LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the second one
 HOUSEKEEPING_EVERY: Final = 5  # looks
-
-
-_log = logging.getLogger(__name__)
 
 
 def _none_waits(record_key: bytes) -> bool:
@@ -72,7 +62,7 @@ class Ledger:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.records = records
-        self.company: Company = ALONE  # the other engines on the same Redis
+        self.likeness = Likeness()  # to the data on the Redis
         self.counters = Counters()
         self.workers = Workers(config.num_threads)
         self.claims = claims or Claims()
@@ -91,13 +81,7 @@ class Ledger:
         )
         self.index.load()
         self._say_whose_blobs(self.index.all())
-        # Levels with records of earlier lives, and the keys still to be read; None: unknown yet.
-        self._to_load: dict[int, list[bytes] | None] = dict.fromkeys(self.stack.shared)
-        self._has_looked = threading.Event()
-        self.index.is_whole = not self._to_load
-        self._vain_loads: Counter[int] = Counter()  # by level
-        self._closing = threading.Event()
-        self.pins = Pins(self.stack, config.pinned_share, config.tenant_pinned_share)
+        self.pins = Pins(self.stack)
         self._slower = [
             WriteBehind(
                 self.stack, level, config.write_queue_bytes, self.counters, self.index.unused
@@ -105,7 +89,7 @@ class Ledger:
             for level in range(1, len(self.stack))
         ]
         self.committer = Committer(self.stack, self._slower, self.index, self.pins)
-        for record in reversed(self.index.all()):  # if the share is smaller now, the newest stay
+        for record in self.index.all():
             self.committer.follow_pin(record)
         self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
         self.notices = Notices(self.stack, self.index.restorable)
@@ -137,104 +121,26 @@ class Ledger:
             tier.start()
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
 
-    def _load_earlier(self) -> None:
-        """Take in sessions of earlier lives that only a shared tier has, once it knows them.
-
-        On the thread of upkeep. Deletions that wait for the tier are made up for first.
-        """
-        if not self._to_load:
-            return
-        deletions = self.upkeep.deletions
-        deletions.retry()
-        found: list[SessionRecord] = []
-        awaited = list(self._to_load)
-        for level in awaited:
-            deletions.retry_records(level)
-            if not deletions.is_owed(level):
-                found += self._load_from(level)
-            if level not in self._to_load:
-                deletions.retry_inherited(level)
-        self._say_whose_blobs(found)
-        for record in found:
-            if record.pinned:
-                self._follow_pin(self.index.key(record))
-        for level in awaited:
-            if level not in self._to_load:
-                self.stack.pins_known(level)
-        if found:
-            first = SessionRef(found[0].tenant, found[0].id, b"")
-            self.notices.report_found(first, map(self.index.key, found))
-
-    def _load_from(self, level: int) -> list[SessionRecord]:
-        keys = self._to_load[level]
-        if keys is None:
-            written = self.stack.written(level, RECORD)
-            if written is None:
-                return []
-            keys = written[::-1]  # the most recently used first
-        found: list[SessionRecord] = []
-        later: list[bytes] = []
-        while keys and not (self._closing.is_set() or self.upkeep.deletions.is_owed(level)):
-            batch, keys = keys[:LOAD_BATCH], keys[LOAD_BATCH:]
-            try:
-                loaded = self.index.load_written(level, batch)
-            except TierUnavailable:
-                keys = batch + keys
-                break
-            found += loaded.found
-            later += loaded.unread
-            if loaded.is_full:
-                keys = later = []
-                break
-        self._vain_loads[level] += bool(later) and not (found or keys)
-        if self._vain_loads[level] == MOST_LOADS:
-            _log.warning("%s: %d records cannot be read", self.stack.name(level), len(later))
-            later = []
-        if later or keys:
-            self._to_load[level] = later + keys
-        else:
-            del self._to_load[level]
-            self.index.is_whole = not self._to_load
-        return found
-
-    def wait_until_known(self, timeout_s: float) -> None:
-        """Wait for sessions of earlier lives until the first looks after the start are over."""
-        if self._to_load:
-            self._has_looked.wait(timeout_s)
-
-    def _follow_pin(self, key: bytes) -> None:
-        with self.claims.claim(key):
-            record = self.index.get(key)
-            if record is not None:  # not forgotten meanwhile
-                self.committer.follow_pin(record)
-
     def _say_whose_blobs(self, records: Sequence[SessionRecord]) -> None:
         """Assign to tenants the blobs that an earlier run left in the tiers."""
         keys: dict[str, list[bytes]] = {}
-        idle_s: dict[str, float] = {}
-        now_s = self.clock()  # the clock that dates records; tiers use another clock
         for record in records:
             owned = (self.index.key(record), *self.index.owned(record))
             keys.setdefault(record.tenant, []).extend(owned)
-            age_s = now_s - record.last_used_s
-            idle_s[record.tenant] = min(age_s, idle_s.get(record.tenant, age_s))
         for level in range(len(self.stack)):
             for tenant, its_keys in keys.items():
-                self.stack.own_in(level, tenant, its_keys, idle_s[tenant])
+                self.stack.own_in(level, tenant, its_keys)
 
     def _keep_house(self) -> None:
-        self._load_earlier()
-        number = next(self._rounds)
-        if number >= FIRST_LOOKS or not self._to_load:
-            self._has_looked.set()
-        if number % HOUSEKEEPING_EVERY:
+        if next(self._rounds) % HOUSEKEEPING_EVERY:
             self.notices.look()
+            self.upkeep.deletions.retry()
         else:
             self.upkeep.expire()
 
-    def join(self, company: Company) -> None:
-        """Set the other engines on the same Redis; ``company`` is closed with this ledger."""
-        self.company = company
+    def compare(self, likeness: Likeness) -> None:
+        """Take reasons of misses from ``likeness``, which is closed with this ledger."""
+        self.likeness = likeness
 
     # ---- sessions between their turns
 
@@ -243,15 +149,8 @@ class Ledger:
         return self.index.find_anywhere(session.tenant, session.id)
 
     def find(self, session: SessionRef) -> SessionRecord | None:
-        """Return the session's record from memory, else from the local tiers.
-
-        A shared tier is asked, too, until its sessions of earlier lives are known: a save must know
-        the pin and the blobs of the record that it replaces.
-        """
-        record = self.index.find(session.tenant, session.id)
-        if record is None and self._to_load:
-            record = self.index.find_shared(session.tenant, session.id)
-        return record
+        """Likewise: a save must know the pin and the blobs of the record that it replaces."""
+        return self.find_anywhere(session)
 
     def why_unknown(self, session: SessionRef) -> MissReason:
         """Explain why nothing of a session is stored."""
@@ -259,11 +158,11 @@ class Ledger:
             return "ttl"
         if self.index.was_short(session.tenant, session.id):
             return "too-short"
-        return self.company.why_unknown()
+        return self.likeness.why_unknown()
 
     def why_diverged(self) -> MissReason:
         """Explain why a prompt has not even its first chunk in common with its session."""
-        return self.company.why_diverged()
+        return self.likeness.why_diverged()
 
     def record_key(self, session: SessionRef) -> bytes:
         """The key under which the session's record is stored."""
@@ -274,14 +173,12 @@ class Ledger:
     ) -> dict[TierName, dict[str, TenantUse]]:
         """Hold tenants to bytes of tiers; return the use of those with a limit, by tier.
 
-        Tiers that do not answer, and those with sessions of earlier lives that are not known yet,
-        are left out: what their tenants hold is not known.
+        Tiers that do not answer, and a shared one, are left out: what their tenants hold is not
+        known.
         """
         found: dict[TierName, dict[str, TenantUse]] = {}
         for i, name in enumerate(self.stack.names):
-            uses = None
-            if i not in self._to_load:
-                uses = self.stack.limit_tenants(i, limits.get(name, NO_LIMITS))
+            uses = self.stack.limit_tenants(i, limits.get(name, NO_LIMITS))
             if uses is not None:
                 found[name] = uses
         return found
@@ -310,7 +207,7 @@ class Ledger:
             tiers=self.stack.stats(),
             codec=self._packer.codec.id,
             repacking=self.repacker.progress,
-            members=self.company.report(),
+            differs=self.likeness.differs,
         )
 
     def flush(self, deadline_s: float) -> bool:
@@ -323,9 +220,7 @@ class Ledger:
 
     def close(self) -> None:
         """Stop all threads and close the tiers; waiting work is dropped. Call once."""
-        self._closing.set()
-        self._has_looked.set()  # none will be found any more
-        self.company.close()
+        self.likeness.close()
         self.repacker.close()
         if self._housekeeping is not None:
             self._housekeeping.close()

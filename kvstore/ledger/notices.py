@@ -22,8 +22,8 @@ class StoreNotice(NamedTuple):
     """A change of a session's stored copy, which no turn or verb of the session made."""
 
     session: SessionRef  # without a salt, since the store does not keep salts
-    # The tier's cause; or it was not used in time; or it is the first of several that were unknown.
-    why: EvictionCause | Literal["expired", "found"]
+    # The tier's cause; or it was not used in time.
+    why: EvictionCause | Literal["expired"]
     is_gone: bool = True  # False: a slower tier has it
 
 
@@ -37,8 +37,8 @@ class Restorable(NamedTuple):
 
     record_key: bytes
     session: SessionRef  # without a salt, since the store does not keep salts
-    first_blob: bytes  # without it nothing can be restored
-    last_blob: bytes  # the first one that a tier evicts
+    first_blob: bytes  # the oldest state, or the first chunk: evicted last
+    last_blob: bytes  # the newest state, or the last chunk: evicted first
 
 
 class Notices:
@@ -59,15 +59,6 @@ class Notices:
         """Call ``on_notice`` from now on; sessions that are already missing are not reported."""
         self._listener = on_notice
         self.look()
-
-    def report_found(self, session: SessionRef, keys: Iterable[bytes]) -> None:
-        """Report that sessions of an earlier life were found, this one among them.
-
-        ``keys``: of their records. Their first look only notes in which tier they are.
-        """
-        with self._looking:
-            self._levels |= dict.fromkeys(keys, len(self._stack))
-        self.report(StoreNotice(session, "found", is_gone=False))
 
     def report(self, notice: StoreNotice) -> None:
         if self._listener is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvstore.blobs.chain import CHUNK
+from kvstore.blobs.chain import CHUNK, chunk_before
 from kvstore.errors import ForeignCodec, TierUnavailable, Unusable
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.stack import TierStack
@@ -102,14 +102,19 @@ class Promotion:
             keys: of all blobs that were read, in their order.
             slow: those of them that were read from a slower tier.
         """
+        self._touch(record_key, keys)  # before they grow: the order learns how much was held
         wanted = self._wanted(record_key, slow)
         record = None if record_key is None else self._index.get(record_key)
-        if wanted and self._stack.put(0, wanted, record.tenant if record else ""):
-            self._counters.add("promoted_blobs", len(wanted))
+        if wanted:
+            chain = self._index.blob_keys(record) if record else keys
+            places = {key: i for i, key in enumerate(chain)}
+            wanted.sort(key=lambda x: places.get(x[0], len(places)))
+            after = chunk_before(chain, wanted[0][0])
+            if self._stack.put(0, wanted, record.tenant if record else "", after):
+                self._counters.add("promoted_blobs", len(wanted))
         # Meanwhile the session may have been saved, or forgotten.
         still = {key for key, _ in self._wanted(record_key, wanted)}
         self._stack.delete(0, [key for key, _ in wanted if key not in still])
-        self._touch(record_key, keys)
 
     def _wanted(
         self, record_key: bytes | None, blobs: Sequence[tuple[bytes, Blob]]

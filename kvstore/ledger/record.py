@@ -93,11 +93,6 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.chain) + len(self.left_behind) + len(self.note)
 
     @property
-    def pinned_bytes(self) -> int:
-        """Bytes that the session takes of the share for pins while it is pinned."""
-        return self.packed_bytes + len(self.chain) + len(self.note)
-
-    @property
     def abandoned(self) -> list[bytes]:
         """Keys of chunks that an edited history no longer uses and that may be requested again."""
         return [CHUNK + x for x in split(self.left_behind)]
@@ -144,11 +139,10 @@ class Records:
         return record_key(tenant, session_id, self._model)
 
     def blob_keys(self, record: SessionRecord) -> list[bytes]:
-        """Keys of all blobs of the session, in the order of their importance.
+        """Keys of all blobs of the session, in the order of its tokens.
 
-        The order is that of use: evicting from the end loses the least. Without the first nothing
-        can be restored. The older states, which only a return to an earlier point needs, and which
-        are large, are at the end.
+        What belongs to the end of a chunk, its windows' rows, a page, a state, comes after it. A
+        tier evicts from the end: the session then goes on from an older state, or a shorter chain.
         """
         return [x.key for x in self.pieces(record)]
 
@@ -162,15 +156,17 @@ class Records:
         return self._ordered(record.names, by_worth(record.states))
 
     def _ordered(self, chain: Chain, states: Sequence[int]) -> list[Piece]:
-        found = [self._of_state(chain, x) for x in states]
-        rows: list[Piece] = []
+        pieces: list[Piece] = []
         for i in range(0, len(chain), PAGE_CHUNKS):
             end = i + PAGE_CHUNKS
-            rows += self.keys.chunks(chain, i, end)
+            pieces += self.keys.chunks(chain, i, end)
             if end <= len(chain):
-                rows.append(Piece(PAGE + chain[end - 1], end * self.keys.chunk_tokens, 0))
-        pieces = [*(found[0] if found else ()), *rows, *(x for of in found[1:] for x in of)]
-        return list(dict.fromkeys(pieces))  # states share windows
+                pieces.append(Piece(PAGE + chain[end - 1], end * self.keys.chunk_tokens, 0))
+        if states:
+            of_states = [y for x in states for y in self._of_state(chain, x)]
+            pieces += dict.fromkeys(of_states)  # states share windows
+            pieces.sort(key=lambda x: x.end_token)  # stable
+        return pieces
 
     def _of_state(self, chain: Chain, num_chunks: int) -> list[Piece]:
         return [self.keys.state(chain, num_chunks), *self.keys.windows(chain, num_chunks)]
@@ -221,6 +217,8 @@ class Records:
             head = msgspec.msgpack.decode(payload, type=_Head)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Corrupt(f"not a session record: {error}") from error
+        if any(len(x) != NAME_BYTES for x in head.pages):
+            raise Corrupt("a session record names pages that there cannot be")
         record = replace(head.record, states=head.states)
         if head.pages:
             record = _with_pages(record, head.pages, read([PAGE + x for x in head.pages]))
@@ -269,13 +267,15 @@ def _page_in(page: Blob, key: bytes) -> memoryview | None:
 
 
 def abandoned_chunks(old: SessionRecord, chain: Chain, common: int) -> tuple[bytes, list[bytes]]:
-    """Return the names of abandoned chunks to remember, oldest first, and the keys of others.
+    """Return the names of abandoned chunks to remember, and the keys of others, to delete.
+
+    The newest branch comes first, and a branch is deleted from its end.
 
     Args:
         old: the older record.
         chain: of the new record, of which the first ``common`` chunks are those of the old one.
     """
     current = {*chain}
-    known = [*split(old.left_behind), *old.names[common:]]
+    known = [*old.names[common:], *split(old.left_behind)]
     names = [x for x in dict.fromkeys(known) if x not in current]
-    return joined(names[-MAX_LEFT_BEHIND:]), [CHUNK + x for x in names[:-MAX_LEFT_BEHIND]]
+    return joined(names[:MAX_LEFT_BEHIND]), [CHUNK + x for x in names[MAX_LEFT_BEHIND:]]

@@ -7,7 +7,6 @@ may hold the same blob, and the fastest copy is the one to read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,11 +58,6 @@ class TierStack:
     @property
     def shared(self) -> list[int]:
         return [i for i, name in enumerate(self._names) if name in SHARED_TIERS]
-
-    @property
-    def overhead_bytes(self) -> int:
-        """Bytes that a blob takes besides its own, in the tier where they are most."""
-        return max((x.overhead_bytes for x in self._tiers), default=0)
 
     @property
     def names(self) -> tuple[TierName, ...]:
@@ -118,57 +112,57 @@ class TierStack:
                 levels[j] = i if yes else None
         return Located(levels, down)
 
-    def put(self, i: int, items: Sequence[tuple[bytes, Blob]], tenant: str = "") -> bool:
-        """Write blobs of a tenant to one tier; True if it now holds every one of them."""
-        put = partial(self._tiers[i].put_many, items, tenant)
+    def put(
+        self,
+        i: int,
+        items: Sequence[tuple[bytes, Blob]],
+        tenant: str = "",
+        after: bytes = b"",
+    ) -> bool:
+        """Write blobs of a tenant to one tier; True if it now holds every one of them.
+
+        ``after``: the chunk before them in their chain; b"" = they are its beginning.
+        """
+        put = partial(self._tiers[i].put_many, items, tenant, after)
         return not items or self._if_up(i, put, -1) == len(items)
 
-    def replace(self, i: int, key: bytes, blob: Blob, tenant: str = "") -> bool:
-        """Write a blob in place of the one of this key; False if the tier did not take it."""
-        return self._if_up(i, lambda: self._tiers[i].replace(key, blob, tenant), False)
+    def replace(self, i: int, key: bytes, blob: Blob, tenant: str = "", after: bytes = b"") -> bool:
+        """Write a blob in place of the one of this key; False if the tier did not take it.
+
+        ``after``: for a record, the last key of its chain.
+        """
+        return self._if_up(i, lambda: self._tiers[i].replace(key, blob, tenant, after=after), False)
 
     def delete(self, i: int, keys: Sequence[bytes]) -> bool:
         """Delete blobs from one tier; False if it is not available."""
         return not keys or self._is_done(i, lambda: self._tiers[i].delete_many(keys))
 
-    def used_by(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
-        """Mark blobs in one tier as just used by a tenant, whose they are if they have no owner."""
+    def saved_by(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
+        """Mark a chain in one tier as just saved by a tenant, whose it is if it has no owner."""
         self._tiers[i].own(tenant, keys)
-        self._is_done(i, lambda: self._tiers[i].touch(keys))
+        self._is_done(i, lambda: self._tiers[i].touch(keys, restored=False))
 
-    def own_in(self, i: int, tenant: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+    def own_in(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
         """Assign blobs to a tenant in one tier, unless they have an owner; see ``Tier.own``."""
-        self._tiers[i].own(tenant, keys, idle_s)
+        self._tiers[i].own(tenant, keys)
 
     def drop_quarantine(self, i: int) -> bool:
         """Remove data that a tier put aside as damaged; False if it is not available."""
         return self._is_done(i, self._tiers[i].drop_quarantine)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark blobs as used in every tier, ``keys[0]`` as the most recent."""
+        """Mark a chain as just restored, in every tier."""
         for i, tier in enumerate(self._tiers):
             self._is_done(i, partial(tier.touch, keys))
 
     def pin(self, keys: Sequence[bytes]) -> None:
-        """Keep these blobs from eviction in every tier, until ``unpin``."""
+        """Evict these blobs last in every tier, until ``unpin``."""
         for tier in self._tiers:
             tier.pin(keys)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
         for tier in self._tiers:
             tier.unpin(keys)
-
-    def pins_known(self, i: int) -> None:
-        """Note that what earlier lives have pinned is pinned; see ``Tier.pins_known``."""
-        self._tiers[i].pins_known()
-
-    @contextmanager
-    def pinned_in(self, i: int, keys: Sequence[bytes]) -> Iterator[None]:
-        self._tiers[i].pin(keys)
-        try:
-            yield
-        finally:
-            self._tiers[i].unpin(keys)
 
     def scan(self, i: int, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         """List blobs under the tier's names for them. Ends early if the tier fails."""
@@ -180,10 +174,6 @@ class TierStack:
     def owed_file(self, i: int) -> Path | None:
         """Return where deletions that a tier owes outlive the process; see ``Tier.owed_file``."""
         return self._tiers[i].owed_file
-
-    def written(self, i: int, prefix: bytes) -> list[bytes] | None:
-        """List what counts in a tier's budget; see ``Tier.written``."""
-        return self._tiers[i].written(prefix)
 
     def why_evicted(self, key: bytes, levels: Iterable[int]) -> EvictionCause | None:
         """Return why the first of these tiers that knows evicted a blob; None if none knows."""

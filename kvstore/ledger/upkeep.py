@@ -44,11 +44,6 @@ class Owed(msgspec.Struct, frozen=True):
     record_key: bytes
     keys: list[bytes]
 
-    @property
-    def is_record(self) -> bool:
-        """True if the deletion includes the session's record."""
-        return self.keys == [self.record_key]
-
 
 class OwedDeletions:
     """The deletions that one tier still owes, oldest first. Not thread-safe.
@@ -89,9 +84,13 @@ class OwedDeletions:
         self._owed.extendleft(reversed(owed))
         self._num_keys += sum(len(x.keys) for x in owed)
 
+    def all(self) -> list[Owed]:
+        """Return what earlier lives and this one owe."""
+        return [*self.inherited, *self._owed]
+
     def settle(self) -> None:
         """Write down which are owed now."""
-        self._write([*self.inherited, *self._owed], append=False)
+        self._write(self.all(), append=False)
 
     def _write(self, owed: Sequence[Owed], *, append: bool) -> None:
         if self._path is None:
@@ -156,7 +155,6 @@ class Upkeep:
         self._notices = notices
         self._is_awaited = is_awaited
         self.deletions = Deletions(stack, index, index.clock)
-        self._pinning = threading.Lock()  # checking the share and taking it is one step
 
     def tier_of(self, record: SessionRecord) -> TierName | None:
         """Return the slowest tier that a restore must read; None if even the beginning is gone."""
@@ -200,17 +198,11 @@ class Upkeep:
                 self._stack.delete(faster, own)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Keep the session's blobs from eviction, or stop that.
-
-        Has no effect on a session that was never saved. Raises ``PinLimit``: pinned sessions would
-        take more than their share.
-        """
-        with self._claims.claim(self._index.key_of(session)), self._pinning:
+        """Evict the session's blobs last, or stop that; a session never saved stays as it is."""
+        with self._claims.claim(self._index.key_of(session)):
             record = self._index.find_anywhere(session.tenant, session.id)
             if record is None or record.pinned == pinned:
                 return
-            if pinned:
-                self._pins.check(self._committer.pin_of(record))
             self._committer.rewrite(msgspec.structs.replace(record, pinned=pinned))
 
     def forget(self, session: SessionRef) -> bool:
@@ -272,6 +264,7 @@ class Deletions:
         self._index = index
         self._clock = clock
         self._owed = [OwedDeletions(stack.owed_file(level)) for level in range(len(stack))]
+        index.forgotten |= {x.record_key: x.at_s for owed in self._owed for x in owed.inherited}
         self._lock = threading.Lock()
         self._retrying = threading.Lock()
 
@@ -282,63 +275,54 @@ class Deletions:
             if not self._delete(level, owed.keys):
                 with self._lock:
                     self._owed[level].add(owed)
+                    self._index.forgotten[record_key] = owed.at_s
 
     def retry(self) -> None:
-        """Try each pending deletion of this life once more; one that fails again stays pending.
+        """Try each pending deletion once more; one that fails again stays pending.
 
         Blobs that a session needs by now, and records of sessions that exist again, are kept.
         """
         with self._retrying:
             for level, owed in enumerate(self._owed):
-                with self._lock:
-                    taken = owed.take()
-                done = 0
-                while done < len(taken) and self._delete(level, self._still(taken[done].keys)):
-                    done += 1
-                with self._lock:
-                    owed.put_back(taken[done:])
-                    if done:
-                        owed.settle()
+                if len(owed):
+                    self._retry_inherited(level, owed)
+                    self._retry_own(level, owed)
+            with self._lock:
+                self._index.forgotten = {
+                    x.record_key: x.at_s for owed in self._owed for x in owed.all()
+                }
 
-    def _still(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [x for x in self._index.unused(keys) if self._index.get(x) is None]
-
-    def retry_records(self, level: int) -> None:
-        """Delete the records that earlier lives owe, before the tier's records are read.
+    def _retry_inherited(self, level: int, owed: OwedDeletions) -> None:
+        """Retry those of earlier lives, which know no later saves.
 
         A deletion is dropped as a whole if the session was saved again since, here or by another
         engine.
         """
-        owed = self._owed[level]
-        with self._retrying:
-            left = []
-            for x in owed.inherited:
-                key = x.record_key
-                newest = self._index.get(key) or self._index.find_in(level, key)
-                again = newest is not None and newest.last_used_s > x.at_s
-                if not (again or (x.is_record and self._delete(level, x.keys))):
-                    left.append(x)
-            self._set_inherited(owed, left)
+        left = []
+        for x in owed.inherited:
+            key = x.record_key
+            newest = self._index.get(key) or self._index.find_in(level, key)
+            again = newest is not None and newest.last_used_s > x.at_s
+            if not (again or self._delete(level, self._still(x.keys))):
+                left.append(x)
+        if len(left) < len(owed.inherited):
+            with self._lock:
+                owed.inherited = left
+                owed.settle()
 
-    def retry_inherited(self, level: int) -> None:
-        """Delete other blobs that earlier lives owe, once all records of the tier are known."""
-        owed = self._owed[level]
-        with self._retrying:
-            left = [x for x in owed.inherited if not self._delete(level, self._still(x.keys))]
-            self._set_inherited(owed, left)
-
-    def _set_inherited(self, owed: OwedDeletions, left: list[Owed]) -> None:
-        if len(left) == len(owed.inherited):
-            return
+    def _retry_own(self, level: int, owed: OwedDeletions) -> None:
         with self._lock:
-            owed.inherited = left
-            owed.settle()
+            taken = owed.take()
+        done = 0
+        while done < len(taken) and self._delete(level, self._still(taken[done].keys)):
+            done += 1
+        with self._lock:
+            owed.put_back(taken[done:])
+            if done:
+                owed.settle()
 
-    def is_owed(self, level: int) -> bool:
-        """True if a deletion must be made up for before the tier's records are read."""
-        owed = self._owed[level]
-        own = len(owed) > len(owed.inherited)
-        return own or any(x.is_record for x in owed.inherited)
+    def _still(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [x for x in self._index.unused(keys) if self._index.get(x) is None]
 
     def _delete(self, level: int, keys: Sequence[bytes]) -> bool:
         # In this order: a tier that finds its file damaged during the deletion puts it aside then.

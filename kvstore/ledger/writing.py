@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from kvstore.ledger.delivery import Delivery, deliver
 from kvstore.ledger.index import Claims, SessionIndex
-from kvstore.ledger.pins import PinnedSession, Pins
+from kvstore.ledger.pins import Pins
 from kvstore.ledger.record import SessionRecord
 from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
@@ -246,16 +246,11 @@ class Committer:
 
     def follow_pin(self, record: SessionRecord) -> None:
         """Pin the record's blobs if it is pinned; else release those of an older record."""
-        if record.pinned:
-            self._pins.follow(self.pin_of(record))
-        else:
-            self._pins.release(self._index.key(record))
-
-    def pin_of(self, record: SessionRecord) -> PinnedSession:
-        """The session in the form that ``Pins`` counts."""
         key = self._index.key(record)
-        keys = [key, *self._index.blob_keys(record)]
-        return PinnedSession(key, record.tenant, keys, record.pinned_bytes)
+        if record.pinned:
+            self._pins.follow(key, [key, *self._index.blob_keys(record)])
+        else:
+            self._pins.release(key)
 
     def send(self, level: int, record: SessionRecord) -> Future[bool]:
         """Bring a claimed session as it is to one slower tier; the result: all of it is there."""

@@ -17,38 +17,31 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import Chain, ChainKeys, ChainMaker, Piece
 from kvstore.blobs.packer import Packer
-from kvstore.blobs.state_tree import StateTree
 from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
-from kvstore.errors import Unusable
 from kvstore.ledger.index import Claims
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.notices import OnNotice
-from kvstore.ledger.reading import GoodCopy
 from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.repacking import OnPacked
-from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
-from kvstore.shapes import StoredModel, slice_tokens
+from kvstore.session import UNKNOWN_REASONS, SessionRef, TierName
+from kvstore.shapes import StoredModel
 from kvstore.stats import Counters, StoreStats
-from kvstore.store.blob_reader import BlobReader
-from kvstore.store.planner import BlobRead, Planner
+from kvstore.store.planner import Planner
 from kvstore.store.restored import Fetched, Match, Restored
+from kvstore.store.restorer import Restorer
 from kvstore.store.save_queue import Offered, OnDone, RowSource, SaveJob, SaveQueue
 from kvstore.store.saver import Saver
-from kvstore.store.states import unpack_state
 from kvstore.tenant_bytes import TenantLimits, TenantUse
-from kvstore.tiers.base import Blob, Tier
-from kvstore.tiers.ram_tier import RamTier
+from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 
 WAIT_S: Final = 30.0  # for saves of the session that wait or run
 CLOSE_FLUSH_S: Final = 10.0
-RESIZE_FLUSH_S: Final = 15.0
 DISCARD_S: Final = 2.0  # a blob is deleted after running copies of it, or after this time
 
 
@@ -92,7 +85,7 @@ class ColdStore:
             monotonic=monotonic,
         )
         self._planner = Planner(ledger, keys, needs_state=model.needs_state)
-        self._reader = BlobReader(ledger)
+        self._restorer = Restorer(ledger, packer, keys, config.restore_deadline_s)
         self._saver = Saver(queue, ledger, packer, keys, needs_state=model.needs_state)
         self._closed = False
         ledger.start()
@@ -224,93 +217,12 @@ class ColdStore:
         return Match(count, count * self.chunk_tokens, tier, reason, tuple(reads), key)
 
     def restore(self, match: Match, deadline_s: float | None = None) -> Restored:
-        """Read and unpack what ``match`` found, or the good beginning of it. Blocks.
-
-        Never raises for bad or missing blobs, or for tiers that are down. Blobs that came from a
-        slower tier are put into the fastest one afterwards, in the background.
-        """
-        size, layout = self.chunk_tokens, self.model.layout
-        out = layout.empty(match.num_tokens)
-
-        def use(read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
-            verified = self._verified(read, blob)
-            if read.piece.is_chunk:
-                target = slice_tokens(out, read.piece.first_token, read.piece.end_token)
-                self.packer.unpack_rows(verified, read.piece, target)
-            return verified
-
-        good, reason = self._read(match, use, deadline_s)
-        try:
-            state = self._state_of(match, good)
-        except Unusable:
-            good, state, reason = [], None, "corrupt"
-        rows = [x for x in match.reads[: len(good)] if x.piece.is_chunk]
-        num_tokens = rows[-1].piece.end_token if rows else match.num_tokens if good else 0
-        if not good:
-            return Restored(0, layout.empty(0), None, None, reason)
-        if num_tokens < match.num_tokens:
-            # A late thread may still be writing after the good prefix, so a copy is returned.
-            out = [(k.copy(), v.copy()) for k, v in slice_tokens(out, 0, num_tokens)]
-        lossy = [
-            x.piece.first_token + max(x.piece.num_tokens, size * x.piece.is_state)
-            for x, y in zip(match.reads, good, strict=False)
-            if self.packer.is_lossy(y.value)
-        ]
-        self.counters.add("restores")
-        self.counters.add("restored_tokens", num_tokens)
-        tier = self.ledger.stack.name(max(x.level for x in good))
-        lossy_tokens = min(max(lossy, default=0), num_tokens)
-        return Restored(num_tokens, out, state, tier, reason, lossy_tokens)
+        """Read and unpack what ``match`` found; see ``Restorer.restore``. Blocks."""
+        return self._restorer.restore(match, deadline_s)
 
     def fetch(self, match: Match, deadline_s: float | None = None) -> Fetched:
-        """Read and verify what ``match`` found, or the good beginning of it. Blocks.
-
-        Raises ``StoreClosed``, and nothing else: a ``reason`` explains blobs that are unavailable.
-        """
-        good, reason = self._read(match, self._verified, deadline_s)
-        reason = reason or match.reason
-        reads = match.reads[: len(good)]
-        rows = [x.piece for x in reads if x.piece.is_chunk]
-        end = match.num_chunks if len(good) == len(match.reads) else 0
-        if rows and not end:
-            end = rows[-1].end_token // self.chunk_tokens
-        if not good:
-            return Fetched(0, [], None, reason)
-        tier = self.ledger.stack.name(max(x.level for x in good))
-        pairs = [(x, y.value) for x, y in zip(reads, good, strict=True)]
-        return Fetched(end, pairs, tier, reason)
-
-    def _read(
-        self,
-        match: Match,
-        use: Callable[[BlobRead, Blob], blobs.VerifiedBlob],
-        deadline_s: float | None,
-    ) -> tuple[list[GoodCopy[blobs.VerifiedBlob]], MissReason | None]:
-        wait_s = self._config.restore_deadline_s if deadline_s is None else deadline_s
-        good, reason = self._reader.read(match.reads, use, wait_s)
-        has_state = any(x.piece.is_state for x in match.reads)
-        if has_state and len(good) < len(match.reads):
-            good = []  # without the state at its end, a run of tokens is unusable
-        if reason is not None:
-            self.counters.add(f"misses.{reason}")
-        if good:
-            reads = match.reads[: len(good)]
-            slow = [(x.key, y.blob) for x, y in zip(reads, good, strict=True) if y.level]
-            used = self.ledger.promotion.used
-            self.workers.later(used, match.record_key, [x.key for x in reads], slow)
-        return good, reason
-
-    def _verified(self, read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
-        verified = blobs.verify(blob, read.key)
-        self.packer.check(verified, read.piece)
-        return verified
-
-    def _state_of(self, match: Match, good: Sequence[GoodCopy[blobs.VerifiedBlob]]) -> StateTree:
-        pairs = [(x, y.value) for x, y in zip(match.reads, good, strict=False)]
-        state = next(((x.piece, y) for x, y in pairs if x.piece.is_state), None)
-        if state is None:
-            return None
-        return unpack_state(self.packer, state, [x for x in pairs if x[0].piece.is_window])
+        """Read and verify what ``match`` found; see ``Restorer.fetch``. Blocks."""
+        return self._restorer.fetch(match, deadline_s)
 
     def discard(self, key: bytes) -> None:
         """Delete a blob that could not be unpacked, so that it is never offered again."""
@@ -335,13 +247,11 @@ class ColdStore:
             return None
         return None if self.ledger.index.is_over(record) else record
 
-    def records(self, wait_s: float = 0.0) -> list[SessionRecord]:
+    def records(self) -> list[SessionRecord]:
         """All known sessions of this model that a tier still has.
 
-        After a start the sessions that only Redis has are not known yet: waits while they are
-        looked for, at most ``wait_s`` seconds.
+        A session that only a shared tier has is known once it returns.
         """
-        self.ledger.wait_until_known(wait_s)
         return [] if self._closed else self.ledger.upkeep.resting_here()
 
     def tier_of(self, session: SessionRef | SessionRecord) -> TierName | None:
@@ -365,10 +275,9 @@ class ColdStore:
         return None if self._closed else self.ledger.upkeep.demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Keep the session's blobs from eviction, or stop that. Blocks while a save of it runs.
+        """Have the session's blobs evicted last, or stop that. Blocks while a save of it runs.
 
-        Has no effect on a session that was never saved. Raises ``PinLimit`` if pinned sessions
-        would then take more than their share.
+        Has no effect on a session that was never saved.
         """
         self.wait_saved(session)
         if not self._closed:
@@ -432,18 +341,6 @@ class ColdStore:
         self.ledger.repacker.begin(is_idle, on_packed)
 
     # ---- the store itself
-
-    def resize_memory(self, ram_bytes: int) -> None:
-        """Set another budget of packed bytes in memory, never below the configured one.
-
-        Blobs that no longer fit are in slower tiers by then, if those take them in time.
-        """
-        ram_bytes = max(ram_bytes, self._config.ram_bytes)
-        for tier in self.ledger.stack.tiers:
-            if isinstance(tier, RamTier):
-                if ram_bytes < tier.stats().nbytes:
-                    self.ledger.flush(RESIZE_FLUSH_S)
-                tier.resize(ram_bytes)
 
     def stats(self) -> StoreStats:
         """Return the current statistics."""

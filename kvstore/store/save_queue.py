@@ -111,6 +111,12 @@ class SaveQueue:
             self._num_running += 1
             return self._waiting.pop(key)
 
+    def charge(self, job: SaveJob, nbytes: int) -> None:
+        """Count so many bytes for a job that runs: some that were saved before may be gone."""
+        with self._changed:
+            self._nbytes += nbytes - job.nbytes
+            job.nbytes = nbytes
+
     def packed(self, job: SaveJob) -> None:
         """Release the hot bytes of a job, which needs them no longer."""
         job.source.release()

@@ -91,8 +91,9 @@ class Saver:
             old = None
         chosen = self._select(job, old)
         if not chosen.chain:
-            self._index.note_short(job.key)
             return None
+        rows = sum(x.num_tokens for x in chosen.missing if x.is_chunk)
+        self._queue.charge(job, max(job.nbytes, rows * self._packer.layout.bytes_per_token))
         blobs = job.source.pack(chosen.missing)
         self._queue.packed(job)
         fresh = {x.key: blob for x, blob in zip(chosen.missing, blobs, strict=True)}
@@ -192,7 +193,7 @@ class Saver:
             left_behind=left,
             note=job.note[: size * len(chain)],
         )
-        if old is None or not self._index.is_whole:  # sessions not known yet may share what is gone
+        if old is None:
             return record, []
         current = {*self._ledger.records.blob_keys(record)}
         pieces = self._ledger.records.pieces(old)

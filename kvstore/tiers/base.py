@@ -1,9 +1,8 @@
 """The protocol between the store and a place that stores blobs.
 
-A tier keeps immutable blobs by key inside a byte budget. It does not know sessions: the store
-calls ``touch`` with a session's keys in chain order, and the tier makes the *first* of them the
-most recently used. Plain least-recently-used eviction then takes a session's tail before its
-head, and a prefix that many sessions share last.
+A tier keeps immutable blobs by key inside a byte budget. It does not know sessions, only the place
+of a blob in a chain: the store says after which key it comes. A chain is evicted from its end, and
+a beginning that many sessions share last (``return_order``).
 
 Methods are synchronous and thread-safe; the store calls them from its own threads. Everything
 here may fail, and every failure is a miss. A blob that is handed in is copied before the call
@@ -19,13 +18,11 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from kvstore.session import TierName
+from kvstore.session import SHARED_TIERS, TierName
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 
-# "budget": there was no space for it. "share": its tenant held more than is guaranteed to it, and
-# another tenant wrote, or had older bytes that were guaranteed. "limit": its tenant may hold no
-# more.
-EvictionCause: TypeAlias = Literal["budget", "share", "limit"]
+# "budget": there was no space for it. "limit": its tenant may hold no more.
+EvictionCause: TypeAlias = Literal["budget", "limit"]
 MAX_REMEMBERED: Final = 1 << 14
 Blob = bytes | bytearray | memoryview
 
@@ -53,26 +50,36 @@ class EvictionCauses:
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """The numbers of one tier at one moment. Counters only grow."""
+    """The numbers of one tier at one moment. Counters only grow.
+
+    Those of a shared server are the server's own, with all that others keep there.
+    """
 
     name: TierName
     nbytes: int  # keys, blobs and the tier's own overhead per blob
-    capacity_bytes: int
+    capacity_bytes: int  # 0 = no bound is known
     num_blobs: int
     evictions: int
     errors: int
     available: bool  # it answers; False until the first answer and while a breaker is open
+    trouble: str = ""  # why the medium may hold too much, or refuse to store
 
     @classmethod
     def joined(cls, tiers: Sequence[TierStats], *, available: bool) -> TierStats:
-        """Add up the numbers of one tier in several places."""
-        names = ("nbytes", "capacity_bytes", "num_blobs", "evictions", "errors")
-        sums = {name: sum(getattr(x, name) for x in tiers) for name in names}
-        return cls(tiers[0].name, **sums, available=available)
+        """Add up the numbers of one tier in several places; a shared server's are the same."""
+        joins = max if tiers[0].name in SHARED_TIERS else sum
+        names = ("nbytes", "capacity_bytes", "num_blobs", "evictions")
+        joint = {name: joins(getattr(x, name) for x in tiers) for name in names}
+        errors = sum(x.errors for x in tiers)
+        trouble = next((x.trouble for x in tiers if x.trouble), "")
+        return cls(tiers[0].name, **joint, errors=errors, available=available, trouble=trouble)
 
 
 class Tier(Protocol):
-    """Immutable blobs by key inside a byte budget; every method may be called on any thread."""
+    """Immutable blobs by key inside a bound; every method may be called on any thread.
+
+    A shared server has its own bound and order of eviction: it knows neither pins nor tenants.
+    """
 
     @property
     def name(self) -> TierName:
@@ -82,10 +89,6 @@ class Tier(Protocol):
     def owed_file(self) -> Path | None:
         """The file for deletions that wait until this tier answers; None: they end with us."""
 
-    @property
-    def overhead_bytes(self) -> int:
-        """The most bytes of the budget that a blob takes besides its own, key included."""
-
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
         """Return one blob per key, ``None`` for a miss. Does not touch.
 
@@ -93,27 +96,30 @@ class Tier(Protocol):
             TierUnavailable: nothing could be read (not for a plain miss).
         """
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
+    def put_many(
+        self, items: Sequence[tuple[bytes, Blob]], owner: str = "", after: bytes = b""
+    ) -> int:
         """Keep these blobs of one chain, evicting others; return how many of the keys are now held.
 
-        A key that exists keeps its blob. Each blob is written whole or not at all. All keys become
-        recent, the first one most. A blob that cannot fit beside the pinned ones, those that are
-        guaranteed to other tenants than ``owner``, and those written before it in the same call is
-        refused. Never raises for lack of space.
+        A key that exists keeps its blob. Each blob is written whole or not at all. The first one
+        that does not fit beside those before it in its chain is refused, with all after it. Never
+        raises for lack of space.
+
+        Args:
+            after: the key before them in the chain. If it is not held, they are refused, since
+                nothing can be restored beyond a hole; b"" = they are its beginning.
 
         Raises:
             TierUnavailable: nothing could be written.
         """
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "", after: bytes = b"") -> bool:
         """Keep a blob in place of the key's older one (records); False if refused.
 
         After a refusal the older blob may still exist, as the next to be evicted.
 
         Args:
-            instead_of: another key, whose blob is removed in the same step; ``key`` is absent.
-                Refused if that blob is not here, or if another engine wrote it. If the medium has
-                no such step, the new blob is written before the other is removed.
+            after: for a record, the last key of its session's chain, with which it stays.
 
         Raises:
             TierUnavailable: nothing could be written.
@@ -133,34 +139,30 @@ class Tier(Protocol):
             TierUnavailable: a server did not answer, or nothing could be read.
         """
 
-    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
-        """Assign blobs that an earlier run left here to their owner; absent ones are ignored.
-
-        ``idle_s``: for how many seconds the owner has used none of them; see ``tenant_parts``.
-        """
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
+        """Assign blobs that an earlier run left here to their owner; absent ones are ignored."""
 
     def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
         """Hold tenants to these limits from now on; return the use of each that has one.
 
-        A tenant beyond its limit loses its least recent blobs now, and a blob that does not fit
-        beside its pinned ones is refused. None while blobs of earlier lives are still being
-        counted: then nothing was done.
+        A tenant beyond its limit loses its least recent blobs now, pinned ones last. None: what
+        tenants hold here is not known, and nothing was done.
 
         Raises:
             TierUnavailable: the limits are set, but blobs beyond them may still exist.
         """
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark a chain as just used; ``keys[0]`` becomes the most recent of all."""
+    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
+        """Mark a chain as just restored, or else as just saved; a turn that does both is one use.
+
+        ``keys``: its record, if it has one, then all of the chain in its order.
+        """
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Exempt keys from eviction until ``unpin``.
+        """Evict these keys only when nothing else is left, until ``unpin``.
 
         Pins are counted per key. A key without a blob is remembered, for a blob that comes later.
         """
-
-    def pins_known(self) -> None:
-        """Note that blobs of earlier lives that are to be pinned are pinned; others may go."""
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Take one pin off each key; the last one makes it recent. Ignores keys without pins."""
@@ -184,13 +186,6 @@ class Tier(Protocol):
 
         Raises:
             TierUnavailable: the rest cannot be listed or read.
-        """
-
-    def written(self, prefix: bytes) -> list[bytes] | None:
-        """Return the keys that start with ``prefix`` and count in this budget, or soon will.
-
-        The least recently used come first, pinned ones last. None while it is not known which blobs
-        earlier lives have left; ask again later.
         """
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:

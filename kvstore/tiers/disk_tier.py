@@ -1,8 +1,10 @@
 """The disk tier: blobs in an LMDB file survive a restart, inside a budget of real file pages.
 
 **Crashes.** A kill -9 at any moment loses nothing that was committed; a batch in flight is whole or
-absent. A power cut may lose the last commit (``batch_bytes``), never the file. Recency is written
-along with the next commit; after a crash the order may be that old.
+absent. A power cut may lose the last commit (``batch_bytes``), never the file. With each blob lies
+the key before it in its chain, and with the first one of a run when and how the run was used: so
+after a restart the order judges as before. A use is written along with the next commit; after a
+crash the order may be that old.
 
 **Budget.** ``capacity_bytes`` bounds the live blobs, counted in whole pages. The file also holds
 pages that are free but not reusable yet, and some gaps; it never exceeds ``file_bytes_limit``
@@ -23,7 +25,8 @@ memory of the process, not as its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import lmdb
@@ -33,9 +36,10 @@ from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob
 from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit, first_batch
 from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder
+from kvstore.tiers.earlier_life import places
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lmdb_blobs import CallGuard, FileExtent, LmdbBlobs, erase, is_want_of_room
-from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
+from kvstore.tiers.return_order import Evicted, ReturnOrder, Update
 
 MAX_READS = 4
 MAX_EVICT_RETRIES = 4  # a slow reader keeps pages from coming free; do not evict all for it
@@ -50,14 +54,23 @@ class DiskTier(IndexedTier):
 
     name = "disk"
 
-    def __init__(self, folder: Path, capacity_bytes: int, guaranteed_share: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._monotonic = monotonic
+        self._clock = clock  # of the times in the file
         self._guard = CallGuard()
         self._writing = threading.Lock()  # one writer; always taken before the other lock
         self._lock = threading.Lock()  # the fields below; held briefly
-        self._index = RecencyIndex(capacity_bytes, guaranteed_share)
+        self._index = ReturnOrder(capacity_bytes, monotonic)
         self._batch_bytes = batch_bytes(capacity_bytes)
-        self._unsaved: set[bytes] = set()  # keys whose recency is not in the file yet
+        self._unsaved: set[bytes] = set()  # keys of runs whose uses are not in the file yet
         self._num_evictions = 0
+        self._places: dict[bytes, bytes] = {}  # by the key of a blob to be written, the one before
         self._erasing: frozenset[bytes] = frozenset()  # being overwritten before they are deleted
         self._num_erasures = 0
         self._folder = DiskFolder(folder)
@@ -96,20 +109,19 @@ class DiskTier(IndexedTier):
             self._blobs = LmdbBlobs(self._env)
             self._env.set_mapsize(limit)
             with self._lock:  # pins stay
-                for key in list(self._index):
-                    self._index.remove(key)
+                self._index.remove(self._index.keys(b""))
                 self._unsaved.clear()
                 self._num_erasures += 1
 
     def _load(self, limit: int) -> None:
         """Build the index, and bring the file inside the budget if that was lowered."""
-        self._index = self._index.emptied()
+        self._index = ReturnOrder(self._index.capacity_bytes, self._monotonic)
         self._blobs = LmdbBlobs(self._env)
         with self._env.begin(buffers=True) as txn:
-            found = sorted(self._blobs.entries(txn), key=lambda item: item[1].stamp)
-        for key, entry in found:
-            self._index.insert(key, self._blobs.nbytes(entry.length), entry.stamp)
-        evicted = [key for key, _ in self._index.shrink()]
+            entries = self._blobs.entries(txn)
+        now_s = self._clock()
+        self._index.load({key: self._blobs.found(entry, now_s) for key, entry in entries})
+        evicted = [key for key, _, _ in self._index.evict()]
         try:
             self._commit(evicted, {})
             self._force_commit()
@@ -121,10 +133,6 @@ class DiskTier(IndexedTier):
             self._load(limit)
         else:
             self._env.set_mapsize(limit)
-
-    @property
-    def overhead_bytes(self) -> int:
-        return self._blobs.nbytes(1)  # nearly all of it is overhead
 
     # Reading
 
@@ -156,7 +164,7 @@ class DiskTier(IndexedTier):
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         with self._lock:
-            found = sorted(key for key in self._index if key.startswith(prefix))
+            found = sorted(self._index.keys(prefix))
         for key in found:
             (blob,) = self.get_many([key])
             if blob is not None:
@@ -164,51 +172,50 @@ class DiskTier(IndexedTier):
 
     # Writing
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
+    def put_many(
+        self, items: Sequence[tuple[bytes, Blob]], owner: str = "", after: bytes = b""
+    ) -> int:
         blobs = {key: memoryview(blob).cast("B") for key, blob in items}
         self._mend()
         with self._guard.call(), self._writing:
             with self._lock:
-                update = self._index.add(self._sizes(blobs), owner)
+                self._places = places(blobs, self._index.link_at(after))
+                update = self._index.add(self._sizes(blobs), owner, after)
                 self._unsaved.update(blobs)
             self._write(update, blobs, [])
         with self._lock:
             return sum(key in self._index for key in blobs)
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "", after: bytes = b"") -> bool:
         blobs = {key: memoryview(blob).cast("B")}
-        before = instead_of or key
         self._mend()
         with self._guard.call(), self._writing:
-            remains = self._extents([before])
+            remains, place = self._extents([key]), self._place_of(key)
             with self._lock:
-                if instead_of and instead_of not in self._index:
-                    return False
-                old = self._index.remove(before)
-                update = self._index.add(self._sizes(blobs), owner)
+                nbytes = self._sizes(blobs)[key]
+                self._places = {key: self._index.link_at(after) if after else place}
+                update = self._index.replace(key, nbytes, owner, after)
                 self._unsaved.add(key)
-                if old is not None:
-                    update.evicted.append((before, old))
                 if not update.added:
                     self._index.undo(update)
                     return False
             # The replaced blob counts as spared: it goes in the same commit, and was not evicted.
-            return self._write(update, {before: memoryview(b"")} | blobs, remains)
+            return self._write(update, blobs, remains)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         self._mend()
         with self._guard.call(), self._writing:
             with self._lock:
                 present = [key for key in dict.fromkeys(keys) if key in self._index]
-                self._erasing = frozenset(present)
+                doomed = self._index.doomed(present)
+                self._erasing = frozenset(doomed)
                 self._num_erasures += 1
             try:
-                if present:
-                    self._erase(self._extents(present))
-                    self._commit(present, {})
+                if doomed:
+                    self._erase(self._extents(doomed))
+                    self._commit(doomed, {})
                 with self._lock:
-                    for key in present:
-                        self._index.remove(key)
+                    self._index.remove(doomed)
             finally:
                 self._erasing = frozenset()
             return len(present)
@@ -217,11 +224,17 @@ class DiskTier(IndexedTier):
         with self._guard.call(), self._writing:
             self._folder.drop_quarantine()
 
+    def _place_of(self, key: bytes) -> bytes:
+        """Return the key before a blob, b"" if it has none."""
+        with self._env.begin(buffers=True) as txn:
+            entry = self._blobs.entry(txn, key) if key else None
+        return entry.after if entry is not None else b""
+
     def _sizes(self, blobs: Mapping[bytes, memoryview]) -> dict[bytes, int]:
         return {key: self._blobs.nbytes(len(blob)) for key, blob in blobs.items()}
 
     def _write(
-        self, update: IndexUpdate, blobs: Mapping[bytes, memoryview], remains: list[FileExtent]
+        self, update: Update, blobs: Mapping[bytes, memoryview], remains: list[FileExtent]
     ) -> bool:
         """Carry out an update of the index, batch by batch; False if something was refused.
 
@@ -241,15 +254,17 @@ class DiskTier(IndexedTier):
                 del pending[: len(batch)]
         except lmdb.Error as error:
             with self._lock:
-                self._index.undo(IndexUpdate(pending, evicted))
+                lost = self._index.undo(update._replace(added=pending, evicted=evicted))
             if not is_want_of_room(error):
                 raise
             self._guard.count(error)
+            if lost:
+                self._commit(lost, {})
         return not pending
 
     def _commit_batch(
         self,
-        evicted: list[tuple[bytes, RecencyEntry]],
+        evicted: list[Evicted],
         batch: Mapping[bytes, memoryview],
         spare: Mapping[bytes, memoryview],
         remains: list[FileExtent],
@@ -280,14 +295,14 @@ class DiskTier(IndexedTier):
 
     def _commit_and_erase(
         self,
-        evicted: list[tuple[bytes, RecencyEntry]],
+        evicted: list[Evicted],
         batch: Mapping[bytes, memoryview],
         spare: Mapping[bytes, memoryview],
         remains: list[FileExtent],
     ) -> None:
-        self._commit([key for key, _ in evicted], batch)
+        self._commit([key for key, _, _ in evicted], batch)
         with self._lock:
-            self._num_evictions += sum(key not in spare for key, _ in evicted)
+            self._num_evictions += sum(key not in spare for key, _, _ in evicted)
             self._num_erasures += bool(
                 remains
             )  # after the commit: a read that starts now finds the new blob
@@ -296,19 +311,19 @@ class DiskTier(IndexedTier):
         remains.clear()
 
     def _commit(self, gone: Iterable[bytes], new: Mapping[bytes, memoryview]) -> None:
-        """Delete, write and save the recency that changed since the last commit, all in one."""
+        """Delete, write and save the uses since the last commit, all in one."""
         with self._lock:
             changed, self._unsaved = self._unsaved, set()
-            entries = {key: self._index.entry(key) for key in changed.union(new)}
-        stamps = {key: entry.stamp for key, entry in entries.items() if entry is not None}
+            marks = self._index.marks(changed)
+        now_s = self._clock()
         try:
             with self._env.begin(write=True, buffers=True) as txn:
                 for key in gone:
                     self._blobs.delete(txn, key)
                 for key, blob in new.items():
-                    self._blobs.write(txn, key, blob, stamps[key])
-                for key in stamps.keys() - new.keys():
-                    self._blobs.restamp(txn, key, stamps[key])
+                    self._blobs.write(txn, key, blob, self._places[key])
+                for key, mark in marks.items():
+                    self._blobs.mark(txn, key, mark, now_s)
         except lmdb.Error:
             with self._lock:
                 self._unsaved |= changed
@@ -337,19 +352,12 @@ class DiskTier(IndexedTier):
     def _apply_limits(self, limits: TenantLimits) -> None:
         with self._guard.call(), self._writing:
             with self._lock:
-                update = IndexUpdate([], self._index.limit(limits))
+                update = Update([], self._index.limit(limits))
             self._write(update, {}, [])
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
         with self._lock:
-            self._index.touch(keys)
-            self._unsaved.update(keys)
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        keys = list(keys)
-        with self._lock:
-            self._index.unpin(keys)
-            self._unsaved.update(keys)
+            self._unsaved.update(self._index.touch(keys, restored=restored))
 
     # Life
 

@@ -1,4 +1,4 @@
-"""The methods that every evicting tier implements with its index."""
+"""The methods that every local tier implements with its order."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from kvstore.session import TierName
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 from kvstore.tiers.base import EvictionCause, TierStats
-from kvstore.tiers.lru import RecencyIndex
+from kvstore.tiers.return_order import ReturnOrder
 
 
 class IndexedTier(ABC):
-    """The methods of ``Tier`` that a ``RecencyIndex`` implements, under the lock of the tier."""
+    """The methods of ``Tier`` that a ``ReturnOrder`` implements, under the lock of the tier."""
 
     name: TierName
-    _index: RecencyIndex
+    _index: ReturnOrder
     _lock: threading.Lock
     _num_evictions: int
 
@@ -42,9 +42,9 @@ class IndexedTier(ABC):
     def owed_file(self) -> Path | None:
         return None
 
-    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
         with self._lock:
-            self._index.own(owner, keys, idle_s)
+            self._index.own(owner, keys)
 
     def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
         self._apply_limits(limits)
@@ -55,9 +55,9 @@ class IndexedTier(ABC):
     def _apply_limits(self, limits: TenantLimits) -> None:
         """Set the limits, and remove blobs that are beyond them. Takes the locks of a writer."""
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
         with self._lock:
-            self._index.touch(keys)
+            self._index.touch(keys, restored=restored)
 
     def pin(self, keys: Iterable[bytes]) -> None:
         with self._lock:
@@ -67,25 +67,12 @@ class IndexedTier(ABC):
         with self._lock:
             self._index.unpin(keys)
 
-    def pins_known(self) -> None:  # noqa: B027
-        """Do nothing: no blobs wait for pins here."""
-
-    def written(self, prefix: bytes) -> list[bytes] | None:
-        with self._lock:
-            return [key for key in self._index if key.startswith(prefix)]
-
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         with self._lock:
-            return self._index.why_evicted(keys)
+            return self._index.causes.of(keys)
 
     @property
     def pins(self) -> dict[bytes, int]:
         """Pin count of each blob by name, including blobs that are not held."""
         with self._lock:
-            return self._index.pins
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes that cannot be evicted."""
-        with self._lock:
-            return self._index.pinned_bytes
+            return dict(self._index.pins)

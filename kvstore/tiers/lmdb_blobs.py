@@ -1,6 +1,6 @@
 """The layout of blobs in LMDB: an index entry each, and fragments of 128 KB; its calls guarded.
 
-    database ``index.1``    key               -> recency stamp, blob length, checksum of these three
+    database ``index.2``    key               -> its entry, see ``BlobEntry``, and a checksum
     database ``pieces.1``   key, fragment no. -> 128 KB of the blob, the last fragment shorter
 
 **Fragments**, because LMDB needs consecutive free pages for a value: with whole blobs of mixed
@@ -40,15 +40,17 @@ import numpy as np
 from crc32c import crc32c
 
 from kvstore.errors import TierUnavailable
+from kvstore.tiers.earlier_life import Found, Mark
 
-DATABASES = (b"index.1", b"pieces.1")  # 1 is the version of this layout; names on disk stay
+DATABASES = (b"index.2", b"pieces.1")  # the numbers are the versions of these layouts
 FRAGMENT_BYTES = 128 << 10  # of file, header included
 HEADER_BYTES = 16  # LMDB 0.9 data format on 64-bit machines, before a value in its own pages
-# Keys, node headers and the tree's fill grade of about two thirds, per fragment and index entry.
+# Keys, node headers and the tree's fill grade of about two thirds, for each fragment.
 NODE_BYTES = 128
+ENTRY_BYTES = 256  # the same for an index entry, with two keys
 
 MAX_BLOB_BYTES = 1 << 32
-_ENTRY = struct.Struct("<QQ")  # stamp, blob length
+_ENTRY = struct.Struct("<Qddb")  # blob length, mark; then the key before it
 _CHECKSUM = struct.Struct("<I")  # crc32c of key and entry
 _FRAGMENT_NUMBER = struct.Struct(">H")  # big-endian: fragments of a blob are neighbours in the tree
 _PAGE_NUMBER = struct.Struct("=Q")
@@ -59,11 +61,23 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 
-class BlobEntry(NamedTuple):
-    """The index entry of one blob."""
+class UseMark(NamedTuple):
+    """The uses of the run whose first blob this is; see ``earlier_life.Mark``."""
 
-    stamp: int
+    used_s: float = 0.0  # wall clock; 0 = there is no mark
+    gap_s: float = 0.0
+    is_kept: bool = False
+
+
+NO_MARK = UseMark()
+
+
+class BlobEntry(NamedTuple):
+    """The index entry of one blob: its length, the key before it in its chain, and its mark."""
+
     length: int
+    after: bytes = b""
+    mark: UseMark = NO_MARK
 
 
 class FileExtent(NamedTuple):
@@ -89,7 +103,7 @@ class LmdbBlobs:
     def nbytes(self, length: int) -> int:
         """The bytes of the file that a blob of ``length`` bytes takes, tree nodes included."""
         whole, rest = divmod(length, self.fragment_payload)
-        total = whole * FRAGMENT_BYTES + NODE_BYTES * (whole + 2)
+        total = whole * FRAGMENT_BYTES + NODE_BYTES * (whole + 1) + ENTRY_BYTES
         if rest or not whole:
             total += -(-(self._padded(rest) + HEADER_BYTES) // self.page_bytes) * self.page_bytes
         return total
@@ -150,7 +164,7 @@ class LmdbBlobs:
         return blob
 
     def write(
-        self, txn: lmdb.Transaction[memoryview], key: bytes, blob: memoryview, stamp: int
+        self, txn: lmdb.Transaction[memoryview], key: bytes, blob: memoryview, after: bytes
     ) -> None:
         """Store a blob whose key is absent; ``blob`` has format ``B`` and is contiguous."""
         step = self.fragment_payload
@@ -159,13 +173,20 @@ class LmdbBlobs:
             padding = self._padded(len(fragment)) - len(fragment)
             value = bytes(fragment) + bytes(padding) if padding else fragment
             txn.put(key + _FRAGMENT_NUMBER.pack(number), value, db=self._fragments)
-        txn.put(key, _pack(key, BlobEntry(stamp, len(blob))), db=self._index)
+        txn.put(key, _pack(key, BlobEntry(len(blob), after)), db=self._index)
 
-    def restamp(self, txn: lmdb.Transaction[memoryview], key: bytes, stamp: int) -> None:
-        """Give a blob a new recency stamp; does nothing if the key is absent."""
+    def mark(self, txn: lmdb.Transaction[memoryview], key: bytes, mark: Mark, now_s: float) -> None:
+        """Give a blob another mark; does nothing if the key is absent."""
         entry = self.entry(txn, key)
         if entry is not None:
-            txn.put(key, _pack(key, BlobEntry(stamp, entry.length)), db=self._index)
+            stored = UseMark(now_s - mark.idle_s, mark.gap_s, mark.is_kept)
+            txn.put(key, _pack(key, entry._replace(mark=stored)), db=self._index)
+
+    def found(self, entry: BlobEntry, now_s: float) -> Found:
+        """Return an entry as the eviction order takes it."""
+        used_s, gap_s, is_kept = entry.mark
+        mark = Mark(max(0.0, now_s - used_s), gap_s, is_kept) if used_s else None
+        return Found(self.nbytes(entry.length), entry.after, mark)
 
     def delete(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bool:
         """Delete a blob, without erasing its bytes; False if its key is absent."""
@@ -224,15 +245,17 @@ def erase(extent: FileExtent, data_fd: int) -> bool:
 
 
 def _pack(key: bytes, entry: BlobEntry) -> bytes:
-    packed = _ENTRY.pack(*entry)
+    packed = _ENTRY.pack(entry.length, *entry.mark) + entry.after
     return packed + _CHECKSUM.pack(crc32c(key + packed))
 
 
 def _unpack(key: bytes, packed: bytes) -> BlobEntry:
-    fields = packed[: _ENTRY.size]
-    if packed[_ENTRY.size :] != _CHECKSUM.pack(crc32c(key + fields)):
+    fields, checksum = packed[: -_CHECKSUM.size], packed[-_CHECKSUM.size :]
+    if len(fields) < _ENTRY.size or checksum != _CHECKSUM.pack(crc32c(key + fields)):
         raise lmdb.CorruptedError("an index entry is damaged")
-    return BlobEntry(*_ENTRY.unpack(fields))
+    length, used_s, gap_s, is_kept = _ENTRY.unpack_from(fields)
+    mark = UseMark(used_s, gap_s, bool(is_kept)) if used_s else NO_MARK
+    return BlobEntry(length, fields[_ENTRY.size :], mark)
 
 
 def is_want_of_room(error: lmdb.Error) -> bool:

@@ -8,18 +8,18 @@ allocator; Python offers no way to overwrite it first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.session import TierName
 from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob
 from kvstore.tiers.indexed_tier import IndexedTier
-from kvstore.tiers.lru import IndexUpdate, RecencyIndex
+from kvstore.tiers.return_order import ReturnOrder, Update
 
 # CPython's memory per blob besides the bytes of key and blob: object headers, an entry in two
 # dictionaries, the links of both orders (about 420 bytes measured with 20,000 blobs).
 ENTRY_BYTES = 512
-MAX_KEY_BYTES = 64  # of the store's keys
 
 
 class RamTier(IndexedTier):
@@ -27,55 +27,48 @@ class RamTier(IndexedTier):
 
     Args:
         capacity_bytes: keys, blobs and index entries together never exceed it.
-        guaranteed_share: of it, divided between active tenants: see ``tenant_parts``.
     """
 
     name: TierName = "ram"
 
-    def __init__(self, capacity_bytes: int, guaranteed_share: float = 0.0) -> None:
-        self._index = RecencyIndex(capacity_bytes, guaranteed_share)
+    def __init__(
+        self, capacity_bytes: int, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._monotonic = monotonic
+        self._index = ReturnOrder(capacity_bytes, monotonic)
         self._blobs: dict[bytes, Blob] = {}
         self._lock = threading.Lock()
         self._num_evictions = 0
-
-    @property
-    def overhead_bytes(self) -> int:
-        return ENTRY_BYTES + MAX_KEY_BYTES
 
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
         with self._lock:
             return [self._blobs.get(key) for key in keys]
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
+    def put_many(
+        self, items: Sequence[tuple[bytes, Blob]], owner: str = "", after: bytes = b""
+    ) -> int:
         blobs = {key: _own(blob) for key, blob in items}
         with self._lock:
-            self._apply(self._index.add(_sizes(blobs), owner), blobs)
+            self._apply(self._index.add(_sizes(blobs), owner, after), blobs)
             return sum(key in self._blobs for key in blobs)
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "", after: bytes = b"") -> bool:
         blobs = {key: _own(blob)}
-        before = instead_of or key
         with self._lock:
-            if instead_of and instead_of not in self._index:
-                return False
-            old = self._index.remove(before)
-            update = self._index.add(_sizes(blobs), owner)
-            if old is not None:
-                update.evicted.append((before, old))
+            update = self._index.replace(key, _sizes(blobs)[key], owner, after)
             if not update.added:
                 self._index.undo(update)
                 return False
             self._apply(update, blobs)
-            self._num_evictions -= bool(instead_of)  # it was replaced
             return True
 
-    def _apply(self, update: IndexUpdate, blobs: dict[bytes, Blob]) -> None:
+    def _apply(self, update: Update, blobs: dict[bytes, Blob]) -> None:
         """Make the changes of the index to the blobs. The caller holds the lock."""
-        for key, _ in update.evicted:
+        for key, _, _ in update.evicted:
             del self._blobs[key]
         for key in update.added:
             self._blobs[key] = blobs[key]
-        self._num_evictions += sum(key not in self._blobs for key, _ in update.evicted)
+        self._num_evictions += sum(key not in self._blobs for key, _, _ in update.evicted)
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -88,23 +81,17 @@ class RamTier(IndexedTier):
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         with self._lock:
-            present = [key for key in keys if self._index.remove(key) is not None]
-            for key in present:
+            wanted = {key for key in keys if key in self._blobs}
+            for key in self._index.remove(wanted):
                 del self._blobs[key]
-            return len(present)
+            return len(wanted)
 
     def drop_quarantine(self) -> None:
         """Do nothing: damaged memory ends the process."""
 
-    def resize(self, capacity_bytes: int) -> None:
-        """Set another budget from now on, and evict the blobs that no longer fit."""
-        with self._lock:
-            self._index.resize(capacity_bytes)
-            self._apply(IndexUpdate([], self._index.shrink()), {})
-
     def _apply_limits(self, limits: TenantLimits) -> None:
         with self._lock:
-            self._apply(IndexUpdate([], self._index.limit(limits)), {})
+            self._apply(Update([], self._index.limit(limits)), {})
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         with self._lock:
@@ -117,7 +104,7 @@ class RamTier(IndexedTier):
     def close(self) -> None:
         with self._lock:
             self._blobs.clear()
-            self._index = self._index.emptied()
+            self._index = ReturnOrder(self._index.capacity_bytes, self._monotonic)
 
 
 def _own(blob: Blob) -> Blob:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
 from pathlib import Path
 
 import msgspec
@@ -23,8 +23,8 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     """Open the enabled tiers, fastest first; the caller closes them.
 
     A budget of zero bytes turns a tier off; redis needs ``redis_url``. The disk tier is in
-    ``disk_path / "cold"``, which becomes private to this process. The name that distinguishes
-    this engine's blobs on Redis from those of others is in ``disk_path``.
+    ``disk_path / "cold"``, which becomes private to this process. Deletions that wait for Redis
+    are in ``disk_path``.
 
     Raises:
         TierUnavailable: the folder cannot be used, or ``disk_bytes`` is too little.
@@ -37,12 +37,12 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
         raise ValueError("store.encrypt needs store.secret_file")
     tiers: list[Tier] = []
     if config.ram_bytes:
-        tiers.append(RamTier(config.ram_bytes, config.guaranteed_share))
+        tiers.append(RamTier(config.ram_bytes))
     if config.disk_bytes:
         capacity_bytes = capacity_within(config.disk_bytes)
-        disk = DiskTier(disk_path / "cold", capacity_bytes, config.guaranteed_share)
+        disk = DiskTier(disk_path / "cold", capacity_bytes)
         tiers.append(_sealed(disk, secret, config))
-    if config.redis_url and config.redis_bytes:
+    if config.redis_url:
         if not secret:
             _log.warning("blobs in redis are not sealed: store.secret_file is not set")
         tiers.append(_sealed(_redis(config, disk_path), secret, config))
@@ -72,23 +72,13 @@ def open_usable_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
 
 
 def _redis(config: StoreConfig, folder: Path) -> Tier:
-    from kvstore.tiers.redis_server.book import WriterName
     from kvstore.tiers.redis_server.redis_tier import RedisTier  # redis-py is an extra
 
-    writer = WriterName(folder)
-    try:
-        tier = RedisTier(
-            config.redis_url,
-            config.redis_bytes,
-            deadline_s=config.redis_deadline_s,
-            ttl_s=config.ttl_s,
-            guaranteed_share=config.guaranteed_share,
-            writer=writer,
-        )
-    except ValueError:
-        writer.release()
-        raise
-    tier.count_earlier_lives()
-    # Opening does not wait for the answer: a server that hangs must not delay the engine's start.
-    threading.Thread(target=tier.greet, name="kvstore-redis-greeting", daemon=True).start()
+    ttl_s = min(config.redis_ttl_s, config.ttl_s or config.redis_ttl_s)
+    tier = RedisTier(
+        config.redis_url, deadline_s=config.redis_deadline_s, ttl_s=ttl_s, folder=folder
+    )
+    with contextlib.suppress(OSError):  # said when a deletion has to wait
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tier.watch()  # opening does not wait: a server that hangs must not delay the engine's start
     return tier

@@ -165,10 +165,6 @@ class SealedTier:
     def owed_file(self) -> Path | None:
         return self._inner.owed_file
 
-    @property
-    def overhead_bytes(self) -> int:
-        return self._inner.overhead_bytes + SEAL_BYTES + len(self._ending)
-
     # Reading
 
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
@@ -197,12 +193,6 @@ class SealedTier:
                 )
             return NOT_OURS
 
-    def written(self, prefix: bytes) -> list[bytes] | None:
-        names = self._inner.written(prefix)
-        if names is None:
-            return None
-        return [x[: -len(self._ending)] for x in names if x.endswith(self._ending)]
-
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         return self._inner.contains_many(self._names(keys))
 
@@ -212,14 +202,15 @@ class SealedTier:
 
     # Writing
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
-        return self._inner.put_many(
-            [(key + self._ending, self._seal.close(key, blob)) for key, blob in items], owner
-        )
+    def put_many(
+        self, items: Sequence[tuple[bytes, Blob]], owner: str = "", after: bytes = b""
+    ) -> int:
+        sealed = [(key + self._ending, self._seal.close(key, blob)) for key, blob in items]
+        return self._inner.put_many(sealed, owner, self._name(after))
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
-        before = instead_of + self._ending if instead_of else b""
-        return self._inner.replace(key + self._ending, self._seal.close(key, blob), owner, before)
+    def replace(self, key: bytes, blob: Blob, owner: str = "", after: bytes = b"") -> bool:
+        sealed = self._seal.close(key, blob)
+        return self._inner.replace(key + self._ending, sealed, owner, self._name(after))
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         return self._inner.delete_many(self._names(keys))
@@ -229,14 +220,14 @@ class SealedTier:
 
     # Recency
 
-    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
-        self._inner.own(owner, self._names(keys), idle_s)
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
+        self._inner.own(owner, self._names(keys))
 
     def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
         return self._inner.limit_tenants(limits)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._inner.touch(self._names(keys))
+    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
+        self._inner.touch(self._names(keys), restored=restored)
 
     def pin(self, keys: Iterable[bytes]) -> None:
         self._inner.pin(self._names(keys))
@@ -244,11 +235,11 @@ class SealedTier:
     def unpin(self, keys: Iterable[bytes]) -> None:
         self._inner.unpin(self._names(keys))
 
-    def pins_known(self) -> None:
-        self._inner.pins_known()
-
     def _names(self, keys: Iterable[bytes]) -> list[bytes]:
         return [key + self._ending for key in keys]
+
+    def _name(self, key: bytes) -> bytes:
+        return key + self._ending if key else b""
 
     # Life
 

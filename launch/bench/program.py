@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -30,7 +29,7 @@ from launch.bench.figures import (
 )
 from launch.bench.workload import Workload, crowd_name
 from launch.calibrate.plot import drawing, finish
-from launch.printing import print_table
+from launch.printing import print_table, say
 from launch.remote import Target
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def _until_interrupted(
         with bar:
             asyncio.run(main())
     except KeyboardInterrupt:
-        print("interrupted; this is what is known so far", file=sys.stderr)
+        say("interrupted; this is what is known so far", error=True)
         return False
     return True
 
@@ -113,23 +112,23 @@ def _until_interrupted(
 def print_report(report: Report) -> None:
     done = len(report.requests)
     state = "" if report.finished else f", interrupted after {done} of {report.planned_requests}"
-    print(f"{report.workload} against {report.model} at {report.url}: {done} requests{state}")
+    say(f"{report.workload} against {report.model} at {report.url}: {done} requests{state}")
     if not report.requests:
         return
-    print()
+    say()
     print_table(PHASES, [_phase(x) for x in report.phases], right=PHASES[1:])
-    print()
+    say()
     print_table(SOURCES, [_source(x) for x in report.sources], right=SOURCES[1:])
     for source in report.sources:
         if meaning := _MEANINGS.get(source.source):
-            print(f"{source.source}: {meaning}")
-    print(f"\nerrors: {report.num_errors}")
+            say(f"{source.source}: {meaning}")
+    say(f"\nerrors: {report.num_errors}")
     for words, count in report.errors.items():
-        print(f"  {count} x {words}")
+        say(f"  {count} x {words}")
 
 
 def print_found(found: Found) -> None:
-    print(
+    say(
         f"sessions of {found.prompt_tokens} tokens and more that {found.url} keeps, judged by"
         f" {_judge(found)}:"
     )
@@ -146,9 +145,9 @@ def print_found(found: Found) -> None:
     print_table(ROUNDS, rows, right=ROUNDS[:4], empty="nothing was measured")
     if found.rounds:
         most = " or more: none was lost" if found.at_least else ""
-        print(f"capacity: {found.capacity} sessions{most}")
+        say(f"capacity: {found.capacity} sessions{most}")
     if not found.finished:
-        print("interrupted: there may be more")
+        say("interrupted: there may be more")
 
 
 def _judge(found: Found) -> str:

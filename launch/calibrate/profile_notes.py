@@ -14,7 +14,7 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from engines.calibration.gate.profiles import origin, profile_path
+from engines.calibration.gate.profiles import profile_path
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Corrupt, Mismatch
 from launch.model import Model, find_model
@@ -40,9 +40,8 @@ def find_profile(effective: EffectiveSettings) -> Profile | None:
         UsageError, LaunchError: there is no such model.
     """
     try:
-        fingerprint = _note(effective, _model(effective)).read_text()
-        return load_profile(profile_path(effective.folders.data, fingerprint))
-    except (OSError, UnicodeDecodeError):
+        return load_profile(profile_path(effective.folders.data, noted_fingerprint(effective)))
+    except OSError:
         return None
     except (Corrupt, Mismatch) as error:
         log.warning(
@@ -53,13 +52,12 @@ def find_profile(effective: EffectiveSettings) -> Profile | None:
         return None
 
 
-def profile_origin(effective: EffectiveSettings) -> str:
-    """Say in words where the profile of the model comes from; "" if there is none."""
+def noted_fingerprint(effective: EffectiveSettings) -> str:
+    """Return the fingerprint of the model when it was served last; "" if it never was."""
     try:
-        fingerprint = _note(effective, _model(effective)).read_text()
+        return _note(effective, _model(effective)).read_text()
     except (OSError, UnicodeDecodeError):
         return ""
-    return origin(effective.folders.data, fingerprint)
 
 
 def _model(effective: EffectiveSettings) -> Model:

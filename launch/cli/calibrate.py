@@ -11,7 +11,7 @@ from engines.wire import CodecReport
 from kvstore.codecs.quality import Quality
 from launch.cli.remote import Remote
 from launch.errors import LaunchError
-from launch.printing import print_table
+from launch.printing import print_table, say
 
 LOOK_EVERY_S: Final = 2.0
 # An engine reports now and then how far it is; one that was restarted reports nothing more.
@@ -86,9 +86,9 @@ def print_report(report: CalibrationReport) -> None:
     print_table(COLUMNS, [_cells(row) for row in report.rows], right=COLUMNS[1:])
     times = {row.context: row.prefill_s for row in report.rows if row.prefill_s is not None}
     for context, seconds in times.items():
-        print(f"prefill of {context} tokens: {seconds * context / 1000:.2f} s")
+        say(f"prefill of {context} tokens: {seconds * context / 1000:.2f} s")
     if report.profile:
-        print(f"learned: {report.profile}")
+        say(f"learned: {report.profile}")
 
 
 def _cells(row: Quality) -> list[str]:

@@ -12,7 +12,7 @@ from gateway.keys import BadKeyLine, generate_key
 from launch.cli.options import Json
 from launch.cli.sessions import DEFAULT_URL, Key, Url
 from launch.errors import LaunchError, UsageError
-from launch.printing import print_json, print_table
+from launch.printing import print_json, print_table, say
 
 
 def made_key(tenant: str) -> tuple[str, str]:
@@ -57,18 +57,18 @@ def new_key(
     key, line = made_key(tenant)
     if append is not None:
         append_line(append, line)
-    print(f"key:  {key}")
-    print(f"line: {line}")
+    say(f"key:  {key}")
+    say(f"line: {line}")
     if append is None:
-        print("Put the line into a file and start with: thermocline serve --api-keys FILE")
+        say("Put the line into a file and start with: thermocline serve --api-keys FILE")
 
 
 def _new_on_server(tenant: str, url: str, api_key: str) -> None:
     from launch.cli.remote import Remote
 
     made = Remote(url, api_key).make_key(tenant)
-    print(f"key:  {made['key']}")
-    print(f"id:   {made['id']}")
+    say(f"key:  {made['key']}")
+    say(f"id:   {made['id']}")
 
 
 def list_keys(url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
@@ -99,7 +99,7 @@ def revoke_key(
     from launch.cli.remote import Remote
 
     Remote(url, api_key).revoke(key_id)
-    print(f"revoked: {key_id}")
+    say(f"revoked: {key_id}")
 
 
 def _limits(row: dict[str, Any]) -> str:

@@ -18,10 +18,10 @@ import typer
 from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
 from launch.cli.bench import bench
-from launch.cli.connect import connect, join
+from launch.cli.connect import connect
 from launch.cli.sessions import chat, top
 from launch.errors import LaunchError, UsageError
-from launch.printing import print_json, print_table
+from launch.printing import print_json, print_table, say
 from launch.settings.schema import flat, masked
 from launch.settings.units import shown
 
@@ -45,7 +45,7 @@ app.add_typer(keys_app, name="keys", no_args_is_help=True)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"thermocline {version('thermocline')}")
+        say(f"thermocline {version('thermocline')}")
         raise typer.Exit
 
 
@@ -188,7 +188,7 @@ def doctor(
     assignments: options.Assignments = None,
     as_json: options.Json = False,
 ) -> None:
-    """Look for what would keep a server from starting or from being fast."""
+    """Look for things that would keep a server from starting or from being fast."""
     from launch.doctor import examine
 
     findings = examine(options.chosen(context, os.environ), os.environ)
@@ -250,7 +250,7 @@ def calibrate(
                 " options but --api-key, --model, --json and --plot"
             )
         remote = Remote(url, api_key, model or "")
-        report = measure_served(remote, lambda words: print(words, file=sys.stderr))
+        report = measure_served(remote, lambda words: say(words, error=True))
     else:
         chosen = CalibrateOptions(text or (), eval_text or (), presets, contexts, needles)
         effective = options.chosen(context, os.environ)
@@ -266,7 +266,7 @@ def calibrate(
 
 
 # In the order in which --help lists them.
-for command in (chat, top, bench, connect, join):
+for command in (chat, top, bench, connect):
     app.command()(command)
 keys_app.command("list")(keys.list_keys)
 keys_app.command("revoke")(keys.revoke_key)
@@ -277,5 +277,5 @@ def main() -> None:
     try:
         app()
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)

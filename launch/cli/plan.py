@@ -14,7 +14,7 @@ from launch.cli import options
 from launch.errors import UsageError
 from launch.plan.capacity_plan import ColdPlan, ContextPlan, Plan, plan_of
 from launch.plan.machines import MachinePlan, machine_plans
-from launch.printing import print_json, print_table
+from launch.printing import print_json, print_table, say
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import parse_bytes, show_bytes
 
@@ -26,14 +26,11 @@ MACHINES: Final = ("machine", "tokens", "for KV", "no sleep", "awake", "in RAM",
 BAR_WIDTH: Final = 40
 BAR: Final = "█"
 RATIOS: Final = ("KV vs bf16", "all vs bf16")
-COLORS: Final = {
-    "hot": "#d1495b", "ram": "#2e86ab", "disk": "#8d99ae", "redis": "#6a994e"
-}  # fmt: skip
+COLORS: Final = {"hot": "#d1495b", "ram": "#2e86ab", "disk": "#8d99ae"}
 LABELS: Final = {
     "hot": "awake at once",
     "ram": "asleep in memory",
     "disk": "asleep on disk",
-    "redis": "asleep in Redis",
 }
 
 
@@ -54,33 +51,33 @@ Bars = Sequence[tuple[str, dict[str, int]]]  # a name, and sessions by tier
 
 
 def print_plan(plan: Plan) -> None:
-    print(
+    say(
         f"{plan.model} ({plan.model_type}): {plan.growing_layers} growing layers,"
         f" {show_bytes(plan.live_bytes_per_token)} per token live in {plan.dtype}"
     )
     if plan.state_bytes:
-        print(
+        say(
             f"and {show_bytes(plan.state_bytes)} of state that does not grow"
             f" ({plan.window_layers} sliding windows, {plan.state_layers} recurrent layers)"
         )
-    print("budgets: " + ", ".join(f"{k} {show_bytes(v)}" for k, v in plan.budgets.items()))
-    print(_usable(plan))
+    say("budgets: " + ", ".join(f"{k} {show_bytes(v)}" for k, v in plan.budgets.items()))
+    say(_usable(plan))
     for note in plan.notes:
-        print(f"note: {note}")
-    print()
+        say(f"note: {note}")
+    say()
     tiers = [tier for tier in plan.budgets if tier != "hot"]
     print_table(
         SERVED, [x for context in plan.contexts for x in _served(context)], right=SERVED[2:]
     )
-    print()
+    say()
     print_bars(bars_of(plan))
-    print("\nwhat each codec would take:")
+    say("\nwhat each codec would take:")
     columns = ("tokens", "kept", "KL", "bytes", "states", *RATIOS, "per GiB", "hot", *tiers)
     rows = [row for context in plan.contexts for row in _rows(context, tiers)]
     print_table(columns, rows, right=[x for x in columns if x != "kept"])
     refusals = {cold.codec: cold.refused for x in plan.contexts for cold in x.cold if cold.refused}
     for codec, reason in refusals.items():
-        print(f"{codec}: {reason}")
+        say(f"{codec}: {reason}")
 
 
 def print_bars(bars: Bars) -> None:
@@ -89,21 +86,21 @@ def print_bars(bars: Bars) -> None:
     for name, counts in bars:
         for number, (tier, count) in enumerate(counts.items()):
             bar = BAR * max(1 if count else 0, round(BAR_WIDTH * count / max(1, most)))
-            print(f"{name if number == 0 else '':<14} {LABELS[tier]:<17} {bar} {count}")
+            say(f"{name if number == 0 else '':<14} {LABELS[tier]:<17} {bar} {count}")
 
 
 def print_machines(model: str, rows: Sequence[MachinePlan]) -> None:
     """Print what several machines would keep of a model's sessions."""
-    print(f"{model}: sessions that other machines would keep alive (counted, not measured)")
+    say(f"{model}: sessions that other machines would keep alive (counted, not measured)")
     if rows and rows[0].weights_estimated:
-        print(f"weights: {show_bytes(rows[0].weights_bytes)}, estimated from config.json")
+        say(f"weights: {show_bytes(rows[0].weights_bytes)}, estimated from config.json")
     print_table(MACHINES, [_machine(row) for row in rows], right=MACHINES[1:7])
-    print(
+    say(
         "no sleep: all memory for KV holds live bf16, without a cold store. awake, in RAM: the same"
         "\nmemory shared between sessions that are answered and sleepers."
     )
     if disk := max((row.disk_bytes for row in rows), default=0):
-        print(f"on disk: in {show_bytes(disk)}.")
+        say(f"on disk: in {show_bytes(disk)}.")
 
 
 def _machine(row: MachinePlan) -> list[str]:
@@ -199,11 +196,11 @@ def _print_plan(effective: EffectiveSettings, given: PlanOptions) -> None:
         print_json(several or found[""])
     else:
         for line in effective.capacity:
-            print(line)
+            say(line)
         loads = {x.entry.name: x.entry.load for x in effective.engines}
         for name, plan in found.items():
             if name:
-                typer.echo(f"{name} ({loads[name]}), with its part of this machine:")
+                say(f"{name} ({loads[name]}), with its part of this machine:")
             print_plan(plan)
     if given.plot is not None:
         names = ", ".join(several or [found[""].model])

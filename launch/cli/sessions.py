@@ -9,7 +9,7 @@ import typer
 
 from launch.cli.options import Json
 from launch.errors import UsageError
-from launch.printing import print_json, print_table
+from launch.printing import print_json, print_table, say
 from launch.settings.units import show_bytes, show_duration
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def forget(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "", model: OfModel =
     remote = _remote(url, api_key, model)
     for session_id in ids:
         remote.forget(session_id)
-        print(f"forgotten: {session_id}")
+        say(f"forgotten: {session_id}")
 
 
 def _remote(url: str, api_key: str, model: str) -> Remote:

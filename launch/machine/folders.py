@@ -5,7 +5,8 @@ The *cache* folder holds what can be made again (the converted sample model, col
 
 Compilers put libraries under predictable names and load what they find there. In a folder that
 another user may write, or below one that another user may replace, that is code of another user. So
-each folder is checked from the root of the file system down, before an engine is started.
+each folder is checked from the root of the file system down, before an engine is started. So is the
+folder of the admins' socket, whose place another user could take.
 """
 
 from __future__ import annotations
@@ -124,6 +125,24 @@ def private_folder(path: Path) -> Path:
     return folder
 
 
+def require_closed_folder(path: str, setting: str) -> None:
+    """Require that only this user and root can put anything in the place of the socket ``path``.
+
+    Raises:
+        LaunchError: others can write its folder, or one above it; ``setting`` names it.
+    """
+    try:
+        folder = Path(path).absolute().parent.resolve(strict=True)
+        flaw = _flaw(folder, "they could put a socket of their own there", closed=True)
+    except OSError as error:
+        flaw = f"{error.filename}: {error.strerror}"
+    if flaw:
+        raise LaunchError(
+            f"{setting}={path} cannot be used: {flaw}; make a folder for it that this user alone"
+            " can write (mkdir -m 700), below none that others can, and name a path in that"
+        )
+
+
 def compile_environment(cache: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that give an engine private folders for its compiled code.
 
@@ -207,11 +226,18 @@ def _check_given(name: str, path: Path) -> None:
         raise LaunchError(f"{name}={path} cannot be used: {flaw}; unset it, or name another folder")
 
 
-def _flaw(folder: Path, *, closed: bool = False, ours: bool = False) -> str:
+def _flaw(
+    folder: Path,
+    harm: str = "engines load code from below it",
+    *,
+    closed: bool = False,
+    ours: bool = False,
+) -> str:
     """The reason why another user could change what lies under the path of ``folder``; else "".
 
     Args:
         folder: without links.
+        harm: what would follow, in words.
         closed: others must not even add names to ``folder`` itself.
         ours: it has to be closed, and this user's own.
     """
@@ -219,12 +245,11 @@ def _flaw(folder: Path, *, closed: bool = False, ours: bool = False) -> str:
         found = each.stat()
         last = each == folder
         if found.st_uid != os.geteuid() and (found.st_uid or (ours and last)):
-            return f"{each} belongs to {_user(found.st_uid)}, and engines load code from below it"
+            return f"{each} belongs to {_user(found.st_uid)}, and {harm}"
         sticky = found.st_mode & stat.S_ISVTX and not (last and (closed or ours))
         if _others_write(found) and not sticky:
             return (
-                f"other users can write {each} (mode {stat.S_IMODE(found.st_mode):o}), and engines"
-                " load code from below it"
+                f"other users can write {each} (mode {stat.S_IMODE(found.st_mode):o}), and {harm}"
             )
     return ""
 

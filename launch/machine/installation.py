@@ -113,8 +113,7 @@ def require_vllm(python: str, store: StoreConfig) -> VllmEnvironment:
     """
     if not python:
         raise LaunchError(f"vLLM is not installed; run: {INSTALL}")
-    uses_redis = store.redis_url and store.redis_bytes
-    found = inspect_environment(python, ("redis",) if uses_redis else ())
+    found = inspect_environment(python, ("redis",) if store.redis_url else ())
     if found.problem:
         raise LaunchError(found.problem)
     return found

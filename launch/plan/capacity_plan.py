@@ -240,9 +240,8 @@ class _Planner:
 
     @property
     def cold_budgets(self) -> dict[TierName, int]:
-        """Bytes by tier."""
-        budgets: dict[TierName, int] = {"ram": self.store.ram_bytes, "disk": self.store.disk_bytes}
-        return budgets | ({"redis": self.store.redis_bytes} if self.store.redis_url else {})
+        """Bytes by tier; those in Redis are bounded by its server alone."""
+        return {"ram": self.store.ram_bytes, "disk": self.store.disk_bytes}
 
     def context(self, num_tokens: int) -> ContextPlan:
         """The plan of sessions of so many tokens."""

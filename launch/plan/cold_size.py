@@ -12,10 +12,10 @@ from kvstore.blobs.chain import KEY_BYTES, NAME_BYTES
 from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.packer import Packer
 from kvstore.chunk_size import CHUNK_TOKENS, chunk_of_blocks
-from kvstore.codecs import sinks
 from kvstore.codecs.base import Codec
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.rows import sinks
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.errors import UnknownCodec

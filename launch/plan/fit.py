@@ -126,7 +126,6 @@ class Rooms:
     given_hot: int | None = None
     given_ram: int | None = None
     given_disk: int | None = None
-    redis: int = 0  # 0 = there is none
     awake: int = 16  # sessions that should find room to be answered at once
 
 
@@ -149,7 +148,6 @@ def rooms_of(effective: EffectiveSettings) -> Rooms:
         given_hot=given_hot,
         given_ram=given_ram,
         given_disk=_given(effective, "store.disk_bytes", store.disk_bytes),
-        redis=store.redis_bytes if store.redis_url else 0,
         awake=engine.max_batch,
     )
 
@@ -187,7 +185,7 @@ def choose_budgets(needs: Needs, rooms: Rooms, num_sessions: int) -> Budgets:
     if disk is None:  # where it can, it holds all of them before the model was measured, too
         wanted = max(needs.cold_bytes("disk", num_sessions, meanwhile=x) for x in (False, True))
         disk = min(wanted, _whole(rooms.disk))
-    budgets = {"ram": ram, "disk": disk, "redis": rooms.redis}
+    budgets = {"ram": ram, "disk": disk}
     held = {tier: needs.num_asleep(tier, nbytes) for tier, nbytes in budgets.items() if nbytes}
     at_first = [needs.num_asleep(tier, budgets[tier], meanwhile=True) for tier in held]
     return Budgets(hot, ram, disk, needs.num_hot(hot), held, max(at_first, default=0))
@@ -220,7 +218,7 @@ def refusal(needs: Needs, rooms: Rooms, num_sessions: int) -> str:
         return ""
     parts = [
         f"{show_bytes(needs.cold_bytes(tier, num_sessions))} of {tier} ({needs.asleep.codec};"
-        f" {show_bytes(_budget(found, rooms, tier))} may be used)"
+        f" {show_bytes(_budget(found, tier))} may be used)"
         for tier in found.num_held
     ]
     return "asleep they take " + " or ".join(parts or ["a tier, and there is none"])
@@ -259,8 +257,8 @@ def _longest(
     return low * 64
 
 
-def _budget(found: Budgets, rooms: Rooms, tier: str) -> int:
-    return {"ram": found.ram, "disk": found.disk, "redis": rooms.redis}[tier]
+def _budget(found: Budgets, tier: str) -> int:
+    return {"ram": found.ram, "disk": found.disk}[tier]
 
 
 def _size(nbytes: int) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from fastapi import FastAPI
 
 from engines.base import Engine, TierName
 from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE, FleetEngine
-from engines.fleet.homes import FleetHomes, Homes, SaidMoves
+from engines.fleet.homes import Homes
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.keys import BadKeyLine, Tenants
@@ -37,8 +36,8 @@ from launch.model import Model, find_model
 from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_served
 from launch.serve.keys import key_lines, secret_of, secret_path
-from launch.serve.preflight import check_codecs, check_memory, check_tiers, lending_of
-from launch.serve.sharing import directory_of, homes_for, shared_limits, stored_objects
+from launch.serve.preflight import check_codecs, check_memory, check_tiers
+from launch.serve.sharing import shared_limits, shared_sessions, stored_objects
 from launch.settings.budgets import at_once, weights_bytes
 from launch.settings.effective_settings import (
     EffectiveSettings,
@@ -100,15 +99,13 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     _check_memory(entries, models, settings)
     with ExitStack() as stack:
         metrics, served, engines, on_demand = Metrics(), [], [], []
-        shared = FleetHomes([], SaidMoves(time.monotonic))
         headroom = None
         if len(entries) > 1:
             headroom = Headroom(
                 machine_memory, settings.scheduler, clock=time.monotonic, observer=metrics
             )
         for (entry, own), model in zip(entries, models, strict=True):
-            make_homes = partial(homes_for, settings=own.settings, tenants=tenants, shared=shared)
-            built = _built_engine(own, model, environ, stack, make_homes)
+            built = _built_engine(own, model, environ, stack)
             sessions = SessionManager(
                 built.engine,
                 _for_replicas(settings.scheduler, built.num_replicas),
@@ -137,16 +134,21 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
         places, wait_s = settings.capacity.on_demand, settings.scheduler.max_wait_s
         loading = None
         if on_demand:
-            lending = lending_of(entries, [x.engine for x in engines], places)
-            loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded, lending=lending)
+            loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded)
         limits = shared_limits(settings.store, tenants)
+        sessions_of_all = shared_sessions(settings.store, served, tenants)
         app = create_app(
-            settings.gateway, served, tenants, metrics, stored, loading, headroom, limits
+            settings.gateway,
+            served,
+            tenants,
+            metrics,
+            stored,
+            loading,
+            headroom,
+            limits,
+            sessions_of_all,
         )
         app.state.gateway.tracing = tracing_of(settings.gateway)
-        app.state.gateway.directory = directory_of(
-            settings.store, served, tenants, loading, shared, effective.folders.data, stack
-        )
         yield BuiltServer(app, engines, tenants)
 
 
@@ -183,7 +185,6 @@ def _built_engine(
     model: Model,
     environ: Mapping[str, str],
     stack: ExitStack,
-    make_homes: Callable[[Iterable[str]], Homes],
 ) -> BuiltEngine:
     """Make the engine of a model; for replicas, make one that routes to all of them."""
     settings = effective.settings
@@ -200,7 +201,7 @@ def _built_engine(
         return built
     fleet = FleetEngine(
         {name: x.engine for name, x in each.items()},
-        make_homes(each),
+        Homes(settings.scheduler.max_sessions),
         MOVES_AT if settings.store.redis_url else MOVES_AT_ALONE,
     )
     return replace(built, effective=effective, engine=fleet, num_replicas=len(each))

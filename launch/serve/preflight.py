@@ -1,4 +1,4 @@
-"""Checks memory and the tiers of the cold store before the engine is started, and divides memory.
+"""Checks memory and the tiers of the cold store before the engine is started.
 
 A wrong setting then ends the command with one sentence. Once the engine runs, a tier that fails is
 only a cache that is missing, and ends nothing. A Redis that does not answer is treated like that
@@ -11,13 +11,11 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engines.base import Engine
 from engines.config import vllm_rank_folder
-from gateway.models.lending import NOTHING, Budget, Lending, Part
 from kvstore.codecs.presets import check_name
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import TierInUse, TierUnavailable, UnknownCodec
@@ -25,8 +23,6 @@ from kvstore.tiers.disk_budget import capacity_within
 from kvstore.tiers.disk_folder import DiskFolder
 from launch.errors import LaunchError, UsageError
 from launch.serve.sharing import redis_link
-from launch.settings.budgets import at_once
-from launch.settings.effective_settings import EffectiveSettings, EngineSettings
 from launch.settings.units import show_bytes
 
 log = logging.getLogger("thermocline.launch")
@@ -57,7 +53,7 @@ def check_tiers(
         _check_disk_limit(config.disk_bytes // max(1, vllm_ranks))
         for folder in _disk_folders(Path(config.disk_path), vllm_ranks):
             _check_disk(folder, in_use_patience_s)
-    if config.redis_url and config.redis_bytes:
+    if config.redis_url:
         _check_redis(config)
 
 
@@ -179,35 +175,3 @@ def check_codecs(store: StoreConfig) -> None:
             check_name(store.codec)
     except UnknownCodec as error:
         raise UsageError(f"store.codec: {error}") from error
-
-
-def lending_of(
-    entries: Sequence[EngineSettings], engines: Sequence[Engine], places: int
-) -> Lending:
-    """Make the object that lends memory between models.
-
-    Args:
-        engines: one for each entry.
-        places: models on demand that may be loaded at once.
-    """
-    guaranteed = [_guaranteed(x.effective) for x in entries]
-    rows = [x.entry for x in entries]
-    all_of_it = Budget(
-        at_once(rows, places, [x.hot for x in guaranteed]),
-        at_once(rows, places, [x.ram for x in guaranteed]),
-    )
-    parts = {
-        row.name: Part(engine, own, row.share, is_loaded=row.load == "always")
-        for row, engine, own in zip(rows, engines, guaranteed, strict=True)
-        if not row.url  # an engine that runs elsewhere takes nothing of this machine
-    }
-    return Lending(all_of_it, parts)
-
-
-def _guaranteed(effective: EffectiveSettings) -> Budget:
-    """Return a model's part of this machine's own memory."""
-    if effective.engine_kind == "attached":
-        return NOTHING
-    settings = effective.settings
-    hot = 0 if effective.hot_on_gpu else settings.engine.hot_bytes
-    return Budget(hot, settings.store.ram_bytes)

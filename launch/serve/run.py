@@ -29,6 +29,7 @@ from gateway.server import DrainingServer, server_of
 from gateway.watch.telemetry import configure_logging, keep_lines
 from launch.calibrate.program import ProfileWatch
 from launch.errors import LaunchError
+from launch.machine.folders import require_closed_folder
 from launch.machine.installation import require_own_packages
 from launch.machine.resources import raise_open_files
 from launch.serve.build import BuiltServer, build
@@ -48,7 +49,7 @@ QUESTION = {"role": "user", "content": "What is the capital of France?"}
 OF_GATEWAY = (
     *("api_keys", "api_keys_file", "admin_keys", "admin_keys_file", "model_aliases"),
     *("requests_per_minute", "tokens_per_minute", "concurrent_requests", "sessions_per_tenant"),
-    *("tenant_ram_bytes", "tenant_disk_bytes", "tenant_redis_bytes"),
+    *("tenant_ram_bytes", "tenant_disk_bytes"),
 )
 _OF_ENTRY = ("aliases", "unload_after_s")
 _TAKEN = {f"gateway.{x}" for x in OF_GATEWAY} | {f"scheduler.{x}" for x in OF_SCHEDULER}
@@ -105,6 +106,7 @@ def _admin_sockets(stack: ExitStack, config: GatewayConfig) -> list[socket.socke
         sockets.append(stack.enter_context(take_port(own)))
         log.info("admins: %s", url_of(sockets[-1]))
     if config.admin_socket:
+        require_closed_folder(config.admin_socket, "gateway.admin_socket")
         sockets.append(stack.enter_context(take_path(config.admin_socket)))
         log.info("admins: unix:%s", config.admin_socket)
     return sockets

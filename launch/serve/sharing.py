@@ -1,37 +1,30 @@
-"""Opens what servers share on one Redis: the directory, keys' limits, and stored responses."""
+"""Opens what servers share on one Redis: sessions, keys' limits, and stored responses."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from engines.fleet.homes import FleetHomes, Homes, LastHomes, SharedHomes
 from gateway.config import GatewayConfig
-from gateway.directory.directory import Directory
 from gateway.edge.shared_limits import SharedLimits
 from gateway.edge.stock import Command, Reply
 from gateway.keys import Tenants
-from gateway.models.loading import Loading
 from gateway.models.served_model import ServedModel
+from gateway.shared.redis_client import AsyncRedis
+from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.seal import KeyOf
 from gateway.stored.shelf import Limits, Shelf, StoreFailed
 from gateway.stored.sqlite_shelf import SqliteShelf
 from gateway.stored.stored import Stored
 from kvstore.config import StoreConfig
-from kvstore.directory.entries import Names
 from kvstore.errors import TierUnavailable
 from launch.errors import LaunchError, UsageError
-from launch.settings.schema import Settings
 
 if TYPE_CHECKING:
     from kvstore.tiers.redis_server.link import RedisLink
-
-NAME_FILE: Final = "directory-name"
-LONGEST_WAIT_S: Final = 1.0  # until a server that was away is asked again
 
 log = logging.getLogger("thermocline.launch")
 DEADLINE_S: Final = 0.5  # for the task that asks; requests wait for a part of it at most
@@ -41,10 +34,8 @@ MARK = "stored.sealed"  # in the data folder, where the secret is
 _DAY_S = 86400.0
 
 
-def redis_link(store: StoreConfig, deadline_s: float, longest_wait_s: float = 30.0) -> RedisLink:
+def redis_link(store: StoreConfig, deadline_s: float) -> RedisLink:
     """Make a link to the Redis of these settings; nothing is connected yet.
-
-    ``longest_wait_s``: until a server that was away is asked again.
 
     Raises:
         UsageError: ``store.redis_url`` is not a URL of a Redis server.
@@ -53,62 +44,28 @@ def redis_link(store: StoreConfig, deadline_s: float, longest_wait_s: float = 30
     try:
         from kvstore.tiers.redis_server.link import RedisLink  # redis-py is an extra
 
-        return RedisLink(store.redis_url, deadline_s, longest_wait_s=longest_wait_s)
+        return RedisLink(store.redis_url, deadline_s)
     except ImportError as error:
         raise LaunchError(f"store.redis_url is set, but {error}") from error
     except ValueError as error:
         raise UsageError(f"store.{error}") from error
 
 
-def homes_for(
-    replicas: Iterable[str], settings: Settings, tenants: Tenants, shared: FleetHomes
-) -> Homes:
-    """Make what knows the homes of a fleet's sessions.
+def shared_sessions(
+    store: StoreConfig, models: Sequence[ServedModel], tenants: Tenants
+) -> SharedSessions | None:
+    """Make what lists and deletes sessions together; nothing is connected yet.
 
-    Engines that run elsewhere may be used by other servers, too, under the same addresses: then
-    these say to each other where they have moved sessions.
-    """
-    most = settings.scheduler.max_sessions
-    if not (settings.engine.url and settings.store.redis_url):
-        return LastHomes(most)
-    names = Names(tenants.key_of)
-    homes = SharedHomes(
-        most,
-        lambda tenant, id: names.mark(tenant, "", id),
-        {names.engine(x): x for x in replicas},
-        shared.said,
-    )
-    shared.fleets.append(homes)
-    return homes
-
-
-def directory_of(
-    store: StoreConfig,
-    models: Sequence[ServedModel],
-    tenants: Tenants,
-    loading: Loading | None,
-    homes: FleetHomes,
-    data_dir: Path,
-    stack: ExitStack,
-) -> Directory | None:
-    """Make it; nothing is connected yet. None where no Redis server is shared.
-
-    Args:
-        data_dir: its name lies there, so that each life of this server goes by the same one.
-        stack: lets go of name and connections at its end.
+    None: there is no Redis.
 
     Raises:
-        UsageError, LaunchError: see ``redis_link``.
+        UsageError: ``store.redis_url`` is not a URL of a Redis server.
+        LaunchError: redis-py is not installed.
     """
     if not store.redis_url:
         return None
-    link = redis_link(store, store.redis_deadline_s, LONGEST_WAIT_S)
-    from kvstore.tiers.redis_server.book import WriterName  # redis-py is an extra
-
-    stack.callback(link.close)
-    name = WriterName(data_dir, NAME_FILE)
-    stack.callback(name.release)
-    return Directory(models, tenants, link, name.text, loading, homes)
+    redis_link(store, store.redis_deadline_s).close()  # checks the URL
+    return SharedSessions(models, tenants, AsyncRedis(store.redis_url, DEADLINE_S))
 
 
 def shared_limits(store: StoreConfig, tenants: Tenants) -> SharedLimits | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvstore.tiers.seal import Seal, SealedTier
 from tests.redis_server import RedisServer
 
 KINDS = ("ram", "disk", "redis", "signed disk", "sealed redis")
+LOCAL = ("ram", "disk", "signed disk")  # with a budget of their own, and pins
 AMPLE = 1 << 30
 
 
@@ -32,26 +34,30 @@ class TierRig:
         self._server = server
         self._costs: dict[int, int] = {}
 
-    def open(self, capacity_bytes: int = AMPLE, guaranteed_share: float = 0.0) -> Tier:
+    def open(
+        self, capacity_bytes: int = AMPLE, monotonic: Callable[[], float] = time.monotonic
+    ) -> Tier:
         """An empty tier."""
-        tier = self._open(capacity_bytes, guaranteed_share)
+        tier = self._open(capacity_bytes, monotonic)
         if self.kind in ("signed disk", "sealed redis"):
             encrypt = self.kind == "sealed redis"
             tier = SealedTier(tier, Seal(b"the rig's own secret", tier.name, encrypt=encrypt))
         self._stack.callback(tier.close)
         return tier
 
-    def _open(self, capacity_bytes: int, share: float) -> Tier:
+    def _open(self, capacity_bytes: int, monotonic: Callable[[], float]) -> Tier:
         if self.kind.endswith("disk"):
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tl-disk-"))
-            return DiskTier(Path(folder) / "cold", capacity_bytes, share)
+            return DiskTier(Path(folder) / "cold", capacity_bytes, monotonic)
         if self.kind.endswith("redis"):
             with redis.Redis.from_url(self._server.url) as client:
                 client.flushall()
-            return RedisTier(
-                self._server.url, capacity_bytes, deadline_s=10.0, guaranteed_share=share
-            )
-        return RamTier(capacity_bytes, share)
+            return RedisTier(self._server.url, deadline_s=10.0)
+        return RamTier(capacity_bytes, monotonic)
+
+    @property
+    def has_budget(self) -> bool:
+        return self.kind in LOCAL
 
     def cost(self, length: int) -> int:
         """Measure how much of the budget a blob of this length under a ``key()`` takes."""

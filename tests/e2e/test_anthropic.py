@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -154,3 +155,48 @@ def test_too_long_a_prompt(running: Stack, sdk: anthropic.Anthropic) -> None:
             model=model, max_tokens=4, messages=[{"role": "user", "content": "word " * 40_000}]
         )
     assert "prompt is too long" in str(caught.value)
+
+
+def test_a_stop_string_that_is_whole_at_the_limit(running: Stack, sdk: anthropic.Anthropic) -> None:
+    """It is a stop in each dialect, streamed or not, whichever engine found it."""
+    limit = 6
+    hi: Any = [{"role": "user", "content": "Name three colours."}]
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        chat = partial(client.chat.completions.create, model=model, messages=hi, temperature=0)
+        text = partial(client.completions.create, model=model, prompt="Red,", temperature=0)
+        free = chat(max_tokens=limit).choices[0].message.content or ""
+        stopped: Any = {"max_tokens": limit, "stop": _own_end(free)}
+        ends = [chat(**stopped).choices[0], [*chat(stream=True, **stopped)][-1].choices[0]]
+        response = client.responses.create(
+            model=model,
+            input=hi,
+            temperature=0,
+            max_output_tokens=limit,
+            extra_body={"stop": stopped["stop"]},
+        )
+        free = text(max_tokens=limit).choices[0].text
+        stopped = {"max_tokens": limit, "stop": _own_end(free)}
+        ends += [text(**stopped).choices[0], [*text(stream=True, **stopped)][-1].choices[0]]
+    assert [x.finish_reason for x in ends] == ["stop"] * 4
+    assert response.status == "completed"
+    asked: Any = {
+        "model": model,
+        "messages": hi,
+        "max_tokens": limit,
+        "stop_sequences": [ends[0].stop_reason],
+        "extra_body": {"temperature": 0.0},
+    }
+    messages = [sdk.messages.create(**asked)]
+    with sdk.messages.stream(**asked) as stream:
+        messages.append(stream.get_final_message())
+    for message in messages:
+        assert (message.stop_reason, message.stop_sequence) == (
+            "stop_sequence",
+            ends[0].stop_reason,
+        )
+
+
+def _own_end(text: str) -> str:
+    """The shortest end of a text that is nowhere else in it."""
+    return next(text[-n:] for n in range(1, len(text) + 1) if text.find(text[-n:]) + n == len(text))

@@ -11,14 +11,11 @@ import sys
 import threading
 from pathlib import Path
 
-from kvstore.blobs.codec_set import CodecSet
-from kvstore.codecs.base import RawCodec
+from kvstore.blobs.store_codecs import RAW, StoreCodecs
 from tests.kv_sessions import disk, open_store, ram
 from tests.worn_codec import ThinCodec
 
-THIN = CodecSet(
-    ThinCodec("near.1", 1), ThinCodec("far.1", 16), ThinCodec("far.1", 16), (RawCodec(),)
-)
+THIN = StoreCodecs(ThinCodec("thin.1", 16), readable=(RAW,))
 
 
 def main(folder: Path) -> None:

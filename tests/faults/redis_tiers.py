@@ -9,16 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import redis
 
-from kvstore.tiers.redis_server.redis_tier import RedisTier
-from tests.faults.redis_writer import BUDGET, open_far
-from tests.redis_server import RedisServer
-from tests.waiting import until
+from kvstore.tiers.redis_server.redis_tier import TTL_S, RedisTier
 
-AMPLE = 1 << 30
 DEADLINE_S = 0.5
 PATIENCE_S = 60.0
 RESET_AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: close() sends a reset
@@ -40,9 +35,8 @@ def tier_at(url: str, **options: float) -> Iterator[tuple[RedisTier, Clock]]:
     clock = Clock()
     tier = RedisTier(
         url,
-        AMPLE,
         deadline_s=options.get("deadline_s", DEADLINE_S),
-        ttl_s=options.get("ttl_s", 0.0),
+        ttl_s=options.get("ttl_s", TTL_S),
         monotonic=clock,
     )
     try:
@@ -57,19 +51,6 @@ def blobs(count: int, length: int = 700_000) -> dict[bytes, bytes]:
 
 def names(client: redis.Redis) -> list[bytes]:
     return sorted(client.scan_iter())
-
-
-def entries_for_ever(client: redis.Redis) -> list[bytes]:
-    """The entries that stay on the server until a client removes them."""
-    return [name for name in names(client) if client.ttl(name) == -1]
-
-
-def next_life(server: RedisServer, folder: Path, capacity_bytes: int = BUDGET) -> RedisTier:
-    """Open a tier as an engine does whose folder this is; all that it left before is counted."""
-    tier = open_far(server.url, folder, capacity_bytes)
-    assert isinstance(tier, RedisTier)
-    until(lambda: tier.knows_earlier_lives, what="counted")
-    return tier
 
 
 class SlowLine:

@@ -1,7 +1,7 @@
-"""A process that saves turns until it is killed: ``python saving_process.py FOLDER SEED [CODECS]``.
+"""A process that saves turns until it is killed: ``python saving_process.py FOLDER SEED [CODEC]``.
 
-Prints "session tokens" when a save is said to be safe. The third word says which ``CODECS`` it has:
-``raw``, or ``both``, a lossy one for memory and another for the disk.
+Prints "session tokens" when a save is said to be safe. The third word names its ``CODEC``: ``raw``,
+or ``worn``; then it wakes each session before its turn, and goes on from restored rows.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ import random
 import sys
 from pathlib import Path
 
-from kvstore.blobs.codec_set import CodecSet
-from tests.kv_sessions import disk, kv_of, open_store, ram, ref, tokens
+from kvstore.blobs.store_codecs import StoreCodecs
+from tests.kv_sessions import CHUNK, begin_save, chain_of, disk, open_store, ram, ref, tokens
 from tests.worn_codec import WornCodec
 
-BOTH = CodecSet(WornCodec("fast.1", 1), WornCodec("dense.1", 16), WornCodec("dense.1", 16))
+WORN = StoreCodecs(WornCodec("worn.1", 1))
 
 
-def main(folder: Path, seed: int, codecs: str = "raw") -> None:
-    store = open_store([ram(), disk(folder)], codecs=BOTH if codecs == "both" else None)
+def main(folder: Path, seed: int, codec: str = "raw") -> None:
+    store = open_store([ram(), disk(folder)], codecs=WORN if codec == "worn" else None)
     lengths = {record.id: record.num_tokens for record in store.records()}
     choose = random.Random(seed)
     while True:
         name = str(choose.randrange(4))
         lengths[name] = lengths.get(name, 0) + choose.randrange(1, 120)
         history = tokens(lengths[name], int(name))
-        store.save(ref(name), history, kv_of(history))
+        restored = store.restore(store.match(ref(name), chain_of(store, ref(name), history)))
+        begin_save(store, ref(name), history, restored)
         if choose.random() < 0.5:
-            safe = dict(lengths)
+            safe = {x: n for x, n in lengths.items() if n >= CHUNK}
             store.flush(30)
             for session, n in safe.items():
                 print(session, n, flush=True)

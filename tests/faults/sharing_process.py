@@ -13,16 +13,16 @@ import sys
 
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from tests.kv_sessions import MIB, kv_of, open_store, ram, ref, tokens
+from tests.kv_sessions import begin_save, open_store, ram, ref, tokens
 
 SESSIONS = ("0", "1")
 SHARED = 100
-LONGEST = 500
+LONGEST = 496  # whole chunks
 DEADLINE_S = 2.0
 
 
 def open_sharing(url: str) -> ColdStore:
-    return open_store([ram(), RedisTier(url, 64 * MIB, deadline_s=DEADLINE_S)])
+    return open_store([ram(), RedisTier(url, deadline_s=DEADLINE_S)])
 
 
 def history(session: str, num_tokens: int, seed: int) -> list[int]:
@@ -38,7 +38,7 @@ def main(url: str, seed: int) -> None:
         name = choose.choice(SESSIONS)
         length[name] = length[name] % LONGEST + choose.randrange(1, 90)
         turn = history(name, length[name], seed)
-        store.save(ref(name), turn, kv_of(turn))
+        begin_save(store, ref(name), turn)
         if store.flush(30):
             print(name, length[name], flush=True)
 

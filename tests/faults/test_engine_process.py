@@ -6,7 +6,9 @@ import asyncio
 import json
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -178,3 +180,30 @@ async def test_a_stopped_engine_is_noticed_replaced_and_forgotten(
 
 def _gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+BURST = 1000
+
+
+@pytest.mark.slow
+async def test_a_burst_beyond_the_engines_line_is_answered(tmp_path: Path) -> None:
+    """All at once, and the engine accepts none for a moment, so its socket's line is full."""
+    settings = {"scheduler": {"max_running": 4096}, "gateway": {"max_connections": 4096}}
+    with FakeStack(tmp_path, **settings) as stack:
+        engine = stack.engine
+        async with aiohttp.ClientSession(
+            stack.url, connector=aiohttp.TCPConnector(limit=0)
+        ) as http:
+
+            async def status(number: int) -> int:
+                body = asked(stream=False, text=f"hello {number}")
+                async with http.post(CHAT, json=body) as answer:
+                    await answer.read()
+                    return answer.status
+
+            engine.suspend()
+            asking = [asyncio.create_task(status(i)) for i in range(BURST)]
+            await asyncio.sleep(2.0)
+            engine.resume()
+            statuses = await asyncio.gather(*asking)
+    assert Counter(statuses) == {200: BURST}

@@ -282,27 +282,66 @@ def test_pipelined_requests_are_answered_in_order(stack: FakeStack) -> None:
 # ---- half closed
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_half_closed_request_gets_its_answer(stack: FakeStack, stream: bool) -> None:
+def test_a_half_closed_request_gets_its_answer(
+    stack: FakeStack, stream: bool, version: bytes
+) -> None:
     body = chat(stream=stream, metadata={"fake": "chunks=3 delay_s=0.3"})
-    request = b"POST " + CHAT + b" HTTP/1.1\r\n" + JSON + b"content-length: %d\r\n\r\n" % len(body)
+    request = b"POST " + CHAT + b" HTTP/" + version + b"\r\n" + JSON
+    request += b"content-length: %d\r\n\r\n" % len(body)
     with connect(stack) as sock:
         # Request and end in one segment: a busy machine must not let the answer begin between them.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
         sock.sendall(request + body)
         sock.shutdown(socket.SHUT_WR)
         answer = said(sock)
-    final = answer.rpartition(b"100 Continue\r\n\r\n")[2]
-    assert status(final) == 200
-    assert b"choices" in final and (not stream or final.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"))
+    assert status(answer) == 200 and answer.count(b"HTTP/1.1") == 1
+    end = b"data: [DONE]\n\n" + (b"\r\n0\r\n\r\n" if version == b"1.1" else b"")
+    assert b"choices" in answer and (not stream or answer.endswith(end))
 
 
-def test_a_client_that_is_gone_is_not_taken_for_half_closed(stack: FakeStack) -> None:
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_client_that_is_gone_is_not_taken_for_half_closed(
+    stack: FakeStack, version: bytes
+) -> None:
     body = chat(metadata={"fake": "chunks=500 delay_s=0.05"})
-    request = b"POST " + CHAT + b" HTTP/1.1\r\n" + JSON + b"content-length: %d\r\n\r\n" % len(body)
+    request = b"POST " + CHAT + b" HTTP/" + version + b"\r\n" + JSON
+    request += b"content-length: %d\r\n\r\n" % len(body)
     with connect(stack) as sock:
         sock.sendall(request + body)
         time.sleep(0.2)
         assert "thermocline_turns_running 1.0" in metrics(stack)
     time.sleep(1.0)
     assert "thermocline_turns_running 0.0" in metrics(stack)
+
+
+# ---- HTTP/1.0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_old_client_gets_no_chunks_and_the_connections_end(
+    stack: FakeStack, stream: bool
+) -> None:
+    body = chat(stream=stream)
+    request = b"POST " + CHAT + b" HTTP/1.0\r\nexpect: 100-continue\r\n" + JSON
+    answer = ask(stack, request + b"content-length: %d\r\n\r\n" % len(body) + body)
+    head, _, text = answer.partition(b"\r\n\r\n")
+    assert status(head) == 200
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    if stream:
+        assert b"x-accel-buffering: no" in head and b"content-length" not in head
+        assert text.startswith(b"data: {") and text.endswith(b"data: [DONE]\n\n")
+    else:
+        assert b"content-length: %d\r\n" % len(text) in head + b"\r\n"
+        assert json.loads(text)["choices"]
+
+
+@pytest.mark.parametrize("path", [b"/dashboard", b"/v1/models", b"/metrics", b"/nowhere"])
+def test_an_old_client_gets_every_answer_whole(stack: FakeStack, path: bytes) -> None:
+    request = b"GET " + path + b" HTTP/1.0\r\n" + HOST + b"\r\n"
+    head, _, text = ask(stack, request).partition(b"\r\n\r\n")
+    assert status(head) in (200, 307, 404) and b"chunked" not in head
+    assert b"content-length: %d\r\n" % len(text) in head + b"\r\n"
+    head_only = ask(stack, request.replace(b"GET", b"HEAD"))
+    assert head_only.partition(b"\r\n\r\n")[2] == b""

@@ -11,17 +11,15 @@ from redis.crc import key_slot
 from gateway.stored.redis_shelf import RedisShelf
 from gateway.stored.shelf import Limits, Row, Span
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.redis_server.book import WriterName
-from kvstore.tiers.redis_server.fragments import manifest_name
 from kvstore.tiers.redis_server.link import RedisLink
-from kvstore.tiers.redis_server.redis_tier import RedisTier
+from kvstore.tiers.redis_server.redis_tier import name_of
 from tests.faults.redis_tiers import blobs, tier_at
 from tests.faults.test_redis_lines import doctors_word
 from tests.redis_server import RedisCluster, RedisServer
 from tests.waiting import until
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
-STORED = blobs(30, 60_000)  # in fragments, which lie where their manifest lies
+STORED = blobs(30, 60_000)
 
 
 @pytest.fixture
@@ -46,25 +44,9 @@ def test_blobs_lie_on_all_nodes_and_come_back(cluster: RedisCluster) -> None:
     assert numbers_of_keys(cluster) == [0, 0, 0]
 
 
-def test_one_budget_holds_over_all_nodes_and_lives(cluster: RedisCluster, tmp_path: Path) -> None:
-    capacity = 10 * 70_000
-    for _ in range(2):
-        tier = RedisTier(cluster.url, capacity, deadline_s=20.0, writer=WriterName(tmp_path))
-        tier.pins_known()
-        tier.count_earlier_lives()
-        until(lambda tier=tier: tier.knows_earlier_lives, what="counted")
-        for key, blob in STORED.items():
-            tier.put_many([(key, blob)])
-        found = [x for x in tier.get_many(list(STORED)) if x is not None]
-        assert len(found) > 5 and len(found) * 60_000 <= capacity
-        assert found == list(STORED.values())[-len(found) :]
-        assert len(list(tier.scan(b""))) == len(found)  # nothing of the earlier life is left
-        tier.close()
-
-
 def test_keys_are_found_while_their_slot_moves_and_after_it(cluster: RedisCluster) -> None:
-    key, blob = next((x, y) for x, y in STORED.items() if key_slot(manifest_name(x)) < 5000)
-    slot = key_slot(manifest_name(key))
+    key, blob = next((x, y) for x, y in STORED.items() if key_slot(name_of(x)) < 5000)
+    slot = key_slot(name_of(key))
     with tier_at(cluster.url, deadline_s=20.0) as (tier, _):
         tier.put_many([(key, blob)])
         there, source = cluster.nodes[1].port, cluster.id_of(0)

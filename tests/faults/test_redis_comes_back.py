@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from tests.kv_sessions import MIB, come_back, open_store, ram, ref, save, tokens
+from tests.kv_sessions import come_back, open_store, ram, ref, save, tokens
 from tests.redis_server import RedisServer
 from tests.waiting import until
 
@@ -24,16 +24,16 @@ def put_to_rest(store: ColdStore, name: str) -> None:
 
 
 def test_sessions_go_on_while_redis_dies_and_returns() -> None:
-    histories = {str(i): tokens(60, i) for i in range(3)}
+    histories = {str(i): tokens(64, i) for i in range(3)}
     stop = threading.Event()
     failures: list[BaseException] = []
     with RedisServer() as server:
-        far = RedisTier(server.url, 64 * MIB, deadline_s=1.0)
+        far = RedisTier(server.url, deadline_s=1.0)
         store = open_store([ram(), far])
         for name, history in histories.items():
             save(store, ref(name), history)
             put_to_rest(store, name)
-        assert come_back(store, ref("0"), histories["0"])[1].num_tokens == 60
+        assert come_back(store, ref("0"), histories["0"])[1].num_tokens == 64
         assert store.flush(PATIENCE_S)  # its copies on their way to memory
         put_to_rest(store, "0")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,9 @@ from gateway.stored.shelf import Limits, StoreFailed
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from tests.kv_sessions import MIB, come_back, open_store, ram, ref, save, tokens
+from tests.kv_sessions import come_back, open_store, ram, ref, save, tokens
 from tests.redis_server import RedisSentinel, RedisServer
+from tests.shared_rig import OneServer
 from tests.waiting import until
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
@@ -31,7 +34,7 @@ def sentinel(master: RedisServer) -> Iterator[RedisSentinel]:
     replica_of = ("--replicaof", "127.0.0.1", str(master.port))
     with RedisServer(*replica_of, tcp=True) as replica, RedisSentinel(master) as sentinel:
         link = RedisLink(replica.url, 5.0)
-        until(lambda: b"master_link_status:up" in info(link))
+        until(lambda: info(link)["master_link_status"] == "up")
         asked = RedisLink(f"redis://127.0.0.1:{sentinel.port}", 5.0)
         until(lambda: len(asked.run([("SENTINEL", "REPLICAS", "main")])[0]) == 1)
         link.close()
@@ -39,16 +42,15 @@ def sentinel(master: RedisServer) -> Iterator[RedisSentinel]:
         yield sentinel
 
 
-def info(link: RedisLink) -> bytes:
-    (found,) = link.run([("INFO", "replication")])
-    return bytes(found)
+def info(link: RedisLink) -> dict[str, Any]:
+    return link.call(lambda client: client.info("replication"))
 
 
 def test_a_link_goes_on_with_the_master_that_is_named_next(
     master: RedisServer, sentinel: RedisSentinel
 ):
     link = RedisLink(sentinel.url, 2.0, longest_wait_s=0.5)
-    assert link.run([("SET", "x", "1"), ("GET", "x")]) == [b"OK", b"1"]
+    assert link.run([("SET", "x", "1"), ("GET", "x")]) == [True, b"1"]
     link.run([("WAIT", "1", "5000")])
     master.kill()
     with pytest.raises(TierUnavailable):
@@ -56,7 +58,7 @@ def test_a_link_goes_on_with_the_master_that_is_named_next(
 
     def answers() -> bool:
         try:
-            return bool(link.run([("SET", "y", "2")]) == [b"OK"])
+            return bool(link.run([("SET", "y", "2")]) == [True])
         except TierUnavailable:
             return False
 
@@ -66,12 +68,12 @@ def test_a_link_goes_on_with_the_master_that_is_named_next(
 
 
 def test_sessions_sleep_and_return_over_a_failover(master: RedisServer, sentinel: RedisSentinel):
-    history = tokens(60, 0)
-    far = RedisTier(sentinel.url, 64 * MIB, deadline_s=2.0)
+    history = tokens(64, 0)
+    far = RedisTier(sentinel.url, deadline_s=2.0)
     store = open_store([ram(), far])
     save(store, ref("a"), history)
     until(lambda: store.demote(ref("a"), "redis") == "redis")
-    assert come_back(store, ref("a"), history)[1].num_tokens == 60
+    assert come_back(store, ref("a"), history)[1].num_tokens == 64
     master.kill()
     longer = [*history, *tokens(20, 1)]
     save(store, ref("a"), longer)  # compares every bit that comes back
@@ -85,13 +87,36 @@ def test_stored_objects_are_found_over_a_failover(master: RedisServer, sentinel:
 
     def is_gone() -> bool:
         try:
-            return shelf.find("t", "response", "r") is None
+            return shelf.find("t", "response", ["r"]) == [None]
         except StoreFailed:
             return False
 
     assert is_gone()
     master.kill()
     with pytest.raises(StoreFailed):
-        shelf.find("t", "response", "r")
+        shelf.find("t", "response", ["r"])
     until(is_gone)
     shelf.close()
+
+
+async def test_deletions_are_heard_of_again_with_the_next_master(
+    master: RedisServer, sentinel: RedisSentinel
+):
+    a, b = OneServer(sentinel.url), OneServer(sentinel.url)
+    for server in (a, b):
+        await server.start()
+    await a.turn("one")
+    assert await b.listed() == ["one"]
+    master.kill()
+    await a.hears(False)
+    await b.hears(False)
+    for server in (a, b):
+        await server.hears()  # of the other master
+        await server.turn("two")
+    assert await a.delete("two")
+    async with asyncio.timeout(PATIENCE_S):
+        while b.own() != []:
+            await asyncio.sleep(0.02)
+    assert "two" not in await b.listed()
+    for server in (a, b):
+        await server.stop()

@@ -18,7 +18,7 @@ PLAIN = {
     "chunk_size": "--codecs tq3 --rounds 1",
     "codec_speed": "--codec tq3 --dims 64 --threads 1 --seconds 0.1",
     "events": "--seconds 1",
-    "fuzz": "--count 2000 --seconds 10",
+    "fuzz": "--count 200 --only tq3",
     "idle_connections": "--idle 50 --seconds 1",
     "relay": "--readers 2 --chunks 10 --answers 1 --rounds 1 --ttft-rounds 5",
     "replicas": "--engines 20 --sessions 100",

@@ -9,10 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from engines.vllm_plugin.blocks.blocks import Filling, Packing  # noqa: E402
+from engines.vllm_plugin.blocks.blocks import Packing  # noqa: E402
 from engines.vllm_plugin.device.kernels.triton_rates import TritonRates  # noqa: E402
 from engines.vllm_plugin.device.kernels.triton_rows import TritonRows  # noqa: E402
-from tests.block_sessions import hashes  # noqa: E402
 from tests.triton import test_rates  # noqa: E402
 from tests.triton.test_device_blocks import opened  # noqa: E402
 
@@ -41,11 +40,7 @@ def test_rows_of_a_few_chunks_are_packed_and_filled_by_one_launch(rigs, monkeypa
     blobs = rig.blobs(rig.device, ids)
     assert launches == [1, 3, 2]  # the first chunk has another layout; a batch holds up to four
     assert blobs == rig.blobs(rig.host, ids)
-    spans = rig.spans(12)
-    wanted = [
-        Filling(x, blob, 0, ids[x.first_block : x.end_block])
-        for x, blob in zip(spans, blobs, strict=True)
-    ]
+    wanted = rig.fillings(blobs, ids)
     for broken in (None, 3):
         if broken is not None:
             damaged = bytearray(blobs[broken])
@@ -61,17 +56,17 @@ def test_rows_of_a_few_chunks_are_packed_and_filled_by_one_launch(rigs, monkeypa
 
 def test_batches_begin_at_the_same_chunks_in_every_session(rigs):
     rig = opened(rigs, heads=4, layers=2)
-    spans = rig.store.keys.whole(hashes(list(range(4 * 100))))
+    pieces = rig.pieces(100)
     saving = rig.device._saving
     for first in range(1, 40):
-        wanted = [Packing(x, [0] * x.num_blocks) for x in spans[first:]]
+        wanted = [Packing(x, [0, 0]) for x in pieces[first:]]
         batches = list(saving.batches(wanted))
         sizes = [len(x.blobs) for x in batches]
         assert sum(sizes) == len(wanted)
         assert [x.first for x in batches] == [16 * sum(sizes[:i]) for i in range(len(sizes))]
-        starts = {x.blobs[0].span.first_block // 2 for x in batches[1:]}
+        starts = {x.blobs[0].piece.first_token // 16 for x in batches[1:]}
         assert all(x % max(sizes) == 0 for x in starts)
-    gap = [*spans[1:3], *spans[4:6]]
+    gap = [*pieces[1:3], *pieces[4:6]]
     sizes = [len(x.blobs) for x in saving.batches([Packing(x, [0, 0]) for x in gap])]
     assert sizes == [2, 2]
 

@@ -35,17 +35,13 @@ from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.device.packed_layout import StagingLayouts  # noqa: E402
 from engines.vllm_plugin.device.staging_layout import StagingLayout  # noqa: E402
 from engines.vllm_plugin.plan import Load, Save  # noqa: E402
-from engines.vllm_plugin.worker.rank import StagingArea  # noqa: E402
+from engines.vllm_plugin.worker.block_rows import RankBlocks  # noqa: E402
+from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea  # noqa: E402
 from engines.vllm_plugin.worker.transfer import Transfer  # noqa: E402
-from kvstore.blobs.packer import Packer  # noqa: E402
-from kvstore.blobs.segments import Lineage, squeezes  # noqa: E402
-from kvstore.codecs.presets import codec_by_name  # noqa: E402
-from kvstore.config import StoreConfig  # noqa: E402
-from kvstore.store.block_keys import BlockKeys  # noqa: E402
-from kvstore.store.block_store import BlockStore  # noqa: E402
-from kvstore.store.records import Span  # noqa: E402
-from kvstore.tiers.ram_tier import RamTier  # noqa: E402
-from tests.block_sessions import FINGERPRINT, hashes, ref  # noqa: E402
+from kvstore.blobs.chain import NAME_BYTES, Piece  # noqa: E402
+from kvstore.codecs.base import NUM_SINKS  # noqa: E402
+from kvstore.codecs.rows.sinks import squeezes  # noqa: E402
+from tests.block_sessions import open_store, ref  # noqa: E402
 from tests.lazy_device import device_here  # noqa: E402
 
 pytestmark = pytest.mark.triton
@@ -75,7 +71,7 @@ class Rig:
 
     shape: Shape
     caches: dict[str, torch.Tensor] = field(default_factory=dict)
-    is_broken: bool = False  # after the chunks
+    is_broken: bool = False  # after two chunks
 
     def __post_init__(self) -> None:
         layers = [fused(self.shape, i) for i in range(self.shape.layers)]
@@ -83,30 +79,36 @@ class Rig:
             layers = list(torch.stack(layers, 1).unbind(1))
         self.caches = {f"layer{i}": x for i, x in enumerate(layers)}
         self.cache: PagedCache = paged_cache(self.caches, SplitContent())
-        codec = codec_by_name(self.shape.codec)
-        keys = BlockKeys(FINGERPRINT, self.shape.block, PER_CHUNK)
-        packer = Packer(codec, self.cache.layout, FINGERPRINT)
-        config = StoreConfig(chunk_tokens=self.shape.block * PER_CHUNK, num_threads=1)
-        self.store = BlockStore(config, packer, keys, [RamTier(1 << 26)])
+        self.chunk_tokens = self.shape.block * PER_CHUNK
+        self.store = open_store(
+            codec=self.shape.codec, layout=self.cache.layout, chunk_tokens=self.chunk_tokens
+        )
         groups = view_groups(self.cache)
         assert groups is not None
-        self.layouts = StagingLayouts(groups, packer, self.cache.dtype)
+        self.layouts = StagingLayouts(groups, self.store.packer, self.cache.dtype)
         self.accelerator = device_here()
         self.device = DeviceBlocks(self.cache, self.layout_of, self.store, self.accelerator, 1)
         self.host = HostBlocks(self.cache, self.store, self.accelerator.stream())
 
-    def layout_of(self, span: Span) -> StagingLayout:
-        if self.is_broken and span.is_tail:
+    def layout_of(self, piece: Piece) -> StagingLayout:
+        if self.is_broken and piece.first_token >= 2 * self.chunk_tokens:
             raise RuntimeError("the device is gone")
-        return self.layouts.of(span)
+        return self.layouts.of(piece)
 
-    def spans(self, num_blocks: int = 5) -> list[Span]:
-        """Two chunks, the first with the sinks, and a tail."""
-        return self.store.keys.whole(hashes(list(range(4 * num_blocks))))
+    def pieces(self, num_blocks: int = 6) -> list[Piece]:
+        """Chunks, the first with the sinks."""
+        names = [bytes([i]) * NAME_BYTES for i in range(num_blocks // PER_CHUNK)]
+        return self.store.keys.chunks(names)
 
     def packing(self, ids: list[int]) -> list[Packing]:
-        spans = self.spans(len(ids))
-        return [Packing(x, ids[x.first_block : x.end_block]) for x in spans]
+        return [Packing(x, ids[i : i + PER_CHUNK]) for i, x in self._placed(ids)]
+
+    def fillings(self, blobs: list[bytes], target: list[int]) -> list[Filling]:
+        placed = zip(self._placed(target), blobs, strict=True)
+        return [Filling(x, blob, 0, target[i : i + PER_CHUNK]) for (i, x), blob in placed]
+
+    def _placed(self, ids: list[int]) -> list[tuple[int, Piece]]:
+        return list(zip(range(0, len(ids), PER_CHUNK), self.pieces(len(ids)), strict=True))
 
     def blobs(self, blocks: Blocks, ids: list[int]) -> list[bytes]:
         return [x.result() for x in blocks.pack(self.packing(ids), blocks.mark())]
@@ -167,15 +169,12 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_the_host_and_the_device_make_and_read_the_same_blobs(rigs, shape):
     rig = opened(rigs, **shape)
-    ids = [7, 2, 10, 4, 5]
+    ids = [7, 2, 10, 4, 5, 0]
     blobs = rig.blobs(rig.device, ids)
     assert blobs == rig.blobs(rig.host, ids)
 
-    target = [3, 9, 0, 6, 8]
-    wanted = [
-        Filling(x, blob, 0, target[x.first_block : x.end_block])
-        for x, blob in zip(rig.spans(), blobs, strict=True)
-    ]
+    target = [3, 9, 0, 6, 8, 1]
+    wanted = rig.fillings(blobs, target)
     done, found = rig.filled(rig.device, wanted)
     assert done == set(target)
     _, expected = rig.filled(rig.host, wanted)
@@ -188,14 +187,13 @@ def test_the_host_and_the_device_make_and_read_the_same_blobs(rigs, shape):
 @pytest.mark.parametrize("codec", ["tq3", "raw"])
 def test_only_the_blocks_that_are_asked_for_are_written(rigs, codec):
     rig = opened(rigs, codec=codec, heads=4)
-    first, second, tail = rig.spans()
-    blobs = rig.blobs(rig.device, [7, 2, 10, 4, 5])
+    first, second = rig.pieces(4)
+    blobs = rig.blobs(rig.device, [7, 2, 10, 4])
     wanted = [Filling(first, blobs[0], 1, [9]), Filling(second, blobs[1], 0, [1])]
     done, found = rig.filled(rig.device, wanted)
     assert done == {9, 1}
     _, expected = rig.filled(rig.host, wanted)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert tail.is_tail
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -210,8 +208,8 @@ def test_rows_that_cannot_be_packed_are_kept_as_they_are(rigs, layout):
     before = [bits(x)[ids] for x in rig.caches.values()]
     blobs = rig.blobs(rig.device, ids)
     assert blobs == rig.blobs(rig.host, ids)
-    spans = rig.spans(4)
-    wanted = [Filling(spans[0], blobs[0], 0, target[:2]), Filling(spans[1], blobs[1], 1, [6])]
+    first, second = rig.pieces(4)
+    wanted = [Filling(first, blobs[0], 0, target[:2]), Filling(second, blobs[1], 1, [6])]
     _, found = rig.filled(rig.device, wanted)
     _, expected = rig.filled(rig.host, wanted)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -219,66 +217,37 @@ def test_rows_that_cannot_be_packed_are_kept_as_they_are(rigs, layout):
     assert torch.equal(found[0][target][kept][1], before[0][kept][1])
 
 
-def test_chunks_that_were_packed_at_once_are_filled_by_the_device(rigs, monkeypatch):
-    """Others are not: a first chunk that continues a lossy copy has other segments."""
-    rig = opened(rigs, heads=4)
-    blocks = CheckedBlocks(rig.device, rig.host, rig.store, no_kernels)
-    spans, ids, target = rig.spans(4), [7, 2, 10, 4], [3, 9, 0, 6]
-    at_once = rig.blobs(rig.host, ids)
-    later = Packing(spans[0], ids[:2], Lineage(8, rig.store.packer.lossy_segments(
-        at_once[0], spans[0].key, 0, 16)))  # fmt: skip
-    (continued,) = (x.result() for x in rig.host.pack([later], rig.host.mark()))
-    by_device: list[Span] = []
-    fill = rig.device.fill
-    monkeypatch.setattr(
-        rig.device, "fill", lambda x, mark: (by_device.extend(y.span for y in x), fill(x, mark))[1]
-    )
-    for first, expected in ((at_once[0], spans), (continued, spans[1:])):
-        by_device.clear()
-        blobs = [first, at_once[1]]
-        wanted = [
-            Filling(x, blob, 0, target[x.first_block : x.end_block])
-            for x, blob in zip(spans, blobs, strict=True)
-        ]
-        done, found = rig.filled(blocks, wanted)
-        assert (done, by_device) == (set(target), expected)
-        _, right = rig.filled(rig.host, wanted)
-        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
-
-
 def test_a_blob_that_is_damaged_fills_nothing_and_is_never_offered_again(rigs):
     rig = opened(rigs)
     ids = [7, 2, 10, 4]
-    spans, blobs = rig.spans(4), rig.blobs(rig.device, ids)
-    keys = [x.key for x in spans]
-    rig.store.commit(ref(), hashes(list(range(16))), dict(zip(keys, blobs, strict=True)))
+    blobs = rig.blobs(rig.device, ids)
+    keys = [x.key for x in rig.pieces(4)]
+    (tier,) = rig.store.ledger.stack.tiers
+    tier.put_many(list(zip(keys, blobs, strict=True)))
     broken = bytearray(blobs[0])
     broken[-1] ^= 1
-    wanted = [
-        Filling(spans[0], bytes(broken), 0, [3, 9]),
-        Filling(spans[1], blobs[1], 0, [0, 6]),
-    ]
+    wanted = rig.fillings([bytes(broken), blobs[1]], [3, 9, 0, 6])
     done, found = rig.filled(rig.device, wanted)
     assert done == {0, 6}
     empty = bits(torch.full((1,), EMPTY, dtype=rig.cache.dtype))
     assert all(bool((x[[3, 9]] == empty).all()) for x in found)
-    assert [x.key for x in rig.store.missing(hashes(list(range(16))))] == [spans[0].key]
+    assert tier.contains_many(keys) == [False, True]
 
 
 def test_a_payload_that_lies_about_its_rows_is_refused(rigs):
     """Sealed and of the right length, but with a scale that no kernel may be given."""
     rig = opened(rigs)
-    span, blob = rig.spans(4)[1], rig.blobs(rig.device, [7, 2, 10, 4])[1]
-    packer = rig.store.packer
-    payload = np.frombuffer(packer.open_run(blob, span.key, 16, 16, packer.codec), np.uint8).copy()
+    piece, blob = rig.pieces(4)[1], rig.blobs(rig.device, [7, 2, 10, 4])[1]
+    codec, honest = rig.store.packer.open_rows(blob, piece)
+    payload = np.frombuffer(honest, np.uint8).copy()
     payload[:2] = 0xFF
-    forged = packer.seal_run(span.key, payload.data, 16, 16)
-    assert rig.filled(rig.device, [Filling(span, forged, 0, [0, 6])])[0] == set()
+    forged = rig.store.packer.seal_rows(piece, payload.data, codec)
+    assert rig.filled(rig.device, [Filling(piece, forged, 0, [0, 6])])[0] == set()
 
 
 def test_a_fault_in_the_middle_leaves_the_ring_whole(rigs):
     rig = opened(rigs, codec="raw")
-    ids = [7, 2, 10, 4, 5]
+    ids = [7, 2, 10, 4, 5, 0]
     blobs = rig.blobs(rig.device, ids)
     rig.is_broken = True
     with pytest.raises(RuntimeError, match="gone"):
@@ -288,15 +257,11 @@ def test_a_fault_in_the_middle_leaves_the_ring_whole(rigs):
 
 
 def test_saves_and_loads_at_the_same_time(rigs):
-    """More spans than the rings have room for, on three threads."""
+    """More chunks than the rings have room for, on three threads."""
     rig = opened(rigs, codec="raw", layers=1)
-    ids = [x % NUM_BLOCKS for x in range(21)]
+    ids = [x % NUM_BLOCKS for x in range(22)]
     blobs = rig.blobs(rig.device, ids)
-    spans = rig.spans(len(ids))
-    wanted = [
-        Filling(x, blob, 0, ids[x.first_block : x.end_block])
-        for x, blob in zip(spans, blobs, strict=True)
-    ]
+    wanted = rig.fillings(blobs, ids)
     results: list[object] = []
 
     def save() -> None:
@@ -315,18 +280,23 @@ def test_saves_and_loads_at_the_same_time(rigs):
 
 def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
     rig = opened(rigs)
-    chain, ids, target = hashes(list(range(20))), [7, 2, 10, 4, 5], [3, 9, 0, 6, 8]
+    hashes, ids, target = (
+        [bytes([i]) * 32 for i in range(6)],
+        [7, 2, 10, 4, 5, 0],
+        [3, 9, 0, 6, 8, 1],
+    )
     before = [bits(x)[ids] for x in rig.caches.values()]
     staging, saved = StagingArea(), threading.Event()
     blocks = CheckedBlocks(rig.device, rig.host, rig.store, no_kernels)
-    transfer = Transfer(blocks, rig.store, staging, 1 << 30)
-    transfer.save(Save(1, ref(), chain, ids), lambda *_: saved.set())
+    transfer = Transfer(RankBlocks(blocks, None, rig.store, rig.shape.block), staging)
+    transfer.save(Save(1, ref(), hashes, ids), lambda *_: saved.set())
     assert saved.wait(60)
     assert transfer.take_acks() == {1: 1}
     for cache in rig.caches.values():
         cache.fill_(EMPTY)
     staging.expect(7)
-    staging.put(7, rig.store.fetch(ref(), chain, 0))
+    chain = rig.store.maker.of_blocks(hashes, rig.shape.block)
+    staging.put(7, StagedBlobs(rig.store.fetch(rig.store.match(ref(), chain)), hashes))
     transfer.load(Load(7, "request", 0, target))
     transfer.wait_for_news(60)
     assert (transfer.take_loaded(), transfer.take_bad_blocks()) == ({"request"}, set())
@@ -355,7 +325,9 @@ def test_the_small_cache_has_a_segment_of_first_tokens_where_the_real_one_has(ri
     for layers, heads in ((2, 1), (3, 1), (2, 4), (5, 2)):
         rig = opened(rigs, layers=layers, heads=heads)
         scratch = scratch_for(rig.store.packer.codec, rig.cache, 5)
-        assert squeezes(scratch.layout, 0) == squeezes(rig.cache.layout, 0)
+        codec = rig.store.packer.codec
+        squeezed = [squeezes(x.layout, 0, NUM_SINKS + 1, codec) for x in (scratch, rig.cache)]
+        assert squeezed[0] == squeezed[1]
 
 
 def test_memory_of_the_host_is_the_hosts_business(rigs):

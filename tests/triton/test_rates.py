@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from engines.vllm_plugin.blocks.block_layout import SplitContent  # noqa: E402
-from engines.vllm_plugin.blocks.blocks import Blocks, Filling  # noqa: E402
+from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing  # noqa: E402
 from engines.vllm_plugin.blocks.host_blocks import HostBlocks  # noqa: E402
 from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache  # noqa: E402
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
@@ -39,18 +39,13 @@ from engines.vllm_plugin.device.packed_layout import (  # noqa: E402
     StagingLayouts,
 )
 from engines.vllm_plugin.device.staging_layout import RawStagingLayout  # noqa: E402
-from engines.vllm_plugin.worker.transfer import Packing  # noqa: E402
-from kvstore.blobs.codec_set import CodecSet  # noqa: E402
-from kvstore.blobs.packer import Packer  # noqa: E402
-from kvstore.blobs.segments import squeezes  # noqa: E402
+from kvstore.blobs.chain import NAME_BYTES, Piece  # noqa: E402
+from kvstore.blobs.store_codecs import StoreCodecs  # noqa: E402
+from kvstore.codecs.base import NUM_SINKS  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
-from kvstore.config import StoreConfig  # noqa: E402
+from kvstore.codecs.rows.sinks import squeezes  # noqa: E402
 from kvstore.shapes import Rope  # noqa: E402
-from kvstore.store.block_keys import BlockKeys  # noqa: E402
-from kvstore.store.block_store import BlockStore  # noqa: E402
-from kvstore.store.records import Span  # noqa: E402
-from kvstore.tiers.ram_tier import RamTier  # noqa: E402
-from tests.block_sessions import FINGERPRINT, hashes  # noqa: E402
+from tests.block_sessions import open_store  # noqa: E402
 from tests.lazy_device import device_here  # noqa: E402
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import codec_of, rope_of  # noqa: E402
 
@@ -82,22 +77,28 @@ class Rig:
         self.caches = {f"layer{i}": x for i, x in enumerate(layers)}
         self.cache: PagedCache = paged_cache(self.caches, SplitContent())
         self.codec = codec_of(self.cache.layout, shape.rope)
-        packer = Packer(self.codec, self.cache.layout, FINGERPRINT)
-        keys = BlockKeys(FINGERPRINT, shape.block, shape.per_chunk)
-        config = StoreConfig(chunk_tokens=shape.block * shape.per_chunk, num_threads=1)
-        self.store = BlockStore(config, packer, keys, [RamTier(1 << 26)])
+        self.store = open_store(
+            codecs=StoreCodecs(self.codec),
+            layout=self.cache.layout,
+            chunk_tokens=shape.block * shape.per_chunk,
+        )
         groups = view_groups(self.cache)
         assert groups is not None
-        self.layouts = StagingLayouts(groups, packer, self.cache.dtype)
+        self.layouts = StagingLayouts(groups, self.store.packer, self.cache.dtype)
         self.accelerator = device_here()
         self.device = DeviceBlocks(self.cache, self.layouts.of, self.store, self.accelerator, 1)
         self.host = HostBlocks(self.cache, self.store, self.accelerator.stream())
 
-    def spans(self, num_blocks: int) -> list[Span]:
-        return self.store.keys.whole(hashes(list(range(4 * num_blocks))))
+    def pieces(self, num_blocks: int) -> list[Piece]:
+        count = num_blocks // self.shape.per_chunk
+        return self.store.keys.chunks([bytes([i]) * NAME_BYTES for i in range(count)])
+
+    def _placed(self, ids: Sequence[int]) -> list[tuple[Piece, list[int]]]:
+        size = self.shape.per_chunk
+        return [(x, [*ids[i * size :][:size]]) for i, x in enumerate(self.pieces(len(ids)))]
 
     def blobs(self, blocks: Blocks, ids: Sequence[int]) -> list[bytes]:
-        wanted = [Packing(x, [*ids[x.first_block : x.end_block]]) for x in self.spans(len(ids))]
+        wanted = [Packing(x, own) for x, own in self._placed(ids)]
         return [x.result() for x in blocks.pack(wanted, blocks.mark())]
 
     def filled(
@@ -106,10 +107,8 @@ class Rig:
         """Fill blocks; return the whole cache afterwards, bit for bit."""
         for cache in self.caches.values():
             cache.fill_(EMPTY)
-        wanted = [
-            Filling(x, blob, 0, [*target[x.first_block : x.end_block]])
-            for x, blob in zip(self.spans(len(target)), blobs, strict=True)
-        ]
+        placed = zip(self._placed(target), blobs, strict=True)
+        wanted = [Filling(x, blob, 0, own) for (x, own), blob in placed]
         assert blocks.fill(wanted, blocks.mark()) == set(target)
         return [bits(x) for x in self.caches.values()]
 
@@ -151,9 +150,10 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_the_host_and_the_device_make_and_read_the_same_blobs(shape):
     rig = Rig(shape)
-    ids, target = [7, 2, 10, 4, 5], [3, 9, 0, 6, 8]
-    first, second = (rig.layouts.of(x) for x in rig.spans(5)[:2])
-    assert isinstance(first, FirstChunkLayout) == squeezes(rig.cache.layout, 0)
+    ids, target = [7, 2, 10, 4, 5, 0], [3, 9, 0, 6, 8, 1]
+    first, second = (rig.layouts.of(x) for x in rig.pieces(6)[:2])
+    squeezed = squeezes(rig.cache.layout, 0, NUM_SINKS + 1, rig.codec)
+    assert isinstance(first, FirstChunkLayout) == squeezed
     assert isinstance(second, PackedLayout)
     expected = rig.blobs(rig.host, ids)
     assert rig.blobs(rig.device, ids) == expected
@@ -194,26 +194,25 @@ def test_rows_of_fp32_that_are_kept_are_rounded_once():
 @pytest.mark.parametrize("cut", [1, -1, 100])
 def test_a_payload_of_another_length_fills_nothing(cut):
     rig = Rig(Shape())
-    span = rig.spans(4)[1]
+    piece = rig.pieces(4)[1]
     blob = rig.blobs(rig.device, [7, 2, 10, 4])[1]
-    packer = rig.store.packer
-    payload = bytes(packer.open_run(blob, span.key, 16, 16, rig.codec))
+    payload = bytes(rig.store.packer.open_rows(blob, piece)[1])
     wrong = payload[:-cut] if cut > 0 else payload + b"\0"
-    forged = packer.seal_run(span.key, wrong, 16, 16, rig.codec)
-    assert rig.device.fill([Filling(span, forged, 0, [0, 6])], rig.device.mark()) == set()
+    forged = rig.store.packer.seal_rows(piece, wrong, rig.codec)
+    assert rig.device.fill([Filling(piece, forged, 0, [0, 6])], rig.device.mark()) == set()
 
 
 def test_what_codes_no_packer_writes_are_restored_as_by_the_host():
     """Random gains and planes: any of them stands for something, on the device as on the host."""
     rig = Rig(Shape(heads=2))
     ids, target = [7, 2, 10, 4, 5, 11], [3, 9, 0, 6, 8, 1]
-    spans, (plain, *blobs) = rig.spans(6)[1:], rig.blobs(rig.host, ids)
+    pieces, (plain, *blobs) = rig.pieces(6)[1:], rig.blobs(rig.host, ids)
     packer, chance, forgeries = rig.store.packer, np.random.default_rng(5), [plain]
-    for span, blob, first in zip(spans, blobs, (16, 32), strict=True):
-        payload = np.frombuffer(packer.open_run(blob, span.key, first, 16, rig.codec), np.uint8)
+    for piece, blob in zip(pieces, blobs, strict=True):
+        payload = np.frombuffer(packer.open_rows(blob, piece)[1], np.uint8)
         forged = payload.copy()
         forged[4:] = chance.integers(0, 256, len(payload) - 4)
-        forgeries.append(packer.seal_run(span.key, forged.data, first, 16, rig.codec))
+        forgeries.append(packer.seal_rows(piece, forged.data, rig.codec))
     found, right = (rig.filled(x, forgeries, target) for x in (rig.device, rig.host))
     assert torch.equal(found[0], right[0])
 
@@ -255,18 +254,18 @@ def test_kernels_that_restore_wrong_values_are_found_out(monkeypatch):
 @pytest.mark.parametrize(("dim", "rope"), [(80, None), (96, rope_of(96))])
 def test_dimensions_without_kernels_are_packed_by_the_host(dim, rope):
     rig = Rig(Shape(dim=dim, rope=rope))
-    ids = [7, 2, 10]
-    assert isinstance(rig.layouts.of(rig.spans(4)[1]), RawStagingLayout)
+    ids = [7, 2, 10, 4]
+    assert isinstance(rig.layouts.of(rig.pieces(4)[1]), RawStagingLayout)
     assert rig.blobs(rig.device, ids) == rig.blobs(rig.host, ids)
 
 
 def test_an_adopted_codec_leaves_the_layouts_of_the_checked_one():
     """The kernels of the checked codec fill old blobs, also after another codec is adopted."""
     rig = Rig(Shape())
-    span, blobs, target = rig.spans(4)[1], rig.blobs(rig.host, [7, 2, 10, 4]), [3, 9, 0, 6]
+    piece, blobs, target = rig.pieces(4)[1], rig.blobs(rig.host, [7, 2, 10, 4]), [3, 9, 0, 6]
     right = rig.filled(rig.host, blobs, target)
-    rig.store.adopt(CodecSet.one(codec_by_name("tq3")), keep=True)
-    assert isinstance(rig.layouts.of(span), PackedLayout)
+    rig.store.adopt(StoreCodecs(codec_by_name("tq3")), keep=True)
+    assert isinstance(rig.layouts.of(piece), PackedLayout)
     assert torch.equal(rig.filled(rig.device, blobs, target)[0], right[0])
 
 
@@ -274,11 +273,11 @@ def test_the_kernels_take_over_once_dense3_is_adopted():
     """What a first start does under ``auto``: raw, until the model was measured."""
     rig = Rig(Shape())
     calibrated = rig.codec
-    rig.store.adopt(CodecSet.one(codec_by_name("raw")), keep=True)
+    rig.store.adopt(StoreCodecs(codec_by_name("raw")), keep=True)
     on_device = proven_blocks(rig.accelerator, rig.cache, rig.store)
     prove = partial(proven_blocks, rig.accelerator, rig.cache, rig.store)
     blocks = CheckedBlocks(on_device, rig.host, rig.store, prove)
-    rig.store.adopt(CodecSet.one(calibrated), keep=True)
+    rig.store.adopt(StoreCodecs(calibrated), keep=True)
     ids = [7, 2, 10, 4]
     expected = rig.blobs(rig.host, ids)
     assert rig.blobs(blocks, ids) == expected  # by the host, who has the kernels checked

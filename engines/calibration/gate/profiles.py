@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 LOCK: Final = "writing.lock"
 MEASURING: Final = ".measuring.lock"
-ORIGIN: Final = ".origin"  # names the machine that published the profile; no such file: it is ours
-MOST_ORIGIN: Final = 400  # bytes of it that are read
 
 
 def profile_path(data: Path, fingerprint: str) -> Path:
@@ -40,21 +38,8 @@ def make_folder(data: Path) -> None:
         pass
 
 
-def origin(data: Path, fingerprint: str) -> str:
-    """Say in words where the model's profile comes from; "" if there is none."""
-    path = profile_path(data, fingerprint)
-    try:
-        with path.with_suffix(ORIGIN).open("rb") as file:
-            machine = file.read(MOST_ORIGIN).decode(errors="replace")
-    except OSError:
-        return "learned here" if path.exists() else ""
-    return f"shared by {machine}" if machine.isprintable() else "shared"
-
-
-def save(profile: Profile, data: Path, origin: str = "") -> Path:
+def save(profile: Profile, data: Path) -> Path:
     """Write the profile and return its file. Raises ``OSError``.
-
-    ``origin``: the machine that published it; "" = it was learned here.
 
     Presets that are only in an older profile of the model are kept from there, and of those that
     were learned anew what they had learned last: what was packed with them must be readable.
@@ -67,10 +52,6 @@ def save(profile: Profile, data: Path, origin: str = "") -> Path:
         if path.exists():
             profile = _with_older(profile, path)
         profile.save(path)
-        if origin:
-            path.with_suffix(ORIGIN).write_text(origin)
-        else:
-            path.with_suffix(ORIGIN).unlink(missing_ok=True)
     return path
 
 

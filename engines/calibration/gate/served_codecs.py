@@ -20,7 +20,7 @@ import msgspec
 
 from engines.calibration.first_order import DENSEST
 from engines.calibration.gate.choice import Choice, choose, exact
-from engines.calibration.gate.profiles import origin, profile_path
+from engines.calibration.gate.profiles import profile_path
 from engines.wire import CodecReport
 from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.names import first_part
@@ -102,7 +102,6 @@ class _Chosen:
     choice: Choice
     measured: tuple[Quality, ...] = ()  # all rows of the model's profile
     earlier: tuple[Choice, ...] = ()  # packed before, and may still be read
-    origin: str = ""  # of the profile, in words
 
     @functools.cached_property
     def codecs(self) -> StoreCodecs:
@@ -194,7 +193,6 @@ class ServedCodecs:
             unmeasured=choice.unmeasured,
             fingerprint=self.fingerprint,
             max_kl=self._config.max_kl,
-            origin=chosen.origin,
         )
 
     def renew(self, adopt: AdoptCodecs) -> None:
@@ -224,8 +222,7 @@ class ServedCodecs:
         if profile is not None and self._data is not None:
             rows = tuple(x for x in profile.rows if not x.preset.startswith(BEFORE))
             earlier = self._earlier(chosen, profile)
-            whence = origin(self._data, self.fingerprint)
-            chosen = replace(chosen, measured=rows, earlier=earlier, origin=whence)
+            chosen = replace(chosen, measured=rows, earlier=earlier)
         for choice in (chosen.choice, *chosen.earlier):
             if choice.session is not None and self._states is not None:
                 choice.session.warm(self.layout, self._states)

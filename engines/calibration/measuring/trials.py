@@ -31,8 +31,8 @@ from kvstore.blobs.state_packer import (
     without_windows,
 )
 from kvstore.blobs.state_tree import decode_state, encode_state, state_elements
-from kvstore.codecs import sinks
 from kvstore.codecs.base import Codec
+from kvstore.codecs.rows import sinks
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.shapes import KVLayout, KVRun, StateLayout, slice_tokens, tokens_in
 from kvstore.workers import default_threads, usable_cores

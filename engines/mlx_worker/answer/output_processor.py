@@ -297,9 +297,10 @@ class OutputProcessor:
             return Delta(), "length"
         rest = [] if self._stops.hit else self._ending()
         rest.append(self._shown(self._calls.finish()))
-        if reason != "length" and self._calls.num_calls:
-            return _joined(rest), "tool_calls"
-        return _joined(rest), "length" if reason == "length" else "stop"
+        # What ended here may have reached its limit with the same token, or before it was ended.
+        if reason == "length" and not self.stopped:
+            return _joined(rest), "length"
+        return _joined(rest), "tool_calls" if self._calls.num_calls else "stop"
 
     def _ending(self) -> list[Delta]:
         ended = [self._advance(self._text.finish())]

@@ -334,7 +334,10 @@ class CompletionFormat:
     def whole(self, choices: Sequence[CollectedChoice], usage: JsonObject) -> JsonObject:
         echoes = self._echoes or [""] * len(choices)
         shown = [
-            self._choice(i, echo + x.content, x.scores, x.reason, whole=True)
+            {
+                **self._choice(i, echo + x.content, x.scores, x.reason, whole=True),
+                "stop_reason": x.stop,
+            }
             for i, (echo, x) in enumerate(zip(echoes, choices, strict=True))
         ]
         return self._envelope.last(shown, usage)

@@ -23,6 +23,7 @@ from mlx_lm.sample_utils import (
 )
 
 from engines.host.fair_shares import Payer, TenantLine, to_its_end
+from engines.host.tokenizer_panics import UnreadableText, panics_refused
 from engines.mlx_worker.answer.output_processor import (
     AnswerText,
     OutputProcessor,
@@ -75,13 +76,17 @@ class Planning:
 
         Raises:
             QueueFull: too many requests wait.
-            InvalidRequest: what ``work`` raises, or the body is nested too deeply for it.
+            InvalidRequest: what ``work`` raises, the body is nested too deeply for it, or the
+                tokenizer cannot read a text.
         """
         with self._line.place(payer):
             async with self._line.turn(payer, cost):
-                work_done = asyncio.get_running_loop().run_in_executor(self._thread, work)
+                loop = asyncio.get_running_loop()
+                work_done = loop.run_in_executor(self._thread, partial(_without_panic, work))
                 try:
                     return await to_its_end(work_done)
+                except UnreadableText as error:
+                    raise InvalidRequest(f"{error}") from error
                 except RecursionError as error:  # a schema just shallow enough to have been parsed
                     raise InvalidRequest("The JSON body is nested too deeply.") from error
 
@@ -109,6 +114,11 @@ class Planning:
                 _check_input(text, facts)
             texts += found
         return texts
+
+
+def _without_panic(work: Callable[[], T]) -> T:
+    with panics_refused():
+        return work()
 
 
 def _encoded(tokenizer: Any, piece: Sequence[str | list[int]]) -> list[list[int]]:
@@ -324,9 +334,8 @@ class RequestPlanner:
 
 def _check_body(body: Body) -> None:
     """Refuse what only vLLM can do. Raises ``InvalidRequest``."""
-    for name in ("min_tokens", "structured_outputs"):
-        if getattr(body, name):
-            raise InvalidRequest(f"{name}: this engine cannot do that: leave it out", name)
+    if body.min_tokens:
+        raise InvalidRequest("min_tokens: this engine cannot do that: leave it out", "min_tokens")
 
 
 def _check_text(request: CompletionRequest) -> None:
@@ -336,6 +345,9 @@ def _check_text(request: CompletionRequest) -> None:
     if request.response_format is not None and request.response_format.type != "text":
         message = "response_format: a text completion has none here: send a chat"
         raise InvalidRequest(message, "response_format")
+    if request.structured_outputs:
+        message = "structured_outputs: a text completion has none here: send a chat"
+        raise InvalidRequest(message, "structured_outputs")
 
 
 def _sampling(

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from engines.host.grammar import GrammarWish, answer_schema
+from engines.host.grammar import GrammarWish, wish_for
 from engines.mlx_worker.answer.tool_calls import (
     BareCalls,
     CallReader,
@@ -61,13 +61,17 @@ class ToolPlan:
 
 
 def grammar_wanted(request: ChatRequest) -> GrammarWish | None:
-    """Return the grammar that a request's answer is to be held to; None if to none."""
-    answer = answer_schema(request.response_format)
+    """Return the grammar that a request's answer is to be held to; None if to none.
+
+    Raises:
+        InvalidRequest: it asks for a form that this engine cannot hold an answer to.
+    """
     forced = _forced(request)
-    if not forced and answer is None:
-        return None
+    wish = wish_for(request.response_format, request.structured_outputs)
     many = request.parallel_tool_calls is True
-    return GrammarWish(_offered(request), many, None if forced else answer)
+    if forced:
+        return GrammarWish(_offered(request), many, None)
+    return None if wish is None else wish._replace(tools=_offered(request), many=many)
 
 
 def plan_tools(

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import msgspec
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
@@ -34,8 +33,7 @@ from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
-from kvstore.membership import joined
-from kvstore.roster import Facts
+from kvstore.likeness import StoredAs, likeness_of
 from kvstore.shapes import StateLayout, StoredModel
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
@@ -191,15 +189,14 @@ def store_opener(
         states = plan.states or StateLayout()
         kept = states.windows, states.window_tokens
         model = StoredModel(name, identity, plan.layout, plan.needs_state, *kept)
-        facts = Facts(
+        stored = StoredAs(
             model=name,
             fingerprint=identity,
             chunk_tokens=CHUNK_TOKENS,
             encrypt=config.encrypt,
         )
-        company = joined(config, lambda: msgspec.structs.replace(facts, codec=codecs.choice.id))
         store = ColdStore(config, model, codecs.codecs, tiers)
-        store.ledger.join(company)
+        store.ledger.compare(likeness_of(config, stored))
         return OpenedStore(store, codecs)
 
     return open_store

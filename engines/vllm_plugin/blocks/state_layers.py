@@ -245,12 +245,12 @@ class StateBlocks:
         return [list(islice(ids, len(x.reach(boundary)))) for x in self._groups]
 
     def numbers(self, boundary: int) -> list[int]:
-        """The block number in the session of each block of a state, in the order of their ids."""
+        """Return the number in the session of each block of a state, in the order of their ids."""
         return [i for x in self._groups for i in x.reach(boundary)]
 
-    def window_numbers(self, boundary: int) -> set[int]:
-        """The block numbers that layers with windows have at ``boundary``."""
-        return {i for x in self._groups if not x.recurrent for i in x.reach(boundary)}
+    def in_windows(self, boundary: int) -> list[bool]:
+        """Say of each block of a state, in the order of their ids, if it has rows of windows."""
+        return [not x.recurrent for x in self._groups for _ in x.reach(boundary)]
 
     def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
         """Copy the state after ``boundary`` blocks from these blocks."""

@@ -10,19 +10,45 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from engines.vllm_plugin.blocks.blocks import RestoredBlocks
 from engines.vllm_plugin.blocks.host_blocks import DeviceStream
-from engines.vllm_plugin.blocks.state_layers import StateBlocks
 from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK
 from kvstore.blobs.chain import Piece
 from kvstore.blobs.packer import AnyBlob
+from kvstore.blobs.state_tree import StateTree
 from kvstore.errors import Unusable
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.planner import BlobRead
 from kvstore.store.states import StateAt, TakenState, unpack_state
 
 logger = logging.getLogger("thermocline.vllm")
+
+
+class StateAccess(Protocol):
+    """Reads and writes states in vLLM's blocks (``state_layers.StateBlocks``)."""
+
+    def numbers(self, boundary: int) -> list[int]:
+        """Return the number in the session of each block of a state, in the order of their ids."""
+
+    def in_windows(self, boundary: int) -> list[bool]:
+        """Say of each block of a state, in the order of their ids, if it has rows of windows."""
+
+    def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
+        """Copy the state after ``boundary`` blocks from these blocks."""
+
+    def write(self, boundary: int, block_ids: Sequence[int], tree: StateTree) -> None:
+        """Copy the state after ``boundary`` blocks into these blocks. Raises ``Corrupt``."""
+
+
+class _StateBlock(NamedTuple):
+    """A block of a state. ``is_window``: its rows are stored apart from the state."""
+
+    id: int
+    number: int  # in the session
+    hash: bytes
+    is_window: bool
 
 
 class StatefulBlocks:
@@ -32,12 +58,14 @@ class StatefulBlocks:
     the number of blocks before it.
     """
 
-    def __init__(self, states: StateBlocks, store: ColdStore, stream: DeviceStream) -> None:
+    def __init__(
+        self, states: StateAccess, store: ColdStore, stream: DeviceStream, block_tokens: int
+    ) -> None:
         self._states = states
         self._store = store
         self._stream = stream
         self._restored = RestoredBlocks()
-        self._block_tokens = states.block_tokens
+        self._block_tokens = block_tokens
 
     def read(self, boundary: int, block_ids: Sequence[int], ready: object) -> TakenState:
         """Copy a state out of its blocks, once the device has reached the mark ``ready``."""
@@ -55,14 +83,13 @@ class StatefulBlocks:
         Args:
             hashes: of the session's blocks, from its beginning.
         """
-        numbers = self._states.numbers(boundary)
-        pairs = list(zip(block_ids, numbers, strict=True))
-        if piece.is_window:
-            size = self._block_tokens
-            first, end = piece.first_token // size, -(-piece.end_token // size)
-            rows = {x for x in self._states.window_numbers(boundary) if first <= x < end}
-            pairs = [(block_id, i) for block_id, i in pairs if i in rows]
-        found = [(block_id, hashes[i]) for block_id, i in pairs]
+        size = self._block_tokens
+        first, end = piece.first_token // size, -(-piece.end_token // size)
+        found = [
+            (x.id, x.hash)
+            for x in self._blocks(boundary, block_ids, hashes)
+            if x.is_window == piece.is_window and (piece.is_state or first <= x.number < end)
+        ]
         return self._restored.has_any([x for x, _ in found], [x for _, x in found])
 
     def fill(
@@ -75,12 +102,15 @@ class StatefulBlocks:
     ) -> set[int]:
         """Fill the blocks of a state; return the ids of those filled: all, or none.
 
+        None are filled if the state is of another boundary: another rank may have less.
+
         Args:
-            blobs: the state, and its windows' rows in order.
+            blobs: of the prompt; of them, the state and its windows' rows in order are used.
             hashes: of the session's blocks, from its beginning.
         """
+        position = boundary * self._block_tokens
         state = next(((x.piece, y) for x, y in blobs if x.piece.is_state), None)
-        if state is None or NULL_BLOCK in block_ids:
+        if state is None or state[0].first_token != position or NULL_BLOCK in block_ids:
             return set()
         windows = [(x, y) for x, y in blobs if x.piece.is_window]
         try:
@@ -102,7 +132,21 @@ class StatefulBlocks:
         hashes: Sequence[bytes],
     ) -> None:
         packer = self._store.packer
-        lossy = any(packer.is_lossy(x) for read, x in blobs if not read.piece.is_chunk)
-        pairs = zip(block_ids, self._states.numbers(boundary), strict=True)
-        used = [(x, hashes[i]) for x, i in pairs if x != IN_USE]
-        self._restored.note([x for x, _ in used], [x for _, x in used], lossy=lossy)
+        of_state = [(read.piece, x) for read, x in blobs if not read.piece.is_chunk]
+        lossy = {piece.is_window for piece, x in of_state if packer.is_lossy(x)}
+        found = self._blocks(boundary, block_ids, hashes)
+        for is_window in (False, True):
+            used = [x for x in found if x.is_window == is_window and x.id != IN_USE]
+            ids, names = [x.id for x in used], [x.hash for x in used]
+            self._restored.note(ids, names, lossy=is_window in lossy)
+
+    def _blocks(
+        self, boundary: int, block_ids: Sequence[int], hashes: Sequence[bytes]
+    ) -> list[_StateBlock]:
+        """List the blocks of a state, with the hashes that they have in the session."""
+        apart = self._store.model.windows is not None
+        numbers, in_windows = self._states.numbers(boundary), self._states.in_windows(boundary)
+        return [
+            _StateBlock(block_id, number, hashes[number], apart and of_window)
+            for block_id, number, of_window in zip(block_ids, numbers, in_windows, strict=True)
+        ]

@@ -24,7 +24,7 @@ from engines.vllm_plugin.device.accelerator import Accelerator, NoStream, accele
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks, DeviceTransfer, KernelsUnusable
 from kvstore.blobs.chain import NAME_BYTES, ChainKeys
 from kvstore.codecs.base import NUM_SINKS, Codec
-from kvstore.codecs.sinks import squeezes
+from kvstore.codecs.rows.sinks import squeezes
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout, StoredModel

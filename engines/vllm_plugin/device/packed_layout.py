@@ -4,9 +4,9 @@
     region of any other chunk: segment
 
 The first tokens are kept in 16 bits under every codec and have a part of their own in the payload
-(``kvstore.codecs.sinks``). The codec's kernels write the other one. A blob is packed if its codec
-has kernels. The raw layout is also that of the first chunk of a model whose tokens are so small
-that their first ones have no segment of their own.
+(``kvstore.codecs.rows.sinks``). The codec's kernels write the other one. A blob is packed if its
+codec has kernels. The raw layout is also that of the first chunk of a model whose tokens are so
+small that their first ones have no segment of their own.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from engines.vllm_plugin.device.staging_layout import (
 )
 from kvstore.blobs.chain import Piece
 from kvstore.blobs.packer import AnyBlob, Packer
-from kvstore.codecs import sinks
 from kvstore.codecs.base import NUM_SINKS, Codec
 from kvstore.codecs.fixed_rate.rate_pipeline import plan_rates, rate_pipelines
+from kvstore.codecs.rows import sinks
 from kvstore.codecs.rows.payload import plan_payload
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from engines.openai.keywords import enforceable
+
 Kind = Literal["json", "regex", "grammar", "tag"]
 
 
@@ -48,6 +50,14 @@ def wanted_by(body: bytes) -> list[Wanted]:
     return wanted
 
 
+def for_calls(schema: Any) -> Any:
+    """Return a copy of the schema of a call's arguments as xgrammar can enforce it in little time.
+
+    It has no bounds on the lengths of strings, and no keywords that cannot be enforced.
+    """
+    return without_lengths(enforceable(schema) if isinstance(schema, dict) else schema)
+
+
 def without_lengths(schema: Any) -> Any:
     """Return a copy of a schema without bounds on the lengths of strings.
 
@@ -79,7 +89,7 @@ def _of_tools(asked: _Asked) -> list[Wanted]:
             "begin": f'<tool_call>{{"name": "{x.name}", "arguments": ',
             "content": {
                 "type": "json_schema",
-                "json_schema": True if x.parameters is None else without_lengths(x.parameters),
+                "json_schema": True if x.parameters is None else for_calls(x.parameters),
             },
             "end": "}</tool_call>",
         }

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from engines.calibration.fleet_profiles import FleetProfiles
 from engines.calibration.self_measurement import ALL, SelfMeasurement, Wanted
 from engines.config import CalibrationOrder
 from engines.vllm_plugin.blocks.paging import PagedCache
@@ -63,14 +62,12 @@ class RankMeasuring:
         self._client = client
         self._measurement: SelfMeasurement | None = None
         self._prepared: Prepared | None = None
-        self._sharing: FleetProfiles | None = None
         # The same on every rank, and unknown to clients.
         self._salt = hashlib.sha256(f"measuring {token}".encode()).hexdigest()
 
-    def prepare(self, prepared: Prepared, sharing: FleetProfiles | None = None) -> None:
-        """Set how this model is measured from now on. ``sharing`` is owned by this object."""
+    def prepare(self, prepared: Prepared) -> None:
+        """Set how this model is measured from now on."""
         self._prepared = prepared
-        self._sharing = sharing
 
     def open_instrument(self) -> ServingInstrument:
         """Open the instrument for the thread that calls. Raises what ``ServingInstrument`` does."""
@@ -91,9 +88,9 @@ class RankMeasuring:
     def begin(self, wanted: Wanted | None = None, *, order: CalibrationOrder | None = None) -> None:
         """Begin a measurement, unless one runs already or measuring is impossible.
 
-        Without ``wanted`` the model is measured again, and no other engine is asked. Several ranks
-        do not continue to learn: every rank would need to have kept the same presets. ``order``:
-        see ``engines.wire.Measure``.
+        Without ``wanted`` the model is measured again. Several ranks do not continue to learn:
+        every rank would need to have kept the same presets. ``order``: see
+        ``engines.wire.Measure``.
         """
         if self._prepared is None or self.is_running:
             return
@@ -107,7 +104,6 @@ class RankMeasuring:
             resumes=order is None and not several,
             wanted=wanted or ALL,
             partners=self._client if several else None,
-            sharing=None if wanted is None else self._sharing,
         )
 
     def begin_step(self, step: StepWork) -> None:
@@ -145,5 +141,3 @@ class RankMeasuring:
         if self._measurement is not None:
             self._measurement.close()
         self._client.close()
-        if self._sharing is not None:
-            self._sharing.close()

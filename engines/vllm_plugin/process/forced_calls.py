@@ -8,7 +8,8 @@ JSON, unless each function says ``strict``. That word would become part of the p
 call in the middle of a conversation would discard all KV computed for it. So the parsers are
 extended: for a forced call they request the same enforcement as ``strict``, and prompts do not
 change. Only the lengths of strings are not enforced: xgrammar takes up to two seconds of a core for
-each.
+each. Keywords that no compiler knows are left out, as in every schema (``openai.keywords``): vLLM
+would refuse the request.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from typing import Any
 from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
-from engines.vllm_plugin.grammar.wanted import without_lengths
+from engines.openai.keywords import enforceable
+from engines.vllm_plugin.grammar.wanted import for_calls
 
 _FREE = (None, "auto", "none")
 # vLLM's own parsers: the module and class of each name. A module is imported when it is needed.
 _VLLMS = dict(ToolParserManager.lazy_parsers)
 
 
-def _without_lengths(request: Any) -> Any:
-    """Return a copy of a request whose functions have no bounds on the lengths of strings."""
+def _for_calls(request: Any) -> Any:
+    """Return a copy of a request whose functions have schemas that are enforced in little time."""
     tools = []
     for tool in request.tools:
         function = getattr(tool, "function", None)
         if function is not None and function.parameters is not None:
-            loose = function.model_copy(update={"parameters": without_lengths(function.parameters)})
+            loose = function.model_copy(update={"parameters": for_calls(function.parameters)})
             tool = tool.model_copy(update={"function": loose})
         tools.append(tool)
     return request.model_copy(update={"tools": tools})
@@ -41,7 +43,7 @@ def _without_lengths(request: Any) -> Any:
 def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
     """Extend a parser; one without its own grammar for calls enforces the schema already."""
     if parser.structural_tag_model is None:
-        return parser
+        return _held_as_json(parser)
 
     class Held(parser):  # type: ignore[misc]
         def get_structural_tag(
@@ -54,8 +56,23 @@ def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
             if request.tool_choice not in _FREE:
                 strict_level = ToolStrictLevel.PARAMETER
             return super().get_structural_tag(
-                _without_lengths(request), reasoning=reasoning, strict_level=strict_level
+                _for_calls(request), reasoning=reasoning, strict_level=strict_level
             )
+
+    Held.__name__ = parser.__name__
+    return Held
+
+
+def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
+    """Extend a parser whose forced calls vLLM holds to a JSON schema that it makes of theirs."""
+
+    class Held(parser):  # type: ignore[misc]
+        def adjust_request(self, request: Any) -> Any:
+            adjusted = super().adjust_request(request)
+            outputs = getattr(adjusted, "structured_outputs", None)
+            if outputs is not None and isinstance(outputs.json, dict):
+                outputs.json = enforceable(outputs.json)
+            return adjusted
 
     Held.__name__ = parser.__name__
     return Held

@@ -28,6 +28,7 @@ from vllm.renderers.registry import RENDERER_REGISTRY
 
 from engines.host.control_tokens import ControlTokens
 from engines.host.fair_shares import TenantLine, to_its_end
+from engines.host.tokenizer_panics import UnreadableText, panics_refused
 from engines.openai.requests import MAX_CONTEXTS
 from engines.vllm_plugin.identity import PAYER
 
@@ -52,12 +53,17 @@ class _Plain(BaseRenderer):
     def render_messages(self, messages: list[Any], params: Any) -> Any:
         marked, by = self._marked(messages, params)
         conversation, prompt = super().render_messages(marked, by)
-        return self._controls.unmarked(conversation), prompt
+        return self._controls.unmarked(conversation), self._as_chat(prompt)
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> Any:
         marked, by = self._marked(messages, params)
         conversation, prompt = await super().render_messages_async(marked, by)
-        return self._controls.unmarked(conversation), prompt
+        return self._controls.unmarked(conversation), self._as_chat(prompt)
+
+    def _as_chat(self, prompt: Any) -> Any:
+        """Have the text of a chat looked at once more when it is encoded; other prompts are not."""
+        text = prompt.get("prompt")
+        return {**prompt, "prompt": self._controls.as_chat(text)} if text else prompt
 
     def _marked(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         given = [_opened(x) for x in messages]
@@ -87,6 +93,13 @@ class _Plain(BaseRenderer):
             )
 
     def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
+        try:
+            with panics_refused():
+                return self._tokenized(prompt, params)
+        except UnreadableText as error:
+            raise VLLMValidationError(f"{error}", parameter="prompt") from error
+
+    def _tokenized(self, prompt: Any, params: Any) -> Any:
         text = prompt["prompt"]
         if not self._controls.has_marks(text):
             return super()._tokenize_prompt(prompt, params)

@@ -229,8 +229,6 @@ class SchedulerSide:
     def _hear(self, news: PeerNews) -> None:
         """Process messages of peers that are no answers. On the hub's event loop."""
         match news:
-            case RankLost(why="found"):
-                self._have_all_listed(news.session)
             case RankLost():
                 self._hub.spawn(partial(self._report_lost, news))
             case RankPacked():

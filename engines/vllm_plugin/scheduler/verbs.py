@@ -39,9 +39,8 @@ from engines.wire import (
     Unpin,
     Verb,
 )
-from kvstore.errors import PinLimit
 from kvstore.session import TIER_NAMES, SessionName, SessionRef, TierName
-from kvstore.stats import Counters, Repacking, StoreStats, most_different
+from kvstore.stats import Counters, Repacking, StoreStats
 from kvstore.tenant_bytes import TenantLimits, TenantUse
 
 LOOK_S: Final = 10.0
@@ -114,12 +113,14 @@ class VllmVerbs:
         """Drop the session's live blocks now, and move its blobs to ``tier`` if one is named.
 
         Without this verb vLLM keeps an idle session's blocks until it needs them. A turn that has
-        just ended is still being saved, so this waits for saves under way, but not for long.
+        just ended is still being saved, so this waits for saves under way, but not for long: then
+        the gateway is to ask again.
         """
         name = session.name
-        await self._until_handed_over(name, SETTLE_S)
-        found = await self._find(Look(session, settled=True), LOOK_S, name)
-        kept = self._why_kept(name, found)
+        handed_over = await self._until_handed_over(name, SETTLE_S)
+        answers = await self._hub.ask(Look(session, settled=True), LOOK_S)
+        found = _merged(answers).get(name)
+        kept = self._why_kept(name, found, handed_over and all(x.settled for x in answers))
         if kept or found is None:
             return Done(self._report(name, found), kept)
         await self._until(lambda: self._is_reported(name), REPORTED_S)
@@ -140,9 +141,11 @@ class VllmVerbs:
                 return True
         return False
 
-    def _why_kept(self, name: SessionName, found: RankSession | None) -> str:
+    def _why_kept(self, name: SessionName, found: RankSession | None, settled: bool) -> str:
         if self._resident.is_busy(name):
             return "busy"
+        if not settled and not (found is not None and found.pinned):
+            return "saving"
         if found is None:
             return "no-cold-copy" if self._resident.num_resident(name) else ""
         if found.pinned:
@@ -156,8 +159,7 @@ class VllmVerbs:
     async def pin(self, session: SessionRef, pinned: bool) -> Done:
         """Pin or unpin the session on all ranks, or on none.
 
-        A rank may have no room for the pin, or may not have the session.
-        Raises ``PinLimit``: a rank refused, so no rank has pinned it.
+        A rank may not have the session.
         """
         name = session.name
         await self._until_handed_over(name, SETTLE_S)
@@ -166,11 +168,7 @@ class VllmVerbs:
         answers = await self._hub.ask(Pin(session), MOVE_S)
         found = _merged(answers).get(name)
         if found is None or not found.pinned:
-            # A rank never refuses a session that it has pinned already, so not all ranks had pinned
-            # this one before.
             found = await self._find(Unpin(session), MOVE_S, name)
-        if refused := next((x.pin_limit for x in answers if x.pin_limit), ""):
-            raise PinLimit(refused)
         return Done(self._report(name, found))
 
     async def forget(self, session: SessionRef) -> Done:
@@ -224,7 +222,7 @@ class VllmVerbs:
             codec=_codec([x.codec for x in answers]),
             requests=self._requests(),
             repacking=_repacking([x.repacking for x in stores]),
-            members=most_different([x.members for x in stores]),
+            differs=tuple(sorted({kind for x in stores for kind in x.differs})),
         )
 
     def _all_counters(self, stores: list[StoreStats]) -> dict[str, int]:

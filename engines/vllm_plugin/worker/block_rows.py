@@ -16,7 +16,7 @@ from kvstore.tiers.base import Blob
 
 
 @dataclass(frozen=True)
-class BlockAccess:
+class RankBlocks:
     """A rank's blocks, its store, and which blocks came from lossy copies."""
 
     blocks: Blocks
@@ -35,7 +35,7 @@ class BlockRows:
     """
 
     def __init__(
-        self, save: Save, access: BlockAccess, ready: object, released: Callable[[], None]
+        self, save: Save, access: RankBlocks, ready: object, released: Callable[[], None]
     ) -> None:
         self._save = save
         self._access = access

@@ -51,7 +51,7 @@ from engines.wire import (
     Verb,
 )
 from kvstore.blobs.chain import split
-from kvstore.errors import PinLimit, StoreClosed
+from kvstore.errors import StoreClosed
 from kvstore.ledger.record import SessionRecord
 from kvstore.stats import StoreStats
 from kvstore.store.cold_store import ColdStore
@@ -63,9 +63,6 @@ RETRY_S: Final = 0.1
 # The restores that read at the same time; others wait, so that each makes progress.
 NUM_STAGERS: Final = 4
 NUM_VERB_THREADS: Final = 8  # some wait for saves
-# How long a list waits for the sessions that are on Redis, and a verb for saves to end; all of them
-# are below the caller's deadline.
-KNOWN_S: Final = 7.0
 SETTLE_S: Final = 5.0
 FORGET_S: Final = 60.0
 _CHANGES: Final = (Demote, Prefetch, Forget, Look)  # change a session's tiers, or wait for changes
@@ -315,19 +312,19 @@ class RankLink:
 
     def _answer(self, message: Ask, connection: socket.socket) -> None:
         try:
+            settled = self._settle(message.verb)
             records = self._obey(message.verb)
             if self._resting is not None and isinstance(message.verb, _CHANGES):
                 self._resting.look_at(message.verb.session)  # before the caller continues
             stats = self._stats() if isinstance(message.verb, GetStats) else None
             codec = self._report() if isinstance(message.verb, _ABOUT_CODECS) else None
-            answer = RankAnswer(message.number, [self.session(x) for x in records], stats, codec)
+            found = [self.session(x) for x in records]
+            answer = RankAnswer(message.number, found, stats, codec, settled=settled)
             if isinstance(message.verb, LimitTenants):
                 tenants = self._store.limit_tenants(message.verb.tiers)
                 answer = msgspec.structs.replace(answer, tenants=tenants)
         except StoreClosed:
             return
-        except PinLimit as error:
-            answer = RankAnswer(message.number, [], pin_limit=str(error))
         except Exception as error:  # top level of this thread: the caller must get an answer
             logger.exception("%s failed", type(message.verb).__name__)
             answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")
@@ -350,11 +347,17 @@ class RankLink:
         )
         self.send(self._hello)  # the hub uses it to estimate the bytes of a restore
 
+    def _settle(self, verb: Verb | Look) -> bool:
+        """Wait for saves under way if the verb asks for that; False if they are not done yet."""
+        if not isinstance(verb, Look) or not verb.settled:
+            return True
+        return self._store.wait_saved(verb.session, SETTLE_S)
+
     def _obey(self, verb: Verb | Look) -> list[SessionRecord]:
         """Carry out a verb, and return the records that the answer is about."""
         match verb:
             case ListSessions():
-                return self._store.records(KNOWN_S)
+                return self._store.records()
             case Adopt():
                 self.adopt()
                 return []
@@ -373,8 +376,6 @@ class RankLink:
                 if not self._store.wait_saved(session, FORGET_S):
                     raise TimeoutError("a save of the session does not end")
                 self._store.forget(session)
-            case Look(session, settled=True):
-                self._store.wait_saved(session, SETTLE_S)
             case Look() | Demote():
                 pass
             case _:

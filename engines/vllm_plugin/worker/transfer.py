@@ -23,7 +23,7 @@ from engines.vllm_plugin.blocks.blocks import Filling
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.process.processes import unbind_thread
 from engines.vllm_plugin.worker import event_notes
-from engines.vllm_plugin.worker.block_rows import BlockAccess, BlockRows
+from engines.vllm_plugin.worker.block_rows import BlockRows, RankBlocks
 from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea
 
 logger = logging.getLogger("thermocline.vllm")
@@ -37,7 +37,7 @@ class Transfer:
     ``save``, ``load`` and ``take_*`` are called on the worker's own thread, once per step.
     """
 
-    def __init__(self, access: BlockAccess, staging: StagingArea) -> None:
+    def __init__(self, access: RankBlocks, staging: StagingArea) -> None:
         self._access = access
         self._store = access.store
         self._staging = staging

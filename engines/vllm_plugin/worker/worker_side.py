@@ -16,7 +16,6 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from engines.calibration.first_order import first_order
-from engines.calibration.fleet_profiles import open_sharing
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.measuring.trials import least_context
 from engines.calibration.self_measurement import Wanted
@@ -49,7 +48,7 @@ from engines.vllm_plugin.messages import RankHello, RankLost, RankPacked, RankSa
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.processes import unbound_threads
 from engines.vllm_plugin.support import layer_specs
-from engines.vllm_plugin.worker.block_rows import BlockAccess
+from engines.vllm_plugin.worker.block_rows import RankBlocks
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
 from engines.vllm_plugin.worker.resting_watch import RestingWatch
@@ -58,8 +57,7 @@ from engines.wire import BF16_BYTES, KVSize
 from kvstore.chunk_size import chunk_of_blocks
 from kvstore.config import StoreConfig
 from kvstore.ledger.notices import StoreNotice
-from kvstore.membership import joined
-from kvstore.roster import Facts
+from kvstore.likeness import StoredAs, likeness_of
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayout, StateLayout, StoredModel
 from kvstore.store.cold_store import ColdStore
@@ -200,7 +198,7 @@ def open_worker_side(
         name, identity, cache.layout, states is not None, kept.windows, kept.window_tokens
     )
     tiers = open_usable_tiers(config, vllm_rank_folder(Path(settings.disk_path), rank))
-    facts = Facts(
+    stored = StoredAs(
         model=settings.served_model_name,
         part=f"rank {rank}",
         fingerprint=identity,
@@ -208,15 +206,14 @@ def open_worker_side(
         encrypt=config.encrypt,
         hash_seed=os.environ.get("PYTHONHASHSEED", ""),  # as vLLM itself reads it
     )
-    company = joined(config, lambda: msgspec.structs.replace(facts, codec=codecs.choice.id))
     store = ColdStore(config, model, codecs.codecs, tiers, chunk_tokens=size)
-    store.ledger.join(company)
+    store.ledger.compare(likeness_of(config, stored))
     staging = StagingArea()
     blocks = choose_blocks(cache, store, config.save_queue_bytes // SPARE_SHARE)
     stateful = None
     if states is not None:
-        stateful = StatefulBlocks(states, store, stream_of(cache.device))
-    transfer = Transfer(BlockAccess(blocks, stateful, store, cache.block_tokens), staging)
+        stateful = StatefulBlocks(states, store, stream_of(cache.device), cache.block_tokens)
+    transfer = Transfer(RankBlocks(blocks, stateful, store, cache.block_tokens), staging)
     packed = packed_bytes_per_token(store)
     client = ForwardClient(rank, lambda order: link.send(order))
     measuring = RankMeasuring(vllm_config, cache, states, client, settings.token)
@@ -239,15 +236,14 @@ def open_worker_side(
     # A state can be stored only after whole blocks, which may be hundreds of tokens long.
     least = least_context(layout, cache.block_tokens)
     longest = longest_prompt(vllm_config)
-    # Several ranks neither continue to learn nor share their results.
+    # Several ranks do not continue to learn.
     is_alone = vllm_config.parallel_config.world_size == 1
     if not why:
         step = cache.block_tokens if layout is not None else 1
         order = partial(first_order, settings.store, longest, str(data), least, step)
-        sharing = open_sharing(config, codecs, data) if is_alone else None
         paths = settings.runtime_dir, str(data), rank
         prepared = Prepared(order, lambda x: x.within(*paths), groups, identity, link.adopt)
-        measuring.prepare(prepared, sharing)
+        measuring.prepare(prepared)
     if config.calibrate and (codecs.report.unmeasured or (is_alone and codecs.learns_on)):
         measuring.begin(Wanted(lambda: codecs.report.unmeasured, lambda: codecs.learns_on))
     resting = (
@@ -278,7 +274,6 @@ def rank_share(store: StoreConfig, num_ranks: int) -> StoreConfig:
         store,
         ram_bytes=store.ram_bytes // num_ranks,
         disk_bytes=store.disk_bytes // num_ranks,
-        redis_bytes=store.redis_bytes // num_ranks,
         save_queue_bytes=store.save_queue_bytes // num_ranks,
         write_queue_bytes=store.write_queue_bytes // num_ranks,
         index_bytes=store.index_bytes // num_ranks,

@@ -129,7 +129,7 @@ def _translate(
 
 def _plain(fields: ResponseFields, max_tokens: int) -> ResponseFields:
     """Ask for a text of bounded length, whole."""
-    limit = min(fields.max_output_tokens or max_tokens, max_tokens)
+    limit = min(fields.answer_tokens or max_tokens, max_tokens)
     return msgspec.structs.replace(
         fields, max_output_tokens=limit, stream=None, text=None, top_logprobs=None, include=None
     )

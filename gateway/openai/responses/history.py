@@ -211,27 +211,34 @@ def _branch(objects: Objects, tenant: str, id: str, session: str | None) -> Step
 def _chain(
     objects: Objects, tenant: str, id: str, room: _Room
 ) -> Steps[tuple[list[Item], str] | None]:
-    """Walk back from a response; None if it, or one before it, is not there."""
-    turns: list[list[Item]] = []
-    session = None
-    following: str | None = id
-    while following is not None:
-        object = yield from objects.find(tenant, "response", following)
-        if object is None:
-            return None
-        session = session or object.head.session
+    """Read a response and all before it; None if one of them is not there."""
+
+    nbytes = 0
+
+    def take(head: Head) -> None:
+        """Take room for a turn, one item at least, so that no line is endless."""
+        nonlocal nbytes
+        if "conversation" in head.about:  # its items lie there
+            room.take(0, 1)
+        else:
+            room.take(head.nbytes, max(1, head.num))
+            nbytes += head.nbytes
+
+    line = yield from objects.line(tenant, "response", id, take)
+    if line is None:
+        return None
+    yield nbytes
+    items: list[Item] = []
+    for object in reversed(line):
         if before := object.head.about.get("conversation"):
             last = objects.last_item(tenant, object)
             turn = yield from _conversation(objects, tenant, before, last, room)
         else:
-            room.take_all(object.head)
-            yield object.head.nbytes
             turn = yield from objects.read_all(tenant, object)
         if turn is None:
             return None
-        turns.append(turn)
-        following = object.head.about.get("previous")
-    return [item for turn in reversed(turns) for item in turn], session or id
+        items += turn
+    return items, next((x.head.session for x in line if x.head.session), id)
 
 
 def _conversation(

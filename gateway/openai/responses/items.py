@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import SHOWN_BELOW, Json, Sight
+from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, SHOWN_BELOW, Json, Sight
 from gateway.openai.chat_fields import custom_arguments
 from gateway.stored.seal import NotOurs, Open
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_NOT_TEXT = frozenset({"input_image", "input_file", "input_audio", "computer_screenshot"})
+_IMAGES = frozenset({"input_image", "computer_screenshot"})
+_NOT_TEXT = _IMAGES | {"input_file", "input_audio"}
 # Codex has called it by other names, too.
 _COMPACTIONS = frozenset({"compaction", "compaction_summary", "context_compaction"})
 MAX_DEPTH = 64
@@ -60,7 +61,7 @@ def kind_of(item: Json) -> str:
 
 
 class MessageWriter:
-    """Writes messages, item by item. ``skipped`` has the kinds that no chat can hold."""
+    """Writes messages, item by item. ``skipped`` has words for all that no chat can hold."""
 
     def __init__(self, open_sealed: Open, sight: Sight) -> None:
         """``open_sealed`` opens what was sealed for this tenant."""
@@ -174,15 +175,27 @@ class MessageWriter:
         """Return what a tool gave: text, or as JSON what is no text; and images."""
         if output is None or isinstance(output, str):
             return output or "", []
+        if _type_of(output) in _IMAGES:  # a computer's
+            output = [output]
         if not isinstance(output, list) or not all(
             isinstance(x, dict) and "type" in x for x in output
         ):
             return msgspec.json.encode(output).decode(), []
-        said = self._content(output, where)
-        if isinstance(said, str):
-            return said, []
-        images = [x for x in said if x["type"] == "image_url"]
-        return "".join(x["text"] for x in said if x["type"] == "text") or SHOWN_BELOW, images
+        parts = [self._output_part(x, f"{where}[{i}]") for i, x in enumerate(output)]
+        images = [x for x in parts if isinstance(x, dict)]
+        texts = [x for x in parts if isinstance(x, str)]
+        between = "\n" if {IMAGE_LEFT_OUT, FILE_LEFT_OUT} & set(texts) else ""
+        return between.join(texts) or (SHOWN_BELOW if images else ""), images
+
+    def _output_part(self, part: Json, where: str) -> str | Json:
+        """Return an image, or a text; an image that is not taken leaves a sentence."""
+        kind, url = _type_of(part), part.get("image_url")
+        if kind not in _NOT_TEXT:
+            return _part_text(part, where)
+        if kind in _IMAGES and self._sight.takes(url):
+            return self._sight.part(url, where, kind, part.get("detail"))
+        self.skipped.append("result_image" if kind in _IMAGES else "result_file")
+        return IMAGE_LEFT_OUT if kind in _IMAGES else FILE_LEFT_OUT
 
     def _content(self, content: Any, where: str) -> str | list[Json]:
         """Return a content as text, or as parts if there are images in it."""
@@ -218,8 +231,13 @@ def _called(kind: str, item: Json, where: str) -> tuple[str, str]:
     return name, given if kind == "function_call" else custom_arguments(given)
 
 
+def _type_of(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else ""
+
+
 def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "input_image"
+    return _type_of(part) == "input_image"
 
 
 def _text(content: Any, where: str) -> str:
@@ -232,7 +250,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _part_text(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = _type_of(part)
     if kind in _TEXT_PARTS:
         text = part.get("text")
     elif kind == "refusal":

@@ -9,7 +9,7 @@ import msgspec
 
 from engines.openai.errors import FieldError
 from engines.openai.messages import Json, JsonSchema
-from engines.openai.requests import ModelName, TokenLimit
+from engines.openai.requests import NO_LIMIT, ModelName, TokenLimit
 from gateway.errors import Failure
 from gateway.openai.responses.output import new_id
 from gateway.openai.stored_objects import Metadata
@@ -106,6 +106,11 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("conversation", "send conversation or previous_response_id, not both")
 
     @property
+    def answer_tokens(self) -> int | None:
+        """The most tokens that the answer may have; None = as many as the context allows."""
+        return None if self.max_output_tokens == NO_LIMIT else self.max_output_tokens
+
+    @property
     def stores(self) -> bool:
         """Say whether the response is to be stored; so it is unless the client says no."""
         return self.store is not False
@@ -142,7 +147,7 @@ class Draft:
             "model": fields.model,
             "background": False,
             "instructions": fields.instructions,
-            "max_output_tokens": fields.max_output_tokens,
+            "max_output_tokens": fields.answer_tokens,
             "max_tool_calls": fields.max_tool_calls,
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
             "previous_response_id": fields.previous_response_id,

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
+from engines.openai.foreign_request import Dialect
 from engines.openai.messages import Sight
 from engines.openai.requests import Json, checked
 from gateway.body import ParsedBody, body_for_engine, read_json_body
@@ -33,6 +34,7 @@ from gateway.openai.responses.history import (
 )
 from gateway.openai.responses.response import ResponseFields
 from gateway.openai.responses.translation import (
+    RENAMED,
     EventWriter,
     Known,
     ResponseAnswer,
@@ -41,7 +43,7 @@ from gateway.openai.responses.translation import (
 )
 from gateway.openai.stored_objects import StoredKind
 from gateway.relay.answer_format import NotStored
-from gateway.relay.passthrough import EVENT_STREAM
+from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.turns import Operation, Translate, Translated, accept
 
@@ -105,7 +107,8 @@ def _failed(failure: Failure) -> bytes:
     return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-RESPONSE = Operation(validate, _recall, _check_early, _failed)
+DIALECT = Dialect(ResponseFields.__struct_fields__, renames=RENAMED)
+RESPONSE = Operation(validate, _recall, _check_early, _failed, dialect=DIALECT)
 
 
 async def create_response(request: Request) -> Response:
@@ -126,7 +129,8 @@ async def show_response(request: Request) -> Response:
         raise InvalidRequest("starting_after: a number is needed", "starting_after")
     body_share_of(request.scope).add(_REPLAYED * len(body))
     events = await asyncio.to_thread(_replayed, body, int(after))
-    return Response(events, media_type=EVENT_STREAM)
+    headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
+    return Response(events, headers=headers, media_type=EVENT_STREAM)
 
 
 def _replayed(body: bytes, after: int) -> bytes:

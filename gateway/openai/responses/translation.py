@@ -23,7 +23,7 @@ from gateway.watch.metrics import Usage
 
 _encode = msgspec.json.Encoder().encode
 # Fields of the chat that a response is made of, and the client's names for them.
-_RENAMED = {
+RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
@@ -141,7 +141,7 @@ def renamed(param: str | None) -> str | None:
     field = param.partition("[")[0].partition(".")[0]
     if field == "tools":
         return param.replace(".function.", ".")
-    return _RENAMED.get(field, param)
+    return RENAMED.get(field, param)
 
 
 class ResponseAnswer:

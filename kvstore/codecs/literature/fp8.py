@@ -31,7 +31,7 @@ SMALLEST_SCALE = np.float32(2.0**-100)
 
 def fp8() -> Codec:
     """Makes the preset ``fp8``."""
-    return StackCodec("fp8.1", HeadPipelines(_scaled, _scaled))
+    return StackCodec("fp8.1", HeadPipelines(_scaled, _scaled), least_bits=(8, 8))
 
 
 class TensorScale:

@@ -40,7 +40,7 @@ def gear(bits: int = 2, rank: int = 4, outliers: float = 2.0, group: int = GROUP
         )
         for along in ("tokens", "width")
     )
-    return StackCodec("gear.1", HeadPipelines(keys, values))
+    return StackCodec("gear.1", HeadPipelines(keys, values), least_bits=(bits, bits))
 
 
 class _Note(NamedTuple):

@@ -21,4 +21,4 @@ def kivi(bits: int = 2, group: int = GROUP) -> Codec:
     """Makes the preset ``kivi``."""
     keys = functools.partial(grouped, bits=bits, along="tokens", group=group)
     values = functools.partial(grouped, bits=bits, along="width", group=group)
-    return StackCodec("kivi.1", HeadPipelines(keys, values))
+    return StackCodec("kivi.1", HeadPipelines(keys, values), least_bits=(bits, bits))

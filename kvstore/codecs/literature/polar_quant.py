@@ -34,7 +34,7 @@ ROUNDS = 200
 
 def polar() -> Codec:
     """Makes the preset ``polar``."""
-    return StackCodec("polar.1", HeadPipelines(_polar, _polar))
+    return StackCodec("polar.1", HeadPipelines(_polar, _polar), least_bits=(3, 3))
 
 
 class Polar:

@@ -29,7 +29,7 @@ SMALLEST_SCALE = np.float32(2.0**-24)
 
 def q8() -> Codec:
     """Makes the preset ``q8``."""
-    return StackCodec("q8.1", HeadPipelines(_blocks, _blocks))
+    return StackCodec("q8.1", HeadPipelines(_blocks, _blocks), least_bits=(8, 8))
 
 
 class BlockScale:

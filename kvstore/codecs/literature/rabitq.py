@@ -60,7 +60,7 @@ def rabitq(bits: int = 1, clusters: int = 1, unbiased: int = 1) -> Codec:
     def keys(shape: StackShape) -> Pipeline:
         return _grid(shape, (Clusters(shape, clusters),), bits, bool(unbiased))
 
-    return StackCodec("rabitq.2", HeadPipelines(keys, _values))
+    return StackCodec("rabitq.2", HeadPipelines(keys, _values), least_bits=(bits, VALUE_BITS))
 
 
 @dataclass(frozen=True)

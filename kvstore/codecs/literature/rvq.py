@@ -31,7 +31,7 @@ from kvstore.codecs.stages.planes import PackedPlanes
 def rvq(bits: int = 1) -> Codec:
     """Makes the preset ``rvq`` with ``bits`` for each of its two stages."""
     rows = functools.partial(_two_stages, bits=bits)
-    return StackCodec("rvq.1", HeadPipelines(rows, rows))
+    return StackCodec("rvq.1", HeadPipelines(rows, rows), least_bits=(2 * bits, 2 * bits))
 
 
 class Levels:

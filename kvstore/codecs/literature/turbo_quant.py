@@ -43,7 +43,7 @@ tq1, tq2, tq5, tq6, tq7, tq8 = (functools.partial(turbo_quant, n) for n in (1, 2
 def tqprod(bits: int = 3) -> Codec:
     """Makes the preset ``tqprod``; one of its bits is for the sketch."""
     rows = functools.partial(_levels_and_sketch, level_bits=bits - 1)
-    return StackCodec("tqprod.1", HeadPipelines(rows, rows))
+    return StackCodec("tqprod.1", HeadPipelines(rows, rows), least_bits=(bits, bits))
 
 
 class SketchedResidual:

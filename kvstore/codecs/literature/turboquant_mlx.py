@@ -8,6 +8,7 @@ Project: turboquant-mlx, after TurboQuant (arXiv 2504.19874).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -28,6 +29,7 @@ from kvstore.codecs.stacks.stage_protocols import Quantiser
 from kvstore.codecs.stages.gain import HalfGain
 
 NUM_LEVELS = 11
+BITS = math.log2(NUM_LEVELS)
 GROUP_BYTES = 16
 GROUP_DIGITS = 37  # as many as fit
 LIMB_BITS = 32
@@ -36,7 +38,8 @@ LOOPS: Final = "kvstore.codecs.loops.digit_loops"
 
 def base11() -> Codec:
     """Makes the preset ``base11``."""
-    return StackCodec("base11.1", HeadPipelines(_eleven_levels, _eleven_levels))
+    pipelines = HeadPipelines(_eleven_levels, _eleven_levels)
+    return StackCodec("base11.1", pipelines, least_bits=(BITS, BITS))
 
 
 class Digits:

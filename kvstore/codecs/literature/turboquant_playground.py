@@ -22,4 +22,6 @@ def playground(key_bits: int = 3, value_bits: int = 2, group: int = GROUP) -> Co
     """Makes the preset ``playground``."""
     keys = functools.partial(rotated_levels, num_bits=key_bits)
     values = functools.partial(grouped, bits=value_bits, along="width", group=group)
-    return StackCodec("playground.1", HeadPipelines(keys, values))
+    return StackCodec(
+        "playground.1", HeadPipelines(keys, values), least_bits=(key_bits, value_bits)
+    )

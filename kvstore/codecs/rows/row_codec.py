@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.codecs import floats
-from kvstore.codecs.base import Codec, Payload, check_run
+from kvstore.codecs.base import NUM_SINKS, Codec, Payload, check_run
 from kvstore.codecs.rows.backend import Backend, best_kernel
 from kvstore.codecs.rows.payload import KEPT_DTYPE, PayloadPlan, SlotGroup, plan_payload
 from kvstore.codecs.rows.plain_rows import PlainRows
@@ -39,7 +39,12 @@ class RowCodec:
         return plan_payload(self.rows, layout, num_tokens, first_token).nbytes
 
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        return self.packed_nbytes(layout, num_tokens, first_token)
+        num_sinks = min(max(NUM_SINKS - first_token, 0), num_tokens)
+        exact = num_sinks * layout.elements_per_token * KEPT_DTYPE.itemsize
+        sides = ((x.num_kv_heads, dim) for x in layout.layers for dim in (x.head_dim, x.value_dim))
+        scale = self.rows.scale_dtype.itemsize
+        row = sum(heads * (self.rows.packed_nbytes(dim) + scale) for heads, dim in sides if dim)
+        return exact + (num_tokens - num_sinks) * row
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         plan = plan_payload(self.rows, layout, check_run(run, layout), first_token)

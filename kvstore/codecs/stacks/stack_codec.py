@@ -16,7 +16,7 @@ from kvstore.codecs import floats
 from kvstore.codecs.base import NUM_SINKS, check_run
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import StackPacker
-from kvstore.shapes import KVLayout, KVRun
+from kvstore.shapes import KVLayer, KVLayout, KVRun
 
 # Makes one packer for each stack of a layout, the same objects every time.
 Assemble: TypeAlias = Callable[[KVLayout], Sequence[StackPacker]]
@@ -30,9 +30,12 @@ class StackCodec:
     # Raises UnknownCodec for a layout that it does not accept.
     assemble: Assemble = field(compare=False, repr=False)
     exact: bool = False
+    # The fewest bits of a value of K and of V, of a codec that packs any heads, each by itself.
+    # None: there are packers for one layout only, which are made already.
+    least_bits: tuple[float, float] | None = None
 
     def check(self, layout: KVLayout) -> None:
-        self.assemble(layout)
+        self.assemble(layout if self.least_bits is None else one_head_each(layout))
 
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         sinks = _num_sinks(num_tokens, first_token)
@@ -42,8 +45,14 @@ class StackCodec:
 
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         sinks = _num_sinks(num_tokens, first_token)
-        exact = 2 * sinks * layout.elements_per_token
-        return exact + sum(x.least_nbytes(num_tokens - sinks) for x in self.assemble(layout))
+        exact, rest = 2 * sinks * layout.elements_per_token, num_tokens - sinks
+        if self.least_bits is None:
+            return exact + sum(x.least_nbytes(rest) for x in self.assemble(layout))
+        layers, (of_key, of_value) = layout.layers, self.least_bits
+        bits = sum(x.num_kv_heads * (x.head_dim * of_key + x.value_dim * of_value) for x in layers)
+        # Of each head there is a byte at least.
+        heads = sum(x.num_kv_heads * ((x.head_dim > 0) + (x.value_dim > 0)) for x in layers)
+        return exact + (max(heads, int(rest * bits / 8)) if rest else 0)
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
         num_tokens = check_run(run, layout)
@@ -65,6 +74,12 @@ class StackCodec:
         for part in self.assemble(layout) if num_tokens > sinks else ():
             part.decode(reader, out, sinks, first_token + sinks, layout.dtype)
         reader.expect_end()
+
+
+def one_head_each(layout: KVLayout) -> KVLayout:
+    """Returns a layout with one head for each kind of head in ``layout``."""
+    kinds = dict.fromkeys(KVLayer(1, x.head_dim, x.value_dim) for x in layout.layers)
+    return KVLayout(layout.dtype, tuple(kinds))
 
 
 def _num_sinks(num_tokens: int, first_token: int) -> int:

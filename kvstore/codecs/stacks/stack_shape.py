@@ -177,7 +177,7 @@ def _narrow(stack: np.ndarray, dtype: DType) -> np.ndarray:
     return narrow
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def stack_shapes(scope: Scope, layout: KVLayout) -> tuple[StackShape, ...]:
     """Returns one stack for each composition, in the order of their first units."""
     stacks: dict[tuple[int, ...], list[Unit]] = {}

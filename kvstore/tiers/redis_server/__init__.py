@@ -1,7 +1,7 @@
 """The Redis tier: blobs on a Redis or Valkey server that several engines may share.
 
-``redis_tier`` implements ``Tier`` and keeps the budget; ``blobs`` writes, reads and removes whole
-blobs; ``fragments`` names and checks their entries; ``link`` talks to the server within a deadline,
-or to the ``primaries`` of a cluster (``servers``), and stops calls to one that does not answer.
-With ``book`` one budget holds over an engine's lives.
+``redis_tier`` implements ``Tier``, one value for each blob; ``link`` runs its commands within a
+deadline, and ``breaker`` stops calls to a server that does not answer. ``client`` opens redis-py's
+client of one server, of the master that Sentinels name, or of a cluster. ``bounds`` reads how the
+server bounds its memory, and words the trouble if it does not.
 """

@@ -1,143 +1,38 @@
-"""The link to a Redis server or cluster: deadlines, a breaker, one kind of error for callers.
-
-redis-py keeps the connections and implements the protocol; command batches are sent over them by
-``servers``, since only then can a deadline hold *between* the replies of one pipeline. No command
-is ever retried: a miss costs a prefill, and a retry would cost the same time again.
-
-    state        a call may go out      after a success   after a failure
-    closed       yes                    closed            closed; open after `threshold` in a row
-    open         no, until `wait_s`     -                 -
-    half-open    one, the probe         closed            open, and `wait_s` doubles
-
-Without this breaker every lookup would wait for a whole deadline before the store recomputes.
-"""
+"""The link to a Redis server or cluster: a deadline, a breaker, one kind of error for callers."""
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 from kvstore.errors import TierUnavailable
-
-THRESHOLD = 3
-FIRST_WAIT_S = 1.0
-LONGEST_WAIT_S = 30.0
-log = logging.getLogger(__name__)
-MAX_CONNECTIONS = 16
-READ_BYTES = 256 << 10
-PASSWORDS = ("password", "sentinel_password")  # fields of a URL's query
-
-
-class BreakerState(enum.Enum):
-    """The states of the table above."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half-open"
-
-
-class Breaker:
-    """One breaker for one server. Thread-safe.
-
-    Args:
-        monotonic: seconds from any starting point, never going back.
-        threshold: failures in a row, with no success between them, that open it.
-        longest_wait_s: until the server is tried again.
-    """
-
-    def __init__(
-        self,
-        monotonic: Callable[[], float],
-        threshold: int = THRESHOLD,
-        longest_wait_s: float = LONGEST_WAIT_S,
-    ) -> None:
-        self._monotonic = monotonic
-        self._threshold = threshold
-        self._longest_wait_s = longest_wait_s
-        self._lock = threading.Lock()
-        self._state = BreakerState.CLOSED
-        self._failures = 0
-        self._wait_s = FIRST_WAIT_S
-        self._opened_at = 0.0
-        self._permit = 0  # changes with the state: results of older calls no longer count
-
-    @property
-    def state(self) -> BreakerState:
-        """The present state; ``OPEN`` also after the wait, until the next call."""
-        return self._state
-
-    def ask(self) -> int | None:
-        """Return a permit for one call, for ``succeed`` or ``fail``; None if no call is allowed."""
-        with self._lock:
-            if self._state is BreakerState.CLOSED:
-                return self._permit
-            waited = self._monotonic() - self._opened_at >= self._wait_s
-            if self._state is BreakerState.OPEN and waited:
-                self._become(BreakerState.HALF_OPEN)
-                return self._permit
-            return None
-
-    def succeed(self, permit: int) -> None:
-        """Report that the call of this permit was answered."""
-        with self._lock:
-            if permit != self._permit:
-                return
-            self._failures = 0
-            if self._state is BreakerState.HALF_OPEN:
-                self._wait_s = FIRST_WAIT_S
-                self._become(BreakerState.CLOSED)
-
-    def fail(self, permit: int) -> None:
-        """Report that the call of this permit was not answered."""
-        with self._lock:
-            if permit != self._permit:
-                return
-            self._failures += 1
-            if self._state is BreakerState.HALF_OPEN:
-                self._wait_s = min(2 * self._wait_s, self._longest_wait_s)
-                self._open()
-            elif self._failures >= self._threshold:
-                self._open()
-
-    def _open(self) -> None:
-        self._opened_at = self._monotonic()
-        self._become(BreakerState.OPEN)
-
-    def _become(self, state: BreakerState) -> None:
-        self._state = state
-        self._permit += 1
-
+from kvstore.tiers.redis_server.breaker import LONGEST_WAIT_S, Breaker, BreakerState
+from kvstore.tiers.redis_server.client import RedisServers, masked, secrets_of
 
 try:
     import redis
-    from redis.backoff import NoBackoff
-    from redis.exceptions import NoPermissionError
-    from redis.retry import Retry
-
-    from kvstore.tiers.redis_server.servers import (
-        THEN,
-        Command,
-        Reply,
-        Servers,
-        exchange,
-        open_servers,
-    )
+    from redis.exceptions import AskError, RedisClusterException
 except ImportError as error:
     raise ImportError("the redis tier needs redis-py: pip install 'thermocline[redis]'") from error
+
+log = logging.getLogger(__name__)
+Command: TypeAlias = tuple[bytes | str | int | memoryview, ...]
+# A reply as redis-py returns it; for a command that the server refused, the list has its error.
+Reply: TypeAlias = Any
+T = TypeVar("T")
+_KEYLESS: Final = frozenset({"PING", "TIME", "INFO"})
 
 
 class RedisLink:
     """Runs command batches against one server, or the nodes of a cluster. Thread-safe.
 
     Args:
-        url: see ``primaries``. Nothing is connected before the first run.
+        url: see ``client``. Nothing is connected before the first run.
         deadline_s: for one batch, connecting included. A silent server is given up after half of
-            it, so that a batch never takes longer than one and a half times this.
+            it, so that a batch to one server never takes longer than one and a half times this.
         longest_wait_s: until a server that did not answer is tried again.
 
     Raises:
@@ -152,26 +47,16 @@ class RedisLink:
         longest_wait_s: float = LONGEST_WAIT_S,
     ) -> None:
         self.name = masked(url)
-        self._secrets = _secrets(url)
-        self._deadline_s = deadline_s
+        self._secrets = secrets_of(url)
+        self.deadline_s = deadline_s
         self._monotonic = monotonic
         self._breaker = Breaker(monotonic, longest_wait_s=longest_wait_s)
         self._counting = threading.Lock()
         self._num_errors = 0
         self._answered = False  # ever
         self._closed = False
-        self._deletes = False  # the access rules forbid UNLINK
         try:
-            self._servers: Servers = open_servers(
-                url,
-                protocol=2,
-                max_connections=MAX_CONNECTIONS,
-                timeout=deadline_s,
-                socket_timeout=deadline_s / 2,
-                socket_connect_timeout=deadline_s / 2,
-                socket_read_size=READ_BYTES,
-                retry=Retry(NoBackoff(), 0),
-            )
+            self._servers = RedisServers(url, deadline_s / 2)
         except ValueError as error:
             raise ValueError(f"redis_url {self.name}: {self._scrub(str(error))}") from None
 
@@ -194,46 +79,41 @@ class RedisLink:
 
     def deadline(self) -> float:
         """Return the moment at which a call that starts now must be over."""
-        return self._monotonic() + self._deadline_s
+        return self._monotonic() + self.deadline_s
 
-    def run(
-        self, commands: Sequence[Command], until: float | None = None, at: Any = None
-    ) -> list[Reply]:
-        """Send all commands, then read all replies, in order; ``THEN`` has no reply.
+    def run(self, commands: Sequence[Command], until: float | None = None) -> list[Reply]:
+        """Send all commands, then read all replies, in order.
 
-        The list has the error of a command that the server refused. Where the access rules forbid
-        ``UNLINK``, it is sent again as ``DEL``. Of a cluster each command goes to the node that has
-        its key, and those without a key to the node of the first key.
-
-        Args:
-            at: one of ``servers``, which gets all of them.
+        The list has the error of a command that the server refused. Of a cluster each command goes
+        to the node that has its key, and those without a key to any node.
 
         Raises:
             TierUnavailable: no connection, no answer before ``until``, or the breaker is open.
         """
-        if self._deletes:
-            commands = [_as_del(x) for x in commands]
-        replies = self._sent(commands, until, at)
-        asked = [x for x in commands if x is not THEN]
-        refused = [i for i, x in enumerate(replies) if _is_forbidden(asked[i], x)]
-        if refused:
-            log.info("redis tier %s: the access rules forbid UNLINK; DEL is used", self.name)
-            self._deletes = True
-            again = self._sent([_as_del(asked[i]) for i in refused], until, at)
-            for i, reply in zip(refused, again, strict=True):
-                replies[i] = reply
-        return replies
+        end = self.deadline() if until is None else until
+        return self._guarded(lambda: self._exchange(commands, end))
 
-    def _sent(self, commands: Sequence[Command], until: float | None, at: Any) -> list[Reply]:
+    def call(self, use: Callable[[Any], T]) -> T:
+        """Return what ``use`` makes of redis-py's client: a ``Redis``, or a ``RedisCluster``.
+
+        Raises:
+            TierUnavailable: its call was refused or not answered, or the breaker is open.
+        """
+        return self._guarded(lambda: use(self._servers.client()))
+
+    def _guarded(self, call: Callable[[], T]) -> T:
         permit = self._breaker.ask()
         if permit is None:
             raise TierUnavailable(f"redis tier: {self.name} did not answer lately")
         answered = False
         try:
-            replies = self._exchange(commands, self.deadline() if until is None else until, at)
+            result = call()
             answered = self._answered = True
-            return replies
-        except (redis.RedisError, OSError, _TooLate) as error:
+            return result
+        except redis.ResponseError as error:  # of ``call``: a refusal is an answer
+            answered = self._answered = True
+            raise self._unavailable(error) from None
+        except (redis.RedisError, RedisClusterException, OSError, _TooLate) as error:
             self._servers.forget()
             raise self._unavailable(error) from None
         except Exception as error:
@@ -244,33 +124,40 @@ class RedisLink:
         finally:
             (self._breaker.succeed if answered else self._breaker.fail)(permit)
 
-    def servers(self) -> list[Any]:
-        """Return what ``run`` takes as ``at``: every server that has keys.
-
-        Raises:
-            TierUnavailable: no node of a cluster answers.
-        """
-        until = self.deadline()
-        try:
-            return self._servers.pools(lambda: self._check_time(until))
-        except (redis.RedisError, OSError, _TooLate) as error:
-            raise self._unavailable(error) from None
-
-    def _exchange(self, commands: Sequence[Command], until: float, at: Any) -> list[Reply]:
-        def check_time() -> None:
+    def _exchange(self, commands: Sequence[Command], until: float) -> list[Reply]:
+        replies: list[Reply] = [None] * len(commands)
+        for server, positions in self._by_server(commands):
             self._check_time(until)
-
-        replies: list[Reply] = []
-        for batch in self._servers.in_order(commands):
-            if at is None:
-                replies += self._servers.ask(batch, check_time)
-            else:
-                replies += exchange([(at, batch)], check_time)[0]
+            with server.pipeline(transaction=False) as asked:
+                for i in positions:
+                    asked.execute_command(*commands[i])
+                for i, reply in zip(positions, asked.execute(raise_on_error=False), strict=True):
+                    replies[i] = _plain(reply)
+        for i, reply in enumerate(replies):
+            if self._servers.is_cluster and isinstance(reply, AskError):  # or MOVED: it is undone
+                self._check_time(until)
+                replies[i] = self._redirected(commands[i])
         return replies
+
+    def _by_server(self, commands: Sequence[Command]) -> Iterable[tuple[Any, Sequence[int]]]:
+        if not self._servers.is_cluster:
+            return [(self._servers.client(), range(len(commands)))] if commands else ()
+        found: dict[int, tuple[Any, list[int]]] = {}
+        for i, command in enumerate(commands):
+            server = self._servers.node_of(_key_of(command))
+            found.setdefault(id(server), (server, []))[1].append(i)
+        return found.values()
+
+    def _redirected(self, command: Command) -> Reply:
+        """Send a command to where the cluster says its key is by now."""
+        try:
+            return self._servers.client().execute_command(*command)
+        except redis.ResponseError as error:
+            return error
 
     def _check_time(self, until: float) -> None:
         if self._monotonic() > until:
-            raise _TooLate(f"no full answer within {self._deadline_s} s")
+            raise _TooLate(f"no full answer within {self.deadline_s} s")
 
     def _unavailable(self, error: Exception) -> TierUnavailable:
         text = self._scrub(f"{type(error).__name__}: {error}")
@@ -300,32 +187,16 @@ class _TooLate(Exception):
     pass
 
 
-def _is_forbidden(command: Command, reply: Reply) -> bool:
-    return command[0] == "UNLINK" and isinstance(reply, NoPermissionError)
+def _key_of(command: Command) -> bytes | str | None:
+    """Return a command's first key; None if it has none."""
+    if command[0] in _KEYLESS:
+        return None
+    key = command[3] if command[0] == "EVAL" else command[1]
+    return key if isinstance(key, bytes | str) else bytes(key)
 
 
-def _as_del(command: Command) -> Command:
-    return ("DEL", *command[1:]) if command is not THEN and command[0] == "UNLINK" else command
-
-
-def masked(url: str) -> str:
-    """Return the URL with every password replaced; ``***`` if it is not a URL."""
-    parts = urlsplit(url)
-    if "@" in parts.path or "@" in parts.scheme or not parts.scheme:
-        return "***"
-    if not _secrets(url):
-        return url
-    address = parts.netloc
-    if "@" in address:
-        login, _, host = address.rpartition("@")
-        user, colon, _ = login.partition(":")
-        address = f"{user}{':***' if colon else ''}@{host}"
-    query = [(k, "***" if k in PASSWORDS else v) for k, v in parse_qsl(parts.query)]
-    return urlunsplit(parts._replace(netloc=address, query=urlencode(query, safe="*/")))
-
-
-def _secrets(url: str) -> list[str]:
-    parts = urlsplit(url)
-    query = dict(parse_qsl(parts.query))
-    found = [x for x in (parts.password, *map(query.get, PASSWORDS)) if x]
-    return found + [unquote(x) for x in found]
+def _plain(reply: Reply) -> Reply:
+    """Return a refusal without the command that redis-py puts before its text."""
+    if isinstance(reply, redis.ResponseError) and reply.args:
+        reply.args = (str(reply.args[0]).rpartition("caused error: ")[2], *reply.args[1:])
+    return reply

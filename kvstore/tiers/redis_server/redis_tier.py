@@ -1,399 +1,385 @@
 """The Redis tier: blobs on a Redis or Valkey server that several engines may share.
 
-**The server decides which blobs exist.** It may evict any entry, restart empty or be gone:
-``contains_many`` asks it, and a blob counts only if all of it comes back (``blobs``).
+    thermocline:kv:<key>       the blob, one value: magic, crc32c of key and blob, the blob
 
-**Budget.** ``capacity_bytes`` bounds the blobs that one writer wrote and has not deleted, in all
-its lives. An engine with a ``WriterName`` has a ``book`` on the server. Blobs of earlier lives are
-entered from there, as less recent than all blobs of this life, on a thread of its own, once the
-store has pinned those of pinned sessions (``book``). Blobs of another engine count in that engine's
-budget, and only it evicts them. Without a name the budget ends with this object. Blobs that no
-engine counts any more (of an engine that does not come back, or came back with another folder) are
-bounded by the server's own ``maxmemory`` and policy (``allkeys-lru`` suits) and by ``ttl_s``. A
-server that is full and may not evict refuses a blob; that is counted as an error, and the blob
-stays in the faster tiers. Pins keep blobs from our own eviction only; the server does not know
-them.
+``<key>`` is the blob's key in hex. **The server decides which blobs exist.** It may evict any
+value, restart empty or be gone: ``contains_many`` asks it. It also bounds them: by its own
+``maxmemory`` and policy (``bounds``), and since every value has a time to live, which a use
+prolongs. Neither pins nor tenants' limits hold there, since the server knows neither.
 
-**Time.** Each exchange with the server has ``deadline_s``. ``get_many`` has one such deadline for
-the whole call and returns the blobs that came in time. After three failures in a row every call
-raises ``TierUnavailable`` at once, until a probe succeeds (``link.Breaker``).
+A write that the server refuses (out of memory and not allowed to evict, a read-only replica, an
+access rule) concerns its own blob only and is counted as an error. A refused read or removal (part
+of a cluster is down, an access rule) raises: the blob may be there, or stay there.
+
+Each exchange with the server has ``deadline_s``; ``get_many`` has one such deadline for the whole
+call and returns the blobs that came in time. After three failures in a row every call raises
+``TierUnavailable`` at once, until a probe succeeds (``breaker``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
-from kvstore.errors import TierUnavailable
+from crc32c import crc32c
+
+from kvstore.errors import Corrupt, TierUnavailable
+from kvstore.session import TierName
 from kvstore.tenant_bytes import TenantLimits, TenantUse
-from kvstore.tiers.base import Blob
-from kvstore.tiers.indexed_tier import IndexedTier
-from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
-from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs, WriteInterrupted
-from kvstore.tiers.redis_server.book import (
-    ENTRY_BYTES,
-    PINS_S,
-    Book,
-    BookEntry,
-    EarlierLives,
-    WriterName,
-    Written,
-    last_writes,
-)
-from kvstore.tiers.redis_server.early_uses import EarlyUses
-from kvstore.tiers.redis_server.fragments import BlobManifest, nbytes_on_server
-from kvstore.tiers.redis_server.link import RedisLink
+from kvstore.tiers.base import Blob, EvictionCause, TierStats
+from kvstore.tiers.redis_server.bounds import ServerBounds, read_bounds
+from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
+from kvstore.workers import Periodic
 
+PREFIX: Final = b"thermocline:kv:"
+TTL_S: Final = 7 * 86400.0
 OWED_FILE: Final = "redis-deletions"  # in the engine's folder
+BATCH_BYTES: Final = 4 << 20  # of blobs that are sent or awaited together, at most
+BATCH_KEYS: Final = 256
+# Assumed until the first blobs have come: their size, and the speed of the line.
+FIRST_BLOB_BYTES: Final = 512 << 10
+FIRST_BYTES_S: Final = 4 << 20
+MAX_BLOB_BYTES: Final = (512 << 20) - 64  # the most that a server takes, with our head
+PROLONG_S: Final = 600.0  # a blob that is used more often is prolonged once in this time
+MAX_PROLONGED: Final = 65_536  # that are remembered; others are prolonged once too often
+WATCH_S: Final = 5.0  # between looks at the server
+SCAN_COUNT: Final = 1000
+
+T = TypeVar("T")
+_HEAD: Final = struct.Struct("<4sI")
+_MAGIC: Final = b"TCR2"
+_log = logging.getLogger(__name__)
 
 
-class RedisTier(IndexedTier):
+class RedisTier:
     """Implements ``base.Tier`` on the server at ``url``, to which the first use connects.
 
     Args:
+        url: see ``client``.
         deadline_s: for one exchange with the server.
-        ttl_s: entries expire this long after they were written or touched; 0 = never.
-        guaranteed_share: of the budget, divided between active tenants: see ``tenant_parts``.
-        writer: the name that owns the budget; released by ``close``. None = this object alone.
+        ttl_s: blobs expire this long after they were written or used.
+        folder: of this engine alone, for deletions that wait; None: they end with this object.
 
     Raises:
         ValueError: not a URL.
     """
 
-    name = "redis"
+    name: TierName = "redis"
+    overhead_bytes = _HEAD.size
+    prefix = PREFIX
 
     def __init__(
         self,
         url: str,
-        capacity_bytes: int,
         *,
         deadline_s: float,
-        ttl_s: float = 0.0,
-        guaranteed_share: float = 0.0,
-        writer: WriterName | None = None,
+        ttl_s: float = TTL_S,
+        folder: Path | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = RedisLink(url, deadline_s, monotonic)
-        self._writer = writer
-        ttl_ms = round(ttl_s * 1000)
-        self._book = Book(self._link, writer.text, ttl_ms) if writer is not None else None
-        self._server = RedisBlobs(self._link, ttl_ms, self._book)
-        self._expires = ttl_s > 0
-        self._writing = threading.Lock()  # one writer; always taken before the other lock
+        self._ttl_ms = max(1, round(ttl_s * 1000))
+        self._prolong_s = min(PROLONG_S, ttl_s / 8)
+        self._monotonic = monotonic
         self._lock = threading.Lock()  # the fields below; not held during calls to the server
-        self._index = RecencyIndex(capacity_bytes, guaranteed_share, monotonic)
-        self._manifests: dict[bytes, BlobManifest] = {}  # of written blobs of the index
-        # Blobs that may exist on the server, since it failed while writing; they do not count.
-        self._doubtful: list[Mapping[bytes, BlobManifest]] = []
-        self._num_evictions = 0
-        self._said: dict[bytes, str] = {}  # owners of blobs that are not entered yet
-        self._entering = self._book is not None  # until all blobs of earlier lives are entered
-        self._early = EarlyUses(self._entering)
-        self._earlier: EarlierLives | None = None
-        if self._book is not None:
-            self._earlier = EarlierLives(self._book, self._enter_earlier, self._end_entering)
+        self._prolonged: dict[bytes, float] = {}  # when, by key; the longest ago first
+        self._bounds: ServerBounds | None = None  # not known yet
+        self._watching: Periodic | None = None
+        self._blob_bytes: float = FIRST_BLOB_BYTES  # of the largest that came lately
+        self._bytes_s: float = FIRST_BYTES_S
+        self.owed_file = None if folder is None else folder / OWED_FILE
 
     def __repr__(self) -> str:
         return f"RedisTier({self._link.name})"
 
-    @property
-    def owed_file(self) -> Path | None:
-        folder = self._writer.folder if self._writer is not None else None
-        return None if folder is None else folder / OWED_FILE
-
-    @property
-    def overhead_bytes(self) -> int:
-        return self._cost(1)
-
-    def _cost(self, length: int) -> int:
-        return nbytes_on_server(length) + (ENTRY_BYTES if self._book is not None else 0)
-
-    def count_earlier_lives(self, pins_s: float = PINS_S) -> None:
-        """Begin to enter blobs of this writer's earlier lives, without waiting. Call once.
-
-        ``pins_s``: if ``pins_known`` was not called for so long, they are entered without.
-        """
-        if self._earlier is not None:
-            self._earlier.start(pins_s)
-
-    def pins_known(self) -> None:
-        if self._earlier is not None:
-            self._earlier.pins_known()
-
-    def greet(self) -> None:
-        """Ask the server for an answer, so that ``stats`` shows it before the first blob."""
-        with contextlib.suppress(TierUnavailable):  # the link has counted and logged it
-            self._link.run([("PING",)])
+    def call(self, use: Callable[[Any], T]) -> T:
+        """Use redis-py's own client of the same server; see ``RedisLink.call``."""
+        return self._link.call(use)
 
     # Reading
 
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
-        blobs = self._server.read(keys)
-        return [blobs.get(key) for key in keys]
+        found: dict[bytes, Blob] = {}
+        refusals: list[TierUnavailable] = []
+        until = self._link.deadline()
+        first = 0
+        try:
+            while first < len(keys):
+                end = first + max(1, min(BATCH_KEYS, int(self._room() / self._blob_bytes)))
+                self._read(keys[first:end], until, found, refusals)
+                first = end
+        except TierUnavailable:
+            if not found:
+                raise
+        if refusals and not found:
+            raise refusals[-1]
+        return [found.get(key) for key in keys]
+
+    def _read(
+        self,
+        keys: Sequence[bytes],
+        until: float,
+        found: dict[bytes, Blob],
+        refusals: list[TierUnavailable],
+    ) -> None:
+        """Read some blobs in one exchange. Damaged ones are removed."""
+        damaged: list[Command] = []
+        began = self._monotonic()
+        replies = self._link.run([("GET", name_of(key)) for key in keys], until)
+        self._note_speed([len(x) for x in replies if isinstance(x, bytes)], began)
+        for key, reply in zip(keys, replies, strict=True):
+            try:
+                if value := self._content(reply):
+                    found[key] = _opened(key, value)
+            except TierUnavailable as error:
+                refusals.append(error)
+            except Corrupt as error:
+                self._link.count(str(error))
+                damaged.append(("DEL", name_of(key)))  # while it exists, it is not stored again
+        if damaged:
+            self._link.run(damaged)
+
+    def _room(self) -> float:
+        """Return how many bytes to send or await at once: a part of the deadline's worth."""
+        return min(BATCH_BYTES, self._bytes_s * self._link.deadline_s / 4)
+
+    def _note_speed(self, lengths: Sequence[int], began: float) -> None:
+        if lengths:
+            self._blob_bytes = max(1, *lengths, 0.8 * self._blob_bytes)
+            self._bytes_s = max(1, sum(lengths)) / max(self._monotonic() - began, 1e-6)
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        known = self._known(keys)
-        found = self._server.exist(keys)
-        gone = {key for key, there in zip(keys, found, strict=True) if there is False}
-        self._forget({key: x for key, x in known.items() if key in gone})
-        return [bool(there) for there in found]
+        replies = self._in_batches([("EXISTS", name_of(key)) for key in keys])
+        refused = [self._is_refusal(x) for x in replies]
+        if replies and all(refused):
+            raise TierUnavailable(f"redis tier: {replies[0]}")
+        return [x == 1 for x in replies]
 
     def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
-        found = self._server.manifests(keys)
-        return [found[key].length if key in found else None for key in keys]
+        found: list[int | None] = []
+        for reply in self._in_batches([("STRLEN", name_of(key)) for key in keys]):
+            length = 0 if _is_of_another_type(reply) else self._answer(reply)
+            found.append(length - _HEAD.size if length >= _HEAD.size else None)
+        return found
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
-        keys = self._server.find(prefix)
+        pattern = name_of(prefix) + b"*"
+        names = self._link.call(lambda x: list(x.scan_iter(match=pattern, count=SCAN_COUNT)))
+        keys = sorted({key for key in map(_key, names) if key is not None})
         for first in range(0, len(keys), BATCH_KEYS):
-            blobs = self._server.read(keys[first : first + BATCH_KEYS])
-            yield from blobs.items()
+            batch = keys[first : first + BATCH_KEYS]
+            found = zip(batch, self.get_many(batch), strict=True)
+            yield from ((key, blob) for key, blob in found if blob is not None)
 
     # Writing
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
-        blobs = dict(items)
-        if not blobs:
-            return 0
-        with self._writing:
-            self._drop_doubtful()
-            there = dict(zip(blobs, self.contains_many(list(blobs)), strict=True))
-            with self._lock:
-                # Blobs that other processes wrote do not count against our budget.
-                sizes = {
-                    key: self._cost(len(blob))
-                    for key, blob in blobs.items()
-                    if not there[key] or key in self._index
-                }
-                self._early.note(blobs)
-                update = self._index.add(sizes, owner)
-            written = self._write(update, blobs)
-            gone = {key for key, _ in update.evicted}
-            return sum(key in written or (there[key] and key not in gone) for key in blobs)
+    def put_many(
+        self, items: Sequence[tuple[bytes, Blob]], owner: str = "", after: bytes = b""
+    ) -> int:
+        num_held = 0
+        for batch in self._batches(dict(items)):
+            began = self._monotonic()
+            try:
+                replies = self._link.run([(*self._set(*x), "NX") for x in batch])
+            except TierUnavailable:
+                if not num_held:
+                    raise
+                break
+            self._note_speed([len(blob) for _, blob in batch], began)
+            held = [
+                (key, reply)
+                for (key, _), reply in zip(batch, replies, strict=True)
+                if not self._is_refusal(reply)
+            ]
+            self._note_prolonged([key for key, reply in held if reply is not None])
+            self.touch([key for key, reply in held if reply is None])  # they were there
+            num_held += len(held)
+        return num_held
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
-        blobs = {key: blob}
-        before = instead_of or key
-        with self._writing:
-            self._drop_doubtful()
-            if instead_of and not self._known([before]):
+    def replace(self, key: bytes, blob: Blob, owner: str = "", after: bytes = b"") -> bool:
+        for batch in self._batches({key: blob}):
+            (reply,) = self._link.run([self._set(*x) for x in batch])
+            if self._is_refusal(reply):
                 return False
-            with self._lock:
-                self._early.note(blobs)
-                old = self._index.remove(before)
-                update = self._index.add({key: self._cost(len(blobs[key]))}, owner)
-                if not update.added and old is not None:
-                    self._index.undo(IndexUpdate([], [(before, old)]))
-            if not instead_of:
-                return key in self._write(update, blobs)
-            return self._write_instead(update, blobs, before, old)
+            self._note_prolonged([key])
+            return True
+        return False
 
-    def _write_instead(
-        self,
-        update: IndexUpdate,
-        blobs: Mapping[bytes, Blob],
-        before: bytes,
-        old: RecencyEntry | None,
-    ) -> bool:
-        """Write a blob in place of one of another name, which is removed once it is written."""
-        written: set[bytes] = set()
-        try:
-            written = self._write(update, blobs)
-        finally:
-            if not written and update.added and old is not None:
-                with self._lock:
-                    self._index.undo(IndexUpdate([], [(before, old)]))
-        if written:
-            with self._lock:
-                manifest = self._manifests.pop(before, None)
-            self._doubtful.append({} if manifest is None else {before: manifest})
-            self._drop_doubtful()
-        return bool(written)
+    def _set(self, key: bytes, blob: Blob) -> Command:
+        return ("SET", name_of(key), _sealed(key, blob), "PX", self._ttl_ms)
 
-    def _write(self, update: IndexUpdate, blobs: Mapping[bytes, Blob]) -> set[bytes]:
-        """Carry out an update of the index; return the keys that were written.
-
-        Blobs that could not be written or removed are undone in the index.
-
-        Raises:
-            TierUnavailable: nothing was written.
-        """
-        written: set[bytes] = set()
-        before: dict[bytes, BlobManifest] = {}
-        evicted = update.evicted
-        try:
-            self._evict([key for key, _ in evicted])
-            evicted = []
-            before = self._take_known(update.added)
-            for manifests in self._server.write({key: blobs[key] for key in update.added}):
-                written |= manifests.keys()
-                with self._lock:
-                    self._manifests |= manifests
-                if self._book is not None:  # another engine may have replaced the older ones
-                    self._book.owe((key, x) for key, x in before.items() if key in manifests)
-        except TierUnavailable as error:
-            if isinstance(error, WriteInterrupted):
-                # The blobs that they were to replace do not count any more either.
-                older = {key: x for key, x in before.items() if key not in written}
-                self._doubtful += [error.manifests, older]
-            if not written:
-                raise
-        finally:
-            failed = [key for key in update.added if key not in written]
-            with self._lock:
-                self._index.undo(IndexUpdate(failed, evicted))
-                for key in failed:
-                    self._manifests.pop(key, None)
-        return written
-
-    def _drop_doubtful(self) -> None:
-        """Remove blobs that may have been written after all, before a caller counts on them."""
-        while self._doubtful:
-            self._server.evict(self._doubtful[-1])
-            self._doubtful.pop()
-
-    def _take_known(self, keys: Sequence[bytes]) -> dict[bytes, BlobManifest]:
-        """Return our manifests of these blobs; meanwhile no call can ``_forget`` them."""
-        known = self._known(keys)
-        with self._lock:
-            for key in known:
-                del self._manifests[key]
-        return known
-
-    def _known(self, keys: Iterable[bytes]) -> dict[bytes, BlobManifest]:
-        """Return our manifests of these blobs, if they count and are not being written."""
-        with self._lock:
-            return {key: self._manifests[key] for key in keys if key in self._manifests}
-
-    def _evict(self, keys: Sequence[bytes]) -> None:
-        manifests = self._known(keys)
-        self._server.evict(manifests)
-        with self._lock:
-            for key in manifests:
-                self._manifests.pop(key, None)
-            self._num_evictions += len(keys)
+    def _batches(self, blobs: Mapping[bytes, Blob]) -> Iterator[list[tuple[bytes, Blob]]]:
+        """Yield blobs in order, one or as many as there is room for; count too large ones."""
+        batch: list[tuple[bytes, Blob]] = []
+        total = 0
+        for key, blob in blobs.items():
+            if len(blob) > MAX_BLOB_BYTES:
+                self._link.count(f"a blob of {len(blob)} bytes is too large")
+                continue
+            if batch and (total + len(blob) > self._room() or len(batch) >= BATCH_KEYS):
+                yield batch
+                batch, total = [], 0
+            batch.append((key, blob))
+            total += len(blob)
+        if batch:
+            yield batch
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         keys = list(dict.fromkeys(keys))
-        count = 0
-        with self._writing:
-            for first in range(0, len(keys), BATCH_KEYS):
-                batch = keys[first : first + BATCH_KEYS]
-                count += self._server.delete(batch)
-                self._forget(self._known(batch))
-        return count
+        with self._lock:
+            for key in keys:
+                self._prolonged.pop(key, None)
+        replies = self._in_batches([("DEL", name_of(key)) for key in keys])
+        return sum(self._answer(x) for x in replies)
 
     def drop_quarantine(self) -> None:
         """Do nothing: damaged blobs are deleted."""
 
-    def _forget(self, written: Mapping[bytes, BlobManifest]) -> None:
-        """Stop counting blobs that the server no longer has, unless they were written again."""
-        gone: list[Written] = []
-        with self._lock:
-            for key, manifest in written.items():
-                if self._manifests.get(key) == manifest:
-                    del self._manifests[key]
-                    self._index.remove(key)
-                    gone.append((key, manifest))
-        if self._book is not None:
-            self._book.owe(gone)
-
-    # Earlier lives
-
-    def _enter_earlier(self, entries: Sequence[BookEntry]) -> None:
-        """Count these as the least recent, evict beyond the budget, strike those not visible.
-
-        Raises:
-            TierUnavailable: some are counted, and some of those were to be evicted.
-        """
-        with self._writing:
-            seen = self._seen(entries)
-            unseen = [(x.key, x.manifest) for x in entries if seen.get(x.key) != x.manifest]
-            self._server.drop_fragments(unseen)  # the server may still have some
-            with self._lock:
-                for key, manifest in seen.items():
-                    if key not in self._index:
-                        cost = self._cost(manifest.length)
-                        self._index.insert_oldest(key, cost, self._said.pop(key, ""))
-                        self._manifests[key] = manifest
-                self._index.touch(self._early.among(seen))
-                evicted = self._index.shrink()
-            self._write(IndexUpdate([], evicted), {})
-
-    def _seen(self, entries: Sequence[BookEntry]) -> dict[bytes, BlobManifest]:
-        known = self._known([x.key for x in entries])
-        unknown = [x for x in entries if x.key not in known]
-        return known | last_writes(unknown, self._server.exist, self._server.manifests)
-
-    def _end_entering(self) -> None:
-        self.touch(self._early.all())  # the order among batches, and in the book
-        with self._lock:
-            self._early.end()
-            self._entering = False
-            self._said = {}
-
-    @property
-    def knows_earlier_lives(self) -> bool:
-        """True once all blobs of earlier lives are counted."""
-        return not self._entering
-
-    def written(self, prefix: bytes) -> list[bytes] | None:
-        now = super().written(prefix) or []
-        if self._earlier is None or self.knows_earlier_lives:
-            return now
-        with contextlib.suppress(TierUnavailable):
-            if (listed := self._earlier.listed(prefix)) is not None:
-                before = {key: None for batch in listed for key in self._seen(batch)}
-                return [*reversed(before), *(x for x in now if x not in before)]
-        return None
-
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
-        return super().limit_tenants(limits) if self.knows_earlier_lives else None
-
     # Recency
 
-    def _apply_limits(self, limits: TenantLimits) -> None:
-        with self._writing:
-            with self._lock:
-                update = IndexUpdate([], self._index.limit(limits))
-            if update.evicted:
-                self._write(update, {})
+    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
+        """Restart the clocks of a chain, the first one last, so that it is the most recent.
 
-    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+        Those that were prolonged lately are left out: a turn of a long session costs what is new.
+        """
+        now = self._monotonic()
         with self._lock:
-            self._index.own(owner, keys, idle_s)
-            if self._entering:
-                self._index.expect(owner, idle_s)
-                self._said |= {key: owner for key in keys if key not in self._index}
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark a chain as just used, here and, as far as it answers, on the server."""
-        with self._lock:
-            self._early.note(keys)
-            self._index.touch(keys)
-            manifests = {
-                key: self._manifests[key] for key in reversed(keys) if key in self._manifests
-            }
-        others: dict[bytes, BlobManifest] = {}
+            due = [
+                x for x in keys if now - self._prolonged.get(x, float("-inf")) >= self._prolong_s
+            ]
+        if not due:
+            return
         with contextlib.suppress(TierUnavailable):
-            if self._expires:  # blobs of other processes must not expire while we use them
-                others = self._server.manifests([key for key in keys if key not in manifests])
-            self._server.touch(manifests, others)
+            self._in_batches([("PEXPIRE", name_of(x), self._ttl_ms) for x in reversed(due)])
+            self._note_prolonged(due)
+
+    def _note_prolonged(self, keys: Iterable[bytes]) -> None:
+        now = self._monotonic()
+        with self._lock:
+            for key in keys:
+                self._prolonged.pop(key, None)
+                self._prolonged[key] = now
+            while len(self._prolonged) > MAX_PROLONGED:
+                del self._prolonged[next(iter(self._prolonged))]
+
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
+        """Do nothing: the server does not know tenants."""
+
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
+        """Return None: what a tenant holds on the server is not known."""
+        return None
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Do nothing: the server does not know pins."""
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Do nothing, as ``pin``."""
+
+    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
+        return [None] * len(keys)
 
     # Life
 
-    def _health(self) -> tuple[int, bool]:
-        return self._link.num_errors, self._link.available
+    def watch(self) -> None:
+        """Look at the server now and every few seconds, on a thread of its own. Call once."""
+        self._watching = Periodic(self.greet, WATCH_S, "kvstore-redis-watch", at_once=True)
+
+    def greet(self) -> None:
+        """Ask the server how it bounds its memory; say in the log if it does not."""
+        before = self.stats().trouble
+        try:
+            bounds = self._link.call(read_bounds)
+        except TierUnavailable:  # the link has counted and logged it
+            if not self._link.available:
+                return
+            bounds = ServerBounds()  # it refuses INFO
+        with self._lock:
+            self._bounds = bounds
+        if bounds.trouble and bounds.trouble != before:
+            _log.warning("redis tier %s: %s", self._link.name, bounds.trouble)
+
+    def stats(self) -> TierStats:
+        """Return the server's own numbers as of the last look, with all that others keep there."""
+        with self._lock:
+            bounds = self._bounds or ServerBounds()
+            trouble = self._bounds.trouble if self._bounds else ""
+        return TierStats(
+            name=self.name,
+            nbytes=bounds.used_bytes,
+            capacity_bytes=bounds.max_bytes or 0,
+            num_blobs=bounds.num_keys,
+            evictions=bounds.evictions,
+            errors=self._link.num_errors,
+            available=self._link.available,
+            trouble=trouble,
+        )
 
     def flush(self) -> None:
         """Do nothing: a writing call returns only when the server has the blob."""
 
     def close(self) -> None:
-        if self._earlier is not None:
-            self._earlier.close()
         self._link.close()
-        if self._writer is not None:
-            self._writer.release()
+        if self._watching is not None:
+            self._watching.close()
+
+    # Replies
+
+    def _in_batches(self, commands: Sequence[Command]) -> list[Reply]:
+        """Run small commands, each batch within a deadline of its own."""
+        size = 2 * BATCH_KEYS
+        batches = (commands[i : i + size] for i in range(0, len(commands), size))
+        return [reply for batch in batches for reply in self._link.run(batch)]
+
+    def _is_refusal(self, reply: Reply) -> bool:
+        if isinstance(reply, Exception):
+            self._link.count(str(reply))
+            return True
+        return False
+
+    def _answer(self, reply: Reply) -> Reply:
+        """Return a reply that is no refusal; else count it, and raise ``TierUnavailable``."""
+        if self._is_refusal(reply):
+            raise TierUnavailable(f"redis tier: {reply}")
+        return reply
+
+    def _content(self, reply: Reply) -> bytes:
+        """Return a value; empty if it is missing, or of a type that no blob has."""
+        if reply is None or _is_of_another_type(reply):
+            return b""
+        return bytes(self._answer(reply))
+
+
+def _is_of_another_type(reply: Reply) -> bool:
+    return isinstance(reply, Exception) and str(reply).startswith("WRONGTYPE")
+
+
+def name_of(key: bytes) -> bytes:
+    return PREFIX + key.hex().encode()
+
+
+def _key(name: bytes) -> bytes | None:
+    """Return the key of a value's name; None if another program named it."""
+    try:
+        return bytes.fromhex(name[len(PREFIX) :].decode("ascii"))
+    except ValueError:
+        return None
+
+
+def _sealed(key: bytes, blob: Blob) -> bytes:
+    return b"".join((_HEAD.pack(_MAGIC, crc32c(blob, crc32c(key))), blob))
+
+
+def _opened(key: bytes, value: bytes) -> Blob:
+    """Return the blob in a value. Raises ``Corrupt``: it is of another key, or damaged."""
+    if len(value) < _HEAD.size or value[:4] != _MAGIC:
+        raise Corrupt("not a value of ours")
+    blob = memoryview(value)[_HEAD.size :]
+    if crc32c(blob, crc32c(key)) != _HEAD.unpack_from(value)[1]:
+        raise Corrupt("a value's checksum is wrong")
+    return blob

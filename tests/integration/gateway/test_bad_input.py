@@ -56,7 +56,7 @@ def chat(**fields: Any) -> bytes:
         ({"n": 10**9}, "n"),
         ({"n": 0}, "n"),
         ({"n": "two"}, "n"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": 10**12}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
@@ -115,8 +115,12 @@ async def test_an_unknown_model(stack: FakeStack) -> None:
 
 
 async def test_encodings(stack: FakeStack) -> None:
-    bomb = gzip.compress(b"x" * 50 * MIB)
-    assert (await post(stack, bomb, **{"content-encoding": "gzip"}))[0] == 415
+    bomb = gzip.compress(b"x" * 500 * MIB)
+    before = stack.process.memory_info().rss
+    for _ in range(4):
+        assert (await post(stack, bomb, **{"content-encoding": "gzip"}))[0] == 413
+    assert stack.process.memory_info().rss - before < 32 * MIB
+    assert (await post(stack, bomb, **{"content-encoding": "br"}))[0] == 415
     assert (await post(stack, chat(), **{"content-type": "text/plain"}))[0] == 415
 
 

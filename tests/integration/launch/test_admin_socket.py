@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from gateway.keys import generate_key
 from launch.cli.main import app
+from launch.errors import LaunchError
 from tests.integration.launch.test_serve import Server
 
 pytestmark = pytest.mark.slow
@@ -58,6 +59,19 @@ def test_only_clients_of_the_socket_are_admins(tmp_path: Path, monkeypatch: pyte
         assert b'"admin":true' in asyncio.run(first_event(path))
     finally:
         assert server.stop() == 0
+    assert not path.exists()
+
+
+def test_a_start_is_refused_where_others_could_take_the_sockets_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "shared" / "admin.sock"
+    path.parent.mkdir()
+    path.parent.chmod(0o777)
+    monkeypatch.setenv("THERMOCLINE_GATEWAY__ADMIN_SOCKET", str(path))
+    started = CliRunner().invoke(app, ["serve", "--engine", "fake", "--port", "0"])
+    assert isinstance(started.exception, LaunchError)
+    assert f"other users can write {path.parent} " in str(started.exception)
     assert not path.exists()
 
 

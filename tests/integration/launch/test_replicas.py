@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 import urllib.request
@@ -14,7 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from redis import Redis
 
+from kvstore.tiers.redis_server.redis_tier import PREFIX
 from tests.integration.launch.test_serve import Server
 from tests.integration.launch.test_several_models import ask, chat, start
 from tests.integration.tiny_models import write_model
@@ -114,7 +115,7 @@ def test_sessions_of_a_killed_engine_return_from_the_shared_tier(tmp_path: Path)
                 status, cache, answer = chat(server, "fake", name, *history)
                 assert (status, cache.split(";")[0]) == (200, "miss")
                 history += [answer["choices"][0]["message"]["content"] or "-", f"{name} goes on"]
-            until_in_redis(server, len(said))
+            until_in_redis(redis.url, len(said))
             caches = Counter(killed_in_the_midst(server, said))
             assert caches["cold-redis"] > 0 and caches["hot"] > 0
             assert caches["miss"] == 0, caches
@@ -122,16 +123,14 @@ def test_sessions_of_a_killed_engine_return_from_the_shared_tier(tmp_path: Path)
             server.stop()
 
 
-def until_in_redis(server: Server, number: int) -> None:
+def until_in_redis(redis_url: str, number: int) -> None:
     """Wait until the shared tier has every session, and no more comes."""
-    end, before = time.monotonic() + 60, 0.0
-    while time.monotonic() < end:
-        with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
-            text = answer.read().decode()
-        found = re.search(r'tier_num_blobs\{tier="redis"\} (\S+)', text)
-        now = float(found[1]) if found else 0.0
-        if now == before and now >= 2 * number:  # a record and a blob at least
-            return
-        before = now
-        time.sleep(1.5)
+    end, before = time.monotonic() + 60, 0
+    with Redis.from_url(redis_url) as client:
+        while time.monotonic() < end:
+            now = sum(1 for _ in client.scan_iter(PREFIX + b"*"))
+            if now == before and now >= 2 * number:  # a record and a blob at least
+                return
+            before = now
+            time.sleep(1.5)
     raise TimeoutError("the sessions are not all in Redis")

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from engines.http import CacheOutcome
+from engines.mlx_worker import control
 from engines.mlx_worker.cache import kv_arrays
 from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.session import SessionRef
-from tests.integration.mlx_owner.harness import Answer, Engine, begun, engine, session, text
+from tests.integration.mlx_owner.harness import (
+    Answer,
+    Engine,
+    begun,
+    engine,
+    session,
+    surround,
+    text,
+)
 from tests.integration.tiny_models import KINDS, UNTRIMMABLE
 
 pytestmark = pytest.mark.mlx
@@ -220,6 +230,29 @@ async def test_what_cannot_be_demoted_says_why(tmp_path: Path):
     async with engine("llama") as it:
         await it.turn(text(1, 200), one)
         assert (await it.verbs.demote(one, None)).kept == "disabled"
+
+
+async def test_a_demote_does_not_wait_for_a_long_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(control, "SAVE_WAIT_S", 0.05)
+    one, ends = session("one"), list[Callable[[], None]]()
+    async with engine("llama", tmp_path) as it:
+        store = it.store
+
+        def save(*given: Any, **more: Any) -> bool:
+            ends.append(lambda: store.save(*given, **more))
+            return True
+
+        surround(it, save=save)
+        await it.turn(text(1, 200), one)
+        while not ends:  # the turn's end has reached the owner thread
+            await asyncio.sleep(0.01)
+        done = await it.verbs.demote(one, None)
+        assert done.kept == "saving" and done.report is not None and done.report.hot
+        ends.pop()()
+        await it.settled()
+        assert (await it.verbs.demote(one, None)).kept == ""
 
 
 @pytest.mark.parametrize("prefetched", [True, False])

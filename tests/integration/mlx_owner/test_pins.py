@@ -1,4 +1,4 @@
-"""Pins that are refused, and sessions that the store lost, as the engine's verbs see them."""
+"""Pins, and sessions that the store lost, as the engine's verbs see them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import PinLimit
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef
 from kvstore.store.restored import Match, Restored
-from tests.integration.mlx_owner.harness import ANY_CODEC, engine, session, surround, text
+from tests.integration.mlx_owner.harness import engine, session, surround, text
 
 pytestmark = pytest.mark.mlx
-
-
-async def test_a_session_that_may_not_be_pinned_sleeps_as_before(tmp_path: Path) -> None:
-    one, two = session("one"), session("two")
-    async with engine("llama", tmp_path, gate={**ANY_CODEC, "pinned_share": 0.0}) as it:
-        await it.turn(text(1, 200), one)
-        await it.turn(text(2, 200), two)
-        await it.settled()
-        with pytest.raises(PinLimit, match="pinned_share"):
-            await it.verbs.pin(one, True)
-        report = await it.verbs.report(one)
-        assert not report.pinned
-        assert (await it.verbs.demote(one, None)).kept == ""
-        it.owner.parts.hot_cache.sessions.pin(
-            ("tenant", "two"), True
-        )  # before its save was through
-        await it.verbs.pin_saved(two)
-        report = await it.verbs.report(two)
-        assert report.hot and not report.pinned
 
 
 async def test_a_session_that_the_store_lost_is_reported_and_loses_its_pin(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from engines.http import CACHE_HEADER, CacheOutcome
@@ -38,6 +40,20 @@ async def test_length_and_stop(toy: Open) -> None:
     assert [x.message.content for x in stopped.choices] == ["one two"] * 2
     assert [x.finish_reason for x in stopped.choices] == ["stop"] * 2
     assert stage.owner.streams[-1].stopped == [0, 1]
+
+
+async def test_a_stop_string_that_is_whole_at_the_limit(toy: Open) -> None:
+    async with toy() as stage:
+        stage.script("one two three four")
+        num_tokens = len(stage.tokenizer.encode("one two three", add_special_tokens=False))
+        limits = {"max_tokens": num_tokens, "stop": ["three"]}
+        answers = [await stage.chat(**limits)]
+        chunks = [await stage.chunks(**limits)]
+        ask = partial(stage.client.completions.create, model="toy", prompt="Go", **limits)
+        answers.append(await ask())
+        chunks.append([chunk async for chunk in await ask(stream=True)])
+    for ended in [x.choices[0] for x in answers] + [x[-1].choices[0] for x in chunks]:
+        assert (ended.finish_reason, ended.stop_reason) == ("stop", "three")
 
 
 async def test_zero_tokens_reads_the_prompt_only(toy: Open) -> None:

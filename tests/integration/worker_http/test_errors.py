@@ -22,7 +22,13 @@ pytestmark = pytest.mark.mlx
         ({"temperature": 9}, openai.BadRequestError, None),
         ({"logit_bias": {"410": 1}}, openai.BadRequestError, None),
         ({"extra_body": {"min_tokens": 3}}, openai.BadRequestError, None),
-        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, openai.BadRequestError, None),
+        ({"extra_body": {"structured_outputs": {"grammar": "a"}}}, openai.BadRequestError, None),
+        ({"extra_body": {"structured_outputs": {"regex": "(?=a)"}}}, openai.BadRequestError, None),
+        (
+            {"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}},
+            openai.BadRequestError,
+            None,
+        ),
         (
             {"messages": [{"role": "user", "content": "x" * 600}]},
             openai.BadRequestError,

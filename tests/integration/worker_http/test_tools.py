@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+import openai
 import pytest
 
 from tests.integration.worker_http.stage import CALL, CITY, LOOK, Open
@@ -79,6 +81,50 @@ async def test_json_schema(toy: Open) -> None:
         assert list(json.loads(choice.message.content)) == ["city"]
     message = either.choices[0].message
     assert message.tool_calls or list(json.loads(message.content)) == ["city"]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "pattern"),
+    [
+        ({"regex": "[0-9]{3}/[a-f]{2}"}, "[0-9]{3}/[a-f]{2}"),
+        ({"choice": ["red", 'gr"ün']}, 'red|gr"ün'),
+        ({"json": CITY}, r'\{\s*"city".*\}'),
+        ({"json": json.dumps(CITY), "regex": None}, r'\{\s*"city".*\}'),
+        ({"json_object": True}, r"\{.*"),
+    ],
+)
+async def test_structured_outputs(toy: Open, outputs: Any, pattern: str) -> None:
+    async with toy() as stage:
+        stage.script("Never that.")
+        extra = {"structured_outputs": outputs}
+        reply = await stage.chat(extra_body=extra, seed=1, max_tokens=400)
+    assert re.fullmatch(pattern, reply.choices[0].message.content, re.DOTALL)
+
+
+async def test_keywords_that_no_grammar_knows_are_left_out(toy: Open) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "mail": {"type": "string", "format": "idn-email", "maxLength": 3},
+            "ids": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+            "code": {"type": "string", "pattern": "^(?!x)[a-z]+$", "maxLength": 3},
+        },
+        "required": ["mail", "ids", "code"],
+        "propertyNames": {"pattern": "^[a-z]+$"},
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    named = {"name": "look", "parameters": schema}
+    async with toy() as stage:
+        stage.script("Never JSON.")
+        tools = [{"type": "function", "function": named}]
+        shaped = await stage.chat(response_format=wanted, seed=1, max_tokens=400)
+        forced = await stage.chat(tools=tools, tool_choice="required", seed=1, max_tokens=400)
+        strict = {"type": "function", "function": {**named, "strict": True}}
+        with pytest.raises(openai.BadRequestError, match="is not permitted with strict"):
+            await stage.chat(tools=[strict], tool_choice="required")
+    (call,) = forced.choices[0].message.tool_calls
+    for written in (shaped.choices[0].message.content, call.function.arguments):
+        assert list(json.loads(written)) == ["mail", "ids", "code"]
 
 
 async def test_grammar_begins_after_the_reasoning(toy: Open) -> None:

@@ -26,7 +26,6 @@ KEYS = {"message", "type", "param", "code"}
         (EngineStalled("silent"), 504),
         (EngineUnavailable("starting"), 503),
         (EngineRefused("no"), 502),
-        (EngineRefused("no room", "pin_limit"), 409),
         (SessionKept("busy"), 409),
         (SessionKept("a reason of tomorrow"), 409),
         (EngineError("odd"), 502),

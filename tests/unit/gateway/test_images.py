@@ -11,6 +11,7 @@ from engines.wire import TemplateRules
 from tests.unit.gateway.in_process import MODEL, WELCOME, App, RecordingEngine, Reply
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
+SHOWN = "(The result is the image in the next message.)"
 FAR = "https://example.org/cat.png"
 SEEING = msgspec.structs.replace(WELCOME, sees_images=True)
 DIALECTS = ("chat", "responses", "anthropic")
@@ -140,6 +141,87 @@ async def test_images_of_tools_come_after_all_results() -> None:
     ]
     await to.post("/v1/responses", {"model": MODEL, "input": items})
     assert heard(to) == anthropic  # the same conversation is the same prompt
+
+
+IMAGE = "(An image was left out here: it cannot be shown to this model.)"
+FILE = "(A file was left out here: it cannot be shown to this model.)"
+PATHS = [
+    *("/v1/chat/completions", "/tokenize", "/v1/responses", "/v1/responses/input_tokens"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
+]
+
+
+def after_a_tool(path: str, parts: Any) -> dict[str, Any]:
+    """The body of a request whose last message is a tool's result."""
+    body: dict[str, Any] = {"model": MODEL}
+    call = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    hi = {"role": "user", "content": "hi"}
+    if path in ("/v1/chat/completions", "/tokenize"):
+        result = {"role": "tool", "tool_call_id": "c1", "content": parts}
+        return body | {"messages": [hi, {"role": "assistant", "tool_calls": [call]}, result]}
+    if path.startswith("/v1/responses"):
+        called = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"}
+        output = {"type": "function_call_output", "call_id": "c1", "output": parts}
+        return body | {"input": [hi, called, output]}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": parts}
+    use = {"role": "assistant", "content": [TOOL_USE]}
+    return body | {"max_tokens": 5, "messages": [hi, use, {"role": "user", "content": [result]}]}
+
+
+def result_parts(path: str, image: Any) -> list[dict[str, Any]]:
+    """Text, an image and a file, as a tool gives them in a dialect."""
+    if path in ("/v1/chat/completions", "/tokenize"):
+        shown = {"type": "image_url", "image_url": {"url": image}}
+        return [{"type": "text", "text": "seen"}, shown, {"type": "file", "file": {}}]
+    if path.startswith("/v1/responses"):
+        shown = {"type": "input_image", "image_url": image}
+        return [{"type": "input_text", "text": "seen"}, shown, {"type": "input_file"}]
+    block = {"type": "image", "source": source(image) if isinstance(image, str) else image}
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
+    return [{"type": "text", "text": "seen"}, block, pdf]
+
+
+def text_of(message: dict[str, Any]) -> str:
+    said = message["content"]
+    return said if isinstance(said, str) else "\n".join(x["text"] for x in said)
+
+
+@pytest.mark.parametrize("image", [PNG, FAR, 7])
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_result_with_an_image_or_a_file_is_taken_without_it(path: str, image: Any) -> None:
+    to = App()
+    await to.post(path, after_a_tool(path, result_parts(path, image)))
+    *_, result = heard(to)
+    assert (result["role"], text_of(result)) == ("tool", f"seen\n{IMAGE}\n{FILE}")
+    to = app()
+    await to.post(path, after_a_tool(path, result_parts(path, image)))
+    shown = [x for y in heard(to) for x in y.get("content") or () if isinstance(x, dict)]
+    assert (image_of(PNG) in shown) == (image == PNG)
+
+
+async def test_what_is_left_out_of_results_is_counted() -> None:
+    to = App()
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        await to.post(path, after_a_tool(path, result_parts(path, PNG)))
+    figures = (await to.get("/metrics")).body.decode()
+    for kind in ("result_image", "result_file"):
+        assert f'thermocline_left_out_total{{kind="{kind}"}} 3' in figures
+
+
+@pytest.mark.parametrize("shown", [PNG, None])
+async def test_a_screenshot_of_a_computer_is_an_image(shown: str | None) -> None:
+    screenshot = {"type": "computer_screenshot", "image_url": shown, "file_id": "f"}
+    for to, wanted in ((App(), IMAGE), (app(), SHOWN if shown else IMAGE)):
+        await to.post("/v1/responses", after_a_tool("/v1/responses", screenshot))
+        assert heard(to)[2]["content"] == wanted
+
+
+@pytest.mark.parametrize("part", [5, "x", {}, {"type": ["text"]}, {"type": {}}, {"type": "odd"}])
+@pytest.mark.parametrize("path", PATHS)
+async def test_odd_parts_of_results_are_refused_or_left_out(path: str, part: Any) -> None:
+    to = App()
+    reply = await to.post(path, after_a_tool(path, [part]))
+    assert to.engine.asked or reply.status == 400
 
 
 async def test_an_image_survives_where_users_messages_are_joined() -> None:

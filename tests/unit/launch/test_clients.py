@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import stat
 import tomllib
@@ -9,8 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
-from launch.clients import BACKUP_SUFFIX, CLIENTS, NO_KEY, Change, Server, connection, merged, write
+from launch.clients import (
+    BACKUP_SUFFIX,
+    CLIENTS,
+    NO_KEY,
+    Change,
+    Format,
+    Server,
+    connection,
+    merged,
+    write,
+)
 from launch.errors import LaunchError, UsageError
 
 SERVER = Server("http://127.0.0.1:8080", "org/model-1", 32768, "tc-key")
@@ -102,6 +114,83 @@ def test_lines_keep_their_neighbours(tmp_path: Path) -> None:
     lines = text.splitlines()
     assert lines[:4] == ["# mine", f"OPENAI_MODEL={SERVER.model}", "OTHER=1", "OPENAI_MODEL_2=x"]
     assert sorted(lines[4:]) == [f"OPENAI_API_KEY={SERVER.key}", f"OPENAI_BASE_URL={SERVER.url}/v1"]
+
+
+# Names of models that another server could give; each can be printed.
+NAMES = [
+    "org/model-1",
+    "a b # no comment",
+    "123",
+    "true",
+    "it's $HOME",
+    'say "hi"',
+    "a: b, [c] {d} & *e !f | > % @ `g`",
+    "- x",
+    "C:\\models\\new",
+    "模型 🙂",
+    "~",
+]
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_a_parser_of_yaml_reads_back_what_aider_is_given(model: str, tmp_path: Path) -> None:
+    needs = connection("aider", replace(SERVER, model=model), tmp_path)
+    assert needs.change is not None
+    text = merged("dark-mode: true\nmodel: old\n", needs.change)
+    assert yaml.safe_load(text) == {"dark-mode": True, **needs.change.values}
+    assert merged(text, needs.change) == text
+    assert yaml.safe_load("\n".join(needs.lines)) == needs.change.values
+    assert needs.change.values["model"] == f"openai/{model}"
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_a_parser_of_env_files_reads_back_what_qwen_code_is_given(
+    model: str, tmp_path: Path
+) -> None:
+    dotenv = pytest.importorskip("dotenv")
+    change = connection("qwen-code", replace(SERVER, model=model), tmp_path).change
+    assert change is not None
+    text = merged("MINE=1\nOPENAI_MODEL=old\n", change)
+    found = dotenv.dotenv_values(stream=io.StringIO(text), interpolate=False)
+    assert found == {"MINE": "1", **change.values}
+    assert merged(text, change) == text
+
+
+def test_a_name_that_readers_of_env_files_would_change_is_not_written(tmp_path: Path) -> None:
+    for model in ('it\'s "so"', "a\\'b"):
+        change = connection("qwen-code", replace(SERVER, model=model), tmp_path).change
+        assert change is not None
+        with pytest.raises(LaunchError, match="cannot be written"):
+            write(change)
+        assert not change.path.exists()
+
+
+BAD_NAMES = [
+    "m\ntest-cmd: touch /tmp/x",
+    "m\rNODE_OPTIONS=--require=/tmp/x",
+    "m\x1b]0;owned\x07",
+    "m\x9b2J",
+    "m\x00",
+    "m\u2028x",
+    "m\x85x",
+    "",
+]
+
+
+@pytest.mark.parametrize("client", sorted(CLIENTS))
+@pytest.mark.parametrize("model", BAD_NAMES)
+def test_a_name_with_control_characters_is_refused(client: str, model: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as refused:
+        connection(client, replace(SERVER, model=model), tmp_path)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("format", ["yaml", "lines"])
+def test_a_value_with_a_line_break_is_never_written(format: Format, tmp_path: Path) -> None:
+    """Not even one that comes from elsewhere, as a key does."""
+    with pytest.raises(LaunchError):
+        write(Change(tmp_path / "file", format, {"key": "a\nb: c"}))
+    assert not (tmp_path / "file").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engines.base import CacheOutcome, EngineUnavailable, Notice, SessionRef
 from engines.wire import absent
+from scheduler import moves
 from scheduler.config import SchedulerConfig
 from scheduler.moves import KEPT_RETRY_S
 from scheduler.session import State
@@ -68,6 +69,63 @@ async def test_a_session_that_the_engine_keeps_is_no_success(manager, engine, re
     with pytest.raises(SessionKept, match=reason):
         await manager.demote(ref("a"))
     assert manager.get(ref("a")) == before
+
+
+async def test_a_session_that_is_being_saved_sleeps_as_soon_as_it_is(
+    manager, engine, ref, talk, monkeypatch
+):
+    monkeypatch.setattr(moves, "SAVING_LOOK_S", 0.01)
+    await talk(manager, ref("a"))
+    engine.kept = "saving"
+    assert (await manager.demote(ref("a"))).state == "saving"
+    assert manager.get(ref("a")).state == "saving"
+    assert (await manager.demote(ref("b"))) is None
+    engine.kept = ""
+    async with asyncio.timeout(5):
+        while manager.get(ref("a")).state != "cold":
+            await asyncio.sleep(0.01)
+
+
+async def test_a_session_that_is_being_saved_may_be_asked_again_for_a_tier(
+    manager, engine, ref, talk, monkeypatch
+):
+    monkeypatch.setattr(moves, "SAVING_LOOK_S", 0.01)
+    await talk(manager, ref("a"))
+    engine.kept = "saving"
+    assert (await manager.demote(ref("a"))).state == "saving"
+    assert (await manager.demote(ref("a"), "disk")).state == "saving"
+    engine.kept = ""
+    async with asyncio.timeout(5):
+        while manager.get(ref("a")).tier != "disk":
+            await asyncio.sleep(0.01)
+    assert manager.get(ref("a")).state == "cold"
+
+
+async def test_a_session_that_could_not_be_saved_is_idle_again(
+    manager, engine, ref, talk, monkeypatch
+):
+    monkeypatch.setattr(moves, "SAVING_LOOK_S", 0.01)
+    await talk(manager, ref("a"))
+    engine.kept = "saving"
+    assert (await manager.demote(ref("a"))).state == "saving"
+    engine.kept = "no-cold-copy"
+    async with asyncio.timeout(5):
+        while manager.get(ref("a")).state == "saving":
+            await asyncio.sleep(0.01)
+    assert manager.get(ref("a")).state == "idle"
+
+
+async def test_a_turn_keeps_a_session_awake_that_was_to_sleep_when_saved(
+    manager, engine, ref, talk, monkeypatch
+):
+    monkeypatch.setattr(moves, "SAVING_LOOK_S", 0.01)
+    await talk(manager, ref("a"))
+    engine.kept = "saving"
+    assert (await manager.demote(ref("a"))).state == "saving"
+    await talk(manager, ref("a"))
+    engine.kept = ""
+    await asyncio.sleep(0.1)
+    assert manager.get(ref("a")).state == "idle"
 
 
 async def test_a_busy_session_is_not_put_to_sleep_and_it_is_said(manager, engine, ref, talk):

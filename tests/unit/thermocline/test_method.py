@@ -157,7 +157,7 @@ def test_wrong_arguments_are_refused_with_the_right_ones():
         method.pack(np.zeros((2, 4, 64), np.float32), "both")
     with pytest.raises(ValueError, match="without layers"):
         method.pack_run([])
-    with pytest.raises(ValueError, match="use restore_run"):
+    with pytest.raises(Mismatch, match="use restore_run"):  # so may a file that was made up be
         method.restore(method.pack_run(run_of(layout_of(64), 8)))
 
 

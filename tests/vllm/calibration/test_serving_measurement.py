@@ -29,8 +29,7 @@ def engine(
     folder.mkdir()
     write_tokenizer(write_tiny_model(model))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be one core for both
-    # raw is measured too, since it is named: its rows show how exact the measurement is.
-    store = StoreConfig(codec="auto", disk_codec="raw", ram_bytes=1 << 28, disk_bytes=1 << 28)
+    store = StoreConfig(codec="auto", ram_bytes=1 << 28, disk_bytes=1 << 28)
     engine = RealEngine(
         str(model),
         folder,
@@ -65,8 +64,7 @@ def test_it_ends_measured_without_a_restart(engine, sessions):
     figures = [[(x.preset, x.kl, x.top1, x.bits_per_element) for x in p.rows] for p in measured]
     assert figures[0] == figures[-1], "the ranks have one verdict"
     kls = {x.preset: x.kl for x in measured[0].rows}
-    assert kls["raw"] < 1e-6, "restored KV is the KV that was computed"
-    assert kls["dense3"] > 1e-5, "and a codec's loss is seen"
+    assert kls["dense3"] > 1e-5, "a codec's loss is seen"
     if num_ranks == 1:
         front.run_until(lambda: "max" in {x.preset for x in profiles(engine)[0].rows})
     front.close()

@@ -41,10 +41,8 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealEngin
     folder.mkdir()
     write, options = MODELS[request.param]
     write_tokenizer(write(model))
-    # raw is measured too, since it is named: its rows show how exact the measurement is.
     store = StoreConfig(
         codec="auto",
-        disk_codec="raw",
         calibrate=True,
         learn_on=False,
         ram_bytes=1 << 28,
@@ -70,9 +68,8 @@ def test_a_session_is_measured_whole(engine, sessions, capfd):
     folder = profile_path(Path(engine.settings.disk_path), "x").parent
     (profile,) = [load_profile(x) for x in folder.glob("*.tcpf")]
     kls = {x.preset: x.kl for x in profile.rows}
-    assert kls["raw"] < 1e-6, "rows and states that are given back are those that were computed"
     packed = next(x for x in kls if x.startswith("dense3"))
-    assert kls[packed] > 1e-5, "and a codec's loss is seen"
+    assert kls[packed] > 1e-5, "a codec's loss is seen"
     front.close()
     block_tokens = engine.engine.vllm_config.cache_config.block_size
     prompt = sessions[0][: max(NUM_TOKENS, block_tokens + 1)]
@@ -80,9 +77,9 @@ def test_a_session_is_measured_whole(engine, sessions, capfd):
     engine.wait_saved("after")
     assert engine.forget_local()
     again = engine.ask(prompt, "after", tokens=8)
-    assert again.restored == len(prompt) // block_tokens * block_tokens > 0
-    # Which preset is quick enough for memory is a matter of times on this machine.
-    if engine.report().codec.tiers["ram"].startswith("raw"):
+    assert again.restored == len(prompt) // block_tokens * block_tokens > 0  # a block is a chunk
+    # Which preset restores in time is a matter of this machine.
+    if engine.report().codec.id.startswith("raw"):
         assert again.tokens == first.tokens
     assert ("+state" in packed) == (block_tokens > BLOCK), "matrices are packed, too"
 

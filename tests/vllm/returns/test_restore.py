@@ -42,11 +42,34 @@ def test_the_next_turn_prefills_only_what_is_new(engine, sessions):
     engine.wait_saved("chat")
     engine.forget_local()
     back = engine.ask(turn, "chat")
-    history = len(sessions[0]) + len(first.tokens) - 1  # the last token was never computed
+    # The last token was never computed; those after the last full chunk are computed again.
+    history = (len(sessions[0]) + len(first.tokens) - 1) // BLOCK * BLOCK
     assert back.restored == back.cached == history
     assert back.reason is None
     again = engine.ask(turn, "chat")
     assert (again.restored, again.tokens) == (0, back.tokens)
+
+
+def test_turn_after_turn_through_the_cold(engine, sessions):
+    """Each returns up to its last full chunk; in the end all is as computed in one go.
+
+    But for the last bits: a few tokens at a time are added up in another order.
+    """
+    prompt = sessions[2][:70]
+    for i in range(6):
+        computed = len(prompt)
+        prompt = prompt + engine.ask(prompt, "turns", tokens=1).tokens
+        engine.wait_saved("turns")
+        assert engine.forget_local()
+        prompt += sessions[3][i * 20 : i * 20 + 27]
+        assert engine.ask(prompt, tokens=1).restored == computed // BLOCK * BLOCK
+        assert engine.forget_local()
+    back = engine.ask(prompt, "turns")
+    assert back.restored > 0
+    assert engine.forget_local()
+    right = engine.ask(prompt, skip_reading_prefix_cache=True)
+    assert right.tokens == back.tokens
+    assert difference(right, back) < 1e-4
 
 
 def test_local_and_restored_blocks_make_one_prompt(engine, sessions):

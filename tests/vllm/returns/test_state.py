@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,21 +25,22 @@ from engines.vllm_plugin.blocks.state_layers import (
 from engines.vllm_plugin.blocks.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.groups import IN_USE, StateGroup
 from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.worker.rank import StagingArea
+from engines.vllm_plugin.worker.block_rows import RankBlocks
+from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea
 from engines.vllm_plugin.worker.transfer import Transfer
-from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec
 from kvstore.errors import Corrupt
-from tests.block_sessions import BLOCK, hashes, open_store, ref
+from tests.block_sessions import BLOCK, fetch, hashes, open_store, ref, tokens_of
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 from tests.unit.engines.vllm_plugin.worker.test_transfer import ended_loads
 
 pytestmark = pytest.mark.vllm
 
-CHAIN = hashes(list(range(100)))  # 25 blocks
-IDS = list(range(30, 55))
+CHAIN = hashes(tokens_of(24))
+IDS = list(range(30, 54))
 GROUPS = (
     StateGroup(0, ("r",), 1, recurrent=True),
     StateGroup(2, ("w",), 3, recurrent=False),
@@ -63,27 +65,36 @@ class Rank:
     def __init__(self) -> None:
         self.tensors = recurrent_tensors()
         self.window = window_cache()
-        self.store = open_store(has_state=True)
+        self.open(StateBlocks(GROUPS, [RecurrentLayers(self.tensors), WindowLayers(self.window)]))
+
+    def open(self, states: StateBlocks, **options: Any) -> None:
+        kept = states.layout
+        self.store = open_store(
+            needs_state=True, windows=kept.windows, window_tokens=kept.window_tokens, **options
+        )
         self.staging = StagingArea()
         self.pages = NumpyBlocks()
         self.pages.compute(CHAIN, IDS)
-        layers = [RecurrentLayers(self.tensors), WindowLayers(self.window)]
-        rest = HostBlocks(self.pages, self.store, NoStream())
-        states = StateBlocks(GROUPS, layers)
-        blocks = StatefulBlocks(rest, states, self.store, NoStream())
-        self.transfer = Transfer(blocks, self.store, self.staging, 1 << 30)
+        blocks = HostBlocks(self.pages, self.store, NoStream())
+        stateful = StatefulBlocks(states, self.store, NoStream(), BLOCK)
+        access = RankBlocks(blocks, stateful, self.store, BLOCK)
+        self.transfer = Transfer(access, self.staging)
 
     def save(self, states: dict[int, list[int]]) -> None:
         save = Save(1, ref(), CHAIN, IDS, states)
         self.transfer.save(save, lambda *_: None)
-        assert self.transfer.wait_saved(ref(), 20)
+        assert self.store.wait_saved(ref(), 20)
 
     def load(self, first: int, end: int, state_ids: list[int]) -> tuple[set[str], set[int]]:
         self.staging.expect(7)
-        self.staging.put(7, self.store.fetch(ref(), CHAIN, first))
+        self.staging.put(7, StagedBlobs(fetch(self.store, CHAIN), CHAIN))
         self.transfer.load(Load(7, "r", first, list(range(1, 1 + end - first)), state_ids))
         loaded = ended_loads(self.transfer)
         return self.transfer.take_failed(loaded), self.transfer.take_bad_blocks()
+
+    def close(self) -> None:
+        self.transfer.close()
+        self.store.close()
 
     def window_rows(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         return [x for pair in self.window.read(block_ids) for x in pair]
@@ -93,8 +104,7 @@ class Rank:
 def rank() -> Iterator[Rank]:
     rank = Rank()
     yield rank
-    rank.transfer.close()
-    rank.store.close()
+    rank.close()
 
 
 def test_a_state_comes_back_into_other_blocks_bit_for_bit(rank):
@@ -122,14 +132,6 @@ def by_block(before, after, i: int):
     return [(a[:, part], b[:, part]) for a, b in zip(before, after, strict=True)]
 
 
-def test_a_load_that_ends_elsewhere_than_the_state_fails(rank):
-    """It happens when another rank has less: no more is offered than every rank has."""
-    rank.save({24: [11, 12, 13, 14]})
-    failed, bad = rank.load(0, 20, [61, 62, 63, 60])
-    assert failed == {"r"}
-    assert bad == {61, 62, 63, 60}
-
-
 def test_a_state_without_a_block_to_go_to_fails(rank):
     rank.save({24: [11, 12, 13, 14]})
     assert rank.load(0, 24, [61, 0, 63, 60])[0] == {"r"}
@@ -148,7 +150,7 @@ def test_the_state_of_another_shape_is_refused_and_dropped(rank):
     rank.save({24: [11, 12, 13, 14]})
     rank.tensors[1].resize_(64, 6)  # in place: the engine has this very tensor
     assert rank.load(0, 24, [61, 62, 63, 60])[0] == {"r"}
-    assert rank.store.fetch(ref(), CHAIN, 0).spans == []
+    assert fetch(rank.store, CHAIN).blobs == []
 
 
 @pytest.mark.parametrize("cut", [0, 1])
@@ -182,24 +184,13 @@ class PackedRank(Rank):
         assert size.windows == ((2 * self.window.layout.elements_per_token, 3 * BLOCK),)
         assert size.fixed == CONV.nbytes + MATRIX.nbytes
         codec = SessionCodec(codec_by_name("raw"), codec_by_name("tq4"), matrix_codec("state8"))
-        codecs = CodecSet(*[codec.kv] * 3, sessions={codec.kv.id: codec})
-        self.store = open_store(has_state=True, codecs=codecs, windows=layout.windows)
-        self.staging = StagingArea()
-        self.pages = NumpyBlocks()
-        self.pages.compute(CHAIN, IDS)
-        rest = HostBlocks(self.pages, self.store, NoStream())
-        blocks = StatefulBlocks(rest, states, self.store, NoStream())
-        self.transfer = Transfer(blocks, self.store, self.staging, 1 << 30)
+        self.open(states, codecs=StoreCodecs(codec.kv, codec))
 
     def conv(self, block: int) -> bytes:
         return self.tensors[0][block, : CONV.nbytes].numpy().tobytes()
 
     def matrix(self, block: int) -> np.ndarray:
         return RecurrentLayers(self.tensors, [CONV, MATRIX]).read([block])[1].array
-
-    def close(self) -> None:
-        self.transfer.close()
-        self.store.close()
 
 
 CONV = StatePart(torch.bfloat16, (3, 5))
@@ -222,29 +213,15 @@ def test_a_packed_state_is_near_and_its_convolution_exact():
     rank.close()
 
 
-def test_a_state_that_came_back_with_loss_is_not_packed_again():
-    first = PackedRank()
-    first.save({24: [11, 12, 13, 14]})
-    first.load(0, 24, [61, 62, 63, 60])
-    matrix, window = first.matrix(61), first.window_rows([62, 63, 60])
-    first.store.discard(first.store.keys.state(CHAIN, 24).key)  # all that there was of it
-    first.save({24: [61, 62, 63, 60]})
-    assert first.load(0, 24, [51, 52, 53, 50]) == (set(), set())
-    assert np.array_equal(first.matrix(51), matrix)
-    for a, b in zip(first.window_rows([52, 53, 50]), window, strict=True):
-        assert np.abs(a - b).max() < 0.03  # rounded to 16 bits, never through the codec
-    first.close()
-
-
-def test_a_later_state_takes_over_the_windows_rows_that_came_back():
-    rank = PackedRank()
-    rank.save({24: [11, 12, 13, 14]})
-    rank.load(0, 24, [61, 62, 63, 60])
-    before = rank.store.older.windows(rank.store.keys.state(CHAIN, 24))
-    # One block further: the newest of its window's blocks is new, the others came back.
-    rank.save({25: [15, 63, 60, 16]})
-    after = rank.store.older.windows(rank.store.keys.state(CHAIN, 25))
-    assert before and after[0] == before[0]
+def test_a_recurrent_state_alone_comes_back():
+    """Without windows, whose blocks say how many tokens a block has."""
+    rank = Rank()
+    rank.close()
+    rank.open(StateBlocks(GROUPS[:1], [RecurrentLayers(rank.tensors)]))
+    rank.save({24: [11]})
+    state = bits(rank.tensors, [11])
+    assert rank.load(0, 24, [61]) == (set(), set())
+    assert bits(rank.tensors, [61]) == state
     rank.close()
 
 

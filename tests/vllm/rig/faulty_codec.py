@@ -3,8 +3,7 @@
 ``fail``: first tokens, comma separated, of chunks that cannot be decoded. ``break``: of those whose
 decoding itself breaks, so that they stay in the store. ``delay_s``: how long each decode takes; it
 then says so in ``decoding``; likewise ``encode_delay_s`` and ``encoding``. The real engine is
-exercised with nothing of the product changed, but for ``deaf`` and ``lost``: see
-``deaf_connector``.
+exercised with nothing of the product changed, but for ``deaf``: see ``deaf_connector``.
 """
 
 from __future__ import annotations
@@ -36,10 +35,6 @@ class FaultyRaw(RawCodec):
 
 def is_deaf() -> bool:
     return _file("deaf").exists()
-
-
-def loses_parts() -> bool:
-    return _file("lost").exists()
 
 
 def tokens_named(name: str) -> list[int]:
@@ -76,9 +71,6 @@ class Faults:
 
     def deafen(self) -> None:
         (self._folder / "deaf").touch()
-
-    def lose_parts(self) -> None:
-        (self._folder / "lost").touch()
 
     def delay(self, seconds: float) -> None:
         (self._folder / "delay_s").write_text(str(seconds))

@@ -25,7 +25,7 @@ from engines.vllm_plugin.device.checked_blocks import CheckedBlocks
 from engines.vllm_plugin.device.device_check import blocks_on
 from engines.vllm_plugin.measuring.model_access import ModelView
 from engines.vllm_plugin.support import Unsupported
-from kvstore.store.block_store import BlockStore
+from kvstore.store.cold_store import ColdStore
 from tests.lazy_device import LazyDevice
 
 REHEARSED: Final = "rehearsed"
@@ -41,7 +41,7 @@ class RehearsedConnector(ThermoclineConnector):
     _device: LazyDevice | None = None
     _num_checks = 0
 
-    def _blocks_for(self, cache: PagedCache, store: BlockStore, spare_bytes: int) -> Blocks:
+    def _blocks_for(self, cache: PagedCache, store: ColdStore, spare_bytes: int) -> Blocks:
         if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
             raise Unsupported("a GPU is rehearsed by tests only, and only where there is none")
         # The host cannot address a GPU's memory: nothing there is copied the quick way.

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engines.calibration.gate.profiles import profile_path
+import msgspec
+
+from engines.config import REPORT, CalibrationOrder, CalibrationReport
 from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION
-from kvstore.codecs.profile import load_profile
+from engines.wire import Measure
 from kvstore.config import StoreConfig
 from tests.vllm.rig.engine import RealEngine
 from tests.vllm.rig.measuring_front import MeasuringFront
@@ -40,9 +42,8 @@ def main(model: Path, compiled: bool) -> dict[str, object]:
     logger.setLevel(logging.INFO)
     folder = model.with_name("vllm")
     folder.mkdir()
-    # raw is measured too, since it is named: its rows show how exact the measurement is.
     store = StoreConfig(
-        codec="auto", disk_codec="raw", calibrate=True, ram_bytes=1 << 28, disk_bytes=1 << 28
+        codec="auto", calibrate=True, learn_on=False, ram_bytes=1 << 28, disk_bytes=1 << 28
     )
     engine = RealEngine(
         str(model),
@@ -59,14 +60,30 @@ def main(model: Path, compiled: bool) -> dict[str, object]:
         codec = engine.report().codec
         return codec is not None and not codec.unmeasured
 
+    def ended() -> bool:
+        codec = engine.report().codec
+        return codec is not None and codec.ended is not None and not codec.progress
+
     front.run_until(measured, step=engine.engine.step)
+    order = CalibrationOrder(
+        presets=("raw", "tq4"),
+        contexts=(256,),
+        num_windows=2,
+        window_tokens=256,
+        num_scored=32,
+        depths=(),
+        num_chains=0,
+        with_bounds=False,
+    )
+    engine.control(Measure(order))
+    front.run_until(ended, step=engine.engine.step)
     front.close()
-    (path,) = profile_path(Path(engine.settings.disk_path), "x").parent.glob("*.tcpf")
+    report = msgspec.json.decode((folder / REPORT).read_bytes(), type=CalibrationReport)
     (found,) = engine.engine.apply_model(_seen)
     facts = {
         **found,
         "notes": notes.lines,
-        "kls": {x.preset: x.kl for x in load_profile(path).rows},
+        "kls": {x.preset: x.kl for x in report.rows},
     }
     engine.close()
     return facts

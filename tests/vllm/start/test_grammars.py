@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,11 +17,15 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 from transformers import AutoTokenizer
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.tool_parsers import ToolParser
 
 from engines.host.fair_shares import Payer
 from engines.host.grammar_trial import MAX_CPU_S
 from engines.openai.errors import InvalidRequest
+from engines.openai.keywords import with_enforceable_formats
 from engines.vllm_plugin.grammar.gate import PROGRAM, ClientLeft, GrammarGate
+from engines.vllm_plugin.process.forced_calls import held_to_schema
 from tests.vllm.conftest import model_path
 from tests.vllm.rig.served import Served, session
 
@@ -163,6 +168,60 @@ def test_a_server_holds_answers_and_calls_to_schemas_at_once(served: Served) -> 
     assert len(answer["choices"][0]["message"]["content"]) == 6
     status, answer = ask(served, {"response_format": {"type": "json_object"}, "max_tokens": 20})
     assert answer["choices"][0]["message"]["content"].lstrip().startswith("{")
+
+
+FOREIGN = {
+    "type": "object",
+    "properties": {
+        "mail": {"type": "string", "format": "idn-email", "pattern": "^[a-z]{1,4}@b$"},
+        "id": {"enum": [1, 2], "if": {"const": 1}, "then": True},
+        "code": {"type": "string", "pattern": "^(?!x)", "enum": ["ab", "cd"]},
+    },
+    "required": ["mail", "id", "code"],
+    "propertyNames": {"pattern": "^[a-z]+$"},
+    "not": {"type": "null"},
+}
+
+
+def test_keywords_that_no_compiler_knows_are_left_out(served: Served) -> None:
+    status, answer = ask(served, forced(FOREIGN))
+    assert status == 200, answer
+    (call, *_) = answer["choices"][0]["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) == {"mail", "id", "code"}
+    sent = with_enforceable_formats(answer_in(FOREIGN))  # as the gateway does
+    status, answer = ask(served, sent)
+    assert status == 200, answer
+    # The small model may write blanks until its limit, so the answer's end is not looked at.
+    content = answer["choices"][0]["message"]["content"]
+    assert re.match(r'\{\s*"mail"\s*:\s*"[a-z]{1,4}@b"', content), content
+
+
+def test_an_answer_goes_on_from_the_assistants_own_words(served: Served) -> None:
+    said = {"role": "assistant", "content": "Her name is"}
+    messages = [{"role": "user", "content": "Tell me of a person."}, said]
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    asked = {"messages": messages, "max_tokens": 4}
+    _, other = ask(served, asked)
+    status, answer = ask(served, {**asked, **going_on, "echo": True})
+    assert status == 200, answer
+    assert answer["choices"][0]["message"]["content"].startswith("Her name is")
+    assert answer["usage"]["prompt_tokens"] < other["usage"]["prompt_tokens"]
+
+
+def test_forced_calls_that_vllm_writes_as_one_schema() -> None:
+    """So it does for the parsers of families that have no grammar of their own."""
+
+    class Plain(ToolParser):
+        pass
+
+    messages = [{"role": "user", "content": "x"}]
+    asked = ChatCompletionRequest.model_validate({"messages": messages, **forced(FOREIGN)})
+    adjusted = held_to_schema(Plain)(None).adjust_request(asked)
+    schema = adjusted.structured_outputs.json
+    assert '"code"' in json.dumps(schema)
+    for keyword in ('"if"', "propertyNames", "not", "(?!"):
+        assert keyword not in json.dumps(schema)
+    assert adjusted.tools[0].function.parameters == FOREIGN  # the prompt is the same
 
 
 def test_what_takes_too_much_is_refused_before_vllm_sees_it(served: Served) -> None:

@@ -36,8 +36,8 @@ export function findKey(key) {
   for (const known of rows.keys()) if (idOf(known) === idOf(key)) return known;
   return key;
 }
-export const isHot = (row) =>
-  row.state === "active" || row.state === "idle" || row.state === "hibernating";
+const HOT_STATES = new Set(["active", "idle", "saving", "hibernating"]);
+export const isHot = (row) => HOT_STATES.has(row.state);
 // Where a conversation's KV is now: one of TIERS, or "" if nowhere yet.
 export const placeOf = (row) => (isHot(row) ? "hot" : (row.tier ?? ""));
 export const serverTime = () => Date.now() / 1000 + clockAhead;

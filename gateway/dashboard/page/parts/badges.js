@@ -23,8 +23,8 @@ export const REASONS = {
   deadline: "a slow tier: computing was faster",
   unavailable: "its tier was down",
   disabled: "this engine does not hibernate",
-  "foreign-secret": "unknown here; another server on this Redis has another secret",
-  "foreign-seed": "another engine on this Redis has another PYTHONHASHSEED",
+  "foreign-secret": "unknown here; the data on this Redis is of another secret",
+  "foreign-seed": "the data on this Redis is of another PYTHONHASHSEED",
 };
 // Why a conversation's KV left the place where it was.
 export const LEFT = {
@@ -74,7 +74,7 @@ export function Tier({ name }) {
 // A state as a reader thinks of it: what goes on, then where the KV is.
 export function Whereabouts({ row }) {
   const place = placeOf(row);
-  const doing = { active: "answering", waking: "waking", hibernating: "falling asleep" }[row.state];
+  const doing = { active: "answering", waking: "waking", saving: "being saved", hibernating: "falling asleep" }[row.state];
   return html`<span class="mark ${place || "none"} ${doing ? "busy" : ""}"
     >${doing ?? TIER_NAMES[place] ?? "nowhere yet"}</span
   >`;

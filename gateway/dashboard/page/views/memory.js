@@ -60,7 +60,7 @@ function Cold({ tier }) {
       ${!tier.available && html`<span class="bad">down: sessions there are computed again meanwhile</span>`}</h3>
     <p class="amount"><b>${bytes(tier.bytes)}</b>${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}</p>
     <${Meter} parts=${[{ name: bytes(tier.bytes), value: tier.bytes, tone: tier.name }]} total=${total} tall
-      words=${`${TIER_NAMES[tier.name]}: ${bytes(tier.bytes)} of ${bytes(tier.capacity_bytes)}`} />
+      words=${`${TIER_NAMES[tier.name]}: ${bytes(tier.bytes)}${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}`} />
     <p class="facts-line"><span>${plural(own.sessions, "session")} asleep here</span>
       ${tier.blobs != null && html`<span>${plural(tier.blobs, "blob")}</span>`}
       ${tier.evictions != null && html`<span class=${tier.evictions ? "warn" : ""}>${plural(tier.evictions, "eviction")}${tier.evictions ? ": it ran out of room" : ""}</span>`}

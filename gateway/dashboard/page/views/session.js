@@ -76,9 +76,12 @@ function Actions({ row, close }) {
       setBusy(false);
     }
   };
-  const asleep = (said) => `${row.id} sleeps now${said?.tier ? `, in ${TIER_NAMES[said.tier]}` : ""}.`;
+  const asleep = (said) =>
+    said?.state === "saving"
+      ? `${row.id} is still being saved; it sleeps as soon as that is done.`
+      : `${row.id} sleeps now${said?.tier ? `, in ${TIER_NAMES[said.tier]}` : ""}.`;
   const moved = (said) =>
-    said?.tier === "ram" ? `${row.id} sleeps now, but in ${TIER_NAMES.ram}: the disk has not taken it.` : asleep(said);
+    said?.tier === "ram" && said.state !== "saving" ? `${row.id} sleeps now, but in ${TIER_NAMES.ram}: the disk has not taken it.` : asleep(said);
   const awake = (said) =>
     said?.state === "cold" && said.tier // vLLM fills its blocks for a running request only
       ? `${row.id} is ready in ${TIER_NAMES[said.tier]}; this engine unpacks it with its next turn.`
@@ -106,5 +109,6 @@ function Actions({ row, close }) {
 function whyItStays(row) {
   if (row.state === "active") return "It is answering, so it stays where it is; it can sleep once this turn has ended.";
   if (row.state === "waking") return "It is waking, so it stays where it is.";
+  if (row.state === "saving") return "It is being saved, and sleeps as soon as that is done.";
   return row.pinned && isHot(row) ? "It is pinned, so it does not sleep." : "";
 }

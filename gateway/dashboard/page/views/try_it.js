@@ -44,11 +44,12 @@ const ask = (question) => async () => {
 async function sleep() {
   for (let tries = 1; ; tries++) {
     try {
-      return await call("POST", sessionPath({ id: ID }, "demote"));
+      const said = await call("POST", sessionPath({ id: ID }, "demote"));
+      if (said?.state !== "saving" || tries === MOST_TRIES) return said;
     } catch (error) {
       if (error.status !== 409 || tries === MOST_TRIES) throw error;
-      await new Promise((done) => setTimeout(done, TRY_AGAIN_MS));
     }
+    await new Promise((done) => setTimeout(done, TRY_AGAIN_MS));
   }
 }
 

@@ -29,7 +29,7 @@ class HeadPipelines:
         return _assembled(self, layout)
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=16)  # kilobytes for each head
 def _assembled(pipelines: HeadPipelines, layout: KVLayout) -> tuple[Pipeline, ...]:
     return head_pipelines(layout, pipelines.keys, pipelines.values)
 

@@ -26,7 +26,7 @@ ROUNDS = 20
 BLOCK_ROWS = 4096
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=4)  # up to 8 MiB each for rows of 1,024 values
 def normal_draws(name: str, rows: int, columns: int) -> np.ndarray:
     """Returns fp64 (rows, columns), read-only: SHAKE-256 of a name, then Box and Muller (1958)."""
     pairs = -(-rows * columns // 2)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 
-from engines.base import EngineStalled, EngineUnavailable
+from engines.base import EngineStalled, EngineUnavailable, EngineUnreached
 from engines.client.connection import HttpAddress
 from engines.client.engine_client import EngineClient
 from engines.client.http_exchange import HttpExchange, NextLife
@@ -184,3 +186,56 @@ async def test_a_large_body_is_not_held(folder: Path) -> None:
         with pytest.raises(EngineUnavailable):
             await exchange.head()
     assert len(engine.bodies) == 1
+
+
+# ---- an engine whose socket has more connections waiting than it takes
+
+LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+Loop = Callable[[], asyncio.AbstractEventLoop]
+
+
+@LOOPS
+def test_a_full_line_of_connections_is_waited_for(folder: Path, loop: Loop) -> None:
+    async def main(listener: socket.socket) -> None:
+        address = HttpAddress(engine.path)
+        exchanges = [HttpExchange(address, 60.0) for _ in range(40)]
+        sending = [asyncio.create_task(x.send("/", {}, b"{}")) for x in exchanges]
+        await eventually(lambda: any(x.done() for x in sending))
+        await asyncio.sleep(0.2)
+        assert not all(x.done() for x in sending), "the line is full"
+        async with await asyncio.start_unix_server(engine._serve, sock=listener):
+            await asyncio.gather(*sending)
+            for exchange in exchanges:
+                await exchange.head()
+                assert await exchange.read() == b"said"
+                exchange.close()
+
+    engine = Engine(folder, [OK] * 40)
+    with socket.socket(socket.AF_UNIX) as listener, asyncio.Runner(loop_factory=loop) as runner:
+        listener.bind(engine.path)
+        listener.listen(1)
+        runner.run(main(listener))
+
+
+@LOOPS
+def test_the_wait_in_a_full_line_ends_with_the_engine(folder: Path, loop: Loop) -> None:
+    async def main() -> None:
+        address = HttpAddress(engine.path)
+        exchanges = [HttpExchange(address, 60.0) for _ in range(10)]
+        sending = [asyncio.create_task(x.send("/", {}, b"{}")) for x in exchanges]
+        await asyncio.sleep(0.2)
+        waiting = [(x, y) for x, y in zip(exchanges, sending, strict=True) if not y.done()]
+        assert len(waiting) > 5
+        for exchange, _ in waiting:
+            exchange.fail(EngineStalled("silent"))
+        for _, task in waiting:
+            with pytest.raises(EngineUnreached):
+                await asyncio.wait_for(task, 30)
+        for exchange in exchanges:
+            exchange.close()
+
+    engine = Engine(folder, [])
+    with socket.socket(socket.AF_UNIX) as listener, asyncio.Runner(loop_factory=loop) as runner:
+        listener.bind(engine.path)
+        listener.listen(1)
+        runner.run(main())

@@ -22,7 +22,7 @@ from engines.base import (
 from engines.fleet.choice import Ring
 from engines.fleet.deletions import MAX_OWED_OF_TENANT
 from engines.fleet.fleet_engine import FleetEngine
-from engines.fleet.homes import LastHomes
+from engines.fleet.homes import Homes
 from engines.http import payer_headers, session_headers
 from engines.wire import EngineReport, Notice, SessionReport, TierStats, absent
 from tests.unit.gateway.in_process import WELCOME, Answered, RecordingEngine
@@ -128,7 +128,7 @@ class Rig:
     def __init__(self, num_replicas: int = 3) -> None:
         self.now = 1000.0
         self.engines = {str(i): Engine() for i in range(num_replicas)}
-        self.fleet = FleetEngine(self.engines, LastHomes(1000), 4, clock=lambda: self.now)
+        self.fleet = FleetEngine(self.engines, Homes(1000), 4, clock=lambda: self.now)
 
     async def __aenter__(self) -> Rig:
         await self.fleet.start()
@@ -457,7 +457,7 @@ async def test_a_choice_among_a_thousand_looks_at_a_few():
     engines = {f"http://10.0.0.{i}:9000": Counted() for i in range(1000)}
     for i, engine in enumerate(engines.values()):
         engine.welcome = WELCOME if i % 5 else None
-    fleet = FleetEngine(engines, LastHomes(1000), clock=lambda: rig.now)
+    fleet = FleetEngine(engines, Homes(1000), clock=lambda: rig.now)
     for i in range(200):
         fleet.choose(ref(i))
     assert Counted.num_looks / 200 < 6  # three that take it, of which a fifth is away
@@ -473,7 +473,7 @@ def test_each_key_meets_all_replicas_of_a_ring_once_and_a_new_one_takes_only_its
 
 
 def test_homes_are_bounded_and_the_latest_stay():
-    homes = LastHomes(2)
+    homes = Homes(2)
     for i in (1, 2, 1, 3):
         homes.put(ref(i), str(i))
     assert [homes.get(ref(i)) for i in (1, 2, 3)] == ["1", None, "3"]

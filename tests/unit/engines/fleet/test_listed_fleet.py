@@ -9,7 +9,7 @@ import pytest
 
 from engines.base import EngineUnavailable, EngineUnreached, SessionRef
 from engines.fleet.deletions import MAX_OWED_OF_TENANT
-from engines.fleet.homes import LastHomes
+from engines.fleet.homes import Homes
 from engines.fleet.listed_fleet import GONE_S, ListedFleet
 from engines.fleet.replica_list import (
     MAX_REPLICAS,
@@ -58,7 +58,7 @@ class Rig:
         self.listed: list[ListedReplica] | None = None  # None: the list cannot be read
         self.engines: dict[str, Engine] = {}
         self.now = 1000.0
-        self.fleet = ListedFleet(self.read, self.make, LastHomes(1000), 4, lambda: self.now)
+        self.fleet = ListedFleet(self.read, self.make, Homes(1000), 4, lambda: self.now)
 
     async def read(self) -> list[ListedReplica]:
         if self.listed is None:

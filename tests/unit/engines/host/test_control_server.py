@@ -41,7 +41,6 @@ from engines.wire import (
     frame,
     read_from_engine,
 )
-from kvstore.errors import PinLimit
 from tests.unit.engines.conftest import WELCOME, welcomed
 
 ONE = SessionRef(tenant="alice", id="one", salt=b"a")
@@ -65,11 +64,6 @@ class Verbs(FakeSessions):
 
     async def forget(self, session: SessionRef) -> Done:
         raise ValueError(self.words)
-
-    async def pin(self, session: SessionRef, pinned: bool) -> Done:
-        if session.id == "one too many":
-            raise PinLimit("no room for one too many")
-        return await super().pin(session, pinned)
 
 
 class Caller:
@@ -229,15 +223,6 @@ async def test_an_answer_too_long_for_a_frame_is_refused_and_the_link_goes_on(
         assert isinstance(refused, Refused) and "over" in refused.message
         assert isinstance(await caller.ask(GetStats()), Stats)
     assert "ListSessions failed" in caplog.text
-
-
-async def test_a_pin_too_many_is_an_answer_and_no_failure(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with served.call() as caller:
-        refused = await caller.ask(Pin(msgspec.structs.replace(ONE, id="one too many")))
-    assert refused == Refused("no room for one too many", "pin_limit")
-    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

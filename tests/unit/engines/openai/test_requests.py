@@ -40,7 +40,7 @@ def chat(**fields: Any) -> dict[str, Any]:
         ({"n": 0}, "n"),
         ({"n": 10**9}, "n"),
         ({"n": True}, "n"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"max_completion_tokens": 10**12}, "max_completion_tokens"),
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs"),

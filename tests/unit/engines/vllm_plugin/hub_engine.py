@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.config import CalibrationOrder
 from engines.host.control_server import ControlServer
-from engines.vllm_plugin.messages import (
-    RankHello,
-    RankNews,
-    Stage,
-    Staged,
-)
+from engines.vllm_plugin.messages import RankHello, RankNews, Stage, Staged
 from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
@@ -34,15 +31,27 @@ from engines.wire import (
     frame,
     read_from_engine,
 )
-from kvstore.session import SessionRef
+from kvstore.blobs.chain import Piece
 from kvstore.stats import Counters
-from kvstore.store.block_store import BlockStore
-from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref, save, served
+from kvstore.store.cold_store import ColdStore
+from kvstore.tiers.base import Blob
+from tests.block_sessions import (
+    BLOCK,
+    chain_of,
+    hashes,
+    open_store,
+    ram_and_disk,
+    ref,
+    rows_of,
+    save,
+    served,
+    tokens_of,
+)
+from tests.kv_sessions import Rows
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 from tests.waiting import until
 
-CHAIN = hashes(list(range(100)))
-
+CHAIN = hashes(tokens_of(24))  # twelve chunks
 
 WELCOME = Welcome(
     engine="vllm",
@@ -75,16 +84,38 @@ class Unmeasured:
         """The news is dropped."""
 
 
-class NoSaves:
-    """A rank whose saves are over; the host packs for ``why_host``."""
+class HeldRows(Rows):
+    """Rows that are packed once the test lets it go on."""
 
-    queued_bytes = 0
+    def __init__(self, store: ColdStore, blocks: Sequence[bytes], go_on: threading.Event) -> None:
+        super().__init__(store, rows_of(blocks, 0, len(blocks)))
+        self._go_on = go_on
 
-    def __init__(self, why_host: str = "") -> None:
-        self.why_host = why_host
+    def pack(self, pieces: Sequence[Piece]) -> list[Blob]:
+        assert self._go_on.wait(30)
+        return super().pack(pieces)
 
-    def wait_saved(self, session: SessionRef, within_s: float) -> bool:
-        return True
+
+def link_to(
+    path: str,
+    store: ColdStore,
+    staging: StagingArea | None = None,
+    *,
+    hello: RankHello | None = None,
+    codecs: ServedCodecs | None = None,
+    measurement: Unmeasured | None = None,
+) -> RankLink:
+    """Connect a rank to the hub at ``path``."""
+    return RankLink(
+        path,
+        hello or RankHello(0, "raw.1", 1000, 1000),
+        store,
+        BLOCK,
+        StagingArea() if staging is None else staging,
+        str,
+        codecs or served(),
+        measurement or Unmeasured(),
+    )
 
 
 class Engine:
@@ -92,10 +123,6 @@ class Engine:
 
     def __init__(self, folder: Path) -> None:
         self.saved: list[RankNews] = []
-        self.waited: list[str] = []
-        self.why_host = ""
-        self.unsaved = self.endless = ""
-        self.settled = threading.Event()
         self.pool = Pool()
         self.hot = ResidentSessions()
         self.hot.bind(self.pool)
@@ -121,27 +148,24 @@ class Engine:
         self.links[i] = self._link(i, self._folder)
         until(lambda: self.hub.ready)
 
-    def _store(self, i: int, folder: Path, **config: Any) -> BlockStore:
+    def _store(self, i: int, folder: Path, **config: Any) -> ColdStore:
         return open_store(ram_and_disk(folder / f"disk{i}"), **config)
 
     def _link(self, i: int, folder: Path) -> RankLink:
-        store: BlockStore = self.stores[i]
-        hello = RankHello(i, "raw.1", 1000, 1000)
-        path = str(folder / "hub.sock")
-        return RankLink(path, hello, store, self.staging[i], self, served(), self.measurements[i])
+        return link_to(
+            str(folder / "hub.sock"),
+            self.stores[i],
+            self.staging[i],
+            hello=RankHello(i, "raw.1", 1000, 1000),
+            measurement=self.measurements[i],
+        )
 
-    queued_bytes = 0
-
-    def wait_saved(self, session: SessionRef, within_s: float) -> bool:
-        """Plays a save of this session that ends while a verb waits for it."""
-        self.waited.append(session.id)
-        if self.endless == session.id:
-            return False
-        if self.unsaved and len(self.waited) == 2:
-            self.save(self.unsaved)
-            self.settled.set()
-        assert not self.unsaved or self.settled.wait(within_s)
-        return True
+    def begin_save(self, session: str = "s") -> threading.Event:
+        """Begin a save on every rank that ends once the returned event is set."""
+        go_on = threading.Event()
+        for store in self.stores:
+            assert store.save(ref(session), chain_of(store, CHAIN), HeldRows(store, CHAIN, go_on))
+        return go_on
 
     def close(self) -> None:
         for link, store in zip(self.links, self.stores, strict=True):

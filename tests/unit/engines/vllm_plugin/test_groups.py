@@ -87,35 +87,35 @@ def test_a_failed_request_gets_no_second_offer(bench):
 
 
 def ended(bench: Bench, tables: list[list[int]], prompt_tokens: int) -> Any:
-    request = bench.add(num_computed_tokens=42, num_prompt_tokens=prompt_tokens)
+    request = bench.add(num_computed_tokens=len(PROMPT), num_prompt_tokens=prompt_tokens)
     bench.pool.hold(request.block_hashes, tables)
     bench.tracker.finished(request, tables)
     return bench.tracker.take_step([]).saves[0]
 
 
 def test_the_newest_state_is_saved_and_the_last_before_the_answer(bench):
-    tables = [[0, 0, 0, 0, 54, 0, 0, 0, 58, 59], TABLES[1], list(range(70, 80))]
-    save = ended(bench, tables, 24)
-    assert save.states == {10: [59, 77, 78, 79], 5: [54, 72, 73, 74]}
-    held = [*TABLES[1], 59, 77, 78, 79, 54, 72, 73, 74]
+    tables = [[0, 0, 0, 53, 0, 0, 0, 0, 58, 59], TABLES[1], list(range(70, 80))]
+    save = ended(bench, tables, 6 * BLOCK)
+    assert save.states == {10: [59, 77, 78, 79], 4: [53, 71, 72, 73]}
+    held = [*TABLES[1], 59, 77, 78, 79, 53, 71, 72, 73]
     assert sorted(save.held_ids) == sorted(held)
     assert {x.block_id for x in bench.pool.blocks if x.ref_cnt == 1} == set(held)
     bench.tracker.absorb(set(), [], {save.job: 1})
     assert not any(x.ref_cnt for x in bench.pool.blocks)
 
 
-def test_an_older_state_is_better_than_none(bench):
-    save = ended(bench, [[0] * 6 + [56], TABLES[1], list(range(70, 80))], 42)
-    assert save.states == {7: [56, 74, 75, 76]}
+def test_of_older_states_the_newest_at_a_chunks_end_is_saved(bench):
+    save = ended(bench, [[0] * 5 + [55, 56], TABLES[1], list(range(70, 80))], len(PROMPT))
+    assert save.states == {6: [55, 73, 74, 75]}
 
 
 def test_without_a_state_the_blocks_are_saved(bench):
-    save = ended(bench, [[], TABLES[1], list(range(70, 80))], 42)
+    save = ended(bench, [[], TABLES[1], list(range(70, 80))], len(PROMPT))
     assert (save.states, save.block_ids) == ({}, TABLES[1])
 
 
 def test_dropping_a_session_drops_its_states(bench):
-    ended(bench, TABLES, 42)
+    ended(bench, TABLES, len(PROMPT))
     name = ("t", "s")
     assert bench.hot.num_resident(name) == 10
     for block in bench.pool.blocks:
@@ -130,7 +130,7 @@ def test_dropping_a_session_drops_its_states(bench):
 @pytest.mark.parametrize(("group", "block"), [(0, 9), (2, 7), (2, 9), (1, 9)])
 def test_a_session_is_hot_only_while_its_newest_state_is_there(bench, group, block):
     """vLLM frees each group's blocks by themselves, and may reuse a state before the tail."""
-    ended(bench, TABLES, 42)
+    ended(bench, TABLES, len(PROMPT))
     assert bench.hot.num_resident(("t", "s")) == 10
     del bench.pool.found[group, Request(PROMPT).block_hashes[block]]
     assert bench.hot.num_resident(("t", "s")) == 0
@@ -138,21 +138,21 @@ def test_a_session_is_hot_only_while_its_newest_state_is_there(bench, group, blo
 
 
 def test_a_session_is_as_hot_as_its_newest_state(bench):
-    ended(bench, [[0] * 6 + [56], TABLES[1], list(range(70, 80))], 42)
+    ended(bench, [[0] * 6 + [56], TABLES[1], list(range(70, 80))], len(PROMPT))
     assert bench.hot.num_resident(("t", "s")) == 7
     del bench.pool.found[1, Request(PROMPT).block_hashes[9]]  # vLLM goes on from before it
     assert bench.hot.num_resident(("t", "s")) == 7
 
 
 def test_without_a_state_no_session_is_hot(bench):
-    ended(bench, [[], TABLES[1], list(range(70, 80))], 42)
+    ended(bench, [[], TABLES[1], list(range(70, 80))], len(PROMPT))
     assert bench.hot.num_resident(("t", "s")) == 0
 
 
 def test_a_state_is_given_back_after_the_tail_that_it_does_not_need(bench):
-    tables = [[0, 0, 0, 0, 54, 0, 0, 0, 58, 59], TABLES[1], list(range(70, 80))]
-    save = ended(bench, tables, 24)
+    tables = [[0, 0, 0, 53, 0, 0, 0, 0, 58, 59], TABLES[1], list(range(70, 80))]
+    save = ended(bench, tables, 6 * BLOCK)
     bench.tracker.absorb(set(), [], {save.job: 1})
-    newest, before = [79, 78, 77, 59], [74, 73, 72, 54]
-    tail, head = [29, 28, 27, 26, 25], [24, 23, 22, 21, 20]
+    newest, before = [79, 78, 77, 59], [73, 72, 71, 53]
+    tail, head = [29, 28, 27, 26, 25, 24], [23, 22, 21, 20]
     assert bench.pool.freed == [*newest, *tail, *before, *head]

@@ -16,13 +16,12 @@ from engines.vllm_plugin.inventory import (
     Change,
     Inventory,
 )
-from engines.vllm_plugin.messages import RankRests
-from kvstore.store.block_keys import BlockRuns
-from tests.block_sessions import BLOCK, hashes, ref
+from engines.vllm_plugin.messages import BlockRuns, RankRests
+from tests.block_sessions import BLOCK, hashes, ref, tokens_of
 
-CHAIN = hashes(list(range(40)))  # ten blocks
-OTHER = hashes([*range(20), *range(500, 520)])  # five of them, and five others
-IDS = struct.pack("<40I", *range(40))
+CHAIN = hashes(tokens_of(10))
+OTHER = hashes([*tokens_of(5), *tokens_of(5, first=500)])  # five of them, and five others
+IDS = struct.pack(f"<{10 * BLOCK}I", *tokens_of(10))
 
 
 class Reader:
@@ -68,7 +67,7 @@ def test_a_saved_session_is_stored_once_with_its_tokens_and_parents():
     assert not inventory.is_reported(("t", "s"))
     (stored,) = reader.read(inventory.take())
     assert (stored.medium, stored.hashes, stored.parent) == (CPU, CHAIN[:6], None)
-    assert list(stored.ids) == list(range(24))
+    assert list(stored.ids) == tokens_of(6)
     assert inventory.is_reported(("t", "s"))
     assert not inventory.has_news
     assert inventory.take() == []
@@ -76,7 +75,7 @@ def test_a_saved_session_is_stored_once_with_its_tokens_and_parents():
     inventory.update(rests(CHAIN, ((0, 10),), ((0, 6),), ids=IDS[: 8 * BLOCK * 4]))
     known, unknown, disk = reader.read(inventory.take())
     assert (known.hashes, known.parent) == (CHAIN[6:8], CHAIN[5])
-    assert list(known.ids) == list(range(24, 32))
+    assert list(known.ids) == tokens_of(2, first=6 * BLOCK)
     assert (unknown.hashes, unknown.parent, list(unknown.ids)) == (CHAIN[8:], CHAIN[7], [])
     assert (disk.medium, disk.hashes) == (STORAGE, CHAIN[:6])
 
@@ -148,7 +147,7 @@ def test_of_several_ranks_a_block_counts_that_all_have():
 
 def test_the_inventory_is_bounded_and_the_newest_sessions_stay(caplog):
     inventory, reader = Inventory(1, BLOCK, max_blocks=30), Reader()
-    chains = [hashes([i * 1000 + j for j in range(40)]) for i in range(8)]
+    chains = [hashes(tokens_of(10, first=i * 1000)) for i in range(8)]
     for i, chain in enumerate(chains):
         inventory.update(rests(chain, ((0, 10),), session=f"s{i}"))
         reader.read(inventory.take())
@@ -159,7 +158,7 @@ def test_the_inventory_is_bounded_and_the_newest_sessions_stay(caplog):
 
 def test_a_left_out_session_is_kept_of_no_rank_and_comes_back_when_all_report_it():
     inventory, reader = Inventory(2, BLOCK, max_blocks=30), Reader()
-    chains = [hashes([i * 1000 + j for j in range(40)]) for i in range(8)]
+    chains = [hashes(tokens_of(10, first=i * 1000)) for i in range(8)]
     for i, chain in enumerate(chains):
         for rank in range(2):
             inventory.update(rests(chain, ((0, 10),), session=f"s{i}", rank=rank))
@@ -179,9 +178,7 @@ def test_readers_hold_the_blocks_of_all_ranks_after_any_reports(num_ranks):
     random_ = random.Random(num_ranks)
     inventory, reader = Inventory(num_ranks, BLOCK), Reader()
     now: dict[tuple[str, int], tuple[list[bytes], BlockRuns, BlockRuns]] = {}
-    branches = [
-        hashes([*range(40)][: 4 * n] + [b] * (40 - 4 * n)) for n in (0, 3, 7) for b in (1, 2)
-    ]
+    branches = [hashes(tokens_of(n) + [b] * (10 - n) * BLOCK) for n in (0, 3, 7) for b in (1, 2)]
 
     def runs(size: int) -> BlockRuns:
         cuts = sorted(random_.sample(range(size + 1), min(4, size + 1)))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engines.base import EngineUnavailable, Upstream
+from engines.openai.errors import context_too_long
 from gateway.keys import generate_key
 from scheduler.config import SchedulerConfig
 from tests.unit.gateway.in_process import (
@@ -23,6 +24,7 @@ from tests.unit.gateway.in_process import (
     streamed,
 )
 
+VLLM = "This model's maximum context length is 100 tokens. However, your prompt {}, which exceeds."
 BODY: dict[str, Any] = {
     "model": MODEL,
     "max_tokens": 5,
@@ -50,7 +52,7 @@ async def test_before_any_handler_runs() -> None:
         (await app.post(path, {**BODY, "system": "x" * 4000}), 413, "request_too_large"),
         (await app.post(path, b"{"), 400, "invalid_request_error"),
         (await app.post(path, {**BODY, "model": "gpt-9"}), 404, "not_found_error"),
-        (await app.post(path, {**BODY, "max_tokens": -1}), 400, "invalid_request_error"),
+        (await app.post(path, {**BODY, "max_tokens": -2}), 400, "invalid_request_error"),
     ):
         assert (reply.status, error_of(reply)["type"]) == (status, kind)
     assert app.engine.asked == []
@@ -118,6 +120,22 @@ async def test_too_long_a_prompt_is_said_in_the_words_that_agents_know(said: Any
     message = error_of(reply)["message"]
     assert message.startswith("prompt is too long: ") and "7 tokens" in message
     assert (await app.chat()).error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("said", "numbers"),
+    [
+        (context_too_long(100, 137, "messages").message, "137 tokens > 100 maximum"),
+        (context_too_long(100, 20, "messages", at_least=True).message, "101 tokens > 100 maximum"),
+        (VLLM.format("contains at least 120 input tokens"), "120 tokens > 100 maximum"),
+        (VLLM.format("contains 150 input tokens"), "150 tokens > 100 maximum"),
+        (VLLM.format("contains 9000 characters"), "101 tokens > 100 maximum"),
+    ],
+)
+async def test_agents_read_by_how_much_a_prompt_is_too_long(said: str, numbers: str) -> None:
+    answer = json_answer({"error": {"message": said, "code": "context_length_exceeded"}}, 400)
+    reply = await App(RecordingEngine(answer)).post("/v1/messages", BODY)
+    assert error_of(reply)["message"] == f"prompt is too long: {numbers}. {said}"
 
 
 async def test_while_there_is_no_engine() -> None:

@@ -163,16 +163,6 @@ def test_documents_of_text_are_read() -> None:
             "messages[1].content[0]",
         ),
         (
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}],
-                }
-            ],
-            {},
-            "messages[0].content[0].content[0].type",
-        ),
-        (
             [{"role": "user", "content": [{"type": "tool_result"}]}],
             {},
             "messages[0].content[0].tool_use_id",

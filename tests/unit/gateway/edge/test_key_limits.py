@@ -257,17 +257,6 @@ async def test_sessions_that_come_together():
     assert app.sessions.num_sessions("local") == 1
 
 
-def test_tenants_are_busy_while_one_of_their_turns_runs():
-    limits, scope = KeyLimits(Limits(), Clock()), {"state": {}}
-    limits.enter(ALICE, scope, TURN)
-    assert list(limits.busy) == []
-    limits.comes(ALICE, "s", scope)
-    assert list(limits.busy) == [ALICE.name]
-    share = key_share_of(scope)
-    share.leave()
-    assert list(limits.busy) == []
-
-
 async def test_a_session_that_came_to_nothing_leaves_its_place():
     app = App(sessions_per_tenant=1)
     app.sessions.stop_admitting()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ import redis
 from gateway.edge.accounts import ACCOUNTS
 from gateway.edge.key_limits import KeyLimits, KeyShare, give_back, key_share_of
 from gateway.edge.shared_limits import SharedLimits
-from gateway.edge.stock import LEASE_S, Reply, read_number, read_places, read_taken
+from gateway.edge.stock import LEASE_S, Command, Reply, read_number, read_places, read_taken
 from gateway.errors import Refused
 from gateway.keys import Limits, Tenant, Tenants
 from tests.redis_server import RedisServer
@@ -31,10 +31,17 @@ PATIENCE_S = 60.0
 class OneGateway:
     """The limits of one gateway, without its HTTP."""
 
-    def __init__(self, url: str, limits: Limits) -> None:
+    def __init__(self, url: str, limits: Limits, away_s: float = 0.0) -> None:
+        """``away_s``: the time that a message takes to the Redis and back."""
         self.sessions: list[str] = []
         self.changes: list[bool] = []
-        self.shared = SharedLimits(asks(url), lambda name: f"n-{name}", self.changes.append)
+        ask = asks(url)
+
+        def ask_far_away(commands: Sequence[Command]) -> Sequence[Reply]:
+            time.sleep(away_s)
+            return ask(commands)
+
+        self.shared = SharedLimits(ask_far_away, lambda name: f"n-{name}", self.changes.append)
         self.shared.sessions_of = lambda tenant: self.sessions
         self.keys = KeyLimits(limits, shared=self.shared)
         self._tenants = Tenants(b"s" * 16)
@@ -61,10 +68,13 @@ class OneGateway:
 
 
 def run(
-    url: str, limits: Limits, work: Callable[[OneGateway, OneGateway], Awaitable[None]]
+    url: str,
+    limits: Limits,
+    work: Callable[[OneGateway, OneGateway], Awaitable[None]],
+    away_s: float = 0.0,
 ) -> None:
     async def main() -> None:
-        one, two = OneGateway(url, limits), OneGateway(url, limits)
+        one, two = OneGateway(url, limits, away_s), OneGateway(url, limits, away_s)
         for each in (one, two):
             await eventually(lambda each=each: each.changes == [True])
         try:
@@ -195,6 +205,45 @@ def test_while_redis_is_away_each_counts_for_itself_and_no_request_waits(
         run(own.url, Limits(concurrent_requests=4), work)
     said = [x.getMessage() for x in caplog.records if "this gateway alone" in x.getMessage()]
     assert len(said) == 2  # once by each
+
+
+@pytest.mark.parametrize("away_s", [0.06, 0.09, 0.12])
+@pytest.mark.parametrize(
+    "limits", [Limits(concurrent_requests=8), Limits(600, 60_000, 8)], ids=["places", "all"]
+)
+def test_a_redis_far_away_refuses_nothing_within_the_limits(
+    server: RedisServer, client: redis.Redis, away_s: float, limits: Limits
+):
+    async def work(one: OneGateway, two: OneGateway) -> None:
+        for i in range(12):
+            share = await one.try_one()
+            assert share is not None, f"request {i}"
+            await asyncio.sleep(0.02)
+            share.used_tokens(10)
+            share.leave()
+
+    run(server.url, limits, work, away_s)
+
+
+def test_what_a_redis_far_away_was_not_asked_in_time_is_owed_to_it(
+    server: RedisServer, client: redis.Redis
+):
+    async def work(one: OneGateway, two: OneGateway) -> None:
+        shares = await burst(4, one)
+        assert len(shares) == 4
+        places = "thermocline:limits:n-a1:places"
+        await eventually(lambda: any(x[:2] == b"4:" for x in client.hvals(places)))
+        first = await burst(1, two)  # not answered in time, perhaps
+        await eventually(lambda: two.shared._stocks["a1"].is_known_short)
+        assert await burst(6, two) == [], "now it is known that the other has all places"
+        for share in shares + first:
+            share.leave()
+        end = time.monotonic() + PATIENCE_S
+        while await two.try_one() is None:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.1)
+
+    run(server.url, Limits(concurrent_requests=4), work, away_s=0.12)
 
 
 def test_sessions_of_all_gateways_count(server: RedisServer, client: redis.Redis):

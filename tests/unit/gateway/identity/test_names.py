@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from engines.openai.requests import InvalidRequest
-from gateway.identity.known_chats import KnownChats, message_chain
+from gateway.identity.known_chats import MAX_ALIKE, KnownChats, message_chain
 from gateway.identity.names import (
     MAX_RETAIN_S,
     asked_seconds,
@@ -22,7 +22,7 @@ from gateway.identity.names import (
     named_in_body,
 )
 from gateway.keys import Tenant
-from tests.unit.gateway.in_process import MODEL, App
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 
 ALICE = Tenant("alice", b"a" * 32)
 BOB = Tenant("bob", b"b" * 32)
@@ -243,6 +243,124 @@ def test_after_a_restart_a_chat_is_found_by_its_derived_id():
     assert identify(after, ALICE, turn, lambda x: x == chat) == chat
     # Another chat that begins alike does not get a session that is in use by now.
     assert identify(after, ALICE, said("hi"), lambda x: x == chat) != chat
+
+
+class Answered:
+    """Sessions that were all answered, with these tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.chats = KnownChats(100)
+        self.tokens = tokens
+        self.known: set[str] = set()
+        self.busy: set[str] = set()
+        self.only_read: set[str] = set()
+
+    def ask(
+        self, messages: Sequence[object], tools: object = None, group: str | None = None
+    ) -> str:
+        session_id = self.chats.identify(
+            ALICE,
+            message_chain(ALICE.salt, messages, group, tools),
+            self.known.__contains__,
+            lambda x: x in self.known - self.busy,
+            lambda x: self.tokens if x in self.known else 0,
+            lambda x: x in self.known - self.only_read,
+        )
+        self.known.add(session_id)
+        return session_id
+
+
+def test_two_chats_that_begin_with_the_same_words_are_two_sessions():
+    sessions = Answered(tokens=40)
+    first, second = sessions.ask(said("Hello!")), sessions.ask(said("Hello!"))
+    assert first != second
+    assert sessions.ask(said("Hello!", "Hi.", "my cat")) == first
+    assert sessions.ask(said("Hello!", "Yes?", "my dog")) == second
+    assert sessions.ask(said("Hello!", "Hi.", "my cat", "Nice.", "it sleeps")) == first
+    assert sessions.ask(said("Hello!")) not in (first, second)
+
+
+def test_a_first_request_that_was_only_read_ahead_of_time_is_the_one_that_is_answered():
+    sessions = Answered(tokens=8)
+    sessions.only_read.add(first := sessions.ask(said("Hello!")))
+    assert sessions.ask(said("Hello!")) == first
+
+
+def test_a_chat_that_is_being_answered_is_not_the_one_that_another_goes_on_with():
+    sessions = Answered(tokens=40)
+    first, second = sessions.ask(said("Hello!")), sessions.ask(said("Hello!"))
+    sessions.busy = {first}
+    assert sessions.ask(said("Hello!", "Yes?", "my dog")) == second
+
+
+def test_one_that_asks_the_same_for_ever_opens_few_sessions():
+    sessions = Answered(tokens=40)
+    assert len({sessions.ask(said("are you there?")) for _ in range(50)}) == MAX_ALIKE
+
+
+def test_a_chat_of_its_own_asked_again_is_one_session():
+    sessions = Answered(tokens=40)
+    chat = said("hi", "hello", "more")
+    assert sessions.ask(chat) == sessions.ask(chat)
+    assert sessions.ask(said("hi"), group="k") == sessions.ask(said("hi"), group="k")
+
+
+def test_other_tools_or_another_system_text_are_another_chat():
+    sessions = Answered(tokens=40)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    system = [{"role": "system", "content": "be brief"}]
+    plain, with_tools = sessions.ask(said("Hello!")), sessions.ask(said("Hello!"), tools)
+    with_system = sessions.ask(system + said("Hello!"))
+    assert len({plain, with_tools, with_system}) == 3
+    more = said("Hello!", "Hi.", "more")
+    assert sessions.ask(more, tools) == with_tools
+    assert sessions.ask(system + more) == with_system
+    assert sessions.ask(more) == plain
+
+
+def test_after_a_restart_a_session_is_taken_over_only_if_half_of_it_is_known():
+    before = Answered(tokens=40)
+    long, short = before.ask(said("please " * 100)), before.ask(said("Hello!"))
+    after = Answered(tokens=300)  # the session has had more turns
+    after.known = {long, short}
+    assert after.ask(said("Hello!")) != short
+    assert after.ask(said("Hello!", "Yes?", "my dog")) != short
+    assert after.ask(said("please " * 100)) != long
+    assert after.ask(said("please " * 100, "no", "why")) != long  # some 180 tokens of them
+    after.tokens = 150
+    again = said("please " * 100, "no", "so", "yes", "well")
+    after.chats = KnownChats(100)
+    assert after.ask(again) == long
+
+
+def test_a_question_written_anew_takes_a_session_over_only_if_half_of_it_is_shared():
+    sessions = Answered(tokens=40)
+    first = sessions.ask(said("rules", "ok", "files " * 100, "seen", "one? obey"))
+    rewritten = said("rules", "ok", "one?", "1", "files " * 100, "seen", "two? obey")
+    assert sessions.ask(rewritten) != first
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+async def test_two_users_of_a_key_who_greet_alike_have_a_session_each() -> None:
+    app = App(RecordingEngine(answer=chat_answer()))
+
+    async def session_of(messages: Sequence[object], **fields: Any) -> str:
+        reply = await app.post(
+            "/v1/chat/completions", {"model": MODEL, "messages": messages, **fields}
+        )
+        assert reply.status == 200
+        return reply.headers["x-thermocline-session"]
+
+    first, second = await session_of(said("Hello!")), await session_of(said("Hello!"))
+    with_tools = await session_of(said("Hello!"), tools=[TOOL])
+    with_system = await session_of([{"role": "system", "content": "x"}, *said("Hello!")])
+    assert len({first, second, with_tools, with_system}) == 4
+    assert await session_of(said("Hello!", "yo", "my cat")) == first
+    assert await session_of(said("Hello!", "yo", "my dog")) == second
+    assert await session_of(said("Hello!", "yo", "my cat"), tools=[TOOL]) == with_tools
+    assert await session_of(said("Hello!", "yo", "my cat", "yo", "more")) == first
 
 
 def test_the_longest_unused_chat_is_forgotten_first():

@@ -6,11 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from engines.base import Upstream
-from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, Reply
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, Reply, streamed
 from tests.waiting import eventually
 
 SAID = [b'data: {"choices":[{"delta":{"content":"%d"}}]}\n\n' % i for i in range(3)]
@@ -119,3 +120,19 @@ async def test_a_request_that_is_sent_again_is_a_turn_of_its_own() -> None:
     engine.head.set()
     engine.slow.say(*SAID, DONE, b"")
     assert (await second).body == b"".join(SAID) + DONE
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}),
+    ],
+)
+async def test_proxies_are_asked_to_pass_every_stream_on_at_once(path: str, fields: Any) -> None:
+    app = App(RecordingEngine(streamed()))
+    reply = await app.post(path, {"model": MODEL, "stream": True, **fields})
+    assert reply.status == 200 and reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["x-accel-buffering"] == "no"

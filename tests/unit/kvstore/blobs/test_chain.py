@@ -1,35 +1,56 @@
+"""Names of chunks and keys of blobs."""
+
 from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
 
-from kvstore.blobs.chain import KEY_BYTES, KINDS, KeySpace, as_tokens, common_prefix
+from kvstore.blobs.chain import (
+    KEY_BYTES,
+    KINDS,
+    NAME_BYTES,
+    ChainKeys,
+    ChainMaker,
+    as_tokens,
+    joined,
+    num_common,
+    record_key,
+    split,
+)
+from kvstore.chunk_size import chunk_of_blocks
 
 SIZE = 16
+BLOCK = 4
+MAKER = ChainMaker("f", SIZE)
 
 
-def space(fingerprint="f", size=SIZE, model="m") -> KeySpace:
-    return KeySpace(fingerprint, size, model)
+def names(tokens: Sequence[int], salt: bytes = b"salt", maker: ChainMaker = MAKER) -> list[bytes]:
+    return maker.of_tokens(salt, as_tokens(tokens))
 
 
-def chunk_keys(tokens, salt=b"salt", keys=None) -> list[bytes]:
-    keys = keys or space()
-    return keys.chain(keys.root(salt), as_tokens(tokens)).chunk_keys
+def hashes(tokens: Sequence[int], salt: str = "") -> list[bytes]:
+    """As vLLM makes them: over the one before and the block's tokens; the salt in the first."""
+    chain = [salt.encode()]
+    for i in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        chain.append(sha256(chain[-1] + repr(list(tokens[i : i + BLOCK])).encode()).digest())
+    return chain[1:]
 
 
-def test_equal_prefixes_have_equal_keys_and_only_they():
-    a = chunk_keys(range(64))
-    b = chunk_keys([*range(40), 99, *range(41, 64)])
+def test_equal_prefixes_have_equal_names_and_only_they():
+    a = names(range(70))
+    b = names([*range(40), 99, *range(41, 64)])
     assert len(a) == 4
     assert a[:2] == b[:2]
     assert not set(a[2:]) & set(b[2:])
 
 
-def test_a_chunk_key_names_all_tokens_before_it():
-    same_chunk_elsewhere = chunk_keys([7] * SIZE + list(range(SIZE)))[1]
-    assert same_chunk_elsewhere != chunk_keys(range(SIZE))[0]
+def test_a_name_covers_all_tokens_before_its_chunk():
+    assert names([7] * SIZE + list(range(SIZE)))[1] != names(range(SIZE))[0]
 
 
 @pytest.mark.parametrize(
@@ -37,81 +58,109 @@ def test_a_chunk_key_names_all_tokens_before_it():
     [
         {"salt": b"other"},
         {"salt": b""},
-        {"keys": space(fingerprint="g")},
-        {"keys": space(size=32)},
+        {"maker": ChainMaker("g", SIZE)},
+        {"maker": ChainMaker("f", 32)},
     ],
 )
-def test_each_difference_that_forbids_sharing_changes_every_key(other):
-    assert not set(chunk_keys(range(64))) & set(chunk_keys(range(64), **other))
+def test_each_difference_that_forbids_sharing_changes_every_name(other):
+    assert not set(names(range(64))) & set(names(range(64), **other))
 
 
 def test_fields_cannot_run_into_each_other():
-    keys = space()
-    assert space(fingerprint="ab").root(b"c") != space("abc").root(b"")
-    assert keys.record_key("a", "bc") != keys.record_key("ab", "c")
+    one, other = ChainMaker("ab", SIZE), ChainMaker("abc", SIZE)
+    assert names(range(SIZE), b"c", one) != names(range(SIZE), b"", other)
+    assert record_key("a", "bc", "m") != record_key("ab", "c", "m") != record_key("ab", "", "cm")
 
 
-def test_the_tail_belongs_to_one_session():
-    keys = space()
-    chain = keys.chain(keys.root(b"salt"), as_tokens(range(20)))
-    names = {chain.tail_key(t, i) for t, i in (("a", "x"), ("a", "y"), ("b", "x"))}
-    longer = keys.chain(keys.root(b"salt"), as_tokens(range(21)))
-    assert len(names | {longer.tail_key("a", "x")}) == 4
+@given(st.lists(st.integers(0, 3), max_size=200), st.integers(0, 12))
+def test_known_names_need_not_be_hashed_again(tokens, num_known):
+    whole = names(tokens)
+    assert MAKER.of_tokens(b"salt", as_tokens(tokens), whole[:num_known]) == whole
 
 
-def test_a_snapshot_belongs_to_its_exact_prefix():
-    keys = space()
-    one = keys.chain(keys.root(b"salt"), as_tokens(range(60)))
-    two = keys.chain(keys.root(b"salt"), as_tokens([*range(40), *range(100, 150)]))
-    for position in (1, 15, 16, 17, 32, 40):
-        assert one.snapshot_key(position) == two.snapshot_key(position)
-    assert one.snapshot_key(41) != two.snapshot_key(41)
-    assert len({one.snapshot_key(x) for x in range(1, 61)}) == 60
+@given(
+    st.lists(st.integers(0, 2), max_size=150),
+    st.lists(st.integers(0, 2), max_size=150),
+    st.booleans(),
+)
+def test_the_common_beginning_of_two_chains_is_that_of_their_tokens(a, b, by_blocks):
+    def chain(tokens):
+        return MAKER.of_blocks(hashes(tokens), BLOCK) if by_blocks else names(tokens)
+
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    same = min(len(a), len(b)) if same is None else same
+    assert num_common(chain(a), chain(b)) == same // SIZE
+    assert split(joined(chain(a))) == chain(a)
 
 
-@pytest.mark.parametrize("position", [0, -1, 61])
-def test_no_snapshot_outside_the_tokens(position):
-    keys = space()
-    with pytest.raises(ValueError, match="no snapshot"):
-        keys.chain(keys.root(b""), as_tokens(range(60))).snapshot_key(position)
+def test_blocks_of_an_engine_are_named_by_the_last_of_each_chunk():
+    chain = MAKER.of_blocks(hashes(range(70)), BLOCK)
+    assert len(chain) == 4 and all(len(x) == NAME_BYTES for x in chain)
+    assert chain == MAKER.of_blocks(hashes(range(64)), BLOCK)
+    others = (
+        MAKER.of_blocks(hashes(range(64), "salt"), BLOCK),
+        ChainMaker("g", SIZE).of_blocks(hashes(range(64)), BLOCK),
+        names(range(64)),
+    )
+    assert not any(set(chain) & set(x) for x in others)
 
 
-@given(st.text(), st.text(), st.binary())
-def test_any_id_makes_a_key_of_fixed_size(tenant, session_id, salt):
-    keys = space()
-    record = keys.record_key(tenant, session_id)
-    assert len(record) == KEY_BYTES
-    assert record[:1] in KINDS
-    assert len(keys.root(salt)) == KEY_BYTES - 1
+@pytest.mark.parametrize(("block", "chunk"), [(1, 32), (16, 32), (32, 32), (48, 48), (784, 784)])
+def test_a_chunk_is_whole_blocks(block, chunk):
+    assert chunk_of_blocks(block) == chunk
+
+
+@given(st.text(), st.text(), st.text())
+def test_any_id_makes_a_key_of_fixed_size(tenant, session_id, model):
+    key = record_key(tenant, session_id, model)
+    assert len(key) == KEY_BYTES
+    assert key[:1] in KINDS
 
 
 @pytest.mark.parametrize("odd", ["../../x", "a\0b", "x" * 4096, "\ud800", "€:@", ""])
 def test_odd_ids_differ(odd):
-    keys = space()
-    assert keys.record_key("t", odd) != keys.record_key("t", odd + "x")
-    assert keys.record_key(odd, "s") != keys.record_key(odd + "x", "s")
+    assert record_key("t", odd, "m") != record_key("t", odd + "x", "m")
+    assert record_key(odd, "s", "m") != record_key(odd + "x", "s", "m")
 
 
-def test_keys_are_frozen():
+@given(st.integers(1, 300), st.integers(1, 20))
+def test_windows_are_the_rows_of_the_newest_tokens_without_a_hole(window_tokens, num_chunks):
+    keys, chain = ChainKeys(SIZE, window_tokens=window_tokens), names(range(20 * SIZE))
+    pieces = keys.windows(chain, num_chunks)
+    end = num_chunks * SIZE
+    assert pieces[0].first_token == max(end - window_tokens, 0)
+    assert pieces[-1].end_token == end
+    assert all(a.end_token == b.first_token for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(x.is_window for x in pieces) and len({x.key for x in pieces}) == len(pieces)
+    # Whole chunks go by their own names, so two states share them; the part of one does not.
+    whole = {b"w" + x for x in chain}
+    assert all(x.key in whole for x in pieces[1:])
+    assert (pieces[0].key in whole) == (pieces[0].num_tokens == SIZE)
+
+
+def test_a_model_without_growing_layers_has_no_chunks():
+    keys = ChainKeys(SIZE, growing=False)
+    chain = names(range(64))
+    assert keys.chunks(chain) == [] and keys.windows(chain, 4) == []
+    assert keys.state(chain, 4).first_token == 64
+
+
+def test_names_and_keys_are_frozen():
     """Stored sessions are found by these names: a change of them needs a new format version."""
-    keys = space()
-    chain = keys.chain(keys.root(b"salt"), as_tokens(range(40)))
-    names = [*chain.chunk_keys, chain.tail_key("t", "s"), chain.snapshot_key(33)]
-    names.append(keys.record_key("t", "s"))
-    assert [x.hex()[:18] for x in names] == [
-        "63e83ccec01cc54683",
-        "63886f54b58f240b0b",
-        "74862e4f00f1729f37",
-        "7306d709aef3f1ea12",
+    chain, blocks = names(range(40)), MAKER.of_blocks(hashes(range(40)), BLOCK)
+    keys = ChainKeys(SIZE, window_tokens=20)
+    pieces = [*keys.chunks(chain), keys.state(chain, 2), *keys.windows(chain, 2)]
+    found = [*(x.key for x in pieces), record_key("t", "s", "m"), *blocks]
+    assert [x.hex()[:18] for x in found] == [
+        "637d3f55d7b3f680ef",
+        "632ad81cafaa3ab40d",
+        "732ad81cafaa3ab40d",
+        "77d9e8dd03ed307d96",
+        "772ad81cafaa3ab40d",
         "72f439a017f453ae4e",
+        "324f70f667bfc84621",
+        "04115aa7f1edc71a50",
     ]
-
-
-@given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
-def test_common_prefix(a, b):
-    n = common_prefix(as_tokens(a), as_tokens(b))
-    assert a[:n] == b[:n]
-    assert n == min(len(a), len(b)) or a[n] != b[n]
 
 
 def test_tokens_are_little_endian_int32():

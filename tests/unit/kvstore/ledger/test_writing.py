@@ -7,19 +7,19 @@ from concurrent.futures import Future
 import pytest
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
-from kvstore.blobs.chain import RECORD
+from kvstore.blobs.chain import RECORD, STATE
 from kvstore.ledger.delivery import Delivery, deliver
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.writing import WriteBehind
 from kvstore.stats import Counters
 from kvstore.tiers.ram_tier import RamTier
-from tests.blob_names import all_named
 from tests.faulty_tier import FaultyTier
-from tests.kv_sessions import come_back, kv_of, ram, ref, save, tokens
+from tests.kv_sessions import begin_save, come_back, ram, ref, save, tokens
 
 HISTORY = tokens(200)
 KEYS = [CHUNK_KIND + bytes([i]) * 32 for i in range(40)]
 RECORD_KEY = RECORD + bytes(32)
+OLD_STATE = STATE + bytes(32)
 
 
 def delivery(keys=KEYS, fresh=KEYS, obsolete=(), record=b"new") -> Delivery:
@@ -37,8 +37,8 @@ def slow(nbytes: int = 1 << 26) -> FaultyTier:
 
 def test_the_record_is_written_last_and_the_obsolete_go_after_it():
     tier = slow()
-    tier.inner.put_many([(KEYS[0], b"blob"), (b"t" + bytes(32), b"old tail")])
-    assert deliver(stack_of(tier), 0, delivery(obsolete=[b"t" + bytes(32)]), whole=True) == (
+    tier.inner.put_many([(KEYS[0], b"blob"), (OLD_STATE, b"old state")])
+    assert deliver(stack_of(tier), 0, delivery(obsolete=[OLD_STATE]), whole=True) == (
         True,
         True,
     )
@@ -47,7 +47,7 @@ def test_the_record_is_written_last_and_the_obsolete_go_after_it():
         "replace",
         "delete_many",
     ]
-    assert tier.inner.contains_many([*KEYS, RECORD_KEY, b"t" + bytes(32)]) == [True] * 41 + [False]
+    assert tier.inner.contains_many([*KEYS, RECORD_KEY, OLD_STATE]) == [True] * 41 + [False]
 
 
 def test_blobs_that_are_not_fresh_are_read_from_faster_tiers():
@@ -65,12 +65,12 @@ def test_blobs_that_no_tier_has_any_more_leave_part_of_the_session():
 
 
 @pytest.mark.parametrize("method", ["put_many", "replace"])
-def test_a_tier_that_goes_away_keeps_its_older_record_and_tail(method):
-    tier, old_tail = slow(), b"t" + bytes(32)
-    tier.inner.put_many([(RECORD_KEY, b"old"), (old_tail, b"old tail")])
+def test_a_tier_that_goes_away_keeps_its_older_record_and_state(method):
+    tier = slow()
+    tier.inner.put_many([(RECORD_KEY, b"old"), (OLD_STATE, b"old state")])
     tier.fails = lambda number, called: called == method
-    assert not deliver(stack_of(tier), 0, delivery(obsolete=[old_tail]), whole=True).complete
-    assert tier.inner.get_many([RECORD_KEY, old_tail]) == [b"old", b"old tail"]
+    assert not deliver(stack_of(tier), 0, delivery(obsolete=[OLD_STATE]), whole=True).complete
+    assert tier.inner.get_many([RECORD_KEY, OLD_STATE]) == [b"old", b"old state"]
 
 
 def test_a_session_larger_than_its_tier_keeps_its_head():
@@ -155,39 +155,37 @@ def test_a_tier_that_was_down_is_caught_up_by_a_flush(opened):
     tier = slow()
     store = opened([ram(), tier])
     tier.fails = lambda number, method: True
-    store.save(ref(), HISTORY, kv_of(HISTORY))
+    begin_save(store, ref(), HISTORY)
     store.flush(10)
     assert store.stats().counters["behind.disk"] >= 1
     assert not any(tier.inner.scan(b""))
     tier.fails = lambda number, method: False
     assert store.flush(10)
-    assert all(
-        tier.inner.contains_many(all_named(store.ledger.index.blob_keys(store.record(ref()))))
-    )
+    assert all(tier.inner.contains_many(store.ledger.index.blob_keys(store.record(ref()))))
 
 
 def test_a_tier_that_was_down_is_caught_up_by_the_next_save(opened):
     tier = slow()
     store = opened([ram(), tier])
     tier.fails = lambda number, method: True
-    store.save(ref(), HISTORY[:100], kv_of(HISTORY[:100]))
+    begin_save(store, ref(), HISTORY[:100])
     store.flush(10)
     tier.fails = lambda number, method: False
     save(store, ref(), HISTORY)
     assert store.demote(ref(), "disk") == "disk"
-    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 192
 
 
 def test_a_tier_that_was_down_is_caught_up_by_a_demotion(opened):
     tier = slow()
     store = opened([ram(), tier])
     tier.fails = lambda number, method: True
-    store.save(ref(), HISTORY, kv_of(HISTORY))
+    begin_save(store, ref(), HISTORY)
     store.flush(10)
     assert store.demote(ref(), "disk") == "ram"
     tier.fails = lambda number, method: False
     assert store.demote(ref(), "disk") == "disk"
-    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 192
 
 
 def test_an_older_delivery_does_not_hide_that_a_newer_one_was_refused():

@@ -17,7 +17,7 @@ LAZY_URL = "redis://127.0.0.1:1/0"  # no server listens there, and no call waits
     [
         (StoreConfig(), ["ram", "disk"]),
         (StoreConfig(redis_url=LAZY_URL), ["ram", "disk", "redis"]),
-        (StoreConfig(redis_url=LAZY_URL, redis_bytes=0, ram_bytes=0), ["disk"]),
+        (StoreConfig(redis_url=LAZY_URL, ram_bytes=0), ["disk", "redis"]),
         (StoreConfig(ram_bytes=0, disk_bytes=0), []),
     ],
 )

@@ -14,6 +14,7 @@ from launch.machine.folders import (
     MAX_RUNTIME_DIR,
     compile_environment,
     private_folder,
+    require_closed_folder,
     server_folder,
 )
 
@@ -141,3 +142,27 @@ def test_else_it_is_elsewhere_under_a_name_that_cannot_be_foreseen(tmp_path):
         assert folder.parent == Path("/tmp").resolve() and folder.name.startswith("thermocline-")
         assert mode(folder) == 0o700 and len(str(folder)) <= MAX_RUNTIME_DIR
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("bits", [0o777, 0o1777, 0o770])
+def test_a_socket_whose_place_others_could_take_is_refused(tmp_path, bits):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    require_closed_folder(str(folder / "s"), "gateway.admin_socket")
+    if bits == 0o770 and os.geteuid() == 0:
+        os.chown(folder, 0, NOBODY)
+    folder.chmod(bits)
+    said = rf"gateway.admin_socket={folder}/s cannot be used: .*write {folder} .*mkdir -m 700"
+    with pytest.raises(LaunchError, match=said):
+        require_closed_folder(str(folder / "s"), "gateway.admin_socket")
+    (folder / "own").mkdir(mode=0o700)
+    if bits == 0o1777:  # as below /tmp: no other user can move it away
+        require_closed_folder(str(folder / "own" / "s"), "gateway.admin_socket")
+    else:
+        with pytest.raises(LaunchError, match=f"write {folder} "):
+            require_closed_folder(str(folder / "own" / "s"), "gateway.admin_socket")
+
+
+def test_a_socket_needs_a_folder(tmp_path):
+    with pytest.raises(LaunchError, match=f"{tmp_path}/no: No such file.*mkdir -m 700"):
+        require_closed_folder(str(tmp_path / "no" / "s"), "gateway.admin_socket")

@@ -90,7 +90,6 @@ def test_without_vllm_the_cure_is_named():
     ("store", "asked"),
     [
         (StoreConfig(redis_url="redis://there"), True),
-        (StoreConfig(redis_url="redis://there", redis_bytes=0), False),
         (StoreConfig(), False),
     ],
 )

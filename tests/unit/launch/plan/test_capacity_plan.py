@@ -87,11 +87,9 @@ def test_each_tier_is_planned_in_the_codec_that_will_serve():
     assert ram.sessions == 4 * GIB // by_name["tq4"]
 
 
-def test_redis_counts_only_where_it_is_used():
-    assert "redis" not in plan_of(LLAMA_8B).contexts[0].cold[0].sessions
-    store = StoreConfig(redis_url="redis://h", redis_bytes=64 * GIB)
-    cold = plan_of(LLAMA_8B, store=store).contexts[0].cold[0]
-    assert cold.sessions["redis"] == 64 * GIB // cold.bytes_per_session
+def test_redis_does_not_count_since_only_its_server_knows_how_much_it_takes():
+    store = StoreConfig(redis_url="redis://h")
+    assert "redis" not in plan_of(LLAMA_8B, store=store).contexts[0].cold[0].sessions
 
 
 def test_float32_doubles_live_and_raw_kv():

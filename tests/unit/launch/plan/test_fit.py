@@ -104,13 +104,6 @@ def test_a_model_that_was_not_measured_may_use_more_of_the_disk_until_it_is():
     assert choose_budgets(needs, small, 300).num_at_first < 300
 
 
-def test_redis_holds_sessions_too():
-    needs = needs_at(8192)
-    rooms = Rooms(hot=GIB, ram=GIB, shared=GIB, disk=0, given_disk=0, redis=64 * GIB)
-    assert refusal(needs, rooms, 1000) == ""
-    assert choose_budgets(needs, rooms, 1000).num_held["redis"] >= 1000
-
-
 def test_the_wish_becomes_budgets_with_their_origin(run, model, tmp_path):
     toml = tmp_path / "wish.toml"
     toml.write_text(

@@ -12,26 +12,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.models.lending import Budget
 from kvstore.config import StoreConfig
 from kvstore.tiers.disk_folder import DiskFolder
 from launch.errors import LaunchError, UsageError
 from launch.machine.resources import machine_memory
-from launch.serve.preflight import check_memory, check_tiers, lending_of, sole_server
-from tests.unit.gateway.in_process import RecordingEngine
-from tests.unit.launch.settings.test_budgets import TWO, engines_of
+from launch.serve.preflight import check_memory, check_tiers, sole_server
 
 OWNER = (
     "import sys; from pathlib import Path; from kvstore.tiers.disk_folder import DiskFolder;"
     " folder = DiskFolder(Path(sys.argv[1])); print('mine', flush=True); sys.stdin.read()"
 )
 GIB = 1 << 30
-FAR = """
-[[engines]]
-name = "far"
-url = "http://127.0.0.1:9"
-control = "tcp://127.0.0.1:10"
-"""
 
 
 @pytest.fixture
@@ -167,13 +158,3 @@ def test_the_machines_memory_is_read_from_meminfo(tmp_path):
     meminfo.write_text("MemTotal:  128000000 kB\n")
     assert machine_memory(meminfo) is None
     assert machine_memory(tmp_path / "missing") is None
-
-
-async def test_a_model_that_runs_elsewhere_takes_nothing_of_this_machine(tmp_path):
-    entries = engines_of(TWO + FAR, tmp_path)
-    lending = lending_of(entries, [RecordingEngine() for _ in entries], 1)
-    assert lending.most_in_use == Budget(3 * GIB * 2 // 4, GIB * 2 // 4)  # of big/one alone
-    await lending.take_back("two")
-    assert lending.most_in_use == Budget(3 * GIB * 3 // 4, GIB * 3 // 4)
-    await lending.take_back("far")
-    assert lending.most_in_use == Budget(3 * GIB * 3 // 4, GIB * 3 // 4)

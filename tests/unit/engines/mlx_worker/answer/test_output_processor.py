@@ -114,7 +114,22 @@ def test_stop_string_over_tokens(plain: Vocabulary) -> None:
 
 def test_stop_string_in_the_last_half_character(plain: Vocabulary) -> None:
     tokens = encoded(plain, "ok🧊")[:-1]
-    assert read(answer(plain, ["\ufffd"]), tokens, "length")[0].content == "ok"
+    whole, reason = read(answer(plain, ["\ufffd"]), tokens, "length")
+    assert (whole.content, reason) == ("ok", "stop")
+
+
+@pytest.mark.parametrize("after", ["", ", and"])  # what came before the answer was ended
+def test_stop_string_that_is_whole_at_the_limit(plain: Vocabulary, after: str) -> None:
+    reader = answer(plain, ["ris"])
+    for token in [*encoded(plain, "It is Paris"), *encoded(plain, after)]:
+        reader.take(Token(0, token))
+    assert (reader.finish("length")[1], reader.stop) == ("stop", "ris")
+
+
+def test_beginning_of_a_stop_string_at_the_limit(plain: Vocabulary) -> None:
+    reader = answer(plain, ["rise"])
+    whole, reason = read(reader, encoded(plain, "It is Paris"), "length")
+    assert (whole.content, reason, reader.stop) == ("It is Paris", "length", None)
 
 
 def test_scores_cover_the_answer(plain: Vocabulary) -> None:
@@ -163,6 +178,14 @@ def test_calls_are_text_where_none_were_offered(with_tools: Vocabulary) -> None:
     for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
         whole, reason = read(chat_answer(with_tools, **fields), encoded(with_tools, CALL))
         assert (whole.content, reason, whole.calls) == (CALL, "stop", [])
+
+
+def test_one_call_that_is_whole_at_the_limit(with_tools: Vocabulary) -> None:
+    reader = chat_answer(with_tools, tools=[TOOL], parallel_tool_calls=False)
+    for token in encoded(with_tools, f"{CALL} "):
+        reader.take(Token(0, token))
+    assert reader.stopped
+    assert reader.finish("length")[1] == "tool_calls"
 
 
 @pytest.mark.parametrize("text", [CALL + CALL + "more", TWO_CALLS + "more"])

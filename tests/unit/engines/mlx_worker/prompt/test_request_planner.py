@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from engines.host.fair_shares import Payer
 from engines.mlx_worker.generation import ModelFacts
@@ -94,6 +95,19 @@ async def test_another_tenant_waits_for_one_piece_only(tmp_path: Path) -> None:
     at = await planning.do(BOB, lambda: counting.num_chars)
     assert at <= 2 * len(inputs[0])
     assert len(await first) == 5
+    planning.close()
+
+
+async def test_a_text_at_which_the_tokenizer_panics_is_refused_and_the_thread_goes_on() -> None:
+    raw = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    raw.normalizer = normalizers.NFC()
+    blanks = AddedToken(" ", special=True, normalized=True, lstrip=True)
+    raw.add_special_tokens([blanks, AddedToken("[t]", normalized=True, rstrip=True)])
+    planning = Planning(lambda: None)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="cannot read this text"):
+            await planning.do(ALICE, lambda: raw.encode("[t]  [t]").ids)
+    assert await planning.do(ALICE, lambda: raw.encode("a").ids) == [0]
     planning.close()
 
 

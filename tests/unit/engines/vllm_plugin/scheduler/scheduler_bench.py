@@ -15,9 +15,9 @@ from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from kvstore.session import SessionRef
 from kvstore.stats import Counters
-from tests.block_sessions import BLOCK, hashes
+from tests.block_sessions import BLOCK, hashes, tokens_of
 
-PROMPT = list(range(42))  # ten blocks and two tokens
+PROMPT = tokens_of(10, 2)  # ten blocks, which are five chunks, and two tokens
 
 
 @dataclass
@@ -77,9 +77,9 @@ class Asked:
         self.patience.append(within_s)
         return self.answers.pop(ticket, None)
 
-    def answer(self, end_block: int, tier="ram", reason=None, part=()) -> None:
+    def answer(self, end_block: int, tier="ram", reason=None) -> None:
         stage = next(x for x in reversed(self.sent) if isinstance(x, Stage))
-        self.answers[stage.ticket] = Staged(stage.ticket, end_block, tier, reason, part)
+        self.answers[stage.ticket] = Staged(stage.ticket, end_block, tier, reason)
 
 
 class Request:
@@ -126,18 +126,22 @@ def new_bench(
     pool: Pool | None = None,
     *,
     num_ranks: int = 2,
-    keeps_parts: bool = False,
+    max_staged_bytes: int = 1000,
 ) -> Bench:
     now, admitted, ended = [0.0], [], []
     ranks, pool, counters = Asked(), pool or Pool(), Counters()
     hot = ResidentSessions(monotonic=lambda: now[0])
     hot.bind(pool, groups)
-    blocks = TokenBlocks(BLOCK, groups, keeps_parts)
+    blocks = TokenBlocks(BLOCK, groups)
     orders: dict[str, Forward] = {}
     saves = TurnSaves(hot, blocks, num_ranks)
     tracker = RequestTracker(
         Restores(
-            ranks, hot, blocks, deadline_s=5.0, max_staged_bytes=1000, monotonic=lambda: now[0]
+            ranks,
+            blocks,
+            deadline_s=5.0,
+            max_staged_bytes=max_staged_bytes,
+            monotonic=lambda: now[0],
         ),
         saves,
         hot,

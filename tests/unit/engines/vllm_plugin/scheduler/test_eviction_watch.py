@@ -11,10 +11,10 @@ import pytest
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.scheduler_side import EvictionWatch
 from engines.wire import Notice, SessionRef, SessionReport
-from tests.block_sessions import hashes, ref
+from tests.block_sessions import hashes, ref, tokens_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 
-CHAIN = hashes(list(range(100)))
+CHAIN = hashes(tokens_of(25))
 NAME = ("t", "s")
 
 
@@ -40,7 +40,7 @@ def test_a_session_is_hot_only_while_all_of_it_is_there():
 
 def test_a_beginning_that_others_share_makes_no_session_hot():
     hot, pool = quiet_session("a")
-    turn(hot, pool, "b", [*CHAIN[:5], *hashes(list(range(500, 520)))])
+    turn(hot, pool, "b", [*CHAIN[:5], *hashes(tokens_of(5, first=5000))])
     pool.cached = {h: x for h, x in pool.cached.items() if h not in CHAIN[5:]}
     assert hot.num_resident(("t", "a")) == 0
     assert hot.num_resident(("t", "b")) == 10

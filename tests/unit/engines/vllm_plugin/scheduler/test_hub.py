@@ -25,14 +25,14 @@ from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import Restores
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks, TrackedRequest
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
-from engines.vllm_plugin.worker.rank import RankLink, StagingArea
+from engines.vllm_plugin.worker.rank import StagingArea
 from engines.wire import (
     ListSessions,
     Refused,
 )
 from kvstore.stats import Counters
-from tests.block_sessions import BLOCK, open_store, ref, save, served
-from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, NoSaves, Unmeasured, welcomed
+from tests.block_sessions import BLOCK, open_store, ref, save, tokens_of
+from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, link_to, welcomed
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Request
 from tests.waiting import until
 
@@ -40,15 +40,15 @@ from tests.waiting import until
 def test_all_ranks_stage_and_the_answer_is_theirs(engine):
     engine.save()
     staged = engine.stage()
-    assert (staged.end_block, staged.tier, staged.reason) == (25, "ram", None)
+    assert (staged.end_block, staged.tier, staged.reason) == (24, "ram", None)
     assert engine.hub.staged(1) is None  # returned once
-    assert [len(x.take(1).spans) for x in engine.staging] == [7, 7]
+    assert [len(x.take(1).fetched.blobs) for x in engine.staging] == [12, 12]
 
 
 def test_the_answer_can_be_waited_for(engine):
     engine.save()
     engine.hub.send(Stage(1, ref(), 0, b"".join(CHAIN)))
-    assert engine.hub.staged(1, 60).end_block == 25
+    assert engine.hub.staged(1, 60).end_block == 24
     assert engine.hub.staged(2, 0.01) is None
 
 
@@ -56,15 +56,6 @@ def test_the_rank_that_has_least_counts(engine):
     engine.save(ranks=1)
     staged = engine.stage()
     assert (staged.end_block, staged.reason) == (0, "never-stored")
-
-
-def test_a_part_of_a_block_counts_where_every_rank_has_the_same(engine):
-    for store in engine.stores:
-        save(store, ref(), CHAIN, (100, 101))
-    assert engine.stage().part == (100, 101)
-    save(engine.stores[1], ref(), CHAIN, (100,))
-    staged = engine.stage(2)
-    assert (staged.end_block, staged.part) == (25, ())
 
 
 def test_the_slowest_tier_counts(engine):
@@ -109,8 +100,7 @@ def hub_path(folder: Path) -> str:
 
 def test_ranks_may_come_before_the_hub(tmp_path):
     store, staging = open_store(), StagingArea()
-    hello = RankHello(0, "raw.1", 1, 1)
-    link = RankLink(hub_path(tmp_path), hello, store, staging, NoSaves(), served(), Unmeasured())
+    link = link_to(hub_path(tmp_path), store, staging, hello=RankHello(0, "raw.1", 1, 1))
     hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
     hub.start()
     until(lambda: hub.ready)
@@ -203,12 +193,11 @@ def test_a_request_does_not_wait_for_a_rank_that_is_silent(tmp_path: Path) -> No
     """One rank has all of the session, and the other one, which is connected, says nothing."""
     hub = Hub(str(tmp_path / "hub.sock"), 2, lambda news: None)
     hub.start()
-    store, staging, hot = open_store(), StagingArea(), ResidentSessions()
-    hello = RankHello(0, "raw.1", 1, 1)
-    link = RankLink(hub_path(tmp_path), hello, store, staging, NoSaves(), served(), Unmeasured())
+    store, staging = open_store(), StagingArea()
+    link = link_to(hub_path(tmp_path), store, staging, hello=RankHello(0, "raw.1", 1, 1))
     save(store, ref(), CHAIN)
-    tokens = [*range(100), 7]
-    restores = Restores(hub, hot, TokenBlocks(BLOCK), deadline_s=0.2, max_staged_bytes=50)
+    tokens = tokens_of(24, 1)
+    restores = Restores(hub, TokenBlocks(BLOCK), deadline_s=0.2, max_staged_bytes=200)
     first, second = (TrackedRequest(Request(tokens, name=x), ref()) for x in ("r1", "r2"))
     with peer(tmp_path, RankHello(1, "raw.1", 1, 1)):
         until(lambda: hub.ready)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler import turn_saves
-from tests.block_sessions import hashes
+from tests.block_sessions import BLOCK, hashes, tokens_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Bench
 from tests.unit.engines.vllm_plugin.test_groups import TABLES, new_group_bench
 from tests.unit.engines.vllm_plugin.test_groups import ended as group_turn
 
-OTHER = list(range(200, 242))
+OTHER = tokens_of(10, 2, 2000)
 
 
 def turn(bench: Bench, session: str, tokens: list[int]) -> Save:
@@ -67,7 +67,7 @@ def test_blocks_that_vllm_has_reused_meanwhile_are_not_saved(bench):
 
 
 def test_they_come_one_at_a_time(bench):
-    saves = [turn(bench, f"s{i}", list(range(100 * i, 100 * i + 20))) for i in range(4)]
+    saves = [turn(bench, f"s{i}", tokens_of(4, first=1000 * i)) for i in range(4)]
     for save in saves[1:]:
         skipped(bench, save)
     saved(bench, saves[0])
@@ -82,7 +82,7 @@ def test_they_come_one_at_a_time(bench):
 def test_the_next_turn_saves_it_all(bench):
     first, second = turn(bench, "a", PROMPT), turn(bench, "b", OTHER)
     skipped(bench, second)
-    third = turn(bench, "b", [*OTHER[:40], *range(300, 330)])
+    third = turn(bench, "b", [*OTHER[: 10 * BLOCK], *tokens_of(8, 2, 3000)])
     saved(bench, first)
     saved(bench, third)
     assert planned(bench) == []
@@ -113,7 +113,7 @@ def test_only_so_many_are_kept_in_mind(bench, monkeypatch):
     monkeypatch.setattr(turn_saves, "MAX_POSTPONED", 2)
     first = turn(bench, "first", PROMPT)
     for i in range(5):
-        skipped(bench, turn(bench, f"s{i}", list(range(100 * i, 100 * i + 20))))
+        skipped(bench, turn(bench, f"s{i}", tokens_of(4, first=1000 * i)))
     assert [bench.hot.is_saving(("t", f"s{i}")) for i in range(5)] == [False] * 3 + [True] * 2
     saved(bench, first)
     for name in ("s3", "s4"):
@@ -125,7 +125,7 @@ def test_only_so_many_are_kept_in_mind(bench, monkeypatch):
 
 def test_a_state_is_made_up_for_too():
     bench = new_group_bench()
-    save = group_turn(bench, TABLES, 42)
+    save = group_turn(bench, TABLES, len(PROMPT))
     bench.tracker.absorb(set(), [], {save.job: 1}, skipped={save.job})
     again = bench.tracker.take_step([]).saves[0]
     assert (again.hashes, again.states) == (hashes(PROMPT), {10: [59, 77, 78, 79]})

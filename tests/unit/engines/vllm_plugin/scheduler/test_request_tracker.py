@@ -8,7 +8,7 @@ from engines.vllm_plugin.messages import Release, Stage
 from engines.vllm_plugin.scheduler.restores import PATIENCE_S
 from engines.vllm_plugin.scheduler.tracked_request import TrackedRequest
 from engines.wire import RequestProgress
-from tests.block_sessions import BLOCK
+from tests.block_sessions import BLOCK, tokens_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Request
 
 
@@ -48,9 +48,9 @@ def test_a_running_request_waits_for_no_restore(bench):
 
 
 def test_one_token_is_always_left_to_compute(bench):
-    request = bench.add(PROMPT[:40])  # ten whole blocks
+    request = bench.add(tokens_of(10))
     bench.tracker.match(request, 0)
-    assert len(bench.ranks.sent[0].hashes) == 9 * 32
+    assert len(bench.ranks.sent[0].hashes) == 8 * 32  # in whole chunks
 
 
 def test_local_blocks_are_not_asked_for(bench):
@@ -91,7 +91,7 @@ def test_a_rank_that_never_answers_costs_the_deadline(bench):
 
 
 def test_adapters_are_neither_restored_nor_saved(bench):
-    request = bench.add(num_computed_tokens=42, lora_request=object())
+    request = bench.add(num_computed_tokens=len(PROMPT), lora_request=object())
     assert bench.tracker.match(request, 0) == (0, False)
     bench.tracker.finished(request, [list(range(10))])
     assert bench.tracker.is_settled

@@ -6,10 +6,10 @@ import pytest
 
 from engines.vllm_plugin.scheduler import resident_sessions as resident_module
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
-from tests.block_sessions import hashes, ref
+from tests.block_sessions import hashes, ref, tokens_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 
-CHAIN = hashes(list(range(40)))
+CHAIN = hashes(tokens_of(10))
 NAME = ("t", "s")
 
 
@@ -28,8 +28,8 @@ def test_nothing_is_counted_of_blocks_that_no_session_has(monkeypatch: pytest.Mo
     monkeypatch.setattr(resident_module, "MAX_SESSIONS", 8)
     hot = bound(Pool())
     for i in range(100):
-        for end in (20, 40):
-            turn(hot, f"s{i % 20}", CHAIN[:2] + hashes(list(range(100 * i, 100 * i + end))))
+        for end in (5, 10):
+            turn(hot, f"s{i % 20}", CHAIN[:2] + hashes(tokens_of(end, first=1000 * i)))
         if not i % 3:
             hot.ask_to_drop(("t", f"s{i % 20}"))
             hot.drop_asked()

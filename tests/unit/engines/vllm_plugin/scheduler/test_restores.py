@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.vllm_plugin.messages import Release, Stage
+from tests.block_sessions import BLOCK
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Request, restored
 
 
@@ -17,15 +18,15 @@ def test_a_load_that_works(bench):
         (request.request_id, 0, ids)
     ]
     bench.tracker.absorb(set(), [request.request_id], {})
-    bench.tracker.take_step([(request.request_id, 40)])
-    assert bench.admitted == [("tcm" + "a" * 24, "cold-ram; tokens=40")]
+    bench.tracker.take_step([(request.request_id, 10 * BLOCK)])
+    assert bench.admitted == [("tcm" + "a" * 24, "cold-ram; tokens=160")]
     assert bench.counters.as_dict() == {
         "restores": 1,
-        "restored_tokens": 40,
-        "restored_tokens.ram": 40,
+        "restored_tokens": 160,
+        "restored_tokens.ram": 160,
         "prompts": 1,
-        "prompt_tokens": 42,
-        "cached_tokens": 40,
+        "prompt_tokens": 162,
+        "cached_tokens": 160,
         "source.cold-ram": 1,
     }
 
@@ -39,7 +40,7 @@ def test_a_failed_load_is_not_offered_again(bench):
     for _ in range(5):
         assert bench.tracker.match(request, 0) == (0, False)
     assert sum(isinstance(x, Stage) for x in bench.ranks.sent) == 1
-    request.num_computed_tokens = 42
+    request.num_computed_tokens = len(PROMPT)
     outcome = bench.tracker.finished(request, [ids])
     assert outcome == {"restored_tokens": 0, "tier": "ram", "reason": "corrupt"}
 
@@ -73,7 +74,7 @@ def test_a_miss_is_counted_as_reported_to_its_client(bench):
     assert (bench.tracker.num_running, bench.tracker.num_waiting) == (0, 0)
     assert bench.counters.as_dict() == {
         "prompts": 1,
-        "prompt_tokens": 42,
+        "prompt_tokens": 162,
         "cached_tokens": 0,
         "source.miss": 1,
         "misses.never-stored": 1,
@@ -102,7 +103,7 @@ def test_an_abort_before_the_load_releases_the_staged_blobs(bench, answered):
 
 
 def test_an_abort_during_the_load_saves_nothing(bench):
-    request = Request(PROMPT, num_computed_tokens=40)
+    request = Request(PROMPT, num_computed_tokens=10 * BLOCK)
     ids = restored(bench, request)
     bench.tracker.take_step([])
     bench.tracker.finished(request, [ids])

@@ -25,7 +25,7 @@ from engines.vllm_plugin.messages import (
 )
 from engines.vllm_plugin.messages import frame as frame_of_plugin
 from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
-from engines.vllm_plugin.worker.rank import RankLink, StagingArea
+from engines.vllm_plugin.worker.event_notes import written
 from engines.vllm_plugin.worker.resting_watch import RestingWatch
 from engines.wire import (
     ControlReply,
@@ -41,8 +41,8 @@ from engines.wire import (
 )
 from kvstore.config import StoreConfig
 from kvstore.tiers.ram_tier import RamTier
-from tests.block_sessions import BLOCK, hashes, open_store, ref, save, served
-from tests.unit.engines.vllm_plugin.hub_engine import NoSaves, Unmeasured
+from tests.block_sessions import BLOCK, PER_CHUNK, hashes, open_store, ref, save, tokens_of
+from tests.unit.engines.vllm_plugin.hub_engine import link_to
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 from tests.waiting import until
 
@@ -65,18 +65,11 @@ class Bench:
         self.side = SchedulerSide(settings, config, DENSE, "0")
         self.pool = Pool()
         self.side.bind(self.pool)
-        self.store = open_store([RamTier(450_000)])  # room for two sessions
-        self.link = RankLink(
-            settings.hub_path,
-            RankHello(0, "raw.1", 1000, 1000, KVSize(1000), KVSize(500)),
-            self.store,
-            StagingArea(),
-            NoSaves(),
-            served(),
-            Unmeasured(),
-        )
+        self.store = open_store([RamTier(1_600_000)])  # room for two sessions
+        hello = RankHello(0, "raw.1", 1000, 1000, KVSize(1000), KVSize(500))
+        self.link = link_to(settings.hub_path, self.store, hello=hello)
         if events:
-            self.link.watch(RestingWatch(self.store, 0, self.link.send))
+            self.link.watch(RestingWatch(self.store, BLOCK, 0, self.link.send))
         self.store.listen(lambda left: self.link.send(RankLost(*left)))
         until(lambda: self.side.ready)
         self.gateway = socket.socket(socket.AF_UNIX)
@@ -107,7 +100,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def test_the_gateway_hears_of_a_session_that_was_evicted(bench: Bench) -> None:
     for i, session in enumerate(("first", "second", "third")):
-        save(bench.store, ref(session), hashes(list(range(1000 * i, 1000 * i + 100))))
+        save(bench.store, ref(session), hashes(tokens_of(24, first=1000 * i)))
     for _ in range(2):
         bench.store.expire()
     heard = bench.hear()
@@ -117,7 +110,7 @@ def test_the_gateway_hears_of_a_session_that_was_evicted(bench: Bench) -> None:
 
 
 def test_a_session_that_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> None:
-    save(bench.store, ref("back"), hashes(list(range(100))))
+    save(bench.store, ref("back"), hashes(tokens_of(24)))
     bench.link.send(RankLost(ref("back")))
     bench.link.send(RankLost(ref("gone")))
     heard = bench.hear()
@@ -127,18 +120,18 @@ def test_a_session_that_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> No
 def test_the_gateway_lists_all_again_where_the_ranks_do_not_say_what_changed(bench: Bench) -> None:
     bench.link.close()
     until(lambda: not bench.side.ready)
-    news = (RankLost(ref("a"), "found", False), RankPacked(ref("b")), RankLost(ref("c")))
+    news = (RankPacked(ref("b")), RankLost(ref("c")))
     with socket.socket(socket.AF_UNIX) as rank:  # says what it has to say, and answers nothing
         rank.connect(bench.hub_path)
         for one in news:
             rank.sendall(frame_of_plugin(one))
         heard = [bench.hear() for _ in news]
-    assert [(x.cause, x.why) for x in heard if isinstance(x, Notice)] == [("moved", "found")] * 3
+    assert [(x.cause, x.why) for x in heard if isinstance(x, Notice)] == [("moved", "found")] * 2
 
 
 def test_the_gateway_hears_of_saved_sessions_and_not_of_skipped_ones(bench: Bench) -> None:
     for session in ("skipped", "kept"):
-        save(bench.store, ref(session), hashes(list(range(100))))
+        save(bench.store, ref(session), hashes(tokens_of(24)))
     bench.link.send(RankSaved(1, ref("skipped"), False))
     bench.link.send(RankSaved(2, ref("kept"), True))
     heard = bench.hear()
@@ -151,7 +144,7 @@ def test_the_welcome_has_the_size_of_kv_in_bf16_too(bench: Bench) -> None:
 
 
 def test_the_gateway_hears_that_a_session_takes_less_room(bench: Bench) -> None:
-    save(bench.store, ref("packed"), hashes(list(range(100))))
+    save(bench.store, ref("packed"), hashes(tokens_of(24)))
     bench.link.send(RankPacked(ref("packed")))
     heard = bench.hear()
     assert isinstance(heard, Notice)
@@ -159,7 +152,7 @@ def test_the_gateway_hears_that_a_session_takes_less_room(bench: Bench) -> None:
 
 
 def test_without_kv_events_nothing_is_kept_for_them(bench: Bench) -> None:
-    save(bench.store, ref(), hashes(list(range(100))))
+    save(bench.store, ref(), hashes(tokens_of(24)))
     assert bench.side.inventory is None
     assert not bench.side.has_work
 
@@ -174,11 +167,11 @@ def test_readers_hear_where_a_session_rests_before_its_blocks_leave(tmp_path: Pa
     inventory = bench.side.inventory
     assert inventory is not None
     try:
-        chain = hashes(list(range(100)))
+        chain = hashes(tokens_of(24))
         bench.pool.fill(chain)
         bench.side._resident.begin(ref())
         bench.side._resident.end(ref(), chain)
-        save(bench.store, ref(), chain)
+        save(bench.store, ref(), chain, written(chain, bytes(4 * BLOCK * 24), PER_CHUNK))
         bench.gateway.sendall(frame(ControlRequest(1, Demote(ref(), None))))
         assert isinstance(decode_to_front(receive(front)), Wake)
         assert bench.side.has_work

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.vllm_plugin.messages import Probe, Release, Stage, Staged
+from tests.block_sessions import tokens_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import (
     PROMPT,
     Bench,
@@ -15,13 +16,13 @@ from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import (
 
 @pytest.fixture
 def bench() -> Bench:
-    bench = new_bench()
-    bench.ranks.packed_bytes_per_token = 10
+    bench = new_bench(max_staged_bytes=400)
+    bench.ranks.packed_bytes_per_token = 1
     return bench
 
 
 def waiting(bench: Bench, *names: str) -> list[Request]:
-    """Requests that ask in this order; each takes 400 of the 1000 bytes that may be staged."""
+    """Requests that ask in this order; each takes 160 of the 400 bytes that may be staged."""
     requests = [Request(PROMPT, name=x, session=x) for x in names]
     for request in requests:
         bench.tracker.add(request)
@@ -43,9 +44,9 @@ def test_no_more_is_staged_than_there_is_room_for(bench):
     requests = waiting(bench, "a", "b", "c", "d")
     assert staged_for(bench) == ["a", "b"]
     bench.ranks.answer(10)  # of b; no load has read it yet, so it is in memory
-    assert bench.tracker.match(requests[1], 0) == (40, True)
+    assert bench.tracker.match(requests[1], 0) == (160, True)
     ask_all(bench, requests[2:])
-    bench.tracker.allocated(requests[1], [list(range(20, 31))], 40)
+    bench.tracker.allocated(requests[1], [list(range(20, 31))], 160)
     ask_all(bench, requests[2:])
     assert staged_for(bench) == ["a", "b"]
     bench.tracker.absorb(set(), ["b"], {})
@@ -67,7 +68,7 @@ def test_a_miss_or_an_abort_makes_room(bench, answered):
 
 def test_a_session_larger_than_all_room_is_staged_alone(bench):
     small = Request(PROMPT, name="small", session="small")
-    large = Request(list(range(200)), name="large", session="large")
+    large = Request(tokens_of(50), name="large", session="large")
     last = Request(PROMPT, name="last", session="last")
     for request in (small, large, last):
         bench.tracker.add(request)
@@ -85,7 +86,7 @@ def test_a_session_larger_than_all_room_is_staged_alone(bench):
 def test_a_request_that_gives_up_waiting_keeps_no_other_back(bench):
     requests = waiting(bench, "a", "b", "c", "d", "e")
     bench.tracker.finished(requests[2], [[]])
-    assert bench.tracker.match(requests[3], 40) == (0, False)  # vLLM has it all by now
+    assert bench.tracker.match(requests[3], 160) == (0, False)  # vLLM has it all by now
     bench.tracker.finished(requests[0], [[]])
     ask_all(bench, requests[4:])
     assert staged_for(bench) == ["a", "b", "e"]
@@ -124,8 +125,8 @@ def test_who_finds_room_asks_nothing_more(bench):
     bench.tracker.finished(requests[0], [[]])
     ask_all(bench, requests[2:])
     bench.ranks.answer(10)
-    assert bench.tracker.match(requests[2], 0) == (40, True)
-    bench.tracker.allocated(requests[2], [list(range(20, 31))], 40)
+    assert bench.tracker.match(requests[2], 0) == (160, True)
+    bench.tracker.allocated(requests[2], [list(range(20, 31))], 160)
     bench.tracker.absorb(set(), ["c"], {})
     assert Release(probes(bench)["c"]) in bench.ranks.sent
 

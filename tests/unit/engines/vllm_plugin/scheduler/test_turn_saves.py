@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from kvstore.session import SessionRef
+from tests.block_sessions import BLOCK, tokens_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Bench, Request
 
 
 def test_a_turns_full_blocks_are_held_until_every_rank_has_them(bench):
-    request = bench.add(num_computed_tokens=42)
+    request = bench.add(num_computed_tokens=len(PROMPT))
     ids = bench.pool.fill(request.block_hashes)
     bench.tracker.finished(request, [[*ids, 30]])
     save = bench.tracker.take_step([]).saves[0]
@@ -22,19 +23,38 @@ def test_a_turns_full_blocks_are_held_until_every_rank_has_them(bench):
 
 
 def test_tokens_of_a_step_in_flight_do_not_count(bench):
-    request = bench.add(num_computed_tokens=40, num_in_flight_tokens=1)
+    request = bench.add(num_computed_tokens=10 * BLOCK, num_in_flight_tokens=1)
     bench.tracker.finished(request, [list(range(10))])
-    assert len(bench.tracker.take_step([]).saves[0].hashes) == 9
+    assert len(bench.tracker.take_step([]).saves[0].hashes) == 8
+
+
+def test_blocks_after_the_last_full_chunk_stay_hot_and_are_not_saved(bench):
+    request = bench.add(tokens_of(9, 2), num_computed_tokens=9 * BLOCK + 2)
+    ids = bench.pool.fill(request.block_hashes)
+    bench.tracker.finished(request, [[*ids, 30]])
+    (save,) = bench.tracker.take_step([]).saves
+    assert (save.block_ids, len(save.hashes)) == (ids[:8], 8)
+    assert bench.pool.blocks[ids[8]].ref_cnt == 0
+    assert bench.hot.num_resident(("t", "s")) == 9
+
+
+def test_a_turn_shorter_than_a_chunk_is_not_saved(bench):
+    request = bench.add(tokens_of(1, 9), num_computed_tokens=BLOCK + 9)
+    bench.tracker.finished(request, [bench.pool.fill(request.block_hashes)])
+    assert bench.tracker.is_settled
+    assert bench.hot.num_resident(("t", "s")) == 1
 
 
 def test_a_request_without_a_session_is_not_saved(bench):
-    request = bench.add(num_computed_tokens=42, kv_transfer_params=None)
+    request = bench.add(num_computed_tokens=len(PROMPT), kv_transfer_params=None)
     bench.tracker.finished(request, [list(range(10))])
     assert bench.tracker.is_settled
 
 
 def test_vllms_own_session_id_will_do(bench):
-    request = bench.add(num_computed_tokens=42, kv_transfer_params=None, session_id="theirs")
+    request = bench.add(
+        num_computed_tokens=len(PROMPT), kv_transfer_params=None, session_id="theirs"
+    )
     bench.tracker.finished(request, [list(range(10))])
     assert bench.tracker.take_step([]).saves[0].session == SessionRef("", "theirs", b"ab")
 
@@ -55,13 +75,13 @@ def test_demoted_blocks_are_gone_before_the_next_look(bench):
     bench.hot.ask_to_drop(("t", "a"))
     assert bench.hot.num_resident(("t", "a")) == 0
     assert bench.pool.cached  # vLLM's tables change on vLLM's thread only
-    bench.add([7] * 42, name="other", session="other")
+    bench.add([7] * len(PROMPT), name="other", session="other")
     assert not bench.pool.cached
 
 
 def test_blocks_that_another_session_needs_stay(bench):
     ran(bench, "a", PROMPT)
-    ran(bench, "b", [*PROMPT[:20], *range(500, 522)])
+    ran(bench, "b", [*PROMPT[: 5 * BLOCK], *tokens_of(5, 2, 5000)])
     bench.hot.ask_to_drop(("t", "a"))
     bench.tracker.take_step([])
     assert bench.hot.num_resident(("t", "b")) == 10
@@ -79,7 +99,7 @@ def test_a_turn_that_came_meanwhile_keeps_its_blocks(bench):
 
 def test_idle_time_and_business_of_sessions(bench):
     bench.now[0] = 100.0
-    request = bench.add(num_computed_tokens=42)
+    request = bench.add(num_computed_tokens=len(PROMPT))
     assert bench.hot.is_busy(("t", "s"))
     bench.now[0] = 107.0
     bench.tracker.finished(request, [list(range(10))])

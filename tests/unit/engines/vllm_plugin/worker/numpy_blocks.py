@@ -41,14 +41,9 @@ class NumpyBlocks:
                     first = (first_block + i) * BLOCK
                     page[block_id] = array[:, first : first + BLOCK]
 
-    def write_part(self, block_id: int, run: Sequence[KVPair]) -> None:
-        for sides, rows in zip(self.pages, run, strict=True):
-            for page, array in zip(sides, rows, strict=True):
-                page[block_id][:, : array.shape[1]] = array
-
     def compute(self, chain: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Fill the blocks as a prefill of this chain would."""
-        self.write(block_ids, rows_of(chain, 0, len(chain)), 0)
+        self.write(block_ids[: len(chain)], rows_of(chain, 0, len(chain)), 0)
 
     def holds(self, chain: Sequence[bytes], first: int, block_ids: Sequence[int]) -> bool:
         """True if these blocks are the chain's from ``first`` on, bit for bit."""

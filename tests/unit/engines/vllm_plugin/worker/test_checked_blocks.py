@@ -17,16 +17,24 @@ from engines.vllm_plugin.device.checked_blocks import (
     CheckedBlocks,
     KernelsUnusable,
 )
-from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import codec_in
-from kvstore.blobs.segments import FRESH, Lineage
+from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.presets import codec_by_name
-from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ram_and_disk
+from tests.block_sessions import (
+    BLOCK,
+    LAYOUT,
+    PER_CHUNK,
+    chain_of,
+    hashes,
+    open_store,
+    ram_and_disk,
+    tokens_of,
+)
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 
-CHAIN = hashes(list(range(100)))  # 25 blocks: 6 chunks and a tail of one block
-IDS = list(range(30, 55))
-ELSEWHERE = list(range(1, 26))
+CHAIN = hashes(tokens_of(24))  # twelve chunks
+IDS = list(range(30, 54))
+ELSEWHERE = list(range(1, 25))
 TQ3, TQ4 = codec_by_name("tq3"), codec_by_name("tq4")
 
 
@@ -42,11 +50,11 @@ class Device:
         return None
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
-        self.packed += [x.span.key for x in wanted]
+        self.packed += [x.piece.key for x in wanted]
         return self._host.pack(wanted, ready)
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
-        self.filled += [x.span.key for x in wanted]
+        self.filled += [x.piece.key for x in wanted]
         return self._host.fill(wanted, ready)
 
     def close(self) -> None:
@@ -57,33 +65,21 @@ def test_the_device_packs_with_the_codec_its_kernels_were_checked_for(rig):
     device = Device(rig.host)
     blocks = rig.checked(device, no_kernels)
     assert blocks.block_bytes == BLOCK * LAYOUT.bytes_per_token
-    spans = rig.store.keys.whole(CHAIN)
-    wanted = [
-        Packing(
-            x, IDS[x.first_block : x.end_block], Lineage(x.end_block * BLOCK) if i == 2 else FRESH
-        )
-        for i, x in enumerate(spans)
-    ]
+    wanted = rig.chunks
+    keys = [x.piece.key for x in wanted]
     blobs = [x.result() for x in blocks.pack(wanted, None)]
-    assert device.packed == [x.key for i, x in enumerate(spans) if i != 2]
-    assert [codec_in(x) for x in blobs] == [
-        *[b"tq3.2"] * 2,
-        b"restored16.1",
-        *[b"tq3.2"] * 4,
-    ]
-    rig.store.adopt(CodecSet.one(TQ4))
+    assert device.packed == keys
+    assert [codec_in(x) for x in blobs] == [b"tq3.2"] * 12
+    rig.store.adopt(StoreCodecs(TQ4))
     device.packed.clear()
     assert codec_in(blocks.pack(wanted[:1], None)[0].result()) == b"tq4.2"
-    rows: dict = {}
-    blocks.pack(wanted, None, rows)
-    assert device.packed == [] and list(rows) == spans
+    assert device.packed == []
     fillings = [
-        Filling(x, blob, 0, ELSEWHERE[x.first_block : x.end_block])
-        for x, blob in zip(spans, blobs, strict=True)
+        Filling(x.piece, blob, 0, ELSEWHERE[PER_CHUNK * i : PER_CHUNK * (i + 1)])
+        for i, (x, blob) in enumerate(zip(wanted, blobs, strict=True))
     ]
     assert blocks.fill(fillings, None) == set(ELSEWHERE)
-    # The first chunk of so small a model has no segment of first tokens, which kernels expect.
-    assert device.filled == [x.key for i, x in enumerate(spans) if i not in (0, 2)]
+    assert device.filled == keys
 
 
 def no_kernels() -> Device:
@@ -98,8 +94,11 @@ class Rig:
         pages = NumpyBlocks()
         pages.compute(CHAIN, IDS)
         self.host = HostBlocks(pages, self.store, NoStream())
-        spans = self.store.keys.whole(CHAIN)
-        self.chunks = [Packing(x, IDS[x.first_block : x.end_block]) for x in spans]
+        pieces = self.store.keys.chunks(chain_of(self.store, CHAIN))
+        firsts = range(0, len(IDS), PER_CHUNK)
+        self.chunks = [
+            Packing(x, IDS[i : i + PER_CHUNK]) for i, x in zip(firsts, pieces, strict=True)
+        ]
         self._checked: list[CheckedBlocks] = []
 
     def checked(self, device: Device, prove: Callable[[], Device]) -> CheckedBlocks:
@@ -125,7 +124,7 @@ def packs_by(device: Callable[[], Device | None], blocks: CheckedBlocks, wanted:
     blob = b""
     while not ((found := device()) and found.packed) and time.monotonic() < deadline:
         blob = bytes(blocks.pack([wanted], None)[0].result())
-    assert found.packed == [wanted.span.key]
+    assert found.packed == [wanted.piece.key]
     return blob
 
 
@@ -148,9 +147,9 @@ def test_kernels_are_checked_again_for_a_codec_that_is_adopted(rig):
     old, new = Device(rig.host), Device(rig.host)
     proof = Proof(new)
     blocks = rig.checked(old, proof)
-    wanted = rig.chunks[1:]  # of so small a model the host fills the first chunk
+    wanted = rig.chunks
     (before,) = (x.result() for x in blocks.pack(wanted[:1], None))
-    rig.store.adopt(CodecSet.one(TQ4))
+    rig.store.adopt(StoreCodecs(TQ4))
     old.packed.clear()
     for x in wanted[:3]:  # the host packs, and the check is asked for once
         assert codec_in(blocks.pack([x], None)[0].result()) == b"tq4.2"
@@ -160,16 +159,16 @@ def test_kernels_are_checked_again_for_a_codec_that_is_adopted(rig):
     after = packs_by(lambda: new, blocks, wanted[0])
     assert codec_in(after) == b"tq4.2"
     assert blocks.why_host == ""
-    fillings = [Filling(wanted[0].span, x, 0, ELSEWHERE[:4]) for x in (before, after)]
-    assert blocks.fill(fillings, None) == set(ELSEWHERE[:4])
-    assert (old.filled, new.filled) == ([], [wanted[0].span.key])  # the host reads the older blob
+    fillings = [Filling(wanted[0].piece, x, 0, ELSEWHERE[:2]) for x in (before, after)]
+    assert blocks.fill(fillings, None) == set(ELSEWHERE[:2])
+    assert (old.filled, new.filled) == ([], [wanted[0].piece.key])  # the host reads the older blob
 
 
 def test_kernels_that_are_wrong_for_an_adopted_codec_are_checked_once(rig):
     device, proof = Device(rig.host), Proof(None)
     blocks = rig.checked(device, proof)
     wanted = rig.chunks[:1]
-    rig.store.adopt(CodecSet.one(TQ4))
+    rig.store.adopt(StoreCodecs(TQ4))
     proof.may_end.set()
     blocks.pack(wanted, None)
     assert proof.asked.acquire(timeout=20)
@@ -177,9 +176,9 @@ def test_kernels_that_are_wrong_for_an_adopted_codec_are_checked_once(rig):
         assert codec_in(blocks.pack(wanted, None)[0].result()) == b"tq4.2"
     assert device.packed == [] and not proof.asked.acquire(timeout=0.1)
     assert blocks.why_host == "they are wrong"
-    rig.store.adopt(CodecSet.one(TQ3))  # the one that they are right for
+    rig.store.adopt(StoreCodecs(TQ3))  # the one that they are right for
     blocks.pack(wanted, None)
-    assert device.packed == [wanted[0].span.key]
+    assert device.packed == [wanted[0].piece.key]
 
 
 def test_a_codec_that_is_adopted_many_times_is_packed_by_the_device_each_time(rig):
@@ -192,7 +191,7 @@ def test_a_codec_that_is_adopted_many_times_is_packed_by_the_device_each_time(ri
     blocks = rig.checked(Device(rig.host), proves)
     wanted = rig.chunks[:1]
     for codec in (TQ4, TQ3) * (MOST_TRIES + 1):
-        rig.store.adopt(CodecSet.one(codec))
+        rig.store.adopt(StoreCodecs(codec))
         made.clear()
         packs_by(lambda: made[-1] if made else None, blocks, wanted[0])
         assert blocks.why_host == ""
@@ -203,11 +202,11 @@ def test_a_check_counts_for_no_codec_if_another_is_adopted_meanwhile(rig):
     proof = Proof(None, new)
     blocks = rig.checked(Device(rig.host), proof)
     wanted = rig.chunks[:1]
-    rig.store.adopt(CodecSet.one(TQ4))
+    rig.store.adopt(StoreCodecs(TQ4))
     blocks.pack(wanted, None)
     assert proof.asked.acquire(timeout=20)
-    rig.store.adopt(CodecSet.one(TQ3))
-    rig.store.adopt(CodecSet.one(TQ4))
+    rig.store.adopt(StoreCodecs(TQ3))
+    rig.store.adopt(StoreCodecs(TQ4))
     proof.may_end.set()
     packs_by(lambda: new, blocks, wanted[0])
 
@@ -221,7 +220,7 @@ def test_a_check_that_failed_is_made_again_but_not_for_ever(rig):
 
     blocks = rig.checked(Device(rig.host), fails)
     wanted = rig.chunks[:1]
-    rig.store.adopt(CodecSet.one(TQ4))
+    rig.store.adopt(StoreCodecs(TQ4))
     deadline = time.monotonic() + 20
     while len(asked) < MOST_TRIES and time.monotonic() < deadline:
         assert codec_in(blocks.pack(wanted, None)[0].result()) == b"tq4.2"

@@ -15,7 +15,6 @@ from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.vllm_plugin.blocks.host_blocks import HostBlocks
 from engines.vllm_plugin.messages import (
     Probe,
-    RankHello,
     RankNews,
     Stage,
     Staged,
@@ -25,35 +24,37 @@ from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
-from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
+from engines.vllm_plugin.worker.block_rows import RankBlocks
+from engines.vllm_plugin.worker.rank import StagingArea, packed_bytes_per_token
 from engines.vllm_plugin.worker.transfer import Transfer
 from engines.wire import MAX_FRAME_BYTES
 from kvstore.codecs.profile import Profile
-from kvstore.session import SessionRef
 from kvstore.shapes import KVPair
 from kvstore.stats import Counters
-from tests.blob_names import all_named
 from tests.block_sessions import (
     BLOCK,
     FINGERPRINT,
     LAYOUT,
+    chain_of,
     check_rows,
+    fetch,
     hashes,
     open_store,
     ram_and_disk,
     ref,
     save,
     served,
+    tokens_of,
 )
 from tests.faulty_tier import FaultyTier
 from tests.unit.engines.calibration.gate.test_bound import GOOD
-from tests.unit.engines.vllm_plugin.hub_engine import NoSaves, Unmeasured
+from tests.unit.engines.vllm_plugin.hub_engine import link_to
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 from tests.waiting import until
 
-CHAIN = hashes(list(range(100)))
-OTHER = hashes(list(range(500, 600)))
+CHAIN = hashes(tokens_of(24))
+OTHER = hashes(tokens_of(24, first=5000))
 IDS = list(range(len(CHAIN)))
 
 
@@ -76,10 +77,9 @@ class Rank:
         self.ram, self.disk = (FaultyTier(x) for x in ram_and_disk(folder / "disk"))
         self.store = open_store([self.ram, self.disk])
         self.staging = StagingArea()
-        self.settling = threading.Event()
         self.news: list[RankNews] = []
         host = HostBlocks(self.blocks, self.store, NoStream())
-        self.transfer = Transfer(host, self.store, self.staging, 1 << 30)
+        self.transfer = Transfer(RankBlocks(host, None, self.store, BLOCK), self.staging)
         self.path = str(folder / "hub.sock")
         self.hub = self._open_hub()
         hot = ResidentSessions()
@@ -87,15 +87,7 @@ class Rank:
         self.verbs = VllmVerbs(
             self.hub, hot, block_tokens=BLOCK, counters=Counters(), num_requests=lambda: (0, 0)
         )
-        self.link = RankLink(
-            self.path,
-            RankHello(0, "raw.1", 1000, 1000),
-            self.store,
-            self.staging,
-            self,
-            codecs or served(),
-            Unmeasured(),
-        )
+        self.link = link_to(self.path, self.store, self.staging, codecs=codecs)
         until(lambda: self.hub.ready)
 
     def _open_hub(self) -> Hub:
@@ -116,16 +108,6 @@ class Rank:
         staged = self.hub.staged(ticket, 30)
         assert staged is not None
         return staged
-
-    why_host = ""
-
-    @property
-    def queued_bytes(self) -> int:
-        return self.transfer.queued_bytes
-
-    def wait_saved(self, session: SessionRef, within_s: float) -> bool:
-        self.settling.set()
-        return self.transfer.wait_saved(session, within_s)
 
     def close(self) -> None:
         """End all parts in the order in which a worker does."""
@@ -175,12 +157,12 @@ def test_a_codec_is_adopted_once_it_was_measured(tmp_path: Path) -> None:
     write_profile(Profile(FINGERPRINT, LAYOUT, (), {}, (row,)), tmp_path)
     adopted = rank.hub.submit(rank.verbs.adopt()).result(30)
     assert (adopted.name, adopted.id, adopted.unmeasured) == ("tq3", "tq3.2", False)
-    assert rank.store.codecs.ram.id == "tq3.2"
+    assert rank.store.codecs.rows.id == "tq3.2"
     until(lambda: rank.hub.packed_bytes_per_token == packed_bytes_per_token(rank.store))
     save(rank.store, ref("new"), OTHER)
     records = {x.id: x.packed_bytes for x in rank.store.records()}
     assert records["new"] < 0.5 * records["s"]
-    check_rows(rank.store, CHAIN, rank.store.fetch(ref(), CHAIN, 0))  # exact, as it was saved
+    check_rows(rank.store, CHAIN, fetch(rank.store, CHAIN))  # exact, as it was saved
     rank.close()
 
 
@@ -201,8 +183,8 @@ def test_a_tier_that_hangs_keeps_no_rank_from_its_last_flush(rank: Rank) -> None
     closing = threading.Thread(target=rank.store.close)
     closing.start()
     rank.disk.go_on.set()
-    keys = [x.key for x in rank.store.keys.whole(CHAIN)]
-    until(lambda: all(rank.disk.inner.contains_many(all_named(keys))))
+    keys = [x.key for x in rank.store.keys.chunks(chain_of(rank.store, CHAIN))]
+    until(lambda: all(rank.disk.inner.contains_many(keys)))
     assert not rank.ram.go_on.is_set()
     rank.ram.go_on.set()
     closing.join(30)
@@ -213,10 +195,11 @@ def test_a_verb_that_waits_holds_up_no_end(rank: Rank) -> None:
     rank.blocks.compute(CHAIN, IDS)
     rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda *_: None)
     assert rank.blocks.reading.wait(10)
-    rank.hub.submit(rank.verbs.forget(ref()))
-    assert rank.settling.wait(10)
+    forgetting = rank.hub.submit(rank.verbs.forget(ref()))
+    with pytest.raises(TimeoutError):
+        forgetting.result(0.2)  # it waits
     rank.link.close()
-    assert rank.transfer.queued_bytes  # the save that it waits for is still under way
+    assert not rank.store.is_saved  # the save that it waits for is still under way
 
 
 def test_a_session_saved_when_a_rank_ends_is_there_when_it_comes_back(tmp_path: Path) -> None:
@@ -271,7 +254,7 @@ def test_a_request_of_an_earlier_hub_does_not_answer_a_later_one(rank: Rank) -> 
     assert rank.staged(1, OTHER).end_block == 0
     rank.ram.go_on.set()
     until(lambda: not rank.link.num_staging)
-    assert rank.staging.take(1).spans == []
+    assert rank.staging.take(1).fetched.blobs == []
 
 
 @pytest.mark.parametrize(
@@ -285,16 +268,7 @@ def test_a_hub_that_talks_nonsense_is_called_again(tmp_path: Path, words: bytes)
         hub.settimeout(10)
         hub.bind(str(tmp_path / "hub.sock"))
         hub.listen()
-        hello = RankHello(0, "raw.1", 1, 1)
-        link = RankLink(
-            str(tmp_path / "hub.sock"),
-            hello,
-            store,
-            StagingArea(),
-            NoSaves(),
-            served(),
-            Unmeasured(),
-        )
+        link = link_to(str(tmp_path / "hub.sock"), store)
         for _ in range(2):
             with hub.accept()[0] as rank:
                 assert receive(rank)

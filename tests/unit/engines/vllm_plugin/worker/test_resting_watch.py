@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 
 from engines.vllm_plugin.messages import RankRests
+from engines.vllm_plugin.worker import event_notes
 from engines.vllm_plugin.worker.resting_watch import SWEEP_S, RestingWatch
-from kvstore.errors import Corrupt
-from kvstore.store.block_store import BlockStore
-from kvstore.store.records import BlockRecord, decode_record, encode_record
+from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
-from tests.block_sessions import BLOCK, hashes, open_store, pack, ref, save
+from tests import block_sessions
+from tests.block_sessions import (
+    BLOCK,
+    PER_CHUNK,
+    chain_of,
+    hashes,
+    open_store,
+    ref,
+    rows_of,
+    tokens_of,
+)
+from tests.kv_sessions import Rows, StateAt
 
-TOKENS = list(range(100))
-CHAIN = hashes(TOKENS)  # 25 blocks: six chunks and a tail
-ALL = ((0, 25),)
+TOKENS = tokens_of(24)
+CHAIN = hashes(TOKENS)  # twelve chunks
+ALL = ((0, 24),)
+
+
+def ids_of(tokens: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def note_of(tokens: Sequence[int]) -> bytes:
+    return event_notes.written(hashes(tokens), ids_of(tokens), PER_CHUNK)
+
+
+def save(store: ColdStore, session: block_sessions.SessionRef, tokens: Sequence[int]) -> None:
+    block_sessions.save(store, session, hashes(tokens), note_of(tokens))
 
 
 class Rank:
-    def __init__(self, folder: Path, ram_bytes: int = 1 << 26) -> None:
+    def __init__(self, folder: Path, ram_bytes: int = 1 << 26, **options: Any) -> None:
         self.now = [0.0]
         self.news: list[RankRests] = []
-        self.store: BlockStore = open_store([RamTier(ram_bytes), DiskTier(folder, 1 << 26)])
-        self.watch = RestingWatch(self.store, 0, self.news.append, lambda: self.now[0])
+        self.store = open_store([RamTier(ram_bytes), DiskTier(folder, 1 << 26)], **options)
+        self.watch = RestingWatch(self.store, BLOCK, 0, self.news.append, lambda: self.now[0])
 
     def look(self) -> list[RankRests]:
         self.now[0] += 2 * SWEEP_S
@@ -52,7 +74,7 @@ def where(news: list[RankRests]) -> list[tuple]:
 
 
 def test_a_save_is_reported_at_once_and_the_disk_when_it_has_it(rank):
-    save(rank.store, ref(), CHAIN)
+    save(rank.store, ref(), TOKENS)
     rank.watch.look_at(ref())
     (first, *_) = rank.take()
     assert (first.ram, first.hashes) == (ALL, b"".join(CHAIN))
@@ -60,13 +82,12 @@ def test_a_save_is_reported_at_once_and_the_disk_when_it_has_it(rank):
     rank.look()
     rank.watch.look_at(ref())
     rank.take()
-    assert rank.store.resting(ref())[1].storage == ALL
     assert rank.look() == []
 
 
 def test_blocks_that_a_slower_tier_takes_later_are_seen_without_another_call(tmp_path):
     rank = Rank(tmp_path)
-    save(rank.store, ref(), CHAIN)
+    save(rank.store, ref(), TOKENS)
     rank.watch.look_at(ref())
     assert rank.store.flush(10)
     reports = rank.take() + rank.look()
@@ -75,7 +96,7 @@ def test_blocks_that_a_slower_tier_takes_later_are_seen_without_another_call(tmp
 
 
 def test_verbs_are_reported(rank):
-    save(rank.store, ref(), CHAIN)
+    save(rank.store, ref(), TOKENS)
     assert rank.store.flush(10)
     rank.look()
     rank.take()
@@ -89,55 +110,74 @@ def test_verbs_are_reported(rank):
 
 
 def test_evictions_are_found_by_looking_through_all_sessions(tmp_path):
-    rank = Rank(tmp_path, ram_bytes=200_000)
-    for i in range(4):
-        save(rank.store, ref(f"s{i}"), hashes([i * 1000 + x for x in TOKENS]))
+    rank = Rank(tmp_path, ram_bytes=2_000_000)  # room for two sessions and a half
+    chains = {f"s{i}": tokens_of(24, first=i * 1000) for i in range(4)}
+    for name, tokens in chains.items():
+        save(rank.store, ref(name), tokens)
         assert rank.store.flush(10)
-        rank.watch.look_at(ref(f"s{i}"))
+        rank.watch.look_at(ref(name))
     reports: dict[str, RankRests] = {x.session.id: x for x in rank.take() + rank.look()}
     for name, news in reports.items():
-        _, resting = rank.store.resting(ref(name))
-        assert (news.ram, news.storage) == (resting.ram, resting.storage)
+        pieces = rank.store.keys.chunks(chain_of(rank.store, hashes(chains[name])))
+        held = rank.store.ledger.stack.holds(0, [x.key for x in pieces])
+        blocks = [x for first, end in news.ram for x in range(first, end)]
+        assert blocks == [i for i in range(24) if held[i // PER_CHUNK]]
         assert news.storage == ALL
     assert reports["s0"].ram != ALL
     rank.store.close()
 
 
 def test_after_a_restart_the_inventory_is_reported_with_its_tokens(tmp_path):
-    ids = struct.pack(f"<{len(TOKENS)}I", *TOKENS)
     rank = Rank(tmp_path)
-    fresh = {x.key: pack(rank.store, CHAIN, x) for x in rank.store.missing(CHAIN)}
-    rank.store.commit(ref(), CHAIN, fresh, ids=ids)
-    save(rank.store, ref("without"), hashes([7, *TOKENS]))
+    save(rank.store, ref(), TOKENS)
     rank.store.close()
     again = Rank(tmp_path)
-    news = {x.session.id: x for x in again.look()}
-    assert (news["s"].ram, news["s"].storage, news["s"].ids) == ((), ALL, ids)
-    assert (news["without"].storage, news["without"].ids) == (ALL, b"")
+    (news,) = again.look()
+    assert (news.ram, news.storage) == ((), ALL)
+    assert (news.hashes, news.ids) == (b"".join(CHAIN), ids_of(TOKENS))
     assert again.look() == []
     again.watch.start_over()
-    assert {x.session.id for x in again.look()} == {"s", "without"}
-    # A turn that is saved without ids keeps those of the blocks that are still the same.
-    again.store.commit(ref(), CHAIN[:10] + hashes([9] * 60), {}, ids=b"")
-    record, _ = again.store.resting(ref())
-    assert record.ids == ids[: 10 * BLOCK * 4]
+    assert {x.session.id for x in again.look()} == {"s"}
     again.store.close()
 
 
-def test_of_a_model_with_states_blocks_count_up_to_a_stored_state():
-    store = open_store(has_state=True)
-    save(store, ref(), CHAIN)
-    assert store.resting(ref())[1].ram == ()
-    store.close()
+def test_of_an_edited_session_the_new_blocks_are_reported(rank):
+    save(rank.store, ref(), TOKENS)
+    edited = [*TOKENS[: 9 * BLOCK], *tokens_of(5, first=9000)]
+    save(rank.store, ref(), edited)
+    rank.watch.look_at(ref())
+    news = rank.take()[-1]
+    assert (news.hashes, news.ids) == (b"".join(hashes(edited)), ids_of(edited))
+    assert news.ram == ((0, 14),)
 
 
-def test_records_of_earlier_releases_are_read_and_odd_ones_are_not(rank):
-    save(rank.store, ref(), CHAIN)
-    record, _ = rank.store.resting(ref())
-    fields = msgspec.msgpack.decode(encode_record(record))
-    del fields["ids"]
-    assert decode_record(memoryview(msgspec.msgpack.encode(fields)), BlockRecord).ids == b""
-    for ids in (b"123", bytes(4 * BLOCK * 26)):
-        odd = msgspec.structs.replace(record, ids=ids)
-        with pytest.raises(Corrupt):
-            decode_record(memoryview(encode_record(odd)), BlockRecord)
+@pytest.mark.parametrize("states", [(), (5,), (5, 9)])
+def test_of_a_model_with_states_blocks_count_up_to_a_stored_state(tmp_path, states):
+    rank = Rank(tmp_path, needs_state=True)
+    taken = [StateAt(x * PER_CHUNK * BLOCK, [x]) for x in states]
+    rows = Rows(rank.store, rows_of(CHAIN, 0, 24), taken)
+    chain = chain_of(rank.store, CHAIN)
+    assert rank.store.save(ref(), chain, rows, states=states, note=note_of(TOKENS))
+    assert rank.store.wait_saved(ref())
+    rank.watch.look_at(ref())
+    (news, *_) = rank.take()
+    assert news.ram == (((0, PER_CHUNK * states[-1]),) if states else ())
+    rank.store.close()
+
+
+def test_without_kv_events_there_is_no_note(rank):
+    assert event_notes.written(CHAIN, b"", PER_CHUNK) == b""
+    assert event_notes.read(b"", 12, PER_CHUNK) == ([], b"")
+    block_sessions.save(rank.store, ref(), CHAIN)
+    rank.watch.look_at(ref())
+    assert rank.take() == []
+
+
+def test_a_note_is_read_back_by_the_chunk():
+    note = note_of(TOKENS)
+    size = len(note) // 12
+    assert event_notes.read(note, 12, PER_CHUNK) == (CHAIN, ids_of(TOKENS))
+    assert event_notes.read(note[: 5 * size], 5, PER_CHUNK) == (
+        CHAIN[:10],
+        ids_of(TOKENS[: 10 * BLOCK]),
+    )

@@ -9,17 +9,31 @@ import pytest
 
 from engines.vllm_plugin.blocks.host_blocks import SPARE_BYTES, HostBlocks, RunPool
 from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.worker.rank import StagingArea
+from engines.vllm_plugin.worker.block_rows import RankBlocks
+from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea
 from engines.vllm_plugin.worker.transfer import Transfer
-from kvstore.store.records import Span
-from kvstore.tiers.base import Blob, Tier
+from kvstore.blobs.format import VerifiedBlob
+from kvstore.store.planner import BlobRead
+from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
-from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ref
+from tests.block_sessions import (
+    BLOCK,
+    LAYOUT,
+    PER_CHUNK,
+    chain_of,
+    fetch,
+    hashes,
+    num_blocks_in,
+    open_store,
+    ref,
+    tokens_of,
+)
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 from tests.waiting import until
 
-CHAIN = hashes(list(range(100)))  # 25 blocks
-IDS = list(range(30, 55))
+CHAIN = hashes(tokens_of(24))  # twelve chunks
+IDS = list(range(30, 54))
+ELSEWHERE = list(range(1, 25))
 BLOCK_BYTES = BLOCK * LAYOUT.bytes_per_token
 
 
@@ -33,17 +47,17 @@ class Rank:
         spare_bytes: int = SPARE_BYTES,
     ) -> None:
         self.blocks = NumpyBlocks()
-        self.store = open_store(tiers)
+        self.store = open_store(tiers, save_queue_bytes=max_queued_bytes)
         self.staging = StagingArea()
         self.ended: list[tuple[int, bool]] = []  # job, and whether it was kept
         blocks = HostBlocks(self.blocks, self.store, NoStream(), spare_bytes)
-        self.transfer = Transfer(blocks, self.store, self.staging, max_queued_bytes)
+        self.transfer = Transfer(RankBlocks(blocks, None, self.store, BLOCK), self.staging)
 
     def save(self, chain: list[bytes], job: int = 1) -> None:
         self.blocks.compute(chain, IDS[: len(chain)])
         save = Save(job, ref(), chain, IDS[: len(chain)])
         self.transfer.save(save, self.on_ended)
-        assert self.transfer.wait_saved(ref(), 10)
+        assert self.store.wait_saved(ref(), 10)
 
     def on_ended(self, save: Save, kept: bool) -> None:
         self.ended.append((save.job, kept))
@@ -52,12 +66,12 @@ class Rank:
         self.transfer.load(Load(ticket, "r", first, ids))
         return ended_loads(self.transfer), self.transfer.take_bad_blocks()
 
-    def stage(self, first: int = 0, ticket: int = 7) -> list[tuple[Span, Blob]]:
+    def stage(self, ticket: int = 7) -> list[tuple[BlobRead, VerifiedBlob]]:
         """Stage the session for a load; a test may change the staged blobs."""
-        fetched = self.store.fetch(ref(), CHAIN, first)
+        fetched = fetch(self.store, CHAIN, ref())
         self.staging.expect(ticket)
-        self.staging.put(ticket, fetched)
-        return fetched.spans
+        self.staging.put(ticket, StagedBlobs(fetched, CHAIN))
+        return fetched.blobs
 
     def hold_reads(self) -> tuple[threading.Event, threading.Event]:
         """Hold each read of blocks until the first event; the second says that one has begun."""
@@ -99,24 +113,23 @@ def test_a_saved_session_comes_back_into_other_blocks(rank):
     rank.save(CHAIN)
     assert rank.transfer.take_acks() == {1: 1}
     assert rank.ended == [(1, True)]
-    assert rank.store.record(ref()).num_tokens == 100
+    assert rank.store.record(ref()).num_tokens == 24 * BLOCK
     rank.stage()
-    target = list(range(1, 26))
-    assert rank.load(0, target) == ({"r"}, set())
-    assert rank.blocks.holds(CHAIN, 0, target)
+    assert rank.load(0, ELSEWHERE) == ({"r"}, set())
+    assert rank.blocks.holds(CHAIN, 0, ELSEWHERE)
 
 
 def test_only_the_blocks_that_are_asked_for_are_written(rank):
     rank.save(CHAIN)
-    rank.stage(first=6)
-    assert rank.load(6, [2, 3, 4, 5, 6]) == ({"r"}, set())  # begins and ends inside chunks
-    assert rank.blocks.holds(CHAIN, 6, [2, 3, 4, 5, 6])
-    assert not any(page[[1, 7, 8]].any() for sides in rank.blocks.pages for page in sides)
+    rank.stage()
+    assert rank.load(7, [2, 3, 4, 5]) == ({"r"}, set())  # begins and ends inside chunks
+    assert rank.blocks.holds(CHAIN, 7, [2, 3, 4, 5])
+    assert not any(page[[1, 6, 7]].any() for sides in rank.blocks.pages for page in sides)
 
 
 def test_memory_is_decoded_into_again_and_again(rank):
     rank.save(CHAIN)
-    target = list(range(1, 26))
+    target = ELSEWHERE
     for _ in range(3):
         rank.stage()
         assert rank.load(0, target) == ({"r"}, set())
@@ -132,7 +145,7 @@ def test_the_thread_that_fills_blocks_decodes_blobs_that_no_codec_thread_has_beg
     gate = threading.Event()
     workers = rank.store.workers
     busy = [workers.codec(gate.wait, 20) for _ in range(workers.num_threads)]
-    target = list(range(1, 26))
+    target = ELSEWHERE
     try:
         assert rank.load(0, target) == ({"r"}, set())
         assert not any(x.done() for x in busy)
@@ -174,16 +187,16 @@ def test_loads_go_on_where_there_is_no_room_for_spare_runs():
     rank.save(CHAIN)
     for ticket in (7, 8):
         rank.stage(ticket=ticket)
-        target = list(range(1, 26))
+        target = ELSEWHERE
         assert rank.load(0, target, ticket) == ({"r"}, set())
         assert rank.blocks.holds(CHAIN, 0, target)
     rank.close()
 
 
-def test_a_second_turn_encodes_only_new_blocks(rank):
-    rank.save(CHAIN[:24])
+def test_a_second_turn_packs_only_new_chunks(rank):
+    rank.save(CHAIN[:20])
     rank.save(CHAIN, job=2)
-    assert rank.store.counters.as_dict()["chunks_encoded"] == 7
+    assert rank.store.counters.as_dict()["chunks_packed"] == 12
     assert rank.transfer.take_acks() == {1: 1, 2: 1}
 
 
@@ -199,54 +212,53 @@ def test_a_save_too_many_is_skipped_but_acknowledged(rank):
     rank.transfer.save(Save(3, ref("b"), CHAIN, IDS, waits=True), rank.on_ended)
     assert rank.transfer.take_acks() == {}
     gate.set()
-    until(lambda: rank.transfer.queued_bytes == 0)
+    until(lambda: rank.ended == [(2, False), (1, True), (3, True)])
     assert rank.transfer.take_acks() == {1: 1, 3: 1}
-    until(lambda: rank.ended == [(1, True), (2, False), (3, True)])
     assert rank.store.counters.as_dict()["saves_skipped"] == 1
 
 
-@pytest.mark.parametrize("rank", [15 * BLOCK_BYTES], indirect=True, ids=["15 blocks"])
+@pytest.mark.parametrize("rank", [12 * BLOCK_BYTES], indirect=True, ids=["12 blocks"])
 def test_long_turns_of_stored_sessions_that_end_together_are_all_saved(rank):
     """Blocks that are stored already do not count as waiting, although vLLM holds them all."""
-    chains = {x: hashes([*range(i, i + 100)]) for i, x in enumerate("abc")}
+    chains = {x: hashes(tokens_of(24, first=i)) for i, x in enumerate("abc")}
     for job, (session, chain) in enumerate(chains.items()):
         rank.transfer.save(Save(job, ref(session), chain[:20], IDS[:20]), rank.on_ended)
-        assert rank.transfer.wait_saved(ref(session), 10)
+        assert rank.store.wait_saved(ref(session), 10)
     gate, _ = rank.hold_reads()
     for job, (session, chain) in enumerate(chains.items(), 3):
         rank.transfer.save(Save(job, ref(session), chain, IDS), rank.on_ended)
-    assert rank.transfer.queued_bytes == 15 * BLOCK_BYTES
+    assert rank.store.stats().save_queue_bytes == 12 * BLOCK_BYTES
     gate.set()
-    until(lambda: rank.transfer.queued_bytes == 0)
+    assert rank.store.wait_all_saved(10)
     assert rank.ended == [(job, True) for job in range(6)]
-    assert all(rank.store.fetch(ref(x), chain, 0).end_block == 25 for x, chain in chains.items())
+    assert all(num_blocks_in(fetch(rank.store, x)) == 24 for x in chains.values())
 
 
 @bounded
 def test_a_save_of_stored_blocks_is_never_one_too_many(rank):
     rank.save(CHAIN)
     gate, _ = rank.hold_reads()
-    other = hashes(list(range(500, 600)))
+    other = hashes(tokens_of(24, first=500))
     rank.transfer.save(Save(2, ref("new"), other, IDS), rank.on_ended)
     rank.transfer.save(Save(3, ref(), CHAIN, IDS), rank.on_ended)
     rank.transfer.save(Save(4, ref("branch"), CHAIN, IDS), rank.on_ended)
     gate.set()
-    assert rank.transfer.wait_saved(ref("branch"), 10)
+    assert rank.store.wait_saved(ref("branch"), 10)
     assert rank.ended == [(1, True), (2, True), (3, True), (4, True)]
     assert rank.store.counters.as_dict().get("saves_skipped", 0) == 0
 
 
 def test_evicted_blocks_are_charged_once_the_eviction_is_known(rank):
     rank.save(CHAIN)
-    for span in rank.store.keys.whole(CHAIN):
-        rank.store.discard(span.key)
+    for piece in rank.store.keys.chunks(chain_of(rank.store, CHAIN)):
+        rank.store.discard(piece.key)
     gate, entered = rank.hold_reads()
     rank.transfer.save(Save(2, ref(), CHAIN, IDS), rank.on_ended)
     assert entered.wait(10)
-    assert rank.transfer.queued_bytes == 25 * BLOCK_BYTES
+    assert rank.store.stats().save_queue_bytes == 24 * BLOCK_BYTES
     gate.set()
-    assert rank.transfer.wait_saved(ref(), 10)
-    assert rank.store.fetch(ref(), CHAIN, 0).end_block == 25
+    assert rank.store.wait_saved(ref(), 10)
+    assert num_blocks_in(fetch(rank.store, CHAIN)) == 24
 
 
 def test_a_save_that_no_tier_takes_is_reported_as_failed():
@@ -262,11 +274,11 @@ def test_a_save_that_no_tier_takes_is_reported_as_failed():
 def test_who_waits_for_a_save_waits_for_this_sessions_only(rank):
     gate, _ = rank.hold_reads()
     rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
-    rank.transfer.wait_saved(ref("other"), 10)
-    rank.transfer.wait_saved(ref(), 0.01)
+    rank.store.wait_saved(ref("other"), 10)
+    rank.store.wait_saved(ref(), 0.01)
     assert rank.ended == []
     gate.set()
-    rank.transfer.wait_saved(ref(), 10)
+    rank.store.wait_saved(ref(), 10)
     assert rank.ended == [(1, True)]
 
 
@@ -279,9 +291,9 @@ def test_news_end_the_wait_for_them(rank):
     gate.set()
     rank.transfer.wait_for_news(60)
     assert rank.transfer.take_acks() == {1: 1}
-    rank.transfer.wait_saved(ref(), 10)
+    rank.store.wait_saved(ref(), 10)
     rank.stage()
-    rank.transfer.load(Load(7, "r", 0, list(range(1, 26))))
+    rank.transfer.load(Load(7, "r", 0, ELSEWHERE))
     rank.transfer.wait_for_news(60)
     assert rank.transfer.take_loaded() == {"r"}
     rank.transfer.wait_for_news(60)
@@ -293,9 +305,8 @@ def test_a_save_that_fails_still_gives_the_blocks_back(rank, caplog):
 
     rank.blocks.read = broken
     rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
-    until(lambda: rank.transfer.queued_bytes == 0)
+    until(lambda: rank.ended == [(1, False)])
     assert rank.transfer.take_acks() == {1: 1}
-    assert rank.ended == [(1, False)]
     assert rank.store.counters.as_dict()["saves_failed"] == 1
 
 
@@ -303,17 +314,17 @@ def test_a_save_that_fails_still_gives_the_blocks_back(rank, caplog):
 def test_blobs_that_cannot_be_decoded_are_reported_and_never_offered_again(rank, numbers):
     """However many of those that are copied together."""
     rank.save(CHAIN)
-    spans = rank.stage()
-    bad = [rank.store.keys.whole(CHAIN)[n] for n in numbers]
+    blobs = rank.stage()
     for n in numbers:
-        spans[n] = (spans[n][0], b"rubbish")
-    target = list(range(1, 26))
-    lost = {target[i] for x in bad for i in range(x.first_block, x.end_block)}
-    assert rank.load(0, target) == ({"r"}, lost)
-    for i, block in enumerate(target):
+        read, blob = blobs[n]
+        blobs[n] = (read, blob._replace(payload=blob.payload[:-1]))
+    lost = {ELSEWHERE[i] for n in numbers for i in range(n * PER_CHUNK, (n + 1) * PER_CHUNK)}
+    assert rank.load(0, ELSEWHERE) == ({"r"}, lost)
+    for i, block in enumerate(ELSEWHERE):
         assert rank.blocks.holds(CHAIN, i, [block]) == (block not in lost)
-    assert rank.store.fetch(ref(), CHAIN, 0).end_block == bad[0].first_block
-    assert [x.key for x in rank.store.missing(CHAIN)] == [x.key for x in bad]
+    assert fetch(rank.store, CHAIN).num_chunks == numbers[0]
+    rank.save(CHAIN, job=2)
+    assert rank.store.counters.as_dict()["chunks_packed"] == 12 + len(numbers)
 
 
 def test_a_load_of_unstaged_blocks_fails_as_a_whole(rank):
@@ -345,6 +356,6 @@ def test_blobs_that_are_no_longer_wanted_are_not_kept():
     staging.expect(1)
     assert staging.is_wanted(1)
     staging.take(1)
-    staging.put(1, open_store().fetch(None, CHAIN, 0))
+    staging.put(1, StagedBlobs(fetch(open_store(), CHAIN), CHAIN))
     assert staging.take(1) is None
     assert len(staging) == 0

@@ -116,7 +116,7 @@ async def test_without_a_model_it_is_the_one_that_is_served() -> None:
         ({"input": [5]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type"),
-        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"max_output_tokens": -2}, "max_output_tokens"),
         ({"temperature": 9}, "temperature"),
         ({"top_logprobs": 99}, "top_logprobs"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),

@@ -360,6 +360,7 @@ async def test_a_stored_response_is_streamed_again(app: App) -> None:
     path = f"/v1/responses/{made['id']}?stream=true"
     streamed = await app.get(path)
     assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.headers["x-accel-buffering"] == "no"
     events = [
         json.loads(x.partition("data: ")[2]) for x in streamed.body.decode().split("\n\n")[:-1]
     ]

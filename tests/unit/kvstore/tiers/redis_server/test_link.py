@@ -9,15 +9,15 @@ import time
 import pytest
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.redis_server.link import (
+from kvstore.tiers.redis_server.breaker import (
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
     THRESHOLD,
     Breaker,
     BreakerState,
-    RedisLink,
-    masked,
 )
+from kvstore.tiers.redis_server.client import masked
+from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.clock import Clock
 from tests.redis_server import RedisServer
@@ -50,7 +50,7 @@ def test_a_bad_url_is_named_without_its_password(url: str) -> None:
 
 
 def test_the_password_is_in_no_repr() -> None:
-    tier = RedisTier("redis://:secret@127.0.0.1:1/0", 1 << 20, deadline_s=0.1)
+    tier = RedisTier("redis://:secret@127.0.0.1:1/0", deadline_s=0.1)
     assert "secret" not in repr(tier)
     tier.close()
 

@@ -1,0 +1,126 @@
+"""Changes packed bytes as damage and as an attacker would: at random, or with checksums that fit.
+
+``mutated`` changes any bytes. ``forged_rows`` and ``forged_state`` change what a header claims
+(layers, heads, dimensions, tokens, shapes) and make lengths, digests and checksums right again, so
+that a reader has only the claim itself to doubt. All draw from a seeded generator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import struct
+from typing import Any
+
+import msgspec
+
+from kvstore.blobs import format as blobs
+from kvstore.shapes import KVLayout
+from thermocline.packed import MAGIC
+
+EXTREMES = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 64) - 1)
+SIZES = (0, 1, 2, 7, 16, 100, 576, 1000, 1024, 3000, 1 << 16, 1 << 20, 1 << 31, 1 << 40, -1)
+MOST_FIELD = (1 << 32) - 1  # of a number in a blob's header
+
+
+def mutated(chance: random.Random, seed: bytes, other: bytes) -> bytes:
+    """Change a good input in one to four ways."""
+    data = bytearray(seed)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(data) + 1)
+        match chance.randrange(8):
+            case 0 | 1 if data:
+                data[at % len(data)] ^= 1 << chance.randrange(8)
+            case 2 if data:
+                data[at % len(data)] = chance.randrange(256)
+            case 3:
+                del data[at:]
+            case 4:
+                del data[at : at + chance.randint(1, 16)]
+            case 5:
+                data[at:at] = chance.randbytes(chance.randint(1, 16))
+            case 6:
+                size = chance.choice((1, 2, 4, 8))
+                number = chance.choice(EXTREMES) & ((1 << 8 * size) - 1)
+                data[at : at + size] = number.to_bytes(size, chance.choice(("little", "big")))
+            case 7 if other:
+                start = chance.randrange(len(other))
+                data[at : at + 32] = other[start : start + 32]
+    return bytes(data)
+
+
+def forged_rows(chance: random.Random, seed: bytes, other: bytes) -> bytes:
+    """Change the claims of ``Packed.tobytes``, or its payload, and seal them again."""
+    length = int.from_bytes(seed[4:8], "little")
+    header, payload = blobs.parse(seed[8 + length :])
+    claims: Any = msgspec.json.decode(seed[8 : 8 + length])
+    body = bytes(payload)
+    for _ in range(chance.randint(1, 3)):
+        match chance.randrange(6):
+            case 0 | 1:
+                renumber(chance, claims)
+            case 2:
+                _relayer(chance, claims["layers"])
+            case 3:
+                header = dataclasses.replace(header, num_tokens=_field(chance, header.num_tokens))
+            case 4:
+                header = dataclasses.replace(header, first_token=_field(chance, header.first_token))
+            case 5:
+                body = mutated(chance, body, other)
+    head = msgspec.json.encode(claims)
+    try:
+        layout = msgspec.json.decode(head, type=KVLayout)
+        header = dataclasses.replace(header, layout=blobs.layout_digest(layout))
+    except msgspec.ValidationError:
+        pass  # no reader gets so far as to look at the digest
+    return b"".join((MAGIC, len(head).to_bytes(4, "little"), head, blobs.pack(header, body)))
+
+
+def forged_state(chance: random.Random, seed: bytes, other: bytes) -> bytes:
+    """Change numbers in the structure of ``encode_state``'s bytes, or its arrays."""
+    (length,) = struct.unpack_from("<I", seed)
+    structure: Any = msgspec.msgpack.decode(seed[8 : 8 + length])
+    arrays = seed[8 + length + -(8 + length) % 64 :]
+    for _ in range(chance.randint(1, 3)):
+        if chance.randrange(3):
+            renumber(chance, structure)
+        else:
+            arrays = mutated(chance, arrays, other)
+    head = msgspec.msgpack.encode(structure)
+    head = struct.pack("<II", len(head), 0) + head
+    return head + bytes(-len(head) % 64) + arrays
+
+
+def renumber(chance: random.Random, tree: Any) -> None:
+    """Replace one number somewhere in a tree of lists and dicts."""
+    places = list(_numbers(tree))
+    if places:
+        node, key = chance.choice(places)
+        node[key] = _size(chance, node[key])
+
+
+def _numbers(tree: Any) -> Any:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in items:
+        if isinstance(value, dict | list):
+            yield from _numbers(value)
+        elif type(value) is int:
+            yield tree, key
+
+
+def _size(chance: random.Random, number: int) -> int:
+    near = (number + 1, number - 1, 2 * number, number // 2, chance.randrange(1 << 12))
+    return chance.choice((*SIZES, *near))
+
+
+def _field(chance: random.Random, number: int) -> int:
+    return _size(chance, number) & MOST_FIELD
+
+
+def _relayer(chance: random.Random, layers: list[Any]) -> None:
+    if not layers or not chance.randrange(8):
+        layers.clear()
+    elif chance.randrange(2):
+        layers += [dict(chance.choice(layers)) for _ in range(chance.choice((1, 3, 30)))]
+    else:
+        del layers[chance.randrange(len(layers))]

@@ -1,0 +1,301 @@
+"""Fields of other servers' requests, and the fate of each: the one list, for all dialects.
+
+A field on which some server acts, and which changes the answer, is honoured or refused by name: an
+answer that looks right and ignores a constraint is worse than none. Fields that only hint (where to
+cache, which figures to report) are taken, and change nothing. ``docs/conformance.md`` shows the
+list. A field that is neither in it nor ours is ignored, so clients newer than this file keep
+working. ``foreign_request`` applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from engines.openai.messages import Json
+
+VLLM, LLAMA, OLLAMA, LM_STUDIO, SGLANG = "vLLM", "llama.cpp", "Ollama", "LM Studio", "SGLang"
+SERVERS: Final = (VLLM, LLAMA, OLLAMA, LM_STUDIO, SGLANG)
+OTHERS: Final = "others"  # DeepSeek, Mistral, Moonshot: only inside messages
+
+
+class Fate(Enum):
+    """The ways in which a field that asks for something is answered."""
+
+    HONOURED = "honoured"
+    ON_VLLM = "honoured on vLLM, refused on mlx"
+    # The answer has more in it, or is cut differently: only OpenAI's chats and texts can show that.
+    SHOWN_ON_VLLM = "on vLLM honoured in chats and text completions; refused elsewhere"
+    REFUSED = "refused"
+    HINT = "taken, changes nothing"
+
+
+# Makes the fields of a chat that a value means; raises ``ValueError`` if it means nothing.
+Make: TypeAlias = Callable[[Any], Json]
+_OFF: Final[tuple[object, ...]] = (False, 0, "", [], {})
+_ON: Final = (True,)  # by default
+
+
+class ForeignField(NamedTuple):
+    """A field that is not OpenAI's."""
+
+    name: str
+    servers: tuple[str, ...]
+    fate: Fate
+    words: str  # the field of ours that it means, or advice
+    make: Make | None  # None: the engine knows it by this name, or it is not honoured
+    neutral: tuple[object, ...]  # values that ask for nothing, beside null
+    beside: tuple[str, ...]  # fields without which it asks for nothing; () = none is needed
+
+    def asks(self, value: object) -> bool:
+        """Say whether a value of it asks for something."""
+        return value is not None and value not in self.neutral
+
+
+_Made: TypeAlias = Iterator[ForeignField]
+
+
+def _means(
+    words: str,
+    make: Make,
+    names: str,
+    *servers: str,
+    fate: Fate = Fate.HONOURED,
+    neutral: tuple[object, ...] = (),
+) -> _Made:
+    for name in names.split():
+        yield ForeignField(name, servers, fate, words, make, neutral, ())
+
+
+def _on_vllm(names: str, *servers: str, neutral: tuple[object, ...] = _OFF) -> _Made:
+    for name in names.split():
+        yield ForeignField(name, servers, Fate.ON_VLLM, "", None, neutral, ())
+
+
+def _shown_on_vllm(names: str, *servers: str, neutral: tuple[object, ...] = _OFF) -> _Made:
+    for name in names.split():
+        yield ForeignField(name, servers, Fate.SHOWN_ON_VLLM, "", None, neutral, ())
+
+
+def _refused(
+    names: str,
+    *servers: str,
+    words: str = "leave it out",
+    neutral: tuple[object, ...] = _OFF,
+    beside: tuple[str, ...] = (),
+) -> _Made:
+    for name in names.split():
+        yield ForeignField(name, servers, Fate.REFUSED, words, None, neutral, beside)
+
+
+def _hint(names: str, *servers: str, words: str = "") -> _Made:
+    for name in names.split():
+        yield ForeignField(name, servers, Fate.HINT, words, None, _OFF, ())
+
+
+def _schema(value: Any) -> Json:
+    """Hold the answer to a JSON schema, or, as Ollama says it, to any JSON."""
+    if value == "json":
+        return {"response_format": {"type": "json_object"}}
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"it is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError("a JSON schema is needed, as an object")
+    named = {"name": "answer", "schema": value}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def wider_format(value: Any) -> Any:
+    """Write a ``response_format`` of llama.cpp's or LM Studio's as OpenAI does.
+
+    Its schema may stand beside ``type``, and ``strict`` may be a text.
+    """
+    if not isinstance(value, dict) or value.get("type") not in ("json_object", "json_schema"):
+        return value
+    named = value.get("json_schema")
+    if named is None and value.get("schema") is not None:
+        return _schema(value["schema"])["response_format"]
+    if isinstance(named, dict) and named.get("strict") in ("true", "false"):
+        return {**value, "json_schema": {**named, "strict": named["strict"] == "true"}}
+    return value
+
+
+def _any_json(value: Any) -> Json:
+    return _schema("json")
+
+
+def _held(name: str) -> Make:
+    return lambda value: {"structured_outputs": {name: value}}
+
+
+def _limit(value: Any) -> Json:
+    is_none = isinstance(value, int | float) and value < 0
+    return {} if is_none else {"max_tokens": value}
+
+
+def _penalty(value: Any) -> Json:
+    return {"repetition_penalty": value}
+
+
+def _think(value: Any) -> Json:
+    if isinstance(value, bool):
+        return {"chat_template_kwargs": {"enable_thinking": value}}
+    return {"reasoning_effort": value}
+
+
+def _reasoning(value: Any) -> Json:
+    if isinstance(value, str):
+        return _think({"on": True, "off": False}.get(value, value))
+    if not isinstance(value, dict):
+        raise ValueError("an object is needed, such as {effort: low}")
+    if value.get("enabled") is False:
+        return {"reasoning_effort": "none"}
+    return {"reasoning_effort": value["effort"]} if value.get("effort") else {}
+
+
+_GRAMMAR: Final = "`structured_outputs.grammar`"
+_NO_LIMIT: Final = "`max_tokens`; below 0: no limit"
+_TEMPLATE: Final = "the template is the server's: another one would be code that we run"
+_IMAGES: Final = "send images as parts of a message: {type: image_url}"
+_SYSTEM: Final = "send a message of the system"
+_MESSAGES: Final = "send the messages before"
+_ADAPTER: Final = "adapters are served as models of their own"
+_INSIDE: Final = "on vLLM, send it inside structured_outputs"
+_THOUGHTS: Final = "reasoning comes back by itself, as reasoning_content"
+_PENALTIES: Final = ("repeat_penalty", "repetition_penalty", "presence_penalty")
+_PRIVATE: Final = "the gateway's own to set"
+_PART: Final = "a part of something that is refused"
+_GO_ON: Final = "on vLLM, send continue_final_message and add_generation_prompt: false"
+
+FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
+    # Constraints.
+    *_means("`response_format`", _schema, "guided_json", VLLM),
+    *_means("`response_format`", _schema, "json_schema", LLAMA, SGLANG),
+    *_means("`response_format`; a schema, or `json`", _schema, "format", OLLAMA, neutral=("",)),
+    *_means("`response_format`", _any_json, "guided_json_object", VLLM, neutral=(False,)),
+    *_means("`structured_outputs.regex`", _held("regex"), "guided_regex", VLLM),
+    *_means("`structured_outputs.regex`", _held("regex"), "regex", SGLANG),
+    *_means("`structured_outputs.choice`", _held("choice"), "guided_choice", VLLM),
+    *_means(_GRAMMAR, _held("grammar"), "guided_grammar", VLLM, fate=Fate.ON_VLLM),
+    *_means(_GRAMMAR, _held("grammar"), "grammar", LLAMA, fate=Fate.ON_VLLM, neutral=("",)),
+    *_means(_GRAMMAR, _held("grammar"), "ebnf", SGLANG, fate=Fate.ON_VLLM),
+    *_refused("guided_whitespace_pattern", VLLM, words=_INSIDE),
+    *_refused("structural_tag", VLLM, SGLANG, words=_INSIDE),
+    *_refused("grammar_lazy grammar_triggers preserved_tokens", LLAMA),
+    *_hint("guided_decoding_backend", VLLM),
+    *_hint("grammar_type", LLAMA, words=_PART),
+    *_on_vllm("bad_words allowed_token_ids", VLLM),
+    *_refused("custom_logit_processor custom_params", SGLANG),
+    *_refused("logits_processors", VLLM),
+    # Ends.
+    *_means(_NO_LIMIT, _limit, "n_predict", LLAMA),
+    *_means(_NO_LIMIT, _limit, "num_predict", OLLAMA),
+    *_means(_NO_LIMIT, _limit, "max_new_tokens", SGLANG),
+    *_means(_NO_LIMIT, _limit, "max_output_tokens", LM_STUDIO),
+    *_on_vllm("stop_token_ids", VLLM, SGLANG),
+    *_on_vllm("thinking_token_budget repetition_detection", VLLM),
+    *_refused("stop_regex", SGLANG, words="send stop"),
+    *_refused("no_stop_trim", SGLANG, words="on vLLM, send include_stop_str_in_output"),
+    *_refused("n_indent t_max_predict_ms", LLAMA),
+    # Sampling.
+    *_means(
+        *("`repetition_penalty`", _penalty, "repeat_penalty", LLAMA, OLLAMA, LM_STUDIO),
+        neutral=(1,),
+    ),
+    *_refused(
+        *("repeat_last_n", LLAMA, OLLAMA),
+        words="penalties look at the whole conversation: send -1",
+        neutral=(-1,),
+        beside=(*_PENALTIES, "frequency_penalty"),
+    ),
+    *_refused("samplers sampler_seq", LLAMA, words="samplers have one order here"),
+    *_refused("mirostat", LLAMA, OLLAMA),
+    *_refused("dynatemp_range xtc_probability dry_multiplier min_keep", LLAMA),
+    *_refused("typical_p typ_p tfs_z", LLAMA, OLLAMA, neutral=(1,)),
+    *_refused("top_n_sigma adaptive_target", LLAMA, neutral=(-1, 0)),
+    *_hint("mirostat_tau mirostat_eta", LLAMA, OLLAMA, words=_PART),
+    *_hint("dynatemp_exponent xtc_threshold dry_base dry_allowed_length", LLAMA, words=_PART),
+    *_hint("dry_penalty_last_n dry_sequence_breakers adaptive_decay", LLAMA, words=_PART),
+    *_hint("penalize_nl", LLAMA),
+    *_hint("penalize_newline", OLLAMA),
+    *_refused("n_cmpl", LLAMA, words="send n", neutral=(0, 1)),
+    *_on_vllm("use_beam_search watermarking", VLLM),
+    *_on_vllm("length_penalty", VLLM, neutral=(1,)),
+    # Reasoning.
+    *_means(
+        *("`chat_template_kwargs.enable_thinking`, or `reasoning_effort`", _think, "think"),
+        OLLAMA,
+    ),
+    *_means("`reasoning_effort`", _reasoning, "reasoning", OLLAMA, LM_STUDIO),
+    *_refused(*("reasoning_format", LLAMA), words=_THOUGHTS, neutral=("", "auto", "deepseek")),
+    *_refused(
+        *("reasoning_budget thinking_budget_tokens", LLAMA),
+        words="send reasoning_effort, or chat_template_kwargs",
+        neutral=(-1,),
+    ),
+    *_refused("thinking_forced_open", LLAMA),
+    *_refused("separate_reasoning", SGLANG, words=_THOUGHTS, neutral=_ON),
+    *_hint("stream_reasoning", SGLANG),
+    *_shown_on_vllm("include_reasoning", VLLM, neutral=_ON),
+    # Prompts.
+    *_on_vllm("continue_final_message", VLLM, SGLANG),
+    *_on_vllm("add_generation_prompt", VLLM, LLAMA, neutral=_ON),
+    *_on_vllm("add_special_tokens documents truncate_prompt_tokens truncation_side", VLLM),
+    *_refused("chat_template", VLLM, LLAMA, words=_TEMPLATE),
+    *_refused("template", OLLAMA, words=_TEMPLATE),
+    *_refused("prompt_embeds", VLLM, words="send text"),
+    *_refused("input_ids input_embeds", SGLANG, words="send text"),
+    *_refused("context", OLLAMA, words=_MESSAGES),
+    *_refused("session_params", SGLANG, words=_MESSAGES),
+    *_refused("system", OLLAMA, words=_SYSTEM),
+    *_refused("system_prompt", LM_STUDIO, words=_SYSTEM),
+    *_refused("images", OLLAMA, words=_IMAGES),
+    *_refused("image_data", LLAMA, SGLANG, words=_IMAGES),
+    *_refused(
+        *("media_io_kwargs mm_processor_kwargs", VLLM),
+        words="how images are read is the server's to say",
+    ),
+    *_refused("integrations", LM_STUDIO, words="send tools, and run them yourself"),
+    *_refused("input_prefix input_suffix input_extra", LLAMA, words="send prompt and suffix"),
+    *_refused("lora", LLAMA, words=_ADAPTER),
+    *_refused("lora_path", SGLANG, words=_ADAPTER),
+    *_refused("sampling_params", SGLANG, words="send its fields themselves"),
+    *_hint("raw shift truncate", OLLAMA),
+    # What an answer shows.
+    *_shown_on_vllm("echo include_stop_str_in_output prompt_logprobs logprob_token_ids", VLLM),
+    *_shown_on_vllm("return_tokens_as_token_ids return_token_offsets return_prompt_text", VLLM),
+    *_shown_on_vllm("return_token_ids", VLLM, SGLANG),
+    *_shown_on_vllm("skip_special_tokens", VLLM, SGLANG, neutral=_ON),
+    *_shown_on_vllm("spaces_between_special_tokens", VLLM, neutral=_ON),
+    *_refused("n_probs", LLAMA, words="send logprobs and top_logprobs"),
+    *_refused("return_tokens", LLAMA, words="on vLLM, send return_token_ids"),
+    *_refused("parse_tool_calls", LLAMA, neutral=_ON),
+    *_refused("return_hidden_states return_routed_experts return_meta_info", SGLANG),
+    *_refused("return_prompt_token_ids", SGLANG, words="ask /tokenize"),
+    *_hint("post_sampling_probs", LLAMA, words=_PART),
+    *_hint("timings_per_token return_progress response_fields", LLAMA),
+    *_hint("return_cached_tokens_details", SGLANG),
+    *_hint("stream_interval", VLLM),
+    # Where, when and beside which others it runs.
+    *_hint("priority request_id session_id cache_salt kv_transfer_params", VLLM, words=_PRIVATE),
+    *_hint("ec_transfer_params vllm_xargs mm_payload return_mm_kwargs", VLLM, words=_PRIVATE),
+    *_hint("routed_experts_prompt_start", VLLM),
+    *_hint("cache_prompt id_slot slot_id n_cache_reuse n_keep n_discard", LLAMA),
+    *_hint("backend_sampling t_max_prompt_ms", LLAMA),
+    *_hint("keep_alive num_ctx num_keep num_batch num_gpu main_gpu num_thread", OLLAMA),
+    *_hint("use_mmap use_mlock low_vram numa f16_kv vocab_only draft_num_predict", OLLAMA),
+    *_hint("ttl draft_model context_length", LM_STUDIO),
+    *_hint("rid extra_key ngram_corpus_id bootstrap_host bootstrap_port", SGLANG),
+    *_hint("bootstrap_room routed_dp_rank data_parallel_rank disagg_prefill_dp_rank", SGLANG),
+)
+# Of each message.
+IN_MESSAGES: Final[tuple[ForeignField, ...]] = (
+    *_refused("prefix partial", OTHERS, words=_GO_ON),
+    *_refused("images", OLLAMA, words=_IMAGES),
+)

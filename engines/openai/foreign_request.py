@@ -1,0 +1,162 @@
+"""Applies the list of foreign fields to a request, in any dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final, NamedTuple
+
+from engines.openai.errors import InvalidRequest
+from engines.openai.foreign_fields import (
+    FOREIGN_FIELDS,
+    IN_MESSAGES,
+    Fate,
+    ForeignField,
+    wider_format,
+)
+from engines.openai.messages import Json
+
+# Fields of our chats that other dialects have not, or under another name.
+CHAT_FIELDS: Final = (
+    *("top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "ignore_eos", "min_tokens", "structured_outputs"),
+    *("chat_template_kwargs", "response_format", "reasoning_effort"),
+)
+_OPTIONS: Final = "options"  # Ollama's group of fields: each counts as one of the body's
+_IN_OPTIONS: Final = frozenset({*CHAT_FIELDS, "temperature", "top_p"})
+_KNOWN: Final[Mapping[str, ForeignField]] = {field.name: field for field in FOREIGN_FIELDS}
+_HOLDERS: Final = ("response_format", "structured_outputs")
+_LIMITS: Final = ("max_tokens", "max_completion_tokens")
+
+
+class Dialect(NamedTuple):
+    """A kind of request, as far as foreign fields differ in it."""
+
+    fields: Collection[str]  # its own, which are no foreign ones
+    shows: bool = False  # its answers are the engine's own: they show all that the engine reports
+    renames: Mapping[str, str] = {}  # its names of a chat's fields, in errors
+
+
+def take_foreign(asked: Json, raw: Json, dialect: Dialect, engine: str) -> dict[str, str]:
+    """Honour the foreign fields of a request in the body for the engine, or refuse one.
+
+    Returns the client's names of the fields of ``raw`` that were made of others.
+
+    Args:
+        asked: the client's body.
+        raw: the body for the engine; foreign fields that it does not know are removed.
+        engine: its kind; "" if it is not known yet.
+
+    Raises:
+        InvalidRequest: a field asks for something that is not done here; names it.
+    """
+    return _Taking(asked, raw, dialect, engine).take()
+
+
+class _Taking:
+    def __init__(self, asked: Json, raw: Json, dialect: Dialect, engine: str) -> None:
+        self._asked = dict(asked)
+        self._raw = raw
+        self._dialect = dialect
+        self._engine = engine
+        self._names: dict[str, str] = {}
+
+    def take(self) -> dict[str, str]:
+        self._check_messages(self._asked.get("messages"))
+        self._unfold_options()
+        for name in CHAT_FIELDS:
+            if name not in self._dialect.fields and self._asked.get(name) is not None:
+                self._add(name, {name: self._asked[name]})
+        if "response_format" in self._raw:
+            self._raw["response_format"] = wider_format(self._raw["response_format"])
+        for name, value in list(self._asked.items()):
+            if name in _KNOWN and name not in self._dialect.fields:
+                self._take(_KNOWN[name], value)
+        return self._names
+
+    def _unfold_options(self) -> None:
+        options = self._asked.pop(_OPTIONS, None)
+        self._raw.pop(_OPTIONS, None)
+        if options is None:
+            return
+        if not isinstance(options, dict):
+            raise _refusal(_OPTIONS, "an object is needed")
+        for name, value in options.items():
+            if name in _IN_OPTIONS:
+                self._add(f"{_OPTIONS}.{name}", {name: value})
+            elif name in _KNOWN:
+                self._asked.setdefault(name, value)
+            elif value is not None:
+                raise _refusal(f"{_OPTIONS}.{name[:40]}", "it is not known here: leave it out")
+
+    def _check_messages(self, messages: object) -> None:
+        for i, message in enumerate(messages if isinstance(messages, list) else ()):
+            for field in IN_MESSAGES:
+                if isinstance(message, dict) and field.asks(message.get(field.name)):
+                    raise _refusal(f"messages[{i}].{field.name}", field.words)
+
+    def _take(self, field: ForeignField, value: Any) -> None:
+        name = field.name
+        self._raw.pop(name, None)
+        if not field.asks(value) or field.fate is Fate.HINT:
+            return
+        if field.beside and not any(_matters(self._asked.get(x)) for x in field.beside):
+            return
+        if field.fate is Fate.REFUSED:
+            raise _refusal(name, f"it cannot be done here: {field.words}")
+        if field.fate is Fate.SHOWN_ON_VLLM and not self._dialect.shows:
+            raise _refusal(name, "an answer of this kind cannot show it: leave it out")
+        if field.fate is not Fate.HONOURED and self._engine == "mlx":
+            raise _refusal(name, "this engine cannot do that: leave it out")
+        if field.make is None:
+            self._raw[name] = value
+            return
+        try:
+            made = field.make(value)
+        except ValueError as error:
+            raise _refusal(name, str(error)) from error
+        self._add(name, made)
+
+    def _add(self, name: str, made: Json) -> None:
+        """Add fields to the body that the client's field means; its own fields go first."""
+        for ours, value in made.items():
+            has = self._raw.get(ours)
+            if ours in _HOLDERS:
+                self._check_alone(name)
+            if isinstance(has, dict) and isinstance(value, dict):
+                value = {**value, **has}
+            elif has is not None or (ours in _LIMITS and self._has_limit()):
+                continue
+            self._raw[ours] = value
+            self._names.setdefault(ours, name)
+            self._names.setdefault(self._dialect.renames.get(ours, ours), name)
+
+    def _has_limit(self) -> bool:
+        return any(self._raw.get(name) is not None for name in _LIMITS)
+
+    def _check_alone(self, name: str) -> None:
+        """Refuse two constraints for one answer, of which one would be left out."""
+        for ours in _HOLDERS:
+            held = self._raw.get(ours)
+            if held and held != {"type": "text"}:
+                other = self._names.get(ours, ours)
+                raise _refusal(name, f"an answer is held to one thing: leave out it or {other}")
+
+
+def _matters(value: object) -> bool:
+    return value not in (None, 0, 1)
+
+
+def _refusal(name: str, words: str) -> InvalidRequest:
+    return InvalidRequest(f"{name}: {words}", name)
+
+
+def renamed(message: str, param: str | None, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return an error's message and field with the client's own name of the field."""
+    if param is None:
+        return message, param
+    theirs = names.get(param) or names.get(param.partition(".")[0].partition("[")[0])
+    if theirs is None:
+        return message, param
+    if message.startswith(param):
+        message = theirs + message.removeprefix(param)
+    return message, theirs

@@ -1,0 +1,289 @@
+"""Keywords of JSON schemas that no compiler here knows: left out and named, or refused if strict.
+
+A grammar says which characters may come next, so a keyword that looks at the whole value, or that
+excludes names or texts, has no place in it. Without such a keyword an answer still obeys all the
+others. A client that says ``strict`` wants all of them or a refusal, as OpenAI does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from urllib.parse import unquote
+
+import msgspec
+
+from engines.openai.errors import FieldError
+from engines.openai.messages import Json, NamedTool, ResponseFormat, Tool
+
+_UNKNOWN: Final = frozenset(
+    {"contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "not"}
+    | {"if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"}
+    | {"unevaluatedItems", "unevaluatedProperties"}
+    | {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"}
+)
+# Keywords that may name properties which no other keyword of an object does.
+_NAMING: Final = frozenset(
+    {"if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"}
+)
+_FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+# The grammar of these wants an offset from UTC; zod writes a pattern for times without one, too.
+_OFFSET: Final = ("time", "date-time")
+# Those that ask for nothing are left out in silence.
+_NOTHING: Final[dict[str, tuple[object, ...]]] = {
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+}
+# Keywords beside which ``unevaluatedProperties`` is more than ``additionalProperties``.
+_APPLYING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", *_NAMING, "not", "$dynamicRef"})
+_DRAFTS: Final = re.compile(
+    r"https?://json-schema\.org/(draft-0\d|draft/(2019-09|2020-12|next))/schema#?"
+)
+# Looks ahead, back or at an earlier part, ends of words and of the text, and classes that only
+# JavaScript has (all in the group); else one escaped character, class or character.
+_THING: Final = re.compile(
+    r"(\(\?<?[=!]|\\[1-9bBZc]|\\k<|\[\^?\])|\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL
+)
+# Values, not schemas.
+_VALUES: Final = frozenset({"const", "enum", "default", "examples", "example", "required"})
+_BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+
+Path: TypeAlias = tuple[str, ...]
+Report: TypeAlias = Callable[[Path, str], None]  # of a keyword that was left out, and where
+
+
+class HeldSchema(NamedTuple):
+    """A JSON schema to which an answer is held."""
+
+    field: str  # of the request
+    name: str  # as OpenAI's errors name it
+    schema: Json
+    strict: bool
+
+    def check(self) -> None:
+        """Refuse what cannot be left out. Raises ``FieldError``."""
+        if ref := endless_ref(self.schema):
+            raise FieldError(
+                self.field,
+                f"Invalid schema for {self.name}: the $ref {ref[:100]!r} leads back to itself, so"
+                " it describes no value: let it refer to a schema of its own",
+            )
+        if self.strict:
+            for path, keyword in self._left_out():
+                raise FieldError(
+                    self.field,
+                    f"Invalid schema for {self.name}: in context={path!r}, {keyword!r} is not"
+                    " permitted with strict: leave it out, or set strict to false",
+                )
+
+    @property
+    def left_out(self) -> set[str]:
+        """The keywords that its grammar does not have."""
+        return {keyword for _, keyword in self._left_out()}
+
+    def _left_out(self) -> list[tuple[Path, str]]:
+        found: list[tuple[Path, str]] = []
+        _enforceable(self.schema, (), lambda path, keyword: found.append((path, keyword)))
+        return found
+
+
+def held_formats(form: ResponseFormat | None, outputs: Json | None) -> list[HeldSchema]:
+    """List the schemas of a request's ``response_format`` and ``structured_outputs``."""
+    found = []
+    named = form.json_schema if form is not None else None
+    if named is not None and named.schema is not None:
+        name = f"response_format {named.name!r}"
+        found.append(HeldSchema("response_format", name, named.schema, bool(named.strict)))
+    if isinstance(schema := read_schema((outputs or {}).get("json")), dict):
+        found.append(HeldSchema("structured_outputs.json", "structured_outputs", schema, False))
+    return found
+
+
+def held_tools(
+    tools: Sequence[Tool], choice: Literal["none", "auto", "required"] | NamedTool | None
+) -> list[HeldSchema]:
+    """List the schemas of functions that are strict, or whose call is forced."""
+    if choice == "none":
+        return []
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    return [
+        HeldSchema(
+            f"tools[{i}].function.parameters",
+            f"function {tool.function.name!r}",
+            tool.function.parameters,
+            bool(tool.function.strict),
+        )
+        for i, tool in enumerate(tools)
+        if tool.function.parameters is not None
+        and (tool.function.strict or choice == "required" or tool.function.name == named)
+    ]
+
+
+def left_out(schemas: Iterable[HeldSchema]) -> list[str]:
+    """List the keywords that the grammars of these schemas do not have."""
+    return sorted({keyword for schema in schemas for keyword in schema.left_out})
+
+
+def read_schema(schema: object) -> object:
+    """Return a schema that was sent as text as an object; what is no JSON, as it is."""
+    if isinstance(schema, str):
+        with suppress(msgspec.DecodeError, RecursionError):
+            return msgspec.json.decode(schema)
+    return schema
+
+
+def with_enforceable_formats(raw: Json) -> Json:
+    """Return the fields of a checked body that hold its answer's schema, as it can be enforced."""
+    made: Json = {}
+    form, outputs = raw.get("response_format") or {}, raw.get("structured_outputs") or {}
+    named = form.get("json_schema") or {}
+    if isinstance(schema := named.get("schema"), dict):
+        made["response_format"] = {**form, "json_schema": {**named, "schema": enforceable(schema)}}
+    if isinstance(schema := read_schema(outputs.get("json")), dict):
+        made["structured_outputs"] = {**outputs, "json": enforceable(schema)}
+    return made
+
+
+def enforceable(schema: Json) -> Json:
+    """Return a copy of a schema without the keywords that cannot be enforced."""
+    made: Json = _enforceable(schema, (), lambda path, keyword: None)
+    return made
+
+
+def _enforceable(node: Any, path: Path, report: Report) -> Any:
+    if isinstance(node, list):
+        return [_enforceable(x, (*path, str(i)), report) for i, x in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    made: Json = {}
+    is_open = bool(_NAMING & node.keys())  # its other keywords do not name all its properties
+    for key, value in _without_closing(node).items():
+        if key in _VALUES:
+            made[key] = value
+        elif key in _BY_NAME and isinstance(value, dict):
+            named = {k: x for k, x in value.items() if key != "patternProperties" or is_plain(k)}
+            made[key] = {k: _enforceable(x, (*path, key, k), report) for k, x in named.items()}
+            if len(named) < len(value):
+                report(path, key)
+                is_open = True
+        elif key == "$schema" and not _DRAFTS.fullmatch(str(value)):
+            continue  # a dialect that nothing here knows; it constrains nothing by itself
+        elif key == "format" and value in _OFFSET and is_plain(str(node.get("pattern", "(?="))):
+            continue  # the pattern says it all
+        elif _is_enforceable(key, value, node):
+            made[key] = _enforceable(value, (*path, key), report)
+        elif value not in _NOTHING.get(key, ()):
+            report(path, key)
+    if is_open and not made.get("additionalProperties"):
+        made["additionalProperties"] = True
+    return made
+
+
+def _without_closing(node: Json) -> Json:
+    """Write ``unevaluatedProperties`` as ``additionalProperties`` where both mean the same."""
+    if "unevaluatedProperties" not in node or (_APPLYING | {"additionalProperties"}) & node.keys():
+        return node
+    return {
+        "additionalProperties" if key == "unevaluatedProperties" else key: value
+        for key, value in node.items()
+    }
+
+
+def _is_enforceable(key: str, value: object, node: Json) -> bool:
+    if key in _UNKNOWN:
+        return False
+    if key in ("format", "pattern") and isinstance(value, str):
+        if not _may_be_text(node):
+            return True  # it is no text's, and means nothing
+        return value in _FORMATS if key == "format" else is_plain(value)
+    if key in ("minProperties", "maxProperties"):
+        return value in (0, 1) or not _has_optional(node)
+    return True
+
+
+def _may_be_text(node: Json) -> bool:
+    kind = node.get("type", "string")
+    return kind == "string" or (isinstance(kind, list) and "string" in kind)
+
+
+def _has_optional(node: Json) -> bool:
+    named, required = node.get("properties"), node.get("required")
+    if not isinstance(named, dict):
+        return False
+    return not isinstance(required, list) or any(name not in required for name in named)
+
+
+def is_plain(pattern: str) -> bool:
+    """Say whether a pattern can be matched from left to right, without a look elsewhere."""
+    return not any(thing[1] for thing in _THING.finditer(pattern))
+
+
+def endless_ref(schema: Json) -> str:
+    """Return a ``$ref`` that leads back to itself without a value between; "" if none does."""
+    waiting: list[Any] = [schema]
+    nodes: dict[int, Json] = {}
+    targets: dict[int, list[int]] = {}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, dict) and id(node) not in nodes:
+            nodes[id(node)] = node
+            same = [x for x in _same_place(schema, node) if isinstance(x, dict)]
+            targets[id(node)] = [id(x) for x in same]
+            waiting += same
+            waiting += _parts(node)
+    return _circle(nodes, targets)
+
+
+def _circle(nodes: dict[int, Json], targets: dict[int, list[int]]) -> str:
+    """Take away, again and again, what leads nowhere; what is left goes round."""
+    before: dict[int, list[int]] = {x: [] for x in nodes}
+    for one, others in targets.items():
+        for other in others:
+            before[other].append(one)
+    left = {x: len(others) for x, others in targets.items()}
+    ends = [x for x, number in left.items() if not number]
+    while ends:
+        end = ends.pop()
+        del left[end]
+        for one in before[end]:
+            left[one] -= 1
+            if not left[one]:
+                ends.append(one)
+    return next((str(nodes[x]["$ref"]) for x in left if "$ref" in nodes[x]), "")
+
+
+def _same_place(root: Json, node: Json) -> Iterator[Any]:
+    """Yield the schemas that a value has to obey together with this one."""
+    if isinstance(ref := node.get("$ref"), str) and ref.startswith("#"):
+        yield _target(root, ref)
+    if isinstance(parts := node.get("allOf"), list):
+        yield from parts
+
+
+def _target(root: Json, ref: str) -> Any:
+    found: Any = root
+    for step in filter(None, unquote(ref[1:]).split("/")):
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(name)
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+def _parts(node: Json) -> Iterator[Any]:
+    """Yield the schemas inside one that its values can reach."""
+    for key, value in node.items():
+        if key in ("properties", "patternProperties") and isinstance(value, dict):
+            yield from value.values()
+        elif key not in _VALUES and key not in ("$defs", "definitions"):
+            yield value

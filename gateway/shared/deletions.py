@@ -1,0 +1,285 @@
+"""Deletions of sessions, as gateways on one Redis learn of them.
+
+A deletion is a tombstone with the server's time, and a message on a channel. A gateway that hears
+it removes what began before it: from its table at once, and from its engine as soon as that is
+there. One that may have missed messages looks for the tombstones of all its sessions; and before a
+session is shown, written or begun that this gateway has not had, its tombstone is looked at. So a
+save that was on its way comes back for nobody, and a session that begins under the same name later
+is a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import msgspec
+
+from engines.base import EngineError, SessionRef, SessionReport
+from gateway.keys import Tenants
+from gateway.models.served_model import ServedModel
+from gateway.shared.names import SharedNames, TenantNames
+from gateway.shared.redis_client import AsyncRedis, Command
+from gateway.shared.session_rows import opened_row, removing
+from kvstore.errors import TierUnavailable
+
+log = logging.getLogger("thermocline.sessions")
+
+KEPT_S: Final = 7 * 86_400  # a server that was away for longer lists deleted sessions again
+MAX_OWED: Final = 10_000  # deletions that wait for Redis, and for engines
+AT_ONCE: Final = 200  # sessions whose tombstones are read together
+REMOVED_AT_ONCE: Final = 8
+NEAR_S: Final = 0.05  # by which two servers may see one moment differently: the deletion wins
+STALE_S: Final = 60.0  # a message that is older was sent before
+AGAIN_S: Final = 2.0
+FIRST_LOOK_S: Final = 3.0  # the first list of an engine waits so long for tombstones
+WAIT_S: Final = 0.1  # that the first turn of a session waits for its tombstone
+ANY: Final = ""  # instead of a model's name: all models
+
+
+class Tombstone(msgspec.Struct, frozen=True, array_like=True):
+    """Says when the sessions of an id were deleted, by model, by the Redis server's clock."""
+
+    at: dict[str, float]
+
+    def of(self, model: str) -> float:
+        """Return when the session of that model was deleted last."""
+        return max(self.at.get(model, 0.0), self.at.get(ANY, 0.0))
+
+
+class Deleted(msgspec.Struct, frozen=True, array_like=True):
+    """A message: sessions of these ids that began before ``at`` are deleted."""
+
+    sender: str
+    tenant: str
+    model: str
+    ids: list[str]
+    at: float
+
+
+class OwnSession(NamedTuple):
+    """Names a session of this gateway; ``model`` is the number of its model."""
+
+    model: int
+    tenant: str
+    id: str
+
+
+_tombstones = msgspec.msgpack.Decoder(Tombstone)
+_messages = msgspec.msgpack.Decoder(Deleted)
+
+
+def opened_tombstone(names: TenantNames, id: str, raw: object) -> Tombstone | None:
+    """Read the value of a tombstone's key; None if there is none of ours."""
+    return names.open(names.tombstone(id), raw, _tombstones)
+
+
+class Deletions:
+    """Says and hears deletions. Runs on the event loop."""
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        tenants: Tenants,
+        redis: AsyncRedis,
+        names: SharedNames,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._models = models
+        self._tenants = tenants
+        self._redis = redis
+        self._names = names
+        self._clock = clock
+        self._sender = secrets.token_hex(8)
+        self._unsaid: deque[tuple[Deleted, float]] = deque(maxlen=MAX_OWED)  # with our own time
+        self._heard = asyncio.Event()  # messages arrive now, and all that came before is known
+        self._owed: dict[OwnSession, None] = {}  # still to be removed
+        self._removing: asyncio.Task[None] | None = None
+
+    @property
+    def is_heard(self) -> bool:
+        """True while this gateway learns of all deletions."""
+        return self._heard.is_set()
+
+    # ---- ours
+
+    async def say(self, tenant: str, ids: Iterable[str], model: str = ANY) -> bool:
+        """Have all gateways remove sessions; False: they learn of it when Redis is back."""
+        deleted = Deleted(self._sender, tenant, model, list(ids), 0.0), self._clock()
+        try:
+            await self._say(*deleted)
+            return True
+        except TierUnavailable:
+            self._unsaid.append(deleted)
+            return False
+
+    async def _say(self, deleted: Deleted, when: float) -> None:
+        await self._redis.look_at_clock()
+        at = self._redis.server_time(when) or 0.0
+        names, model = self._names.of(deleted.tenant), deleted.model
+        keys = [names.tombstone(x) for x in deleted.ids]
+        before = await self._redis.run([("GET", x) for x in keys])
+        commands: list[Command] = []
+        for id, key, raw in zip(deleted.ids, keys, before, strict=True):
+            known = opened_tombstone(names, id, raw)
+            value = Tombstone({**(known.at if known else {}), model: at})
+            commands.append(("SET", key, names.close(key, value), "EX", KEPT_S))
+            for each in [model] if model else [x.label for x in self._models if x.label]:
+                commands += removing(names, each, id)
+        await self._redis.run(commands)
+        message = msgspec.structs.replace(deleted, at=at)
+        await self._redis.publish(
+            self._names.channel, self._names.close(self._names.channel, message)
+        )
+
+    # ---- others'
+
+    async def run(self) -> None:
+        """Hear of deletions until cancelled."""
+        while True:
+            try:
+                async with self._redis.subscribed(self._names.channel) as messages:
+                    await self._redis.look_at_clock()
+                    while self._unsaid:
+                        await self._say(*self._unsaid[0])
+                        self._unsaid.popleft()
+                    await self._look_at_all()
+                    self._heard.set()
+                    async for raw in messages:
+                        await self._redis.look_at_clock()  # it may have jumped
+                        self.hear(raw)
+            except TierUnavailable as error:
+                if self._heard.is_set():
+                    log.warning("deletions at other servers are not heard of: %s", error)
+            finally:
+                self._heard.clear()
+            await asyncio.sleep(1.0)
+
+    def hear(self, raw: bytes) -> None:
+        """Take a message; one that is not ours, or was sent before, means nothing."""
+        message = self._names.open(self._names.channel, raw, _messages)
+        now = self._redis.now() or 0.0
+        if message is None or message.sender == self._sender or now - message.at > STALE_S:
+            return
+        for number, model in enumerate(self._models):
+            if message.model in (ANY, model.label):
+                for id in message.ids:
+                    key = OwnSession(number, message.tenant, id)
+                    began = self.began(key)
+                    if began is not None and began < message.at + NEAR_S:
+                        self.remove(key)
+
+    def began(self, key: OwnSession) -> float | None:
+        """Return when a session began, by the server's clock; None: it is not known here.
+
+        Of one that an engine has from an earlier life it is -inf.
+        """
+        began = self._models[key.model].sessions.began(key.tenant, key.id)
+        return None if began is None else self._redis.server_time(began)
+
+    async def _look_at_all(self) -> None:
+        """Look for the tombstones of all sessions here: messages may have been missed."""
+        for number, model in enumerate(self._models):
+            by_tenant: dict[str, list[str]] = {}
+            for session in model.sessions.table:
+                by_tenant.setdefault(session.ref.tenant, []).append(session.ref.id)
+            for tenant, ids in by_tenant.items():
+                for id in await self._deleted(number, tenant, ids):
+                    self.remove(OwnSession(number, tenant, id))
+
+    async def _deleted(self, model: int, tenant: str, ids: Sequence[str]) -> list[str]:
+        """List those of some sessions that were deleted since they began."""
+        names, label = self._names.of(tenant), self._models[model].label
+        found: list[str] = []
+        for i in range(0, len(ids), AT_ONCE):
+            some = ids[i : i + AT_ONCE]
+            (values,) = await self._redis.run([("MGET", *(names.tombstone(x) for x in some))])
+            if isinstance(values, Exception):
+                raise TierUnavailable(f"redis: {type(values).__name__}")
+            for id, raw in zip(some, values, strict=True):
+                tombstone = opened_tombstone(names, id, raw)
+                at = tombstone.of(label) if tombstone is not None else 0.0
+                if at and not await self._is_new(OwnSession(model, tenant, id), at):
+                    found.append(id)
+        return found
+
+    async def _is_new(self, key: OwnSession, at: float) -> bool:
+        """Say whether a session began after its deletion, here or at another server."""
+        began = self.began(key)
+        if began is not None and began >= at:
+            return True
+        names = self._names.of(key.tenant)
+        name = names.row(names.mark(self._models[key.model].label, key.id))
+        (raw,) = await self._redis.run([("GET", name)])
+        row = opened_row(names, name, raw)
+        return row is not None and row.began >= at
+
+    async def among(self, model: int, reports: Iterable[SessionReport]) -> list[SessionReport]:
+        """See ``scheduler.follower.Deleted``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LOOK_S):
+                await self._heard.wait()
+        by_tenant: dict[str, dict[str, SessionReport]] = {}
+        for report in reports:
+            by_tenant.setdefault(report.tenant, {})[report.id] = report
+        found: list[SessionReport] = []
+        with suppress(TierUnavailable):  # then they are looked at when it is back
+            for tenant, each in by_tenant.items():
+                found += [each[x] for x in await self._deleted(model, tenant, list(each))]
+        return found
+
+    async def before_first_turn(self, model: ServedModel, session: SessionRef) -> None:
+        """Have the engine forget once more what a deletion may have left of a session.
+
+        For a session that this gateway does not know: a save that was on its way may have come to
+        Redis after the deletion.
+        """
+        number = self._models.index(model)
+        with suppress(TierUnavailable, TimeoutError, EngineError):
+            async with asyncio.timeout(WAIT_S):
+                is_deleted = await self._deleted(number, session.tenant, [session.id])
+            if is_deleted:
+                await model.sessions.forget_deleted(session)
+
+    # ---- removals
+
+    def remove(self, key: OwnSession) -> None:
+        """Remove a session that was deleted elsewhere; an engine that is away is asked again."""
+        if len(self._owed) < MAX_OWED:
+            self._owed[key] = None
+        if self._removing is None or self._removing.done():
+            self._removing = asyncio.create_task(self._remove_all(), name="session-removals")
+
+    async def removed(self) -> None:
+        """Wait until all is removed."""
+        if self._removing is not None:
+            await self._removing
+
+    async def _remove_all(self) -> None:
+        while self._owed:
+            keys = list(self._owed)
+            for i in range(0, len(keys), REMOVED_AT_ONCE):
+                await asyncio.gather(*(self._remove(x) for x in keys[i : i + REMOVED_AT_ONCE]))
+            if self._owed:
+                await asyncio.sleep(AGAIN_S)
+
+    async def _remove(self, key: OwnSession) -> None:
+        model = self._models[key.model]
+        ref = SessionRef(key.tenant, key.id, self._tenants.salt_of(key.tenant))
+        try:
+            await model.sessions.forget_deleted(ref)
+        except EngineError as error:
+            if model.is_there:
+                log.warning("a session that was deleted is still to be removed: %s", error)
+                return
+        except Exception:  # the edge of a task: other sessions are to be removed all the same
+            log.exception("a session that was deleted is still to be removed")
+            return
+        model.prefixes.forget(key.tenant, key.id)
+        self._owed.pop(key, None)  # a model that is not loaded forgets it when it is

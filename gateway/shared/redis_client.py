@@ -1,0 +1,250 @@
+"""A Redis, Sentinel or Cluster as a gateway asks it: on the event loop, within a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from kvstore.errors import TierUnavailable
+
+if TYPE_CHECKING:
+    from redis.asyncio.client import PubSub
+
+Command: TypeAlias = tuple[Any, ...]
+Reply: TypeAlias = Any
+
+AWAY_S: Final = 1.0  # after a failure no call waits for so long
+FIRST_LOOKS: Final = 5  # the quickest counts
+JUMP_S: Final = 0.5  # of one of the clocks
+QUIET_S: Final = 15.0  # a subscription that is silent for so long is checked
+OWN: Final = "sentinel_"  # prefix of the query's fields that are for Sentinels
+PORT: Final = 6379
+SENTINEL_PORT: Final = 26379
+
+
+class AsyncRedis:
+    """Runs commands; a server that did not answer is not asked again for ``AWAY_S``.
+
+    Args:
+        url: as ``store.redis_url``. Nothing is connected before the first call.
+        deadline_s: for one call, connecting included.
+
+    Raises:
+        ImportError: redis-py is not installed.
+    """
+
+    def __init__(
+        self, url: str, deadline_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        import redis.asyncio  # redis-py is an extra
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        self._options_of_all: dict[str, Any] = {
+            "socket_timeout": deadline_s,
+            "socket_connect_timeout": deadline_s,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError, TimeoutError)
+        self._redis = redis.asyncio
+        self._url = url
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._client: Any = None
+        self._sentinels: list[Any] = []
+        self._away_until = float("-inf")
+        self._offset_s: float | None = None
+
+    # ---- calls
+
+    async def run(self, commands: Sequence[Command]) -> list[Reply]:
+        """Send commands whose keys are in one slot; return the replies in order, errors included.
+
+        Raises ``TierUnavailable``.
+        """
+
+        async def sent(client: Any) -> list[Reply]:
+            async with client.pipeline(transaction=False) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                replies: list[Reply] = await pipe.execute(raise_on_error=False)
+                return replies
+
+        return await self._within(sent) if commands else []
+
+    async def publish(self, channel: str, message: bytes) -> None:
+        """Send a message to all that have subscribed. Raises ``TierUnavailable``."""
+        await self._within(lambda client: client.publish(channel, message))
+
+    async def look_at_clock(self) -> None:
+        """Learn the server's time, or that it has jumped. Raises ``TierUnavailable``."""
+        looks = [await self._look() for _ in range(1 if self._offset_s else FIRST_LOOKS)]
+        offset_s = min(looks)[1]
+        if self._offset_s is None or abs(offset_s - self._offset_s) > JUMP_S:
+            self._offset_s = offset_s  # else the same moments stay the same
+
+    async def _look(self) -> tuple[float, float]:
+        """Return how long a look at the server's clock took, and its offset to ours."""
+        before = self._clock()
+        reply = await self._within(self._time)
+        after = self._clock()
+        return after - before, int(reply[0]) + int(reply[1]) / 1e6 - (before + after) / 2
+
+    async def _time(self, client: Any) -> Reply:
+        if not isinstance(client, self._redis.RedisCluster):
+            return await client.time()
+        await client.initialize()
+        reply = await client.time(target_nodes=client.get_default_node())
+        return next(iter(reply.values())) if isinstance(reply, dict) else reply
+
+    def server_time(self, at: float) -> float | None:
+        """Translate a moment of our own clock to the server's, in seconds; None: not known yet."""
+        return None if self._offset_s is None else at + self._offset_s
+
+    def now(self) -> float | None:
+        """Return the server's time, in seconds; None: not known yet."""
+        return self.server_time(self._clock())
+
+    async def _within(self, call: Callable[[Any], Any]) -> Any:
+        if self._clock() < self._away_until:
+            raise TierUnavailable("redis did not answer lately")
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                result = await call(self._opened())
+                _check_cancelled()
+                return result
+        except self._errors as error:
+            self._away_until = self._clock() + AWAY_S
+            raise TierUnavailable(f"redis: {type(error).__name__}") from None
+
+    # ---- messages
+
+    @asynccontextmanager
+    async def subscribed(self, channel: str) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Subscribe inside the context, and iterate over the messages.
+
+        Raises ``TierUnavailable``, also later: the connection is gone, and messages may be missed.
+        """
+        pubsub: PubSub | None = None
+        try:
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    pubsub = await self._subscriber()
+                    await pubsub.subscribe(channel)
+                    while await pubsub.get_message(timeout=self._deadline_s) is None:
+                        _check_cancelled()  # until it has subscribed
+            except self._errors as error:
+                raise TierUnavailable(f"redis: {type(error).__name__}") from None
+            yield self._messages(pubsub)
+        finally:
+            if pubsub is not None:
+                with suppress(*self._errors):
+                    await pubsub.aclose()  # type: ignore[no-untyped-call]
+
+    async def _messages(self, pubsub: PubSub) -> AsyncIterator[bytes]:
+        silent_s = 0.0
+        try:
+            while True:
+                message = await pubsub.get_message(timeout=1.0)
+                _check_cancelled()
+                silent_s = silent_s + 1.0 if message is None else 0.0
+                if silent_s >= QUIET_S:
+                    silent_s = 0.0
+                    async with asyncio.timeout(self._deadline_s):
+                        await pubsub.ping()
+                if message is not None and message["type"] == "subscribe":
+                    raise TierUnavailable("redis: the connection was made anew")
+                if message is not None and message["type"] == "message":
+                    yield message["data"]
+        except self._errors as error:
+            raise TierUnavailable(f"redis: {type(error).__name__}") from None
+
+    async def _subscriber(self) -> PubSub:
+        client = self._opened()
+        if isinstance(client, self._redis.RedisCluster):
+            await client.initialize()
+            node = client.get_random_node()  # every node gets all messages
+            options = dict(node.connection_kwargs)
+            options |= {"host": node.host, "port": node.port}
+            client = self._redis.Redis(
+                connection_pool=self._redis.ConnectionPool(
+                    node.connection_class, max_connections=1, **options
+                )
+            )
+        return client.pubsub()  # type: ignore[no-any-return]
+
+    # ---- connections
+
+    def _opened(self) -> Any:
+        if self._client is None:
+            self._client = self._open()
+        return self._client
+
+    def _open(self) -> Any:
+        parts = urlsplit(self._url)
+        kind = parts.scheme.partition("+")[2]
+        times = self._options_of_all
+        if not kind:
+            return self._redis.Redis.from_url(self._url, **times)
+        hosts = parts.netloc.rpartition("@")[2].split(",")
+        fields = parse_qsl(parts.query)
+        options = {**times, **self._options(parts.path, urlencode(_of_server(fields)))}
+        if kind == "cluster":
+            from redis.asyncio.cluster import ClusterNode
+
+            is_ssl = options.pop("connection_class", None) is not None
+            options.pop("db", None)
+            nodes = [ClusterNode(*_address(x, PORT)) for x in hosts]
+            return self._redis.RedisCluster(startup_nodes=nodes, ssl=is_ssl, **options)
+        own = {k.removeprefix(OWN): v for k, v in fields if k.startswith(OWN)}
+        if options.pop("connection_class", None) is not None:
+            options["ssl"] = True
+        sentinels = [_address(x, SENTINEL_PORT) for x in hosts]
+        manager = self._redis.Sentinel(  # type: ignore[no-untyped-call]
+            sentinels, sentinel_kwargs={**times, **own}
+        )
+        self._sentinels = manager.sentinels
+        return manager.master_for(parts.path.strip("/").partition("/")[0], **options)
+
+    def _options(self, path: str, query: str) -> dict[str, Any]:
+        """Parse a URL as if there were one server, whose address is then left out."""
+        from redis.asyncio.connection import parse_url
+
+        parts = urlsplit(self._url)
+        scheme, _, kind = parts.scheme.partition("+")
+        login, at, _ = parts.netloc.rpartition("@")
+        db = path.strip("/").partition("/")[2] if kind == "sentinel" else ""
+        known: dict[str, Any] = dict(
+            parse_url(urlunsplit((scheme, f"{login}{at}host", db, query, "")))
+        )
+        known.pop("host")
+        return known
+
+    async def close(self) -> None:
+        """Close all connections; the next call opens others."""
+        clients, self._sentinels = [*self._sentinels, self._client], []
+        self._client = None
+        for client in clients:
+            if client is not None:
+                with suppress(*self._errors):
+                    await client.aclose()
+
+
+def _check_cancelled() -> None:
+    """Raise ``CancelledError`` once more: redis-py loses one that comes while it connects."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def _of_server(fields: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(k, v) for k, v in fields if not k.startswith(OWN)]
+
+
+def _address(text: str, port: int) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    return parts.hostname or "", parts.port or port

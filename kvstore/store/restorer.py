@@ -1,0 +1,128 @@
+"""Carries out a restore: reads the blobs of a match, verifies them, and unpacks rows and states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvstore.blobs import format as blobs
+from kvstore.blobs.chain import ChainKeys
+from kvstore.blobs.packer import Packer
+from kvstore.blobs.state_tree import StateTree
+from kvstore.errors import StoreClosed, Unusable
+from kvstore.ledger.ledger import Ledger
+from kvstore.ledger.reading import GoodCopy
+from kvstore.session import MissReason
+from kvstore.shapes import slice_tokens
+from kvstore.store.blob_reader import BlobReader
+from kvstore.store.planner import BlobRead
+from kvstore.store.restored import Fetched, Match, Restored
+from kvstore.store.states import unpack_state
+from kvstore.tiers.base import Blob
+
+
+class Restorer:
+    """Thread-safe.
+
+    Args:
+        deadline_s: of a restore whose caller names none.
+    """
+
+    def __init__(self, ledger: Ledger, packer: Packer, keys: ChainKeys, deadline_s: float) -> None:
+        self._ledger = ledger
+        self._packer = packer
+        self._chunk_tokens = keys.chunk_tokens
+        self._deadline_s = deadline_s
+        self._counters = ledger.counters
+        self._reader = BlobReader(ledger)
+
+    def restore(self, match: Match, deadline_s: float | None = None) -> Restored:
+        """Read and unpack what ``match`` found, or the good beginning of it. Blocks.
+
+        Never raises for bad or missing blobs, or for tiers that are down. Blobs that came from a
+        slower tier are put into the fastest one afterwards, in the background.
+        """
+        size, layout = self._chunk_tokens, self._packer.layout
+        out = layout.empty(match.num_tokens)
+
+        def use(read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
+            verified = self._verified(read, blob)
+            if read.piece.is_chunk:
+                target = slice_tokens(out, read.piece.first_token, read.piece.end_token)
+                self._packer.unpack_rows(verified, read.piece, target)
+            return verified
+
+        try:
+            good, reason = self._read(match, use, deadline_s)
+        except StoreClosed:
+            return Restored(0, layout.empty(0), None, None, "disabled")
+        try:
+            state = self._state_of(match, good)
+        except Unusable:
+            good, state, reason = [], None, "corrupt"
+        rows = [x for x in match.reads[: len(good)] if x.piece.is_chunk]
+        num_tokens = rows[-1].piece.end_token if rows else match.num_tokens if good else 0
+        if not good:
+            return Restored(0, layout.empty(0), None, None, reason)
+        if num_tokens < match.num_tokens:
+            # A late thread may still be writing after the good prefix, so a copy is returned.
+            out = [(k.copy(), v.copy()) for k, v in slice_tokens(out, 0, num_tokens)]
+        lossy = [
+            x.piece.first_token + max(x.piece.num_tokens, size * x.piece.is_state)
+            for x, y in zip(match.reads, good, strict=False)
+            if self._packer.is_lossy(y.value)
+        ]
+        self._counters.add("restores")
+        self._counters.add("restored_tokens", num_tokens)
+        tier = self._ledger.stack.name(max(x.level for x in good))
+        lossy_tokens = min(max(lossy, default=0), num_tokens)
+        return Restored(num_tokens, out, state, tier, reason, lossy_tokens)
+
+    def fetch(self, match: Match, deadline_s: float | None = None) -> Fetched:
+        """Read and verify what ``match`` found, or the good beginning of it. Blocks.
+
+        Raises ``StoreClosed``, and nothing else: a ``reason`` explains blobs that are unavailable.
+        """
+        good, reason = self._read(match, self._verified, deadline_s)
+        reason = reason or match.reason
+        reads = match.reads[: len(good)]
+        rows = [x.piece for x in reads if x.piece.is_chunk]
+        end = match.num_chunks if len(good) == len(match.reads) else 0
+        if rows and not end:
+            end = rows[-1].end_token // self._chunk_tokens
+        if not good:
+            return Fetched(0, [], None, reason)
+        tier = self._ledger.stack.name(max(x.level for x in good))
+        pairs = [(x, y.value) for x, y in zip(reads, good, strict=True)]
+        return Fetched(end, pairs, tier, reason)
+
+    def _read(
+        self,
+        match: Match,
+        use: Callable[[BlobRead, Blob], blobs.VerifiedBlob],
+        deadline_s: float | None,
+    ) -> tuple[list[GoodCopy[blobs.VerifiedBlob]], MissReason | None]:
+        wait_s = self._deadline_s if deadline_s is None else deadline_s
+        good, reason = self._reader.read(match.reads, use, wait_s)
+        has_state = any(x.piece.is_state for x in match.reads)
+        if has_state and len(good) < len(match.reads):
+            good = []  # without the state at its end, a run of tokens is unusable
+        if reason is not None:
+            self._counters.add(f"misses.{reason}")
+        if good:
+            reads = match.reads[: len(good)]
+            slow = [(x.key, y.blob) for x, y in zip(reads, good, strict=True) if y.level]
+            used = self._ledger.promotion.used
+            self._ledger.workers.later(used, match.record_key, [x.key for x in reads], slow)
+        return good, reason
+
+    def _verified(self, read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
+        verified = blobs.verify(blob, read.key)
+        self._packer.check(verified, read.piece)
+        return verified
+
+    def _state_of(self, match: Match, good: Sequence[GoodCopy[blobs.VerifiedBlob]]) -> StateTree:
+        pairs = [(x, y.value) for x, y in zip(match.reads, good, strict=False)]
+        state = next(((x.piece, y) for x, y in pairs if x.piece.is_state), None)
+        if state is None:
+            return None
+        return unpack_state(self._packer, state, [x for x in pairs if x[0].piece.is_window])

@@ -1,0 +1,193 @@
+"""Opens redis-py's client for a Redis URL.
+
+    redis://[user:password@]host[:port][/db]      rediss:// with TLS, unix:// for a socket
+    redis+sentinel://[user:password@]host[:port],host[:port],.../service[/db]
+    rediss+sentinel://...                         TLS to the master; none to the Sentinels
+    redis+cluster://[user:password@]host[:port],host[:port],...      rediss+cluster:// with TLS
+
+User and password are those of the master or the nodes. Sentinels that require their own get
+``?sentinel_username=...&sentinel_password=...``; redis-py reads all other fields of the query.
+No command is ever retried: a miss costs a prefill, and a retry would cost the same time again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+
+try:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.cluster import ClusterNode
+    from redis.cluster import RedisCluster as RedisCluster
+    from redis.connection import parse_url
+    from redis.exceptions import RedisClusterException
+    from redis.retry import Retry
+    from redis.sentinel import Sentinel
+except ImportError as error:
+    raise ImportError("redis_url needs redis-py: pip install 'thermocline[redis]'") from error
+
+SENTINEL: Final = "+sentinel"
+CLUSTER: Final = "+cluster"
+OWN: Final = "sentinel_"  # prefix of the query's fields that are for Sentinels
+PASSWORDS: Final = ("password", "sentinel_password")  # fields of a URL's query
+READ_BYTES: Final = 256 << 10
+_SENTINEL_PORT: Final = 26379
+_PORT: Final = 6379
+
+
+class RedisServers:
+    """One server, or the primaries of a cluster. Nothing is connected before the first use.
+
+    Thread-safe. All methods except ``forget`` and ``close`` raise ``redis.RedisError`` or
+    ``OSError`` where no server answers.
+
+    Args:
+        timeout_s: for connecting, and for each wait for bytes.
+
+    Raises:
+        ValueError: not a URL. The message may repeat its password.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._open = _opener(url, timeout_s)
+        self.is_cluster = urlsplit(url).scheme.endswith(CLUSTER)
+        self._opening = threading.Lock()
+        self._client: Any = None if self.is_cluster else self._open()
+        self._is_stale = False
+
+    def client(self) -> Any:
+        """Return redis-py's ``Redis``, or its ``RedisCluster``, which knows the slots by now."""
+        with self._opening:
+            try:
+                if self._client is None:
+                    self._client = self._open()
+                elif self._is_stale:
+                    self._client.nodes_manager.initialize()
+            except RedisClusterException as error:  # no RedisError
+                raise redis.ConnectionError(f"cluster: {error}") from None
+            self._is_stale = False
+            return self._client
+
+    def node_of(self, key: bytes | str | None) -> Any:
+        """Return the ``Redis`` of the server that has a key; of any server for None."""
+        client = self.client()
+        if not self.is_cluster:
+            return client
+        try:
+            node = client.get_default_node() if key is None else client.get_node_from_key(key)
+        except RedisClusterException as error:
+            raise redis.ConnectionError(f"cluster: {error}") from None
+        if node is None:
+            raise redis.ConnectionError("no node of the cluster has the slot of a key")
+        return client.get_redis_connection(node)
+
+    def forget(self) -> None:
+        """Have a cluster asked for its slots before the next use: a node has failed."""
+        self._is_stale = self.is_cluster
+
+    def close(self) -> None:
+        """Close all connections."""
+        client = self._client
+        if client is not None and self.is_cluster:
+            client.close()
+        elif client is not None:
+            client.connection_pool.disconnect()
+
+
+def _opener(url: str, timeout_s: float) -> Callable[[], Any]:
+    """Return what opens a URL's client; only a cluster's connects. Raises ``ValueError``."""
+    scheme = urlsplit(url).scheme
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "socket_read_size": READ_BYTES,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    if scheme.endswith(SENTINEL):
+        return _sentinel_opener(url, options)
+    if scheme.endswith(CLUSTER):
+        return _cluster_opener(url, options)
+    parse_url(url)  # type: ignore[no-untyped-call]
+    return partial(redis.Redis.from_url, url, **options)
+
+
+def _sentinel_opener(url: str, options: dict[str, Any]) -> Callable[[], Any]:
+    parts = urlsplit(url)
+    login, at, hosts = parts.netloc.rpartition("@")
+    service, _, db = parts.path.strip("/").partition("/")
+    if not service:
+        raise ValueError(f"name the service after the Sentinels, as in {parts.scheme}://HOST/NAME")
+    sentinels = [_address(x, _SENTINEL_PORT) for x in hosts.split(",")]
+    fields = parse_qsl(parts.query)
+    own = {k.removeprefix(OWN): v for k, v in fields if k.startswith(OWN)}
+    query = urlencode([(k, v) for k, v in fields if not k.startswith(OWN)])
+    known = _options_of(parts.scheme.removesuffix(SENTINEL), login + at, db, query)
+    uses_tls = known.pop("connection_class", None) is not None
+    # All Sentinels may have to be asked within the time of one server.
+    share_s = options["socket_timeout"] / len(sentinels)
+    limits = {"socket_timeout": share_s, "socket_connect_timeout": share_s}
+    asked = {**limits, "retry": options["retry"], **own}
+    named = Sentinel(sentinels, sentinel_kwargs=asked)  # type: ignore[no-untyped-call]
+    return partial(named.master_for, service, ssl=uses_tls, **{**options, **known})
+
+
+def _cluster_opener(url: str, options: dict[str, Any]) -> Callable[[], Any]:
+    parts = urlsplit(url)
+    login, at, hosts = parts.netloc.rpartition("@")
+    seeds = [_address(x, _PORT) for x in hosts.split(",")]
+    if parts.path.strip("/") not in ("", "0"):
+        raise ValueError("a cluster has one database, 0")
+    known = _options_of(parts.scheme.removesuffix(CLUSTER), login + at, "", parts.query)
+    known.pop("db", None)
+    uses_tls = known.pop("connection_class", None) is not None
+    merged = {**options, **known, "ssl": uses_tls, "require_full_coverage": False}
+
+    def opened() -> Any:
+        return RedisCluster(startup_nodes=[ClusterNode(*x) for x in seeds], **merged)  # type: ignore[no-untyped-call]
+
+    return opened
+
+
+def _options_of(scheme: str, login: str, db: str, query: str) -> dict[str, Any]:
+    """Parse a URL as if there were one server, whose address is then left out."""
+    one = urlunsplit((scheme, f"{login}host", db, query, ""))
+    known: dict[str, Any] = parse_url(one)  # type: ignore[no-untyped-call]
+    known.pop("host")
+    return known
+
+
+def _address(text: str, port: int) -> tuple[str, int]:
+    """Read ``host[:port]``; ``port`` is taken where there is none. Raises ``ValueError``."""
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname:
+        raise ValueError("a host is missing")
+    return parts.hostname, parts.port or port
+
+
+def masked(url: str) -> str:
+    """Return the URL with every password replaced; ``***`` if it is not a URL."""
+    parts = urlsplit(url)
+    if "@" in parts.path or "@" in parts.scheme or not parts.scheme:
+        return "***"
+    if not secrets_of(url):
+        return url
+    address = parts.netloc
+    if "@" in address:
+        login, _, host = address.rpartition("@")
+        user, colon, _ = login.partition(":")
+        address = f"{user}{':***' if colon else ''}@{host}"
+    query = [(k, "***" if k in PASSWORDS else v) for k, v in parse_qsl(parts.query)]
+    return urlunsplit(parts._replace(netloc=address, query=urlencode(query, safe="*/")))
+
+
+def secrets_of(url: str) -> list[str]:
+    """Return the passwords in a URL, as they are written and as they are meant."""
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query))
+    found = [x for x in (parts.password, *map(query.get, PASSWORDS)) if x]
+    return found + [unquote(x) for x in found]

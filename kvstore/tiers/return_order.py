@@ -1,0 +1,400 @@
+"""The eviction order of a tier: chains that come back soonest stay, inside a byte budget.
+
+Order of last use fails when sessions take turns on a little too little room: each returns just
+after its chunks went. This order judges a run by how long it took to come back before: its *gap*.
+
+* Nine tenths of the room are for runs that are *kept*, the rest for those on *trial*. A run is kept
+  while there is room, or once its gap is shorter than the age of the oldest one kept.
+* Kept runs go last, unless away for ``patience`` times their gap: then age decides. The fewer
+  newcomers ever return, the longer those that did may be away.
+* A shadow of plain LRU, one number a run, is the judge: patience shrinks while LRU would have held
+  more of a run that returns (near 0 this *is* LRU), and grows while it would have held less.
+* Pinned runs go when nothing else is left. A tenant beyond its limit loses its own oldest blobs.
+
+A chain goes from its end, never for its own sake: a long one keeps its head. A call costs O(1) for
+each run and each new or evicted blob. Not thread-safe: the tier calls it under its lock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
+from kvstore.tiers.base import EvictionCause, EvictionCauses
+from kvstore.tiers.earlier_life import Found, Mark, parents_first, run_of
+from kvstore.tiers.runs import LINK, RECORD, Run, Runs
+
+TRIAL: Final = 0.1  # of the room
+PATIENCE: Final = (0.02, 2.0)  # at least and at most, in gaps
+RATE: Final = 32.0  # doublings of patience for a room's worth of bytes
+LATE: Final = 1 / 32  # what returns too late for either order counts so much for patience
+LATELY: Final = 256  # new runs, after which older ones count half
+ON_TRIAL, KEPT, PINNED = range(3)
+
+
+class Evicted(NamedTuple):
+    """A blob that is no longer in the order, and where it was."""
+
+    key: bytes
+    run: Run
+    nbytes: int
+
+
+class Update(NamedTuple):
+    """The changes that the order made and the tier must make to its blobs.
+
+    A key may be in both lists: evicted, then added afresh. ``in_place``: the only added one took
+    the place of the first evicted one.
+    """
+
+    added: list[bytes]  # now in the order, blobs still to be written
+    evicted: list[Evicted]  # no longer in the order, blobs still to be removed
+    in_place: bool = False
+
+
+class ReturnOrder:
+    """Keys with sizes and pins, inside a byte budget and inside the limits of tenants."""
+
+    def __init__(
+        self, capacity_bytes: int, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.nbytes = 0
+        self._clock = monotonic
+        self._limits = NO_LIMITS
+        self._runs = Runs()
+        # Runs that can lose a blob, the oldest use first: on trial, kept, pinned; and by owner.
+        self._orders: tuple[OrderedDict[Run, None], ...] = tuple(OrderedDict() for _ in range(3))
+        self._of: defaultdict[str, OrderedDict[Run, None]] = defaultdict(OrderedDict)
+        self._lru: OrderedDict[bytes, int] = OrderedDict()  # the shadow: bytes by the first link
+        self.pins: Counter[bytes] = Counter()  # of absent keys, too
+        self._held: Counter[str] = Counter()  # bytes by tenant
+        self._missed: Counter[str] = Counter()  # bytes by tenant; see ``TenantUse``
+        self._kept_bytes = self._lru_bytes = 0
+        self._num_new = self._num_back = 0.0  # runs that began lately, and those that returned
+        self._patience = PATIENCE[1]
+        self._gap_s = math.inf  # on average lately
+        self.causes = EvictionCauses()
+
+    def __len__(self) -> int:
+        return len(self._runs.of)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._runs.of
+
+    def keys(self, prefix: bytes) -> list[bytes]:
+        """List the keys with this prefix, the longest unused first."""
+        runs = sorted(set(self._runs.of.values()), key=lambda run: run.used_s)
+        return [key for run in runs for key in run.keys if key.startswith(prefix)]
+
+    # ---- use
+
+    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> list[bytes]:
+        """Record that a chain is restored, or else that it was saved; return its runs' first keys.
+
+        A save is no use of its own if the chain was restored, or was new, just before.
+        """
+        runs = self._runs_of(keys)
+        for run in runs:
+            if restored or not run.is_open:
+                self._judge(run)
+            run.is_open = restored
+        self._settle(runs)
+        return [run.first for run in runs]
+
+    def add(self, sizes: Mapping[bytes, int], owner: str = "", after: bytes = b"") -> Update:
+        """Enter blobs of a chain in its order, up to the first one without room.
+
+        Args:
+            after: the key before them in the chain; without it held nothing is entered.
+        """
+        update, keys = Update([], []), [after, *sizes]
+        new = [key for key in sizes if key not in self]
+        after = keys[keys.index(new[0]) - 1] if new else b""
+        if not new or (after and after not in self):
+            return update
+        line = self._busy(self._runs.ending_at(after)) if after else []
+        for key in new:
+            if not self._fit(key, sizes[key], owner, line, update.evicted):
+                break
+            run = self._runs.next_run(key, owner, line[0] if line else None, self._clock())
+            if run not in line:
+                self._judge(run)
+                run.is_open = True
+                line.insert(0, run)
+            self._enter(run, key, sizes[key])
+            update.added.append(key)
+        self._settle(line)
+        return update
+
+    def replace(self, key: bytes, nbytes: int, owner: str = "", after: bytes = b"") -> Update:
+        """Enter a blob in the place of the key's older one, which is then the first evicted one.
+
+        A record moves to the run of ``after``.
+        """
+        run = self._runs.of.get(key)
+        if run is None or key[:1] == RECORD:
+            moved = [self._pop(key)] if run else []
+            update = self.add({key: nbytes}, owner, after if after in self else b"")
+            return Update(update.added, [*moved, *update.evicted])
+        evicted = [Evicted(key, run, run.keys[key])]
+        line = self._busy(run)
+        fits = self._fit(key, nbytes - run.keys[key], owner, line, evicted)
+        if fits:
+            self._count(run, run.resize(key, nbytes))
+        self._settle(line)
+        return Update([key], evicted, True) if fits else Update([], evicted[1:])
+
+    def undo(self, update: Update) -> list[bytes]:
+        """Undo changes that could not be made to blobs; return keys that went as well."""
+        removed, evicted = list[bytes](), update.evicted
+        if update.in_place and update.added and evicted:
+            old, *evicted = evicted
+            self._count(old.run, old.run.resize(old.key, old.nbytes))
+        else:
+            removed = self.remove(update.added)
+        for key, run, nbytes in reversed(evicted):
+            self._runs.put_back(run, key, nbytes)
+            self._count(run, nbytes)
+            self.causes.came_back(key)
+            for each in filter(None, (run, run.parent)):
+                self._place(each, is_newest=False)
+        return [key for key in removed if key not in update.added]
+
+    def doomed(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return those of these keys that are held, and all that continues a link among them."""
+        found: dict[bytes, None] = {}
+        for key in keys:
+            if key in self and key not in found:
+                found |= dict.fromkeys(self._runs.and_after(key))
+        return list(found)
+
+    def remove(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Remove the ``doomed``, pinned or not, and return them; their pins stay."""
+        removed = self.doomed(keys)
+        for key in removed:
+            run = self._runs.of[key]
+            for each in list(run.children) if key[:1] == LINK else ():
+                self._runs.part(each)
+            self._pop(key)
+            self._runs.gone.pop(key, None)
+            self._place(run)
+        return removed
+
+    def pin(self, keys: Iterable[bytes], count: int = 1) -> None:
+        """Let keys, held or not, go last, with all before them in their chains."""
+        for key in keys:
+            self.pins[key] += count
+            if self.pins[key] <= 0:
+                del self.pins[key]
+            if (run := self._runs.of.get(key)) is not None and run.last == key:
+                self._place(run)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Take one pin off each key; a key without pins is ignored."""
+        self.pin(keys, -1)
+
+    # ---- budget and limits
+
+    def evict(self, nbytes: int = 0, spare: Container[bytes] = ()) -> list[Evicted]:
+        """Evict until the budget holds, and ``nbytes`` or more; ends at a key in ``spare``."""
+        evicted: list[Evicted] = []
+        nbytes = max(nbytes, self.nbytes - self.capacity_bytes)
+        while nbytes > 0 and (run := self._victim()) is not None and run.last not in spare:
+            nbytes -= self._cut(run, "budget", evicted)
+        return evicted
+
+    def limit(self, limits: TenantLimits) -> list[Evicted]:
+        """Set the limits of tenants from now on, and evict what is beyond them; return that."""
+        evicted: list[Evicted] = []
+        if not limits.counts_only:
+            self._limits, missed = limits, self._missed.copy()
+            for owner in list(self._held):
+                self._make_room(0, owner, [], evicted)
+            self._missed = missed
+        return evicted
+
+    def take_uses(self, limits: TenantLimits) -> dict[str, TenantUse]:
+        """Return the bytes of each tenant with one of these limits; count missed ones afresh."""
+        missed, self._missed = self._missed, Counter()
+        owners = {**(+self._held), **missed}
+        return {x: TenantUse(self._held[x], missed[x]) for x in owners if limits.of(x) is not None}
+
+    def own(self, owner: str, keys: Iterable[bytes]) -> None:
+        """Assign runs of an earlier life to their owner, the longest unused first."""
+        for run in dict.fromkeys(self._runs.of[key] for key in keys if key in self):
+            if not run.owner:
+                self._held[""] -= run.nbytes
+                self._held[owner] += run.nbytes
+                if run in self._of[""]:
+                    del self._of[""][run]
+                    self._of[owner][run] = None
+                run.owner = owner
+
+    # ---- restart
+
+    def link_at(self, key: bytes) -> bytes:
+        """Return the last link before what follows a key; b"" = none."""
+        return key if key[:1] == LINK or key not in self else self._runs.of[key].end or b""
+
+    def marks(self, keys: Iterable[bytes]) -> dict[bytes, Mark]:
+        """Return what is to be remembered of the runs of held keys, by their first links."""
+        now, runs = self._clock(), {self._runs.of[key] for key in keys if key in self}
+        return {run.first: Mark(now - run.used_s, run.gap_s, run.is_kept) for run in runs}
+
+    def load(self, found: Mapping[bytes, Found]) -> None:
+        """Enter blobs of an earlier life as less recent than all others, even beyond the budget."""
+        now = self._clock()
+        for key in parents_first(found):
+            self._enter(run_of(self._runs, key, found[key], now), key, found[key].nbytes)
+        found_runs = dict.fromkeys(self._runs.of[key] for key in found)  # in the order of the blobs
+        for run in sorted(found_runs, key=lambda run: run.used_s, reverse=True):
+            self._place(run, is_newest=False)
+            self._lru_bytes += run.nbytes
+            self._lru[run.first] = run.nbytes
+            self._lru.move_to_end(run.first, last=False)
+        self._settle(())
+
+    # ---- judging
+
+    def _runs_of(self, keys: Sequence[bytes]) -> list[Run]:
+        """Return the runs of a chain: those before its last held key, and those of its record."""
+        last = next((key for key in reversed(keys) if key in self), b"")
+        ends = [last, *(key for key in keys[:1] if key[:1] == RECORD)]
+        lines = (self._runs.ending_at(key).line() for key in ends if key in self)
+        return list(dict.fromkeys(run for line in lines for run in line))
+
+    def _judge(self, run: Run) -> None:
+        """Learn from a run's return, and keep it if it came soon enough."""
+        now, lru = self._clock(), self._lru.get(run.first, 0)
+        gain = run.nbytes - lru if run.nbytes or lru else run.lost * LATE
+        step = 2 ** min(9.0, RATE * gain / max(self.capacity_bytes, 1))
+        self._patience = min(PATIENCE[1], max(PATIENCE[0], self._patience * step))
+        run.is_busy = True
+        self._place(run)
+        is_new = not run.nbytes and not run.lost
+        self._num_new += is_new
+        if not is_new:
+            gap_s = now - run.used_s
+            self._num_back += not run.gap_s
+            known_s = self._gap_s if self._gap_s < math.inf else gap_s
+            self._gap_s = known_s + (gap_s - known_s) / 16
+            run.gap_s = max(gap_s, run.gap_s - gap_s / 4)
+            oldest = next(iter(self._orders[KEPT]), None)
+            if oldest is not None and now - run.gap_s > oldest.used_s:
+                self._keep(run, True)
+        run.used_s, run.lost, run.is_spare = now, 0, False
+        if self._num_new > LATELY:
+            self._num_new, self._num_back = self._num_new / 2, self._num_back / 2
+
+    def _settle(self, runs: Iterable[Run]) -> None:
+        """Put used runs back into the orders, and keep what there is room to keep."""
+        room = self.capacity_bytes * (1 - TRIAL)
+        for run in runs:
+            if not run.is_kept and self._kept_bytes + run.nbytes <= room:
+                self._keep(run, True)
+                run.is_spare = True
+            elif run.is_spare and self._kept_bytes > room:
+                self._keep(run, False)
+            run.is_busy = False
+            self._place(run)
+            self._lru_bytes += run.nbytes - self._lru.pop(run.first, 0)
+            self._lru[run.first] = run.nbytes
+        while self._lru_bytes > self.capacity_bytes:
+            self._lru_bytes -= self._lru.popitem(last=False)[1]
+        while self._kept_bytes > room and self._orders[KEPT]:
+            self._keep(next(iter(self._orders[KEPT])), False)
+
+    def _keep(self, run: Run, is_kept: bool) -> None:
+        if run.is_kept != is_kept:
+            self._kept_bytes += run.nbytes if is_kept else -run.nbytes
+            run.is_kept = is_kept
+            self._place(run)
+
+    # ---- the orders
+
+    def _busy(self, run: Run) -> list[Run]:
+        """Take a run, and those before it in its chain, out of the orders until ``_settle``."""
+        for each in (line := run.line()):
+            each.is_busy = True
+            self._place(each)
+        return line
+
+    def _place(self, run: Run, *, is_newest: bool = True) -> None:
+        """Make a run the most recent of its orders, or take it out if it cannot lose a blob."""
+        for order in (*self._orders, self._of[run.owner]):
+            order.pop(run, None)
+        if run.keys and not (run.children or run.is_busy):
+            kind = PINNED if run.last in self.pins else KEPT if run.is_kept else ON_TRIAL
+            for order in (self._orders[kind], self._of[run.owner]):
+                order[run] = None
+                order.move_to_end(run, last=is_newest)
+
+    def _enter(self, run: Run, key: bytes, nbytes: int) -> None:
+        self._runs.append(run, key, nbytes)
+        self._count(run, nbytes)
+        self.causes.came_back(key)
+
+    def _count(self, run: Run, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._held[run.owner] += nbytes
+        self._kept_bytes += nbytes if run.is_kept else 0
+
+    def _fit(
+        self, key: bytes, nbytes: int, owner: str, line: list[Run], evicted: list[Evicted]
+    ) -> bool:
+        """Make room for a blob; for a record the end of its own chain makes way, too."""
+        while not self._make_room(nbytes, owner, line, evicted):
+            if key[:1] != RECORD or not line or line[0].children or len(line[0].keys) < 2:
+                return False
+            self._cut(line[0], "budget", evicted)
+        return True
+
+    def _make_room(
+        self, nbytes: int, owner: str, line: Sequence[Run], evicted: list[Evicted]
+    ) -> bool:
+        """Evict until ``nbytes`` more fit beside the chain at hand; False if that cannot be."""
+        limit = math.inf if (most := self._limits.of(owner)) is None else most
+        own = nbytes + sum(run.nbytes for run in line)
+        while True:
+            is_over = self._held[owner] + nbytes > limit
+            if not is_over and self.nbytes + nbytes <= self.capacity_bytes:
+                return True
+            run = self._oldest_of(owner) if is_over else self._victim()
+            if run is None or own > (limit if is_over else self.capacity_bytes):
+                self._missed[owner] += nbytes * is_over
+                return False
+            lost = self._cut(run, "limit" if is_over else "budget", evicted)
+            self._missed[owner] += lost * is_over
+
+    def _oldest_of(self, owner: str) -> Run | None:
+        runs, pinned = self._of[owner], self._orders[PINNED]
+        return next((x for x in runs if x not in pinned), next(iter(runs), None))
+
+    def _victim(self) -> Run | None:
+        trial, kept, pinned = (next(iter(order), None) for order in self._orders)
+        if trial is None or kept is None:
+            return trial or kept or pinned
+        away_s = self._clock() - kept.used_s
+        patience = self._patience * max(1.0, self._num_new / (2 * self._num_back + 1))
+        is_overdue = away_s > patience * (kept.gap_s or self._gap_s)
+        return kept if is_overdue and kept.used_s < trial.used_s else trial
+
+    def _cut(self, run: Run, cause: EvictionCause, evicted: list[Evicted]) -> int:
+        """Evict the last blob of a run."""
+        evicted.append(self._pop(run.last))
+        self.causes.remember(evicted[-1].key, cause)
+        return evicted[-1].nbytes
+
+    def _pop(self, key: bytes) -> Evicted:
+        run, nbytes = self._runs.pop(key)
+        self._count(run, -nbytes)
+        if not run.keys or (run.last in self.pins) != (run in self._orders[PINNED]):
+            self._place(run)
+        if not run.keys and run.parent is not None:
+            self._place(run.parent)
+        return Evicted(key, run, nbytes)

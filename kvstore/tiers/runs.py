@@ -1,0 +1,160 @@
+"""Chains of blobs as runs: blobs in a row that come and go together.
+
+A run is one session's own part of its chain, or a part that several chains share. It grows and
+shrinks at its end only, and it shrinks only while no other run continues it: so what is held of a
+chain is always its beginning. The first byte of a key names the kind of blob:
+
+* ``LINK``: a chunk. A chunk's key names its whole prefix, so its place in the tree never changes.
+* ``RECORD``: a session's record. It lies before the links of the session's last run and goes last.
+* any other: a state, say. It lies in the run beside the link before it, and is no part of chains.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+LINK: Final = b"c"
+RECORD: Final = b"r"
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Blobs in the order of their chain; without any, the memory of a run that is gone."""
+
+    owner: str
+    first: bytes  # its first link, by which it is found again
+    used_s: float
+    parent: Run | None = None
+    gap_s: float = 0.0  # the longest between two uses lately; 0: it has never returned
+    is_kept: bool = False
+    is_spare: bool = False  # kept while it grew, only for what room there was
+    is_shared: bool = False  # chains part at its end
+    is_open: bool = False  # restored or new, and not saved since: both are one use
+    is_busy: bool = False  # in the chain at hand, which never evicts its own blobs
+    nbytes: int = 0
+    lost: int = 0  # bytes evicted since its last use
+    keys: dict[bytes, int] = field(default_factory=dict)  # with their sizes
+    children: dict[Run, None] = field(default_factory=dict)  # runs that continue it
+
+    @property
+    def last(self) -> bytes:
+        """The key that goes next."""
+        return next(reversed(self.keys))
+
+    @property
+    def end(self) -> bytes | None:
+        """Its last link."""
+        return next((key for key in reversed(self.keys) if key[:1] == LINK), None)
+
+    def resize(self, key: bytes, nbytes: int) -> int:
+        """Give a blob another size in its place; return by how much the run grew."""
+        more = nbytes - self.keys[key]
+        self.keys[key] = nbytes
+        self.nbytes += more
+        return more
+
+    def line(self) -> list[Run]:
+        """Return the run and all before it in its chain, the first one last."""
+        runs = [self]
+        while (parent := runs[-1].parent) is not None:
+            runs.append(parent)
+        return runs
+
+
+class Runs:
+    """The runs that are held, by key, and those whose links went lately, by the first of these."""
+
+    def __init__(self) -> None:
+        self.of: dict[bytes, Run] = {}
+        self.gone: OrderedDict[bytes, Run] = OrderedDict()
+
+    def ending_at(self, key: bytes) -> Run:
+        """Return the run of a held key. A link will be the last one of its run: the rest parts."""
+        run = self.of[key]
+        return run if key[:1] != LINK or run.end == key else self._split(run, key)
+
+    def _split(self, run: Run, end: bytes) -> Run:
+        """Make the part of a run up to ``end`` a run of its own."""
+        head = Run(run.owner, run.first, run.used_s, run.parent, run.gap_s, run.is_kept, True)
+        head.is_open, head.is_busy = run.is_open, run.is_busy
+        for key in list(run.keys):
+            if key[:1] != RECORD:
+                head.keys[key] = run.keys.pop(key)
+                self.of[key] = head
+            if key == end:
+                break
+        head.nbytes = sum(head.keys.values())
+        run.nbytes -= head.nbytes
+        if run.parent is not None:
+            del run.parent.children[run]
+            run.parent.children[head] = None
+        run.parent, head.children = head, {run: None}
+        run.first = next(key for key in run.keys if key[:1] == LINK)
+        return head
+
+    def next_run(self, key: bytes, owner: str, before: Run | None, now_s: float) -> Run:
+        """Return the run that a new key belongs to: the one before it, or one that begins."""
+        if before is not None:
+            has_record = key[:1] == RECORD == next(iter(before.keys), b"")[:1]
+            if not (before.is_shared or before.children or key in self.gone or has_record):
+                return before
+        run = self.gone.pop(key, None)
+        if run is None or (run.keys and run.owner != owner):
+            run = Run(owner, key, now_s)
+        else:
+            self.part(run)
+        run.owner, run.parent = owner, before
+        if before is not None:
+            before.children[run] = None
+        return run
+
+    def append(self, run: Run, key: bytes, nbytes: int) -> None:
+        """Add a blob to the end of a run; a record before all others."""
+        self.of[key] = run
+        run.keys = {key: nbytes, **run.keys} if key[:1] == RECORD else run.keys
+        run.keys[key] = nbytes
+        run.nbytes += nbytes
+
+    def pop(self, key: bytes) -> tuple[Run, int]:
+        """Take a blob out, the last one or one that is no link; return its run and its size."""
+        run = self.of.pop(key)
+        nbytes = run.keys.pop(key)
+        run.nbytes -= nbytes
+        run.lost += nbytes
+        if not run.keys and run.parent is not None:
+            run.parent.children.pop(run, None)
+        if (not run.keys or key == run.first) and run.first not in self.of:
+            self.gone[run.first] = run  # its record may be held yet
+            while len(self.gone) > len(self.of) // 8 + 64:
+                self.gone.popitem(last=False)
+        return run, nbytes
+
+    def put_back(self, run: Run, key: bytes, nbytes: int) -> None:
+        """Undo the newest ``pop`` of a run."""
+        if not run.keys and run.parent is not None:
+            run.parent.children[run] = None
+        if not run.keys or key == run.first:
+            self.gone.pop(run.first, None)
+        run.lost -= nbytes
+        self.append(run, key, nbytes)
+
+    def and_after(self, key: bytes) -> list[bytes]:
+        """Return a held key and, if it is a link, all links that continue it; the last ones first.
+
+        Records and states stay: they may be of use with the links before.
+        """
+        if key[:1] != LINK:
+            return [key]
+        runs = [self.of[key]]
+        for run in runs:  # it grows meanwhile
+            runs.extend(run.children)
+        links = [x for run in reversed(runs) for x in reversed(run.keys) if x[:1] == LINK]
+        return links[: links.index(key) + 1]
+
+    def part(self, run: Run) -> None:
+        """Let a run stand for itself: what it continued is gone."""
+        if run.parent is not None:
+            run.parent.children.pop(run, None)
+            run.parent = None

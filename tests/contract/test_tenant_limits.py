@@ -1,0 +1,85 @@
+"""A tenant's limit of bytes in a tier, and why sessions left, through the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore.ledger.notices import StoreNotice
+from kvstore.session import TierName
+from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.ram_tier import RamTier
+from tests.contract.store_rig import LONG, MIB, Rig, history, ref
+from tests.waiting import until
+
+QUIET, GREEDY = ref("q", "quiet"), [ref(f"g{i}", "greedy") for i in range(12)]
+
+
+def opens(kind: str, folder: Path) -> Callable[[int], Tier]:
+    def open_tier(capacity_bytes: int) -> Tier:
+        if kind == "disk":
+            return DiskTier(folder, capacity_bytes)
+        return RamTier(capacity_bytes)
+
+    return open_tier
+
+
+def taken(rig: Rig, open_tier: Callable[[int], Tier]) -> int:
+    """What the quiet tenant's session takes of a tier."""
+    tier = open_tier(64 * MIB)
+    store = rig.open([tier])
+    rig.save(store, QUIET, LONG)
+    nbytes = tier.stats().nbytes
+    store.forget(QUIET)
+    store.close()
+    return nbytes
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_sessions_that_left_a_tier_are_reported(rig: Rig, tmp_path: Path, has_disk: bool):
+    capacity = 5 * taken(rig, opens("ram", tmp_path))
+    disk = [DiskTier(tmp_path / "cold", 64 * MIB)] if has_disk else []
+    store = rig.open([RamTier(capacity), *disk])
+    notices: list[StoreNotice] = []
+    store.listen(notices.append)
+    for number, session in enumerate(GREEDY):
+        rig.save(store, session, history(100, 50 + number))
+        store.expire()
+    for _ in range(2):  # a missing session is looked for twice
+        store.expire()
+    causes = {(x.session.tenant, x.why, x.is_gone) for x in notices}
+    assert causes == {("greedy", "budget", not has_disk)}
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(
+    rig: Rig, kind: str, tmp_path: Path
+):
+    of_one = taken(rig, opens(kind, tmp_path / "cold"))
+    store = rig.open([opens(kind, tmp_path / "other")(64 * MIB)])
+    notices: list[StoreNotice] = []
+    store.listen(notices.append)
+    name: TierName = kind  # type: ignore[assignment]
+    limits = {name: TenantLimits({"greedy": 4 * of_one})}
+    until(lambda: store.limit_tenants(limits) == {name: {}}, every_s=0.1)
+    rig.save(store, QUIET, LONG)
+    for number, session in enumerate(GREEDY):
+        rig.save(store, session, history(100, 50 + number))
+        assert store.limit_tenants(limits)[name]["greedy"].held <= 4 * of_one
+    for _ in range(2):  # a missing session is looked for twice
+        store.expire()
+    assert {(x.session.tenant, x.why) for x in notices} == {("greedy", "limit")}
+    back = [rig.back(store, x, history(100, 50 + i)).num_tokens == 96 for i, x in enumerate(GREEDY)]
+    assert back[-1] and not back[0] and 2 <= sum(back) <= 5
+    assert rig.back(store, QUIET, LONG).num_tokens == 96
+    limits[name] = TenantLimits({"greedy": 0})
+    assert not store.limit_tenants(limits)[name].get("greedy", TenantUse(0)).held
+    rig.save(store, GREEDY[0], history(100, 50))  # kept nowhere, and no failure
+    assert rig.back(store, GREEDY[0], history(100, 50)).num_tokens == 0
+    assert rig.back(store, QUIET, LONG).num_tokens == 96
+    store.close()

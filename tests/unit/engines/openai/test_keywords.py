@@ -1,0 +1,167 @@
+"""Keywords of JSON schemas that no grammar knows: left out, named, or refused if strict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines.openai.keywords import enforceable, is_plain, left_out
+from engines.openai.requests import ChatRequest, InvalidRequest, validate_chat
+
+TEXT = {"type": "string"}
+
+
+def held(schema: dict[str, Any], strict: bool | None = None) -> ChatRequest:
+    named = {"name": "n", "schema": schema, "strict": strict}
+    return ask(response_format={"type": "json_schema", "json_schema": named})
+
+
+def offered(schema: dict[str, Any], choice: Any = None, strict: bool | None = None) -> ChatRequest:
+    function = {"name": "f", "parameters": schema, "strict": strict}
+    return ask(tools=[{"type": "function", "function": function}], tool_choice=choice)
+
+
+def ask(**fields: Any) -> ChatRequest:
+    return validate_chat({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields})
+
+
+def of(**field: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": field}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        (
+            {"type": "object", "propertyNames": {"pattern": "a"}, "minProperties": 1},
+            "propertyNames",
+        ),
+        (of(type="array", uniqueItems=True), "uniqueItems"),
+        (of(type="array", contains={"const": 1}), "contains"),
+        (of(**{"not": {"type": "null"}}), "not"),
+        ({**of(**TEXT), "if": {}, "then": {"required": ["b"]}}, "if, then"),
+        ({**of(**TEXT), "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({**of(**TEXT), "anyOf": [{}], "unevaluatedProperties": False}, "unevaluatedProperties"),
+        (of(type="array", prefixItems=[{}], unevaluatedItems=False), "unevaluatedItems"),
+        (of(type="string", pattern="^(?!\\.)a+$"), "pattern"),
+        (of(type="string", pattern="(?<=a)b"), "pattern"),
+        (of(type="string", pattern="(a)\\1"), "pattern"),
+        (of(type="string", pattern="\\bfoo\\b"), "pattern"),
+        (of(type=["string", "null"], format="idn-email"), "format"),
+        ({"type": "object", "patternProperties": {"^(?!a)": TEXT}}, "patternProperties"),
+        ({"anyOf": [of(**TEXT), {"items": {"not": {}}}]}, "not"),
+        ({"$ref": "#/components/x", "components": {"x": {"not": {}}}}, "not"),
+        (
+            {"type": "object", "properties": {"a": TEXT, "b": TEXT}, "minProperties": 2},
+            "minProperties",
+        ),
+    ],
+)
+def test_a_keyword_is_left_out_and_named_or_refused_if_strict(
+    schema: dict[str, Any], keyword: str
+) -> None:
+    names = keyword.split(", ")
+    assert left_out(held(schema).held_schemas) == names
+    assert left_out(offered(schema, "required").held_schemas) == names
+    named = {"type": "function", "function": {"name": "f"}}
+    assert left_out(offered(schema, named).held_schemas) == names
+    assert left_out(held(enforceable(schema), strict=True).held_schemas) == []
+    with pytest.raises(InvalidRequest, match=f"response_format 'n': in context=.*'{names[0]}'"):
+        held(schema, strict=True)
+    with pytest.raises(InvalidRequest, match=f"function 'f': in context=.*'{names[0]}'") as refusal:
+        offered(schema, strict=True)
+    assert refusal.value.param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        of(type="string", format="email", pattern="^[a-z]+@[a-z.]+$"),
+        of(type="integer", format="int64"),  # of no text: it means nothing
+        of(type="array", uniqueItems=False),
+        of(const={"not": 1, "uniqueItems": True}),
+        {"type": "object", "properties": {"not": TEXT, "format": TEXT, "if": TEXT}},
+        {**of(**TEXT), "$schema": "https://example.com/mine"},
+        {**of(**TEXT), "unevaluatedProperties": False},
+    ],
+)
+def test_all_else_stays(schema: dict[str, Any]) -> None:
+    assert left_out(held(schema, strict=True).held_schemas) == []
+    made = enforceable(schema)
+    assert made["properties"].keys() == schema["properties"].keys()
+    assert made.get("additionalProperties") == schema.get("unevaluatedProperties")
+    assert "$schema" not in made
+
+
+def test_what_is_held_to_no_schema_is_not_looked_at() -> None:
+    schema = of(**{"not": {}})
+    for choice in (None, "auto", "none"):
+        assert offered(schema, choice).held_schemas == []
+    assert offered(schema, "none", strict=True).held_schemas == []
+    assert offered({"$ref": "#"}).held_schemas == []
+
+
+def test_a_time_is_held_to_its_own_pattern() -> None:
+    local = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-9]$"}
+    assert left_out(held(of(**local), strict=True).held_schemas) == []
+    assert "format" not in enforceable(local)
+    assert enforceable({**local, "pattern": "(?=1)"}) == {"type": "string", "format": "time"}
+
+
+def test_an_object_whose_condition_is_left_out_stays_open() -> None:
+    made = enforceable({**of(**TEXT), "if": {}, "then": {"properties": {"b": TEXT}}})
+    assert made["additionalProperties"] is True
+    by_pattern = {"type": "object", "patternProperties": {"^(?!a)": TEXT, "^b": TEXT}}
+    made = enforceable({**by_pattern, "additionalProperties": False})
+    assert made["patternProperties"] == {"^b": TEXT}
+    assert made["additionalProperties"] is True
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        of(**{"$ref": "#/$defs/a~1b"}) | {"$defs": {"a/b": {"allOf": [{"$ref": "#/$defs/a~1b"}]}}},
+    ],
+)
+def test_a_circle_of_refs_gets_a_sentence(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"the \$ref '#.*' leads back to itself") as refusal:
+        held(schema)
+    assert refusal.value.param == "response_format"
+    with pytest.raises(InvalidRequest, match="leads back to itself"):
+        offered(schema, "required")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"$ref": "#"}},
+        {"anyOf": [{"$ref": "#"}, TEXT]},
+        {**of(**TEXT), "$defs": {"unused": {"$ref": "#/$defs/unused"}}},
+        {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": {"a": TEXT}},
+        {"$ref": "#/nowhere/3"},  # the compiler says so
+    ],
+)
+def test_other_refs_are_no_circle(schema: dict[str, Any]) -> None:
+    assert len(held(schema).held_schemas) == 1
+
+
+def test_long_chains_of_refs_are_followed() -> None:
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(4000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**links, "d4000": TEXT}}
+    assert len(held(schema).held_schemas) == 1
+    with pytest.raises(InvalidRequest, match="leads back"):
+        held({**schema, "$defs": {**links, "d4000": {"$ref": "#/$defs/d9"}}})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "plain"),
+    [
+        *((x, True) for x in ("(?:a)", "(?<n>a)", "\\\\1", "[\\b]", "[(?=]", "\\(?=", "(?i)a")),
+        *((x, False) for x in ("a(?=b)", "\\B", "[^]", "[\\]](x)\\1", "\\k<n>", "a\\Z")),
+    ],
+)
+def test_patterns_that_look_elsewhere(pattern: str, plain: bool) -> None:
+    assert is_plain(pattern) == plain

@@ -1,0 +1,113 @@
+r"""Lone surrogates, as programs write them that cut text by UTF-16 (``\ud83d``)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engines.openai.errors import InvalidRequest
+from gateway.edge.half_characters import REPLACED_HEADER, parse_whole
+from tests.unit.gateway.in_process import MODEL, App
+from tests.unit.gateway.test_images import PATHS, after_a_tool, heard, text_of
+
+HALF, OTHER_HALF = "\ud83d", "\ude00"
+CUT = f"a{HALF} {OTHER_HALF}b\U0001f600{HALF}{HALF}"
+MENDED = "a\ufffd \ufffdb\U0001f600\ufffd\ufffd"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_halves_in_a_result_are_replaced_and_counted_in_a_header(path: str) -> None:
+    to = App()
+    reply = await to.post(path, after_a_tool(path, CUT))
+    assert text_of(heard(to)[-1]) == MENDED
+    assert reply.headers[REPLACED_HEADER] == "4"
+    again = await to.post(path, after_a_tool(path, MENDED))
+    assert text_of(heard(to)[-1]) == MENDED and REPLACED_HEADER not in again.headers
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_halves_in_parts_of_a_result(path: str) -> None:
+    to = App()
+    kind = "input_text" if path.startswith("/v1/responses") else "text"
+    reply = await to.post(path, after_a_tool(path, [{"type": kind, "text": CUT}]))
+    assert text_of(heard(to)[-1]) == MENDED
+    assert reply.headers[REPLACED_HEADER] == "4"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_halves_of_users_are_refused_by_name(path: str) -> None:
+    to = App()
+    name = "input" if path.startswith("/v1/responses") else "messages"
+    body = {"model": MODEL, "max_tokens": 5, name: [{"role": "user", "content": CUT}]}
+    reply = await to.post(path, body)
+    assert reply.status == 400 and to.engine.asked == []
+    assert reply.json["error"]["message"].startswith(f"{name}[0]: it has half a character")
+
+
+async def test_halves_in_a_call_of_anthropics() -> None:
+    to = App()
+    body = after_a_tool("/v1/messages", "done")
+    body["messages"][1] = {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "c1", "name": "read", "input": {"at": CUT}}],
+    }
+    await to.post("/v1/messages", body)
+    call = heard(to)[1]["tool_calls"][0]
+    assert json.loads(call["function"]["arguments"]) == {"at": MENDED}
+
+
+async def test_halves_in_items_of_a_conversation_are_replaced() -> None:
+    output = {"type": "function_call_output", "call_id": "c", "output": {HALF: [CUT]}}
+    raw, num_replaced = parse_whole(json.dumps({"items": [output]}).encode())
+    assert raw["items"][0]["output"] == {"\ufffd": [MENDED]}
+    assert num_replaced == 5
+
+
+def result(text: bytes) -> bytes:
+    return b'{"messages": [{"role": "tool", "content": "' + text + b'"}]}'
+
+
+WRITTEN = [
+    (rb"\ud83d\ude00", "\U0001f600"),
+    (rb"\uD83D\uDE00", "\U0001f600"),
+    (rb"\\ud83d", r"\ud83d"),  # an escaped backslash, and letters
+    (rb"\\\ud83d", "\\\ufffd"),
+    (rb"\\\\ud83d\uDe00", "\\\\ud83d\ufffd"),
+    (rb"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+    (rb"\ud83d\u0041", "\ufffdA"),
+    (rb"\ud83d\n\"", '\ufffd\n"'),
+    (b"\xed\xa0\xbdx\xed\xb8\x80", "\ufffdx\ufffd"),  # each half as bytes, as CESU-8 writes it
+    ("\ud7ff\ue000é".encode(), "\ud7ff\ue000é"),
+]
+
+
+@pytest.mark.parametrize(("written", "text"), WRITTEN)
+def test_each_way_of_writing_one(written: bytes, text: str) -> None:
+    raw, num_replaced = parse_whole(result(written))
+    assert raw["messages"][0]["content"] == text
+    assert num_replaced == text.count("\ufffd")
+
+
+BAD: list[tuple[Any, str | None]] = [
+    ({"model": HALF}, "model"),
+    ({"messages": "x", "stop": ["a", HALF]}, "stop[1]"),
+    ({"messages": [{"role": "tool", "content": HALF, "name": HALF}]}, "messages[0]"),
+    ({HALF: 1}, None),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD)
+def test_halves_elsewhere_name_the_field(body: Any, param: str | None) -> None:
+    with pytest.raises(InvalidRequest, match="half a character") as refusal:
+        parse_whole(json.dumps(body).encode())
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    "body", [rb'{"a": "\ud8', rb'["\ud83d"]', rb'{"a": "\ud83d\x"}', b"\xed\xa0"]
+)
+def test_what_is_no_json_besides(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"JSON"):
+        parse_whole(body)

@@ -1,0 +1,49 @@
+"""``demote`` of a session that the engine has yet to save."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from engines.base import Demoted, SessionRef, TierName
+from engines.wire import SessionReport
+from tests.unit.gateway.in_process import App, RecordingEngine, chat_answer
+
+
+@dataclass
+class SavingEngine(RecordingEngine):
+    """Has one session, ``s``, which it drops once it is saved."""
+
+    is_saved: bool = False
+
+    async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
+        report = SessionReport(
+            tenant=session.tenant,
+            id=session.id,
+            hot=not self.is_saved,
+            tier="ram" if self.is_saved else None,
+            tokens=9,
+            hot_bytes=0 if self.is_saved else 90,
+            cold_bytes=20 if self.is_saved else 0,
+            idle_s=0.0,
+            pinned=False,
+            busy=False,
+        )
+        return Demoted(report, "" if self.is_saved else "saving")
+
+
+async def test_a_session_that_is_still_being_saved_sleeps_when_it_is() -> None:
+    engine = SavingEngine(answer=chat_answer())
+    app = App(engine)
+    assert (await app.chat(session_id="s")).status == 200
+    reply = await app.post("/v1/sessions/s/demote", {})
+    assert (reply.status, reply.json["state"]) == (202, "saving")
+    again = await app.post("/v1/sessions/s/demote", {})
+    assert (again.status, again.json["state"]) == (202, "saving")
+    assert (await app.get("/v1/sessions/s")).json["state"] == "saving"
+    engine.is_saved = True
+    async with asyncio.timeout(10):
+        while (shown := (await app.get("/v1/sessions/s")).json)["state"] != "cold":
+            await asyncio.sleep(0.05)
+    assert shown["tier"] == "ram"
+    assert (await app.post("/v1/sessions/s/demote", {})).status == 200

@@ -1,0 +1,280 @@
+"""Fields of other servers are honoured or refused by name, in all dialects."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from engines.openai.foreign_fields import FOREIGN_FIELDS, Fate
+from engines.openai.requests import ChatRequest, CompletionRequest
+from gateway.anthropic.request import MessagesRequest
+from gateway.openai.responses.response import ResponseFields
+from tests.unit.gateway.in_process import (
+    MODEL,
+    WELCOME,
+    App,
+    RecordingEngine,
+    Reply,
+    chat_answer,
+    json_answer,
+)
+
+HI = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 9},
+}
+OWN = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponseFields,
+    "/v1/messages": MessagesRequest,
+}
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+dialects = pytest.mark.parametrize("path", BODIES)
+
+
+def app_with(engine: str, answer: Any = None) -> App:
+    welcome = msgspec.structs.replace(WELCOME, engine=engine)
+    return App(RecordingEngine(answer or chat_answer(), welcome=welcome))
+
+
+async def ask(app: App, path: str, **fields: Any) -> Reply:
+    return await app.post(path, {"model": MODEL, **BODIES[path], **fields})
+
+
+def error_of(reply: Reply) -> dict[str, Any]:
+    found: dict[str, Any] = reply.json["error"]
+    return found
+
+
+@dialects
+@pytest.mark.parametrize(
+    ("fields", "ours"),
+    [
+        ({"guided_json": OBJECT}, OBJECT),
+        ({"guided_json": json.dumps(OBJECT)}, OBJECT),
+        ({"json_schema": OBJECT}, OBJECT),
+        ({"format": OBJECT}, OBJECT),
+        ({"options": {"format": OBJECT}}, OBJECT),
+        ({"response_format": {"type": "json_object", "schema": OBJECT}}, OBJECT),
+        ({"response_format": {"type": "json_schema", "schema": OBJECT}}, OBJECT),
+        ({"format": "json"}, None),
+        ({"guided_json_object": True}, None),
+    ],
+)
+async def test_schemas_under_other_names(path: str, fields: Any, ours: Any) -> None:
+    for engine in ("mlx", "vllm"):
+        app = app_with(engine)
+        reply = await ask(app, path, **fields)
+        assert reply.status == 200, reply.body
+        (asked,) = app.engine.asked
+        form = asked.body["response_format"]
+        if ours is None:
+            assert form == {"type": "json_object"}
+        else:
+            assert (form["type"], form["json_schema"]["schema"]) == ("json_schema", ours)
+        assert not set(fields) & asked.body.keys() - {"response_format"}
+
+
+@dialects
+@pytest.mark.parametrize(
+    ("fields", "ours"),
+    [
+        ({"guided_regex": "[0-9]"}, {"structured_outputs": {"regex": "[0-9]"}}),
+        ({"regex": "[0-9]"}, {"structured_outputs": {"regex": "[0-9]"}}),
+        ({"guided_choice": ["a"]}, {"structured_outputs": {"choice": ["a"]}}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"structured_outputs": {"choice": ["a"]}}),
+        ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"options": {"repeat_penalty": 1.1, "num_ctx": 4096}}, {"repetition_penalty": 1.1}),
+        ({"options": {"temperature": 0.5, "seed": 3}}, {"temperature": 0.5, "seed": 3}),
+        ({"min_tokens": 3, "seed": 4}, {"min_tokens": 3, "seed": 4}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"think": "low"}, {"reasoning_effort": "low"}),
+    ],
+)
+async def test_other_fields_of_ours_under_any_name(path: str, fields: Any, ours: Any) -> None:
+    app = app_with("mlx")
+    reply = await ask(app, path, **fields)
+    assert reply.status == 200, reply.body
+    (asked,) = app.engine.asked
+    assert {name: asked.body.get(name) for name in ours} == ours
+    assert "options" not in asked.body
+
+
+async def test_a_limit_under_another_name() -> None:
+    for path, theirs in (("/v1/chat/completions", "n_predict"), ("/v1/completions", "num_predict")):
+        app = app_with("mlx")
+        await ask(app, path, **{theirs: 7})
+        await ask(app, path, **{theirs: -1})
+        await ask(app, path, **{theirs: 7, "max_tokens": 5})
+        assert [asked.body.get("max_tokens") for asked in app.engine.asked] == [7, None, 5]
+
+
+@dialects
+async def test_what_only_vllm_can_do(path: str) -> None:
+    own = OWN[path].__struct_fields__
+    shows = "completions" in path
+    values: dict[str, Any] = {
+        field.name: "abc" for field in FOREIGN_FIELDS if field.fate is Fate.ON_VLLM
+    }
+    values |= {x.name: 7 for x in FOREIGN_FIELDS if x.fate is Fate.SHOWN_ON_VLLM}
+    grammars = {"guided_grammar", "grammar", "ebnf"}
+    for name, value in values.items():
+        if name in own:
+            continue
+        refused = await ask(app_with("mlx"), path, **{name: value})
+        assert refused.status == 400, name
+        assert name in error_of(refused)["message"]
+        app = app_with("vllm")
+        reply = await ask(app, path, **{name: value})
+        if value == 7 and not shows:
+            assert (reply.status, name in error_of(reply)["message"]) == (400, True)
+            continue
+        assert reply.status == 200, reply.body
+        body = app.engine.asked[0].body
+        assert (body["structured_outputs"]["grammar"] if name in grammars else body[name]) == value
+
+
+@dialects
+async def test_what_no_engine_here_can_do_is_refused_by_name(path: str) -> None:
+    app = app_with("vllm")
+    own = OWN[path].__struct_fields__
+    for field in FOREIGN_FIELDS:
+        if field.fate is Fate.REFUSED and field.name not in own:
+            beside = {"frequency_penalty": 0.5} if field.beside else {}
+            reply = await ask(app, path, **{field.name: [7]}, **beside)
+            assert reply.status == 400, field.name
+            error = error_of(reply)
+            assert error["message"].startswith(f"{field.name}: ")
+            assert error.get("param", field.name) == field.name  # Anthropic's shape has none
+    assert app.engine.asked == []
+
+
+@dialects
+async def test_hints_and_values_that_ask_for_nothing_are_taken(path: str) -> None:
+    own = set(OWN[path].__struct_fields__)
+    fields: dict[str, Any] = {"repeat_last_n": 64}
+    for field in FOREIGN_FIELDS:
+        if field.name in own:
+            continue
+        if field.fate is Fate.HINT:
+            fields[field.name] = "x"
+        elif field.neutral:
+            fields[field.name] = field.neutral[0]
+    fields["session_id"] = "mine"
+    app = app_with("mlx")
+    reply = await ask(app, path, **fields, options={"num_ctx": 1, "num_thread": 2})
+    assert reply.status == 200, reply.body
+    assert reply.headers["x-thermocline-session"] == "mine"
+    assert not (fields.keys() - own) & app.engine.asked[0].body.keys()
+
+
+@dialects
+async def test_two_constraints_for_one_answer_are_refused(path: str) -> None:
+    app = app_with("vllm")
+    for fields, name, other in (
+        ({"guided_json": OBJECT, "guided_regex": "a"}, "guided_regex", "guided_json"),
+        ({"json_schema": OBJECT, "grammar": "root ::= [a]"}, "grammar", "json_schema"),
+        (
+            {"response_format": {"type": "json_object"}, "guided_choice": ["a"]},
+            "guided_choice",
+            "response_format",
+        ),
+    ):
+        reply = await ask(app, path, **fields)
+        assert reply.status == 400
+        message = error_of(reply)["message"]
+        assert message.startswith(f"{name}: ") and message.endswith(other)
+    assert app.engine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"guided_json": "no JSON"}, "guided_json"),
+        ({"json_schema": [1]}, "json_schema"),
+        ({"options": {"mirostat": 2}}, "mirostat"),
+        ({"options": {"made_up": 2}}, "options.made_up"),
+        ({"options": 7}, "options"),
+        ({"repeat_penalty": -3}, "repeat_penalty"),
+        ({"n_predict": "many"}, "n_predict"),
+        ({"messages": [*HI, {"role": "assistant", "content": "A", "prefix": True}]}, "messages[1]"),
+        ({"messages": [{**HI[0], "images": ["aGk="]}]}, "messages[0].images"),
+    ],
+)
+async def test_errors_have_the_clients_own_name(fields: Any, name: str) -> None:
+    reply = await ask(app_with("vllm"), "/v1/chat/completions", **fields)
+    assert reply.status == 400
+    assert reply.error["param"].startswith(name) and reply.error["message"].startswith(name)
+
+
+async def test_an_engines_refusal_has_the_clients_own_name() -> None:
+    said = {"message": "response_format: the JSON schema ...", "param": "response_format"}
+    answer = json_answer({"error": {**said, "type": "x", "code": None}}, 400)
+    reply = await ask(app_with("mlx", answer), "/v1/chat/completions", guided_json=OBJECT)
+    assert (reply.error["message"], reply.error["param"]) == (
+        "guided_json: the JSON schema ...",
+        "guided_json",
+    )
+
+
+@dialects
+async def test_a_schema_that_is_refused_has_the_clients_own_name(path: str) -> None:
+    reply = await ask(app_with("mlx"), path, options={"format": {"$ref": "#"}})
+    assert reply.status == 400
+    assert "leads back to itself" in error_of(reply)["message"]
+    assert error_of(reply).get("param", "format") == "format"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"guided_json": True}),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "n"}}}),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema"}}}),
+        ("/v1/completions", {"json_schema": True}),
+    ],
+)
+async def test_keywords_that_are_left_out_are_named_in_a_header(path: str, fields: Any) -> None:
+    schema = {**OBJECT, "propertyNames": {"pattern": "a"}, "not": {"type": "null"}}
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type") == "json_schema":
+            return {**value, "schema": schema}
+        if isinstance(value, dict):
+            return {k: filled(x) for k, x in value.items()}
+        return schema if value is True else value
+
+    app = app_with("vllm")
+    reply = await ask(app, path, **filled(fields))
+    assert reply.status == 200, reply.body
+    assert reply.headers["x-thermocline-left-out"] == "not, propertyNames"
+    assert app.engine.asked[0].body["response_format"]["json_schema"]["schema"] == OBJECT
+    assert "x-thermocline-left-out" not in (await ask(app, path)).headers
+
+
+async def test_tools_stay_in_the_prompt_as_they_were_sent() -> None:
+    parameters = {**OBJECT, "propertyNames": {"pattern": "a"}}
+    function = {"name": "f", "parameters": parameters}
+    tool = {"type": "function", "function": function}
+    app = app_with("mlx")
+    chat = "/v1/chat/completions"
+    forced = await ask(app, chat, tools=[tool], tool_choice="required")
+    free = await ask(app, chat, tools=[tool])
+    assert forced.headers["x-thermocline-left-out"] == "propertyNames"
+    assert "x-thermocline-left-out" not in free.headers
+    assert [asked.body["tools"] for asked in app.engine.asked] == [[tool], [tool]]
+    strict = {"type": "function", "function": {**function, "strict": True}}
+    refused = await ask(app, chat, tools=[strict])
+    assert refused.error["param"] == "tools[0].function.parameters"
+    said = {"type": "function", "name": "f", "parameters": parameters, "strict": True}
+    refused = await ask(app, "/v1/responses", tools=[said])
+    assert refused.error["param"] == "tools[0].parameters"
+    assert "'propertyNames' is not permitted" in refused.error["message"]

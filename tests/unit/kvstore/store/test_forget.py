@@ -1,0 +1,118 @@
+"""Forgetting a session: nothing of its own is left anywhere."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvstore.tiers.ram_tier import RamTier
+from tests.faulty_tier import FaultyTier
+from tests.kv_sessions import (
+    begin_save,
+    chain_of,
+    come_back,
+    everything,
+    ram,
+    ref,
+    save,
+    tokens,
+)
+
+HISTORY = tokens(200)
+
+
+def test_a_branch_left_behind_stays_while_another_session_is_on_it(store, tiers):
+    save(store, ref("a"), HISTORY[:100])
+    save(store, ref("b"), HISTORY[:90])
+    save(store, ref("a"), tokens(50, 7))
+    assert store.forget(ref("a"))
+    assert come_back(store, ref("b"), HISTORY)[1].num_tokens == 80
+
+
+class SlowRedis(RamTier):
+    """A shared tier whose writes wait until ``gate`` is set."""
+
+    name = "redis"
+
+    def __init__(self) -> None:
+        super().__init__(1 << 24)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def put_many(self, *arguments, **options):
+        self.gate.wait(10)
+        return super().put_many(*arguments, **options)
+
+    def replace(self, *arguments, **options):
+        self.gate.wait(10)
+        return super().replace(*arguments, **options)
+
+
+def test_an_older_record_of_our_own_in_a_slow_tier_is_not_that_of_another_engine(opened):
+    """Otherwise the newer record, which is on its way there, is forgotten with blobs of its own."""
+    redis, memory = SlowRedis(), RamTier(1 << 24)
+    store = opened([memory, redis])
+    base = tokens(48)
+    first, edited, last = ([*base, *tokens(n, n)] for n in (17, 18, 34))
+    save(store, ref(), first)
+    assert store.flush(10)
+    redis.gate.clear()
+    _saved_here(store, edited)
+    store.match(ref(), chain_of(store, ref(), first))
+    _saved_here(store, last)
+    redis.gate.set()
+    assert store.flush(10)
+    assert store.forget(ref())
+    assert store.flush(10)
+    assert everything(memory) == everything(redis) == {}
+
+
+def _saved_here(store, prompt):
+    done = threading.Event()
+    assert begin_save(store, ref(), prompt, on_done=lambda record: done.set())
+    assert done.wait(10)
+
+
+def test_forgetting_takes_a_save_that_waits_along(store, tiers):
+    for _ in range(20):
+        begin_save(store, ref(), HISTORY)
+    assert store.forget(ref())
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_forgetting_waits_for_blobs_on_their_way_to_a_tier(place, opened):
+    tiers = [FaultyTier(ram()), FaultyTier(ram(), "disk")]
+    store = opened(tiers)
+    if place == 0:  # a promotion after a restore
+        save(store, ref(), HISTORY)
+        store.demote(ref(), "disk")
+    tiers[place].hanging = "put_many"
+    tiers[place].go_on.clear()
+    if place == 0:
+        store.restore(store.prepare(ref())[0])
+    else:  # write-behind after a save
+        begin_save(store, ref(), HISTORY)
+    assert tiers[place].entered.wait(10)
+    forgetting = threading.Thread(target=store.forget, args=(ref(),))
+    forgetting.start()
+    forgetting.join(0.05)
+    tiers[place].go_on.set()
+    forgetting.join(20)
+    assert store.flush(20)
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+
+
+def test_forgetting_needs_no_salt_that_still_fits(store, tiers):
+    save(store, ref(), HISTORY)
+    assert store.forget(ref(salt=b"rotated"))
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+
+
+def test_a_pin_does_not_protect_from_forgetting(store, tiers):
+    save(store, ref(), HISTORY)
+    store.pin(ref(), True)
+    assert store.forget(ref())
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+    assert tiers[0].pins == {}

@@ -1,0 +1,247 @@
+"""No copy of a copy: rows that were packed with loss are never packed with loss again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvstore.blobs.chain import CHUNK as CHUNK_KIND
+from kvstore.blobs.store_codecs import RAW, StoreCodecs
+from kvstore.session import SessionRef
+from kvstore.shapes import KVPair, slice_tokens
+from kvstore.store.cold_store import ColdStore
+from kvstore.tiers.base import Tier
+from tests.codec_sessions import DENSE, FAST, HISTORY, WHOLE, codecs_in, evict, turn, wake, wear
+from tests.kv_sessions import (
+    CHUNK,
+    Rows,
+    begin_save,
+    chain_of,
+    come_back,
+    everything,
+    kv_of,
+    ref,
+    save,
+    tokens,
+)
+from tests.unit.kvstore.conftest import Opened
+from tests.worn_codec import WornCodec, wear_of
+
+
+@pytest.fixture
+def store(opened: Opened, tiers: list[Tier]) -> ColdStore:
+    return opened(tiers, codecs=StoreCodecs(FAST))
+
+
+def test_a_chunk_is_packed_once_and_its_bytes_rest_in_every_tier(store, tiers):
+    FAST.packed.clear()
+    save(store, ref(), HISTORY)
+    firsts = list(range(0, WHOLE, CHUNK))
+    assert FAST.packed == firsts
+    assert everything(tiers[0]) == everything(tiers[1])
+    save(store, ref(), [*HISTORY, *tokens(20, 1)])
+    assert FAST.packed == [*firsts, WHOLE]
+    restored = wake(store, ref(), HISTORY)
+    assert (restored.num_tokens, restored.lossy_tokens) == (WHOLE, WHOLE)
+    assert wear(restored, HISTORY) == [{1}] * WHOLE
+
+
+def test_a_restored_chunk_whose_copies_are_all_gone_ends_the_chain(store, tiers):
+    save(store, ref(), HISTORY)
+    restored = wake(store, ref(), HISTORY)
+    assert store.flush(20)
+    chain = chain_of(store, ref(), HISTORY)
+    for tier in tiers:
+        tier.delete_many([CHUNK_KIND + chain[4]])
+    FAST.packed.clear()
+    longer = [*HISTORY, *tokens(40, 3)]
+    assert begin_save(store, ref(), longer, restored)
+    assert store.flush(20)
+    assert FAST.packed == []
+    assert store.record(ref()).num_chunks == 4
+    assert store.stats().counters["chunks_left_out"] == 15 - 4
+    again = turn(store, ref(), longer)  # the next return computes the rest, and that is saved
+    assert again.num_tokens == 4 * CHUNK
+    assert min(FAST.packed) == 4 * CHUNK and {192, 208, 224} <= {*FAST.packed}
+    assert wear(wake(store, ref(), longer), longer) == [{1}] * 240
+
+
+def test_a_session_of_which_nothing_is_left_is_saved_when_it_is_computed_again(store):
+    save(store, ref(), HISTORY)
+    restored = wake(store, ref(), HISTORY)
+    assert store.flush(20)
+    evict(store, 0), evict(store, 1)
+    for session in (ref(), ref("other")):
+        assert begin_save(store, session, HISTORY, restored)
+        assert store.flush(20)
+    assert store.stats().counters["chunks_packed"] == 12
+    chain = chain_of(store, ref(), HISTORY)
+    reasons = [store.match(x, chain).reason for x in (ref(), ref("other"))]
+    assert reasons == ["evicted", "never-stored"]
+    assert turn(store, ref(), HISTORY).num_tokens == 0
+    assert wear(wake(store, ref(), HISTORY), HISTORY) == [{1}] * WHOLE
+
+
+def test_a_copy_on_disk_is_enough_not_to_pack_a_restored_chunk_again(store, tiers):
+    save(store, ref(), HISTORY)
+    restored = wake(store, ref(), HISTORY)
+    assert store.flush(20)
+    evict(store, 0)
+    before = everything(tiers[1])
+    FAST.packed.clear()
+    assert begin_save(store, ref(), HISTORY, restored)
+    assert store.flush(20)
+    assert FAST.packed == []
+    chunks = {k: x for k, x in before.items() if k[:1] == CHUNK_KIND}
+    assert chunks.items() <= everything(tiers[1]).items()
+    assert store.record(ref()).num_tokens == WHOLE
+
+
+def test_a_hot_session_that_is_edited_inside_a_restored_chunk_ends_before_it(store):
+    """The chunk would have restored rows and new ones."""
+    save(store, ref(), HISTORY)
+    restored = wake(store, ref(), HISTORY)
+    assert store.flush(20)
+    edited = [*HISTORY[:40], *tokens(100, 7)]
+    run = kv_of(edited)
+    for pair, before in zip(run, restored.run, strict=True):
+        for array, rows in zip(pair, before, strict=True):
+            array[:, :40] = rows[:, :40]
+    FAST.packed.clear()
+    source = Rows(store, run, (), 40)
+    assert store.save(ref(), chain_of(store, ref(), edited), source) and store.flush(20)
+    assert FAST.packed == [] and source.packed == []
+    assert store.record(ref()).num_tokens == 32
+    turn(store, ref(), edited)
+    again = wake(store, ref(), edited)
+    assert (again.num_tokens, wear(again, edited)) == (128, [{1}] * 128)
+
+
+def test_a_codec_that_was_adopted_packs_computed_rows_only(store, tiers):
+    save(store, ref(), HISTORY)
+    store.adopt(StoreCodecs(DENSE))
+    longer = [*HISTORY, *tokens(60, 2)]
+    turn(store, ref(), longer)
+    assert codecs_in(tiers[0]) == ["dense.1"] * 4 + ["fast.1"] * 12
+    again = wake(store, ref(), longer)
+    assert wear(again, longer) == [{1}] * WHOLE + [{16}] * 64
+    assert again.lossy_tokens == again.num_tokens == 256
+
+
+def test_exact_codecs_have_nothing_to_remember(tiers, opened):
+    store = opened(tiers)
+    save(store, ref(), HISTORY)
+    assert come_back(store, ref(), HISTORY)[1].lossy_tokens == 0
+
+
+# ---- a hundred sleeps
+
+
+@dataclass
+class Engine:
+    """Keeps sessions hot or lets them sleep, and marks restored rows as mlx's side does.
+
+    ``hot``: by session, its tokens, its rows, and how many of the first came from a lossy copy.
+    """
+
+    store: ColdStore
+    hot: dict[str, tuple[list[int], list[KVPair], int]] = field(default_factory=dict)
+
+    def turn(self, session: SessionRef, prompt: Sequence[int]) -> int:
+        """Serve a prompt; returns the tokens that were not computed."""
+        old, run, restored_tokens = self.hot.get(session.id, ([], kv_of([]), 0))
+        pairs = enumerate(zip(old, prompt, strict=False))
+        known = next((i for i, (a, b) in pairs if a != b), min(len(old), len(prompt)))
+        if not known:
+            restored = wake(self.store, session, prompt)
+            known, run = restored.num_tokens, restored.run
+            restored_tokens = restored.lossy_tokens
+        computed = kv_of(prompt)
+        for pair, before in zip(computed, slice_tokens(run, 0, known), strict=True):
+            for array, rows in zip(pair, before, strict=True):
+                array[:, :known] = rows
+        self.hot[session.id] = list(prompt), computed, min(restored_tokens, known)
+        self.check(prompt, computed)
+        return known
+
+    def check(self, prompt: Sequence[int], run: list[KVPair]) -> None:
+        """Every row is as it was computed, or was packed once."""
+        assert all(x in ({0}, {1}, {16}) for x in wear_of(run, kv_of(prompt)))
+
+    def sleep(self, session: SessionRef) -> None:
+        """Save, and give the rows up."""
+        held, run, restored_tokens = self.hot.pop(session.id)
+        source = Rows(self.store, run, (), restored_tokens)
+        self.store.save(session, chain_of(self.store, session, held), source, always=True)
+        assert self.store.flush(20)
+        for piece in source.packed:
+            rows = slice_tokens(run, piece.first_token, piece.end_token)
+            clean = slice_tokens(kv_of(held), piece.first_token, piece.end_token)
+            assert wear_of(rows, clean) == [{0}] * CHUNK, "packed a second time"
+
+    def save_hot(self, session: SessionRef) -> None:
+        """Save at a turn's end, and stay hot."""
+        kept = self.hot[session.id]
+        self.sleep(session)
+        self.hot[session.id] = kept
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hundred_sleeps_are_one_generation(store, tiers, seed):
+    """With evictions at random, edits inside a chunk, branches, codecs that are adopted."""
+    choose = random.Random(seed)
+    engine, codec = Engine(store), FAST
+    beginning = tokens(75, 100 + seed)  # of two sessions; it ends inside a chunk
+    histories = {x: [*beginning, *tokens(30, i)] for i, x in enumerate("ab")}
+    histories["c"] = tokens(40, 50)
+    left_behind: dict[str, list[list[int]]] = {x: [] for x in histories}
+    reused = 0
+    for number in range(100):
+        session = ref(choose.choice(sorted(histories)))
+        history = histories[session.id]
+        act = choose.random()
+        if act < 0.2:  # an edit
+            left_behind[session.id].append(history)
+            history = history[: choose.randrange(1, len(history))]
+        elif act < 0.3 and left_behind[session.id]:  # a return to a branch
+            history = choose.choice(left_behind[session.id])
+        prompt = [*history[:400], *tokens(choose.randrange(1, 60), 1000 + number)]
+        reused += engine.turn(session, prompt)
+        histories[session.id] = prompt
+        if choose.random() < 0.3:  # while the turn goes on
+            evict(store, choose.randrange(2), choose.randrange(1, 4))
+        if choose.random() < 0.1:
+            evict(store, 0), evict(store, 1)
+        (engine.save_hot if choose.random() < 0.4 else engine.sleep)(session)
+        if choose.random() < 0.1:
+            codec = DENSE if codec is FAST else FAST
+            store.adopt(StoreCodecs(codec))
+        if choose.random() < 0.1:
+            store.demote(session, "disk")
+    assert reused > 1000
+    counters = store.stats().counters
+    assert counters["chunks_left_out"] > 0 and counters["saves"] > 60
+    assert counters.get("saves_failed", 0) <= counters["chunks_left_out"]
+
+
+def test_two_passages_would_be_seen():
+    run = kv_of(tokens(20))
+    worn = [(k + np.uint16(2), v + np.uint16(2)) for k, v in run]
+    assert not any(x in ({0}, {1}, {16}) for x in wear_of(worn, run))
+
+
+def test_blobs_of_before_the_first_codec_are_packed_once(tiers, opened):
+    """By ``pack_when``; what is restored of them before is exact, and may be saved as it is."""
+    store = opened(tiers, codecs=StoreCodecs(RAW))
+    save(store, ref(), HISTORY)
+    restored = wake(store, ref(), HISTORY)
+    store.adopt(StoreCodecs(WornCodec("fast.1", 1)))
+    assert restored.lossy_tokens == 0
+    assert store.flush(20)
+    evict(store, 0), evict(store, 1)
+    assert begin_save(store, ref(), HISTORY, restored) and store.flush(20)
+    assert wear(wake(store, ref(), HISTORY), HISTORY) == [{1}] * WHOLE

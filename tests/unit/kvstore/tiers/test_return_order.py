@@ -1,0 +1,530 @@
+"""The eviction order: what it keeps, and that no sequence of uses spoils its books."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.tenant_bytes import TenantLimits
+from kvstore.tiers.earlier_life import Found
+from kvstore.tiers.return_order import Evicted, ReturnOrder, Update
+
+
+class Clock:
+    """Moves on by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def chain(name: str, num: int, *, shared: int = 0) -> dict[bytes, int]:
+    """``num`` links of ten bytes each, of which the first ``shared`` are in other chains, too."""
+    names = (f"c shared {i}" if i < shared else f"c {name} {i}" for i in range(num))
+    return {name.encode(): 10 for name in names}
+
+
+def order_of(capacity_bytes: int, **limits: int) -> ReturnOrder:
+    order = ReturnOrder(capacity_bytes, Clock())
+    order.limit(TenantLimits(dict(limits)))
+    return order
+
+
+def held(order: ReturnOrder, keys: dict[bytes, int]) -> int:
+    """How many keys of a chain are held; checks that they are its beginning."""
+    flags = [key in order for key in keys]
+    assert flags == sorted(flags, reverse=True), "a hole"
+    return sum(flags)
+
+
+def turn(order: ReturnOrder, keys: dict[bytes, int], owner: str = "", record: bytes = b"") -> int:
+    """Restore what is held of a session and save the rest; returns how many keys came back."""
+    back = held(order, keys)
+    order.touch([record, *keys])
+    order.add(keys, owner)
+    last = list(keys)[held(order, keys) - 1] if held(order, keys) else b""
+    if record:
+        update = order.replace(record, 3, owner, last)
+        if not update.added:
+            order.undo(update)
+    order.touch([record, *keys], restored=False)
+    return back
+
+
+def resized(order: ReturnOrder, capacity_bytes: int) -> list[Evicted]:
+    order.capacity_bytes = capacity_bytes
+    return order.evict()
+
+
+def evicted(update: Update) -> list[bytes]:
+    return [x.key for x in update.evicted]
+
+
+def names(name: str, *numbers: int) -> list[bytes]:
+    return [f"c {name} {i}".encode() for i in numbers]
+
+
+# ---- chains
+
+
+def test_add_says_which_keys_come_and_go():
+    order = order_of(50)
+    assert order.add(chain("a", 3)) == (names("a", 0, 1, 2), [], False)
+    update = order.add(chain("b", 4))
+    assert update.added == names("b", 0, 1, 2, 3)
+    assert evicted(update) == names("a", 2, 1)
+    assert order.nbytes == 50
+
+
+def test_a_chain_loses_its_end_first():
+    order = order_of(100)
+    order.add(chain("a", 10))
+    assert evicted(order.add(chain("b", 4))) == names("a", 9, 8, 7, 6)
+
+
+def test_a_chain_never_evicts_its_own_blobs():
+    order = order_of(50)
+    update = order.add(chain("a", 9))
+    assert (len(update.added), update.evicted) == (5, [])
+    assert turn(order, chain("a", 9)) == 5
+
+
+def test_a_chain_keeps_its_head_when_what_is_held_of_it_has_another_owner():
+    """An order of last use with owners evicted ``p`` for ``b``, which is useless without it."""
+    order = order_of(100)
+    order.add({b"c p": 60}, "s")
+    order.add({b"c a": 40}, "t")
+    order.add({b"c p": 60, b"c b": 40}, "t")
+    assert b"c p" in order
+    assert b"c b" in order
+
+
+def test_a_chain_may_be_entered_piece_by_piece():
+    order = order_of(1000)
+    keys = list(chain("a", 8))
+    order.add(dict.fromkeys(keys[:3], 10))
+    order.add(dict.fromkeys(keys[3:5], 10), after=keys[2])
+    order.add(dict.fromkeys(keys[5:], 10), after=keys[4])
+    assert held(order, chain("a", 8)) == 8
+    assert len(set(order._runs.of.values())) == 1
+    assert order.add(chain("b", 1), after=b"c absent") == ([], [], False)
+
+
+def test_what_several_chains_share_outlives_each_of_them():
+    order = order_of(60)
+    order.add(chain("a", 4, shared=2))
+    order.add(chain("b", 4, shared=2))
+    order.add(chain("c", 4))
+    assert held(order, chain("x", 2, shared=2)) == 2
+    assert order.nbytes == 60
+
+
+def test_a_blob_that_cannot_fit_evicts_nothing():
+    order = order_of(50)
+    order.add(chain("a", 5))
+    assert order.add({b"c large": 51}) == ([], [], False)
+    assert held(order, chain("a", 5)) == 5
+
+
+def test_the_order_costs_nothing_for_what_was_there_before():
+    order = order_of(10**9)
+    keys = list(chain("a", 5000))
+    order.add(dict.fromkeys(keys, 10))
+    seen = 0
+
+    class Counted(dict):
+        def get(self, key, default=None):
+            nonlocal seen
+            seen += 1
+            return super().get(key, default)
+
+    order._runs.of = Counted(order._runs.of)
+    order.touch([b"r", *keys])
+    order.add({b"c new": 10}, after=keys[-1])
+    assert seen < 10
+
+
+# ---- records and states
+
+
+def test_a_record_goes_after_all_links_of_its_session():
+    order = order_of(100)
+    turn(order, chain("a", 9), record=b"r a")
+    order.add(chain("b", 9))
+    assert b"r a" in order
+    assert held(order, chain("a", 9)) == 0
+    order.add(chain("d", 9))
+    assert b"r a" not in order
+
+
+def test_a_record_moves_with_its_session_to_another_branch():
+    order = order_of(200)
+    turn(order, chain("a", 8, shared=4), record=b"r a")
+    turn(order, chain("b", 8, shared=4), record=b"r a")
+    order.remove(names("a", 4))
+    assert b"r a" in order
+    assert order._runs.of[b"r a"] is order._runs.of[names("b", 7)[0]]
+
+
+def test_records_of_equal_chains_can_go_one_by_one():
+    order = order_of(40)
+    for number in range(9):
+        turn(order, chain("x", 2, shared=2), record=b"r %d" % number)
+    assert held(order, chain("x", 2, shared=2)) == 2
+    assert sum(b"r %d" % i in order for i in range(9)) == 6
+    assert b"r 8" in order
+
+
+def test_a_state_goes_with_the_links_after_which_it_was_entered():
+    order = order_of(75)
+    keys = list(chain("a", 6))
+    order.add(dict.fromkeys(keys[:4], 10))
+    order.add({b"s 4": 5}, after=keys[3])
+    order.add(dict.fromkeys(keys[4:], 10), after=keys[3])
+    order.add({b"s 6": 5}, after=keys[5])
+    assert evicted(order.add(chain("b", 2))) == [b"s 6", keys[5]]
+    assert len(set(map(id, map(order._runs.of.get, keys[:5])))) == 1  # a state parts no run
+    assert order.remove(keys[4:5]) == keys[4:5]
+    assert b"s 4" in order  # it may be of use with what is left
+    assert order.remove([b"s 4"]) == [b"s 4"]
+    assert held(order, chain("a", 5)) == 4
+
+
+# ---- sessions in turn, and other traffic
+
+
+@pytest.mark.parametrize(("sessions", "at_least"), [(21, 17), (24, 16), (38, 16), (76, 16)])
+def test_sessions_in_turn_on_too_little_room_do_not_throw_each_other_out(sessions, at_least):
+    order = order_of(19 * 43)
+    for _ in range(2):
+        for s in range(sessions):
+            turn(order, chain(str(s), 4), record=b"r %d" % s)
+    for _ in range(10):
+        back = [turn(order, chain(str(s), 4), record=b"r %d" % s) for s in range(sessions)]
+        assert back.count(4) >= at_least
+
+
+def test_sessions_in_turn_come_back_when_each_takes_several_turns_at_a_time():
+    order = order_of(19 * 40)
+    for _ in range(6):
+        back = [[turn(order, chain(str(s), 4)) for _ in range(5)][0] for s in range(24)]
+    assert back.count(4) >= 12
+
+
+def test_sessions_in_turn_come_back_while_the_clock_stands_still():
+    order = ReturnOrder(19 * 40, lambda: 7.0)
+    for _ in range(6):
+        back = [turn(order, chain(str(s), 4)) for s in range(24)]
+    assert back.count(4) >= 16
+
+
+def test_sessions_in_turn_that_are_hot_and_only_saved_are_uses_all_the_same():
+    order = order_of(19 * 40)
+    for _ in range(6):
+        for s in range(24):
+            order.add(chain(str(s), 4))
+            order.touch(list(chain(str(s), 4)), restored=False)
+    back = [held(order, chain(str(s), 4)) for s in range(24)]
+    assert back.count(4) >= 16
+
+
+def test_sessions_that_fit_all_come_back():
+    order = order_of(24 * 40)
+    for _ in range(3):
+        back = [turn(order, chain(str(s), 4)) for s in range(24)]
+    assert back == [4] * 24
+
+
+def test_prompts_that_never_return_do_not_throw_out_those_that_do():
+    order = order_of(10 * 40)
+    for i in range(60):
+        back = turn(order, chain(f"steady{i % 6}", 4))
+        order.add(chain(f"once{i}", 4))
+        assert back == 4 or i < 12
+
+
+def test_sessions_of_the_morning_make_way_for_those_of_noon():
+    order = order_of(8 * 40)
+    for part in ("morning", "noon"):
+        for _ in range(12):
+            back = [turn(order, chain(f"{part}{s}", 4)) for s in range(8)]
+    assert back.count(4) >= 7
+
+
+# ---- pins
+
+
+def test_pinned_keys_and_all_before_them_go_last():
+    order = order_of(60)
+    pinned = chain("a", 3)
+    order.pin(pinned)
+    order.add(pinned)
+    order.add(chain("b", 3))
+    assert evicted(order.add(chain("d", 3))) == names("b", 2, 1, 0)
+    assert held(order, pinned) == 3
+    order.pin(pinned)
+    order.unpin(pinned)
+    assert len(order.add(chain("e", 3)).added) == 3
+    assert held(order, pinned) == 3
+    order.unpin(pinned)
+    order.unpin(pinned)
+    order.add(chain("f", 3))
+    assert len(order.add(chain("g", 6)).added) == 6
+    assert held(order, pinned) == 0
+    assert order.pins == {}
+
+
+def test_pinned_keys_go_when_nothing_else_is_left():
+    order = order_of(60)
+    order.pin([*chain("a", 3), *chain("b", 3)])
+    order.add(chain("a", 3))
+    order.add(chain("b", 3))
+    assert evicted(order.add(chain("d", 2))) == names("a", 2, 1)
+    assert evicted(order.add(chain("e", 2))) == names("d", 1, 0)
+    assert held(order, chain("b", 3)) == 3
+
+
+def test_a_pin_in_the_middle_leaves_the_rest_as_it_was():
+    order = order_of(50)
+    order.add(chain("a", 5))
+    order.pin(names("a", 1))
+    assert len(order.add(chain("b", 3)).added) == 3
+    assert held(order, chain("a", 5)) == 2
+
+
+# ---- tenants
+
+
+def test_a_tenant_never_holds_more_than_its_limit():
+    order = order_of(200, flood=50)
+    order.add(chain("steady", 10), "steady")
+    for i in range(9):
+        order.add(chain(f"once{i}", 4), "flood")
+    assert held(order, chain("steady", 10)) == 10
+    assert order.nbytes == 150
+    assert len(order.add(chain("long", 9), "flood").added) == 5
+    uses = order.take_uses(TenantLimits({"flood": 50}))
+    assert uses["flood"].held == 50
+    assert uses["flood"].missed > 0
+    assert order.take_uses(TenantLimits({"flood": 50}))["flood"].missed == 0
+
+
+def test_a_lower_limit_evicts_at_once_and_pinned_blobs_last():
+    order = order_of(200)
+    order.pin(chain("a", 3))
+    order.add(chain("a", 3), "t")
+    order.add(chain("b", 3), "t")
+    order.add(chain("d", 3), "u")
+    assert [x.key for x in order.limit(TenantLimits({"t": 30}))] == names("b", 2, 1, 0)
+    assert [x.key for x in order.limit(TenantLimits({"t": 10}))] == names("a", 2, 1)
+    assert order.causes.of(names("b", 2)) == ["limit"]
+    assert not order.take_uses(TenantLimits({"t": 10}))["t"].missed
+    assert held(order, chain("d", 3)) == 3
+
+
+# ---- removal, undoing, other sizes
+
+
+def test_remove_takes_what_continues_a_link_and_leaves_what_comes_before():
+    order = order_of(1000)
+    order.add(chain("a", 4, shared=2))
+    order.add(chain("b", 4, shared=2))
+    assert order.remove(names("a", 2)) == names("a", 3, 2)
+    assert held(order, chain("b", 4, shared=2)) == 4
+    assert len(order.remove([b"c shared 1"])) == 3
+    assert held(order, chain("b", 4, shared=2)) == 1
+    order.remove([b"c shared 0", b"c absent"])
+    assert order.nbytes == 0
+
+
+def test_an_update_that_failed_is_undone():
+    order = order_of(100)
+    turn(order, chain("a", 4), "t", b"r a")
+    turn(order, chain("b", 4), "t", b"r b")
+    before = {key: order._runs.of[key].keys[key] for key in order._runs.of}
+    update = order.add(chain("d", 9), "u")
+    assert len(update.evicted) > 5
+    assert order.undo(update) == []
+    check(order)
+    assert {key: order._runs.of[key].keys[key] for key in order._runs.of} == before
+    assert order.causes.of(names("a", 3)) == [None]
+    update = order.add(chain("d", 9), "u")
+    written, rest = update.added[:4], update.added[4:]
+    assert order.undo(Update(rest, [])) == []
+    assert held(order, chain("d", 9)) == len(written)
+    check(order)
+
+
+def test_a_blob_of_another_size_takes_the_place_of_one_in_the_middle():
+    order = order_of(100)
+    order.add(chain("a", 6))
+    order.add(chain("b", 3))
+    (key,) = names("a", 2)
+    update = order.replace(key, 25)
+    assert update.added == [key]
+    assert update.in_place
+    assert evicted(update) == [key, b"c b 2"]
+    assert order.undo(update) == []
+    assert held(order, chain("a", 6)) == 6
+    assert held(order, chain("b", 3)) == 3
+    order.replace(key, 5)
+    assert order.nbytes == 85
+    assert order.remove([key])[-1:] == [key]
+    check(order)
+    assert order.replace(names("a", 0)[0], 200).added == []
+    assert held(order, chain("a", 6)) == 2
+
+
+def test_a_smaller_budget_evicts_at_once():
+    order = order_of(100)
+    order.add(chain("a", 10))
+    assert [x.key for x in resized(order, 50)] == names("a", 9, 8, 7, 6, 5)
+    order.pin(chain("a", 5))
+    assert len(resized(order, 20)) == 3
+    assert [x.key for x in order.evict(5, ())] == names("a", 1)
+    assert order.evict(5, names("a", 0)) == []
+
+
+# ---- restart
+
+
+def told(order: ReturnOrder) -> dict[bytes, Found]:
+    """What a tier would find of this order after a restart, in any order."""
+    before = {
+        after: key
+        for run in set(order._runs.of.values())
+        for key, after in zip(run.keys, list(run.keys)[1:], strict=False)
+        if key[:1] != b"r"
+    }
+    for run in set(order._runs.of.values()):
+        links = [key for key in run.keys if key[:1] == b"c"]
+        if run.parent is not None:
+            before[next(key for key in run.keys if key in links or not links)] = run.parent.end
+        if links and next(iter(run.keys))[:1] == b"r":
+            before[next(iter(run.keys))] = links[-1]
+    marks = order.marks(order._runs.of)
+    return {
+        key: Found(order._runs.of[key].keys[key], before.get(key, b""), marks.get(key))
+        for key in sorted(order._runs.of)
+    }
+
+
+def test_a_restart_changes_nothing():
+    order = order_of(19 * 43 + 10)
+    for _ in range(4):
+        for s in range(24):
+            turn(order, chain(str(s), 4, shared=1), record=b"r %d" % s)
+    again = ReturnOrder(order.capacity_bytes, order._clock)
+    again.load(told(order))
+    check(again)
+    assert again.keys(b"") == order.keys(b"")
+    assert again._kept_bytes == order._kept_bytes
+    for _ in range(3):
+        back = [turn(again, chain(str(s), 4, shared=1), record=b"r %d" % s) for s in range(24)]
+        assert back.count(4) >= 16
+    check(again)
+
+
+def test_blobs_of_an_earlier_life_go_before_those_of_this_one_and_get_their_owner():
+    order = order_of(100)
+    order.add(chain("new", 4), "t")
+    order.load({key: Found(10) for key in chain("old", 4)})
+    order.own("quiet", chain("old", 2))
+    assert order.take_uses(TenantLimits(others=1))["quiet"].held == 20
+    assert held(order, chain("new", 4)) == 4
+    order.add(chain("more", 4), "t")
+    assert held(order, chain("new", 4)) == 4
+    check(order)
+
+
+# ---- any sequence
+
+
+def check(order: ReturnOrder) -> None:
+    """The invariants: sums, budget, orders, chains without holes."""
+    runs = set(order._runs.of.values())
+    sizes = {key: nbytes for run in runs for key, nbytes in run.keys.items()}
+    assert sizes.keys() == order._runs.of.keys()
+    assert sum(sizes.values()) == order.nbytes <= order.capacity_bytes
+    assert order._kept_bytes == sum(run.nbytes for run in runs if run.is_kept)
+    of_owner: Counter[str] = Counter()
+    for run in runs:
+        of_owner[run.owner] += run.nbytes
+        assert run.keys and not run.is_busy
+        assert run.nbytes == sum(run.keys.values())
+        links = [key for key in run.keys if key[:1] == b"c"]
+        assert not links or run.first == links[0]
+        assert not links or run.end == links[-1]
+        assert all(child.parent is run and child in runs for child in run.children)
+        assert run.parent is None or (run.parent in runs and run in run.parent.children)
+        is_pinned = run.last in order.pins
+        expected = [not is_pinned and not run.is_kept, not is_pinned and run.is_kept, is_pinned]
+        assert [run in x for x in order._orders] == [x and not run.children for x in expected]
+        assert (run in order._of[run.owner]) == (not run.children)
+    assert +order._held == +of_owner
+    assert sum(map(len, order._orders)) == sum(map(len, order._of.values()))
+    for owner, nbytes in of_owner.items():
+        assert nbytes <= (order._limits.of(owner) or nbytes)
+    assert order._lru_bytes == sum(order._lru.values()) <= order.capacity_bytes
+    assert not order._runs.gone.keys() & order._runs.of.keys()
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["turn"] * 4 + ["touch", "pin", "unpin", "remove", "fail", "put", "state"]),
+        st.integers(0, 5),  # the session
+        st.integers(1, 12),  # its length
+        st.integers(0, 3),  # how much of it is shared, by the three with that parity
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps, st.integers(20, 400))
+def test_any_sequence_of_uses_keeps_the_books(uses, capacity_bytes):
+    order = order_of(capacity_bytes, t1=100)
+    pinned: list[list[bytes]] = []
+    for verb, session, num, shared in uses:
+        name = [f"c {session % 2} {i}" if i < shared else f"c {session} {shared} {i}"
+                for i in range(num)]  # fmt: skip
+        keys = {key.encode(): 10 + i % 3 for i, key in enumerate(name)}
+        owner, record = f"t{session % 2}", f"r {session}".encode()
+        last = list(keys)[max(held(order, keys) - 1, 0)]
+        if verb == "turn":
+            turn(order, keys, owner, record)
+        elif verb == "touch":
+            order.touch(list(keys)[session % 2 :])
+        elif verb == "pin":
+            pinned.append([record, *keys])
+            order.pin(pinned[-1])
+        elif verb == "unpin" and pinned:
+            order.unpin(pinned.pop())
+        elif verb == "remove":
+            order.remove([*keys, record] if num % 2 else [last])
+        elif verb == "fail":
+            update = order.add(keys, owner)
+            written = update.added[: num % 3]
+            order.undo(Update(update.added[len(written) :], [] if written else update.evicted))
+        elif verb == "put" and last in order:
+            update = order.replace(last, num * 3, owner)
+            if num % 2 or not update.added:
+                order.undo(update)
+        elif verb == "state":
+            order.add({f"s {session} {num}".encode(): 4}, owner, last)
+        held(order, keys)
+        check(order)
+    again = ReturnOrder(capacity_bytes, order._clock)
+    again.load(told(order))
+    check(again)
+    assert set(again.keys(b"")) == set(order.keys(b""))
+    assert isinstance(again.evict(1, ()), list) and all(
+        isinstance(x, Evicted) for x in again.evict(10**9, ())
+    )
+    assert (again.nbytes, len(again)) == (0, 0)
