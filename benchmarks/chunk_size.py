@@ -177,7 +177,8 @@ def main() -> None:
     ]
     print_table(rows)
     if args.json:
-        Path(args.json).write_text(json.dumps([asdict(x) for x in rows], indent=2) + "\n")
+        found = [{k: v for k, v in asdict(x).items() if v == v} for x in rows]  # without NaN
+        Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 PLAIN = {
     "attention_scores": "--methods tq3 --tokens 128 --dims 64 --queries 1,2",
+    "chunk_size": "--codecs tq3 --rounds 1",
     "codec_speed": "--codec tq3 --dims 64 --threads 1 --seconds 0.1",
     "events": "--seconds 1",
     "fuzz": "--count 200 --only tq3",

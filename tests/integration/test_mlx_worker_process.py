@@ -116,7 +116,7 @@ async def test_a_session_sleeps_wakes_and_survives_a_restart(model: Path, tmp_pa
         (report,) = await server.sessions()
         assert (report.id, report.hot, report.tier, report.pinned) == ("one", False, "disk", True)
         woken, cache = await complete(server, PROMPT)
-        assert cache == "cold-disk; tokens=299"
+        assert cache == "cold-disk; tokens=288"
         assert woken["choices"] == first["choices"]
         await server.forget(ONE)
         assert await server.sessions() == []
@@ -152,7 +152,7 @@ async def test_a_kill_in_mid_stream_costs_a_recompute_at_most(model: Path, tmp_p
             await asyncio.sleep(0.05)
         await until_ready(server)
         answer, cache = await complete(server, PROMPT)
-        assert cache == "cold-disk; tokens=299"
+        assert cache == "cold-disk; tokens=288"
         assert answer["choices"] == expected["choices"]
 
 
@@ -183,7 +183,7 @@ async def test_a_kill_in_the_middle_of_a_restore_costs_a_recompute_at_most(
                 await asyncio.sleep(0.05)
             await until_ready(server)
             again, cache = await complete(server, PROMPT)
-            assert cache == "cold-redis; tokens=299"
+            assert cache == "cold-redis; tokens=288"
             assert again["choices"] == expected["choices"]
 
 
@@ -195,7 +195,7 @@ async def fresh(config: WorkerConfig, folder: Path) -> Any:
         return (await complete(server, PROMPT))[0]["choices"]
 
 
-@pytest.mark.parametrize("changed", ["weights", "dtype", "chunk size", "tokenizer"])
+@pytest.mark.parametrize("changed", ["weights", "dtype", "tokenizer"])
 async def test_another_model_begins_anew_and_leaves_the_first_ones_sessions(
     model: Path, tmp_path: Path, changed: str
 ):
@@ -205,9 +205,6 @@ async def test_another_model_begins_anew_and_leaves_the_first_ones_sessions(
     if changed == "dtype":
         engine = msgspec.structs.replace(config.engine, dtype="float16")
         other = msgspec.structs.replace(config, engine=engine)
-    elif changed == "chunk size":
-        store = msgspec.structs.replace(config.store, chunk_tokens=64)
-        other = msgspec.structs.replace(config, store=store)
     else:
         write_model("llama", folder, seed=int(changed == "weights"))
         if changed == "tokenizer":
@@ -250,7 +247,9 @@ async def test_sigterm_saves_what_runs_and_leaves_with_code_zero(
             await asyncio.sleep(0.05)
         await until_ready(server)  # the supervisor has started it again
         (report,) = await server.sessions()
-        assert report.id == "one" and report.tier == "disk" and report.tokens >= len(PROMPT)
+        assert (
+            report.id == "one" and report.tier == "disk" and report.tokens >= len(PROMPT) // 32 * 32
+        )
     assert "the engine ended with code 0" in caplog.text
 
 
