@@ -1,8 +1,8 @@
 """Changes packed bytes as damage and as an attacker would: at random, or with checksums that fit.
 
-``mutated`` changes any bytes. ``forged_rows`` and ``forged_state`` change what a header claims
-(layers, heads, dimensions, tokens, shapes) and make lengths, digests and checksums right again, so
-that a reader has only the claim itself to doubt. All draw from a seeded generator.
+``mutated`` changes any bytes. The others change what a header claims (layers, heads, dimensions,
+tokens, shapes, names) and make lengths, digests and checksums right again, so that a reader has
+only the claim itself to doubt. All draw from a seeded generator.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 import dataclasses
 import random
 import struct
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import msgspec
 
 from kvstore.blobs import format as blobs
 from kvstore.shapes import KVLayout
 from thermocline.packed import MAGIC
+
+# Changes a good input; arguments: source of chance, the input, another one.
+Change: TypeAlias = Callable[[random.Random, bytes, bytes], bytes]
 
 EXTREMES = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 64) - 1)
 SIZES = (0, 1, 2, 7, 16, 100, 576, 1000, 1024, 3000, 1 << 16, 1 << 20, 1 << 31, 1 << 40, -1)
@@ -47,6 +51,50 @@ def mutated(chance: random.Random, seed: bytes, other: bytes) -> bytes:
                 start = chance.randrange(len(other))
                 data[at : at + 32] = other[start : start + 32]
     return bytes(data)
+
+
+def mended(chance: random.Random, seed: bytes, other: bytes) -> bytes:
+    """Change a blob anywhere, and make its checksum right again."""
+    return with_right_checksum(mutated(chance, seed, other))
+
+
+def with_right_checksum(data: bytes) -> bytes:
+    """Make the checksum and the stated length right, so that a reader goes on after them."""
+    head, tail = bytearray(data[: blobs.HEADER_BYTES]), data[blobs.HEADER_BYTES :]
+    if len(head) < blobs.HEADER_BYTES:
+        return data
+    head[120:128] = len(tail).to_bytes(8, "little")
+    crc = blobs._checksum(bytes(head[:128]), tail)
+    return bytes(head[:128]) + crc.to_bytes(4, "little") + tail
+
+
+def forged_blob(chance: random.Random, seed: bytes, other: bytes) -> bytes:
+    """Change what a blob's header says of its payload, or the payload."""
+    (header, payload), (another, _) = blobs.parse(seed), blobs.parse(other)
+    body = bytes(payload)
+    for _ in range(chance.randint(1, 2)):
+        match chance.randrange(6):
+            case 0:
+                header = dataclasses.replace(header, num_tokens=_field(chance, header.num_tokens))
+            case 1:
+                header = dataclasses.replace(header, first_token=_field(chance, header.first_token))
+            case 2:
+                header = dataclasses.replace(header, codec=another.codec, layout=another.layout)
+            case 3:
+                header = dataclasses.replace(header, key=another.key)
+            case _:
+                body = mutated(chance, body, other)
+    return bytes(blobs.pack(header, body))
+
+
+def within_blob(change: Change) -> Change:
+    """Return the change of a blob that makes this change to its payload."""
+
+    def changed(chance: random.Random, seed: bytes, other: bytes) -> bytes:
+        (header, payload), (_, another) = blobs.parse(seed), blobs.parse(other)
+        return bytes(blobs.pack(header, change(chance, bytes(payload), bytes(another))))
+
+    return changed
 
 
 def forged_rows(chance: random.Random, seed: bytes, other: bytes) -> bytes:
@@ -91,21 +139,39 @@ def forged_state(chance: random.Random, seed: bytes, other: bytes) -> bytes:
     return head + bytes(-len(head) % 64) + arrays
 
 
+def forged_record(chance: random.Random, seed: bytes, other: bytes) -> bytes:
+    """Change numbers, names and lists of names in the payload of a session's record."""
+    claims: Any = msgspec.msgpack.decode(seed)
+    for _ in range(chance.randint(1, 3)):
+        if chance.randrange(2):
+            renumber(chance, claims)
+            continue
+        node, key = chance.choice(list(_leaves(claims, bytes | list)))
+        value = node[key]
+        if isinstance(value, bytes):
+            node[key] = mutated(chance, value, other)
+        elif not value or not chance.randrange(4):
+            node[key] = value[:-1]
+        else:
+            node[key] = value + [chance.choice(value)] * chance.choice((1, 30, 3000))
+    return msgspec.msgpack.encode(claims)
+
+
 def renumber(chance: random.Random, tree: Any) -> None:
     """Replace one number somewhere in a tree of lists and dicts."""
-    places = list(_numbers(tree))
+    places = [(node, key) for node, key in _leaves(tree, int) if type(node[key]) is int]
     if places:
         node, key = chance.choice(places)
         node[key] = _size(chance, node[key])
 
 
-def _numbers(tree: Any) -> Any:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in items:
-        if isinstance(value, dict | list):
-            yield from _numbers(value)
-        elif type(value) is int:
+def _leaves(tree: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the places of all values of these types: the list or dict, and the index or key."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if isinstance(value, kinds):
             yield tree, key
+        if isinstance(value, dict | list):
+            yield from _leaves(value, kinds)
 
 
 def _size(chance: random.Random, number: int) -> int:

@@ -25,14 +25,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from benchmarks.fuzz_codecs import LAYOUT, Target, codec_targets
+from benchmarks.fuzz_codecs import WINDOWS, Target, codec_targets
 from benchmarks.stacks.product_stack import write_json
 from engines.vllm_plugin import messages as vllm_messages
 from engines.wire import (
@@ -50,7 +50,6 @@ from engines.wire import (
 )
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Unusable
-from kvstore.ledger.record import PAGE_CHUNKS, Records, SessionRecord
 from kvstore.session import SessionRef
 
 SESSION = SessionRef("tenant", "session", b"salt")
@@ -63,47 +62,12 @@ TRIES = 3  # of an input that took too long: kernels and tables are made once
 # ---- the inputs
 
 
-def record_targets() -> Iterator[Target]:
-    packer, keys = Packer(codec_by_name("tq3"), MODEL), ChainKeys(CHUNK)
-    records = Records("model", packer, keys)
-    record = SessionRecord(
-        tenant="t",
-        id="a session",
-        fingerprint="fingerprint",
-        chunk_tokens=CHUNK,
-        chain=random.Random(0).randbytes((PAGE_CHUNKS + 3) * NAME_BYTES),
-        states=(3, PAGE_CHUNKS + 2),
-        last_used_s=1.5,
-        left_behind=bytes(2 * NAME_BYTES),
-        note=bytes(2 * (PAGE_CHUNKS + 3)),
-    )
-    key = records.key("t", "a session")
-    (page,) = (x.key for x in records.pieces(record) if x.is_page)
-    head, names = bytes(records.pack(record)), bytes(records.pack_page(record, page))
-
-    def read(data: bytes) -> None:
-        records.unpack(key, data, lambda wanted: [names for _ in wanted])
-
-    yield Target("record", (head,), lambda x: read(with_right_checksum(x)), (Unusable,))
-    yield Target(
-        "page of a record",
-        (names,),
-        lambda x: used(records.unpack(key, head, lambda wanted: [with_right_checksum(x)])),
-        (Unusable,),
-    )
-
-
-def used(record: SessionRecord) -> None:
-    """Read all that a record says of itself."""
-    assert record.makes_sense() and len(record.names) == record.num_chunks
-
-
 def profile_target(folder: Path) -> Target:
     path = folder / "profile"
     learned: dict[str, dict[str, np.ndarray]] = {
         "dense3": {"scale": np.ones(4, np.float32), "codes": np.arange(9, dtype=np.int16)}
     }
-    Profile("model", LAYOUT, (None, None), learned).save(path)
+    Profile("model", WINDOWS, (None, None), learned).save(path)
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
@@ -143,7 +107,6 @@ def wire_targets(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
 
 def other_targets(folder: Path, loop: asyncio.AbstractEventLoop) -> list[Target]:
     return [
-        *record_targets(),
         profile_target(folder),
         *wire_targets(loop),
     ]
@@ -165,10 +128,11 @@ class Findings:
 
 def fuzz(target: Target, count: int, seconds: float, seed: int) -> Findings:
     """Change inputs and read them until one of the bounds is met."""
-    chance, until, found = random.Random(seed), time.monotonic() + seconds, Findings()
+    chance, found = random.Random(seed), Findings()
     tracemalloc.start()
     for data in target.seeds:  # makes kernels and tables
         _read(target, data)
+    until = time.monotonic() + seconds
     for _ in range(count):
         if time.monotonic() > until:
             break
@@ -244,7 +208,7 @@ def main() -> None:
         }
         for name, run in runs.items():  # a process that ends by a signal ends this one, too
             found = run.result()
-            results[name] = asdict(found)
+            results[name] = {**vars(found), "outcomes": dict(found.outcomes)}
             print(*found.defects, sep="\n", end="\n" if found.defects else "", file=sys.stderr)
             cost = f"{found.most_bytes >> 10} KiB, {1000 * found.most_cpu_s:.1f} ms"
             print(f"{name}: {found.outcomes.total()} mutations, {cost}", flush=True)

@@ -1,48 +1,52 @@
-"""What ``benchmarks.fuzz`` reads by codecs: rows of every method, blobs of a store, and states."""
+"""What ``benchmarks.fuzz`` reads by codecs and of a store.
+
+Rows of every method, blobs of every codec, states, and sessions' records with their pages.
+"""
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
 import thermocline
-from benchmarks.forging import forged_rows, forged_state, mutated
-from kvstore.blobs import format as blobs
-from kvstore.blobs.codec_set import CodecSet
-from kvstore.blobs.packer import Packer
-from kvstore.blobs.segments import Segment
-from kvstore.blobs.snapshot import (
-    MatrixArray,
-    StateArray,
-    StateTree,
-    WindowArray,
-    decode_state,
-    encode_state,
+from benchmarks.forging import (
+    Change,
+    forged_blob,
+    forged_record,
+    forged_rows,
+    forged_state,
+    mended,
+    mutated,
+    within_blob,
 )
-from kvstore.blobs.state_packer import StatePacker
+from kvstore.blobs import format as blobs
+from kvstore.blobs.chain import NAME_BYTES, ChainKeys, ChainMaker, as_tokens
+from kvstore.blobs.packer import Packer
+from kvstore.blobs.state_packer import with_windows, without_windows
+from kvstore.blobs.state_tree import MatrixArray, StateArray, StateTree, WindowArray
+from kvstore.blobs.store_codecs import RAW, StoreCodecs
 from kvstore.codecs.base import Codec
 from kvstore.codecs.catalogue import STATES
 from kvstore.codecs.names import CODECS, LEARNABLE
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.codecs.session_codec import AnyMatrixCodec, SessionCodec
-from kvstore.codecs.states import dealt_codec, matrix_codec
+from kvstore.codecs.states import EXACT_STATES, dealt_codec, matrix_codec
 from kvstore.errors import Corrupt, Mismatch, Unusable
-from kvstore.shapes import KVLayer, KVLayout, slice_tokens
+from kvstore.ledger.record import PAGE_CHUNKS, Records, SessionRecord
+from kvstore.shapes import KVLayer, KVLayout, StoredModel
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile, model_run
 from thermocline.method import SIDES, Method
 
-# Changes a good input; arguments: source of chance, the input, another one.
-Change: TypeAlias = Callable[[random.Random, bytes, bytes], bytes]
-
-LAYOUT = KVLayout("bfloat16", (KVLayer(1, 32, 32),) * 2)
+# So many values of a token that a first chunk has its first tokens squeezed.
+LAYOUT = KVLayout("bfloat16", (KVLayer(4, 64, 64),) * 2)
+WINDOWS = KVLayout("bfloat16", (KVLayer(1, 32, 32),) * 2)
 CHUNK = 16
-KEY = b"c" + bytes(range(32))
-MENDED = ", checksum mended"
+CHAIN = ChainMaker("model", CHUNK).of_tokens(b"salt", as_tokens(range(4 * CHUNK)))
+LEARNED = "learned "
 # Parameters with which payloads are shortest, or have more parts.
 VARIANTS = (
     "kivi:bits=1,group=1024",
@@ -71,24 +75,30 @@ class Target:
 
 
 def method_names() -> list[str]:
-    """Every codec that is made without a profile, those that a profile makes, and variants."""
+    """Name every codec that is made without a profile, those that a profile makes, and variants."""
+    return [*codec_names(), *VARIANTS]
+
+
+def codec_names() -> list[str]:
     ready = [name for name, entry in CODECS.items() if entry.make]
-    return [*ready, *VARIANTS, *(f"learned {name}" for name in LEARNABLE)]
+    return [*ready, *(LEARNED + name for name in LEARNABLE)]
 
 
 def opened(name: str) -> tuple[Method, KVLayout]:
     """Return a method of ``method_names``, and a layout that it packs."""
-    learned = name.removeprefix("learned ")
-    if learned == name:
-        layout = KVLayout("bfloat16", (KVLayer(2, 32, 32), KVLayer(1, 64, 16)))
-        return thermocline.codec(name), layout
-    return Method(open_codec(learned, model_profile("bfloat16"))), model_layout()
+    if name.startswith(LEARNED):
+        return Method(learned_codec(name)), model_layout()
+    return thermocline.codec(name), KVLayout("bfloat16", (KVLayer(2, 32, 32), KVLayer(1, 64, 16)))
+
+
+def learned_codec(name: str) -> Codec:
+    return open_codec(name.removeprefix(LEARNED), model_profile("bfloat16"))
 
 
 def method_target(name: str) -> Target:
     method, layout = opened(name)
     runs = [method.pack_run(model_run(layout, 20, 1, first), first) for first in (0, 100)]
-    if not name.startswith("learned"):
+    if not name.startswith(LEARNED):
         sides = model_run(layout, 20, 2)[0]
         runs += [method.pack(x, y) for x, y in zip(sides, SIDES, strict=True)]
     seeds = tuple(x.tobytes() for x in runs)
@@ -113,87 +123,103 @@ def _dims(layer: KVLayer) -> tuple[int, int]:
 # ---- blobs of a store
 
 
-def blob_target(name: str, is_mended: bool) -> Target:
-    if name != "segments":
-        packer = Packer(codec_by_name(name), LAYOUT, "model")
-        run = model_run(LAYOUT, CHUNK, 3)
-        return _of_blobs(name, is_mended, packer, (bytes(packer.pack_run(KEY, run, 4)),))
-    layout, profile = model_layout(), model_profile("bfloat16")
-    codecs = [open_codec(x, profile) for x in ("dense3", "max")]
-    packer = Packer(CodecSet.one(codecs[1], tuple(codecs)), layout, "model")
-    return _of_blobs(name, is_mended, packer, tuple(_segmented(packer, codecs, layout)))
-
-
-def _segmented(packer: Packer, codecs: list[Codec], layout: KVLayout) -> Iterator[bytes]:
-    """Yield a run as one segment of each codec, and as two of both."""
-    run, half = model_run(layout, CHUNK, 4, 4), CHUNK // 2
-    for codec in codecs:
-        yield bytes(packer.pack_run(KEY, run, 4, codec))
-    both = []
-    for first, codec in zip((0, half), codecs, strict=True):
-        rows = slice_tokens(run, first, first + half)
-        payload = memoryview(codec.encode(rows, layout, 4 + first))
-        both.append(Segment(4 + first, half, codec.id, payload))
-    yield bytes(packer.seal_segments(KEY, both, 4, CHUNK))
-
-
-def _of_blobs(name: str, is_mended: bool, packer: Packer, seeds: tuple[bytes, ...]) -> Target:
-    out = packer.layout.empty(CHUNK)
+def blob_target(name: str) -> Target:
+    """Chunks, the session's first among them, and windows' rows, one of them of a part."""
+    is_learned = name.startswith(LEARNED)
+    codec = learned_codec(name) if is_learned else codec_by_name(name)
+    layout = model_layout() if is_learned else LAYOUT
+    model = StoredModel("model", "model", layout, True, layout, 3 * CHUNK // 2)
+    session = SessionCodec(codec, codec, EXACT_STATES)
+    packer = Packer(StoreCodecs(codec, session, readable=(RAW,)), model)
+    keys = ChainKeys(CHUNK, window_tokens=model.window_tokens)
+    pieces = [*keys.chunks(CHAIN, 0, 2), *keys.windows(CHAIN, 3)]
+    runs = [model_run(layout, x.num_tokens, 3, x.first_token) for x in pieces]
+    seeds = [bytes(packer.pack_rows(x, run)) for x, run in zip(pieces, runs, strict=True)]
+    by_key = {x.key: (x, layout.empty(x.num_tokens)) for x in pieces}
 
     def read(data: bytes) -> None:
-        data = with_right_checksum(data) if is_mended else data
-        header, payload = blobs.parse(data)
-        packer.check_length(blobs.VerifiedBlob(data, header, payload))
-        packer.unpack_run(data, KEY, 4, CHUNK, out)
+        key = blobs.kind_of(data) + data[64:96]
+        piece, out = by_key.get(key, by_key[pieces[0].key])
+        packer.check(blobs.verify(data, piece.key), piece)
+        packer.unpack_rows(data, piece, out)
 
-    return Target(f"blob {name}{MENDED if is_mended else ''}", seeds, read, (Unusable,))
-
-
-def with_right_checksum(data: bytes) -> bytes:
-    """Make the checksum and the stated length right, so that a reader goes on after them."""
-    head, tail = bytearray(data[: blobs.HEADER_BYTES]), data[blobs.HEADER_BYTES :]
-    if len(head) < blobs.HEADER_BYTES:
-        return data
-    head[120:128] = len(tail).to_bytes(8, "little")
-    crc = blobs._checksum(bytes(head[:128]), tail)
-    return bytes(head[:128]) + crc.to_bytes(4, "little") + tail
+    changes = (mutated, mended, forged_blob)
+    return Target(f"blob {name}", tuple(seeds), read, (Unusable,), changes)
 
 
 # ---- states
 
 
 def state_target(name: str) -> Target:
-    changes: tuple[Change, ...] = (mutated, forged_state)
-    if name:
-        learns = STATES[name].learns
-        matrices = dealt_codec(name, None, "0123456789") if learns else matrix_codec(name)
-        return _packed_state(name, matrices, changes)
-    plain: StateTree = [
-        ("ArraysCache", (StateArray("float32", np.arange(6, dtype=np.float32)), 3)),
-        {"offset": 7, "keys": StateArray("bfloat16", np.ones((2, 4), np.uint16)), "none": None},
-    ]
-    seeds = (encode_state(plain),)
-    return Target("state", seeds, lambda x: decode_state(memoryview(x)), (Unusable,), changes)
-
-
-def _packed_state(name: str, matrices: AnyMatrixCodec, changes: tuple[Change, ...]) -> Target:
     """A state with matrices, one of them of zeros, and the rows of two layers with windows."""
-    windows = codec_by_name("tq4")
-    layout = KVLayout("bfloat16", (KVLayer(1, 32, 32),) * 2)
-    arrays = [x[None] for pair in model_run(layout, CHUNK, 5, 40) for x in pair]
     values = np.random.default_rng(6).standard_normal((2, 4, 32), np.float32)
+    arrays = [x[None] for pair in model_run(WINDOWS, CHUNK, 5, CHUNK) for x in pair]
     tree: StateTree = {
         "matrices": [MatrixArray("float32", values), MatrixArray("float32", values * 0)],
         "rows": [WindowArray("bfloat16", x, number) for number, x in enumerate(arrays)],
+        "plain": ("ArraysCache", (StateArray("float32", np.arange(6, dtype=np.float32)), 3)),
+        "more": {"offset": 7, "keys": StateArray("bfloat16", np.ones((2, 4), np.uint16))},
+        "none": None,
     }
-    packer = StatePacker(layout, {windows.id: windows}, [matrices.id])
-    codec = SessionCodec(codec_by_name("tq3"), windows, matrices)
-    seed = encode_state(packer.pack(codec, tree, 40 + CHUNK))
+    model = StoredModel("model", "model", KVLayout("bfloat16", ()), True, WINDOWS, CHUNK)
+    session = SessionCodec(RAW, None, _matrices(name))
+    packer = Packer(StoreCodecs(RAW, session), model)
+    piece = ChainKeys(CHUNK, window_tokens=CHUNK).state(CHAIN, 2)
+    rest, rows = without_windows(tree, WINDOWS)
+    assert rows is not None
 
     def read(data: bytes) -> object:
-        return packer.unpack(decode_state(memoryview(data)))
+        return with_windows(packer.unpack_state(data, piece), rows)
 
-    return Target(f"state {name}", (seed,), read, (Unusable,), changes)
+    changes = (mended, within_blob(forged_state), within_blob(forged_state))
+    seeds = (bytes(packer.pack_state(piece, rest)),)
+    return Target(f"state {name}".strip(), seeds, read, (Unusable,), changes)
+
+
+def _matrices(name: str) -> AnyMatrixCodec:
+    learns = name in STATES and STATES[name].learns
+    return dealt_codec(name, None, "0123456789") if learns else matrix_codec(name)
+
+
+# ---- sessions' records
+
+
+def record_target(*, of_page: bool) -> Target:
+    """The record of a chain with two pages and a rest, or one of the pages."""
+    model = StoredModel("model", "model", LAYOUT, True, WINDOWS, 3 * CHUNK)
+    keys = ChainKeys(CHUNK, window_tokens=model.window_tokens)
+    records = Records("model", Packer(RAW, model), keys)
+    count = 2 * PAGE_CHUNKS + 3
+    record = SessionRecord(
+        tenant="t",
+        id="a session",
+        fingerprint="model",
+        chunk_tokens=CHUNK,
+        chain=random.Random(0).randbytes(count * NAME_BYTES),
+        states=(3, PAGE_CHUNKS + 2, count),
+        last_used_s=1.5,
+        left_behind=bytes(2 * NAME_BYTES),
+        note=bytes(2 * count),
+    )
+    key, head = records.key("t", "a session"), bytes(records.pack(record))
+    pages = {
+        x.key: bytes(records.pack_page(record, x.key)) for x in records.pieces(record) if x.is_page
+    }
+    first = next(iter(pages))
+
+    def read(head: bytes, pages: dict[bytes, bytes]) -> None:
+        found = records.unpack(key, head, lambda wanted: [pages.get(x) for x in wanted])
+        assert found.makes_sense() and len(found.names) == found.num_chunks
+        assert records.is_usable(found) in (True, False)
+        records.needed_keys(found)
+        records.blob_keys(found)
+
+    if of_page:
+        changes: tuple[Change, ...] = (mutated, mended, forged_blob)
+        seeds = tuple(pages.values())
+        return Target("page", seeds, lambda x: read(head, {**pages, first: x}), (), changes)
+    changes = (mutated, mended, within_blob(forged_record), within_blob(forged_record))
+    return Target("record", (head,), lambda x: read(x, pages), (Unusable,), changes)
 
 
 def codec_targets() -> dict[str, Callable[[], Target]]:
@@ -201,9 +227,10 @@ def codec_targets() -> dict[str, Callable[[], Target]]:
     found: dict[str, Callable[[], Target]] = {
         f"rows {x}": functools.partial(method_target, x) for x in method_names()
     }
-    for name in ("raw", "tq3", "lm3", "segments"):
-        for end, is_mended in (("", False), (MENDED, True)):
-            found[f"blob {name}{end}"] = functools.partial(blob_target, name, is_mended)
+    for name in codec_names():
+        found[f"blob {name}"] = functools.partial(blob_target, name)
     for name in ("", *STATES):
         found[f"state {name}".strip()] = functools.partial(state_target, name)
+    found["record"] = functools.partial(record_target, of_page=False)
+    found["page"] = functools.partial(record_target, of_page=True)
     return found

@@ -44,6 +44,7 @@ from kvstore.tiers.base import Blob
 PAGE_CHUNKS: Final = 128
 PAGE_CODEC: Final = b"names.1"
 MAX_LEFT_BEHIND: Final = 1024  # chunks of abandoned branches that a record remembers
+MAX_STATES: Final = 16  # far more than a save keeps; each claims all blobs of its windows
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +106,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
             not odd
             and self.chunk_tokens > 0
             and not (self.note and (not self.chain or len(self.note) % self.num_chunks))
+            and len(self.states) <= MAX_STATES
             and all(0 < x <= self.num_chunks for x in self.states)
             and all(a < b for a, b in steps)
         )
@@ -217,7 +219,8 @@ class Records:
             head = msgspec.msgpack.decode(payload, type=_Head)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Corrupt(f"not a session record: {error}") from error
-        if any(len(x) != NAME_BYTES for x in head.pages):
+        names = {*head.pages}  # a page that is named again would be read again
+        if len(names) < len(head.pages) or any(len(x) != NAME_BYTES for x in names):
             raise Corrupt("a session record names pages that there cannot be")
         record = replace(head.record, states=head.states)
         if head.pages:

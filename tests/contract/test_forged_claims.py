@@ -14,8 +14,8 @@ import pytest
 import thermocline
 from benchmarks.fuzz import fuzz
 from benchmarks.fuzz_codecs import codec_targets, method_names, opened
-from kvstore.blobs.snapshot import StateArray, StateTree, decode_state, encode_state
-from kvstore.blobs.state_packer import StatePacker
+from kvstore.blobs.state_packer import unpack_matrices
+from kvstore.blobs.state_tree import StateArray, StateTree, decode_state, encode_state
 from kvstore.codecs.states import MOST_WIDTH, dealt_codec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayer, KVLayout
@@ -97,7 +97,6 @@ def test_three_hundred_changes_are_read_or_refused(name: str) -> None:
 def test_a_row_of_zeros_is_as_wide_as_rows_are() -> None:
     """It has no bits, so its three bytes could claim any width."""
     codec = dealt_codec("dealt6", None, "0123456789")
-    packer = StatePacker(None, {}, [codec.id])
     zeros = np.zeros(3 * 1000, np.uint8)
     state: dict[str, StateTree] = {
         "\0matrix": codec.id,
@@ -107,8 +106,9 @@ def test_a_row_of_zeros_is_as_wide_as_rows_are() -> None:
     for width in (MOST_WIDTH + 1, 1 << 20, 1 << 60):
         forged = encode_state({**state, "shape": [1000, width]})
         with cost() as found, pytest.raises(Corrupt):
-            packer.unpack(decode_state(memoryview(forged)))
+            unpack_matrices(decode_state(memoryview(forged)), [codec.id])
         assert found.nbytes < MOST_BYTES
     assert not codec.takes(np.zeros((2, MOST_WIDTH + 1), np.float32), "float32")
+    forged = encode_state({**state, "shape": [1] * 70})
     with pytest.raises(Corrupt):
-        packer.unpack(decode_state(memoryview(encode_state({**state, "shape": [1] * 70}))))
+        unpack_matrices(decode_state(memoryview(forged)), [codec.id])

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import redis
 
-from kvstore.chunk_size import chunk_tokens
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.likeness import WORDS, StoredAs
 from launch.calibrate.profile_notes import write_note
 from launch.doctor import examine
@@ -58,7 +58,7 @@ def test_doctor_names_what_differs(
     there = StoredAs(
         model=tmp_path.name,
         fingerprint="f1",
-        chunk_tokens=chunk_tokens(effective.settings.store),
+        chunk_tokens=CHUNK_TOKENS,
         encrypt=False,
     )
     other = msgspec.structs.replace(there, **change)
