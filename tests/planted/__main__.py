@@ -104,7 +104,7 @@ def run_tests(tree: Path, tests: Iterable[str], on_vllm: bool, *options: str) ->
 
 
 def sound_tests(tree: Path, chosen: Sequence[Defect]) -> set[str]:
-    """Return the tests that pass in the copy as it is: all cases of a function, and none skipped."""
+    """Return the tests that pass in the copy as it is, with all their cases, none skipped."""
     results: dict[str, list[bool]] = {}
     report = tree / "planted.xml"
     for on_vllm in (False, True):
