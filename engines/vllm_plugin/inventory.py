@@ -16,13 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from engines.vllm_plugin.messages import BlockRuns, RankRests
+from engines.vllm_plugin.messages import ID_BYTES, BlockRuns, RankRests
 from kvstore.blobs.chain import num_common, split
 from kvstore.session import SessionName
 
 logger = logging.getLogger("thermocline.vllm")
 
-ID_BYTES: Final = 4  # of a token's id, little-endian
 CPU: Final = "CPU"  # vLLM's names of media
 STORAGE: Final = "STORAGE"
 MEDIA: Final = (CPU, STORAGE)
@@ -134,7 +133,7 @@ class Inventory:
     def _leave_out(self, name: SessionName) -> None:
         if not self._was_full:
             logger.warning(
-                "more than %d blocks rest packed: readers of KV events hear of the newest sessions",
+                "more than %d blocks rest packed: KV events report the newest sessions only",
                 self._max_blocks,
             )
         self._was_full = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,7 @@ from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
 from kvstore.tenant_bytes import TenantUse
 
+ID_BYTES: Final = 4  # of a token's id among ``RankRests.ids``, little-endian
 # Runs of blocks in order: the first block of each, and the one after its last.
 BlockRuns: TypeAlias = tuple[tuple[int, int], ...]
 

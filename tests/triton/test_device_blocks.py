@@ -149,8 +149,8 @@ def opened(rigs: list[Rig], **changes) -> Rig:
 SHAPES = {
     "NHD": {"heads": 2},
     "HND": {"layout": "HND", "heads": 2},
-    "first tokens in a segment": {"heads": 4},
-    "first tokens in a segment, HND, fp16": {"heads": 4, "layout": "HND", "dtype": torch.float16},
+    "first tokens apart": {"heads": 4},
+    "first tokens apart, HND, fp16": {"heads": 4, "layout": "HND", "dtype": torch.float16},
     "HND of 16 tokens": {"layout": "HND", "block": 16},
     "blocks across layers": {"layout": "BLHNC", "heads": 2},
     "head_dim 128": {"dim": 128},
@@ -311,7 +311,7 @@ def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
 def test_the_kernels_prove_themselves_before_they_are_trusted(
     rigs, codec, layers, heads, monkeypatch
 ):
-    """Also where first tokens have a segment of their own, as in every model that is in use."""
+    """Also where first tokens have a part of their own, as in every model that is in use."""
     rig = opened(rigs, codec=codec, layers=layers, heads=heads)
     assert kernels_agree(rig.accelerator, rig.cache, rig.store)
     monkeypatch.setattr(TritonRows, "pack", lambda *args: None)
@@ -321,7 +321,7 @@ def test_the_kernels_prove_themselves_before_they_are_trusted(
     blocks.close()
 
 
-def test_the_small_cache_has_a_segment_of_first_tokens_where_the_real_one_has(rigs):
+def test_the_small_cache_keeps_first_tokens_apart_where_the_real_one_has(rigs):
     for layers, heads in ((2, 1), (3, 1), (2, 4), (5, 2)):
         rig = opened(rigs, layers=layers, heads=heads)
         scratch = scratch_for(rig.store.packer.codec, rig.cache, 5)

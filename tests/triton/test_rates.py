@@ -142,8 +142,8 @@ SHAPES = {
     "fp32": Shape(dtype=torch.float32, heads=2),
     "several programs for a chunk": Shape(block=24, per_chunk=2),
     "an odd number of tokens": Shape(block=17, per_chunk=1),
-    "first tokens in a segment": Shape(heads=4, layers=2),
-    "first tokens in a segment, fp32": Shape(heads=4, layers=2, dtype=torch.float32),
+    "first tokens apart": Shape(heads=4, layers=2),
+    "first tokens apart, fp32": Shape(heads=4, layers=2, dtype=torch.float32),
 }
 
 

@@ -117,10 +117,8 @@ class RecurrentLayers:
             at += part.nbytes
 
     def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
-        if self._are_whole(arrays, len(block_ids)):
-            contents = [x.array for x in arrays]
-        else:
-            contents = self._joined(arrays, len(block_ids))
+        count = len(block_ids)
+        contents = self._joined(arrays, count) if self._parts else self._whole(arrays, count)
         taken = [i for i, x in enumerate(block_ids) if x != IN_USE]
         index = [block_ids[i] for i in taken]
         for tensor, content in zip(self._tensors, contents, strict=True):
@@ -129,17 +127,12 @@ class RecurrentLayers:
             target = tensor[:, : rows.shape[1]] if tensor.ndim == 2 else tensor
             target.index_copy_(0, _index(index, tensor), rows)
 
-    def _are_whole(self, arrays: Arrays, count: int) -> bool:
-        """True if the arrays are whole blocks.
-
-        Although the parts are known here, an older release may have saved whole blocks. Raises
-        ``Corrupt`` if the parts are unknown and the arrays are not whole blocks.
-        """
+    def _whole(self, arrays: Arrays, count: int) -> list[np.ndarray]:
+        """Return the contents of whole blocks, one array for each layer."""
         wanted = [((count, *x.shape[1:]), _BITS[x.element_size()][1]) for x in self._tensors]
-        found = [(x.array.shape, x.array.dtype.name) for x in arrays]
-        if not self._parts and found != wanted:
+        if [(x.array.shape, x.array.dtype.name) for x in arrays] != wanted:
             raise Corrupt(OTHER_STATE)
-        return found == wanted
+        return [x.array for x in arrays]
 
     def _joined(self, arrays: Arrays, count: int) -> list[np.ndarray]:
         """Join the arrays of all parts into the blocks' bytes, (count, nbytes) for each layer."""
@@ -186,11 +179,10 @@ class WindowLayers:
     def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
         cache = self._cache
         empty = cache.layout.empty(len(block_ids) * cache.block_tokens)
-        like = [x for pair in empty for x in pair]
-        # Arrays without the first axis come from a release that did not pack windows.
-        rows = [x.array[0] if x.array.ndim == 4 and len(x.array) == 1 else x.array for x in arrays]
-        if [(x.shape, x.dtype) for x in rows] != [(x.shape, x.dtype) for x in like]:
+        wanted = [((1, *x.shape), x.dtype) for pair in empty for x in pair]
+        if [(x.array.shape, x.array.dtype) for x in arrays] != wanted:
             raise Corrupt(OTHER_STATE)
+        rows = [x.array[0] for x in arrays]
         run = list(zip(rows[::2], rows[1::2], strict=True))
         for i, block in enumerate(block_ids):
             if block != IN_USE:

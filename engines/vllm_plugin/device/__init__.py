@@ -7,5 +7,5 @@
    direction on a ``copy_stream`` of its own. ``kv_views`` gives kernels the addresses of K and V,
    ``accelerator`` gives pinned memory and keeps the order.
 4. A ``staging_layout`` defines the contents of that memory: of raw rows, or a ``packed_layout``
-   with one of the ``segment_layouts``. ``kernels`` fill and read it.
+   with one of the ``payload_layouts``. ``kernels`` fill and read it.
 """

@@ -14,7 +14,7 @@ from engines.vllm_plugin.device.staging_layout import StagingLayout, TokenRun
 from kvstore.blobs.chain import Piece
 from kvstore.store.cold_store import ColdStore
 
-MOST_TOKENS: Final = 512  # of a batch, as of a page of ``segment_layouts.Angles``
+MOST_TOKENS: Final = 512  # of a batch, as of a page of ``payload_layouts.Angles``
 MOST_BYTES: Final = 8 << 20
 
 

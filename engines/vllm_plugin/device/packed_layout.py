@@ -1,12 +1,12 @@
 """Packed rows in a staging region, and the choice of a blob's layout: packed, else raw.
 
-    region of a session's first chunk: rows of the first tokens as in ``RawStagingLayout`` | segment
-    region of any other chunk: segment
+    region of a first chunk: rows of the first tokens as in ``RawStagingLayout`` | the rest
+    region of any other chunk: the codec's payload
 
 The first tokens are kept in 16 bits under every codec and have a part of their own in the payload
 (``kvstore.codecs.rows.sinks``). The codec's kernels write the other one. A blob is packed if its
 codec has kernels. The raw layout is also that of the first chunk of a model whose tokens are so
-small that their first ones have no segment of their own.
+small that their first ones have no part of their own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from engines.vllm_plugin.device.accelerator import rounded_up
 from engines.vllm_plugin.device.kernels.triton_rows import TritonRows
 from engines.vllm_plugin.device.kv_views import KVViewGroup
-from engines.vllm_plugin.device.segment_layouts import (
-    RateSegmentLayout,
-    RowSegmentLayout,
+from engines.vllm_plugin.device.payload_layouts import (
+    RatePayloadLayout,
+    RowPayloadLayout,
     group_rates,
 )
 from engines.vllm_plugin.device.staging_layout import (
@@ -45,8 +45,8 @@ from kvstore.errors import Mismatch
 from kvstore.tiers.base import Blob
 
 
-class SegmentLayout(Protocol):
-    """The payload of a segment in its part of a region; thread-safe, without state.
+class PayloadLayout(Protocol):
+    """The payload that a codec makes, in its part of a region; thread-safe, without state.
 
     ``staged`` as in ``StagingLayout``.
     """
@@ -83,29 +83,29 @@ class PackedLayout:
 
     takes_many = True
 
-    def __init__(self, segment: SegmentLayout, packer: Packer, codec: Codec) -> None:
-        self._segment = segment
+    def __init__(self, payload: PayloadLayout, packer: Packer, codec: Codec) -> None:
+        self._payload = payload
         self._packer = packer
         self._codec = codec
-        self.nbytes = segment.nbytes
-        self.read = segment.read
-        self.rescue = segment.rescue
-        self.write = segment.write
-        self.write_kept = segment.write_kept
+        self.nbytes = payload.nbytes
+        self.read = payload.read
+        self.rescue = payload.rescue
+        self.write = payload.write
+        self.write_kept = payload.write_kept
 
     def seal(self, piece: Piece, staged: np.ndarray, rescued: bytes) -> Blob:
-        payload = self._segment.payload_of(staged, rescued)
+        payload = self._payload.payload_of(staged, rescued)
         return self._packer.seal_rows(piece, payload, self._codec)
 
     def open(self, blob: AnyBlob, piece: Piece, staged: np.ndarray) -> list[KeptRows]:
-        return self._segment.stage(opened(self._packer, blob, piece, self._codec), staged)
+        return self._payload.stage(opened(self._packer, blob, piece, self._codec), staged)
 
 
 class FirstChunkLayout:
     """Implements ``StagingLayout`` for the first chunk of a session.
 
     Args:
-        segment: of the tokens from ``NUM_SINKS`` on.
+        rest: of the tokens from ``NUM_SINKS`` on.
     """
 
     takes_many = False
@@ -113,39 +113,39 @@ class FirstChunkLayout:
     def __init__(
         self,
         head: RawStagingLayout,
-        segment: SegmentLayout,
+        rest: PayloadLayout,
         packer: Packer,
         codec: Codec,
     ) -> None:
         self._head = head
-        self._segment = segment
+        self._rest = rest
         self._packer = packer
         self._thin = sinks.ThinRows(packer.layout)
         self._codec = codec
         self._head_end: Final = rounded_up(head.nbytes)
-        self.nbytes = self._head_end + segment.nbytes
-        self.write_kept = segment.write_kept
+        self.nbytes = self._head_end + rest.nbytes
+        self.write_kept = rest.write_kept
 
     def read(self, run: TokenRun, staged: Tensor) -> None:
         self._head.read(run, staged[:, : self._head.nbytes])
-        self._segment.read(run, staged[:, self._head_end :])
+        self._rest.read(run, staged[:, self._head_end :])
 
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
-        return self._segment.rescue(block_ids, staged[self._head_end :])
+        return self._rest.rescue(block_ids, staged[self._head_end :])
 
     def seal(self, piece: Piece, staged: np.ndarray, rescued: bytes) -> Blob:
         thin = self._thin.encode(self._head.rows(staged))
-        rest = memoryview(self._segment.payload_of(staged[self._head_end :], rescued))
+        rest = memoryview(self._rest.payload_of(staged[self._head_end :], rescued))
         return self._packer.seal_rows(piece, sinks.join(thin, rest), self._codec)
 
     def open(self, blob: AnyBlob, piece: Piece, staged: np.ndarray) -> list[KeptRows]:
         thin, rest = sinks.split(opened(self._packer, blob, piece, self._codec))
         self._thin.decode(thin, NUM_SINKS, self._head.rows(staged))
-        return self._segment.stage(rest, staged[self._head_end :])
+        return self._rest.stage(rest, staged[self._head_end :])
 
     def write(self, run: TokenRun, staged: Tensor) -> None:
         self._head.write(run, staged[:, : self._head.nbytes])
-        self._segment.write(run, staged[:, self._head_end :])
+        self._rest.write(run, staged[:, self._head_end :])
 
 
 def opened(packer: Packer, blob: AnyBlob, piece: Piece, codec: Codec) -> memoryview:
@@ -187,24 +187,24 @@ class StagingLayouts:
         return RawStagingLayout(self._groups, self._packer, num_tokens)
 
     def _new_packed(self, num_tokens: int) -> StagingLayout:
-        segment = self._segment(num_tokens, skipped=0)
-        return PackedLayout(segment, self._packer, self._codec)
+        payload = self._payload(num_tokens, skipped=0)
+        return PackedLayout(payload, self._packer, self._codec)
 
     def _new_first(self, num_tokens: int) -> StagingLayout:
         head = self._new_raw(NUM_SINKS)
-        segment = self._segment(num_tokens - NUM_SINKS, skipped=NUM_SINKS)
-        return FirstChunkLayout(head, segment, self._packer, self._codec)
+        rest = self._payload(num_tokens - NUM_SINKS, skipped=NUM_SINKS)
+        return FirstChunkLayout(head, rest, self._packer, self._codec)
 
-    def _segment(self, num_tokens: int, skipped: int) -> SegmentLayout:
+    def _payload(self, num_tokens: int, skipped: int) -> PayloadLayout:
         layout = self._packer.layout
         if self._rates is not None:
             rates = plan_rates(self._pipelines, layout, num_tokens, NUM_SINKS)
-            return RateSegmentLayout(self._rates, layout, rates, skipped)
+            return RatePayloadLayout(self._rates, layout, rates, skipped)
         codec = self._codec
         assert isinstance(codec, RowCodec)
         assert self._kernels is not None
         rows = plan_payload(codec.rows, layout, num_tokens, NUM_SINKS)
-        return RowSegmentLayout(self._groups, self._kernels, codec, rows, skipped)
+        return RowPayloadLayout(self._groups, self._kernels, codec, rows, skipped)
 
 
 def kernels_for(

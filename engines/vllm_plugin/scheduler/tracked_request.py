@@ -7,9 +7,8 @@ one are computed again in every turn, together with the new message.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from engines.http import COLD_SOURCES, CacheOutcome, CacheSource
 from engines.vllm_plugin.groups import DENSE, Groups
@@ -18,26 +17,6 @@ from engines.vllm_plugin.messages import Staged
 from engines.wire import RequestProgress
 from kvstore.chunk_size import chunk_of_blocks
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
-
-
-class Feature(Protocol):
-    """An image or the like in a prompt: the fields of vLLM's class that are read here."""
-
-    @property
-    def mm_position(self) -> Any: ...
-
-
-class Tokens(Protocol):
-    """The fields of ``vllm.v1.request.Request`` that determine the KV of its tokens."""
-
-    @property
-    def all_token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def mm_features(self) -> Sequence[Feature]: ...
-
-    @property
-    def prompt_embeds(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -79,11 +58,15 @@ class TokenBlocks:
         """The ids of the tokens of the first blocks, in the form of records; b"" if none are kept.
 
         None are kept either if the blocks' hashes depend on more than ids and the gateway's salt,
-        because readers could not see that.
+        such as images, because readers could not see that.
         """
-        if not (self.keeps_ids and num_full) or has_own_salt(request):
+        end = num_full * self.block_tokens
+        has_more = request.prompt_embeds is not None or has_own_salt(request)
+        if not self.keeps_ids or has_more:
             return b""
-        ids = ids_between(request, 0, num_full * self.block_tokens)
+        if any(x.mm_position.offset < end for x in request.mm_features):
+            return b""
+        ids = request.all_token_ids[:end]
         return struct.pack(f"<{len(ids)}I", *ids)
 
 
@@ -92,19 +75,6 @@ def num_final_tokens(request: Any) -> int:
     computed: int = request.num_computed_tokens - request.num_in_flight_tokens
     known: int = request.num_tokens
     return min(computed, known)
-
-
-def ids_between(request: Tokens, first: int, last: int) -> tuple[int, ...]:
-    """The ids of the tokens ``first`` to ``last``; () if their KV depends on more than ids.
-
-    The hash of the block before them covers everything before them, including the salt.
-    """
-    if request.prompt_embeds is not None or any(
-        x.mm_position.offset < last and first < x.mm_position.offset + x.mm_position.length
-        for x in request.mm_features
-    ):
-        return ()
-    return tuple(request.all_token_ids[first:last])
 
 
 @dataclass

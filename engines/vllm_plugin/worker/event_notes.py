@@ -11,7 +11,6 @@ from typing import Final
 from kvstore.blobs.chain import joined, split
 
 HASH_BYTES: Final = 32
-ID_BYTES: Final = 4  # of a token's id, little-endian
 
 
 def written(hashes: list[bytes], ids: bytes, chunk_blocks: int) -> bytes:

@@ -283,13 +283,16 @@ class RankLink:
             if connection is not self._connection:
                 return
             self._staging.put(message.ticket, StagedBlobs(fetched, hashes))
-        end = max(fetched.num_chunks * self._chunk_blocks, message.first_block)
+        end = self._end_block(message, fetched.num_chunks)
         self._send_on(connection, Staged(message.ticket, end, fetched.tier, fetched.reason))
 
     def _match(self, message: Stage | Probe, hashes: Sequence[bytes]) -> Match:
         chain = self._store.maker.of_blocks(hashes, self._block_tokens)
         first = message.first_block // self._chunk_blocks
         return self._store.match(message.session, chain, first)
+
+    def _end_block(self, message: Stage | Probe, num_chunks: int) -> int:
+        return max(num_chunks * self._chunk_blocks, message.first_block)
 
     @property
     def _chunk_blocks(self) -> int:
@@ -299,10 +302,7 @@ class RankLink:
         hashes = split(message.hashes)
         try:
             match = self._match(message, hashes)
-            end, reason = (
-                max(match.num_chunks * self._chunk_blocks, message.first_block),
-                match.reason,
-            )
+            end, reason = self._end_block(message, match.num_chunks), match.reason
         except StoreClosed:
             return
         except Exception:  # top level of this thread: the request continues to wait
@@ -372,7 +372,7 @@ class RankLink:
                 self._store.wait_saved(session, SETTLE_S)  # only a saved session can be pinned
                 self._store.pin(session, isinstance(verb, Pin))
             case Forget(session):
-                # A save that ended later would bring back a part of the session.
+                # A save that ended later would bring the session back.
                 if not self._store.wait_saved(session, FORGET_S):
                     raise TimeoutError("a save of the session does not end")
                 self._store.forget(session)

@@ -89,8 +89,9 @@ class Transfer:
             always=save.waits,
         )
         if not is_begun:
-            with self._lock:
-                self._skipped.add(save.job)
+            if not save.waits:  # else it was refused for another reason, and would be again
+                with self._lock:
+                    self._skipped.add(save.job)
             on_ended(save, False)
 
     def _release(self, job: int) -> None:

@@ -223,13 +223,3 @@ def test_a_recurrent_state_alone_comes_back():
     assert rank.load(0, 24, [61]) == (set(), set())
     assert bits(rank.tensors, [61]) == state
     rank.close()
-
-
-def test_a_state_of_before_its_parts_were_known_is_taken():
-    tensors = [torch.randint(0, 255, (64, PAGE), dtype=torch.uint8)]
-    whole = RecurrentLayers(tensors).read([7])
-    layers = RecurrentLayers(tensors, [CONV, MATRIX])
-    layers.write([9], whole)
-    assert torch.equal(tensors[0][9], tensors[0][7])
-    with pytest.raises(Corrupt):
-        layers.write([9], [*whole, *whole])

@@ -200,7 +200,7 @@ def unpack_kernel(
     start, wanted = _row_starts(
         row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
     )
-    # A scale of zero marks a kept row, which ``row_segment`` writes.
+    # A scale of zero marks a kept row, which ``RowPayloadLayout`` writes.
     write = keep & (wanted & (stored != 0))[:, None]
     tl.store(cache + start[:, None] + d[None, :], value, mask=write)
 

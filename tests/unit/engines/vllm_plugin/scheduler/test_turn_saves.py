@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from kvstore.session import SessionRef
 from tests.block_sessions import BLOCK, tokens_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Bench, Request
+
+
+def image(offset: int) -> Any:
+    return SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=9))
 
 
 def test_a_turns_full_blocks_are_held_until_every_rank_has_them(bench):
@@ -57,6 +68,22 @@ def test_vllms_own_session_id_will_do(bench):
     )
     bench.tracker.finished(request, [list(range(10))])
     assert bench.tracker.take_step([]).saves[0].session == SessionRef("", "theirs", b"ab")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, True),
+        ({"prompt_embeds": object()}, False),
+        ({"mm_features": [image(8 * BLOCK - 1)]}, False),
+        ({"mm_features": [image(8 * BLOCK)]}, True),
+    ],
+)
+def test_ids_are_saved_where_they_say_all_of_the_kv(fields, kept):
+    blocks = TokenBlocks(BLOCK, keeps_ids=True)
+    found = blocks.computed_ids(Request(PROMPT, **fields), 8)
+    assert found == (struct.pack(f"<{8 * BLOCK}I", *PROMPT[: 8 * BLOCK]) if kept else b"")
+    assert TokenBlocks(BLOCK).computed_ids(Request(PROMPT), 8) == b""
 
 
 def ran(bench: Bench, name: str, tokens: list[int]) -> list[int]:

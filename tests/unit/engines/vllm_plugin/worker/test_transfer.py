@@ -271,6 +271,16 @@ def test_a_save_that_no_tier_takes_is_reported_as_failed():
     rank.close()
 
 
+def test_a_save_that_a_store_always_refuses_is_not_made_up_for_again_and_again(rank):
+    rank.store.close()
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
+    rank.transfer.save(Save(2, ref(), CHAIN, IDS, waits=True), rank.on_ended)
+    assert rank.ended == [(1, False), (2, False)]
+    assert rank.transfer.take_acks() == {1: 1, 2: 1}
+    assert rank.transfer.take_skipped([1, 2]) == {1}
+    assert rank.transfer.is_settled
+
+
 def test_who_waits_for_a_save_waits_for_this_sessions_only(rank):
     gate, _ = rank.hold_reads()
     rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)

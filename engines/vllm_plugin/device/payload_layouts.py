@@ -1,4 +1,4 @@
-"""The payload of a packed segment in a staging region, of rotated rows or a calibrated fixed rate.
+"""A codec's payload in a staging region, of rotated rows or a calibrated fixed rate.
 
     region of a fixed rate: gains and planes as in a payload without kept rows | a bit for each row
 
@@ -78,12 +78,12 @@ class Angles:
         return sent(torch.from_numpy(tables), self._device)
 
 
-class RowSegmentLayout:
-    """Implements ``SegmentLayout``: a payload of rotated rows without its kept rows.
+class RowPayloadLayout:
+    """Implements ``PayloadLayout``: a payload of rotated rows without its kept rows.
 
     Args:
-        plan: of the segment, which has no first tokens of a session.
-        skipped: tokens of the blob before the segment.
+        plan: of the payload, which has no first tokens of a session.
+        skipped: tokens of the blob before the payload's.
     """
 
     def __init__(
@@ -189,13 +189,13 @@ def _first_units(pipeline: RatePipeline, group: KVViewGroup) -> list[int]:
     return [firsts[number] for number in group.side_numbers]
 
 
-class RateSegmentLayout:
-    """Implements ``SegmentLayout``.
+class RatePayloadLayout:
+    """Implements ``PayloadLayout``.
 
     Args:
         layout: of the rows of the engine.
-        plan: of the segment, which has no first tokens of a session.
-        skipped: tokens of the blob before the segment.
+        plan: of the payload, which has no first tokens of a session.
+        skipped: tokens of the blob before the payload's.
     """
 
     def __init__(
