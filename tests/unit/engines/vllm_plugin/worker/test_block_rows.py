@@ -107,7 +107,7 @@ class Rank:
         states: dict[int, list[int]] | None = None,
     ) -> None:
         self.begin(Save(1, ref(), list(chain), list(ids[: len(chain)]), states or {}))
-        assert self.store.flush(20)
+        assert self.store.flush(120)  # the first one may compile loops
 
     def begin(self, save: Save) -> None:
         self.transfer.save(save, lambda save, kept: self.ended.append((save.job, kept)))
