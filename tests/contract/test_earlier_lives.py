@@ -119,6 +119,7 @@ def test_one_that_was_forgotten_before_the_end_stays_forgotten(
     assert store.record(ref("a")) is None
     until(lambda: store.record(ref("b")) is not None)
     assert store.record(ref("a")) is None
+    until(lambda: not (tmp_path / "redis-deletions").read_bytes())
     assert rig.back(store, ref("a"), [*history(100, 0), *history(20, 9)]).num_tokens == 0
     assert store.forget(ref("b"))
     until(lambda: not (tmp_path / "redis-deletions").read_bytes())

@@ -36,7 +36,8 @@ def hot(
     saved.set_result(True)
     ref = SessionRef(tenant, name, tenant.encode())
     kept = filled(len(tokens)) if caches is None else caches
-    return HotSession(ref, np.array(tokens, np.int32), kept, 100, saved=saved)
+    ids = np.array(tokens, np.int32)
+    return HotSession(ref, kept, len(tokens), ids, nbytes=100, saved=saved)
 
 
 class Clock:

@@ -58,7 +58,8 @@ def test_demote_waits_until_the_blocks_are_handed_over(engine):
 
 
 def test_demote_says_that_a_save_is_still_under_way(engine, monkeypatch):
-    monkeypatch.setattr(verbs, "SETTLE_S", 0.05)
+    for waiting in (verbs, rank):
+        monkeypatch.setattr(waiting, "SETTLE_S", 0.05)
     engine.save()
     engine.hot.begin(ref())
     engine.pool.fill(CHAIN)
@@ -66,11 +67,11 @@ def test_demote_says_that_a_save_is_still_under_way(engine, monkeypatch):
     engine.hot.end(ref(), CHAIN)
     assert engine.done(Demote(ref())).kept == "saving"  # not handed over to the ranks yet
     engine.hot.count_save(ref(), -1)
-    engine.endless = "s"  # the ranks have it, and have not packed it yet
+    go_on = engine.begin_save()  # the ranks have it, and have not packed it yet
     done = engine.done(Demote(ref()))
     assert (done.kept, done.report.hot) == ("saving", True)
-    engine.endless = ""
-    assert engine.done(Demote(ref())).kept == ""
+    go_on.set()
+    until(lambda: engine.done(Demote(ref())).kept == "")
 
 
 def test_demote_moves_it_down_on_every_rank(engine):

@@ -105,7 +105,7 @@ def test_the_gateway_hears_of_a_session_that_was_evicted(bench: Bench) -> None:
         bench.store.expire()
     heard = bench.hear()
     assert isinstance(heard, Notice)
-    assert (heard.cause, heard.session.id) == ("lost", "first")
+    assert (heard.cause, heard.session.id) == ("lost", "second")  # the first one is kept
     assert (heard.session.hot, heard.session.tier) == (False, None)
 
 
