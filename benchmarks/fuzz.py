@@ -32,7 +32,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.fuzz_codecs import LAYOUT, Target, codec_targets
+from benchmarks.fuzz_codecs import (
+    CHUNK,
+    LAYOUT,
+    MODEL,
+    Target,
+    codec_targets,
+    with_right_checksum,
+)
 from benchmarks.stacks.product_stack import write_json
 from engines.vllm_plugin import messages as vllm_messages
 from engines.wire import (
@@ -48,6 +55,9 @@ from engines.wire import (
     read_from_engine,
     read_request,
 )
+from kvstore.blobs.chain import NAME_BYTES, ChainKeys
+from kvstore.blobs.packer import Packer
+from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Unusable
 from kvstore.ledger.record import PAGE_CHUNKS, Records, SessionRecord
@@ -244,7 +254,7 @@ def main() -> None:
         }
         for name, run in runs.items():  # a process that ends by a signal ends this one, too
             found = run.result()
-            results[name] = asdict(found)
+            results[name] = {**asdict(found), "outcomes": dict(found.outcomes)}
             print(*found.defects, sep="\n", end="\n" if found.defects else "", file=sys.stderr)
             cost = f"{found.most_bytes >> 10} KiB, {1000 * found.most_cpu_s:.1f} ms"
             print(f"{name}: {found.outcomes.total()} mutations, {cost}", flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,26 +13,24 @@ import numpy as np
 import thermocline
 from benchmarks.forging import forged_rows, forged_state, mutated
 from kvstore.blobs import format as blobs
-from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.chain import Piece
 from kvstore.blobs.packer import Packer
-from kvstore.blobs.segments import Segment
-from kvstore.blobs.snapshot import (
+from kvstore.blobs.state_packer import pack_matrices, unpack_matrices
+from kvstore.blobs.state_tree import (
     MatrixArray,
     StateArray,
     StateTree,
-    WindowArray,
     decode_state,
     encode_state,
 )
-from kvstore.blobs.state_packer import StatePacker
-from kvstore.codecs.base import Codec
+from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.catalogue import STATES
 from kvstore.codecs.names import CODECS, LEARNABLE
 from kvstore.codecs.presets import codec_by_name, open_codec
-from kvstore.codecs.session_codec import AnyMatrixCodec, SessionCodec
+from kvstore.codecs.session_codec import AnyMatrixCodec
 from kvstore.codecs.states import dealt_codec, matrix_codec
 from kvstore.errors import Corrupt, Mismatch, Unusable
-from kvstore.shapes import KVLayer, KVLayout, slice_tokens
+from kvstore.shapes import KVLayer, KVLayout, StoredModel
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile, model_run
 from thermocline.method import SIDES, Method
 
@@ -41,7 +39,8 @@ Change: TypeAlias = Callable[[random.Random, bytes, bytes], bytes]
 
 LAYOUT = KVLayout("bfloat16", (KVLayer(1, 32, 32),) * 2)
 CHUNK = 16
-KEY = b"c" + bytes(range(32))
+PIECES = tuple(Piece(b"c" + bytes(range(32)), first, CHUNK) for first in (0, CHUNK))
+MODEL = StoredModel("model", "fingerprint", LAYOUT)
 MENDED = ", checksum mended"
 # Parameters with which payloads are shortest, or have more parts.
 VARIANTS = (
@@ -114,37 +113,33 @@ def _dims(layer: KVLayer) -> tuple[int, int]:
 
 
 def blob_target(name: str, is_mended: bool) -> Target:
-    if name != "segments":
-        packer = Packer(codec_by_name(name), LAYOUT, "model")
-        run = model_run(LAYOUT, CHUNK, 3)
-        return _of_blobs(name, is_mended, packer, (bytes(packer.pack_run(KEY, run, 4)),))
+    """Read blobs of a codec, or of a learned one whose header names another that is known."""
+    if not name.startswith("learned"):
+        packer = Packer(codec_by_name(name), MODEL)
+        return _of_blobs(name, is_mended, packer)
     layout, profile = model_layout(), model_profile("bfloat16")
     codecs = [open_codec(x, profile) for x in ("dense3", "max")]
-    packer = Packer(CodecSet.one(codecs[1], tuple(codecs)), layout, "model")
-    return _of_blobs(name, is_mended, packer, tuple(_segmented(packer, codecs, layout)))
+    packer = Packer(
+        StoreCodecs(codecs[1], readable=tuple(codecs)), StoredModel("model", "fingerprint", layout)
+    )
+    return _of_blobs(name, is_mended, packer)
 
 
-def _segmented(packer: Packer, codecs: list[Codec], layout: KVLayout) -> Iterator[bytes]:
-    """Yield a run as one segment of each codec, and as two of both."""
-    run, half = model_run(layout, CHUNK, 4, 4), CHUNK // 2
-    for codec in codecs:
-        yield bytes(packer.pack_run(KEY, run, 4, codec))
-    both = []
-    for first, codec in zip((0, half), codecs, strict=True):
-        rows = slice_tokens(run, first, first + half)
-        payload = memoryview(codec.encode(rows, layout, 4 + first))
-        both.append(Segment(4 + first, half, codec.id, payload))
-    yield bytes(packer.seal_segments(KEY, both, 4, CHUNK))
-
-
-def _of_blobs(name: str, is_mended: bool, packer: Packer, seeds: tuple[bytes, ...]) -> Target:
-    out = packer.layout.empty(CHUNK)
+def _of_blobs(name: str, is_mended: bool, packer: Packer) -> Target:
+    layout = packer.layout
+    seeds = tuple(
+        bytes(packer.pack_rows(x, model_run(layout, CHUNK, 3, x.first_token), codec))
+        for codec in packer.codecs.known
+        for x in PIECES
+    )
+    out = layout.empty(CHUNK)
 
     def read(data: bytes) -> None:
         data = with_right_checksum(data) if is_mended else data
         header, payload = blobs.parse(data)
-        packer.check_length(blobs.VerifiedBlob(data, header, payload))
-        packer.unpack_run(data, KEY, 4, CHUNK, out)
+        piece = PIECES[header.first_token == CHUNK]
+        packer.check(blobs.VerifiedBlob(data, header, payload), piece)
+        packer.unpack_rows(data, piece, out)
 
     return Target(f"blob {name}{MENDED if is_mended else ''}", seeds, read, (Unusable,))
 
@@ -177,21 +172,13 @@ def state_target(name: str) -> Target:
 
 
 def _packed_state(name: str, matrices: AnyMatrixCodec, changes: tuple[Change, ...]) -> Target:
-    """A state with matrices, one of them of zeros, and the rows of two layers with windows."""
-    windows = codec_by_name("tq4")
-    layout = KVLayout("bfloat16", (KVLayer(1, 32, 32),) * 2)
-    arrays = [x[None] for pair in model_run(layout, CHUNK, 5, 40) for x in pair]
+    """A state with matrices, one of them of zeros."""
     values = np.random.default_rng(6).standard_normal((2, 4, 32), np.float32)
-    tree: StateTree = {
-        "matrices": [MatrixArray("float32", values), MatrixArray("float32", values * 0)],
-        "rows": [WindowArray("bfloat16", x, number) for number, x in enumerate(arrays)],
-    }
-    packer = StatePacker(layout, {windows.id: windows}, [matrices.id])
-    codec = SessionCodec(codec_by_name("tq3"), windows, matrices)
-    seed = encode_state(packer.pack(codec, tree, 40 + CHUNK))
+    tree: StateTree = [MatrixArray("float32", values), MatrixArray("float32", values * 0)]
+    seed = encode_state(pack_matrices(tree, matrices))
 
     def read(data: bytes) -> object:
-        return packer.unpack(decode_state(memoryview(data)))
+        return unpack_matrices(decode_state(memoryview(data)), [matrices.id])
 
     return Target(f"state {name}", (seed,), read, (Unusable,), changes)
 
@@ -201,7 +188,7 @@ def codec_targets() -> dict[str, Callable[[], Target]]:
     found: dict[str, Callable[[], Target]] = {
         f"rows {x}": functools.partial(method_target, x) for x in method_names()
     }
-    for name in ("raw", "tq3", "lm3", "segments"):
+    for name in ("raw", "tq3", "lm3", "learned"):
         for end, is_mended in (("", False), (MENDED, True)):
             found[f"blob {name}{end}"] = functools.partial(blob_target, name, is_mended)
     for name in ("", *STATES):
