@@ -48,9 +48,6 @@ from engines.wire import (
     read_from_engine,
     read_request,
 )
-from kvstore.blobs.chain import NAME_BYTES, ChainKeys
-from kvstore.blobs.packer import Packer
-from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Unusable
 from kvstore.session import SessionRef
