@@ -48,7 +48,7 @@ def test_latents_are_measured_and_packed(kind: str, tmp_path: Path) -> None:
     layout = load_profile(Path(report.profile)).layout
     assert set(layout.layers) == {KEPT[kind]}
     config = StoreConfig(codec="dense3", max_kl=1e9, accept_loss=True)
-    codec = ServedCodecs(config, layout, report.fingerprint, tmp_path).codecs.ram
+    codec = ServedCodecs(config, layout, report.fingerprint, tmp_path).codecs.rows
     loaded = tiny_model(kind)
     run = MlxInstrument(loaded, probe(loaded.model), tmp_path).prefill([*range(64)])
     back = layout.empty(64)

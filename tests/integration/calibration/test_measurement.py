@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -116,7 +117,8 @@ def test_a_whole_session_is_measured(kind: str):
     rows = {row.preset: row for row in measure(instrument, codecs, [case(256)], 128)}
     assert [rows[x].codec_id for x in WHOLE[kind]] == [x.id for x in codecs.values()]
     kls = [rows[x].kl for x in WHOLE[kind]]
-    assert kls[0] == 0 and kls == sorted(kls) and kls[1] > 0
+    assert kls[0] == 0 and min(kls[1:]) > 0
+    assert all(a <= b + 1e-6 for a, b in pairwise(kls))  # below it rounding decides
     bits = [rows[x].bits_per_element for x in WHOLE[kind]]
     assert bits == sorted(bits, reverse=True) and 32 < bits[0] < 34 and bits[-1] < bits[1] < bits[0]
 

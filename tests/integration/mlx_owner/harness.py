@@ -25,6 +25,7 @@ from engines.mlx_worker.generation import (
 )
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.store_opening import store_opener, tiers_of_settings
+from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.store.cold_store import ColdStore
@@ -38,6 +39,11 @@ ANY_CODEC: Mapping[str, Any] = {"accept_loss": True}
 
 def session(name: str, tenant: str = "tenant") -> SessionRef:
     return SessionRef(tenant, name, tenant.encode().ljust(32, b"."))
+
+
+def whole(num_tokens: int) -> int:
+    """Count the tokens of these in full chunks."""
+    return num_tokens // CHUNK_TOKENS * CHUNK_TOKENS
 
 
 def text(start: int, num_tokens: int) -> list[int]:

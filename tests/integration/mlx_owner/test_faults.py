@@ -16,7 +16,7 @@ from engines.mlx_worker.cache.layout import Caches
 from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionRef
 from kvstore.store.restored import Match, Restored
-from tests.integration.mlx_owner.harness import engine, session, surround, text
+from tests.integration.mlx_owner.harness import engine, session, surround, text, whole
 
 pytestmark = pytest.mark.mlx
 
@@ -46,7 +46,7 @@ async def test_a_prefetch_pairs_kv_with_its_own_tokens_though_a_save_comes_in_be
         surround(it, record=record)
         await it.verbs.prefetch(A)
         hot = it.owner.parts.hot_cache.sessions.get((A.tenant, A.id))
-        assert hot.caches[0].offset == len(hot.tokens) == len(history) + 4
+        assert hot.caches[0].offset == hot.num_tokens == whole(len(history) + 4)
         third = await it.turn(longest, A)
     assert third.cache.source == "hot"
     assert third.tokens == expected.tokens
