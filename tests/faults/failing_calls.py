@@ -20,7 +20,7 @@ BUDGET = 64 << 20
 RECORD = b"r" + b"0" * 32
 BLOBS = {b"c%032d" % i: bytes([i + 1]) * 20_000 for i in range(8)}
 FIRST, THEN, LATE = (list(BLOBS.items())[a:b] for a, b in ((0, 3), (3, 6), (6, 8)))
-GONE = FIRST[0][0]  # deleted before the end
+GONE = FIRST[-1][0]  # deleted before the end; no other continues it
 OLD, NEW = b"old" * 2000, b"new" * 2500
 NO_TIER = 3  # exit status: the folder could not be used
 

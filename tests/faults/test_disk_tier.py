@@ -142,7 +142,7 @@ assert len(refused) == 56 - kept
 assert not tier.replace(refused[0], bytes(3_000_000))
 assert tier.stats().errors == 57 - kept and tier.stats().available
 assert tier.get_many(names[:4]) == [b for _, b in blobs[:4]]
-assert tier.delete_many([blobs[19][0]]) == 1
+assert tier.delete_many([blobs[3][0]]) == 1
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 assert tier.put_many(blobs) == 60
 assert tier.get_many(names) == [b for _, b in blobs]
