@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.blobs.chain import Piece
 from kvstore.blobs.packer import Packer
 from kvstore.codecs import floats
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rows.packed_codec import packed_codec
 from kvstore.codecs.rows.packed_layout import PackedArray, PackedLayout
 from kvstore.errors import Corrupt, UnknownCodec
-from kvstore.shapes import DType, KVLayer, KVLayout, KVPair, slice_tokens
+from kvstore.shapes import DType, KVLayer, KVLayout, KVPair, StoredModel, slice_tokens
 
 LAYERS = (KVLayer(2, 64, 64), KVLayer(1, 64, 128))
 DTYPES: list[DType] = ["bfloat16", "float16", "float32"]
@@ -129,24 +130,26 @@ def test_dense3_is_the_same_arithmetic():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_packer_moves_packed_runs_as_it_moves_others(dtype):
-    """Chunks, parts of chunks and tails, the way the store calls them."""
+    """Two chunks, the way the store calls it."""
     plain, layout = layouts(dtype, 3)
-    run = some_run(plain, 48)
+    run = some_run(plain, 64)
     live = packed_run(run, plain, layout, 4, 40)
-    ordinary = Packer(CODECS[3], plain, "f")
-    packer = Packer(packed_codec(CODECS[3], layout), layout, "f")
-    key = b"c" * 33
-    chunk = packer.pack_run(key, slice_tokens(live, 0, 32), 0)
-    assert chunk == ordinary.pack_run(key, slice_tokens(run, 0, 32), 0)
-    tail = packer.pack_run(key, slice_tokens(live, 40, 48), 40)
-    assert tail == ordinary.pack_run(key, slice_tokens(run, 40, 48), 40)
+    ordinary = Packer(CODECS[3], StoredModel("m", "f", plain))
+    packer = Packer(packed_codec(CODECS[3], layout), StoredModel("m", "f", layout))
+    pieces = [Piece(b"c" + bytes([i]) * 32, 32 * i, 32) for i in range(2)]
+    blobs = [packer.pack_rows(x, slice_tokens(live, x.first_token, x.end_token)) for x in pieces]
+    assert blobs == [
+        ordinary.pack_rows(x, slice_tokens(run, x.first_token, x.end_token)) for x in pieces
+    ]
 
-    out, right = layout.empty(28), plain.empty(28)
+    out, right = layout.empty(64), plain.empty(64)
     for one, target in ((packer, out), (ordinary, right)):
-        one.unpack_run(chunk, key, 0, 32, slice_tokens(target, 0, 20))
-        one.unpack_run(tail, key, 40, 8, slice_tokens(target, 20, 28))
+        for blob, x in zip(blobs, pieces, strict=True):
+            one.unpack_rows(blob, x, slice_tokens(target, x.first_token, x.end_token))
     for got, expected in zip(out, right, strict=True):
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_array_equal(np.asarray(a), b)
             assert isinstance(a, PackedArray)
-            assert (a.scales[:, 4:] != 0).all()  # of the tail, too: it was packed when it was saved
+            assert (
+                a.scales[:, 4:] != 0
+            ).all()  # also of rows packed by the save
