@@ -151,7 +151,7 @@ def test_models_can_be_listed_and_looked_up(client, model):
         ({"messages": []}, openai.BadRequestError),
         ({"temperature": 9}, openai.BadRequestError),
         ({"n": 10**9}, openai.BadRequestError),
-        ({"max_tokens": -1}, openai.BadRequestError),
+        ({"max_tokens": -2}, openai.BadRequestError),
         ({"top_logprobs": 3}, openai.BadRequestError),
         ({"messages": [{"role": "user", "content": "word " * 20_000}]}, openai.BadRequestError),
     ],
