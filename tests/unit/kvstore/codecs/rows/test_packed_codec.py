@@ -150,6 +150,4 @@ def test_a_packer_moves_packed_runs_as_it_moves_others(dtype):
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_array_equal(np.asarray(a), b)
             assert isinstance(a, PackedArray)
-            assert (
-                a.scales[:, 4:] != 0
-            ).all()  # also of rows packed by the save
+            assert (a.scales[:, 4:] != 0).all()  # also of rows packed by the save
