@@ -31,7 +31,6 @@ def test_every_blob_has_a_time_to_live(server: RedisServer) -> None:
     with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
         tier.put_many([(b"c-one", b"1"), (b"c-two", b"2")])
         tier.replace(b"r", b"record")
-        tier.replace(b"r-new", b"record", "", b"r")
         assert len(names(client)) == 3
         assert times_to_live(client) <= {int(TTL_S) - 1, int(TTL_S)}
 
