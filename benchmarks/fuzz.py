@@ -163,10 +163,11 @@ class Findings:
 
 def fuzz(target: Target, count: int, seconds: float, seed: int) -> Findings:
     """Change inputs and read them until one of the bounds is met."""
-    chance, until, found = random.Random(seed), time.monotonic() + seconds, Findings()
+    chance, found = random.Random(seed), Findings()
     tracemalloc.start()
     for data in target.seeds:  # makes kernels and tables
         _read(target, data)
+    until = time.monotonic() + seconds
     for _ in range(count):
         if time.monotonic() > until:
             break
