@@ -57,8 +57,8 @@ class Codec(Protocol):
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         """Returns a lower bound, in bytes, of the payloads of so many tokens.
 
-        It is asked about layouts that a forged header claims, so it only computes: whatever the
-        layout is, nothing is built for it.
+        It is asked about layouts that a forged header claims, so it only computes:
+        nothing is built for a layout.
 
         Raises:
             UnknownCodec: there is no payload of such a layout.
