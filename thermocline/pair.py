@@ -1,4 +1,4 @@
-"""A method made of a pair of functions, for whoever has a quantiser and wants the rest.
+"""A method made of a pair of functions: a quantiser and its way back.
 
 payload: of each layer K, then V (num_kv_heads x num_tokens rows each): the first tokens of a
 session in 16 bits | of each array that ``quantise`` returned its values of all other rows, whole
@@ -55,7 +55,7 @@ def simple(
         id: names the arithmetic; the same id has to mean the same bytes.
 
     Raises:
-        ValueError: ``bits`` is not 1 to 16, or the functions do not fit; says what is wanted.
+        ValueError: ``bits`` is not 1 to 16, or the functions do not fit; the message gives the shape.
     """
     for name, function in (("quantise", quantise), ("dequantise", dequantise)):
         if not callable(function):
@@ -140,7 +140,7 @@ class SimpleCodec:
     def quantised(self, rows: np.ndarray) -> list[np.ndarray]:
         """Returns the arrays of ``quantise``: codes as uint16, others in their dtype of floats.
 
-        ``rows``: fp32 (num_rows, dim). Raises ``ValueError``: they are none of what is wanted.
+        ``rows``: fp32 (num_rows, dim). Raises ``ValueError``: there are too few rows, or codes out of range.
         """
         found = self.quantise(self._tensor(rows))
         arrays = [np.asarray(x) for x in (found if isinstance(found, tuple | list) else (found,))]
@@ -201,7 +201,7 @@ class SimpleCodec:
 
 @functools.lru_cache(maxsize=64)
 def _parts_of(codec: SimpleCodec, dim: int) -> tuple[_Part, ...]:
-    """Returns the shapes of what ``quantise`` makes of rows of this width, by asking it once.
+    """Returns the shapes of the arrays that ``quantise`` makes of rows of this width.
 
     Raises ``UnknownCodec``: it does not take them.
     """

@@ -1,4 +1,4 @@
-"""What a client has to know of a server, and what it needs for that."""
+"""A server as its clients see it, and the settings that a client needs."""
 
 from __future__ import annotations
 
