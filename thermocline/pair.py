@@ -55,7 +55,7 @@ def simple(
         id: names the arithmetic; the same id has to mean the same bytes.
 
     Raises:
-        ValueError: ``bits`` is not 1 to 16, or the functions do not fit; the message gives the shape.
+        ValueError: ``bits`` is not 1 to 16, or the functions do not fit.
     """
     for name, function in (("quantise", quantise), ("dequantise", dequantise)):
         if not callable(function):
@@ -140,7 +140,7 @@ class SimpleCodec:
     def quantised(self, rows: np.ndarray) -> list[np.ndarray]:
         """Returns the arrays of ``quantise``: codes as uint16, others in their dtype of floats.
 
-        ``rows``: fp32 (num_rows, dim). Raises ``ValueError``: there are too few rows, or codes out of range.
+        ``rows``: fp32 (num_rows, dim). Raises ``ValueError``: rows are missing, or codes out of range.
         """
         found = self.quantise(self._tensor(rows))
         arrays = [np.asarray(x) for x in (found if isinstance(found, tuple | list) else (found,))]
