@@ -140,7 +140,7 @@ class SimpleCodec:
     def quantised(self, rows: np.ndarray) -> list[np.ndarray]:
         """Returns the arrays of ``quantise``: codes as uint16, others in their dtype of floats.
 
-        ``rows``: fp32 (num_rows, dim). Raises ``ValueError``: rows are missing, or codes out of range.
+        ``rows``: fp32 (num_rows, dim). Raises ``ValueError`` for codes out of range.
         """
         found = self.quantise(self._tensor(rows))
         arrays = [np.asarray(x) for x in (found if isinstance(found, tuple | list) else (found,))]
