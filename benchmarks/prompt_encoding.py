@@ -74,8 +74,9 @@ def row(size: int, vocabulary: Vocabulary) -> str:
 
     messages = chat_of(size, vocabulary)
     first_ms, ids = cpu_ms(lambda: write(messages))
-    text = vocabulary.tokenizer.apply_chat_template(messages, tokenize=False)
-    encode = vocabulary.tokenizer.encode
+    tokenizer: Any = vocabulary.tokenizer
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    encode = tokenizer.encode
     whole_ms = min(cpu_ms(lambda: encode(text, add_special_tokens=False))[0] for _ in range(3))
     later = []
     for turn in range(5):
