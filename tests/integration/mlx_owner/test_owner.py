@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from engines.host.fair_shares import QueueFull
+from engines.host.work_line import QueueFull
 from engines.mlx_worker.generation import ContextTooLong, SequenceSampling
 from tests.integration.mlx_owner.harness import begun, engine, read, session, text
 from tests.integration.tiny_models import KINDS
