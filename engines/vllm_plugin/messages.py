@@ -22,8 +22,6 @@ from kvstore.stats import StoreStats
 from kvstore.tenant_bytes import TenantUse
 
 ID_BYTES: Final = 4  # of a token's id among ``RankRests.ids``, little-endian
-# Runs of blocks in order: the first block of each, and the one after its last.
-BlockRuns: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class RankSession(msgspec.Struct, frozen=True):
@@ -209,18 +207,17 @@ class RankLost(msgspec.Struct, frozen=True, tag="lost"):
 
 
 class RankRests(msgspec.Struct, frozen=True, tag="rests"):
-    """News of the tiers that hold a session's packed blocks on this rank, for readers of KV events.
+    """News of the tiers that hold a session's packed blocks, for readers of KV events; of rank 0.
 
     ``hashes``: those of its blocks, joined; empty if the session is gone. ``ids``: those of their
-    tokens, if they are known. ``ram``, ``storage``: the blocks in memory and in slower tiers.
+    tokens. ``ram``, ``storage``: how many of the first blocks memory and slower tiers hold.
     """
 
-    rank: int
     session: SessionRef
     hashes: bytes = b""
     ids: bytes = b""
-    ram: BlockRuns = ()
-    storage: BlockRuns = ()
+    ram: int = 0
+    storage: int = 0
 
 
 # ---- front <-> hub

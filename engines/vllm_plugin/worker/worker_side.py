@@ -246,12 +246,9 @@ def open_worker_side(
         measuring.prepare(prepared)
     if config.calibrate and (codecs.report.unmeasured or (is_alone and codecs.learns_on)):
         measuring.begin(Wanted(lambda: codecs.report.unmeasured, lambda: codecs.learns_on))
-    resting = (
-        RestingWatch(store, cache.block_tokens, rank, link.send)
-        if wants_events(vllm_config)
-        else None
-    )
-    if resting is not None:
+    resting = None
+    if rank == 0 and wants_events(vllm_config):
+        resting = RestingWatch(store, cache.block_tokens, link.send)
         link.watch(resting)
         resting.begin()
     worker = WorkerSide(transfer, link, store, measuring, resting)
