@@ -247,9 +247,9 @@ FromPeer: TypeAlias = RankHello | Staged | RankAnswer | PeerNews | FrontHello
 Message: TypeAlias = ToRank | FromPeer | ToFront
 
 _encoder = msgspec.msgpack.Encoder()
-_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
-_from_peer: msgspec.msgpack.Decoder[FromPeer] = msgspec.msgpack.Decoder(FromPeer)
-_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+decode_to_rank = msgspec.msgpack.Decoder[ToRank](ToRank).decode
+decode_from_peer = msgspec.msgpack.Decoder[FromPeer](FromPeer).decode
+decode_to_front = msgspec.msgpack.Decoder[ToFront](ToFront).decode
 
 
 def frame(message: Message) -> bytes:
@@ -270,18 +270,6 @@ def pages(answer: RankAnswer) -> Iterator[RankAnswer]:
             first, nbytes = i, 0
         nbytes += size
     yield msgspec.structs.replace(answer, sessions=answer.sessions[first:])
-
-
-def decode_to_rank(body: bytes) -> ToRank:
-    return _to_rank.decode(body)
-
-
-def decode_from_peer(body: bytes) -> FromPeer:
-    return _from_peer.decode(body)
-
-
-def decode_to_front(body: bytes) -> ToFront:
-    return _to_front.decode(body)
 
 
 def receive(connection: socket.socket) -> bytes:
