@@ -308,14 +308,8 @@ def _check(
         outline = outline_of(raw, tenant.salt)
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
-    translated = translated._replace(raw=raw)
-    keywords = left_out(request.held_schemas)
-    num_answers = request.num_choices
-    if isinstance(request, CompletionRequest):
-        num_answers *= len(request.prompts)
-    return CheckedRequest(
-        translated, request.model, named, chain, outline, foreign, keywords, num_answers
-    )
+    found = translated._replace(raw=raw), request.model, named, chain, outline, foreign
+    return CheckedRequest(*found, left_out(request.held_schemas), request.num_answers)
 
 
 def _check_early(operation: Operation, model: ServedModel, asked: Json) -> None:
