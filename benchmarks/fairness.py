@@ -6,7 +6,7 @@
 every five seconds. Each is measured alone first. What the streams said alone and beside the other
 tenant must be the same text (raw, greedy, float32), as far as both got. The rate of both
 together is that of the answers' tokens; and once more with the chats' prompts, of which a token
-counts a quarter, as it does in the shares.
+counts a quarter.
 
 *Shares*: three tenants ask at 100 : 10 : 1, the last one for somewhat more than a third of the
 engine's speed, so that all of them wait. Jain's index of the tokens that each was served.
@@ -29,19 +29,20 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.neighbours import Processes
 from benchmarks.stacks.product_stack import MIB, Stack, prose, write_json
 from benchmarks.stacks.vllm_stack import with_plugin
-from engines.host.fair_shares import PROMPT_TOKEN
 from gateway.keys import generate_key
 
 PLACES = 8
+PROMPT_TOKEN = 0.25  # of a token of an answer, which takes a step of its own
 EVERY_S = 5.0
 CHAT_TOKENS = 8
 OFFERED = {"large": 100, "middle": 10, "small": 1}
 SMALL_PER_S = 0.4  # requests of the smallest tenant; their length follows from its share
 LONGEST = 400  # tokens of one
 WARM_UP_SHARE = 1 / 3  # of the time of the shares: lines fill
-TARGETS = {"ttft_ratio": 5.0, "total_ratio": 0.9, "jain": 0.95}
+TARGETS = {"ttft_ratio": 4.0, "total_ratio": 0.95, "jain": 0.95}
 
 
 @dataclass
@@ -136,20 +137,23 @@ async def chats(tenant: Tenant, seconds: float, name: str) -> tuple[list[float],
     return ttfts, streams
 
 
-async def starvation(busy: Tenant, other: Tenant, seconds: float) -> dict[str, Any]:
+async def starvation(
+    busy: Tenant, other: Tenant, seconds: float, processes: Processes
+) -> dict[str, Any]:
     await chats(other, 1.0, "warm")
     alone, _ = await chats(other, seconds, "alone")
-    rates, texts, prompts = {}, {}, 0.0
+    rates, texts, prompts, cpu_s = {}, {}, 0.0, {}
     beside: list[float] = []
     for phase in ("alone", "beside"):
         async for streams in endless(busy, phase):
-            since = time.perf_counter()
+            since, used_s = time.perf_counter(), processes.cpu_s()["engine"]
             others: list[Stream] = []
             if phase == "beside":
                 beside, others = await chats(other, 2 * seconds, "beside")
             else:
                 await asyncio.sleep(2 * seconds)  # as long, since a token costs more the later
-            until = time.perf_counter()
+            until, used_s = time.perf_counter(), processes.cpu_s()["engine"] - used_s
+            cpu_s[phase] = used_s / (until - since)
             prompts = PROMPT_TOKEN * sum(x.prompt_tokens for x in others) / (until - since)
             for who, sent in (("busy", streams), ("other", others)):
                 number = sum(x.tokens_between(since, until) for x in sent)
@@ -167,6 +171,11 @@ async def starvation(busy: Tenant, other: Tenant, seconds: float) -> dict[str, A
         "tokens_per_s": {name: round(x, 2) for name, x in rates.items()},
         "total_ratio": round(total / rates["busy_alone"], 3),
         "with_prompts_ratio": round((total + prompts) / rates["busy_alone"], 3),
+        # By the engine's processor time, which other programs of the machine disturb less.
+        "engine_cores": {name: round(x, 2) for name, x in cpu_s.items()},
+        "total_ratio_by_cpu": round(
+            total / cpu_s["beside"] / (rates["busy_alone"] / cpu_s["alone"]), 3
+        ),
         "same_text": sum(x[: len(y)] == y[: len(x)] for x, y in pairs),
         "compared_characters": sum(min(len(x), len(y)) for x, y in pairs),
         "streams": PLACES,
@@ -257,7 +266,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             tenants = {name: Tenant(name, keys[name][0], stack, http) for name in names}
             for tenant in tenants.values():
                 await tenant.find_model()
-            found = await starvation(tenants["busy"], tenants["other"], args.seconds)
+            found = await starvation(
+                tenants["busy"], tenants["other"], args.seconds, Processes(stack)
+            )
             result["starvation"] = found
             print(json.dumps(found), flush=True)
             capacity = found["tokens_per_s"]["busy_alone"]

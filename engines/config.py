@@ -47,6 +47,11 @@ class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     args: tuple[str, ...] = ()  # passed on to vLLM as they are
 
 
+# The gateway lets one turn of a tenant with nothing running in beyond ``max_batch``
+# (``scheduler.admission``); the engine has a place for it.
+SPARE_PLACE: Final = 1
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of any engine: its kind, its model, the memory of its live KV, its time limits."""
 

@@ -1,9 +1,9 @@
 """HTTP between clients, gateway and engines: headers, bounded bodies, tokens, clients that leave.
 
 Each header is written and read here. Request headers, which only the gateway may set: three name
-the session, one limits how long the request may wait, and one is the weight of its tenant's share
-of the engine. For vLLM fields of the body name the session. Response headers: where the KV of the
-prompt came from, which is passed on to the client, and the prompt's length.
+the session, and one limits how long the request may wait. For vLLM fields of the body name the
+session. Response headers: where the KV of the prompt came from, which is passed on to the client,
+and the prompt's length.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ TENANT_HEADER: Final = "x-thermocline-tenant"
 SESSION_HEADER: Final = "x-thermocline-session"  # percent-encoded UTF-8
 SALT_HEADER: Final = "x-thermocline-salt"  # hex
 PATIENCE_HEADER: Final = "x-thermocline-patience"  # seconds, see ``patience_from``
-WEIGHT_HEADER: Final = "x-thermocline-weight"  # see ``weight_from``
 CACHE_HEADER: Final = "x-thermocline-cache"  # see ``CacheOutcome``
 PROMPT_HEADER: Final = "x-thermocline-prompt"  # tokens of the prompt; for the gateway only
 
-MAX_WEIGHT: Final = 1_000_000
 CacheSource: TypeAlias = Literal["hot", "cold-ram", "cold-disk", "cold-redis", "miss"]
 # The source that is reported for each tier.
 COLD_SOURCES: Final[Mapping[TierName, CacheSource]] = {
@@ -118,28 +116,6 @@ def patience_from(headers: Mapping[str, str]) -> float | None:
     if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", said):
         raise InvalidRequest(f"The header {PATIENCE_HEADER} is no number of seconds.")
     return float(said)
-
-
-def weight_header(weight: int) -> dict[str, str]:
-    """The request header that names the weight of a tenant's share."""
-    return {WEIGHT_HEADER: str(weight)}
-
-
-def payer_headers(tenant: str, weight: int) -> dict[str, str]:
-    """The request headers that name the caller to an engine, where there is no session."""
-    return {TENANT_HEADER: tenant, **weight_header(weight)}
-
-
-def weight_from(headers: Mapping[str, str]) -> int:
-    """Read what ``weight_header`` wrote; 1 if there is no such header.
-
-    Raises:
-        InvalidRequest: it is no whole number from 1 to a million.
-    """
-    said = headers.get(WEIGHT_HEADER, "1")
-    if not re.fullmatch(r"[0-9]{1,7}", said) or not 1 <= int(said) <= MAX_WEIGHT:
-        raise InvalidRequest(f"The header {WEIGHT_HEADER} is no weight from 1 to {MAX_WEIGHT}.")
-    return int(said)
 
 
 def with_session(body: Mapping[str, object], session: SessionRef) -> dict[str, object]:

@@ -109,8 +109,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     The counters of the store are those of ``kvstore.stats.StoreStats``, but misses are counted per
     turn. The engine's own are ``prompts``, ``prompt_tokens``, ``cached_tokens``,
     ``source.<where the KV came from>``, ``misses.<reason>``, ``turns``, ``failed_turns``,
-    ``generated_tokens``; ``parked``: rows that gave up their place to another tenant's and wait
-    with their KV (mlx); ``sent_back``: rows that had to make room, and wait without (mlx);
+    ``generated_tokens``; ``sent_back``: rows that had to make room in memory, and wait (mlx);
     ``keep_failures``: sessions whose KV could not be kept after a turn, or not be given to the
     store; ``rebuild_failures`` (mlx) and ``loads_failed`` (vLLM): restored KV that could not be
     used and was computed again.

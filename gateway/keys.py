@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engines.base import SessionRef, TierName
-from engines.http import MAX_WEIGHT
 from engines.openai.requests import InvalidRequest
 
 KEY_PREFIX = "tc-"
 ANONYMOUS = "local"
+MAX_WEIGHT = 1_000_000
 WEIGHT = "weight"  # a word of a key's line, beside its limits
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s+[a-z_]+=[0-9]{1,15})*)")
 

@@ -173,6 +173,7 @@ class CheckedRequest(NamedTuple):
     outline: Outline | None  # None: it is no chat
     foreign: Mapping[str, str]  # the client's names of the engine's fields, if they are others
     left_out: Sequence[str]  # keywords of JSON schemas
+    num_answers: int
 
 
 async def accept(request: Request, operation: Operation) -> Response:
@@ -262,6 +263,7 @@ async def _prepared(
         compared,
         client_name(request.headers),
         tenant.weight,
+        asked.num_answers,
         title,
         asked.foreign,
         asked.left_out,
@@ -306,9 +308,8 @@ def _check(
         outline = outline_of(raw, tenant.salt)
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
-    translated = translated._replace(raw=raw)
-    keywords = left_out(request.held_schemas)
-    return CheckedRequest(translated, request.model, named, chain, outline, foreign, keywords)
+    found = translated._replace(raw=raw), request.model, named, chain, outline, foreign
+    return CheckedRequest(*found, left_out(request.held_schemas), request.num_answers)
 
 
 def _check_early(operation: Operation, model: ServedModel, asked: Json) -> None:

@@ -1,12 +1,14 @@
 """Admits turns to the engine: a limited number at once, and none while the machine has no memory.
 
-Every tenant has its own first-in-first-out queue, and a free slot goes to the tenant that holds the
-fewest by its weight. One tenant with a thousand requests therefore delays another's single request
-by one slot, not by a thousand.
+This is the only fair queue: engines serve first come, first served. Every tenant has its own line
+and a *virtual time*: the seconds for which it held places, divided by its weight. A free place goes
+to the tenant whose virtual time is least, counting each place that it holds for as long as turns
+usually last. A tenant with a thousand requests therefore delays another's single request by one
+place, not by a thousand; and one that comes back begins at the least of those that are here, so its
+pause is no credit.
 
-Turns may last for hours, so one tenant's turns could hold all slots and free none. A tenant that
-holds less than its share is then admitted beyond them, up to twice as many in all. Inside the
-engine shares are kept by taking places away again, which cannot be done here.
+Turns may last for hours, so one tenant's turns could hold all places and free none. There is one
+*spare place* beyond them, for a tenant with nothing running. The engine has it too.
 
 If the GPU shares the CPU's memory (GB10), one allocation too many does not fail: the whole machine
 hangs. So the scheduler acts before that, at three marks. Below ``memory_low_bytes`` the longest
@@ -21,15 +23,20 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from scheduler.config import SchedulerConfig
 from scheduler.session import Observer
 
 LOOK_EVERY_S = 0.25  # a burst of turns shares one look
 RETRY_S = 5.0  # sessions need about this long to move to disk
+USUAL_TURN_S: Final = 1.0  # until turns have ended
+NEWEST_TURN: Final = 0.05  # the share of the newest turn in the average
 
 
 class Overloaded(Exception):
@@ -44,129 +51,158 @@ class Draining(Exception):
     """The gateway is shutting down and takes no new turns."""
 
 
-class AdmissionQueue:
-    """``max_running`` slots; up to ``max_waiting`` turns wait for one."""
+class _Waiting(NamedTuple):
+    """A turn in line."""
 
-    def __init__(self, max_running: int, max_waiting: int, max_wait_s: float) -> None:
+    called: asyncio.Future[None]
+    num_places: int
+
+
+@dataclass
+class _TenantShare:
+    """A tenant that runs or waits."""
+
+    weight: int
+    virtual_s: float  # seconds of places held, by weight
+    num_running: int = 0  # places
+    line: deque[_Waiting] = field(default_factory=deque)
+
+
+class AdmissionQueue:
+    """``max_running`` places, and a spare one; up to ``max_waiting`` turns wait for one."""
+
+    def __init__(
+        self,
+        max_running: int,
+        max_waiting: int,
+        max_wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
-        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._running: Counter[str] = Counter()
-        self._weights: dict[str, int] = {}  # of the tenants that run or wait
+        self._clock = clock
+        self._tenants: dict[str, _TenantShare] = {}
+        self._counted_until = clock()
+        self._usual_s = USUAL_TURN_S
         self._closed = False
+        self._num_places = 0  # held
+        self.num_running = 0  # turns
         self.num_waiting = 0
-
-    @property
-    def num_running(self) -> int:
-        """Number of turns that hold a slot."""
-        return self._running.total()
 
     def close(self) -> None:
         """Refuse new turns and waiting ones; running turns may finish."""
         self._closed = True
-        for line in self._lines.values():
-            for slot in line:
-                if not slot.done():
-                    slot.set_exception(Draining("the gateway is shutting down"))
+        for share in self._tenants.values():
+            for waiting in share.line:
+                if not waiting.called.done():
+                    waiting.called.set_exception(Draining("the gateway is shutting down"))
 
     @asynccontextmanager
-    async def slot(self, tenant: str, weight: int = 1) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it; ``weight``: the tenant's share of them, from now on.
+    async def slot(self, tenant: str, weight: int = 1, num_answers: int = 1) -> AsyncIterator[None]:
+        """Wait for a place for each answer, and hold them.
+
+        ``weight``: of the tenant, from now on.
 
         Raises (on entering):
-            Overloaded: the queue is full, or no slot was free in time.
+            Overloaded: the queue is full, or no place was free in time.
             Draining: the gateway is shutting down.
         """
         if self._closed:
             raise Draining("the gateway is shutting down")
-        self._weights[tenant] = max(1, weight)
+        self._count_time()
+        share = self._tenants.get(tenant)
+        if share is None:
+            least = min((x.virtual_s for x in self._tenants.values()), default=0.0)
+            share = self._tenants[tenant] = _TenantShare(weight, least)
+        share.weight = max(1, weight)
+        num_places = min(num_answers, self._max_running)
         try:
-            await self._enter(tenant)
+            await self._enter(share, num_places)
+            began = self._clock()
             try:
                 yield
             finally:
-                self._leave(tenant)
+                self._leave(share, num_places)
+                self._usual_s += NEWEST_TURN * (self._clock() - began - self._usual_s)
         finally:
-            if not self._running[tenant] and tenant not in self._lines:
-                self._running.pop(tenant, None)
-                self._weights.pop(tenant, None)
-            self._call_next()  # a slot may be free, or the shares of others larger
+            if not share.num_running and not share.line:
+                self._tenants.pop(tenant, None)
+            self._call_next()
 
-    async def _enter(self, tenant: str) -> None:
-        free = self.num_running < self._max_running and self.num_waiting == 0
-        if free or (tenant not in self._lines and self._within_share([tenant])):
-            self._running[tenant] += 1
+    def _count_time(self) -> None:
+        now = self._clock()
+        elapsed_s, self._counted_until = now - self._counted_until, now
+        for share in self._tenants.values():
+            share.virtual_s += elapsed_s * share.num_running / share.weight
+
+    async def _enter(self, share: _TenantShare, num_places: int) -> None:
+        is_free = not self.num_waiting and self._num_places + num_places <= self._max_running
+        if is_free or (not share.line and self._may_take_spare(share)):
+            self._take(share, num_places)
             return
-        mine = len(self._lines.get(tenant, ()))
         # A quarter of the line is kept from the tenant that waits most, for the other tenants.
-        if mine >= self._max_waiting - self._max_waiting // 4:
-            raise self._full()
-        if self.num_waiting >= self._max_waiting:
-            raise self._full()
-        await self._wait(tenant)
+        most = self._max_waiting - self._max_waiting // 4
+        if len(share.line) >= most or self.num_waiting >= self._max_waiting:
+            message = f"{self.num_waiting} requests are waiting already"
+            raise Overloaded(message, self._retry_after_s())
+        await self._wait(share, num_places)
 
-    def _within_share(self, tenants: Iterable[str]) -> list[str]:
-        """Return those whose next turn is within their share, whichever tenants hold the slots."""
-        if self.num_running >= 2 * self._max_running:
-            return []
-        total = sum(self._weights.values())
-        shares = {x: self._max_running * self._weights[x] // total for x in tenants}
-        return [x for x, share in shares.items() if self._running[x] < max(1, share)]
+    def _may_take_spare(self, share: _TenantShare) -> bool:
+        return not share.num_running and self._num_places <= self._max_running
 
-    def _full(self) -> Overloaded:
-        return Overloaded(f"{self.num_waiting} requests are waiting already", self._retry_after_s())
+    def _take(self, share: _TenantShare, num_places: int) -> None:
+        self._count_time()
+        share.num_running += num_places
+        self._num_places += num_places
+        self.num_running += 1
 
-    async def _wait(self, tenant: str) -> None:
-        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(tenant, deque()).append(slot)
+    def _leave(self, share: _TenantShare, num_places: int) -> None:
+        self._count_time()
+        share.num_running -= num_places
+        self._num_places -= num_places
+        self.num_running -= 1
+
+    async def _wait(self, share: _TenantShare, num_places: int) -> None:
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), num_places)
+        share.line.append(waiting)
         self.num_waiting += 1
         try:
             async with asyncio.timeout(self._max_wait_s):
-                await slot
+                await waiting.called
         except BaseException as error:
-            self._withdraw(tenant, slot)
+            if waiting in share.line:
+                share.line.remove(waiting)
+                self.num_waiting -= 1
+            else:  # called in the same instant as the cancellation
+                self._leave(share, num_places)
             if isinstance(error, TimeoutError):
                 raise Overloaded(
                     f"no place was free within {self._max_wait_s:g} s", self._retry_after_s()
                 ) from None
             raise
 
-    def _withdraw(self, tenant: str, slot: asyncio.Future[None]) -> None:
-        granted = slot.done() and not slot.cancelled() and slot.exception() is None
-        if granted:  # in the same instant as the cancellation: pass the slot on
-            self._leave(tenant)
-            return
-        self.num_waiting -= 1
-        line = self._lines.get(tenant)
-        if line is not None and slot in line:
-            line.remove(slot)
-            if not line:
-                del self._lines[tenant]
-
-    def _leave(self, tenant: str) -> None:
-        self._running[tenant] -= 1
-
     def _call_next(self) -> None:
-        while called := self._can_be_called():
-            tenant = min(called, key=lambda x: self._running[x] / self._weights[x])
-            line = self._lines[tenant]
-            slot = line.popleft()
-            if line:
-                self._lines.move_to_end(tenant)
-            else:
-                del self._lines[tenant]
-            if slot.done():  # cancelled: its own _withdraw counts it
-                continue
+        self._count_time()
+        while share := self._next():
+            waiting = share.line.popleft()
             self.num_waiting -= 1
-            self._running[tenant] += 1
-            slot.set_result(None)
+            self._take(share, waiting.num_places)
+            if waiting.called.done():  # its task was cancelled, and will give the places back
+                continue
+            waiting.called.set_result(None)
 
-    def _can_be_called(self) -> Iterable[str]:
-        """Return the waiting tenants whose next turn may begin now."""
-        if not self._lines or self.num_running < self._max_running:
-            return self._lines
-        return self._within_share(self._lines)
+    def _next(self) -> _TenantShare | None:
+        """Return the tenant whose first turn in line may begin now."""
+        in_line = sorted((x for x in self._tenants.values() if x.line), key=self._rank)
+        if not in_line:
+            return None
+        if self._num_places + in_line[0].line[0].num_places <= self._max_running:
+            return in_line[0]
+        return next((x for x in in_line if self._may_take_spare(x)), None)
+
+    def _rank(self, share: _TenantShare) -> float:
+        return share.virtual_s + share.num_running * self._usual_s / share.weight
 
     def _retry_after_s(self) -> float:
         return min(30.0, 1.0 + self.num_waiting / self._max_running)

@@ -23,9 +23,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     low_water: Fraction = 0.65
     max_hibernations: Positive = 4  # at once, and as many more when memory is short
     max_prefetches: Positive = 2  # at once
-    # Turns inside the engine, batched or in its own waiting line. If one tenant holds them all,
-    # others get their share beyond them.
-    max_running: Positive = 64
+    # Turns inside the engine, and one more for a tenant with nothing running. 0 = as many as the
+    # engine computes together (``engine.max_batch``), or 64 where it runs elsewhere.
+    max_running: NonNegative = 0
     max_waiting: NonNegative = 256
     max_wait_s: PositiveSeconds = 120.0
     max_sessions: Positive = 100_000  # rows of the table; the longest idle is dropped from it first

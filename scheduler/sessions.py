@@ -39,6 +39,8 @@ from scheduler.session import (
 from scheduler.sweeps import Sweeps
 from scheduler.table import SessionTable
 
+PLACES_ELSEWHERE = 64  # of an engine whose own limit is unknown
+QUESTIONS_AT_ONCE = 4
 # The settings that can change while sessions are served.
 RELOADABLE = ("idle_after_s", "high_water", "low_water", "value_half_life_s")
 
@@ -112,7 +114,9 @@ class SessionManager:
         self._engine = engine
         self._config = config
         self._clock = clock
-        self._admission = AdmissionQueue(config.max_running, config.max_waiting, config.max_wait_s)
+        waits = config.max_waiting, config.max_wait_s
+        self._admission = AdmissionQueue(config.max_running or PLACES_ELSEWHERE, *waits)
+        self._questions = AdmissionQueue(QUESTIONS_AT_ONCE, *waits)
         self.headroom = headroom or Headroom(memory, config, clock=clock, observer=observer)
         self._guards = headroom is None and self.headroom.guards
         self.table = SessionTable(config.max_sessions, clock, observer)
@@ -154,13 +158,17 @@ class SessionManager:
 
     @asynccontextmanager
     async def turn(
-        self, ref: SessionRef, hints: TurnHints | None = None, weight: int = 1
+        self,
+        ref: SessionRef,
+        hints: TurnHints | None = None,
+        weight: int = 1,
+        num_answers: int = 1,
     ) -> AsyncIterator[Turn]:
         """Serve one request of a session.
 
         Args:
             hints: its client's hints about the session.
-            weight: of its tenant's share of the slots.
+            weight: of its tenant's share of the places.
 
         Raises (on entering):
             Overloaded: the waiting line is full, or (MemoryScarce) the machine's memory is.
@@ -169,7 +177,7 @@ class SessionManager:
         came = self._clock()
         try:
             self.headroom.admit()
-            async with self._admission.slot(ref.tenant, weight):
+            async with self._admission.slot(ref.tenant, weight, num_answers):
                 self.headroom.admit()
                 waited_s = self._clock() - came
                 self._observers.turn_waited(waited_s)
@@ -183,6 +191,16 @@ class SessionManager:
             scarce = isinstance(error, MemoryScarce)
             self._observers.decision("refused-memory" if scarce else "refused-full")
             raise
+
+    @asynccontextmanager
+    async def question(self, tenant: str, weight: int = 1) -> AsyncIterator[None]:
+        """Let the engine be asked something that is no turn; few questions run at once.
+
+        Raises as ``turn`` does.
+        """
+        self.headroom.admit()
+        async with self._questions.slot(tenant, weight):
+            yield
 
     def engine_unloaded(self, rests_in: TierName) -> None:
         """Record that the engine has ended on purpose, after it saved all sessions.
@@ -200,6 +218,7 @@ class SessionManager:
     def stop_admitting(self) -> None:
         """Refuse new turns from now on; running ones continue."""
         self._admission.close()
+        self._questions.close()
 
     @property
     def water_marks(self) -> tuple[float, float]:

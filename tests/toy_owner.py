@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from engines.host.fair_shares import QueueFull
+from engines.host.work_line import QueueFull
 from engines.http import CacheOutcome
 from engines.mlx_worker.generation import (
     Event,

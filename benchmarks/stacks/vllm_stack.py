@@ -32,6 +32,7 @@ OURS = (
     "--kv-transfer-config",
     "--middleware",
     "--scheduler-cls",
+    "--long-prefill-token-threshold",
     "--tool-parser-plugin",
     "--uds",
 )  # flags, with a value each

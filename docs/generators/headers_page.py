@@ -87,7 +87,6 @@ PRIVATE = {
     "x-thermocline-tenant",
     "x-thermocline-salt",
     "x-thermocline-patience",
-    "x-thermocline-weight",
     "x-thermocline-prompt",
 }
 NO_HEADERS = {"x-anthropic-billing-header"}

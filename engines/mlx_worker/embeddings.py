@@ -1,12 +1,10 @@
 """Embeddings of the served model: its hidden states, pooled; one text at a time, step by step.
 
-The model runs without its head, on the owner thread. Tenants take turns, see ``fair_shares``. A
-step stands between two rounds of the batches, so answers
-go on meanwhile, and takes no longer than a chunk of a prefill may beside them: a short answer waits
-for several. Its tokens count as those of the tenant's prompts do, and while that tenant is ahead of
-another, the engine is the other's between two steps, for as long as its share is. A text of several
-steps holds KV, which counts in no budget: one that is longer than the longest step begins only when
-no request lacks memory or waits.
+The model runs without its head, on the owner thread. Requests take turns with their texts. A step
+stands between two rounds of the batches, so answers go on meanwhile, and takes no longer than a
+chunk of a prefill may beside them. After a step the engine is theirs for as long as it took. A text
+of several steps holds KV, which counts in no budget: one that is longer than the longest step
+begins only when no request lacks memory or waits.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ import asyncio
 import json
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar
@@ -27,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
-from engines.host.fair_shares import PROMPT_TOKEN, Payer, QueueFull, TenantLine
+from engines.host.work_line import QueueFull, WorkLine
 from engines.mlx_worker.batch.prefill import ChunkSizer
 from engines.mlx_worker.owner import Owner
 from engines.openai.errors import InvalidRequest
@@ -43,9 +40,7 @@ _MODES: dict[str, Pooling] = {
 }
 T = TypeVar("T")
 MAX_WAITING: Final = 64  # requests
-NO_PAYER: Final = Payer()
 LOOK_AGAIN_S: Final = 0.05
-MAX_PAUSE_S: Final = 5.0  # between two steps, however large the others' shares are
 
 
 def cut(vector: Vector, dimensions: int | None) -> Vector:
@@ -178,7 +173,7 @@ class Embedder:
         self._clock = clock
         self._inner = inner_of(owner.loaded.model)
         self._pooling = pooling_of(owner.loaded.path)
-        self._line = TenantLine(MAX_WAITING)
+        self._line = WorkLine(MAX_WAITING)
 
     def check(self) -> None:
         """Raise ``InvalidRequest`` (404) if this model makes no embeddings."""
@@ -186,58 +181,39 @@ class Embedder:
             message = "This model makes no embeddings: its class keeps its hidden states to itself."
             raise InvalidRequest(message, "model", "not_supported", 404)
 
-    async def embed(
-        self, asked: EmbeddingsRequest, texts: Sequence[Sequence[int]], payer: Payer = NO_PAYER
-    ) -> list[Vector]:
+    async def embed(self, asked: EmbeddingsRequest, texts: Sequence[Sequence[int]]) -> list[Vector]:
         """Embed texts; each vector has the length 1.
 
         Raises:
             InvalidRequest: more dimensions than the model has, or far too many values.
             QueueFull: too many wait already, or there is no room for a long text.
         """
-        with self._line.place(payer), self._counted(payer):
-            vectors = []
-            for text in texts:
-                async with self._line.turn(payer, len(text)):
-                    vector, pause_s = await self._of(text, payer)
-                vectors.append(cut(vector, asked.dimensions))
-                check_size(vectors[0], len(texts))
-                await asyncio.sleep(pause_s)
-            return vectors
+        vectors = []
+        for text in texts:
+            async with self._line.turn():
+                vectors.append(cut(await self._of(text), asked.dimensions))
+            check_size(vectors[0], len(texts))
+        return vectors
 
-    @contextmanager
-    def _counted(self, payer: Payer) -> Iterator[None]:
-        """Let what is embedded meanwhile count in the tenant's share of the engine."""
-        owner = self._owner
-        owner.post(lambda: owner.parts.shares.come(*payer))
-        try:
-            yield
-        finally:
-            owner.post(lambda: owner.parts.shares.leave(payer.tenant))
-
-    async def _of(self, text: Sequence[int], payer: Payer) -> tuple[Vector, float]:
-        """Embed a text; return for how many seconds the engine is the others' now, too."""
+    async def _of(self, text: Sequence[int]) -> Vector:
         if len(text) > self._step:
             await self._room_for(len(text))
         states = HiddenStates(self._owner.loaded.model, self._inner, self._pooling)
-        pause_s, first = 0.0, 0
+        first = 0
         while first < len(text):
-            await asyncio.sleep(pause_s)
             part = text[first : first + self._sizes.chunk(busy=True)]
             first += len(part)
-            last = first == len(text)
-            pause_s = await self._on_owner(partial(self._feed, states, part, last, payer))
-        return states.pooled(), pause_s
+            feed = partial(self._feed, states, part, first == len(text))
+            await asyncio.sleep(await self._on_owner(feed))
+        return states.pooled()
 
-    def _feed(self, states: HiddenStates, part: Sequence[int], last: bool, payer: Payer) -> float:
-        """Do a step; return for how many seconds the engine is the others' now."""
+    def _feed(self, states: HiddenStates, part: Sequence[int], last: bool) -> float:
+        """Do a step; return for how many seconds the engine is the answers' now."""
         begin = self._clock()
         states.feed(part, last=last)
         took_s = self._clock() - begin
         self._sizes.took(len(part), took_s)
-        shares = self._owner.parts.shares
-        shares.serve(payer.tenant, len(part) * PROMPT_TOKEN)
-        return min(took_s * shares.owed(payer.tenant), MAX_PAUSE_S)
+        return took_s if self._owner.parts.loop.is_working else 0.0
 
     async def _room_for(self, num_tokens: int) -> None:
         nbytes = self._owner.sequence_bytes(num_tokens)

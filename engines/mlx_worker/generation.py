@@ -49,14 +49,6 @@ class Generation:
     # be trimmed take a copy of their state at the first and the last.
     boundaries: Sequence[int] = ()
     top_logprobs: int | None = None  # None = no logprobs at all
-    # Whose share of the engine it takes, also where it belongs to no session.
-    tenant: str = ""
-    weight: int = 1  # of that share
-
-    @property
-    def payer(self) -> str:
-        """The tenant that it is served to."""
-        return self.session.tenant if self.session else self.tenant
 
 
 @dataclass(frozen=True)

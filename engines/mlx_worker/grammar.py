@@ -3,7 +3,7 @@
 A small schema can keep llguidance busy for minutes and take gigabytes (``multipleOf``, ``allOf``
 with patterns), its own limits notwithstanding. So each grammar is compiled in another process
 first, which ends when it takes too much or its client leaves (``host.grammar_trial``). What passes
-is little work, and compiled here, on a thread. Tenants take turns. What came of a text is
+is little work, and compiled here, on a thread. What came of a text is
 remembered for its tenant, refusals too; for its tenant only, or times would reveal what schemas
 others use.
 
@@ -27,7 +27,6 @@ import numpy as np
 from llguidance import LLMatcher
 from mlx_lm.generate import StopSequences
 
-from engines.host.fair_shares import Payer, QueueFull, TenantLine, to_its_end
 from engines.host.grammar import (
     FREE_MASK_S,
     MAX_MASKS_S,
@@ -40,6 +39,7 @@ from engines.host.grammar import (
 )
 from engines.host.grammar_trial import GrammarTrials
 from engines.host.grammar_trial import Vocabulary as TrialVocabulary
+from engines.host.work_line import QueueFull, WorkLine, to_its_end
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.openai.requests import InvalidRequest
 
@@ -157,12 +157,12 @@ class GrammarCompiler:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._line = TenantLine(MAX_WAITING)
+        self._line = WorkLine(MAX_WAITING)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self.known = _KnownGrammars()
         self.trials = GrammarTrials(partial(_for_trials, vocabulary))
 
-    async def of(self, payer: Payer, wish: GrammarWish) -> Grammar:
+    async def of(self, tenant: str, wish: GrammarWish) -> Grammar:
         """Compile a grammar, or find it among those of the tenant.
 
         Raises:
@@ -170,13 +170,12 @@ class GrammarCompiler:
             QueueFull: too many wait already, or none can be tried out now.
         """
         source = await self._source(wish)
-        key = payer.tenant, hashlib.blake2b(source.text.encode()).digest()
+        key = tenant, hashlib.blake2b(source.text.encode()).digest()
         if known := self.known.find(key):
             return known.of()
-        with self._line.place(payer):
-            async with self._line.turn(payer):
-                known = self.known.find(key) or await self._compiled(source)
-                self.known.add(key, known)
+        async with self._line.turn():
+            known = self.known.find(key) or await self._compiled(source)
+            self.known.add(key, known)
         return known.of()
 
     async def close(self) -> None:

@@ -29,7 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engines.config import WorkerConfig
-from engines.host.fair_shares import Payer, QueueFull
+from engines.host.work_line import QueueFull
 from engines.http import (
     CACHE_HEADER,
     PROMPT_HEADER,
@@ -40,7 +40,6 @@ from engines.http import (
     patience_from,
     read_body,
     session_from,
-    weight_from,
     while_client_stays,
 )
 from engines.mlx_worker.answer.reply import GenerationFailed, ReplyStream, RequestPlan
@@ -165,38 +164,43 @@ class Endpoints:
             await self._grammars.close()
 
     async def chat(self, request: Request) -> Response:
-        asked = await self._parsed(parse_chat, await read_body(request, MAX_BODY_BYTES))
+        body = await read_body(request, MAX_BODY_BYTES)
+        asked = await self._parsed(parse_chat, body)
         self._check_model(asked.model)
         session = session_from(request.headers)
         grammar = None
         if wish := grammar_wanted(asked):
-            compiled = partial(self._grammars.of, _payer_of(request), wish)
+            compiled = partial(self._grammars.of, _tenant_of(request), wish)
             grammar = await while_client_stays(request.receive, compiled)
-        plan = await self._planned(request, lambda: self._planner.chat(asked, session, grammar))
+        size = len(body)
+        plan = await self._planned(
+            request, lambda: self._planner.chat(asked, session, grammar), size
+        )
         form = ChatFormat(self._served, asked)
         return await self._answer(request, asked, plan, form)
 
     async def text(self, request: Request) -> Response:
-        asked = await self._parsed(parse_completion, await read_body(request, MAX_BODY_BYTES))
+        body = await read_body(request, MAX_BODY_BYTES)
+        asked = await self._parsed(parse_completion, body)
         self._check_model(asked.model)
         session = session_from(request.headers)
         plan, echoed = await self._planned(
-            request, lambda: (self._planner.text(asked, session), self._echo(asked))
+            request, lambda: (self._planner.text(asked, session), self._echo(asked)), len(body)
         )
         form = CompletionFormat(self._served, asked, echoed)
         return await self._answer(request, asked, plan, form)
 
     async def tokenize(self, request: Request) -> Response:
-        raw = await self._parsed(parse_json, await read_body(request, MAX_BODY_BYTES))
-        asked = validate_tokenize(raw)
+        body = await read_body(request, MAX_BODY_BYTES)
+        asked = validate_tokenize(await self._parsed(parse_json, body))
         self._check_model(asked.model)
-        return _json(await self._planned(request, lambda: self._tokens.of(asked)))
+        return _json(await self._planned(request, lambda: self._tokens.of(asked), len(body)))
 
     async def detokenize(self, request: Request) -> Response:
-        raw = await self._parsed(parse_json, await read_body(request, MAX_BODY_BYTES))
-        asked = validate_detokenize(raw)
+        body = await read_body(request, MAX_BODY_BYTES)
+        asked = validate_detokenize(await self._parsed(parse_json, body))
         self._check_model(asked.model)
-        return _json(await self._planned(request, lambda: self._tokens.text_of(asked)))
+        return _json(await self._planned(request, lambda: self._tokens.text_of(asked), len(body)))
 
     async def embeddings(self, request: Request) -> Response:
         if self._embedder is None:
@@ -205,12 +209,9 @@ class Endpoints:
         raw = await self._parsed(parse_json, await read_body(request, MAX_BODY_BYTES))
         asked = validate_embeddings(raw)
         self._check_model(asked.model)
-        payer = _payer_of(request)
-        tokens_of = partial(
-            self._planning.tokens_of, payer, asked, self._vocabulary, self._owner.facts
-        )
+        tokens_of = partial(self._planning.tokens_of, asked, self._vocabulary, self._owner.facts)
         texts = await while_client_stays(request.receive, tokens_of)
-        embed = partial(self._embedder.embed, asked, texts, payer)
+        embed = partial(self._embedder.embed, asked, texts)
         vectors = await while_client_stays(request.receive, embed)
         num_tokens = sum(map(len, texts))
         body = await asyncio.to_thread(shown, asked, vectors, num_tokens)
@@ -231,7 +232,6 @@ class Endpoints:
     async def _answer(
         self, request: Request, asked: Body, plan: RequestPlan, form: ReplyFormat
     ) -> Response:
-        plan.serve_to(*_payer_of(request))
         async with AsyncExitStack() as stack:
             reply = await stack.enter_async_context(ReplyStream(self._owner, plan))
             outcome = await _in_time(request, reply)
@@ -243,8 +243,8 @@ class Endpoints:
             whole = await while_client_stays(request.receive, lambda: collected(form, reply))
             return _json(whole, headers=headers)
 
-    async def _planned(self, request: Request, work: Callable[[], T]) -> T:
-        planned = partial(self._planning.do, _payer_of(request), work)
+    async def _planned(self, request: Request, work: Callable[[], T], size: int) -> T:
+        planned = partial(self._planning.do, work, size)
         return await while_client_stays(request.receive, planned)
 
     async def _parsed(self, parse: Callable[[bytes], T], body: bytes) -> T:
@@ -283,8 +283,8 @@ async def _in_time(request: Request, reply: ReplyStream) -> CacheOutcome:
         raise QueueFull("no place in a batch was free in time; try again later") from None
 
 
-def _payer_of(request: Request) -> Payer:
-    return Payer(request.headers.get(TENANT_HEADER, ""), weight_from(request.headers))
+def _tenant_of(request: Request) -> str:
+    return request.headers.get(TENANT_HEADER, "")
 
 
 def _fingerprint(config: WorkerConfig) -> str:

@@ -22,7 +22,7 @@ from typing import Final, TypeAlias, TypeVar
 import mlx.core as mx
 
 from engines.config import EngineConfig
-from engines.host.fair_shares import QueueFull, QueueLimit
+from engines.host.work_line import QueueFull, QueueLimit
 from engines.kv_budget import longest_context, too_little
 from engines.mlx_worker.batch.batch_loop import EngineParts, ThreadContext, assemble
 from engines.mlx_worker.batch.request import Request, split_request
@@ -181,7 +181,7 @@ class Owner:
         if room < 1:
             most, number = self._facts.max_context, len(generation.prompt)
             raise ContextTooLong(context_too_long(most, number, "messages").message)
-        self._limit.enter(generation.payer)
+        self._limit.enter()
         events = EventQueue(
             len(generation.sampling),
             lambda index: self.post(lambda: self.parts.loop.stop(request, index)),

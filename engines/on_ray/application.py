@@ -39,7 +39,7 @@ ENGINE: Final[Mapping[str, Any]] = {
     "enable_prefix_caching": True,
     "enable_prompt_tokens_details": True,
     "prefix_caching_hash_algo": "sha256_cbor",
-    "scheduler_cls": "engines.vllm_plugin.scheduler.fair_scheduler.fair_scheduler",
+    "scheduler_cls": "engines.vllm_plugin.grammar.backend.scheduler",
     "logits_processors": ["engines.vllm_plugin.measuring.model_access:ForcedTokens"],
     "worker_extension_cls": "engines.vllm_plugin.measuring.model_access.ModelView",
 }

@@ -145,6 +145,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         return self.n or 1
 
     @property
+    def num_answers(self) -> int:
+        """The number of answers to all prompts."""
+        return self.num_choices
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -233,12 +238,15 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     def _check_prompt(self) -> None:
         if isinstance(self.prompt, list) and len({type(x) for x in self.prompt}) > 1:
             raise FieldError("prompt", "a prompt is a string, token ids, or a list of either")
-        prompts = self.prompts
-        if len(prompts) * self.num_choices > _MAX_ANSWERS:
+        if self.num_answers > _MAX_ANSWERS:
             raise FieldError("prompt", f"prompts times n must be at most {_MAX_ANSWERS}")
-        for prompt in prompts:
+        for prompt in self.prompts:
             if isinstance(prompt, list) and not all(0 <= x <= _MAX_TOKEN_ID for x in prompt):
                 raise FieldError("prompt", "a token id is negative or too large")
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.num_choices
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -246,19 +246,23 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
-        failed = self._worker.take_failed(results.finished_recving) if self._worker else set()
+        failed = set[str]()
+        if self._worker is not None:
+            failed = self._worker.transfer.take_failed(results.finished_recving)
         # With one group vLLM keeps the blocks before the first bad one. With several groups it
         # accepts no list of bad blocks, so the whole load is reported as failed.
         results.failed_recving = failed if self._groups.states else set()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        bad = self._worker.take_bad_blocks() if self._worker else set()
+        bad = self._worker.transfer.take_bad_blocks() if self._worker else set()
         return set() if self._groups.states else bad
 
     def build_connector_worker_meta(self) -> BlockAcks | None:
-        acks, skipped = self._worker.take_acks() if self._worker else ({}, set())
-        return BlockAcks(acks, skipped) if acks else None
+        acks = self._worker.transfer.take_acks() if self._worker else {}
+        if not acks or self._worker is None:
+            return None
+        return BlockAcks(acks, self._worker.transfer.take_skipped(acks))
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -10,23 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextvars import ContextVar
 from typing import Any, Final, Protocol
 
-from engines.host.fair_shares import Payer
 from engines.http import PARAMS_FIELD
 from kvstore.session import SessionRef
 
-# The payer of the current request, in vLLM's server, where a task of its own serves each request.
-NO_PAYER: Final = Payer()
-PAYER: Final = ContextVar("PAYER", default=NO_PAYER)
 # The request's id contains the answer id. By it the HTTP server finds the answer that a report is
 # about.
 ANSWER_ID_PREFIX: Final = "tcm"
 TICKET_FIELD: Final = "ticket"
 _MARK: Final = re.compile(ANSWER_ID_PREFIX + r"[0-9a-f]{24}")
-# The weight of the tenant's share follows the answer id.
-_WEIGHT: Final = re.compile(ANSWER_ID_PREFIX + r"[0-9a-f]{24}w([0-9]{1,7})")
 
 
 class IncomingRequest(Protocol):
@@ -73,14 +66,3 @@ def answer_id_of(request_id: str) -> str | None:
     """The answer id that the middleware has put into the request's id; None if there is none."""
     found = _MARK.search(request_id)
     return found.group() if found else None
-
-
-def marked_id(answer_id: str, weight: int) -> str:
-    """Make the request id that carries an answer id and a weight."""
-    return f"{answer_id}w{weight}"
-
-
-def weight_of(request_id: str) -> int:
-    """The weight of a request's share of the engine; 1 if its id has none."""
-    found = _WEIGHT.search(request_id)
-    return max(1, int(found[1])) if found else 1

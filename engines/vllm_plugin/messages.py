@@ -22,8 +22,6 @@ from kvstore.stats import StoreStats
 from kvstore.tenant_bytes import TenantUse
 
 ID_BYTES: Final = 4  # of a token's id among ``RankRests.ids``, little-endian
-# Runs of blocks in order: the first block of each, and the one after its last.
-BlockRuns: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class RankSession(msgspec.Struct, frozen=True):
@@ -209,18 +207,17 @@ class RankLost(msgspec.Struct, frozen=True, tag="lost"):
 
 
 class RankRests(msgspec.Struct, frozen=True, tag="rests"):
-    """News of the tiers that hold a session's packed blocks on this rank, for readers of KV events.
+    """News of the tiers that hold a session's packed blocks, for readers of KV events; of rank 0.
 
     ``hashes``: those of its blocks, joined; empty if the session is gone. ``ids``: those of their
-    tokens, if they are known. ``ram``, ``storage``: the blocks in memory and in slower tiers.
+    tokens. ``ram``, ``storage``: how many of the first blocks memory and slower tiers hold.
     """
 
-    rank: int
     session: SessionRef
     hashes: bytes = b""
     ids: bytes = b""
-    ram: BlockRuns = ()
-    storage: BlockRuns = ()
+    ram: int = 0
+    storage: int = 0
 
 
 # ---- front <-> hub
@@ -250,9 +247,9 @@ FromPeer: TypeAlias = RankHello | Staged | RankAnswer | PeerNews | FrontHello
 Message: TypeAlias = ToRank | FromPeer | ToFront
 
 _encoder = msgspec.msgpack.Encoder()
-_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
-_from_peer: msgspec.msgpack.Decoder[FromPeer] = msgspec.msgpack.Decoder(FromPeer)
-_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+decode_to_rank = msgspec.msgpack.Decoder[ToRank](ToRank).decode
+decode_from_peer = msgspec.msgpack.Decoder[FromPeer](FromPeer).decode
+decode_to_front = msgspec.msgpack.Decoder[ToFront](ToFront).decode
 
 
 def frame(message: Message) -> bytes:
@@ -273,18 +270,6 @@ def pages(answer: RankAnswer) -> Iterator[RankAnswer]:
             first, nbytes = i, 0
         nbytes += size
     yield msgspec.structs.replace(answer, sessions=answer.sessions[first:])
-
-
-def decode_to_rank(body: bytes) -> ToRank:
-    return _to_rank.decode(body)
-
-
-def decode_from_peer(body: bytes) -> FromPeer:
-    return _from_peer.decode(body)
-
-
-def decode_to_front(body: bytes) -> ToFront:
-    return _to_front.decode(body)
 
 
 def receive(connection: socket.socket) -> bytes:

@@ -123,7 +123,7 @@ def chat_of(asked: Json, strip_attribution: bool, sight: Sight = BLIND) -> Json:
 async def count_tokens(request: Request) -> Response:
     """Answer with the number of tokens; nothing is computed or kept."""
     model, question = await _question(request)  # what was parsed is gone while the engine works
-    counted = {"input_tokens": await prompt_tokens(request, model.engine, question)}
+    counted = {"input_tokens": await prompt_tokens(request, model, question)}
     return json_response(counted)
 
 

@@ -117,7 +117,7 @@ async def _answer(request: Request) -> tuple[ServedModel, bytes]:
     """Ask the engine. The question is held until the answer is there, and counts for so long."""
     model, question = await _embeddings_question(request)
     limit_s = gateway_of(request).config.request_timeout_s
-    return model, await answer_to(request, model.engine, EMBEDDINGS_PATH, question, limit_s)
+    return model, await answer_to(request, model, EMBEDDINGS_PATH, question, limit_s)
 
 
 async def _embeddings_question(request: Request) -> tuple[ServedModel, bytes]:
@@ -158,7 +158,7 @@ async def detokenize(request: Request) -> Response:
 async def _ask(request: Request, path: str, validate: Callable[[Json, Sight], Any]) -> Response:
     # The parsed body is gone while the engine works.
     model, question = await _question(request, validate)
-    answer = await answer_to(request, model.engine, path, question)
+    answer = await answer_to(request, model, path, question)
     return json_response(answer)
 
 

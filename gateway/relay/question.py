@@ -9,42 +9,45 @@ from typing import Final
 import msgspec
 from starlette.requests import Request
 
-from engines.base import Engine, EngineUnavailable
-from engines.http import payer_headers, while_client_stays
+from engines.base import EngineUnavailable
+from engines.http import TENANT_HEADER, while_client_stays
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import PROMPT_FIELDS, TOKENIZE_PATH, Json
 from engines.wire import TemplateRules
 from gateway.body import fitted, keep_reasoning
 from gateway.context import caller_of
+from gateway.keys import Tenant
+from gateway.models.served_model import ServedModel
 from gateway.relay.passthrough import engine_failure
 
 QUESTION_S: Final = 60.0
 
 
 async def answer_to(
-    request: Request, engine: Engine, path: str, question: bytes, limit_s: float = QUESTION_S
+    request: Request, model: ServedModel, path: str, question: bytes, limit_s: float = QUESTION_S
 ) -> bytes:
-    """POST ``question``, a body of JSON, to an engine; returns the body of its answer.
+    """POST ``question``, a body of JSON, to a model's engine; returns the body of its answer.
 
-    The engine hears who asks, since its tenants take turns, and of a client that leaves.
+    Tenants take turns here, and the engine stops when the client leaves.
 
     Raises:
         InvalidRequest: the engine refused it, with the engine's words.
         EngineUnavailable: there is no engine, or it went away.
         TimeoutError: no answer within ``limit_s``.
+        Overloaded, Draining: too many wait already.
         ClientGone: the client left; the engine has stopped.
     """
-    caller = caller_of(request)
-    headers = {**payer_headers(caller.name, caller.weight), "content-type": "application/json"}
-    ask = partial(_ask, engine, path, question, limit_s, headers)
+    ask = partial(_ask, caller_of(request), model, path, question, limit_s)
     return await while_client_stays(request.receive, ask)
 
 
 async def _ask(
-    engine: Engine, path: str, question: bytes, limit_s: float, headers: dict[str, str]
+    caller: Tenant, model: ServedModel, path: str, question: bytes, limit_s: float
 ) -> bytes:
-    opening = engine.open(path, question, headers)
-    async with asyncio.timeout(limit_s), opening as upstream:
+    headers = {TENANT_HEADER: caller.name, "content-type": "application/json"}
+    place = model.sessions.question(caller.name, caller.weight)
+    opening = model.engine.open(path, question, headers)
+    async with asyncio.timeout(limit_s), place, opening as upstream:
         answer = await upstream.read()
         if upstream.status < 400:
             return answer
@@ -77,14 +80,14 @@ def count_question(rules: TemplateRules, keeps_reasoning: bool, chat: Json) -> b
     return msgspec.json.encode(question)
 
 
-async def prompt_tokens(request: Request, engine: Engine, question: bytes) -> int:
-    """Ask an engine a ``count_question``, for the caller of a request.
+async def prompt_tokens(request: Request, model: ServedModel, question: bytes) -> int:
+    """Ask a model's engine a ``count_question``, for the caller of a request.
 
     Raises:
         InvalidRequest: the engine refused it, or does not count.
         EngineUnavailable: there is no engine, or its count cannot be read.
     """
-    answer = await answer_to(request, engine, TOKENIZE_PATH, question)
+    answer = await answer_to(request, model, TOKENIZE_PATH, question)
     try:
         return msgspec.json.decode(answer, type=_Counted).count
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -18,7 +18,6 @@ from engines.http import (
     SESSION_HEADER,
     ClientGone,
     patience_header,
-    weight_header,
     while_client_stays,
 )
 from engines.openai.foreign_request import renamed
@@ -65,6 +64,7 @@ class TurnRequest(NamedTuple):
     compared: Compared | None = None  # with the request before it in its session
     client: str = ""  # a word for the program that asks
     weight: int = 1  # of its tenant's share
+    num_answers: int = 1
     title: str = ""  # for its session
     foreign: Mapping[str, str] = {}  # the client's names of the engine's fields
     left_out: Sequence[str] = ()  # keywords of JSON schemas
@@ -155,10 +155,10 @@ class TurnResponse(Response):
             "x-request-id": self._request_id,
         }
         sessions = self._model.sessions
-        async with sessions.turn(self._session, asked.hints, asked.weight) as turn:
+        turns = sessions.turn(self._session, asked.hints, asked.weight, asked.num_answers)
+        async with turns as turn:
             self._live.admitted()
-            headers |= patience_header(turn.patience_s) | weight_header(asked.weight)
-            headers |= self._trace.headers()
+            headers |= patience_header(turn.patience_s) | self._trace.headers()
             wait_s = self._gateway.config.engine_wait_s
             opening = engine.open(asked.path, self._body, headers, wait_s)
             self._let_go()

@@ -48,7 +48,7 @@ from launch.settings.effective_settings import (
 from launch.settings.schema import EngineEntry, Settings
 from scheduler.admission import Headroom
 from scheduler.config import SchedulerConfig
-from scheduler.sessions import SessionManager
+from scheduler.sessions import PLACES_ELSEWHERE, SessionManager
 
 log = logging.getLogger("thermocline.launch")
 
@@ -108,7 +108,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             built = _built_engine(own, model, environ, stack)
             sessions = SessionManager(
                 built.engine,
-                _for_replicas(settings.scheduler, built.num_replicas),
+                _limits_of(built, settings.scheduler),
                 salt_of=tenants.salt_of,
                 observer=metrics,
                 memory=machine_memory,
@@ -207,10 +207,14 @@ def _built_engine(
     return replace(built, effective=effective, engine=fleet, num_replicas=len(each))
 
 
-def _for_replicas(config: SchedulerConfig, num_replicas: int) -> SchedulerConfig:
-    """Multiply the limits of one engine by the number of replicas."""
+def _limits_of(built: BuiltEngine, config: SchedulerConfig) -> SchedulerConfig:
+    """Let as many turns run as the engine has places, and multiply its limits by its replicas."""
+    own = built.effective
+    is_ours = own.engine_kind in ("mlx", "vllm")
+    places = own.settings.engine.max_batch if is_ours else PLACES_ELSEWHERE
+    config = msgspec.structs.replace(config, max_running=config.max_running or places)
     each = ("max_running", "max_hibernations", "max_prefetches")
-    more = {name: getattr(config, name) * num_replicas for name in each}
+    more = {name: getattr(config, name) * built.num_replicas for name in each}
     return msgspec.structs.replace(config, **more)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.host.fair_shares import QueueFull
+from engines.host.work_line import QueueFull
 from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.store.restored import Match, Restored
 from tests.integration.mlx_owner.harness import Answer, Engine, engine, session, surround, text

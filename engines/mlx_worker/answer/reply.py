@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from engines.host.fair_shares import QueueFull
+from engines.host.work_line import QueueFull
 from engines.http import CacheOutcome
 from engines.mlx_worker.answer.output_processor import Delta, OutputProcessor, ShownReason
 from engines.mlx_worker.generation import (
@@ -42,10 +42,6 @@ class RequestPlan:
     @property
     def prompt_tokens(self) -> int:
         return sum(len(generation.prompt) for generation in self.generations)
-
-    def serve_to(self, tenant: str, weight: int) -> None:
-        """Note whose share of the engine it takes, and the weight of that share."""
-        self.generations = [replace(x, tenant=tenant, weight=weight) for x in self.generations]
 
 
 class GenerationFailed(Exception):

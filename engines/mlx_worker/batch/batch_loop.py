@@ -11,20 +11,20 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from engines.config import EngineConfig
-from engines.host.fair_shares import PROMPT_TOKEN, FairShares, QueueLimit, length_class
-from engines.mlx_worker.batch.admission import Admission, FairQueue, Line
+import numpy as np
+
+from engines.config import SPARE_PLACE, EngineConfig
+from engines.host.work_line import QueueLimit
+from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batches import (
     Batches,
     LengthBucket,
     MemoryBudget,
     StepOutput,
-    guest_places,
 )
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.prefix_reuse import Post, Prefetches, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request, RunningRequests, Sequence
-from engines.mlx_worker.batch.time_slices import TimeSlices
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.generation import EventBuffer, PrefillProgress
@@ -47,8 +47,6 @@ class BatchLoop:
         budget: MemoryBudget,
         hot_cache: HotCache,
         requests: RunningRequests,
-        slices: TimeSlices,
-        shares: FairShares,
     ) -> None:
         self._admission = admission
         self._prefiller = prefiller
@@ -56,8 +54,6 @@ class BatchLoop:
         self._budget = budget
         self._hot_cache = hot_cache
         self._requests = requests
-        self._slices = slices
-        self._shares = shares
         self._entries = itertools.count()
         self.counters: Counter[str] = Counter()
 
@@ -93,33 +89,40 @@ class BatchLoop:
         """Take a request in; ``tasks`` bring its sequences into a batch."""
         self._requests.begin(request)
         for task in tasks:
-            task.waits_from = self._shares.tokens(request.tenant)
             self._admission.enqueue(task)
 
     # ---- one round of work
 
     def step(self) -> None:
         """Do one round: at most one token per running sequence and one chunk of one prompt."""
-        self._slices.make_way(self._take)
-        self._preempt()
+        self._admission.admit()
+        self._send_back()
         self._decode()
         self._rebucket()
         self._prefill()
 
-    def _preempt(self) -> None:
+    def _send_back(self) -> None:
         """Make room if running sequences have outgrown the budget.
 
-        Idle sessions go first, then the KV of parked rows, then the youngest sequence: one per
-        round at most, and none while a save is about to release memory.
+        Idle sessions go first, then the youngest sequence: it goes back into the line, and its KV
+        becomes an idle session, which sleeps, and is restored or computed again. One per round at
+        most, and none while a save is about to release memory.
         """
         missing = self._budget.missing()
         if missing <= 0 or self._hot_cache.make_room(missing, None) or self._hot_cache.is_saving:
             return
-        if self._slices.release_parked():
-            return
         num_running = len(self._batches)
-        if num_running and num_running + self._prefiller.num_ready > 1:
-            self._slices.send_back(self._slices.youngest(), self._take)
+        if not num_running or num_running + self._prefiller.num_ready < 2:
+            return
+        self.counters["sent_back"] += 1
+        sequence = max(self._batches.sequences, key=lambda x: x.entered)
+        (detached,) = self._batches.detach([sequence])
+        if (output := detached.step()) is not None:
+            self._take(output)
+        if sequence in sequence.request.sequences:  # else that token was its last
+            tokens = np.array(sequence.tokens, np.int32)
+            self._requests.keep(sequence, detached.caches, len(tokens) - 1)
+            self._admission.requeue(PrefillTask(sequence.request, [sequence], tokens))
 
     def _decode(self) -> None:
         """Decode one token for every running sequence."""
@@ -139,10 +142,8 @@ class BatchLoop:
 
     def _prefill(self) -> None:
         """Feed one chunk of one prompt; its sequences join the batch after the last chunk."""
-        ready = [x for x in self._prefiller.ready if x.num_cached < x.target]
-        if ready:
-            first = self._shares.first(x.request.tenant for x in ready)
-            self._feed_chunk(self._prefiller.next([x for x in ready if x.request.tenant == first]))
+        if (task := self._prefiller.next()) is not None:
+            self._feed_chunk(task)
         for task in [x for x in self._prefiller.ready if x.num_cached >= x.target]:
             self._prefiller.remove(task)
             self._join_batch(task)
@@ -169,23 +170,18 @@ class BatchLoop:
             self.fail(request, sequence.guard.fault)
             return
         self.counters["generated_tokens"] += 1
-        sequence.run += 1
-        self._shares.serve(request.tenant, 1)
         self._requests.send(request, output.event())
         if output.finish is not None:
             self._requests.finish(sequence, output.finish, output.caches, output.num_cached)
 
     def _feed_chunk(self, task: PrefillTask) -> None:
         """Feed one chunk; an error in it fails the request."""
-        before = task.num_cached
         try:
             self._prefiller.feed(task, busy=len(self._batches) > 0)
         except Exception as error:  # the model, mlx: anything. Only this prompt is lost.
             logger.exception("a prefill failed")
             self.fail(task.request, error)
             return
-        task.run += task.num_cached - before
-        self._shares.serve(task.request.tenant, (task.num_cached - before) * PROMPT_TOKEN)
         if task.num_cached in task.state_positions:
             state = kv_arrays.state_tree(task.caches)
             task.request.states.append(StateAt(task.num_cached, state))
@@ -195,9 +191,7 @@ class BatchLoop:
         task.request.num_fed = len(task.tokens)  # the first decode step feeds the last one
         copies = [deepcopy(task.caches) for _ in task.sequences[1:]]
         for sequence, caches in zip(task.sequences, [task.caches, *copies], strict=True):
-            # A guest's prompt is a part of its visit.
-            visited = round(task.run * PROMPT_TOKEN) if sequence.is_guest else 0
-            sequence.entered, sequence.run = next(self._entries), visited
+            sequence.entered = next(self._entries)
             self._batches.insert(sequence, caches)
 
     # ---- ends that come from outside
@@ -263,7 +257,6 @@ class EngineParts:
     """The parts that others than the owner thread's loop ask for something."""
 
     loop: BatchLoop
-    slices: TimeSlices
     budget: MemoryBudget
     admission: Admission
     requests: RunningRequests
@@ -271,7 +264,6 @@ class EngineParts:
     batches: Batches
     hot_cache: HotCache
     cold: ColdSessions | None
-    shares: FairShares
 
     @property
     def counters(self) -> dict[str, int]:
@@ -282,7 +274,6 @@ class EngineParts:
             **cold,
             **dict(self.requests.counters),
             **dict(self.loop.counters),
-            **dict(self.slices.counters),
             **dict(self.hot_cache.counters),
         }
 
@@ -304,27 +295,20 @@ def assemble(
     hot_cache = HotCache(hot, cold, thread.notify, nudge=lambda: thread.post(lambda: None))
     state_step = _state_step(plan, cold)
     prefiller = Prefiller(model, config.prefill_step, state_step)
-    batches = Batches(model, config.max_batch + guest_places(config.max_batch), state_step)
-    shares = FairShares()
-    queue: FairQueue[PrefillTask] = FairQueue(
-        lambda x: shares.first(x, budget.places), lambda task: length_class(len(task.tokens))
-    )
-    budget = MemoryBudget(
-        config.hot_bytes, config.max_batch, plan.cost, batches, prefiller, hot, queue.items
-    )
+    # The last place may go to a task of several answers.
+    batches = Batches(model, 2 * config.max_batch, state_step)
+    places = config.max_batch + SPARE_PLACE
+    budget = MemoryBudget(config.hot_bytes, places, plan.cost, batches, prefiller, hot)
     admission = Admission(
         prefixes=PrefixReuse(hot_cache, cold, thread.post),
         prefetches=Prefetches(hot_cache, cold, budget, thread.post),
         prefiller=prefiller,
         budget=budget,
         hot_cache=hot_cache,
-        line=Line(queue, thread.limit),
+        limit=thread.limit,
         events=thread.events,
         clock=thread.clock,
     )
-    requests = RunningRequests(hot_cache, thread.events, thread.notify, shares)
-    slices = TimeSlices(shares, admission, prefiller, batches, budget, hot_cache, requests)
-    loop = BatchLoop(admission, prefiller, batches, budget, hot_cache, requests, slices, shares)
-    return EngineParts(
-        loop, slices, budget, admission, requests, prefiller, batches, hot_cache, cold, shares
-    )
+    requests = RunningRequests(hot_cache, thread.events, thread.notify)
+    loop = BatchLoop(admission, prefiller, batches, budget, hot_cache, requests)
+    return EngineParts(loop, budget, admission, requests, prefiller, batches, hot_cache, cold)

@@ -7,15 +7,14 @@ next. The batch itself (merge, filter, step, stop sequences) is mlx_lm's ``Batch
 ``MemoryBudget`` is the rule of admission: is there memory for one more? Everything that was
 admitted is charged as if it decoded already, in the bucket it will be in: sequences x longest. To
 this are added the bytes that a sequence takes for a moment when it joins or leaves a batch, the KV
-of idle sessions, and the KV of parked sequences. If the sum is over the budget, idle sessions go;
-if that is not enough, the newcomer waits; if running sequences outgrow the budget, one is sent
-back: it goes into the queue, and its KV becomes an idle session like any other.
+of idle sessions. If the sum is over the budget, idle sessions go; if that is not enough, the
+newcomer waits; if running sequences outgrow the budget, the youngest is sent back: it goes into the
+queue, and its KV becomes an idle session like any other.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -268,11 +267,6 @@ class Batches:
             bucket.close()
 
 
-def guest_places(max_sequences: int) -> int:
-    """Return how many sequences may run for a while beyond ``max_sequences``."""
-    return max_sequences // 4
-
-
 class MemoryBudget:
     """Compares the memory in use with the budget; drops nothing itself."""
 
@@ -284,16 +278,13 @@ class MemoryBudget:
         batches: Batches,
         prefiller: Prefiller,
         hot: HotSessions,
-        waiting: Callable[[], Iterable[PrefillTask]],
     ) -> None:
-        """``waiting``: lists the tasks in the line."""
         self.hot_bytes = hot_bytes  # may change while requests run
         self._max_sequences = max_sequences
         self._cost = cost
         self._batches = batches
         self._prefiller = prefiller
         self._hot = hot
-        self._waiting = waiting
 
     @property
     def num_running(self) -> int:
@@ -304,43 +295,20 @@ class MemoryBudget:
         """The bytes that a running sequence of ``num_tokens`` tokens may take."""
         return self._cost.row_bytes(num_tokens)
 
-    def missing_slots(self, num_sequences: int) -> int:
-        """The number of places that so many more sequences lack; 0 or less = there is room."""
-        return self.places.total() - len(self._guests) + num_sequences - self._max_sequences
-
     @property
-    def places_of_residents(self) -> Counter[str]:
-        """The places that tenants hold, by tenant: guests have none."""
-        return self.places - Counter(x.request.tenant for x in self._guests)
-
-    @property
-    def has_guest_place(self) -> bool:
-        """True if one more sequence may run beyond the places."""
-        return len(self._guests) < guest_places(self._max_sequences)
-
-    @property
-    def _guests(self) -> list[Sequence]:
-        waiting = (x for task in self._prefiller.admitted for x in task.sequences)
-        return [x for x in (*self._batches.sequences, *waiting) if x.is_guest]
-
-    @property
-    def places(self) -> Counter[str]:
-        """Sequences that decode, or are on their way to it, by tenant."""
-        places = Counter(x.request.tenant for x in self._batches.sequences)
-        for task in self._prefiller.admitted:
-            places[task.request.tenant] += len(task.sequences)
-        return places
+    def has_place(self) -> bool:
+        """True if one more sequence may run."""
+        waiting = sum(len(task.sequences) for task in self._prefiller.admitted)
+        return self.num_running + waiting < self._max_sequences
 
     def missing_for(self, task: PrefillTask, own: SessionName | None) -> int:
         """Bytes that must be freed before the task may enter.
 
-        The hot KV of its own session, ``own``, and the KV that it was parked with do not count: the
-        task starts from them.
+        The hot KV of its own session, ``own``, does not count: the task starts from it.
         """
         shapes = self._shapes([*self._prefiller.admitted, task])
         hot = self._hot.get(own) if own else None
-        reused = (hot.nbytes if hot else 0) + task.parked_bytes
-        return self._used(shapes) - reused - self.hot_bytes
+        return self._used(shapes) - (hot.nbytes if hot else 0) - self.hot_bytes
 
     def missing(self) -> int:
         """Bytes by which running and idle KV exceeds the budget; negative = to spare."""
@@ -348,17 +316,11 @@ class MemoryBudget:
 
     def _used(self, shapes: list[tuple[int, int]]) -> int:
         running = batch_bytes(self._cost, shapes) + passing_bytes(self._cost, shapes)
-        return running + self._hot.nbytes + self.parked_bytes + self._state_bytes()
-
-    @property
-    def parked_bytes(self) -> int:
-        """Bytes of those that wait with their KV."""
-        return sum(x.parked_bytes for x in self._waiting())
+        return running + self._hot.nbytes + self._state_bytes()
 
     def _state_bytes(self) -> int:
         requests = {x.request for x in self._batches.sequences}
         requests |= {task.request for task in self._prefiller.admitted}
-        requests |= {x.request for x in self._waiting() if x.parked_bytes}
         return sum(state_nbytes(x.tree) for request in requests for x in request.taken_states)
 
     def _shapes(self, tasks: Iterable[PrefillTask]) -> list[tuple[int, int]]:

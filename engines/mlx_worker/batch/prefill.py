@@ -1,4 +1,4 @@
-"""Feeds prompts into their caches, one chunk of one prompt at a time.
+"""Feeds prompts into their caches, a chunk of each in turn.
 
 Prompts are fed alone, not as a padded batch: an uneven batch computes padding, a short prompt
 would wait for a long one, and a defect in one would take down all. The decode steps of running
@@ -8,7 +8,7 @@ sequences go between two chunks, so a chunk must not take long.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
 from typing import Any
 
 import mlx.core as mx
@@ -26,8 +26,6 @@ SMALLEST_QUIET_CHUNK = 128
 # command queue when nothing decodes.
 BUSY_CHUNK_S = 0.4
 QUIET_CHUNK_S = 1.0
-# Every so many chunks the oldest prompt goes before the shortest.
-OLDEST_EVERY = 4
 
 
 class ChunkSizer:
@@ -76,8 +74,7 @@ class Prefiller:
         self._chunks = ChunkSizer(largest_chunk)
         self._state_step = state_step
         self._admitted: dict[PrefillTask, None] = {}  # oldest first
-        self._ready: list[PrefillTask] = []  # oldest first
-        self._num_chunks = 0
+        self._ready: deque[PrefillTask] = deque()  # whose turn it is first
         self.step_s = 0.0  # of the last decode step
 
     @property
@@ -117,23 +114,19 @@ class Prefiller:
 
     @property
     def ready(self) -> list[PrefillTask]:
-        """The tasks that can be fed right now, oldest first."""
+        """The tasks that can be fed right now."""
         return list(self._ready)
 
-    def next(self, ready: Sequence[PrefillTask] | None = None) -> PrefillTask:
-        """The task to feed now: the one with the fewest tokens left, or the oldest.
+    def next(self) -> PrefillTask | None:
+        """The task whose turn it is to be fed a chunk; None if all have been fed.
 
-        The shortest goes first, so that a restored session need not wait for a new long one; but
-        every few chunks the oldest does, so that the long one is not starved.
-
-        Args:
-            ready: those to choose among, oldest first; None = all that are ready.
+        They take turns, so a short prompt waits for one chunk of each long one.
         """
-        self._num_chunks += 1
-        ready = self._ready if ready is None else ready
-        if self._num_chunks % OLDEST_EVERY == 0:
-            return ready[0]
-        return min(ready, key=lambda x: x.target - x.num_cached)
+        for _ in range(len(self._ready)):
+            self._ready.rotate(-1)
+            if self._ready[-1].num_cached < self._ready[-1].target:
+                return self._ready[-1]
+        return None
 
     def feed(self, task: PrefillTask, busy: bool) -> None:
         """Feed one chunk of it, up to its next stop at most; ``busy`` = sequences wait to decode.

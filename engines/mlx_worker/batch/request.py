@@ -2,8 +2,7 @@
 
 A ``Request`` has ``n`` answers, and each of them is a ``Sequence``. A ``PrefillTask`` is a run of
 tokens on its way into a cache, with the sequences that decode once it is there: those of a new
-request at first, and a single one again if it had to leave its batch, with its KV (parked) or
-without.
+request at first, and a single one again if it had to leave its batch.
 
 At its end a turn's KV stays as an idle hot session and is saved, whether the turn ran to its end
 or was cancelled half-way: KV that was computed is not wasted.
@@ -21,7 +20,6 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from engines.host.fair_shares import FairShares
 from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.generation import (
     Event,
@@ -135,10 +133,6 @@ class Request:
         return session.name if session else None
 
     @property
-    def tenant(self) -> str:
-        return self.generation.payer
-
-    @property
     def taken_states(self) -> list[StateAt]:
         """All states that it holds."""
         return [*self.states, *([self.answer_state] if self.answer_state else [])]
@@ -158,8 +152,6 @@ class Sequence:
     tokens: list[int]  # the prompt and every token delivered so far
     remaining: int  # tokens it may still deliver
     entered: int = 0  # when it came into its batch: the youngest is preempted first
-    run: int = 0  # tokens since then
-    is_guest: bool = False  # runs beyond the places, until it was served a quantum
 
     @property
     def emitted(self) -> list[int]:
@@ -180,11 +172,6 @@ class PrefillTask:
     # Whether what was reused also rests in the cold store.
     saved: Future[bool] | None = None
     state_positions: list[int] = field(default_factory=list)  # to take its state at; ascending
-    parked_bytes: int = 0  # of ``caches``, while it waits with them
-    # What its tenant had been served, in tokens, when it began to wait.
-    waits_from: float = 0.0
-    run: int = 0  # tokens fed since it was let in
-    made_way: bool = False  # it was let in before
 
     @property
     def target(self) -> int:
@@ -200,11 +187,6 @@ class PrefillTask:
         """Start from ``caches``, which hold the first ``num_tokens`` tokens."""
         self.caches, self.saved = caches, saved
         self.num_cached = self.num_reused = num_tokens
-
-    def let_go(self) -> None:
-        """Begin from nothing the next time: the caches belong to another sequence, or to none."""
-        self.caches, self.saved = [], None
-        self.num_cached = self.num_reused = self.parked_bytes = 0
 
     def drop(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Take these out of the task, as far as they are in it; returns the ones taken."""
@@ -232,13 +214,10 @@ class RunningRequests:
     a caller that must miss none asks here.
     """
 
-    def __init__(
-        self, hot_cache: HotCache, events: EventBuffer, notify: Notify, shares: FairShares
-    ) -> None:
+    def __init__(self, hot_cache: HotCache, events: EventBuffer, notify: Notify) -> None:
         self._hot_cache = hot_cache
         self._events = events
         self._notify = notify
-        self._shares = shares
         self._requests: dict[Request, None] = {}
         self.counters: Counter[str] = Counter()
 
@@ -249,7 +228,6 @@ class RunningRequests:
         """Take a request in; its session is busy from now on."""
         self.counters["turns"] += 1
         self._requests[request] = None
-        self._shares.come(request.tenant, request.generation.weight)
         if key := request.key:
             self._hot_cache.sessions.begin_turn(key, len(request.generation.prompt))
 
@@ -314,7 +292,6 @@ class RunningRequests:
 
     def _end(self, request: Request) -> None:
         del self._requests[request]
-        self._shares.leave(request.tenant)
         request.states, request.answer_state = [], None
         if (key := request.key) and (session := request.generation.session):
             self._hot_cache.sessions.end_turn(key, len(request.generation.prompt))

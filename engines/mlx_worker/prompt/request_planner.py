@@ -1,9 +1,9 @@
 """Plans a checked request: the generations to ask for, and the readers of their answers.
 
-Plans are made on one thread: one piece of work at a time, and tenants take turns. Templates hold
-the GIL, and tokenizers are not fully thread-safe, so one thread is all that helps.
-A piece of work is short (``PIECE_CHARS`` of text, or one prompt that fits the context), so that a
-request of another tenant waits for one piece, not for a line of them.
+Plans are made on one thread. Templates hold the GIL, and tokenizers are not fully thread-safe, so
+one thread is all that helps. A piece of work is short (``PIECE_CHARS`` of text, or one prompt that
+fits the context), and requests take turns with their pieces. A request with a small body goes
+straight to the thread: it waits for one long piece at most.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -22,8 +23,8 @@ from mlx_lm.sample_utils import (
     make_repetition_penalty,
 )
 
-from engines.host.fair_shares import Payer, TenantLine, to_its_end
 from engines.host.tokenizer_panics import UnreadableText, panics_refused
+from engines.host.work_line import WorkLine, to_its_end
 from engines.mlx_worker.answer.output_processor import (
     AnswerText,
     OutputProcessor,
@@ -51,6 +52,7 @@ T = TypeVar("T")
 
 MAX_WAITING: Final = 1024  # requests
 PIECE_CHARS: Final = 1 << 16  # of texts that are tokenized together, some 50 ms
+SMALL_CHARS: Final = 1 << 13
 _ALL_TOKENS = 1 << 30
 # OpenAI's default length of a text completion.
 _TEXT_TOKENS = 16
@@ -62,15 +64,15 @@ class Planning:
     def __init__(self, first: Callable[[], object]) -> None:
         """``first`` is done ahead of all requests."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompt")
-        self._line = TenantLine(MAX_WAITING)
+        self._line = WorkLine(MAX_WAITING)
         self._thread.submit(first)
 
     def close(self) -> None:
         """Drop what waits; what runs goes on to its end."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def do(self, payer: Payer, work: Callable[[], T], cost: int = 1) -> T:
-        """Do ``work`` on the thread when it is the tenant's turn; ``cost`` counts in its share.
+    async def do(self, work: Callable[[], T], size: int) -> T:
+        """Do ``work`` on the thread; ``size``: of its body or texts, in bytes or characters.
 
         A caller that is cancelled before its turn leaves the line.
 
@@ -79,19 +81,18 @@ class Planning:
             InvalidRequest: what ``work`` raises, the body is nested too deeply for it, or the
                 tokenizer cannot read a text.
         """
-        with self._line.place(payer):
-            async with self._line.turn(payer, cost):
-                loop = asyncio.get_running_loop()
-                work_done = loop.run_in_executor(self._thread, partial(_without_panic, work))
-                try:
-                    return await to_its_end(work_done)
-                except UnreadableText as error:
-                    raise InvalidRequest(f"{error}") from error
-                except RecursionError as error:  # a schema just shallow enough to have been parsed
-                    raise InvalidRequest("The JSON body is nested too deeply.") from error
+        async with self._line.turn() if size > SMALL_CHARS else nullcontext():
+            loop = asyncio.get_running_loop()
+            work_done = loop.run_in_executor(self._thread, partial(_without_panic, work))
+            try:
+                return await to_its_end(work_done)
+            except UnreadableText as error:
+                raise InvalidRequest(f"{error}") from error
+            except RecursionError as error:  # a schema just shallow enough to have been parsed
+                raise InvalidRequest("The JSON body is nested too deeply.") from error
 
     async def tokens_of(
-        self, payer: Payer, asked: EmbeddingsRequest, vocabulary: Vocabulary, facts: ModelFacts
+        self, asked: EmbeddingsRequest, vocabulary: Vocabulary, facts: ModelFacts
     ) -> list[list[int]]:
         """Tokenize what is to be embedded, with the tokens that the tokenizer adds by itself.
 
@@ -106,7 +107,7 @@ class Planning:
         texts: list[list[int]] = []
         num_tokens = 0
         for piece in pieces(asked.inputs):
-            found = await self.do(payer, partial(encode, piece), sum(map(len, piece)))
+            found = await self.do(partial(encode, piece), sum(map(len, piece)))
             num_tokens += sum(map(len, found))
             if num_tokens > MAX_EMBEDDED_TOKENS:
                 raise _too_many_tokens()

@@ -23,8 +23,7 @@ import numpy as np
 
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches
-from engines.mlx_worker.sessions.cache_rows import CacheRows
-from engines.mlx_worker.sessions.hot_sessions import HotPrefix, HotSession, HotSessions
+from engines.mlx_worker.sessions.hot_sessions import CacheRows, HotPrefix, HotSession, HotSessions
 from kvstore.blobs.chain import Chain
 from kvstore.blobs.state_tree import state_nbytes
 from kvstore.codecs.rows.packed_layout import PackedLayout

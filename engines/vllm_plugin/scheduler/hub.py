@@ -13,9 +13,9 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -89,8 +89,7 @@ class SaveAcks:
 class RankCall:
     """One question to every rank. A long list of sessions comes in several messages."""
 
-    def __init__(self, number: int, num_ranks: int) -> None:
-        self.number = number
+    def __init__(self, num_ranks: int) -> None:
         self.complete: asyncio.Future[list[RankAnswer]] = asyncio.get_running_loop().create_future()
         self._num_ranks = num_ranks
         self._pages: dict[object, list[RankSession]] = {}  # by rank, until its last message
@@ -108,32 +107,8 @@ class RankCall:
             self.complete.set_result(self._answers)
 
 
-class RankCalls:
-    """The calls that callers still wait for, by number. On the hub's event loop."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._numbers = itertools.count(1)
-        self._open: dict[int, RankCall] = {}
-
-    @contextmanager
-    def open(self) -> Iterator[RankCall]:
-        """Begin a call; answers are collected until the ``with`` block ends."""
-        call = RankCall(next(self._numbers), self._num_ranks)
-        self._open[call.number] = call
-        try:
-            yield call
-        finally:
-            del self._open[call.number]
-
-    def hear(self, answer: RankAnswer, rank: object) -> None:
-        """Pass a message on to its call; drop it if the caller no longer waits."""
-        if (call := self._open.get(answer.number)) is not None:
-            call.hear(answer, rank)
-
-
 class Hub:
-    """Implements ``RankClient``, and asks the ranks for the control verbs.
+    """Sends to all ranks and collects their answers; asks them for the control verbs.
 
     Methods under "from any thread" may be called from any thread; all others run on the hub's own
     event loop.
@@ -150,7 +125,8 @@ class Hub:
         self._fronts: set[asyncio.StreamWriter] = set()
         self._front_came = asyncio.Event()
         self._partial: dict[int, list[Staged]] = {}  # answers to a ticket that is still wanted
-        self._calls = RankCalls(num_ranks)
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, RankCall] = {}  # those that callers still wait for
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.Server] = []
         self._loop = asyncio.new_event_loop()
@@ -232,7 +208,11 @@ class Hub:
         self.call_soon(self._broadcast, message)
 
     def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
-        """The joint answer of all ranks: see ``RankClient``."""
+        """The joint answer of all ranks to a ``Stage`` or ``Probe``; it is returned only once.
+
+        It offers only the blocks that every rank has. None if a rank has not answered after
+        ``within_s`` seconds.
+        """
         with self._lock:
             answers = self._partial.get(ticket, [])
             if not self._lock.wait_for(lambda: len(answers) >= self.num_ranks, within_s):
@@ -300,10 +280,14 @@ class Hub:
         """
         if not self.ready:
             raise ConnectionError("not every worker of the engine is connected")
-        with self._calls.open() as call:
+        number, call = next(self._numbers), RankCall(self.num_ranks)
+        self._calls[number] = call
+        try:
             async with asyncio.timeout(deadline_s):
-                self._broadcast(Ask(call.number, verb))
+                self._broadcast(Ask(number, verb))
                 answers = await call.complete
+        finally:
+            del self._calls[number]
         if failed := next((x.error for x in answers if x.error), ""):
             raise ConnectionError(f"a worker of the engine could not do it: {failed}")
         return answers
@@ -352,7 +336,8 @@ class Hub:
                         self._partial[staged.ticket].append(staged)
                         self._lock.notify_all()
             case RankAnswer() as answer:
-                self._calls.hear(answer, writer)
+                if (call := self._calls.get(answer.number)) is not None:
+                    call.hear(answer, writer)
             case FrontHello():
                 self._fronts.add(writer)
                 self._front_came.set()

@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
-from engines.vllm_plugin.messages import Probe, Release, Stage, Staged
+from engines.vllm_plugin.messages import Probe, Release, Stage
 from engines.vllm_plugin.plan import Load
+from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.tracked_request import Restore, TokenBlocks, TrackedRequest
 
 # A rank answers within its own deadline. After this many seconds more, a request stops waiting.
@@ -26,34 +27,12 @@ RANK_GRACE_S: Final = 2.0
 PATIENCE_S: Final = 0.01
 
 
-class RankClient(Protocol):
-    """Sends to all ranks and collects their answers. Thread-safe; no method waits for long."""
-
-    @property
-    def ready(self) -> bool:
-        """True if every rank is connected."""
-
-    @property
-    def packed_bytes_per_token(self) -> int:
-        """The bytes of a stored token on all ranks together; known once they are ready."""
-
-    def send(self, message: Stage | Probe | Release) -> None:
-        """Send the message to every rank."""
-
-    def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
-        """The joint answer of all ranks to a ``Stage`` or ``Probe``; it is returned only once.
-
-        It offers only the blocks that every rank has. None if a rank has not answered after
-        ``within_s`` seconds.
-        """
-
-
 class Probes:
     """Sends one probe per request and ``deadline_s``, however often vLLM asks. On vLLM's thread."""
 
     def __init__(
         self,
-        ranks: RankClient,
+        ranks: Hub,
         tickets: Iterator[int],
         deadline_s: float,
         monotonic: Callable[[], float],
@@ -101,7 +80,7 @@ class Restores:
 
     def __init__(
         self,
-        ranks: RankClient,
+        ranks: Hub,
         blocks: TokenBlocks,
         *,
         deadline_s: float,

@@ -108,7 +108,7 @@ class SchedulerSide:
         block_tokens = int(vllm_config.cache_config.block_size)
         reports = wants_events(vllm_config)
         blocks = TokenBlocks(block_tokens, groups, keeps_ids=reports)
-        self.inventory = Inventory(num_ranks, block_tokens) if reports else None
+        self.inventory = Inventory(block_tokens) if reports else None
         counters = Counters()
         self._resident = ResidentSessions()
         self._saves = SaveAcks(num_ranks)

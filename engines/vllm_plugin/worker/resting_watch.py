@@ -1,4 +1,6 @@
-"""Reports to EngineCore which tiers of a rank hold the blocks of its sessions.
+"""Reports to EngineCore which tiers hold the blocks of sessions; rank 0 stands for all.
+
+Every tier evicts a chain from its end, so it holds the first blocks of a session, or none.
 
 A session is checked as soon as a save or a verb is done, and again until slower tiers have written
 it. Evictions are found by a sweep over all sessions, which takes at most about one part in
@@ -12,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from engines.vllm_plugin.messages import BlockRuns, RankRests
+from engines.vllm_plugin.messages import RankRests
 from engines.vllm_plugin.worker import event_notes
 from kvstore.blobs.chain import Piece, joined
 from kvstore.ledger.record import SessionRecord
@@ -27,24 +29,22 @@ SWEEP_SHARE: Final = 20
 # file is damaged.
 UNASKED_S: Final = 60.0
 
-# Hash of the note with the block hashes, and the runs of blocks in memory and in slower tiers.
-_State: TypeAlias = tuple[int, BlockRuns, BlockRuns]
+# Hash of the note with the block hashes, and the numbers of blocks in memory and in slower tiers.
+_State: TypeAlias = tuple[int, int, int]
 
 
 class RestingWatch:
-    """Watches the sessions of one rank. Thread-safe. ``send`` passes news to the hub, in order."""
+    """Watches the sessions of a store. Thread-safe. ``send`` passes news to the hub, in order."""
 
     def __init__(
         self,
         store: ColdStore,
         block_tokens: int,
-        rank: int,
         send: Callable[[RankRests], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._chunk_blocks = store.chunk_tokens // block_tokens
-        self._rank = rank
         self._send = send
         self._monotonic = monotonic
         self._lock = threading.Lock()
@@ -110,18 +110,17 @@ class RestingWatch:
             found = self._store.pieces_of(session)
             if found is None or not found[0].note:
                 if self._reported.pop(name, None) is not None:
-                    self._send(RankRests(self._rank, session))
+                    self._send(RankRests(session))
                 return
             record, pieces = found
-            runs = self._runs(record, pieces)
-            state = hash(record.note), *runs
+            state = hash(record.note), *self._held(record, pieces)
             if self._reported.get(name) != state:
                 self._reported[name] = state
                 hashes, ids = event_notes.read(record.note, record.num_chunks, self._chunk_blocks)
-                self._send(RankRests(self._rank, session, joined(hashes), ids, *runs))
+                self._send(RankRests(session, joined(hashes), ids, *state[1:]))
 
-    def _runs(self, record: SessionRecord, pieces: Sequence[Piece]) -> tuple[BlockRuns, BlockRuns]:
-        """Find the blocks in memory, and in slower tiers. A tier that does not answer has none."""
+    def _held(self, record: SessionRecord, pieces: Sequence[Piece]) -> tuple[int, int]:
+        """Count the first blocks in memory, and in slower tiers. One that is down has none."""
         stack, size = self._store.ledger.stack, record.chunk_tokens
         end = record.num_chunks
         if self._store.model.needs_state:  # only a prefix that ends at a stored state can be used
@@ -129,24 +128,10 @@ class RestingWatch:
             levels = stack.locate([x.key for x in states]).levels
             held = [x for x, level in zip(states, levels, strict=True) if level is not None]
             end = max((x.first_token // size for x in held), default=0)
-        chunks = [x for x in pieces if x.is_chunk and x.end_token <= end * size]
-        in_ram, slower = set[int](), set[int]()
+        keys = [x.key for x in pieces if x.is_chunk and x.end_token <= end * size]
+        in_ram = slower = 0
         for level, name in enumerate(stack.names):
-            known = in_ram if name == "ram" else slower
-            # A slower tier is asked only for blobs that the faster ones lack.
-            rest = [x for x in chunks if x.first_token // size not in known]
-            found = stack.holds(level, [x.key for x in rest]) if rest else []
-            pairs = zip(rest, found, strict=True)
-            known.update(x.first_token // size for x, there in pairs if there)
-        return self._joined(in_ram), self._joined(slower)
-
-    def _joined(self, chunks: set[int]) -> BlockRuns:
-        """Join chunks that follow each other to runs of blocks."""
-        runs: list[tuple[int, int]] = []
-        for number in sorted(chunks):
-            first, end = number * self._chunk_blocks, (number + 1) * self._chunk_blocks
-            if runs and runs[-1][1] == first:
-                runs[-1] = runs[-1][0], end
-            else:
-                runs.append((first, end))
-        return tuple(runs)
+            first = 0 if name == "ram" else slower  # another tier is asked for the rest only
+            num_held = first + [*stack.holds(level, keys[first:]), False].index(False)
+            in_ram, slower = (num_held, slower) if name == "ram" else (in_ram, num_held)
+        return in_ram * self._chunk_blocks, slower * self._chunk_blocks

@@ -86,7 +86,7 @@ class WorkerSide:
         resting: RestingWatch | None = None,
     ) -> None:
         """``resting``: reports the store's blocks, if vLLM reports KV events."""
-        self._transfer = transfer
+        self.transfer = transfer
         self._link = link
         self._store = store
         self.measuring = measuring
@@ -107,42 +107,31 @@ class WorkerSide:
         self._stepped_at = time.monotonic()
         if self.measuring is not None:
             self.measuring.fill(step)
-            self._transfer.filled(x.request_id for x in step.given)
+            self.transfer.filled(x.request_id for x in step.given)
         for load in step.loads:
-            self._transfer.load(load)
+            self.transfer.load(load)
 
     def start_saves(self, step: StepWork) -> None:
         """Begin the step's saves, after the model has run."""
         for save in step.saves:
-            self._transfer.save(save, self._saved)
+            self.transfer.save(save, self._saved)
         if self.measuring is not None:
             for job in self.measuring.read(step):
-                self._transfer.copied(job)
+                self.transfer.copied(job)
 
     def take_loaded(self) -> set[str]:
         """Return the ids of requests whose load is over; vLLM's first call at the end of a step.
 
         If the model has no work, this waits for news for a moment.
         """
-        self._transfer.wait_for_news(self._patience_s)
-        return self._transfer.take_loaded()
-
-    def take_failed(self, loaded: set[str]) -> set[str]:
-        return self._transfer.take_failed(loaded)
-
-    def take_bad_blocks(self) -> set[int]:
-        return self._transfer.take_bad_blocks()
-
-    def take_acks(self) -> tuple[dict[int, int], set[int]]:
-        """Return the jobs whose blocks are no longer needed, and which of them were skipped."""
-        acks = self._transfer.take_acks()
-        return acks, self._transfer.take_skipped(acks)
+        self.transfer.wait_for_news(self._patience_s)
+        return self.transfer.take_loaded()
 
     def close(self) -> None:
         """End the saves first: they need the store, and the link to report how they ended."""
         if self.measuring is not None:
             self.measuring.close()
-        self._transfer.close()
+        self.transfer.close()
         if self._resting is not None:
             self._resting.close()
         self._link.close()
@@ -152,7 +141,7 @@ class WorkerSide:
         """True if vLLM has run no step for a moment, and no copy is under way. Any thread."""
         if time.monotonic() - self._stepped_at < QUIET_S or self._link.num_staging:
             return False
-        return self._transfer.is_settled and (self.measuring is None or self.measuring.has_verdict)
+        return self.transfer.is_settled and (self.measuring is None or self.measuring.has_verdict)
 
     def _packed(self, session: SessionRef) -> None:
         self._link.send(RankPacked(session))
@@ -247,12 +236,9 @@ def open_worker_side(
     if config.calibrate and (codecs.has_open_questions if is_alone else codecs.report.unmeasured):
         wanted = (lambda: codecs.report.unmeasured, lambda: codecs.learns_on)
         measuring.begin(Wanted(*wanted, lambda: codecs.times_again))
-    resting = (
-        RestingWatch(store, cache.block_tokens, rank, link.send)
-        if wants_events(vllm_config)
-        else None
-    )
-    if resting is not None:
+    resting = None
+    if rank == 0 and wants_events(vllm_config):
+        resting = RestingWatch(store, cache.block_tokens, link.send)
         link.watch(resting)
         resting.begin()
     worker = WorkerSide(transfer, link, store, measuring, resting)

@@ -212,7 +212,7 @@ async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of a request's whole input; nothing is answered or stored."""
     model, question = await _question(request)  # what was parsed is gone while the engine works
     try:
-        count = await prompt_tokens(request, model.engine, question)
+        count = await prompt_tokens(request, model, question)
     except InvalidRequest as error:  # the engine's words are of a chat
         raise InvalidRequest(error.message, "input", error.code, error.status) from error
     return json_response({"object": "response.input_tokens", "input_tokens": count})

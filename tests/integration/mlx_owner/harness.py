@@ -114,10 +114,9 @@ class Engine:
         sampling: Sequence[SequenceSampling] = GREEDY,
         stop: Sequence[tuple[int, ...]] = (),
         boundaries: Sequence[int] = (),
-        weight: int = 1,
     ) -> EventQueue:
         generation = Generation(
-            list(prompt), sampling, max_tokens, stop, ref, boundaries, top_logprobs=0, weight=weight
+            list(prompt), sampling, max_tokens, stop, ref, boundaries, top_logprobs=0
         )
         return self.owner.submit(generation)
 

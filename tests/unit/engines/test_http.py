@@ -11,11 +11,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from engines.http import (
-    MAX_WEIGHT,
     PATIENCE_HEADER,
     SALT_HEADER,
     SESSION_HEADER,
-    WEIGHT_HEADER,
     CacheOutcome,
     ClientGone,
     patience_from,
@@ -23,8 +21,6 @@ from engines.http import (
     read_body,
     session_from,
     session_headers,
-    weight_from,
-    weight_header,
     while_client_stays,
 )
 from engines.openai.errors import InvalidRequest
@@ -100,14 +96,6 @@ def test_patience_that_is_over_is_none_at_all_and_other_words_are_refused() -> N
     for word in ("", "-1", "nan", "inf", "1e9", "soon"):
         with pytest.raises(InvalidRequest, match=PATIENCE_HEADER):
             patience_from({PATIENCE_HEADER: word})
-
-
-def test_a_weight_is_read_as_it_was_written_and_other_words_are_refused() -> None:
-    assert weight_from({}) == 1
-    assert [weight_from(weight_header(x)) for x in (1, 7, MAX_WEIGHT)] == [1, 7, MAX_WEIGHT]
-    for word in ("", "0", "-1", "1.5", "9999999", "\u0663"):
-        with pytest.raises(InvalidRequest, match=WEIGHT_HEADER):
-            weight_from({WEIGHT_HEADER: word})
 
 
 def request(*chunks: bytes, declared: int | None = None, leaves: bool = False) -> Request:

@@ -32,7 +32,7 @@ IDS = struct.pack("<6I", *range(100, 106))
 
 @pytest.fixture
 def inventory() -> Inventory:
-    return Inventory(1, 2)
+    return Inventory(2)
 
 
 @pytest.fixture
@@ -49,12 +49,12 @@ def published(events: KVEvents) -> list[dict]:
     return found
 
 
-def rests(ram=(), storage=(), chain=CHAIN, ids=IDS) -> RankRests:
-    return RankRests(0, SessionRef("t", "s", SALT), b"".join(chain), ids, ram, storage)
+def rests(ram=0, storage=0, chain=CHAIN, ids=IDS) -> RankRests:
+    return RankRests(SessionRef("t", "s", SALT), b"".join(chain), ids, ram, storage)
 
 
 def test_a_session_that_is_saved_moved_and_deleted(inventory, events):
-    inventory.update(rests(ram=((0, 3),)))
+    inventory.update(rests(ram=3))
     stored = {
         "type": "BlockStored",
         "block_hashes": NAMES,
@@ -68,7 +68,7 @@ def test_a_session_that_is_saved_moved_and_deleted(inventory, events):
         "kv_cache_spec_kind": "full_attention",
     }
     assert published(events) == [stored]
-    inventory.update(rests(storage=((0, 3),)))
+    inventory.update(rests(storage=3))
     removed = {"type": "BlockRemoved", "block_hashes": NAMES, "medium": "CPU", "group_idx": 0}
     moved = published(events)
     assert moved[0] == stored | {"medium": "STORAGE"}
@@ -79,10 +79,12 @@ def test_a_session_that_is_saved_moved_and_deleted(inventory, events):
     assert published(events) == []
 
 
-def test_without_ids_the_hashes_are_reported_and_no_salt_ever(inventory, events):
-    inventory.update(rests(ram=((1, 3),), ids=b""))
+def test_later_blocks_have_a_parent_and_no_salt_ever(inventory, events):
+    inventory.update(rests(ram=1))
+    published(events)
+    inventory.update(rests(ram=3))
     (stored,) = published(events)
-    assert (stored["token_ids"], stored["block_size"]) == ([], 2)
+    assert (stored["token_ids"], stored["block_size"]) == ([102, 103, 104, 105], 2)
     assert stored["parent_block_hash"] == NAMES[0]
     assert "extra_keys" not in stored
     assert "session_id" not in stored
@@ -90,13 +92,13 @@ def test_without_ids_the_hashes_are_reported_and_no_salt_ever(inventory, events)
 
 def test_hashes_are_whole_where_vllm_is_set_to_that(inventory, events, monkeypatch):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
-    inventory.update(rests(ram=((1, 2),)))
+    inventory.update(rests(ram=2))
     (stored,) = published(events)
-    assert stored["block_hashes"] == CHAIN[1:2]
+    assert stored["block_hashes"] == CHAIN[:2]
 
 
 def test_after_vllm_has_cleared_its_blocks_ours_are_reported_again(inventory, events):
-    inventory.update(rests(ram=((0, 3),)))
+    inventory.update(rests(ram=3))
     assert len(published(events)) == 1
     pool = BlockPool(4, True, 2, enable_kv_cache_events=True)
     events.look_for_clear(pool)

@@ -20,7 +20,6 @@ from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParser
 
-from engines.host.fair_shares import Payer
 from engines.host.grammar_trial import MAX_CPU_S
 from engines.openai.errors import InvalidRequest
 from engines.openai.keywords import with_enforceable_formats
@@ -31,7 +30,7 @@ from tests.vllm.rig.served import Served, session
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
-ONE, OTHER = Payer("one"), Payer("other")
+ONE, OTHER = "one", "other"
 KINDS = ("email", "uri", "ipv6", "date-time")
 
 

@@ -23,7 +23,7 @@ from engines.fleet.choice import Ring
 from engines.fleet.deletions import MAX_OWED_OF_TENANT
 from engines.fleet.fleet_engine import FleetEngine
 from engines.fleet.homes import Homes
-from engines.http import payer_headers, session_headers
+from engines.http import TENANT_HEADER, session_headers
 from engines.wire import EngineReport, Notice, SessionReport, TierStats, absent
 from tests.unit.gateway.in_process import WELCOME, Answered, RecordingEngine
 from tests.waiting import eventually
@@ -173,7 +173,7 @@ async def test_sessions_spread_and_stay_and_only_those_of_a_dead_one_move():
 
 
 async def test_questions_without_a_session_are_asked_of_all():
-    asks = payer_headers("tenant", 2)
+    asks = {TENANT_HEADER: "tenant"}
     async with Rig(3) as rig:
         for _ in range(60):
             async with rig.fleet.open("/tokenize", b"{}", asks) as upstream:

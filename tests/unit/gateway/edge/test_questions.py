@@ -12,6 +12,7 @@ import pytest
 
 from engines.base import Upstream
 from gateway.edge.accounts import LARGE_BODY_BYTES
+from scheduler.sessions import QUESTIONS_AT_ONCE
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, json_answer
 
 HI = [{"role": "user", "content": "hi"}]
@@ -67,6 +68,21 @@ async def test_a_question_runs_until_it_is_answered(path: str) -> None:
     engine.going_on.set()
     assert (await first).status == 200
     assert (await app.post(path, QUESTIONS[path])).status == 200
+
+
+async def test_few_questions_are_with_the_engine_at_once() -> None:
+    """Otherwise one tenant's would all wait in the engine, before any other's."""
+    engine = Computing()
+    app = App(engine)
+    asking = [asyncio.create_task(app.post("/tokenize", QUESTIONS["/tokenize"])) for _ in range(9)]
+    async with asyncio.timeout(10):
+        while len(engine.asked) < QUESTIONS_AT_ONCE:
+            await asyncio.sleep(0)
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert len(engine.asked) == QUESTIONS_AT_ONCE
+    engine.going_on.set()
+    assert [x.status for x in await asyncio.gather(*asking)] == [200] * 9
 
 
 @pytest.mark.parametrize("path", [*QUESTIONS, "/v1/conversations", "/v1/conversations/conv_1"])

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from engines.base import Upstream
-from engines.http import TENANT_HEADER, WEIGHT_HEADER
+from engines.http import TENANT_HEADER
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, json_answer
 from tests.waiting import eventually
 
@@ -39,7 +39,7 @@ async def test_the_engine_is_asked_and_its_answer_is_passed_on() -> None:
         "dimensions": 4,
     }
     assert "x-session" not in asked.headers
-    assert asked.headers[TENANT_HEADER] == "local" and asked.headers[WEIGHT_HEADER] == "1"
+    assert asked.headers[TENANT_HEADER] == "local"
 
 
 async def test_its_tokens_are_those_of_the_key() -> None:

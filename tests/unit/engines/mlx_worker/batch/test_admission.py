@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from engines.config import EngineConfig
-from engines.host.fair_shares import QueueLimit
+from engines.host.work_line import QueueLimit
 from engines.kv_budget import KVCost
 from engines.mlx_worker.batch.batch_loop import ThreadContext, assemble
 from engines.mlx_worker.batch.request import Request, split_request
@@ -25,10 +25,8 @@ async def test_a_task_whose_request_has_failed_is_not_let_in() -> None:
     parts = assemble(lambda tokens, cache: None, plan, None, EngineConfig(), thread)
     generation = Generation([1, 2, 3], [SequenceSampling()] * 2, 5, [])
     request = Request(generation, EventQueue(2, lambda index: None))
-    limit.enter(request.tenant)
+    limit.enter()
     parts.loop.arrive(request, split_request(request, 5, at_once=1))
-    waits = parts.admission.head
-    assert waits is not None
     parts.loop.fail(request, ValueError("a guard's fault"))  # through the sibling
-    assert not parts.admission.enter(waits)
-    assert parts.admission.tasks == [] and not parts.budget.places
+    parts.admission.admit()
+    assert parts.admission.tasks == [] and limit.num_waiting == 0

@@ -5,7 +5,6 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from engines.mlx_worker.batch.prefill import (
-    OLDEST_EVERY,
     ChunkSizer,
     Prefiller,
     state_positions,
@@ -43,19 +42,19 @@ def test_a_slow_machine_is_not_given_ever_smaller_chunks() -> None:
     assert ChunkSizer(16).chunk(busy=False) == 16  # the setting is a limit
 
 
-def test_the_shortest_goes_first_and_the_oldest_is_not_starved() -> None:
+def test_prompts_take_turns() -> None:
     prefiller = Prefiller(lambda tokens, cache: None, 512)
-    old, short, long = task(5000), task(100), task(900)
-    for x in (old, short, long):
+    assert prefiller.next() is None
+    old, short, fed = task(5000), task(100), task(900, num_cached=899)
+    for x in (old, short, fed):
         x.caches = [KVCache()]
         prefiller.admit(x)
         assert prefiller.num_ready == prefiller.num_admitted - 1  # its prefix is looked for
         prefiller.start(x)
-    order = [prefiller.next() for _ in range(2 * OLDEST_EVERY)]
-    assert order.count(old) == 2 and order.count(short) == 2 * OLDEST_EVERY - 2
+    assert [prefiller.next() for _ in range(4)] == [old, short, old, short]
     prefiller.remove(short)
-    assert prefiller.next() is long
-    assert prefiller.num_ready == 2 and prefiller.admitted == [old, long]
+    assert [prefiller.next() for _ in range(2)] == [old, old]
+    assert prefiller.num_ready == 2 and prefiller.admitted == [old, fed]
 
 
 def test_a_chunk_may_take_as_long_as_a_slow_step_does() -> None:

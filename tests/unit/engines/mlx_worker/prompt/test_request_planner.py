@@ -1,4 +1,4 @@
-"""Planning is done piece by piece, in turns of tenants; too long a prompt is not tokenized."""
+"""Planning is done piece by piece, in turns of requests; too long a prompt is not tokenized."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
-from engines.host.fair_shares import Payer
 from engines.mlx_worker.generation import ModelFacts
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.chat_template import PromptWriter
@@ -26,8 +25,6 @@ from engines.openai.requests import (
 from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.mlx
-
-ALICE, BOB = Payer("alice"), Payer("bob")
 
 
 class Counting:
@@ -70,7 +67,7 @@ async def test_far_too_many_inputs_are_refused_after_the_piece_that_exceeds_the_
     planning = Planning(lambda: None)
     asked = asking(["x y z " * 200] * MAX_INPUTS)  # 2.5 million characters
     with pytest.raises(InvalidRequest, match=f"more than {MAX_EMBEDDED_TOKENS} tokens in all"):
-        await planning.tokens_of(ALICE, asked, known, facts(100_000))
+        await planning.tokens_of(asked, known, facts(100_000))
     assert 0 < counting.num_chars <= 6 * MAX_EMBEDDED_TOKENS
     planning.close()
 
@@ -80,19 +77,20 @@ async def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(tmp_p
     planning = Planning(lambda: None)
     asked = asking(["fine", "z" * known.max_token_chars * 100])
     with pytest.raises(InvalidRequest, match="at least 100 tokens"):
-        await planning.tokens_of(ALICE, asked, known, facts(100))
+        await planning.tokens_of(asked, known, facts(100))
     assert counting.num_chars == 0
     planning.close()
 
 
-async def test_another_tenant_waits_for_one_piece_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, PIECE_CHARS])
+async def test_another_request_waits_for_one_piece_only(tmp_path: Path, size: int) -> None:
     known, counting = vocabulary(tmp_path)
     planning = Planning(lambda: None)
     inputs = ["a b c d " * (PIECE_CHARS // 10)] * 5
-    first = asyncio.create_task(planning.tokens_of(ALICE, asking(inputs), known, facts(1 << 20)))
+    first = asyncio.create_task(planning.tokens_of(asking(inputs), known, facts(1 << 20)))
     while not counting.num_chars:
         await asyncio.sleep(0)
-    at = await planning.do(BOB, lambda: counting.num_chars)
+    at = await planning.do(lambda: counting.num_chars, size)
     assert at <= 2 * len(inputs[0])
     assert len(await first) == 5
     planning.close()
@@ -106,8 +104,8 @@ async def test_a_text_at_which_the_tokenizer_panics_is_refused_and_the_thread_go
     planning = Planning(lambda: None)
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="cannot read this text"):
-            await planning.do(ALICE, lambda: raw.encode("[t]  [t]").ids)
-    assert await planning.do(ALICE, lambda: raw.encode("a").ids) == [0]
+            await planning.do(lambda: raw.encode("[t]  [t]").ids, 9)
+    assert await planning.do(lambda: raw.encode("a").ids, 1) == [0]
     planning.close()
 
 
@@ -119,15 +117,15 @@ async def test_work_whose_caller_left_is_not_begun() -> None:
     def block() -> None:
         asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result()
 
-    first = asyncio.create_task(planning.do(ALICE, block))
-    second = asyncio.create_task(planning.do(BOB, lambda: done.append("second")))
+    first = asyncio.create_task(planning.do(block, PIECE_CHARS))
+    second = asyncio.create_task(planning.do(lambda: done.append("second"), PIECE_CHARS))
     await asyncio.sleep(0)
     second.cancel()
     going_on.set()
     await first
     with pytest.raises(asyncio.CancelledError):
         await second
-    await planning.do(ALICE, lambda: done.append("third"))
+    await planning.do(lambda: done.append("third"), PIECE_CHARS)
     assert done == ["third"]
     planning.close()
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from engines.http import CACHE_HEADER, PATIENCE_HEADER, WEIGHT_HEADER
+from engines.http import CACHE_HEADER, PATIENCE_HEADER
 from engines.vllm_plugin.config import PluginSettings, write_settings
-from engines.vllm_plugin.identity import answer_id_of, weight_of
+from engines.vllm_plugin.identity import answer_id_of
 from engines.vllm_plugin.messages import RequestAdmitted, Wake, frame
 from engines.vllm_plugin.process import middleware as middleware
 from engines.vllm_plugin.process.middleware import CacheHeaderMiddleware
@@ -262,23 +262,6 @@ async def test_who_runs_in_time_is_not_hurried(tmp_path):
 
         sent = await with_patience(CacheHeaderMiddleware(app), scope_for(tmp_path), hub, 0.3)
     assert [x.get("status") for x in sent] == [200, None]
-
-
-async def test_a_weight_reaches_the_scheduler_in_the_requests_id(tmp_path):
-    seen = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(weight_of(dict(scope["headers"])[b"x-request-id"].decode()))
-        await send(head())
-        await send(body(b"{}"))
-
-    async with hub_at(tmp_path):
-        scope = scope_for(tmp_path)
-        scope["headers"].append((WEIGHT_HEADER.encode(), b"7"))
-        await through(CacheHeaderMiddleware(app), scope)
-        scope["headers"][-1] = (WEIGHT_HEADER.encode(), b"none")
-        refused = await through(CacheHeaderMiddleware(app), scope)
-    assert seen == [7] and refused[0]["status"] == 400
 
 
 async def with_patience(

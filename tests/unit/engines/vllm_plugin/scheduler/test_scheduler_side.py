@@ -69,7 +69,7 @@ class Bench:
         hello = RankHello(0, "raw.1", 1000, 1000, KVSize(1000), KVSize(500))
         self.link = link_to(settings.hub_path, self.store, hello=hello)
         if events:
-            self.link.watch(RestingWatch(self.store, BLOCK, 0, self.link.send))
+            self.link.watch(RestingWatch(self.store, BLOCK, self.link.send))
         self.store.listen(lambda left: self.link.send(RankLost(*left)))
         until(lambda: self.side.ready)
         self.gateway = socket.socket(socket.AF_UNIX)
