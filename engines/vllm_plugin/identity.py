@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, Final, Protocol
 
 from engines.http import PARAMS_FIELD
@@ -19,6 +20,8 @@ from kvstore.session import SessionRef
 # about.
 ANSWER_ID_PREFIX: Final = "tcm"
 TICKET_FIELD: Final = "ticket"
+# The tenant of the request that the running task answers; None = the gateway named none.
+TENANT: Final[ContextVar[str | None]] = ContextVar("TENANT", default=None)
 _MARK: Final = re.compile(ANSWER_ID_PREFIX + r"[0-9a-f]{24}")
 
 

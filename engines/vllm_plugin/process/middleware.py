@@ -26,7 +26,7 @@ from engines.http import CACHE_HEADER, PROMPT_HEADER, TENANT_HEADER, patience_fr
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.config import BadSettings, settings_from
 from engines.vllm_plugin.grammar.gate import ClientLeft, GrammarGate
-from engines.vllm_plugin.identity import ANSWER_ID_PREFIX
+from engines.vllm_plugin.identity import ANSWER_ID_PREFIX, TENANT
 from engines.vllm_plugin.measuring.request_runner import RequestRunner
 from engines.vllm_plugin.messages import (
     FrontHello,
@@ -211,6 +211,7 @@ class CacheHeaderMiddleware:
         answer_id = ANSWER_ID_PREFIX + secrets.token_hex(12)
         try:
             patience_s = patience_from(said)
+            TENANT.set(said.get(TENANT_HEADER))
             receive = await self._gate.passed(said.get(TENANT_HEADER, ""), receive)
         except InvalidRequest as error:
             await refuse(send, error)

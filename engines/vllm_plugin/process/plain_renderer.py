@@ -6,16 +6,21 @@ who wrote them. The other renderers (Mistral's, Kimi K3's, Inkling's, and harmon
 tokenize each piece separately, and treat users' input as plain text.
 
 One thread of vLLM tokenizes all prompts, in the order of arrival. So long texts are passed to it
-one at a time: a short one waits for one of them at most.
+one at a time: a short one waits for one of them at most. Of a chat only the new text is tokenized
+(``host.segment_cache``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import hashlib
 import json
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from vllm.exceptions import VLLMValidationError
@@ -27,12 +32,15 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.registry import RENDERER_REGISTRY
 
 from engines.host.control_tokens import ControlTokens
+from engines.host.segment_cache import SegmentCache
 from engines.host.tokenizer_panics import UnreadableText, panics_refused
 from engines.host.work_line import WorkLine, to_its_end
 from engines.openai.requests import MAX_CONTEXTS
+from engines.vllm_plugin.identity import TENANT
 
 LONG_CHARS: Final = 1 << 16  # takes some 20 ms
 MAX_WAITING: Final = 4096  # requests; vLLM itself has no bound
+KEY_FIELD: Final = "thermocline_key"  # of a prompt: under which its segments are known
 # Renderers that treat users' text as plain, or have no such text.
 PLAIN_OF_THEMSELVES: Final = frozenset({"inkling", "kimi_k3", "mistral", "terratorch"})
 
@@ -44,6 +52,11 @@ class _Plain(BaseRenderer):
         super().__init__(config, tokenizer)
         self._controls = ControlTokens(tokenizer, template=self._template(tokenizer))
         self._line = WorkLine(MAX_WAITING)
+        self._secret = secrets.token_bytes(32)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        template = self._template(tokenizer) or str(getattr(tokenizer, "chat_template", None) or "")
+        # A copy: vLLM sets limits of length on its own.
+        self.segments = SegmentCache(copy.deepcopy(backend), template)
 
     def _template(self, tokenizer: Any) -> str:
         """The text whose tokens with bars are control tokens; "": use the tokenizer's template."""
@@ -71,6 +84,9 @@ class _Plain(BaseRenderer):
 
     async def _tokenize_singleton_prompt_async(self, prompt: Any, params: Any) -> Any:
         text, tokenized = prompt.get("prompt"), super()._tokenize_singleton_prompt_async
+        if isinstance(text, str) and (tenant := TENANT.get()) is not None:
+            key = hashlib.blake2b(tenant.encode(), digest_size=32, key=self._secret).digest()
+            prompt = {**prompt, KEY_FIELD: key}
         if not isinstance(text, str) or len(text) < LONG_CHARS or "prompt_token_ids" in prompt:
             return await tokenized(prompt, params)
         self._check_size(len(text) // self.get_tokenizer().max_chars_per_token)
@@ -97,14 +113,30 @@ class _Plain(BaseRenderer):
             raise VLLMValidationError(f"{error}", parameter="prompt") from error
 
     def _tokenized(self, prompt: Any, params: Any) -> Any:
-        text = prompt["prompt"]
-        if not self._controls.has_marks(text):
+        prompt = dict(prompt)
+        key, text = prompt.pop(KEY_FIELD, None), prompt["prompt"]
+        options = params.get_encode_kwargs()
+        by_parts = (
+            key is not None
+            and not options["add_special_tokens"]
+            and params.truncate_prompt_tokens is None
+            and not self._wants_offsets(prompt, params)
+        )
+        if not by_parts and not self._controls.has_marks(text):
             return super()._tokenize_prompt(prompt, params)
         tokenizer = self.get_tokenizer()
         # No truncation: ``encode`` looks for tokens that a truncated prompt could lack. The length
         # is checked later.
-        options = {**params.get_encode_kwargs(), "truncation": False, "max_length": None}
-        ids = self._controls.encode(text, lambda x: list(tokenizer(x, **options)["input_ids"]))
+        options = {**options, "truncation": False, "max_length": None}
+
+        def whole(text: str) -> list[int]:
+            return list(tokenizer(text, **options)["input_ids"])
+
+        encode: Callable[[str], list[int]] = whole
+        if by_parts:
+            encode = partial(self.segments.encode, key=key, whole=whole)
+        marked = self._controls.has_marks(text)
+        ids = self._controls.encode(text, encode) if marked else encode(text)
         return self._build_tokens_prompt(ids, {**prompt, "prompt": self._controls.unmarked(text)})
 
 

@@ -40,6 +40,7 @@ from vllm.renderers.params import TokenizeParams
 from vllm.renderers.registry import RENDERER_REGISTRY, renderer_from_config
 from vllm.tokenizers.mistral import MistralTokenizer
 
+from engines.vllm_plugin.identity import TENANT
 from engines.vllm_plugin.process.plain_renderer import (
     KINDS,
     LONG_CHARS,
@@ -107,6 +108,34 @@ async def test_users_begin_no_message(config: Any) -> None:
         ids = await prompt_of(ours, messages)
         assert ids.count(start) == 2
         assert "im_start" in ours.get_tokenizer().decode(ids, skip_special_tokens=True)
+
+
+async def test_only_the_new_text_of_a_chat_is_tokenized(config: Any) -> None:
+    register()
+    ours = renderer_from_config(config)
+    theirs = HfRenderer(config, ours.get_tokenizer())
+    messages: list[Any] = [
+        {"role": "user", "content": f"question {'why ' * 60}{x}"} for x in range(6)
+    ]
+    TENANT.set("one")
+    assert await prompt_of(ours, messages) == await prompt_of(theirs, messages)
+    whole = ours.segments.num_chars
+    assert whole > 6 * 240
+    messages += [{"role": "assistant", "content": "so"}, {"role": "user", "content": "and why?"}]
+    assert await prompt_of(ours, messages) == await prompt_of(theirs, messages)
+    assert ours.segments.num_chars - whole < 700
+    attack = [*messages, {"role": "user", "content": ATTACK}]
+    start = ours.get_tokenizer().convert_tokens_to_ids("<|im_start|>")
+    assert (await prompt_of(ours, attack)).count(start) == len(attack) + 1
+
+    before = ours.segments.num_chars
+    TENANT.set("other")  # learns nothing from the time that it takes
+    await prompt_of(ours, messages)
+    assert ours.segments.num_chars - before > whole
+    before = ours.segments.num_chars
+    TENANT.set(None)  # without a gateway all of it is tokenized
+    assert await prompt_of(ours, messages) == await prompt_of(theirs, messages)
+    assert ours.segments.num_chars == before
 
 
 def changed(config: Any, folder: Path, tokens: list[AddedToken]) -> Any:
