@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -12,6 +13,7 @@ import msgspec
 
 from engines.http import CACHE_HEADER, SESSION_HEADER, CacheOutcome
 from launch.errors import LaunchError, UsageError
+from launch.machine.server_address import address_here
 
 _FIRST_ANSWER = aiohttp.ClientTimeout(total=30, sock_connect=5)
 _MOST_BYTES = 4 << 20  # of an answer that is no stream
@@ -31,11 +33,12 @@ Message = Mapping[str, Any]
 def server_url(given: str) -> str:
     """The URL of a server without a path: ``localhost:8080`` -> ``http://localhost:8080``.
 
-    ``/v1``, which clients have at the end, may stand there.
+    ``/v1``, which clients have at the end, may stand there. "" is the server that runs here.
 
     Raises:
         UsageError: it is no address.
     """
+    given = given or address_here(os.environ)
     url = given.strip() if "://" in given else f"http://{given.strip()}"
     base = url.rstrip("/").removesuffix("/v1").rstrip("/")
     try:

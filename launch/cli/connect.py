@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from launch.cli.sessions import DEFAULT_URL, Key, Url
+from launch.cli.sessions import Key, Url
 from launch.printing import say
 
 
@@ -19,7 +19,7 @@ def connect(
             " continue, zed, vscode, n8n or home-assistant."
         ),
     ],
-    url: Url = DEFAULT_URL,
+    url: Url = "",
     api_key: Key = "",
     named: Annotated[str, typer.Option("--model", help="Default: the first that is loaded.")] = "",
     write: Annotated[

@@ -10,7 +10,7 @@ import typer
 
 from gateway.keys import BadKeyLine, generate_key
 from launch.cli.options import Json
-from launch.cli.sessions import DEFAULT_URL, Key, Url
+from launch.cli.sessions import Key, Url
 from launch.errors import LaunchError, UsageError
 from launch.printing import print_json, print_table, say
 
@@ -71,7 +71,7 @@ def _new_on_server(tenant: str, url: str, api_key: str) -> None:
     say(f"id:   {made['id']}")
 
 
-def list_keys(url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
+def list_keys(url: Url = "", api_key: Key = "", as_json: Json = False) -> None:
     """The keys of a running server, by their ids; needs an admin key."""
     from launch.cli.remote import Remote  # pulls in the HTTP client
 
@@ -92,7 +92,7 @@ def list_keys(url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) 
 
 def revoke_key(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="As `thermocline keys list` says.")],
-    url: Url = DEFAULT_URL,
+    url: Url = "",
     api_key: Key = "",
 ) -> None:
     """Revoke a key of a running server, for the next request on; needs an admin key."""

@@ -20,7 +20,12 @@ app = typer.Typer(help="List, move, pin and forget the sessions of a running ser
 
 Url = Annotated[
     str,
-    typer.Option("--url", envvar="THERMOCLINE_URL", help="The gateway's address."),
+    typer.Option(
+        "--url",
+        envvar="THERMOCLINE_URL",
+        help="The gateway's address.",
+        show_default="that of the server which runs here",
+    ),
 ]
 Key = Annotated[
     str,
@@ -29,12 +34,11 @@ Key = Annotated[
 OfModel = Annotated[str, typer.Option("--model", help="Of several that are served, this one.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Session ids.")]
 TIERS = ("ram", "disk", "redis")
-DEFAULT_URL = "http://127.0.0.1:8080"
 
 
 @app.command("list")
 def list_sessions(
-    url: Url = DEFAULT_URL, api_key: Key = "", model: OfModel = "", as_json: Json = False
+    url: Url = "", api_key: Key = "", model: OfModel = "", as_json: Json = False
 ) -> None:
     """All sessions of the caller, the most recent first."""
     rows = sorted(_remote(url, api_key, model).sessions(), key=lambda row: float(row["idle_s"]))
@@ -44,7 +48,7 @@ def list_sessions(
 @app.command()
 def show(
     ids: Ids,
-    url: Url = DEFAULT_URL,
+    url: Url = "",
     api_key: Key = "",
     model: OfModel = "",
     as_json: Json = False,
@@ -60,7 +64,7 @@ def demote(
     tier: Annotated[str | None, typer.Option(help="Also move the cold copy: ram, disk, redis.")] = (
         None
     ),
-    url: Url = DEFAULT_URL,
+    url: Url = "",
     api_key: Key = "",
     model: OfModel = "",
     as_json: Json = False,
@@ -74,7 +78,7 @@ def demote(
 def _add_verb(verb: str, words: str) -> None:
     def carry_out(
         ids: Ids,
-        url: Url = DEFAULT_URL,
+        url: Url = "",
         api_key: Key = "",
         model: OfModel = "",
         as_json: Json = False,
@@ -90,7 +94,7 @@ _add_verb("unpin", "Take a pin back.")
 
 
 @app.command()
-def forget(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "", model: OfModel = "") -> None:
+def forget(ids: Ids, url: Url = "", api_key: Key = "", model: OfModel = "") -> None:
     """Remove sessions from every tier, for good; of several models from all, or from --model."""
     remote = _remote(url, api_key, model)
     for session_id in ids:
@@ -150,7 +154,7 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def chat(
-    url: Url = DEFAULT_URL,
+    url: Url = "",
     api_key: Key = "",
     model: Annotated[str, typer.Option(help="Default: the first that the server lists.")] = "",
     session: Annotated[str, typer.Option(help="Its id; default: a new one.")] = "",
@@ -180,7 +184,7 @@ def chat(
 
 
 def top(
-    url: Url = DEFAULT_URL,
+    url: Url = "",
     api_key: Key = "",
     sort: Annotated[
         str, typer.Option(help="recent, tokens, bytes, saved, turns or id; key s.")

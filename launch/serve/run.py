@@ -32,6 +32,7 @@ from launch.errors import LaunchError
 from launch.machine.folders import require_closed_folder
 from launch.machine.installation import require_own_packages
 from launch.machine.resources import raise_open_files
+from launch.machine.server_address import announced
 from launch.serve.build import BuiltServer, build
 from launch.serve.port import listen, take_path, take_port, url_of
 from launch.serve.preflight import sole_server
@@ -89,6 +90,7 @@ def serve(
             listen(each_socket, config)
         server = server_of(built.app, config)
         url = url_of(sock)
+        stack.enter_context(announced(effective.folders.data, url))
         _say_settings(effective, built, url)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             watches = [ProfileWatch(x.effective, x.engine) for x in built.engines]
