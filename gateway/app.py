@@ -30,7 +30,6 @@ from gateway.keys import Tenants
 from gateway.models.loading import Loading
 from gateway.models.served_model import Models, ServedModel
 from gateway.openai import chat, conversations, models, stored_chats
-from gateway.openai.responses import compaction
 from gateway.openai.responses import routes as responses
 from gateway.relay.answer_format import STORED_HEADER
 from gateway.shared.shared_sessions import SharedSessions
@@ -43,7 +42,7 @@ log = logging.getLogger("thermocline.gateway")
 
 RESTART_LOOP_S = 1.0
 ROUTES = (
-    *(chat, stored_chats, compaction, responses, conversations, models, anthropic),
+    *(chat, stored_chats, responses, conversations, models, anthropic),
     *(sessions, events, openapi, admin, findings, dashboard),
 )
 

@@ -27,7 +27,6 @@ from gateway.keys import Tenant, Tenants
 from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ENGINE_POLL_S, Models, ServedModel
 from gateway.shared.shared_sessions import SharedSessions
-from gateway.stored.seal import SealedText
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics
 from gateway.watch.scope import StreamPlaces
@@ -89,10 +88,6 @@ class Gateway:
         if not has_room:
             message = f"This key may have {most} sessions at once. Delete some: /v1/sessions."
             raise Refused(Failure(429, message, "session_id", "session_limit"))
-
-    def sealed_texts(self, tenant: Tenant) -> SealedText:
-        """Return what seals texts for the tenant to keep, and opens them again."""
-        return SealedText(self.tenants.key_of(tenant.name, b"compaction"))
 
     async def enter(self, model: ServedModel, request: Request) -> Welcome:
         """Have a model loaded until the request ends, and return its engine's account of itself.

@@ -18,7 +18,7 @@ from starlette.routing import Match, Route
 
 from engines.base import EngineError, EngineStalled, EngineUnavailable
 from engines.openai.requests import InvalidRequest, error_body, error_type
-from gateway.stored.shelf import StoreFailed
+from gateway.stored.table import StoreFailed
 from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
 
 RETRY_LATER_S = 2.0  # an engine that crashed is usually back by then

@@ -40,7 +40,6 @@ _BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/embeddings": EmbeddingsRequest,
     "/v1/responses": ResponseFields,
     "/v1/responses/input_tokens": ResponseFields,
-    "/v1/responses/compact": ResponseFields,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/detokenize": Detokenize,

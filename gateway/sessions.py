@@ -27,7 +27,7 @@ from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
 from gateway.shared.session_rows import SessionRow
 from gateway.shared.shared_sessions import Elsewhere
-from gateway.stored.shelf import StoreFailed
+from gateway.stored.table import StoreFailed
 from scheduler.session import SAVING, SessionView
 from scheduler.sessions import Overloaded, Place
 

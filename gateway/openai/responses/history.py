@@ -27,17 +27,17 @@ from gateway.keys import Tenant
 from gateway.openai.responses.items import kind_of
 from gateway.openai.responses.output import new_id
 from gateway.openai.responses.response import MAX_ITEMS, ResponseFields
+from gateway.stored.forms import Entry, Item, stored_form
+from gateway.stored.head import Head
 from gateway.stored.objects import Objects, Outgrown
-from gateway.stored.seal import Head
-from gateway.stored.shelf import Entry, Item, Steps, stored_form
 from gateway.stored.stored import Stored
+from gateway.stored.table import Steps
 
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
     "function_call": "fc",
     "custom_tool_call": "ctc",
-    "compaction": "cmp",
 }
 
 
@@ -179,7 +179,7 @@ def _read(
     elif fields.previous_response_id:
         chain = yield from _chain(objects, tenant, fields.previous_response_id, room)
         items, session = chain or (None, None)
-        session = yield from _branch(objects, tenant, fields.previous_response_id, session)
+        session = _branch(objects, tenant, fields.previous_response_id, session)
     if items is None:
         return None
     known = {x.id for x in items}
@@ -198,12 +198,12 @@ def _read(
     return _Recalled(items, session, referred)
 
 
-def _branch(objects: Objects, tenant: str, id: str, session: str | None) -> Steps[str | None]:
+def _branch(objects: Objects, tenant: str, id: str, session: str | None) -> str | None:
     """Return the session to go on in: a response that another followed begins one of its own.
 
     Two conversations that began alike, and two branches of one, would else overwrite each other.
     """
-    if session is None or (yield from objects.find(tenant, "conversation", session)) is not None:
+    if session is None or objects.find(tenant, "conversation", session) is not None:
         return id
     return session if objects.latest(tenant, "response", session) == id else id
 
@@ -231,7 +231,7 @@ def _chain(
     items: list[Item] = []
     for object in reversed(line):
         if before := object.head.about.get("conversation"):
-            last = objects.last_item(tenant, object)
+            last = object.head.last_item
             turn = yield from _conversation(objects, tenant, before, last, room)
         else:
             turn = yield from objects.read_all(tenant, object)
@@ -245,7 +245,7 @@ def _conversation(
     objects: Objects, tenant: str, id: str, until: str | None, room: _Room
 ) -> Steps[list[Item] | None]:
     """Read a conversation up to the item ``until``; all of it if that is None, or not in it."""
-    object = yield from objects.find(tenant, "conversation", id)
+    object = objects.find(tenant, "conversation", id)
     if object is None:
         return None
     room.take_all(object.head)
