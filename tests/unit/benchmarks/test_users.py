@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.bench.figures import Percentiles, Result, Run, label, percentiles, report_of
-from launch.bench.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, prose, workload_of
+from benchmarks.users.figures import Percentiles, Result, Run, label, percentiles, report_of
+from benchmarks.users.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, prose, workload_of
 from launch.errors import UsageError
 from launch.remote import Address, Target, Turn
 

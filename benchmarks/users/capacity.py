@@ -15,7 +15,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from launch.bench.workload import prose
+from benchmarks.users.workload import prose
 from launch.errors import LaunchError
 from launch.remote import Message, Target, Turn, take_turn
 

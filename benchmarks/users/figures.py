@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from launch.bench.workload import Conversation, Phase, Step, Workload, prose
+from benchmarks.users.workload import Conversation, Phase, Step, Workload, prose
 from launch.errors import LaunchError
 from launch.remote import MISS, Message, Target, Turn, take_turn
 
