@@ -29,7 +29,6 @@ from gateway.models.served_model import ENGINE_POLL_S, Models, ServedModel
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics
-from gateway.watch.scope import StreamPlaces
 from gateway.watch.telemetry import LogRing, PassOn, Tracing
 
 LAST_WORDS_S = 1.0  # for all streams to send their ending
@@ -46,7 +45,6 @@ class Gateway:
     metrics: Metrics
     bodies: BodyBudget
     limits: KeyLimits
-    event_places: StreamPlaces
     keys: KeyList
     tier_bytes: TierBytes
     stored: Stored = field(default_factory=Stored)

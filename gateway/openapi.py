@@ -193,8 +193,6 @@ def _answers(path: str, method: str) -> Json:
         content = {"text/plain": {"schema": {"type": "string"}}}
     if path in _PAGES:
         content = {"text/html": {"schema": {"type": "string"}}}
-    if path == "/v1/events":
-        content = {"text/event-stream": {"schema": {"type": "string"}}}
     if method == "POST" and path in _STREAMS:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": {"$ref": _REFS.format(name="Error")}}}

@@ -90,7 +90,6 @@ MEANINGS = {
     "tier_refused": "the tier did not take all of the session; it stays where it was",
     "timeout": "the answer took longer than `gateway.request_timeout_s`",
     "too_many_connections": "the client, or all of them, have too many connections open",
-    "too_many_streams": "the caller reads as many streams of events as it may; close one",
     "too_many_values": "the body has too many values, however short it is",
 }
 KEPT_REASONS = ("busy", "pinned", "no-cold-copy", "disabled", "no-room")

@@ -56,7 +56,7 @@ class Work(Enum):
         " take in turns; ends when the client leaves"
     )
     VERB = "one verb to the engine about one session, with a deadline"
-    STREAM = "one of `gateway.max_event_streams` places of its tenant, with a bounded queue"
+    SNAPSHOT = "a snapshot that is made once a second at most for all readers of a tenant"
 
 
 class Account(NamedTuple):
@@ -119,7 +119,7 @@ ACCOUNTS: Final[dict[str, Account]] = {
     "pin": _VERB,
     "unpin": _VERB,
     "forget": _VERB,
-    "events": Account(Work.STREAM, 0.1),
+    "show_snapshot": Account(Work.SNAPSHOT),
     "livez": _OPEN,
     "readyz": _OPEN,
     "health": _OPEN,

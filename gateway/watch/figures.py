@@ -6,13 +6,12 @@ Figures of the whole machine would show a tenant how busy the others are.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping
-from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
 
 from engines.base import EngineReport, TierName
 from engines.calibration.gate.rules import Bound
 from engines.wire import CodecReport, TierStats
-from gateway.watch.rows import Key
 from gateway.watch.shape import (
     BoundShown,
     HotShown,
@@ -23,82 +22,48 @@ from gateway.watch.shape import (
     TierShown,
     VerdictShown,
 )
+from kvstore.codecs.names import EXACT
 from kvstore.codecs.quality import Quality
 from scheduler.session import Session, State
 
-K = TypeVar("K", bound=Hashable)
 Counts: TypeAlias = Mapping[str, Mapping[str, int]]
 MAX_VERDICTS: Final = 20
+# Of the presets that a first measurement chooses between.
+EXPECTED: Final = "about 1/5 to 1/11 of bf16"
 
 
-class _Share(NamedTuple):
-    """One session's part of the sums."""
-
-    state: str
-    tier: TierName | None
-    hot_bytes: int
-    idle_bytes: int
-    cold_bytes: int
-    bf16_bytes: int  # that what is cold would take
-
-
-class Sums(Generic[K]):
-    """The sums over the sessions of one scope."""
+class Sums:
+    """The sums over the sessions that a reader may see."""
 
     def __init__(self) -> None:
-        self._shares: dict[K, _Share] = {}
         self.states: Counter[str] = Counter()
         self.tier_sessions: Counter[TierName] = Counter()
         self.tier_bytes: Counter[TierName] = Counter()
+        self.num_sessions = 0
         self.hot_bytes = self.idle_bytes = self.cold_bytes = self.bf16_bytes = 0
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._shares)
-
-    def take(
-        self, name: K, session: Session | None, hot_bytes: int = 0, bf16_bytes: int = 0
-    ) -> None:
-        """Count a session as it is now; None if it is gone.
+    def add(self, session: Session, hot_bytes: int, bf16_bytes: int) -> None:
+        """Count a session.
 
         Args:
             hot_bytes: that it takes while it is hot.
             bf16_bytes: that its cold KV would take in bf16.
         """
-        before = self._shares.pop(name, None)
-        if before is not None:
-            self._count(before, -1)
-        if session is not None:
-            share = self._shares[name] = _share_of(session, hot_bytes, bf16_bytes)
-            self._count(share, 1)
-
-    def _count(self, share: _Share, by: int) -> None:
-        self.states[share.state] += by
-        if not self.states[share.state]:
-            del self.states[share.state]
-        self.hot_bytes += by * share.hot_bytes
-        self.idle_bytes += by * share.idle_bytes
-        self.cold_bytes += by * share.cold_bytes
-        self.bf16_bytes += by * share.bf16_bytes
-        if share.tier is not None:
-            self.tier_sessions[share.tier] += by
-            self.tier_bytes[share.tier] += by * share.cold_bytes
-
-
-def _share_of(session: Session, hot_bytes: int, bf16_bytes: int) -> _Share:
-    hot_bytes = hot_bytes if session.hot else 0
-    return _Share(
-        session.state.value,
-        session.tier,
-        hot_bytes,
-        hot_bytes if session.state is State.IDLE else 0,
-        session.cold_bytes,
-        bf16_bytes,
-    )
+        self.num_sessions += 1
+        self.states[session.state.value] += 1
+        if session.hot:
+            self.hot_bytes += hot_bytes
+        if session.state is State.IDLE:
+            self.idle_bytes += hot_bytes
+        self.cold_bytes += session.cold_bytes
+        self.bf16_bytes += bf16_bytes
+        if session.tier is not None:
+            self.tier_sessions[session.tier] += 1
+            self.tier_bytes[session.tier] += session.cold_bytes
 
 
 def memory_shown(
-    sums: Sums[Key],
+    sums: Sums,
     report: EngineReport | None,
     codec: CodecReport | None,
     outcomes: Counts,
@@ -115,7 +80,7 @@ def memory_shown(
     """
     tiers = report.tiers if report else []
     return MemoryShown(
-        hot=_hot(sums, report, water, admin),
+        hot=_hot(sums, report, codec, water, admin),
         tiers=[_tier(x, sums, codec, admin) for x in tiers],
         cold_bytes=sums.cold_bytes,
         bf16_bytes=sums.bf16_bytes or (None if sums.cold_bytes else 0),
@@ -132,9 +97,14 @@ def _repacking(report: EngineReport) -> RepackingShown:
 
 
 def _hot(
-    sums: Sums[Key], report: EngineReport | None, water: tuple[float, float], admin: bool
+    sums: Sums,
+    report: EngineReport | None,
+    codec: CodecReport | None,
+    water: tuple[float, float],
+    admin: bool,
 ) -> HotShown:
     shown = report if admin else None
+    measures = shown is not None and codec is not None and bool(codec.progress)
     return HotShown(
         bytes=shown.hot_bytes if shown else sums.hot_bytes,
         idle_bytes=shown.idle_hot_bytes if shown else sums.idle_bytes,
@@ -142,10 +112,11 @@ def _hot(
         high_water=water[0],
         low_water=water[1],
         save_queue_bytes=shown.save_queue_bytes if shown else None,
+        measuring_bytes=max(0, shown.hot_bytes - sums.hot_bytes) if shown and measures else 0,
     )
 
 
-def _tier(tier: TierStats, sums: Sums[Key], codec: CodecReport | None, admin: bool) -> TierShown:
+def _tier(tier: TierStats, sums: Sums, codec: CodecReport | None, admin: bool) -> TierShown:
     return TierShown(
         name=tier.name,
         bytes=tier.nbytes if admin else sums.tier_bytes[tier.name],
@@ -195,6 +166,8 @@ def quality_shown(
     return QualityShown(
         name=codec.name,
         codec=codec.id,
+        exact=codec.name == EXACT,
+        expected=EXPECTED if codec.unmeasured and codec.progress else "",
         why=codec.why,
         measured=not codec.unmeasured,
         progress=codec.progress,

@@ -1,8 +1,8 @@
-"""The shape of the data shown: that of ``GET /v1/events`` and of one session's detail.
+"""The shape of the data shown: that of ``GET /v1/snapshot`` and of one session's detail.
 
-``docs/events.md`` says the same in words, with examples. Times are Unix times in seconds, sizes are
-bytes, durations seconds; what is not known is null. No field ever holds the text of a chat, but a
-session's title where ``gateway.session_titles`` asks for it.
+``docs/snapshot.md`` says the same in words, with examples. Times are Unix times in seconds, sizes
+are bytes, durations seconds; what is not known is null. No field ever holds the text of a chat, but
+a session's title where ``gateway.session_titles`` asks for it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class NowShown(msgspec.Struct, frozen=True, kw_only=True):
     memory_available_bytes: int | None  # of the whole machine; for admins only
     prefill_tokens_per_s: float | None  # measured; savings are estimated by it
     saved_tokens_today: int  # restored or hot, since midnight UTC or the start
-    saved_s_today: float
+    saved_s_today: float | None  # null: the speed of prefill is not known yet
     turns_today: int
 
 
@@ -87,21 +87,15 @@ class SessionShown(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int | None  # hot bytes while hot (about, while it is served), packed bytes while cold
     cold_bytes: int
     bf16_bytes: int | None  # that the KV of its tokens would take in bf16
-    ratio: float | None  # of the packed KV: its bytes in bf16 over its packed bytes
+    ratio: float | None  # its bytes in bf16 over its packed bytes; null: it is not packed
     idle_since: float | None  # null while it is served
     pinned: bool
     last_source: str | None  # hot, cold-ram, cold-disk, cold-redis or miss
     last_reason: str | None  # why not more of its prompt was reused
-    saved_s: float  # estimated seconds of prefill that it was spared so far
+    saved_tokens: int  # of its prompts, not computed again
+    saved_s: float | None  # estimated, that these would have taken; null: not known
     turns: int  # that this server has seen, with the one that it serves
     retain_until: float | None  # its client asked to keep it until then
-
-
-class GoneShown(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that is no more."""
-
-    id: str
-    tenant: str | UnsetType = UNSET
 
 
 class HotShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +107,7 @@ class HotShown(msgspec.Struct, frozen=True, kw_only=True):
     high_water: float  # shares of the capacity between which idle sessions are put to sleep
     low_water: float
     save_queue_bytes: int | None
+    measuring_bytes: int  # of these, about, while the model is measured
 
 
 class TierShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +192,8 @@ class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     codec: str  # id; "" = the engine reports none
+    exact: bool  # what is stored is as it was computed
+    expected: str  # the size that a measurement will lead to, in words; "" = none is awaited
     why: str
     measured: bool  # false: what the settings ask for was never measured on this model
     progress: str  # of a measurement; "" = none runs
@@ -218,7 +215,7 @@ class HourShown(msgspec.Struct, frozen=True, kw_only=True):
 class MoveShown(msgspec.Struct, frozen=True, kw_only=True):
     """A session's KV is in another place than before."""
 
-    number: int  # of all moves since the server's start; a reader may hear of one twice
+    number: int  # of all moves since the server's start
     at: float
     id: str
     tenant: str | UnsetType = UNSET  # for admins only
@@ -232,7 +229,7 @@ class MoveShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The first event of a stream: everything."""
+    """Everything that a reader may see, at one moment."""
 
     server: ServerShown
     now: NowShown
@@ -241,27 +238,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     hour: HourShown
     moves: list[MoveShown]  # of the last hour, the oldest first; the latest ``MAX_MOVES``
     num_sessions: int  # may be more than are listed
-    sessions: list[SessionShown]  # the most recently used first; the last field
-
-
-class More(msgspec.Struct, frozen=True, kw_only=True):
-    """More rows of a snapshot that is sent in pages."""
-
-    sessions: list[SessionShown]
-    left: int  # rows that are still to come
-
-
-class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An event after the first: only what is not as it was."""
-
-    server: ServerShown | UnsetType = UNSET
-    now: NowShown | UnsetType = UNSET
-    sessions: list[SessionShown] = []
-    gone: list[GoneShown] = []
-    moves: list[MoveShown] = []
-    num_sessions: int | UnsetType = UNSET
-    memory: MemoryShown | UnsetType = UNSET
-    quality: QualityShown | None | UnsetType = UNSET
+    sessions: list[SessionShown]  # the most recently used first
 
 
 class TransitionShown(msgspec.Struct, frozen=True):

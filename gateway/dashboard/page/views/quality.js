@@ -17,7 +17,7 @@ export function Quality() {
     <section class="card" aria-labelledby="codecs">
       <h2 id="codecs">Codec in use</h2>
       <ul class="codecs">
-        <li><b>${it.name}</b> ${it.codec && html`<span class="codec">${it.codec}</span>`}</li>
+        <li>${isExact(it) ? html`<b>${unpackedWords(it)}</b>` : html`<b>${it.name}</b> ${it.codec && html`<span class="codec">${it.codec}</span>`}`}</li>
       </ul>
       ${it.why && html`<p class="why-codec">${it.why}</p>`}
       <${Measuring} it=${it} />
@@ -27,7 +27,14 @@ export function Quality() {
   `;
 }
 
-const isExact = (it) => it.name === "raw";
+const isExact = (it) => it.exact;
+
+// What is so while nothing is packed, and what is to be expected.
+export function unpackedWords(it) {
+  const next = it?.expected ? `, then ${it.expected}` : "";
+  const words = it?.progress ? `; ${it.progress}${next}` : "";
+  return it?.measured === false ? `exact, not packed yet${words}` : "exact";
+}
 
 function Measuring({ it }) {
   const [busy, setBusy] = useState(false);

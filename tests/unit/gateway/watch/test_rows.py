@@ -101,7 +101,7 @@ def test_sums_of_today_begin_again_at_midnight():
     assert tally.today == (30, 3.0, 1)
     assert tally.outcomes == {"hot": {"": 1}}
     clock.now += 86_400
-    assert tally.today == (0, 0.0, 0)
+    assert tally.today == (0, None, 0)
 
 
 def paced(made: LiveRequest, tally: Tally) -> None:
