@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines.base import SessionReport
+from engines.base import EngineReport, SessionReport
 from engines.http import CacheOutcome
 from engines.wire import CodecReport, KVSize, SessionRef, Welcome
 from gateway.watch.live import Live
@@ -45,6 +45,19 @@ class NoEngine:
     codec = welcome.codec
     ready = True
     trouble = ""
+
+    async def stats(self) -> EngineReport:
+        return EngineReport(
+            hot_bytes=0,
+            idle_hot_bytes=0,
+            hot_capacity_bytes=0,
+            active_bytes=0,
+            num_running=0,
+            num_waiting=0,
+            save_queue_bytes=0,
+            tiers=[],
+            counters={},
+        )
 
 
 class Busy:
