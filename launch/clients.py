@@ -49,7 +49,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Change:
+class FileChange:
     """The values that are to stand in a client's own file."""
 
     path: Path
@@ -62,7 +62,7 @@ class Connection:
     """The needs of a client: lines for people, and a change for its file if it has one."""
 
     lines: list[str]
-    change: Change | None = None
+    change: FileChange | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -110,7 +110,7 @@ def _claude(server: Server, home: Path) -> Connection:
     }
     return Connection(
         _exports(values),
-        Change(home / ".claude" / "settings.json", "json", {"env": values}),
+        FileChange(home / ".claude" / "settings.json", "json", {"env": values}),
         ["An ANTHROPIC_API_KEY in the environment would be sent as well: unset it."],
     )
 
@@ -133,7 +133,7 @@ def _codex(server: Server, home: Path) -> Connection:
     kept = {key: value for key, value in provider.items() if value is not None}
     written = tomlkit.dumps({**values, "model_providers": {PROVIDER: kept}})
     shown = ["# ~/.codex/config.toml", *written.splitlines()]
-    change = Change(home / ".codex" / "config.toml", "toml", values)
+    change = FileChange(home / ".codex" / "config.toml", "toml", values)
     if not server.needs_key:
         return Connection(shown, change)
     shown += _exports({"THERMOCLINE_API_KEY": server.key})
@@ -156,7 +156,7 @@ def _opencode(server: Server, home: Path) -> Connection:
     }
     path = home / ".config" / "opencode" / "opencode.json"
     shown = ["// ~/.config/opencode/opencode.json", *json.dumps(values, indent=2).splitlines()]
-    return Connection(shown, Change(path, "json", values))
+    return Connection(shown, FileChange(path, "json", values))
 
 
 def _cline(server: Server, home: Path) -> Connection:
@@ -176,7 +176,7 @@ def _qwen_code(server: Server, home: Path) -> Connection:
         "OPENAI_API_KEY": server.key,
         "OPENAI_MODEL": server.model,
     }
-    return Connection(_exports(values), Change(home / ".qwen" / ".env", "lines", values))
+    return Connection(_exports(values), FileChange(home / ".qwen" / ".env", "lines", values))
 
 
 def _aider(server: Server, home: Path) -> Connection:
@@ -186,7 +186,7 @@ def _aider(server: Server, home: Path) -> Connection:
         "model": f"openai/{server.model}",
     }
     shown = ["# ~/.aider.conf.yml", *(_yaml_line(*x) for x in values.items())]
-    return Connection(shown, Change(home / ".aider.conf.yml", "yaml", values))
+    return Connection(shown, FileChange(home / ".aider.conf.yml", "yaml", values))
 
 
 def _exports(values: Mapping[str, str]) -> list[str]:
@@ -207,7 +207,7 @@ CLIENTS: Final[Mapping[str, Callable[[Server, Path], Connection]]] = {
 }
 
 
-def write(change: Change) -> Path | None:
+def write(change: FileChange) -> Path | None:
     """Merge a change into its file; returns where the file's former content is, if it had any.
 
     Raises:
@@ -226,7 +226,7 @@ def write(change: Change) -> Path | None:
         raise LaunchError(f"{path} cannot be changed: {error}") from error
 
 
-def merged(text: str, change: Change) -> str:
+def merged(text: str, change: FileChange) -> str:
     """Return the file's new text.
 
     Raises:
@@ -240,7 +240,7 @@ def merged(text: str, change: Change) -> str:
         ) from error
 
 
-def _merged_json(text: str, change: Change) -> str:
+def _merged_json(text: str, change: FileChange) -> str:
     values = json.loads(text) if text.strip() else {}
     if not isinstance(values, dict):
         raise ValueError("it is no object")
@@ -248,7 +248,7 @@ def _merged_json(text: str, change: Change) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def _merged_toml(text: str, change: Change) -> str:
+def _merged_toml(text: str, change: FileChange) -> str:
     document = tomlkit.parse(text)
     _put(document, change.values)
     return tomlkit.dumps(document)
@@ -268,11 +268,11 @@ def _put(target: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
         _put(target[key], value)
 
 
-def _merged_yaml(text: str, change: Change) -> str:
+def _merged_yaml(text: str, change: FileChange) -> str:
     return _with_lines(text, {f"{key}:": _yaml_line(key, x) for key, x in change.values.items()})
 
 
-def _merged_dotenv(text: str, change: Change) -> str:
+def _merged_dotenv(text: str, change: FileChange) -> str:
     return _with_lines(text, {f"{key}=": _dotenv_line(key, x) for key, x in change.values.items()})
 
 
@@ -314,7 +314,7 @@ def _printable(value: str) -> str:
     return value
 
 
-_MERGERS: Final[Mapping[Format, Callable[[str, Change], str]]] = {
+_MERGERS: Final[Mapping[Format, Callable[[str, FileChange], str]]] = {
     "json": _merged_json,
     "toml": _merged_toml,
     "yaml": _merged_yaml,

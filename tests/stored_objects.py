@@ -16,7 +16,7 @@ import pytest
 
 from gateway.keys import Tenants
 from gateway.stored.forms import Entry, Item, Kind, stored_form
-from gateway.stored.objects import Listing, Objects, Query
+from gateway.stored.objects import ObjectList, Objects, Query
 from gateway.stored.older import bring_over
 from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.stored import Stored
@@ -85,7 +85,7 @@ def shown(objects: Objects, id: str, kind: Kind = "conversation", tenant: str = 
 
 def page(
     objects: Objects, id: str, query: Query | None = None, kind: Kind = "conversation"
-) -> Listing | None:
+) -> ObjectList | None:
     object = objects.find("a", kind, id)
     return None if object is None else done(objects.page("a", object, query or Query(1000)))
 

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 from starlette.types import Scope
 
 from engines.openai.errors import InvalidRequest
-from gateway.errors import Failure, Refused
+from gateway.errors import Failure, RequestRefused
 
 BODY_SHARE = "body_share"  # where a request's share is in the scope's state
 LARGE_BODY_BYTES = 256 << 10  # some milliseconds of work
@@ -158,9 +158,9 @@ class BodyBudget:
         self.nbytes = 0
 
     def take(self, tenant: str, nbytes: int) -> None:
-        """Count bytes that have come. Raises ``Refused`` (503) where there is no room."""
+        """Count bytes that have come. Raises ``RequestRefused`` (503) where there is no room."""
         if self.nbytes + nbytes > self._max_bytes or self._of[tenant] + nbytes > self._max_of_one:
-            raise Refused(_FULL)
+            raise RequestRefused(_FULL)
         self.nbytes += nbytes
         self._of[tenant] += nbytes
 
@@ -190,13 +190,13 @@ class BodyShare:
         self.tenant = ""  # the owner of the body; set before the first byte is read
 
     def grow(self, nbytes: int) -> None:
-        """Have ``nbytes`` in all, if that is more than now. Raises ``Refused`` (503)."""
+        """Have ``nbytes`` in all, if that is more than now. Raises ``RequestRefused`` (503)."""
         if nbytes > self._nbytes:
             self._budget.take(self.tenant, nbytes - self._nbytes)
             self._nbytes = nbytes
 
     def add(self, nbytes: int) -> None:
-        """Have ``nbytes`` more. Raises ``Refused`` (503)."""
+        """Have ``nbytes`` more. Raises ``RequestRefused`` (503)."""
         self.grow(self._nbytes + nbytes)
 
     def give_back(self) -> None:

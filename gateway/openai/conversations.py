@@ -24,7 +24,7 @@ from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import new_id
 from gateway.openai.stored_objects import Metadata, StoredKind, shown_list
 from gateway.stored.forms import Entry, Item, stored_form
-from gateway.stored.objects import MAX_ITEMS, Listing, Objects, Outgrown
+from gateway.stored.objects import MAX_ITEMS, ObjectList, Objects, Outgrown
 from gateway.stored.table import Steps
 
 router = APIRouter()
@@ -91,7 +91,7 @@ async def add_items(request: Request) -> Response:
     except Outgrown:
         message = f"items: a conversation has at most {MAX_ITEMS}: begin a new one"
         raise InvalidRequest(message, "items", "conversation_too_large") from None
-    return shown_list(Listing(rows, False))
+    return shown_list(ObjectList(rows, False))
 
 
 @router.get(_ONE + "/items")

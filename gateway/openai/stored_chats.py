@@ -17,7 +17,7 @@ from gateway.context import caller_of, gateway_of
 from gateway.edge.accounts import body_share_of
 from gateway.openai.stored_objects import StoredKind, query_of, shown_list
 from gateway.stored.forms import Entry, Item, Label, label_of, stored_form
-from gateway.stored.objects import Listing, Objects
+from gateway.stored.objects import ObjectList, Objects
 from gateway.stored.stored import Stored
 from gateway.stored.table import Steps
 
@@ -66,7 +66,7 @@ async def list_completions(request: Request) -> Response:
         await stored.ask(
             tenant,
             lambda objects: objects.listed(tenant, "completion", labels, query),
-            Listing([], False),
+            ObjectList([], False),
             body_share_of(request.scope).add,
         )
     )

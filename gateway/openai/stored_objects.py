@@ -22,7 +22,7 @@ from gateway.context import caller_of, gateway_of, json_response, limit_of
 from gateway.edge.accounts import body_share_of
 from gateway.stored.forms import Form, Kind, stored_form
 from gateway.stored.head import Object
-from gateway.stored.objects import Listing, Objects, Query
+from gateway.stored.objects import ObjectList, Objects, Query
 from gateway.stored.table import Steps
 
 MAX_ROWS = 100
@@ -46,7 +46,7 @@ def query_of(request: Request, *, ascending: bool) -> Query:
     return Query(limit_of(request, 20, MAX_ROWS), given.get("after") or None, order == "asc")
 
 
-def shown_list(page: Listing) -> Response:
+def shown_list(page: ObjectList) -> Response:
     """Answer with a page of bodies as they were stored."""
     ids = [x.id for x in page.rows]
     return json_response(
@@ -167,7 +167,7 @@ def _found(objects: Objects, tenant: str, id: str, *, kind: Kind) -> Steps[Objec
 
 def _page(
     objects: Objects, tenant: str, id: str, *, kind: Kind, query: Query
-) -> Steps[Listing | None]:
+) -> Steps[ObjectList | None]:
     object = objects.find(tenant, kind, id)
     return None if object is None else (yield from objects.page(tenant, object, query))
 

@@ -80,7 +80,7 @@ def opened_tombstone(names: TenantNames, id: str, raw: object) -> Tombstone | No
     return names.open(names.tombstone(id), raw, _tombstones)
 
 
-class Deletions:
+class SharedDeletions:
     """Says and hears deletions. Runs on the event loop."""
 
     def __init__(

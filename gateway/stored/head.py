@@ -73,7 +73,7 @@ class Object(NamedTuple):
         return f"{self.kind}:{self.id}"
 
 
-class Draft:
+class PageDraft:
     """Collects the pages of a write, each under a number that was never used."""
 
     def __init__(self, seal: ObjectSeal, next: int) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from gateway.stored.forms import Entry, Form, Item, Kind, Label, shown_form
-from gateway.stored.head import Draft, Head, Object, Page, slices
+from gateway.stored.head import Head, Object, Page, PageDraft, slices
 from gateway.stored.seal import KeyOf, NotOurs, Seals
 from gateway.stored.table import SLICE_ITEMS, Steps, StoreFailed, Table, Write, size_of
 
@@ -37,7 +37,7 @@ class Query(NamedTuple):
     ascending: bool = True
 
 
-class Listing(NamedTuple):
+class ObjectList(NamedTuple):
     """A part of a list: ids and bodies, and whether more follows it."""
 
     rows: list[Item]
@@ -78,7 +78,7 @@ class Objects:
         items = yield from self._items(tenant, object, outputs)
         return None if body is None or items is None else shown_form(kind, body, items)
 
-    def page(self, tenant: str, object: Object, query: Query) -> Steps[Listing]:
+    def page(self, tenant: str, object: Object, query: Query) -> Steps[ObjectList]:
         """List items that an object was made with; those that were changed are passed over."""
         places = [(x, i) for x in object.head.own for i in range(len(x.ids))]
         if not query.ascending:
@@ -90,12 +90,12 @@ class Objects:
         held = 0
         for page, some in groupby(places[: query.limit], key=lambda x: x[0]):
             if held > PAGE_BYTES - page.nbytes // 2 and rows:
-                return Listing(rows, True)
+                return ObjectList(rows, True)
             yield page.nbytes
             held += page.nbytes
             items = self._opened(page, self._read(tenant, object, [page])[0])
             rows += [items[i] for _, i in some if items is not None]
-        return Listing(rows, len(places) > query.limit)
+        return ObjectList(rows, len(places) > query.limit)
 
     def line(
         self, tenant: str, kind: Kind, id: str, take: Callable[[Head], None]
@@ -141,13 +141,13 @@ class Objects:
 
     def listed(
         self, tenant: str, kind: Kind, labels: Sequence[Label], query: Query
-    ) -> Steps[Listing]:
+    ) -> Steps[ObjectList]:
         """List objects that have all of the labels, in the order in which they were stored."""
         beyond = None
         if query.after is not None:
             last = self.find(tenant, kind, query.after, uses=False)
             if last is None:
-                return Listing([], False)
+                return ObjectList([], False)
             beyond = last.number
         words = ("label", kind, *labels[0]) if labels else ("list", kind)
         (term,) = self._seals.terms(tenant, words)
@@ -159,14 +159,14 @@ class Objects:
                 if object is None or not set(labels) <= set(object.head.labels or ()):
                     continue
                 if len(rows) >= query.limit or held >= PAGE_BYTES:
-                    return Listing(rows, True)
+                    return ObjectList(rows, True)
                 yield object.head.body.nbytes
                 body = self.body(tenant, object)
                 if body is not None:
                     rows.append(Item(object.id, body))
                     held += len(body)
             yield 0
-        return Listing(rows, False)
+        return ObjectList(rows, False)
 
     def latest(self, tenant: str, kind: Kind, session: str) -> str | None:
         """Return the id of a session's object that was stored last."""
@@ -184,7 +184,7 @@ class Objects:
     def put_now(self, tenant: str, entry: Entry, items: Sequence[Item] = ()) -> bool:
         """Do as ``put``, and leave a budget that is exceeded by it as it is."""
         form = entry.form
-        draft = Draft(self._seals.of(tenant, entry.kind, entry.id), 0)
+        draft = PageDraft(self._seals.of(tenant, entry.kind, entry.id), 0)
         body = draft.page(form.body, len(form.body))
         own, outputs = draft.items(items), draft.items(form.outputs)
         labels = None if form.labels is None else tuple(form.labels)
@@ -209,7 +209,7 @@ class Objects:
             Outgrown: it would have more than ``MAX_ITEMS``.
         """
 
-        def grown(object: Object, draft: Draft) -> Write | None:
+        def grown(object: Object, draft: PageDraft) -> Write | None:
             known = {id for page in object.head.pages for id in page.ids}
             fresh = [x for x in items if x.id not in known]
             if object.head.num + len(fresh) > MAX_ITEMS:
@@ -228,7 +228,7 @@ class Objects:
     def remove_item(self, tenant: str, kind: Kind, id: str, item: str) -> Steps[bool]:
         """Remove one item, if it is there; returns False if there is no such object."""
 
-        def shrunk(object: Object, draft: Draft) -> Write | None:
+        def shrunk(object: Object, draft: PageDraft) -> Write | None:
             page = _page_of(object.head, item)
             if page is None:
                 return None
@@ -253,7 +253,7 @@ class Objects:
         """
         made = b""
 
-        def changed(object: Object, draft: Draft) -> Write | None:
+        def changed(object: Object, draft: PageDraft) -> Write | None:
             nonlocal made
             body = self.body(tenant, object)
             if body is None:
@@ -304,7 +304,7 @@ class Objects:
             yield 0
 
     def _change(
-        self, tenant: str, kind: Kind, id: str, change: Callable[[Object, Draft], Write | None]
+        self, tenant: str, kind: Kind, id: str, change: Callable[[Object, PageDraft], Write | None]
     ) -> Steps[bool]:
         """Change an object as ``change`` says; None: it stays as it is.
 
@@ -315,7 +315,7 @@ class Objects:
             object = self.find(tenant, kind, id)
             if object is None:
                 return False
-            wanted = change(object, Draft(seal, object.head.next))
+            wanted = change(object, PageDraft(seal, object.head.next))
             if wanted is None or self.table.write(tenant, object.name, wanted):
                 return True
             yield 0

@@ -13,14 +13,14 @@ from engines.base import EngineReport, TierName
 from engines.calibration.gate.rules import Bound
 from engines.wire import CodecReport, TierStats
 from gateway.watch.shape import (
-    BoundShown,
-    HotShown,
-    MemoryShown,
+    CodecVerdict,
+    HotMemory,
+    MemoryStatus,
+    QualityBound,
     QualityRow,
-    QualityShown,
-    RepackingShown,
-    TierShown,
-    VerdictShown,
+    QualityStatus,
+    RepackingStatus,
+    TierStatus,
 )
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.quality import Quality
@@ -71,7 +71,7 @@ def memory_shown(
     water: tuple[float, float],
     *,
     admin: bool,
-) -> MemoryShown:
+) -> MemoryStatus:
     """Show memory.
 
     Args:
@@ -79,7 +79,7 @@ def memory_shown(
         water: the scheduler's high and low mark.
     """
     tiers = report.tiers if report else []
-    return MemoryShown(
+    return MemoryStatus(
         hot=_hot(sums, report, codec, water, admin),
         tiers=[_tier(x, sums, codec, admin) for x in tiers],
         cold_bytes=sums.cold_bytes,
@@ -91,9 +91,9 @@ def memory_shown(
     )
 
 
-def _repacking(report: EngineReport) -> RepackingShown:
+def _repacking(report: EngineReport) -> RepackingStatus:
     now = report.repacking
-    return RepackingShown(now.sessions_left, now.bytes_left, now.sessions_done, now.freed_bytes)
+    return RepackingStatus(now.sessions_left, now.bytes_left, now.sessions_done, now.freed_bytes)
 
 
 def _hot(
@@ -102,10 +102,10 @@ def _hot(
     codec: CodecReport | None,
     water: tuple[float, float],
     admin: bool,
-) -> HotShown:
+) -> HotMemory:
     shown = report if admin else None
     measures = shown is not None and codec is not None and bool(codec.progress)
-    return HotShown(
+    return HotMemory(
         bytes=shown.hot_bytes if shown else sums.hot_bytes,
         idle_bytes=shown.idle_hot_bytes if shown else sums.idle_bytes,
         capacity_bytes=report.hot_capacity_bytes if report else None,
@@ -116,8 +116,8 @@ def _hot(
     )
 
 
-def _tier(tier: TierStats, sums: Sums, codec: CodecReport | None, admin: bool) -> TierShown:
-    return TierShown(
+def _tier(tier: TierStats, sums: Sums, codec: CodecReport | None, admin: bool) -> TierStatus:
+    return TierStatus(
         name=tier.name,
         bytes=tier.nbytes if admin else sums.tier_bytes[tier.name],
         sessions=sums.tier_sessions[tier.name],
@@ -136,9 +136,9 @@ class Verdicts:
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._last: tuple[object, ...] | None = None
-        self._heard: deque[VerdictShown] = deque(maxlen=MAX_VERDICTS)
+        self._heard: deque[CodecVerdict] = deque(maxlen=MAX_VERDICTS)
 
-    def hear(self, codec: CodecReport | None) -> list[VerdictShown]:
+    def hear(self, codec: CodecReport | None) -> list[CodecVerdict]:
         """Note the engine's report, if it is another verdict; return all that are known."""
         if codec is None or not codec.id:
             return list(self._heard)
@@ -146,7 +146,7 @@ class Verdicts:
         if verdict != self._last:
             self._last = verdict
             self._heard.append(
-                VerdictShown(
+                CodecVerdict(
                     at=round(self._wall(), 1),
                     codec=codec.id,
                     why=codec.why,
@@ -158,12 +158,12 @@ class Verdicts:
 
 
 def quality_shown(
-    codec: CodecReport | None, can_measure: bool, history: list[VerdictShown]
-) -> QualityShown | None:
+    codec: CodecReport | None, can_measure: bool, history: list[CodecVerdict]
+) -> QualityStatus | None:
     """Show the codec and what was measured; None while no engine reports it."""
     if codec is None:
         return None
-    return QualityShown(
+    return QualityStatus(
         name=codec.name,
         codec=codec.id,
         exact=codec.name == EXACT,
@@ -184,10 +184,10 @@ def prefill_speed(codec: CodecReport | None) -> float | None:
     return 1000 / max(timed) if timed else None
 
 
-def _bound(max_kl: float) -> BoundShown:
+def _bound(max_kl: float) -> QualityBound:
     bound = Bound(kl=max_kl)
     chain_kl = bound.chain_factor * bound.kl
-    return BoundShown(bound.kl, bound.top1, chain_kl, bound.chain_top1)
+    return QualityBound(bound.kl, bound.top1, chain_kl, bound.chain_top1)
 
 
 def _row(row: Quality, in_use: bool) -> QualityRow:

@@ -22,12 +22,12 @@ from gateway.watch.metrics import Metrics
 from gateway.watch.requests import LiveRequest, of_tenant
 from gateway.watch.rows import Histories, Key, Rows
 from gateway.watch.shape import (
-    HourShown,
-    MoveShown,
-    NowShown,
+    Activity,
+    HourlySpeeds,
+    Move,
     Place,
-    RequestShown,
-    ServerShown,
+    RequestStatus,
+    ServerStatus,
     SessionDetail,
     Snapshot,
 )
@@ -155,7 +155,7 @@ class Live(Observer):
             return
         self._num_moves += 1
         hot_bytes = self._rows.hot_bytes(session)
-        moved = MoveShown(
+        moved = Move(
             number=self._num_moves,
             at=round(self._wall(), 3),
             id=session.ref.id,
@@ -244,11 +244,11 @@ class Live(Observer):
             sessions=[],
         )
 
-    def _past(self, tenant: str | None) -> tuple[HourShown, list[MoveShown]]:
+    def _past(self, tenant: str | None) -> tuple[HourlySpeeds, list[Move]]:
         """Show the last hour."""
         tally, now, wall = self._tallies[tenant], self._clock(), self._wall()
         since, prompts, answers = tally.hour(now, self._started)
-        hour = HourShown(
+        hour = HourlySpeeds(
             since=round(wall - (now - since), 3),
             step_s=STEP_S,
             prompt_tokens_per_s=prompts,
@@ -256,9 +256,9 @@ class Live(Observer):
         )
         return hour, [x for x in tally.moves if x.at > wall - HOUR_S]
 
-    def _server(self, tenant: str | None) -> ServerShown:
+    def _server(self, tenant: str | None) -> ServerStatus:
         welcome = self._engine.welcome
-        return ServerShown(
+        return ServerStatus(
             model=self._name or (welcome.model if welcome else None),
             engine=welcome.engine if welcome else None,
             engine_version=welcome.engine_version if welcome else None,
@@ -276,13 +276,13 @@ class Live(Observer):
             tenant=tenant,
         )
 
-    def _now(self, tenant: str | None) -> NowShown:
+    def _now(self, tenant: str | None) -> Activity:
         mine, tally = of_tenant(self._requests, tenant), self._tallies[tenant]
         tokens, seconds, turns = tally.today
         waiting = sum(not x.in_engine for x in mine)
         speed = self._speed.tokens_per_s
         available = self._sessions.headroom.available_bytes if tenant is None else None
-        return NowShown(
+        return Activity(
             running=len(mine) - waiting,
             waiting=waiting,
             requests=[_shown(x, tenant is None) for x in mine[:MAX_REQUESTS]],
@@ -296,8 +296,8 @@ class Live(Observer):
         )
 
 
-def _shown(request: LiveRequest, admin: bool) -> RequestShown:
-    return RequestShown(
+def _shown(request: LiveRequest, admin: bool) -> RequestStatus:
+    return RequestStatus(
         id=request.id,
         tenant=request.ref.tenant if admin else UNSET,
         session=request.ref.id,

@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from engines.wire import KVSize, Welcome
 from gateway.watch.requests import LiveRequest
-from gateway.watch.shape import Place, SessionShown, TransitionShown, TurnShown
+from gateway.watch.shape import Place, SessionStatus, Transition, TurnRecord
 from scheduler.session import Session, State, Step
 from scheduler.table import SessionTable
 
@@ -49,7 +49,7 @@ def _first_words(text: str) -> str:
     return words[: MAX_TITLE - 1].rstrip() + "…"
 
 
-class Past:
+class SessionPast:
     """One session's past, as this server has seen it."""
 
     __slots__ = ("num_turns", "place", "saved_s", "saved_tokens", "steps", "title", "turns")
@@ -57,8 +57,8 @@ class Past:
     def __init__(self) -> None:
         self.place: Place = ""  # of its KV, since its last step
         self.title = ""
-        self.turns: deque[TurnShown] = deque(maxlen=MAX_TURNS)
-        self.steps: deque[TransitionShown] = deque(maxlen=MAX_STEPS)
+        self.turns: deque[TurnRecord] = deque(maxlen=MAX_TURNS)
+        self.steps: deque[Transition] = deque(maxlen=MAX_STEPS)
         self.num_turns = 0
         self.saved_tokens = 0
         self.saved_s: float | None = None  # until it is known of some
@@ -67,7 +67,7 @@ class Past:
     def num_records(self) -> int:
         return 1 + len(self.turns) + len(self.steps)
 
-    def step(self, shown: TransitionShown) -> tuple[Place, Place]:
+    def step(self, shown: Transition) -> tuple[Place, Place]:
         """Take a step in; return where its KV was before, and where it is now."""
         before = self.place or self._place_before(shown)
         self.place = before
@@ -78,7 +78,7 @@ class Past:
         self.steps.append(shown)
         return before, self.place
 
-    def _place_before(self, first: TransitionShown) -> Place:
+    def _place_before(self, first: Transition) -> Place:
         """Say by its first step where a session was: one that was adopted is quiet then."""
         if first.before in _HOT:
             return "" if first.before == "active" else "hot"
@@ -92,9 +92,9 @@ class Histories:
         self._wall = wall
         self._max_records = max_records
         self._num_records = 0
-        self._pasts: OrderedDict[Key, Past] = OrderedDict()
+        self._pasts: OrderedDict[Key, SessionPast] = OrderedDict()
 
-    def of(self, key: Key) -> Past | None:
+    def of(self, key: Key) -> SessionPast | None:
         """Return a session's past; None if nothing of it is remembered."""
         return self._pasts.get(key)
 
@@ -105,7 +105,7 @@ class Histories:
         self._close(past)
         return places
 
-    def turned(self, key: Key, turn: TurnShown, title: str = "") -> None:
+    def turned(self, key: Key, turn: TurnRecord, title: str = "") -> None:
         """Note a turn that is over; ``title`` is the session's from then on."""
         past = self._open(key)
         past.title = title
@@ -122,24 +122,24 @@ class Histories:
         if past is not None:
             self._num_records -= past.num_records
 
-    def _open(self, key: Key) -> Past:
+    def _open(self, key: Key) -> SessionPast:
         past = self._pasts.pop(key, None)
         if past is None:
-            past = Past()
+            past = SessionPast()
         else:
             self._num_records -= past.num_records
         self._pasts[key] = past
         return past
 
-    def _close(self, past: Past) -> None:
+    def _close(self, past: SessionPast) -> None:
         self._num_records += past.num_records
         while self._num_records > self._max_records and len(self._pasts) > 1:
             _, oldest = self._pasts.popitem(last=False)
             self._num_records -= oldest.num_records
 
 
-def _shown(step: Step, at: float) -> TransitionShown:
-    return TransitionShown(at, step.before, step.event, step.after, step.tier, step.why)
+def _shown(step: Step, at: float) -> Transition:
+    return Transition(at, step.before, step.event, step.after, step.tier, step.why)
 
 
 class Rows:
@@ -205,7 +205,7 @@ class Rows:
 
     # ---- what is shown
 
-    def shown(self, session: Session, *, admin: bool) -> SessionShown:
+    def shown(self, session: Session, *, admin: bool) -> SessionStatus:
         """Show a row; with its tenant for an admin."""
         key = _key(session)
         past, serving = self._histories.of(key), list(self._serving(key))
@@ -214,7 +214,7 @@ class Rows:
         cache = now.cache if now else None
         title = (now.title if now else "") or (past.title if past else "")
         num_tokens, in_bf16 = self.tokens(session), self.bf16_bytes(session.cold_tokens)
-        return SessionShown(
+        return SessionStatus(
             id=session.ref.id,
             tenant=session.ref.tenant if admin else UNSET,
             title=title or UNSET,

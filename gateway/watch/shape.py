@@ -19,7 +19,7 @@ MAX_MOVES = 60  # of one tenant, or of all
 Place: TypeAlias = Literal["", "hot", "ram", "disk", "redis"]  # of a session's KV; "" = none yet
 
 
-class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The server, and who is looking."""
 
     model: str | None  # the name that clients use; null while the engine starts
@@ -39,7 +39,7 @@ class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | None  # whose sessions these are; null = all tenants'
 
 
-class RequestShown(msgspec.Struct, frozen=True, kw_only=True):
+class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is being served. Its id is also in the answer's ``x-request-id``."""
 
     id: str
@@ -56,12 +56,12 @@ class RequestShown(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None  # why not more of it was reused
 
 
-class NowShown(msgspec.Struct, frozen=True, kw_only=True):
+class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """This moment, as far as the caller may see it."""
 
     running: int
     waiting: int
-    requests: list[RequestShown]  # the oldest first, at most ``MAX_REQUESTS``
+    requests: list[RequestStatus]  # the oldest first, at most ``MAX_REQUESTS``
     # Over the last ten seconds, or since there is work again: prompts' computed ones, and answers'.
     prompt_tokens_per_s: float
     answer_tokens_per_s: float
@@ -72,7 +72,7 @@ class NowShown(msgspec.Struct, frozen=True, kw_only=True):
     turns_today: int
 
 
-class SessionShown(msgspec.Struct, frozen=True, kw_only=True):
+class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the table of sessions."""
 
     id: str
@@ -98,7 +98,7 @@ class SessionShown(msgspec.Struct, frozen=True, kw_only=True):
     retain_until: float | None  # its client asked to keep it until then
 
 
-class HotShown(msgspec.Struct, frozen=True, kw_only=True):
+class HotMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Live KV against its budget."""
 
     bytes: int
@@ -110,7 +110,7 @@ class HotShown(msgspec.Struct, frozen=True, kw_only=True):
     measuring_bytes: int  # of these, about, while the model is measured
 
 
-class TierShown(msgspec.Struct, frozen=True, kw_only=True):
+class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One tier of the cold store. A tenant sees its own bytes only."""
 
     name: TierName
@@ -124,7 +124,7 @@ class TierShown(msgspec.Struct, frozen=True, kw_only=True):
     codec: str | None
 
 
-class RepackingShown(msgspec.Struct, frozen=True):
+class RepackingStatus(msgspec.Struct, frozen=True):
     """The engine's progress in packing what was stored unpacked; it goes on in idle moments."""
 
     sessions_left: int
@@ -133,17 +133,17 @@ class RepackingShown(msgspec.Struct, frozen=True):
     freed_bytes: int
 
 
-class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The places of the sessions' KV, against their budgets."""
 
-    hot: HotShown
-    tiers: list[TierShown]  # fastest first
+    hot: HotMemory
+    tiers: list[TierStatus]  # fastest first
     cold_bytes: int  # packed bytes of all sessions, each counted once
     bf16_bytes: int | None  # that the same KV would take in bf16
     sessions: dict[str, int]  # how many are in each state
     outcomes: dict[str, dict[str, int]]  # turns by source, then by reason ("" = nothing missed)
     departures: dict[str, dict[str, int]]  # sessions that left a place, hot or a tier, by why
-    repacking: RepackingShown | None  # for admins only
+    repacking: RepackingStatus | None  # for admins only
 
 
 class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +168,7 @@ class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
     restore_s: float | None
 
 
-class BoundShown(msgspec.Struct, frozen=True):
+class QualityBound(msgspec.Struct, frozen=True):
     """The most that a codec may cost to serve this model."""
 
     kl: float
@@ -177,7 +177,7 @@ class BoundShown(msgspec.Struct, frozen=True):
     chain_top1: float
 
 
-class VerdictShown(msgspec.Struct, frozen=True, kw_only=True):
+class CodecVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """A verdict of the gate, from then on until the next."""
 
     at: float  # when this server heard of it
@@ -187,7 +187,7 @@ class VerdictShown(msgspec.Struct, frozen=True, kw_only=True):
     worst_kl: float | None  # of those in use that lose something
 
 
-class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
+class QualityStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The gate: the codecs in use, and their measured cost."""
 
     name: str
@@ -198,12 +198,12 @@ class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
     measured: bool  # false: what the settings ask for was never measured on this model
     progress: str  # of a measurement; "" = none runs
     can_measure: bool  # ``POST /admin/measure`` starts one
-    bound: BoundShown | None
+    bound: QualityBound | None
     rows: list[QualityRow]
-    history: list[VerdictShown]  # that this server has heard, the oldest first
+    history: list[CodecVerdict]  # that this server has heard, the oldest first
 
 
-class HourShown(msgspec.Struct, frozen=True, kw_only=True):
+class HourlySpeeds(msgspec.Struct, frozen=True, kw_only=True):
     """The speeds of the last hour, or since the server's start; means over each step."""
 
     since: float  # when the first step began
@@ -212,7 +212,7 @@ class HourShown(msgspec.Struct, frozen=True, kw_only=True):
     answer_tokens_per_s: list[float]
 
 
-class MoveShown(msgspec.Struct, frozen=True, kw_only=True):
+class Move(msgspec.Struct, frozen=True, kw_only=True):
     """A session's KV is in another place than before."""
 
     number: int  # of all moves since the server's start
@@ -221,7 +221,7 @@ class MoveShown(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | UnsetType = UNSET  # for admins only
     before: Place  # "" = it began
     after: Place
-    event: str  # of ``TransitionShown``
+    event: str  # of ``Transition``
     why: str
     tokens: int
     bytes: int | None  # that it takes there
@@ -231,17 +231,17 @@ class MoveShown(msgspec.Struct, frozen=True, kw_only=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a reader may see, at one moment."""
 
-    server: ServerShown
-    now: NowShown
-    memory: MemoryShown
-    quality: QualityShown | None  # null while the engine starts
-    hour: HourShown
-    moves: list[MoveShown]  # of the last hour, the oldest first; the latest ``MAX_MOVES``
+    server: ServerStatus
+    now: Activity
+    memory: MemoryStatus
+    quality: QualityStatus | None  # null while the engine starts
+    hour: HourlySpeeds
+    moves: list[Move]  # of the last hour, the oldest first; the latest ``MAX_MOVES``
     num_sessions: int  # may be more than are listed
-    sessions: list[SessionShown]  # the most recently used first
+    sessions: list[SessionStatus]  # the most recently used first
 
 
-class TransitionShown(msgspec.Struct, frozen=True):
+class Transition(msgspec.Struct, frozen=True):
     """A step of a session's life."""
 
     at: float
@@ -252,7 +252,7 @@ class TransitionShown(msgspec.Struct, frozen=True):
     why: str  # its KV left the place where it was; "" if it did not
 
 
-class TurnShown(msgspec.Struct, frozen=True, kw_only=True):
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One turn that is over: where its prompt came from, and how long it took."""
 
     at: float  # when the request came
@@ -277,6 +277,6 @@ class TurnShown(msgspec.Struct, frozen=True, kw_only=True):
 class SessionDetail(msgspec.Struct, frozen=True, kw_only=True):
     """One session with its past, for ``GET /v1/sessions/{id}``."""
 
-    row: SessionShown
-    timeline: list[TransitionShown]  # the oldest first
-    last_turns: list[TurnShown]
+    row: SessionStatus
+    timeline: list[Transition]  # the oldest first
+    last_turns: list[TurnRecord]

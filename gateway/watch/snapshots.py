@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.watch.figures import Sums
 from gateway.watch.rows import Rows
-from gateway.watch.shape import SessionShown, Snapshot
+from gateway.watch.shape import SessionStatus, Snapshot
 
 EVERY_S = 1.0
 REST = 20.0
@@ -85,7 +85,7 @@ class Snapshots:
             if at % (8 * ROWS_AT_ONCE) == 0:
                 await asyncio.sleep(0)
         latest = heapq.nlargest(most, sessions, key=lambda x: x.last_used)
-        shown: list[SessionShown] = []
+        shown: list[SessionStatus] = []
         for at, session in enumerate(latest, 1):
             shown.append(self._rows.shown(session, admin=tenant is None))
             if at % ROWS_AT_ONCE == 0:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from gateway.watch.requests import LiveRequest, Stretch
-from gateway.watch.shape import MAX_MOVES, MoveShown
+from gateway.watch.shape import MAX_MOVES, Move
 
 RATE_S = 10.0
 LEAST_RATE_S = 1.0  # a shorter time depends more on one step of the engine than on its speed
@@ -133,7 +133,7 @@ class Tally:
         self._saved_tokens = self._turns = 0
         self._saved_s: float | None = None  # until it is known of some
         self.prompts, self.answers = Pace(), Pace()
-        self.moves: deque[MoveShown] = deque(maxlen=MAX_MOVES)
+        self.moves: deque[Move] = deque(maxlen=MAX_MOVES)
         self.outcomes: dict[str, dict[str, int]] = {}
         self.departures: dict[str, dict[str, int]] = {}
 

@@ -12,7 +12,7 @@ import typer
 from launch.calibrate.plot import drawing
 from launch.cli import options
 from launch.errors import UsageError
-from launch.plan.capacity_plan import ColdPlan, ContextPlan, Plan, plan_of
+from launch.plan.capacity_plan import CapacityPlan, ColdPlan, ContextPlan, plan_of
 from launch.plan.machines import MachinePlan, machine_plans
 from launch.printing import print_json, print_table, say
 from launch.settings.effective_settings import EffectiveSettings
@@ -50,7 +50,7 @@ class PlanOptions:
 Bars = Sequence[tuple[str, dict[str, int]]]  # a name, and sessions by tier
 
 
-def print_plan(plan: Plan) -> None:
+def print_plan(plan: CapacityPlan) -> None:
     say(
         f"{plan.model} ({plan.model_type}): {plan.growing_layers} growing layers,"
         f" {show_bytes(plan.live_bytes_per_token)} per token live in {plan.dtype}"
@@ -116,7 +116,7 @@ def _machine(row: MachinePlan) -> list[str]:
     ]
 
 
-def _usable(plan: Plan) -> str:
+def _usable(plan: CapacityPlan) -> str:
     words = f"usable context: {plan.usable_context} of {plan.wanted_context} tokens"
     if plan.usable_context == plan.wanted_context:
         return words
@@ -207,7 +207,7 @@ def _print_plan(effective: EffectiveSettings, given: PlanOptions) -> None:
         draw_bars(f"{names}: sessions on this machine", _bars(found), given.plot)
 
 
-def _bars(plans: Mapping[str, Plan]) -> Bars:
+def _bars(plans: Mapping[str, CapacityPlan]) -> Bars:
     """The bars of one plan, or of several, each with its name."""
     return [
         (f"{name}, {context}" if name else context, counts)
@@ -236,7 +236,7 @@ def _print_machines(effective: EffectiveSettings, given: PlanOptions) -> None:
         draw_bars(f"{name}: sessions kept alive (counted)", machine_bars(rows), given.plot)
 
 
-def bars_of(plan: Plan) -> Bars:
+def bars_of(plan: CapacityPlan) -> Bars:
     """The bars of a plan: one group for each length of session."""
     return [
         (

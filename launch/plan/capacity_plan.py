@@ -76,7 +76,7 @@ class ContextPlan(msgspec.Struct, frozen=True):
     cold: list[ColdPlan]  # what each codec would do
 
 
-class Plan(msgspec.Struct, frozen=True):
+class CapacityPlan(msgspec.Struct, frozen=True):
     model: str
     model_type: str
     engine: str
@@ -95,7 +95,7 @@ class Plan(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
+def plan_of(effective: EffectiveSettings, contexts: str | None) -> CapacityPlan:
     """The plan for the model and budgets of these settings.
 
     Args:
@@ -175,7 +175,7 @@ def make_plan(
     profile: Profile | None = None,
     choice: Choice | None = None,
     chunk: int = CHUNK_TOKENS,
-) -> Plan:
+) -> CapacityPlan:
     """The plan of a model for each length of session in ``contexts`` (tokens).
 
     Args:
@@ -191,7 +191,7 @@ def make_plan(
     shape, itemsize = hot.shape, hot.itemsize
     longest = max((w.longest for w in shape.windows), default=0)
     planner = _Planner(hot, dtype, store, profile, choice, shape.states(dtype), chunk)
-    return Plan(
+    return CapacityPlan(
         model=name,
         model_type=str(content.get("model_type")),
         engine="",

@@ -88,7 +88,7 @@ class OnMachine(NamedTuple):
     hot_only: int  # sessions, if live KV had all memory, and nothing slept
 
 
-class Given(NamedTuple):
+class OtherBudgets(NamedTuple):
     """Budgets of the command line, in bytes; None = as ours is by default.
 
     Those of files and the environment are this machine's.
@@ -230,9 +230,9 @@ def _counted(
     return OnMachine(needs, choose_budgets(needs, rooms, MANY), rooms, hot.sessions(context))
 
 
-def _given(effective: EffectiveSettings) -> Given:
+def _given(effective: EffectiveSettings) -> OtherBudgets:
     named = effective.settings.budgets.items()
-    return Given(*(x if _is_asked(effective, name) else None for name, x in named))
+    return OtherBudgets(*(x if _is_asked(effective, name) else None for name, x in named))
 
 
 def _is_asked(effective: EffectiveSettings, name: str) -> bool:
@@ -240,7 +240,7 @@ def _is_asked(effective: EffectiveSettings, name: str) -> bool:
     return effective.resolved.origin(name).startswith("--")
 
 
-def _too_much(given: Given, available: int, gpu: int, weights: int) -> str:
+def _too_much(given: OtherBudgets, available: int, gpu: int, weights: int) -> str:
     """The reason why a machine has no room for these budgets; "" if it has."""
     hot, ram = given.hot or 0, given.ram or 0
     if gpu:
@@ -253,7 +253,7 @@ def _too_much(given: Given, available: int, gpu: int, weights: int) -> str:
     return ""
 
 
-def _rooms(given: Given, available: int, gpu: int, weights: int) -> Rooms:
+def _rooms(given: OtherBudgets, available: int, gpu: int, weights: int) -> Rooms:
     """The rooms of a machine, by our defaults where nothing is given."""
     layer = default_budgets(available, weights, DISK_FREE, gpu)
     hot, ram, disk = (

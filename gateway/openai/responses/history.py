@@ -45,7 +45,7 @@ _PREFIXES = {
 _MAX_ID_CHARS = 256
 
 
-class Past(NamedTuple):
+class EarlierItems(NamedTuple):
     """The items before a request, and the session that they belong to."""
 
     items: list[Json] = []
@@ -55,7 +55,7 @@ class Past(NamedTuple):
 class Context(NamedTuple):
     """All that a request is about: what was before, and its own items without references."""
 
-    past: Past
+    past: EarlierItems
     own: list[Json]
 
 
@@ -67,7 +67,7 @@ class _Recalled(NamedTuple):
     referred: dict[str, bytes]  # items that the request refers to, by their ids
 
 
-class _Room:
+class _RecallRoom:
     """The room that is left for the items that a request recalls."""
 
     def __init__(self, max_bytes: int, field: str) -> None:
@@ -137,9 +137,9 @@ async def context_of(
     named = fields.conversation_id or fields.previous_response_id
     refers = any(kind_of(x) == "item_reference" for x in fields.items)
     if not (named or refers):
-        return Context(Past(), fields.items)
+        return Context(EarlierItems(), fields.items)
     field = "conversation" if fields.conversation_id else "previous_response_id"
-    room = _Room(body.room, field if named else "input")
+    room = _RecallRoom(body.room, field if named else "input")
     read = partial(_read, tenant=tenant.name, fields=fields, room=room)
 
     async def ask() -> _Recalled | None:
@@ -156,7 +156,7 @@ async def context_of(
 def _parsed(found: _Recalled, own: Sequence[Json]) -> Context:
     bodies = [*(x.body for x in found.items), *found.referred.values()]
     check_weight(*bodies, what="What the request goes on from")
-    past = Past([msgspec.json.decode(x.body) for x in found.items], found.session)
+    past = EarlierItems([msgspec.json.decode(x.body) for x in found.items], found.session)
     known = {x.id for x in found.items}
     resolved: list[Json] = []
     for item in own:
@@ -168,7 +168,7 @@ def _parsed(found: _Recalled, own: Sequence[Json]) -> Context:
 
 
 def _read(
-    objects: Objects, *, tenant: str, fields: ResponseFields, room: _Room
+    objects: Objects, *, tenant: str, fields: ResponseFields, room: _RecallRoom
 ) -> Steps[_Recalled | None]:
     """Read all that a request recalls; None if what it goes on from is not there."""
     items: list[Item] | None = []
@@ -209,7 +209,7 @@ def _branch(objects: Objects, tenant: str, id: str, session: str | None) -> str 
 
 
 def _chain(
-    objects: Objects, tenant: str, id: str, room: _Room
+    objects: Objects, tenant: str, id: str, room: _RecallRoom
 ) -> Steps[tuple[list[Item], str] | None]:
     """Read a response and all before it; None if one of them is not there."""
 
@@ -242,7 +242,7 @@ def _chain(
 
 
 def _conversation(
-    objects: Objects, tenant: str, id: str, until: str | None, room: _Room
+    objects: Objects, tenant: str, id: str, until: str | None, room: _RecallRoom
 ) -> Steps[list[Item] | None]:
     """Read a conversation up to the item ``until``; all of it if that is None, or not in it."""
     object = objects.find(tenant, "conversation", id)

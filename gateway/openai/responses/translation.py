@@ -17,7 +17,7 @@ from gateway.openai.responses.history import Context
 from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import Output
 from gateway.openai.responses.response import Draft, ResponseFields, cut_short, shown_error
-from gateway.relay.chat_chunks import DONE, KEEPALIVE, Choice, EventReader, read_chunk
+from gateway.relay.chat_chunks import DONE, KEEPALIVE, AnswerChoice, EventReader, read_chunk
 from gateway.watch.metrics import Usage
 
 _encode = msgspec.json.Encoder().encode
@@ -171,7 +171,7 @@ class ResponseAnswer:
 
     def whole(self, body: bytes) -> bytes:
         said = read_chunk(body)
-        choice = said.choices[0] if said.choices else Choice()
+        choice = said.choices[0] if said.choices else AnswerChoice()
         reason = choice.finish_reason or ""
         output = Output(self._customs)
         for _ in output.add(choice.part, choice.scores):

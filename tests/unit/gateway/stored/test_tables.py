@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from gateway.stored.forms import KINDS, Entry, Form, label_of, stored_form
-from gateway.stored.objects import MAX_ITEMS, PAGE_BYTES, Listing, Objects, Outgrown, Query
+from gateway.stored.objects import MAX_ITEMS, PAGE_BYTES, ObjectList, Objects, Outgrown, Query
 from gateway.stored.redis_table import RedisTable
 from gateway.stored.table import StoredLimits, StoreFailed
 from tests.clock import Clock
@@ -163,7 +163,7 @@ def test_pages(objects: Objects, query: Query, ids: str, more: bool) -> None:
     assert ("".join(x.id for x in found.rows), found.more) == (ids, more)
 
 
-def chats(objects: Objects, *chosen: tuple[str, str], query: Query | None = None) -> Listing:
+def chats(objects: Objects, *chosen: tuple[str, str], query: Query | None = None) -> ObjectList:
     return done(objects.listed("a", "completion", chosen, query or Query(100)))
 
 
