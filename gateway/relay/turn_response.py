@@ -94,7 +94,7 @@ class TurnResponse(Response):
         self._request_id = request_id
         self._answer = answer
         self._keep = keep
-        self.head_sent = False  # by ``WhileLoading``
+        self.head_sent = False  # by ``AwaitingModel``
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked, request = self._asked, self._model.live.request

@@ -138,7 +138,7 @@ class Verdicts:
         self._last: tuple[object, ...] | None = None
         self._heard: deque[CodecVerdict] = deque(maxlen=MAX_VERDICTS)
 
-    def hear(self, codec: CodecReport | None) -> list[CodecVerdict]:
+    def note(self, codec: CodecReport | None) -> list[CodecVerdict]:
         """Note the engine's report, if it is another verdict; return all that are known."""
         if codec is None or not codec.id:
             return list(self._heard)

@@ -174,7 +174,7 @@ class Live(Observer):
 
     def engine_reported(self, report: EngineReport) -> None:
         self.report = report
-        self._verdicts.hear(self._engine.codec)
+        self._verdicts.note(self._engine.codec)
         self._reported_at = self._clock()
         reported = {(x.tenant, x.session): x for x in report.requests}
         for request in self._requests:
@@ -236,7 +236,7 @@ class Live(Observer):
                 admin=tenant is None,
             ),
             quality=quality_shown(
-                codec, welcome is not None and welcome.can_measure, self._verdicts.hear(codec)
+                codec, welcome is not None and welcome.can_measure, self._verdicts.note(codec)
             ),
             hour=hour,
             moves=moves,

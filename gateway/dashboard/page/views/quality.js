@@ -22,7 +22,7 @@ export function Quality() {
       ${it.why && html`<p class="why-codec">${it.why}</p>`}
       <${Measuring} it=${it} />
     </section>
-    ${it.rows.length ? html`<${Picture} rows=${it.rows} bound=${it.bound} /><${Measured} it=${it} />` : html`<p class="hint card">${isExact(it) ? "Sessions are packed exactly here: that costs no quality." : "What this codec costs this model was not measured, or loses nothing: the words above say which."}</p>`}
+    ${it.rows.length ? html`<${Picture} rows=${it.rows} bound=${it.bound} /><${Measured} it=${it} />` : html`<p class="hint card">${isExact(it) ? `Sessions are stored exactly${it.measured ? "" : " until then"}: that costs no quality.` : "What this codec costs this model was not measured, or loses nothing: the words above say which."}</p>`}
     <${Verdicts} history=${it.history ?? []} />
   `;
 }
