@@ -2,7 +2,7 @@
 
     python benchmarks/bench_tables.py [--engine vllm] [--preset seeds] [--json OUT] [--plot OUT.png]
 
-Starts the product with the sample model, and ``thermocline bench --preset seeds`` against it. Ends
+Starts the product with the sample model, and ``benchmarks.users --preset seeds`` against it. Ends
 with 1 if any request failed.
 """
 
@@ -38,7 +38,7 @@ def main() -> None:
     args, rest = parser.parse_known_args()  # the rest is bench's
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end, too
     with stack_of(args.engine, args.dtype) as stack:
-        command = [sys.executable, "-m", "launch", "bench", stack.url, "--preset", args.preset]
+        command = [sys.executable, "-m", "benchmarks.users", stack.url, "--preset", args.preset]
         raise SystemExit(subprocess.run([*command, *rest], check=False).returncode)
 
 

@@ -5,7 +5,7 @@
     python benchmarks/capacity_picture.py draw                  docs/pictures/capacity.png
     python benchmarks/capacity_picture.py --engine vllm draw    docs/pictures/capacity-vllm.png
 
-Each point is ``thermocline bench --find-capacity`` against a server: sessions are opened until some
+Each point is ``benchmarks.users --find-capacity`` against a server: sessions are opened until some
 do not come back. *plain* has all of the memory for live KV and its prefix cache; *product* gives as
 much of it to live KV as one running session needs, and the rest to sleeping sessions, packed at 3
 bits. ``--engine mlx``: mlx_lm, with a model that has the sample model's KV and hardly any weights,
@@ -61,7 +61,7 @@ def measure(engine: str, system: str, mib: int, first: int, most: int, tables: s
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = stack.enter_context(server_of(engine, system, mib, folder))
         out = folder / "found.json"
-        bench = [sys.executable, "-m", "launch", "bench", server.url]
+        bench = [sys.executable, "-m", "benchmarks.users", server.url]
         sizes = ["--words", str(WORDS[engine]), "--json", str(out)]
         sizes += ["--first-sessions", str(first), "--max-sessions", str(most)]
         subprocess.run([*bench, "--find-capacity", *sizes], check=True)

@@ -52,10 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # What a failing test asks for, and why it is refused: the first words of its name that fit.
 REASONS = {
-    "test_responses.compact_with_all_params": (
-        "their type of an output item knows no messages of users, which a compacted window has"
-    ),
-    "test_responses.compact": "counted on vLLM before conversations could be compacted",
+    "test_responses.compact": "conversations are not compacted here: 404, with the way to do it",
     "test_responses.create_with_all_params": (
         "asks for a background response, from a stored prompt, in a conversation and after a"
         " previous response at once: refused, the first of them by name"

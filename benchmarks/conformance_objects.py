@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
+from gateway.stored.forms import Entry, Item, Kind, stored_form
 from gateway.stored.objects import Objects
-from gateway.stored.shelf import Entry, Item, Kind, Limits, Steps, stored_form
-from gateway.stored.sqlite_shelf import SqliteShelf
+from gateway.stored.sqlite_table import SqliteTable
+from gateway.stored.table import Steps, StoredLimits
 
 T = TypeVar("T")
 TENANT = "local"  # the gateway's, without API keys
-LIMITS = Limits(tenant_bytes=1 << 26, max_age_s=86400.0)
+LIMITS = StoredLimits(tenant_bytes=1 << 26, max_age_s=86400.0)
 TEXT = {"type": "output_text", "text": "yes", "annotations": [], "logprobs": []}
 SAID = {
     "id": "msg_abc",
@@ -80,9 +81,9 @@ def store() -> Iterator[Objects]:
     def key_of(tenant: str, purpose: bytes) -> bytes:
         return hmac.digest(secret, purpose + tenant.encode(), "sha256")
 
-    opened = Objects(SqliteShelf(path, LIMITS, mark=path.parents[1] / "stored.sealed"), key_of)
+    opened = Objects(SqliteTable(path, LIMITS), key_of)
     yield opened
-    opened.shelf.close()
+    opened.table.close()
 
 
 @pytest.fixture(autouse=True)

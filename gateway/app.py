@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from engines.http import CACHE_HEADER, SESSION_HEADER
-from gateway import events, openapi, sessions
+from gateway import openapi, sessions, snapshot
 from gateway.admin import findings
 from gateway.admin import routes as admin
 from gateway.anthropic import routes as anthropic
@@ -30,21 +30,19 @@ from gateway.keys import Tenants
 from gateway.models.loading import Loading
 from gateway.models.served_model import Models, ServedModel
 from gateway.openai import chat, conversations, models, stored_chats
-from gateway.openai.responses import compaction
 from gateway.openai.responses import routes as responses
 from gateway.relay.answer_format import STORED_HEADER
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics
-from gateway.watch.scope import StreamPlaces
 from scheduler.admission import Headroom
 
 log = logging.getLogger("thermocline.gateway")
 
 RESTART_LOOP_S = 1.0
 ROUTES = (
-    *(chat, stored_chats, compaction, responses, conversations, models, anthropic),
-    *(sessions, events, openapi, admin, findings, dashboard),
+    *(chat, stored_chats, responses, conversations, models, anthropic),
+    *(sessions, snapshot, openapi, admin, findings, dashboard),
 )
 
 
@@ -78,7 +76,6 @@ def create_app(
         bodies=BodyBudget(config.max_bodies_bytes),
         limits=limits,
         keys=KeyList(tenants, config),
-        event_places=StreamPlaces(config.max_event_streams),
         tier_bytes=tier_bytes,
         shared_sessions=shared_sessions,
     )
@@ -153,7 +150,6 @@ async def _running(
             task.cancel()
         await asyncio.gather(*housekeeping, return_exceptions=True)
         await asyncio.gather(*(x.engine.stop(0) for x in gateway.models))
-        await asyncio.gather(*(x.live.close() for x in gateway.models))
         await gateway.stored.close()
         await asyncio.to_thread(gateway.tracing.close)
 

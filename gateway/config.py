@@ -57,7 +57,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # What each tenant may hold of each tier, on all engines together (``ram_bytes=`` in a line).
     tenant_ram_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     tenant_disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    max_event_streams: Positive = 8  # of ``GET /v1/events`` at once, for each tenant
     # Show sessions by the first words of their users, to their tenant and to admins; these words
     # are kept in this process only, and go with their session.
     session_titles: bool = False

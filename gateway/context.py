@@ -22,15 +22,13 @@ from gateway.edge.accounts import BodyBudget, account_of, body_share_of
 from gateway.edge.key_limits import KeyLimits, KeyShare, key_share_of
 from gateway.edge.key_list import KeyList
 from gateway.edge.tier_bytes import TierBytes
-from gateway.errors import Failure, Refused
+from gateway.errors import Failure, RequestRefused
 from gateway.keys import Tenant, Tenants
 from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ENGINE_POLL_S, Models, ServedModel
 from gateway.shared.shared_sessions import SharedSessions
-from gateway.stored.seal import SealedText
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics
-from gateway.watch.scope import StreamPlaces
 from gateway.watch.telemetry import LogRing, PassOn, Tracing
 
 LAST_WORDS_S = 1.0  # for all streams to send their ending
@@ -47,7 +45,6 @@ class Gateway:
     metrics: Metrics
     bodies: BodyBudget
     limits: KeyLimits
-    event_places: StreamPlaces
     keys: KeyList
     tier_bytes: TierBytes
     stored: Stored = field(default_factory=Stored)
@@ -77,7 +74,7 @@ class Gateway:
         return [x.coming(id) for x in self.models for id in x.sessions.ids(tenant)]
 
     async def check_new_session(self, tenant: Tenant, model: ServedModel, session_id: str) -> None:
-        """Raise ``Refused`` (429) if the tenant has all the sessions it may, and not this one.
+        """Raise ``RequestRefused`` (429) if the tenant has all sessions it may, and not this one.
 
         Where gateways share a Redis, those at all of them count.
         """
@@ -88,11 +85,7 @@ class Gateway:
             has_room = await self.limits.shared.claim_session(tenant, most, name)
         if not has_room:
             message = f"This key may have {most} sessions at once. Delete some: /v1/sessions."
-            raise Refused(Failure(429, message, "session_id", "session_limit"))
-
-    def sealed_texts(self, tenant: Tenant) -> SealedText:
-        """Return what seals texts for the tenant to keep, and opens them again."""
-        return SealedText(self.tenants.key_of(tenant.name, b"compaction"))
+            raise RequestRefused(Failure(429, message, "session_id", "session_limit"))
 
     async def enter(self, model: ServedModel, request: Request) -> Welcome:
         """Have a model loaded until the request ends, and return its engine's account of itself.

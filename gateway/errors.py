@@ -18,7 +18,7 @@ from starlette.routing import Match, Route
 
 from engines.base import EngineError, EngineStalled, EngineUnavailable
 from engines.openai.requests import InvalidRequest, error_body, error_type
-from gateway.stored.shelf import StoreFailed
+from gateway.stored.table import StoreFailed
 from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
 
 RETRY_LATER_S = 2.0  # an engine that crashed is usually back by then
@@ -130,7 +130,7 @@ def _too_long(message: str) -> str:
     return f"prompt is too long: {number} tokens > {most[1]} maximum. {message}"
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A part of the gateway refuses a request, and has the answer."""
 
     def __init__(self, failure: Failure) -> None:
@@ -141,7 +141,7 @@ class Refused(Exception):
 def failure_of(error: Exception) -> Failure:
     """Translate an exception. An unforeseen one becomes a 500 without details."""
     match error:
-        case Refused():
+        case RequestRefused():
             return error.failure
         case InvalidRequest():
             return Failure(error.status, error.message, error.param, error.code)
@@ -197,7 +197,7 @@ def _methods(request: Request) -> set[str]:
 
 FORESEEN: tuple[type[Exception], ...] = (
     InvalidRequest,
-    Refused,
+    RequestRefused,
     SessionKept,
     Overloaded,
     Draining,

@@ -40,7 +40,6 @@ _BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/embeddings": EmbeddingsRequest,
     "/v1/responses": ResponseFields,
     "/v1/responses/input_tokens": ResponseFields,
-    "/v1/responses/compact": ResponseFields,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/detokenize": Detokenize,
@@ -194,8 +193,6 @@ def _answers(path: str, method: str) -> Json:
         content = {"text/plain": {"schema": {"type": "string"}}}
     if path in _PAGES:
         content = {"text/html": {"schema": {"type": "string"}}}
-    if path == "/v1/events":
-        content = {"text/event-stream": {"schema": {"type": "string"}}}
     if method == "POST" and path in _STREAMS:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": {"$ref": _REFS.format(name="Error")}}}

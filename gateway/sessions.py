@@ -21,13 +21,13 @@ from engines.base import EngineUnavailable, SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
 from gateway.context import admin_of, caller_of, gateway_of, json_response, limit_of, model_asked
-from gateway.errors import RETRY_LATER_S, Failure, Refused
+from gateway.errors import RETRY_LATER_S, Failure, RequestRefused
 from gateway.identity.names import SUFFIX, checked_name
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
 from gateway.shared.session_rows import SessionRow
 from gateway.shared.shared_sessions import Elsewhere
-from gateway.stored.shelf import StoreFailed
+from gateway.stored.table import StoreFailed
 from scheduler.session import SAVING, SessionView
 from scheduler.sessions import Overloaded, Place
 
@@ -317,4 +317,4 @@ def _unknown(found: Elsewhere) -> Exception:
         "This server has no such session, and Redis, which knows those of other servers, does not"
         " answer. Try again later."
     )
-    return Refused(Failure(503, message, "session_id", "redis_away", RETRY_LATER_S))
+    return RequestRefused(Failure(503, message, "session_id", "redis_away", RETRY_LATER_S))

@@ -54,10 +54,10 @@ from gateway.models.served_model import ServedModel
 from gateway.relay.answer_format import (
     LIMITS,
     AnswerFormat,
-    AsItIs,
     HiddenUsage,
-    Keep,
-    NothingSaid,
+    PassThrough,
+    StoreAnswer,
+    WithoutContent,
     asks_for_nothing,
     asks_for_usage,
 )
@@ -74,7 +74,7 @@ _PRIVATE_FIELDS = frozenset(
 )
 
 
-class WhileLoading(Response):
+class AwaitingModel(Response):
     """Shows life in comments until a turn can begin, so that clients do not give up.
 
     What fails before the first comment is an error answer; after it, an event.
@@ -129,7 +129,7 @@ class Translated(NamedTuple):
 
     raw: Json  # the body for the engine; its ``model`` is the name that the client gave
     answer: AnswerFormat
-    keep: Keep | None = None  # None: nothing of the answer is stored
+    keep: StoreAnswer | None = None  # None: nothing of the answer is stored
     left_out: Sequence[str] = ()  # a word of few for each thing that engines have no use for
     retain_s: float = 0.0  # how long the client asks its session to be kept
 
@@ -140,7 +140,7 @@ Translate: TypeAlias = Callable[[Json], Translated]
 
 def as_it_is(raw: Json) -> Translated:
     """Take a body that engines know as it stands."""
-    return Translated(raw, AsItIs(), retain_s=asked_seconds(raw))
+    return Translated(raw, PassThrough(), retain_s=asked_seconds(raw))
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -200,7 +200,7 @@ async def accept(request: Request, operation: Operation) -> Response:
     if preparing.done():
         return preparing.result()
     progress = partial(loading.progress, waiting.result())
-    return WhileLoading(preparing, progress, operation.failed, gateway.config.sign_of_life_s)
+    return AwaitingModel(preparing, progress, operation.failed, gateway.config.sign_of_life_s)
 
 
 async def _prepared(
@@ -235,7 +235,7 @@ async def _prepared(
             answer = HiddenUsage(answer)
         is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
         if model.served.engine == "vllm" and asks_for_nothing(raw):
-            answer = NothingSaid(answer)
+            answer = WithoutContent(answer)
         gateway.metrics.left_out(asked.translated.left_out)
         named = asked.session or _found(model, tenant, asked.chain)
         if asked.outline is not None and named_by_agent(request.headers):

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from launch.errors import LaunchError
 from launch.printing import safe
-from launch.remote import MISS, UNKNOWN, Address, Message, Turn, take_turn, words_of
+from launch.remote import MISS, UNKNOWN, Address, Message, RemoteTurn, take_turn, words_of
 from launch.settings.units import show_bytes, show_duration
 
 BUSY_ROUNDS, BUSY_S = 20, 0.25
@@ -70,7 +70,7 @@ class Talk:
         self.session = session or f"chat-{secrets.token_hex(4)}"
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
-    async def ask(self, text: str, on_text: Callable[[str], None]) -> Turn:
+    async def ask(self, text: str, on_text: Callable[[str], None]) -> RemoteTurn:
         """Say ``text`` and read the answer. What goes wrong is in the turn."""
         said = {"role": "user", "content": text}
         turn = await take_turn(
@@ -142,7 +142,7 @@ class Screen:
     def error(self, text: str) -> None:
         self._notes.print(Text(f"error: {safe(text)}", style="red"))
 
-    def turn(self, turn: Turn, session: dict[str, Any] | None) -> None:
+    def turn(self, turn: RemoteTurn, session: dict[str, Any] | None) -> None:
         """Show in a line where the prompt's KV came from, how fast it was, and the session."""
         style = _STYLES.get(turn.source, "cyan")
         self.note(" · ".join([*_turn_words(turn), *_session_words(session)]), style)
@@ -152,7 +152,7 @@ class Screen:
         self.note(" · ".join(words))
 
 
-def _turn_words(turn: Turn) -> list[str]:
+def _turn_words(turn: RemoteTurn) -> list[str]:
     words = [] if turn.source == UNKNOWN else [turn.source]
     if turn.cached_tokens is not None and turn.prompt_tokens:
         words.append(f"{turn.cached_tokens} of {turn.prompt_tokens} tokens reused")

@@ -59,7 +59,7 @@ ATTACH_DEADLINE_S = 3.0
 Verdict: TypeAlias = Literal["ok", "warning", "failure"]
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """The result of one check."""
 
     about: str
@@ -71,11 +71,11 @@ Result: TypeAlias = tuple[Verdict, str]
 Check: TypeAlias = Callable[[EffectiveSettings, Mapping[str, str]], Result]
 
 
-def examine(effective: EffectiveSettings, environ: Mapping[str, str]) -> list[Finding]:
+def examine(effective: EffectiveSettings, environ: Mapping[str, str]) -> list[CheckResult]:
     """Run all checks; those of an engine run once for each engine, under its name."""
     names = [x.entry.name for x in effective.engines]
     engines = [x.effective for x in effective.engines] or [effective]
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for about, check in CHECKS.items():
         if about in OF_THE_MACHINE:
             findings.append(_finding(about, check, effective, environ))
@@ -91,11 +91,11 @@ def examine(effective: EffectiveSettings, environ: Mapping[str, str]) -> list[Fi
 
 def _finding(
     name: str, check: Check, effective: EffectiveSettings, environ: Mapping[str, str]
-) -> Finding:
+) -> CheckResult:
     try:
-        return Finding(name, *check(effective, environ))
+        return CheckResult(name, *check(effective, environ))
     except LaunchError as error:
-        return Finding(name, "failure", str(error))
+        return CheckResult(name, "failure", str(error))
 
 
 def _python(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:

@@ -179,7 +179,7 @@ class NotEvents(ValueError):
     """The answer is no stream of events; the message says why."""
 
 
-class Event(NamedTuple):
+class ServerEvent(NamedTuple):
     """One event; ``name`` is ``message`` where the server names none."""
 
     name: str
@@ -187,7 +187,7 @@ class Event(NamedTuple):
     id: str
 
 
-async def events_of(content: aiohttp.StreamReader) -> AsyncIterator[Event]:
+async def events_of(content: aiohttp.StreamReader) -> AsyncIterator[ServerEvent]:
     """Yield the events of a stream until it ends; comments are left out.
 
     Raises:
@@ -211,7 +211,7 @@ async def events_of(content: aiohttp.StreamReader) -> AsyncIterator[Event]:
         yield event
 
 
-def _event(lines: list[bytes]) -> Event | None:
+def _event(lines: list[bytes]) -> ServerEvent | None:
     name, number, data = "message", "", []
     for line in lines:
         field, _, value = line.partition(b":")
@@ -222,10 +222,10 @@ def _event(lines: list[bytes]) -> Event | None:
             name = value.decode("utf-8", "replace")
         elif field == b"id":
             number = value.decode("utf-8", "replace")
-    return Event(name, b"\n".join(data), number) if data else None
+    return ServerEvent(name, b"\n".join(data), number) if data else None
 
 
-class Turn(msgspec.Struct):
+class RemoteTurn(msgspec.Struct):
     """One turn as its client saw it. Times are seconds; None = there was none."""
 
     status: int = 0  # of HTTP; 0 = no answer
@@ -258,7 +258,7 @@ async def take_turn(
     fields: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
     on_text: Callable[[str], None] | None = None,
-) -> Turn:
+) -> RemoteTurn:
     """Take one turn. An error is stored in ``Turn.error``, never raised.
 
     Args:
@@ -276,7 +276,7 @@ async def take_turn(
         **(fields or {}),
     }
     headers = address.headers | ({"x-session-id": session} if session else {})
-    turn, began = Turn(), time.perf_counter()
+    turn, began = RemoteTurn(), time.perf_counter()
     try:
         async with http.post(
             address.base + PATH,
@@ -296,7 +296,7 @@ async def take_turn(
 
 
 async def _take(
-    turn: Turn,
+    turn: RemoteTurn,
     answer: aiohttp.ClientResponse,
     began: float,
     on_text: Callable[[str], None] | None,
@@ -310,7 +310,7 @@ async def _take(
     if answer.status != 200:
         turn.error = words_of(content_of(await answer.content.read(ERROR_BYTES)))
         return
-    reader = _Reader(turn, began, on_text)
+    reader = _AnswerReader(turn, began, on_text)
     done = False
     async for event in events_of(answer.content):
         if event.data == b"[DONE]":
@@ -326,10 +326,12 @@ async def _take(
         turn.source, turn.judged_by = (CACHED if turn.cached_tokens else MISS), "usage"
 
 
-class _Reader:
-    """Puts the chunks of one answer into its ``Turn``."""
+class _AnswerReader:
+    """Puts the chunks of one answer into its ``RemoteTurn``."""
 
-    def __init__(self, turn: Turn, began: float, on_text: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, turn: RemoteTurn, began: float, on_text: Callable[[str], None] | None
+    ) -> None:
         self.finished = False
         self.num_pieces = 0
         self._turn = turn

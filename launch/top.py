@@ -1,4 +1,4 @@
-"""The loop of ``thermocline top``: one frame a second, or whenever something changes."""
+"""The loop of ``thermocline top``: one snapshot and one frame a second."""
 
 from __future__ import annotations
 
@@ -10,80 +10,62 @@ from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from launch.errors import LaunchError
-from launch.remote import ERROR_BYTES, Address, NotEvents, content_of, events_of
-from launch.top_frame import FILTERS, ORDERS, Unreadable, View, frame, objects
+from launch.remote import MOST_BYTES, Address, content_of
+from launch.top_frame import FILTERS, ORDERS, frame, objects, part
 
-PATH = "/v1/events"
-AGAIN_S = 2.0
-_SILENCE_S = 60.0  # the server says something every 15 s
-_MOST = 64  # bytes of one look: more are a paste
-REFRESH_S = 1.0
-OTHER_LINES = 14  # of a frame, besides sessions
+PATH = "/v1/snapshot"
+EVERY_S = 1.0
+ANSWER_S = 10.0
 ONCE_ROWS = 200
+OTHER_LINES = 14  # of a frame, besides sessions
+_MOST = 64  # bytes of one look: more are a paste
 
 
-class EventReader:
-    """Reads events into ``view``. ``trouble`` is the present trouble, in words."""
+class Watched:
+    """One model of a server, as it was last shown. ``trouble`` is the present trouble, in words."""
 
-    def __init__(
-        self, address: Address, view: View, on_change: Callable[[], None], model: str = ""
-    ) -> None:
+    def __init__(self, address: Address, model: str = "") -> None:
         """``model``: of several; "" = the only or first one."""
+        self.said: dict[str, Any] = {}
         self.trouble = ""
-        self._query = {"model": model} if model else {}
         self._address = address
-        self._view = view
-        self._on_change = on_change
+        self._query = {"model": model} if model else {}
+        self._tag = ""
 
-    async def once(self, http: aiohttp.ClientSession) -> None:
-        """Read until the first snapshot. Raises ``LaunchError``: there is no such stream."""
-        async with asyncio.timeout(_SILENCE_S):
-            try:
-                await self._read(http, until_known=True)
-            except (aiohttp.ClientError, OSError, NotEvents, Unreadable) as error:
-                raise self._address.unreachable(error) from error
-        if not self._view.known:
-            raise LaunchError(f"{self._address.base}{PATH} ended without a snapshot")
+    async def ask(self, http: aiohttp.ClientSession) -> None:
+        """Ask for a snapshot. Raises ``LaunchError``: the server refuses, or says nonsense."""
+        url, timeout = self._address.base + PATH, aiohttp.ClientTimeout(total=ANSWER_S)
+        headers = {**self._address.headers, "if-none-match": self._tag}
+        async with http.get(url, params=self._query, headers=headers, timeout=timeout) as answer:
+            if answer.status == 304:
+                return
+            raw = await answer.content.read(MOST_BYTES)
+            while not answer.content.at_eof() and len(raw) < MOST_BYTES:
+                raw += await answer.content.read(MOST_BYTES)
+            self._tag = answer.headers.get("etag", "")
+        if answer.status == 404:
+            words = f"{self._address.base} has no {PATH}; is it a Thermocline of this version?"
+            raise LaunchError(words)
+        if answer.status != 200:
+            raise self._address.refused(answer.status, content_of(raw))
+        try:
+            self.said = msgspec.json.decode(raw, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise LaunchError(f"{self._address.base}{PATH} is no snapshot: {error}") from error
 
-    async def keep(self, http: aiohttp.ClientSession) -> None:
-        """Read for ever. Raises ``LaunchError`` if the server refuses."""
-        while True:
-            try:
-                await self._read(http)
-                self.trouble = "the stream ended; trying again"
-            except (aiohttp.ClientError, TimeoutError, OSError, NotEvents, Unreadable) as error:
-                reason = str(error) or type(error).__name__
-                self.trouble = f"not connected ({reason}); trying again"
-            self._on_change()
-            await asyncio.sleep(AGAIN_S)
-
-    async def _read(self, http: aiohttp.ClientSession, *, until_known: bool = False) -> None:
-        headers = {**self._address.headers, "accept": "text/event-stream"}
-        if self._view.last_id:
-            headers["last-event-id"] = self._view.last_id
-        silence = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=_SILENCE_S)
-        url = self._address.base + PATH
-        async with http.get(url, params=self._query, headers=headers, timeout=silence) as answer:
-            if answer.status != 200:
-                raise self._refused(answer.status, await answer.content.read(ERROR_BYTES))
+    async def try_to_ask(self, http: aiohttp.ClientSession) -> None:
+        """Do as ``ask``; a server that does not answer now is trouble, and no error."""
+        try:
+            await self.ask(http)
             self.trouble = ""
-            async for event in events_of(answer.content):
-                self._view.apply(event.name, event.data, event.id)
-                self._on_change()
-                if event.name == "end" or (until_known and self._view.known):
-                    return
-
-    def _refused(self, status: int, raw: bytes) -> LaunchError:
-        if status == 404:
-            return LaunchError(
-                f"{self._address.base} has no {PATH}; is it a Thermocline gateway of this version?"
-            )
-        return self._address.refused(status, content_of(raw))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self.trouble = f"not connected ({str(error) or type(error).__name__}); trying again"
 
 
 async def models_of(address: Address, http: aiohttp.ClientSession) -> list[str]:
@@ -126,15 +108,25 @@ def keys(on_key: Callable[[str], None]) -> Iterator[bool]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def snapshots(address: Address) -> list[View]:
+async def _watched(address: Address, http: aiohttp.ClientSession) -> list[Watched]:
+    try:
+        return [Watched(address, name) for name in await models_of(address, http)]
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise address.unreachable(error) from error
+
+
+def snapshots(address: Address) -> list[dict[str, Any]]:
     """Ask a server what each of its models does now. Raises ``LaunchError`` if it does not say."""
 
-    async def read() -> list[View]:
+    async def read() -> list[dict[str, Any]]:
         async with aiohttp.ClientSession() as http:
-            views = {name: View() for name in await models_of(address, http)}
-            for name, view in views.items():
-                await EventReader(address, view, lambda: None, name).once(http)
-            return list(views.values())
+            watched = await _watched(address, http)
+            for model in watched:
+                try:
+                    await model.ask(http)
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    raise address.unreachable(error) from error
+            return [x.said for x in watched]
 
     return asyncio.run(read())
 
@@ -152,52 +144,43 @@ class _Screen:
         self._console = console
         self._order = order
         self._kept = kept
-        self._changed = asyncio.Event()
+        self._pressed = asyncio.Event()
         self._quit = False
-        self._views: list[tuple[View, EventReader]] = []  # one for each model
 
     async def run(self) -> None:
-        async with aiohttp.ClientSession() as http:
-            for name in await models_of(self._address, http):
-                view = View()
-                reader = EventReader(self._address, view, self._changed.set, name)
-                self._views.append((view, reader))
-            reading = [asyncio.create_task(x.keep(http)) for _, x in self._views]
-            for task in reading:
-                task.add_done_callback(lambda _: self._changed.set())
+        with keys(self._key) as has_keys:
+            async with aiohttp.ClientSession() as http:
+                watched = await _watched(self._address, http)
+                with Live(console=self._console, screen=True, auto_refresh=False) as live:
+                    while not self._quit:
+                        await asyncio.gather(*(x.try_to_ask(http) for x in watched))
+                        await self._show(live, watched, has_keys)
+
+    async def _show(self, live: Live, watched: list[Watched], has_keys: bool) -> None:
+        """Show a frame for a second, and anew after each key."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + EVERY_S
+        while not self._quit and loop.time() < until:
+            self._pressed.clear()
+            live.update(self._frame(watched, has_keys), refresh=True)
             try:
-                with keys(self._key) as has_keys:
-                    await self._show(reading, has_keys)
-            finally:
-                for task in reading:
-                    task.cancel()
-        for task in reading:
-            if task.done() and not task.cancelled():
-                task.result()  # raises what the server refused
+                async with asyncio.timeout_at(until):
+                    await self._pressed.wait()
+            except TimeoutError:
+                return
 
-    async def _show(self, reading: list[asyncio.Task[None]], has_keys: bool) -> None:
-        with Live(console=self._console, screen=True, auto_refresh=False) as live:
-            while not self._quit and not any(x.done() for x in reading):
-                self._changed.clear()
-                live.update(self._frame(has_keys), refresh=True)
-                try:
-                    await asyncio.wait_for(self._changed.wait(), REFRESH_S)
-                except TimeoutError:
-                    continue
-                await asyncio.sleep(0)
-
-    def _frame(self, has_keys: bool) -> RenderableType:
+    def _frame(self, watched: list[Watched], has_keys: bool) -> RenderableType:
         parts: list[RenderableType] = []
-        lines = self._console.height // len(self._views)
-        for i, (view, reader) in enumerate(self._views):
-            used = OTHER_LINES + min(7, len(objects(view.part("now").get("requests"))))
+        lines = self._console.height // len(watched)
+        for model in watched:
+            used = OTHER_LINES + min(7, len(objects(part(model.said, "now").get("requests"))))
             shown = frame(
-                view,
+                model.said,
                 order=self._order,
                 kept=self._kept,
                 most_rows=max(1, lines - used),
-                trouble=reader.trouble,
-                keys=has_keys and i == len(self._views) - 1,
+                trouble=model.trouble,
+                keys=has_keys and model is watched[-1],
                 width=self._console.width,
             )
             parts += [Text(), shown] if parts else [shown]
@@ -210,7 +193,7 @@ class _Screen:
             self._order = _next(ORDERS, self._order)
         elif key == "f":
             self._kept = _next(FILTERS, self._kept)
-        self._changed.set()
+        self._pressed.set()
 
 
 def _next(names: Mapping[str, Any], now: str) -> str:

@@ -1,4 +1,4 @@
-"""One frame of ``thermocline top``, drawn from the state that a server's events add up to."""
+"""One frame of ``thermocline top``, drawn from a snapshot of the server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,8 +14,6 @@ from launch.printing import one_line
 from launch.settings.units import show_bytes, show_duration
 
 Row = Mapping[str, Any]
-_MOST_MOVES: Final = 60
-_PARTS: Final = ("server", "now", "memory", "quality", "num_sessions", "hour", "moves")
 FILTERS: Final[Mapping[str, Callable[[Row], bool]]] = {
     "all": lambda row: True,
     "awake": lambda row: row.get("state") in ("active", "idle", "waking"),
@@ -24,6 +21,8 @@ FILTERS: Final[Mapping[str, Callable[[Row], bool]]] = {
     "pinned": lambda row: bool(row.get("pinned")),
 }
 BAR_CELLS: Final = 24
+END_CHARACTERS: Final = 6  # of an id
+LEAST_RATIO: Final = 1.05  # of bytes in bf16: less is not packed
 MOST_REQUESTS: Final = 6
 STYLES: Final = {
     "active": "bold green",
@@ -38,61 +37,15 @@ LEAST_NAME: Final = 16  # characters of a session's name that are seen in any ca
 GAP: Final = 2  # between two columns
 
 
-class Unreadable(ValueError):
-    """An event is not as docs/events.md says."""
-
-
-class View:
-    """Everything that is known of one server. Unknown fields stay; missing ones are None."""
-
-    def __init__(self) -> None:
-        self.whole: dict[str, Any] = {}
-        self.rows: dict[tuple[str, str], Row] = {}
-        self.last_id = ""
-
-    @property
-    def known(self) -> bool:
-        return bool(self.whole)
-
-    def part(self, name: str) -> Mapping[str, Any]:
-        """One of ``server``, ``now``, ``memory`` and ``quality``; empty while it is not known."""
-        found = self.whole.get(name)
-        return found if isinstance(found, dict) else {}
-
-    def apply(self, name: str, data: bytes, number: str = "") -> None:
-        """Take one event in. Raises ``Unreadable``."""
-        if name not in ("snapshot", "change"):
-            return
-        try:
-            received = msgspec.json.decode(data)
-        except msgspec.DecodeError as error:
-            raise Unreadable(str(error)) from error
-        if not isinstance(received, dict):
-            raise Unreadable("it is no object")
-        if name == "snapshot":
-            self.whole, self.rows = {}, {}
-        earlier = objects(self.whole.get("moves"))
-        self.whole |= {x: received[x] for x in _PARTS if x in received}
-        if "moves" in received:
-            self.whole["moves"] = (earlier + objects(received["moves"]))[-_MOST_MOVES:]
-        for row in objects(received.get("sessions")):
-            self.rows[_key(row)] = row
-        for row in objects(received.get("gone")):
-            self.rows.pop(_key(row), None)
-        self.last_id = number or self.last_id
-
-    def as_json(self) -> dict[str, Any]:
-        """All that is known, in the shape of a snapshot."""
-        return {**self.whole, "sessions": list(self.rows.values())}
+def part(said: Row, name: str) -> Row:
+    """One of ``server``, ``now``, ``memory`` and ``quality``; empty while it is not known."""
+    found = said.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def objects(rows: object) -> list[dict[str, Any]]:
     """The rows of a field that should be a list of them."""
     return [x for x in rows if isinstance(x, dict)] if isinstance(rows, list) else []
-
-
-def _key(row: Row) -> tuple[str, str]:
-    return str(row.get("tenant") or ""), str(row.get("id"))
 
 
 def number(value: object) -> float:
@@ -110,15 +63,15 @@ ORDERS: Final[Mapping[str, Callable[[Row], Any]]] = {
     "recent": _recent,
     "tokens": lambda row: -number(row.get("tokens")),
     "bytes": lambda row: -number(row.get("bytes")),
-    "saved": lambda row: -number(row.get("saved_s")),
+    "saved": lambda row: -number(row.get("saved_tokens")),
     "turns": lambda row: -number(row.get("turns")),
     "id": lambda row: str(row.get("id")),
 }
 
 
-def chosen(view: View, order: str, kept: str) -> list[Row]:
+def chosen(said: Row, order: str, kept: str) -> list[Row]:
     """The rows that are to be seen, in their order."""
-    return sorted(filter(FILTERS[kept], view.rows.values()), key=ORDERS[order])
+    return sorted(filter(FILTERS[kept], objects(said.get("sessions"))), key=ORDERS[order])
 
 
 class Column(NamedTuple):
@@ -145,7 +98,7 @@ COLUMNS: Final = (
 
 
 def frame(
-    view: View,
+    said: Row,
     *,
     order: str = "recent",
     kept: str = "all",
@@ -164,20 +117,20 @@ def frame(
         keys: say which keys there are.
         now: Unix time; None = now.
     """
-    if not view.known:
+    if not said:
         return Text(trouble or "waiting for the server", style="dim")
     moment = time.time() if now is None else now
-    rows = chosen(view, order, kept)
-    parts: list[RenderableType] = [_head(view, moment), _now(view), _memory(view)]
-    if view.part("quality").get("name"):
-        parts.append(_quality(view))
+    rows = chosen(said, order, kept)
+    parts: list[RenderableType] = [_head(said, moment), _now(said), _memory(said)]
+    if part(said, "quality").get("name"):
+        parts.append(_quality(said))
     if trouble:
         parts.append(_text(trouble, "red"))
-    requests = objects(view.part("now").get("requests"))
+    requests = objects(part(said, "now").get("requests"))
     if requests:
         parts += [Text(), _requests(requests, moment)]
     parts += [Text(), _sessions(rows[:most_rows], moment, _has_tenants(rows), width)]
-    count = int(number(view.whole.get("num_sessions"))) or len(view.rows)
+    count = int(number(said.get("num_sessions"))) or len(rows)
     words = f"{min(len(rows), most_rows)} of {_sessions_of(count)}, {kept}, by {order}"
     if keys:
         words += "    q quit   s sort   f filter"
@@ -194,8 +147,8 @@ def _text(words: str, style: str = "") -> Text:
     return Text(one_line(words), style=style)
 
 
-def _head(view: View, moment: float) -> Text:
-    server = view.part("server")
+def _head(said: Row, moment: float) -> Text:
+    server = part(said, "server")
     state = "ready" if server.get("ready") else str(server.get("trouble") or "not ready")
     if server.get("draining"):
         state = "shutting down"
@@ -210,53 +163,66 @@ def _head(view: View, moment: float) -> Text:
     return _text(" · ".join(words), "bold")
 
 
-def _now(view: View) -> Text:
-    now = view.part("now")
+def _now(said: Row) -> Text:
+    now = part(said, "now")
     words = [
         f"{int(number(now.get('running')))} running, {int(number(now.get('waiting')))} waiting",
         f"prompts {number(now.get('prompt_tokens_per_s')):.0f} tok/s",
         f"answers {number(now.get('answer_tokens_per_s')):.0f} tok/s",
-        f"saved today {_seconds(now.get('saved_s_today'))} of prefill"
-        f" ({int(number(now.get('saved_tokens_today'))):,} tokens)",
+        _saved_today(now),
     ]
     if now.get("memory_available_bytes") is not None:
         words.append(f"memory free {show_bytes(number(now['memory_available_bytes']))}")
     return _text(" · ".join(words))
 
 
-def _memory(view: View) -> Table:
-    memory = view.part("memory")
+def _saved_today(now: Row) -> str:
+    tokens = f"{int(number(now.get('saved_tokens_today'))):,} tokens"
+    if now.get("saved_s_today") is None:  # the speed of prefill is not known yet
+        return f"saved today {tokens} of prefill"
+    return f"saved today {_seconds(now['saved_s_today'])} of prefill ({tokens})"
+
+
+def _memory(said: Row) -> Table:
+    memory = part(said, "memory")
     table = Table.grid(padding=(0, 2))
     hot = memory.get("hot")
     if isinstance(hot, dict):
         idle = f"{show_bytes(number(hot.get('idle_bytes')))} of idle sessions"
+        if measuring := number(hot.get("measuring_bytes")):
+            idle += f", {show_bytes(measuring)} for measuring the model"
         table.add_row(*_bar("hot", hot, number(hot.get("high_water"))), _text(idle, "dim"))
     for tier in objects(memory.get("tiers")):
-        notes = [str(tier.get("codec") or ""), _sessions_of(int(number(tier.get("sessions"))))]
+        notes = [_codec(tier.get("codec")), _sessions_of(int(number(tier.get("sessions"))))]
         if not tier.get("available", True):
             notes.append("not available")
         row = _bar(str(tier.get("name")), tier)
         table.add_row(*row, _text(", ".join(x for x in notes if x), "dim"))
     packed, plain = number(memory.get("cold_bytes")), number(memory.get("bf16_bytes"))
-    if packed and plain:
+    if packed and plain >= LEAST_RATIO * packed:
         words = f"{show_bytes(packed)} packed, {show_bytes(plain)} in bf16: {plain / packed:.1f}x"
         table.add_row(_text("asleep"), _text(""), _text(words), _text(""))
+    elif packed:
+        table.add_row(_text("asleep"), _text(""), _text(f"{show_bytes(packed)}, exact"), _text(""))
     return table
 
 
-def _quality(view: View) -> Text:
+def _quality(said: Row) -> Text:
     """The gate's verdict: the codec, what it was measured to cost, and how far a measurement is."""
-    quality = view.part("quality")
+    quality = part(said, "quality")
     words = [f"codec {quality.get('name')}"]
     in_use = [x for x in objects(quality.get("rows")) if x.get("in_use")]
-    if not quality.get("measured"):
+    if quality.get("exact"):
+        words = ["exact" if quality.get("measured") else "exact, not packed yet"]
+    elif not quality.get("measured"):
         words.append("not measured on this model")
     elif in_use:
         bound = quality.get("bound")
         most = f" of at most {number(bound.get('kl')):g}" if isinstance(bound, dict) else ""
         words.append(f"measured: KL {max(number(x.get('kl')) for x in in_use):.4f}{most}")
     if quality.get("progress"):
-        words.append(str(quality["progress"]))
+        following = f", then {quality['expected']}" if quality.get("expected") else ""
+        words.append(f"{quality['progress']}{following}")
     return _text(" · ".join(words))
 
 
@@ -323,7 +289,7 @@ def _cells(row: Row, moment: float, with_tenants: bool) -> dict[str, Text]:
     tenant = f"{row.get('tenant')}/" if with_tenants else ""
     state, idle = str(row.get("state")), row.get("idle_since")
     return {
-        "session": _text(f"{'  ' if row.get('parent') else ''}{tenant}{row.get('id')}"),
+        "session": _text(f"{'  ' if row.get('parent') else ''}{tenant}{_name(row)}"),
         "client": _text(str(row.get("client") or "")),
         "where": _text(_where(row), STYLES.get(state, "")),
         "tokens": _text(str(int(number(row.get("tokens"))))),
@@ -332,9 +298,29 @@ def _cells(row: Row, moment: float, with_tenants: bool) -> dict[str, Text]:
         "quiet": _text("" if idle is None else _since(idle, moment)),
         "pin": _text("pin" if row.get("pinned") else ""),
         "last turn": _text(_last_turn(row)),
-        "saved": _text(_seconds(row.get("saved_s")) if row.get("saved_s") else ""),
+        "saved": _text(_saved(row)),
         "turns": _text(str(int(number(row.get("turns"))))),
     }
+
+
+def _name(row: Row) -> str:
+    """Its title, where it has one, and the end of its id."""
+    id = str(row.get("id"))
+    end = id if len(id) <= 2 + END_CHARACTERS else f"…{id[-END_CHARACTERS:]}"
+    return f"{row['title']} {end}" if row.get("title") else id
+
+
+def _saved(row: Row) -> str:
+    if row.get("saved_s") is not None:
+        return _seconds(row["saved_s"])
+    tokens = int(number(row.get("saved_tokens")))
+    return f"{tokens} tok" if tokens else ""
+
+
+def _codec(id: object) -> str:
+    """A codec's id, where something is packed."""
+    words = str(id or "")
+    return "exact" if words.split(".")[0] == "raw" else words
 
 
 def _where(row: Row) -> str:

@@ -72,9 +72,9 @@ class Follower:
             if notice is None:
                 self._to_ask.set()
             else:
-                self.hear(notice)
+                self.receive(notice)
 
-    def hear(self, notice: Notice) -> None:
+    def receive(self, notice: Notice) -> None:
         """Fold a notice into the table."""
         report = notice.session
         session = self._table.row(report.tenant, report.id)

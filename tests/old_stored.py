@@ -1,12 +1,22 @@
-"""Files of stored objects as an older release (commit 3fce1a5) wrote them: plain, in two tables."""
+"""Files of stored objects as older releases wrote them.
+
+Those of commit 3fce1a5 are plain, in two tables. Later ones (commit 4f010d28) are sealed, with
+heads and tags in two tables more.
+"""
 
 from __future__ import annotations
 
+import hmac
 import json
+import secrets
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -100,3 +110,63 @@ def write_old_chats(path: Path, tenant: str, number: int) -> None:
 
 def _encoded(body: dict[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
+
+
+_SEALED = """
+CREATE TABLE heads (owner INTEGER PRIMARY KEY, head BLOB NOT NULL);
+CREATE TABLE tags (
+    tenant TEXT NOT NULL, kind TEXT NOT NULL, tag BLOB NOT NULL, owner INTEGER NOT NULL,
+    PRIMARY KEY (tenant, kind, tag, owner)
+) WITHOUT ROWID;
+CREATE INDEX by_tagged ON tags (owner);
+CREATE TABLE leavings (owner INTEGER PRIMARY KEY, tenant TEXT NOT NULL);
+CREATE INDEX by_leaver ON leavings (tenant);
+"""
+
+
+def seal_old_file(path: Path, key_of: Callable[[str, bytes], bytes]) -> None:
+    """Make a plain file one of the release that sealed entries where they lay."""
+    with closing(sqlite3.connect(path)) as db, db:
+        db.executescript(_SEALED)
+        entries = "SELECT seq, tenant, kind, id, session, body FROM entries"
+        for seq, tenant, kind, id, session, body in db.execute(entries).fetchall():
+            place = ["sqlite", tenant, kind, id]
+            cipher = AESGCM(key_of(tenant, b"stored"))
+
+            def seal(
+                content: bytes, *part: str | int, place: list[str] = place, cipher: Any = cipher
+            ) -> bytes:
+                nonce = secrets.token_bytes(12)
+                bound = b"\x01" + json.dumps([*place, *part], separators=(",", ":")).encode()
+                return b"\x01" + nonce + bytes(cipher.encrypt(nonce, content, bound))
+
+            items = "SELECT id, body FROM items WHERE owner = ? ORDER BY seq"
+            rows = db.execute(items, (seq,)).fetchall()
+            outputs = []
+            object = json.loads(body)
+            about = {}
+            if kind == "response":
+                outputs = [(x["id"], _encoded(x)) for x in object.pop("output")]
+                if object["previous_response_id"]:
+                    about["previous"] = object["previous_response_id"]
+            db.execute("DELETE FROM items WHERE owner = ?", (seq,))
+            sum_ = 0
+            for number, (item, content) in enumerate([*rows, *outputs]):
+                part = number.to_bytes(8) + seal(content, "item", item, number)
+                sql = "INSERT INTO items (owner, tenant, id, body) VALUES (?, ?, ?, ?)"
+                db.execute(sql, (seq, tenant, item, part))
+                name = json.dumps([*place, item, number], separators=(",", ":")).encode()
+                hashed = hmac.digest(key_of(tenant, b"sums"), name, "sha256")[:16]
+                sum_ ^= int.from_bytes(hashed)
+            num = len(rows) + len(outputs)
+            head = {"session": session, "next": num, "num": num, "sum": sum_.to_bytes(16)}
+            head |= {
+                "nbytes": sum(len(x) for _, x in [*rows, *outputs]),
+                "outputs": len(outputs),
+                "output_bytes": sum(len(x) for _, x in outputs),
+                "about": about,
+            }
+            sealed = seal(msgspec.msgpack.encode(head), "head")
+            db.execute("INSERT INTO heads VALUES (?, ?)", (seq, sealed))
+            whole = seal(_encoded(object), "body")
+            db.execute("UPDATE entries SET body = ? WHERE seq = ?", (whole, seq))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sqlite3
 import subprocess
@@ -16,10 +15,12 @@ import msgspec
 import pytest
 
 from gateway.keys import Tenants
-from gateway.stored.objects import Item, Objects, Page, Query
-from gateway.stored.shelf import Entry, Kind, Limits, Shelf, Steps, stored_form
-from gateway.stored.sqlite_shelf import SqliteShelf
+from gateway.stored.forms import Entry, Item, Kind, stored_form
+from gateway.stored.objects import ObjectList, Objects, Query
+from gateway.stored.older import bring_over
+from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.stored import Stored
+from gateway.stored.table import Steps, StoredLimits
 
 T = TypeVar("T")
 KEY_OF = Tenants(b"a secret of the tests").key_of
@@ -35,22 +36,34 @@ def done(steps: Steps[T]) -> T:
         return result
 
 
-def shelf_in(
+def hidden(tenant: str) -> str:
+    """The word that stands for a tenant in the names of keys."""
+    return KEY_OF(tenant, b"names of keys").hex()[:32]
+
+
+def mark_of(path: Path) -> Path:
+    """The mark that all of a file is sealed, in the folder above it."""
+    return path.parent.parent / f"{path.parent.name}.sealed"
+
+
+def objects_in(
     path: Path,
-    limits: Limits,
+    limits: StoredLimits,
     clock: Callable[[], float] = time.time,
     *,
     keeps_damaged: bool = True,
-) -> SqliteShelf:
-    """Open a file, with its mark in the folder above it."""
-    mark = path.parent.parent / f"{path.parent.name}.sealed"
-    return SqliteShelf(path, limits, clock, mark=mark, keeps_damaged=keeps_damaged)
+) -> Objects:
+    """Open a file, and bring over what is in it of earlier releases."""
+    table = SqliteTable(path, limits, clock, keeps_damaged=keeps_damaged)
+    objects = Objects(table, KEY_OF)
+    bring_over(objects, table, KEY_OF, mark_of(path))
+    return objects
 
 
 def stored_in(path: Path, tenant_bytes: int = 1_000_000) -> Stored:
     """Make a store in a file; nothing is opened yet."""
-    limits = Limits(tenant_bytes, max_age_s=1000.0)
-    return Stored(lambda: shelf_in(path, limits), KEY_OF)
+    limits = StoredLimits(tenant_bytes, max_age_s=1000.0)
+    return Stored(lambda: objects_in(path, limits))
 
 
 def entry(id: str, session: str = "s", kind: Kind = "conversation", **fields: Any) -> Entry:
@@ -72,8 +85,8 @@ def shown(objects: Objects, id: str, kind: Kind = "conversation", tenant: str = 
 
 def page(
     objects: Objects, id: str, query: Query | None = None, kind: Kind = "conversation"
-) -> Page | None:
-    object = done(objects.find("a", kind, id))
+) -> ObjectList | None:
+    object = objects.find("a", kind, id)
     return None if object is None else done(objects.page("a", object, query or Query(1000)))
 
 
@@ -84,7 +97,7 @@ def ids_of(objects: Objects, id: str, query: Query | None = None) -> list[str]:
 
 def read_all(objects: Objects, id: str, kind: Kind = "conversation") -> list[str] | None:
     """The ids of all items, as a prompt is made of them."""
-    object = done(objects.find("a", kind, id))
+    object = objects.find("a", kind, id)
     if object is None:
         return None
     rows = done(objects.read_all("a", object))
@@ -127,10 +140,3 @@ def fill(place: Path) -> Path:
             except OSError:
                 size //= 2
     return filler
-
-
-def digest(of: bytes) -> str:
-    return hashlib.sha256(of).hexdigest()
-
-
-Opened = Callable[[], Shelf]

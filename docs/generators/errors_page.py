@@ -63,7 +63,6 @@ MEANINGS = {
     "host_not_allowed": "the name in `Host` is none of `gateway.allowed_hosts`",
     "internal": "a fault of this server; its log has the request's id",
     "invalid_api_key": "no key, or one that opens nothing here",
-    "invalid_encrypted_content": "a compaction of another key or secret, or a damaged one",
     "item_not_found": "no stored item of the caller has this id",
     "key_file": "the file of keys cannot be read or written; nothing was changed",
     "key_not_found": "there is no key of this id",
@@ -91,7 +90,6 @@ MEANINGS = {
     "tier_refused": "the tier did not take all of the session; it stays where it was",
     "timeout": "the answer took longer than `gateway.request_timeout_s`",
     "too_many_connections": "the client, or all of them, have too many connections open",
-    "too_many_streams": "the caller reads as many streams of events as it may; close one",
     "too_many_values": "the body has too many values, however short it is",
 }
 KEPT_REASONS = ("busy", "pinned", "no-cold-copy", "disabled", "no-room")

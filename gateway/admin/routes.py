@@ -20,7 +20,7 @@ from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
 from gateway.context import Gateway, admin_of, caller_of, gateway_of, json_response, model_asked
 from gateway.edge.key_list import KeyListFixed
-from gateway.errors import Failure, Refused
+from gateway.errors import Failure, RequestRefused
 from gateway.keys import BadKeyLine, KeyFacts, Limits, generate_key, key_facts
 
 router = APIRouter()
@@ -109,12 +109,14 @@ async def _changed(change: Callable[[], T]) -> T:
     try:
         return await asyncio.to_thread(change)
     except KeyListFixed as error:
-        raise Refused(Failure(409, str(error), None, "keys_fixed")) from error
+        raise RequestRefused(Failure(409, str(error), None, "keys_fixed")) from error
     except BadKeyLine as error:
-        raise Refused(Failure(409, f"Nothing was changed: {error}.", None, "bad_key")) from error
+        raise RequestRefused(
+            Failure(409, f"Nothing was changed: {error}.", None, "bad_key")
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         message = f"The file of API keys cannot be read or written: {error}. Nothing was changed."
-        raise Refused(Failure(503, message, None, "key_file")) from error
+        raise RequestRefused(Failure(503, message, None, "key_file")) from error
 
 
 def _words(wanted: NewKey) -> str:
@@ -158,7 +160,7 @@ async def measure(request: Request) -> Response:
     model = model_asked(request) or gateway.models.default
     if not model.served.can_measure:
         message = "This engine cannot measure on request. Run `thermocline calibrate` instead."
-        raise Refused(Failure(409, message, None, "cannot_measure"))
+        raise RequestRefused(Failure(409, message, None, "cannot_measure"))
     codec = await model.engine.measure()
     return answer({"object": "measurement", "progress": codec.progress, "codec": codec.name}, 202)
 

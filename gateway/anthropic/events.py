@@ -27,8 +27,8 @@ from gateway.errors import Failure
 from gateway.relay.chat_chunks import (
     DONE,
     KEEPALIVE,
+    AnswerChoice,
     CallPart,
-    Choice,
     EventReader,
     read_chunk,
 )
@@ -119,7 +119,7 @@ class MessageEvents:
             self._usage = chunk.usage
         return self._choice(chunk.choices[0]) if chunk.choices else b""
 
-    def _choice(self, choice: Choice) -> bytes:
+    def _choice(self, choice: AnswerChoice) -> bytes:
         if choice.finish_reason is not None:
             self._finish, self._stop = choice.finish_reason, choice.stop_reason
         said = choice.part

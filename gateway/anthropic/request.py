@@ -41,7 +41,7 @@ _MEDIA: Final = re.compile(r"image/[a-zA-Z0-9.+-]{1,64}")
 _UNSEEN: Final = frozenset({"image", "document"})
 
 
-class Turn(msgspec.Struct, frozen=True):
+class AnthropicTurn(msgspec.Struct, frozen=True):
     """One entry of ``messages``."""
 
     role: Literal["user", "assistant", "system"]
@@ -93,7 +93,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of /v1/messages/count_tokens: all that makes a prompt."""
 
     model: ModelName
-    messages: Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=100_000)]
+    messages: Annotated[list[AnthropicTurn], msgspec.Meta(min_length=1, max_length=100_000)]
     system: str | Blocks | None = None
     tools: Annotated[list[Json], msgspec.Meta(max_length=1024)] | None = None
     tool_choice: ToolChoice | None = None
@@ -176,12 +176,12 @@ def _system_text(chat: Conversation, system: str | Blocks | None, strip: bool) -
     return "\n".join(x for x in texts if x)
 
 
-def _write_system(chat: Conversation, turn: Turn, where: str) -> None:
+def _write_system(chat: Conversation, turn: AnthropicTurn, where: str) -> None:
     if text := _joined(chat, turn.content, where):
         chat.add("system", text)
 
 
-def _write_user(chat: Conversation, turn: Turn, where: str) -> None:
+def _write_user(chat: Conversation, turn: AnthropicTurn, where: str) -> None:
     if isinstance(turn.content, str):
         chat.add("user", turn.content)
         return
@@ -233,7 +233,7 @@ class _Said:
             self._chat.add("user", "\n".join(x["text"] for x in parts))
 
 
-def _write_assistant(chat: Conversation, turn: Turn, where: str) -> None:
+def _write_assistant(chat: Conversation, turn: AnthropicTurn, where: str) -> None:
     if isinstance(turn.content, str):
         chat.add("assistant", turn.content)
         return
@@ -255,7 +255,7 @@ def _write_assistant(chat: Conversation, turn: Turn, where: str) -> None:
     )
 
 
-_WRITERS: Final[dict[str, Callable[[Conversation, Turn, str], None]]] = {
+_WRITERS: Final[dict[str, Callable[[Conversation, AnthropicTurn, str], None]]] = {
     "system": _write_system,
     "user": _write_user,
     "assistant": _write_assistant,

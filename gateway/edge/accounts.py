@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 from starlette.types import Scope
 
 from engines.openai.errors import InvalidRequest
-from gateway.errors import Failure, Refused
+from gateway.errors import Failure, RequestRefused
 
 BODY_SHARE = "body_share"  # where a request's share is in the scope's state
 LARGE_BODY_BYTES = 256 << 10  # some milliseconds of work
@@ -56,7 +56,7 @@ class Work(Enum):
         " take in turns; ends when the client leaves"
     )
     VERB = "one verb to the engine about one session, with a deadline"
-    STREAM = "one of `gateway.max_event_streams` places of its tenant, with a bounded queue"
+    SNAPSHOT = "a snapshot that is made once a second at most for all readers of a tenant"
 
 
 class Account(NamedTuple):
@@ -87,7 +87,6 @@ ACCOUNTS: Final[dict[str, Account]] = {
     "completions": _TURN,
     "messages": _TURN,
     "create_response": _RECALL,
-    "compact_conversation": _RECALL,
     "count_input_tokens": _RECALL,
     "count_tokens": _QUESTION,
     "embeddings": _QUESTION,
@@ -102,6 +101,7 @@ ACCOUNTS: Final[dict[str, Account]] = {
     "delete_response": _WRITE,
     "list_input_items": _READ,
     "cancel_response": _WRITE,
+    "compact_conversation": _WRITE,
     "create_conversation": _WRITE,
     "show_conversation": _READ,
     "update_conversation": _WRITE,
@@ -119,7 +119,7 @@ ACCOUNTS: Final[dict[str, Account]] = {
     "pin": _VERB,
     "unpin": _VERB,
     "forget": _VERB,
-    "events": Account(Work.STREAM, 0.1),
+    "show_snapshot": Account(Work.SNAPSHOT),
     "livez": _OPEN,
     "readyz": _OPEN,
     "health": _OPEN,
@@ -158,9 +158,9 @@ class BodyBudget:
         self.nbytes = 0
 
     def take(self, tenant: str, nbytes: int) -> None:
-        """Count bytes that have come. Raises ``Refused`` (503) where there is no room."""
+        """Count bytes that have come. Raises ``RequestRefused`` (503) where there is no room."""
         if self.nbytes + nbytes > self._max_bytes or self._of[tenant] + nbytes > self._max_of_one:
-            raise Refused(_FULL)
+            raise RequestRefused(_FULL)
         self.nbytes += nbytes
         self._of[tenant] += nbytes
 
@@ -190,13 +190,13 @@ class BodyShare:
         self.tenant = ""  # the owner of the body; set before the first byte is read
 
     def grow(self, nbytes: int) -> None:
-        """Have ``nbytes`` in all, if that is more than now. Raises ``Refused`` (503)."""
+        """Have ``nbytes`` in all, if that is more than now. Raises ``RequestRefused`` (503)."""
         if nbytes > self._nbytes:
             self._budget.take(self.tenant, nbytes - self._nbytes)
             self._nbytes = nbytes
 
     def add(self, nbytes: int) -> None:
-        """Have ``nbytes`` more. Raises ``Refused`` (503)."""
+        """Have ``nbytes`` more. Raises ``RequestRefused`` (503)."""
         self.grow(self._nbytes + nbytes)
 
     def give_back(self) -> None:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from engines.http import body_too_large
 from engines.openai.errors import InvalidRequest
-from gateway.errors import Failure, Refused
+from gateway.errors import Failure, RequestRefused
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -43,7 +43,7 @@ def encoding_of(declared: str) -> str:
     if len(names) > 1 or name not in ENCODINGS:
         accepted = ", ".join(ENCODINGS)
         message = f"Send the body in one of these encodings, or in none: {accepted}."
-        raise Refused(Failure(415, message, headers=(("accept-encoding", accepted),)))
+        raise RequestRefused(Failure(415, message, headers=(("accept-encoding", accepted),)))
     return name
 
 

@@ -18,8 +18,8 @@ from starlette.types import Scope
 from gateway.config import GatewayConfig
 from gateway.edge.accounts import Account
 from gateway.edge.shared_limits import SharedLimits
-from gateway.edge.stock import Stock
-from gateway.errors import Failure, Refused
+from gateway.edge.stock import LocalQuota
+from gateway.errors import Failure, RequestRefused
 from gateway.keys import Limits, Tenant
 
 MINUTE_S = 60.0
@@ -158,7 +158,7 @@ class _Counts:
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.running = 0
         self._clock = clock
-        self._stock: Stock | None = None  # this gateway's part of the common limits
+        self._stock: LocalQuota | None = None  # this gateway's part of the common limits
         self._is_shared = False  # when a request was let in last
         self.limit_to(limits)
 
@@ -174,7 +174,7 @@ class _Counts:
             if per_minute
         }
 
-    def share_by(self, stock: Stock | None) -> None:
+    def share_by(self, stock: LocalQuota | None) -> None:
         """Count there, too."""
         self._stock = stock
         if stock is not None:
@@ -244,9 +244,11 @@ class _Counts:
             )
         )
 
-    def _refusal(self, why: str, wait_s: float) -> Refused:
+    def _refusal(self, why: str, wait_s: float) -> RequestRefused:
         message = f"Too much at once: {why}. Try again later."
-        return Refused(Failure(429, message, None, "rate_limit_exceeded", wait_s, self.headers()))
+        return RequestRefused(
+            Failure(429, message, None, "rate_limit_exceeded", wait_s, self.headers())
+        )
 
 
 class KeyShare:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Final, TypeAlias
 
-from gateway.edge.stock import LEASE_S, Command, Reply, Stock, claim, drop, keep, read_number
+from gateway.edge.stock import LEASE_S, Command, LocalQuota, Reply, claim, drop, keep, read_number
 from gateway.keys import Limits, Tenant
 
 WAIT_S: Final = 0.1
@@ -54,7 +54,7 @@ class Reservation:
     ``is_answered`` is False where the server has not said in time whether there is so much.
     """
 
-    def __init__(self, stock: Stock, *, is_answered: bool) -> None:
+    def __init__(self, stock: LocalQuota, *, is_answered: bool) -> None:
         self._stock = stock
         self.is_answered = is_answered
         self._is_kept = True
@@ -91,20 +91,20 @@ class SharedLimits:
         self.is_shared = False
         self._is_reported = False
         self._said_at = float("-inf")
-        self._stocks: dict[str, Stock] = {}
+        self._stocks: dict[str, LocalQuota] = {}
         self._claimed: dict[str, _Claimed] = {}
         self._claims: list[Question] = []
         self._wake = asyncio.Event()
         self._ended: asyncio.Future[None] | None = None  # of the round that comes next
 
-    def stock(self, tenant: Tenant, limits: Limits) -> Stock | None:
+    def stock(self, tenant: Tenant, limits: Limits) -> LocalQuota | None:
         """Return what the caller's key has at hand; None if it has no limit that is shared."""
         if not any(limits[:3]):
             return None
         stock = self._stocks.get(tenant.key_id)
         if stock is None:
             name = self.name_of(tenant.key_id or tenant.name)
-            stock = self._stocks[tenant.key_id] = Stock(name, limits, time.monotonic)
+            stock = self._stocks[tenant.key_id] = LocalQuota(name, limits, time.monotonic)
         elif stock.limits != limits:
             stock.limit_to(limits)
         stock.used_at = time.monotonic()

@@ -200,7 +200,7 @@ class Slice:
         self._left, self._left_at = taken, self._clock()
 
 
-class Stock:
+class LocalQuota:
     """Holds what one key may take here at once. Runs on the event loop."""
 
     def __init__(self, name: str, limits: Limits, clock: Clock) -> None:

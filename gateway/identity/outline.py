@@ -39,7 +39,7 @@ class Outline(NamedTuple):
         return 3 * DIGEST_BYTES + len(self.messages)
 
 
-class Change(NamedTuple):
+class PromptChange(NamedTuple):
     """The first part in which a request does not go on where the one before ended."""
 
     part: Part
@@ -65,17 +65,17 @@ def _digest(part: bytes, salt: bytes) -> bytes:
     return hashlib.blake2b(part, digest_size=DIGEST_BYTES, key=salt[:64]).digest()
 
 
-def change_between(before: Outline, now: Outline) -> Change | None:
+def change_between(before: Outline, now: Outline) -> PromptChange | None:
     """Name the first part that changed; None if ``now`` goes on where ``before`` ended."""
     parts: tuple[Part, ...] = ("model", "system", "tools")
     for part in parts:
         if getattr(before, part) != getattr(now, part):
-            return Change(part, 0)
+            return PromptChange(part, 0)
     if now.messages.startswith(before.messages):
         return None
     for at in range(0, len(before.messages), DIGEST_BYTES):
         if before.messages[at : at + DIGEST_BYTES] != now.messages[at : at + DIGEST_BYTES]:
-            return Change("messages", at // DIGEST_BYTES)
+            return PromptChange("messages", at // DIGEST_BYTES)
     raise AssertionError("equal messages are a beginning of themselves")
 
 
@@ -86,7 +86,7 @@ class Compared:
         *("answer_tokens", "cached_tokens", "change", "is_ahead", "outline", "prompt_tokens"),
     )
 
-    def __init__(self, outline: Outline, change: Change | None) -> None:
+    def __init__(self, outline: Outline, change: PromptChange | None) -> None:
         self.outline = outline
         self.change = change
         self.prompt_tokens = 0  # all three are 0 until the engine reports them

@@ -46,7 +46,7 @@ MAX_USERS: Final = 1000
 SHUTTING_DOWN: Final = "the server is shutting down"
 
 
-class State(Enum):
+class LoadState(Enum):
     """Says whether a model can be asked."""
 
     UNLOADED = "unloaded"
@@ -56,10 +56,10 @@ class State(Enum):
 
 
 _NEXT: Final = {
-    State.UNLOADED: (State.LOADING,),
-    State.LOADING: (State.LOADED, State.UNLOADING),
-    State.LOADED: (State.UNLOADING,),
-    State.UNLOADING: (State.UNLOADED,),
+    LoadState.UNLOADED: (LoadState.LOADING,),
+    LoadState.LOADING: (LoadState.LOADED, LoadState.UNLOADING),
+    LoadState.LOADED: (LoadState.UNLOADING,),
+    LoadState.UNLOADING: (LoadState.UNLOADED,),
 }
 
 
@@ -81,7 +81,7 @@ class OnDemand:
     unload_after_s: float  # without a request
     load_timeout_s: float
     rests_in: TierName  # the tier that outlives the engine
-    state: State = State.UNLOADED
+    state: LoadState = LoadState.UNLOADED
     num_uses: int = 0  # requests that need it loaded
     last_used: float = 0.0
     waiting: list[Waiting] = field(default_factory=list)
@@ -92,7 +92,7 @@ class OnDemand:
     num_failures: int = 0  # in a row
     refused_until: float = float("-inf")  # after them
 
-    def to(self, state: State) -> None:
+    def to(self, state: LoadState) -> None:
         """Change the state; the log and readers of events hear of it."""
         assert state in _NEXT[self.state], f"{self.name}: {self.state.value} -> {state.value}"
         log.info("model %s: %s -> %s", self.name, self.state.value, state.value)
@@ -167,7 +167,7 @@ class Loading:
         Not while its place is about to be given to a model that was asked for ``PATIENCE_S`` ago:
         a model that is always in use would else never be unloaded.
         """
-        if model.state is not State.LOADED:
+        if model.state is not LoadState.LOADED:
             return False
         if model is not self._leaving():
             return True
@@ -180,7 +180,7 @@ class Loading:
             raise Overloaded("too many requests wait for models to be loaded", RETRY_AFTER_S)
         loaded = Waiting(tenant, asyncio.get_running_loop().create_future(), self._clock())
         model.waiting.append(loaded)
-        if model not in self._wanted and model.state is not State.LOADING:
+        if model not in self._wanted and model.state is not LoadState.LOADING:
             self._wanted.append(model)
             self._wanted_since[model] = self._clock()
         self._changed.set()
@@ -226,9 +226,9 @@ class Loading:
             self._wanted.pop(0)
         for model in self._models:
             idle_s = self._clock() - model.last_used
-            is_idle = model.state is State.LOADED and not model.num_uses
+            is_idle = model.state is LoadState.LOADED and not model.num_uses
             if is_idle and (idle_s > model.unload_after_s or model.sessions.headroom.scarce):
-                model.to(State.UNLOADING)
+                model.to(LoadState.UNLOADING)
                 self._start(self._unload(model))
 
     def _refuse_late(self, model: OnDemand) -> None:
@@ -241,35 +241,36 @@ class Loading:
 
     def _give_place(self, model: OnDemand) -> bool:
         """Begin to load the first in line; False while its place is in use."""
-        if model.state is State.LOADED:  # it was leaving, and stays
+        if model.state is LoadState.LOADED:  # it was leaving, and stays
             self._grant(model)
             return True
-        if model.state is not State.UNLOADED:
+        if model.state is not LoadState.UNLOADED:
             return False
-        taken = sum(x.state is not State.UNLOADED for x in self._models)
+        taken = sum(x.state is not LoadState.UNLOADED for x in self._models)
         if taken < self._places:
-            model.to(State.LOADING)
+            model.to(LoadState.LOADING)
             self._start(self._load(model))
             return True
         leaving = self._leaving()
         if leaving is not None and not leaving.num_uses:
-            leaving.to(State.UNLOADING)
+            leaving.to(LoadState.UNLOADING)
             self._start(self._unload(leaving))
         return False
 
     def _leaving(self) -> OnDemand | None:
         """Return the model whose place the first in line is to have; None if it needs none."""
-        if not self._wanted or self._wanted[0].state is not State.UNLOADED:
+        if not self._wanted or self._wanted[0].state is not LoadState.UNLOADED:
             return None
-        if sum(x.state is not State.UNLOADED for x in self._models) < self._places:
+        if sum(x.state is not LoadState.UNLOADED for x in self._models) < self._places:
             return None
-        if any(x.state is State.UNLOADING for x in self._models):  # a place is becoming free
+        if any(x.state is LoadState.UNLOADING for x in self._models):  # a place is becoming free
             return None
         wanting = {x.tenant for x in self._wanted[0].waiting}
         loaded = [
             x
             for x in self._models
-            if x.state is State.LOADED and (self._clock() >= x.stays_until or not x.users - wanting)
+            if x.state is LoadState.LOADED
+            and (self._clock() >= x.stays_until or not x.users - wanting)
         ]
         return min(loaded, key=lambda x: (x.num_uses > 0, x.last_used), default=None)
 
@@ -305,7 +306,7 @@ class Loading:
             log.exception("the model %s cannot be loaded", model.name)
             why = str(error) or type(error).__name__
         if not why:
-            model.to(State.LOADED)
+            model.to(LoadState.LOADED)
             model.was_listed, model.num_failures = True, 0
             took_s = self._clock() - began
             log.info("model %s was loaded in %.1f s", model.name, took_s)
@@ -321,7 +322,7 @@ class Loading:
         log.error("%s", model.failed)
         self._on_load(model.name, self._clock() - began, False)
         _answer(model, EngineUnavailable(model.failed))
-        model.to(State.UNLOADING)
+        model.to(LoadState.UNLOADING)
         await self._end_engine(model)
 
     async def _unload(self, model: OnDemand) -> None:
@@ -340,7 +341,7 @@ class Loading:
         try:
             await model.engine.stop(0, UNLOAD_S)
         finally:
-            model.to(State.UNLOADED)
+            model.to(LoadState.UNLOADED)
 
 
 def _in_turns(wanted: Sequence[OnDemand]) -> list[OnDemand]:

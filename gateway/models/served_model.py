@@ -23,7 +23,7 @@ from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.identity.known_chats import MAX_KNOWN_CHATS, KnownChats
 from gateway.identity.outline import PrefixWatch
 from gateway.keys import Tenant
-from gateway.models.loading import OnDemand, State
+from gateway.models.loading import LoadState, OnDemand
 from gateway.watch.gauges import Gauges
 from gateway.watch.live import Live
 from gateway.watch.metrics import Metrics
@@ -132,19 +132,19 @@ class ServedModel:
     @property
     def state(self) -> str:
         """Its state of loading, in a word."""
-        if self.on_demand is not None and self.on_demand.state is not State.LOADED:
+        if self.on_demand is not None and self.on_demand.state is not LoadState.LOADED:
             return str(self.on_demand.state.value)
         return "loaded" if self.engine.ready else "loading"
 
     @property
     def is_there(self) -> bool:
         """True unless a request for it would have it loaded."""
-        return self.on_demand is None or self.on_demand.state is State.LOADED
+        return self.on_demand is None or self.on_demand.state is LoadState.LOADED
 
     @property
     def trouble(self) -> str:
         """The reason why it takes no turns now, as a sentence; "" if it does, or loads for them."""
-        if self.on_demand is not None and self.on_demand.state is not State.LOADED:
+        if self.on_demand is not None and self.on_demand.state is not LoadState.LOADED:
             return ""
         if not self.engine.ready:
             return self.engine.trouble

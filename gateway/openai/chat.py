@@ -33,7 +33,7 @@ from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
 from gateway.openai.chat_fields import ChatCalls, custom_input, for_engine, metadata_of
 from gateway.openai.stored_chats import keep_completion, rows_of
-from gateway.relay.answer_format import AsItIs, NotStored
+from gateway.relay.answer_format import NotStored, PassThrough
 from gateway.relay.chat_chunks import DONE, KEEPALIVE, EventReader
 from gateway.turns import Operation, Translate, Translated, accept, as_it_is
 from gateway.watch.metrics import Usage
@@ -247,7 +247,7 @@ def _translate(gateway: Gateway, sight: Sight, asked: Json) -> Translated:
     retain_s = asked_seconds(asked)
     stores = asked.get("store") is True and gateway.stored.enabled
     if calls == ChatCalls() and not stores:
-        return Translated(raw, AsItIs(), None, left_out, retain_s)
+        return Translated(raw, PassThrough(), None, left_out, retain_s)
     answer = ChatAnswer(calls)
     if not stores:
         return Translated(raw, answer, None, left_out, retain_s)

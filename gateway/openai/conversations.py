@@ -23,8 +23,9 @@ from gateway.openai.responses.history import full_items, rows_of
 from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import new_id
 from gateway.openai.stored_objects import Metadata, StoredKind, shown_list
-from gateway.stored.objects import MAX_ITEMS, Objects, Outgrown, Page
-from gateway.stored.shelf import Entry, Item, Steps, stored_form
+from gateway.stored.forms import Entry, Item, stored_form
+from gateway.stored.objects import MAX_ITEMS, ObjectList, Objects, Outgrown
+from gateway.stored.table import Steps
 
 router = APIRouter()
 _ALL = "/v1/conversations"
@@ -90,7 +91,7 @@ async def add_items(request: Request) -> Response:
     except Outgrown:
         message = f"items: a conversation has at most {MAX_ITEMS}: begin a new one"
         raise InvalidRequest(message, "items", "conversation_too_large") from None
-    return shown_list(Page(rows, False))
+    return shown_list(ObjectList(rows, False))
 
 
 @router.get(_ONE + "/items")
@@ -103,7 +104,7 @@ async def show_item(request: Request) -> Response:
     item = request.path_params["item_id"]
 
     def work(objects: Objects, tenant: str, id: str) -> Steps[bytes | None]:
-        object = yield from objects.find(tenant, "conversation", id)
+        object = objects.find(tenant, "conversation", id)
         return None if object is None else (yield from objects.item(tenant, object, item))
 
     return json_response(await CONVERSATION.ask(request, work))
@@ -125,10 +126,11 @@ async def _read(
     request: Request, form: type[NewConversation] | type[AddedItems]
 ) -> tuple[Json, list[Item]]:
     """Read metadata and items; only as many large bodies are parsed at once as have room."""
-    gateway, tenant = gateway_of(request), caller_of(request)
+    gateway = gateway_of(request)
+    caller_of(request)
     seeing = [x.sight for x in gateway.models if x.engine.ready]
     sight = next((x for x in seeing if x.sees), BLIND)
-    writer = MessageWriter(gateway.sealed_texts(tenant).open, sight)
+    writer = MessageWriter(sight)
     async with parsed(gateway, request, empty=b"{}") as body:
         return await body.beside(partial(_checked, body.json, form, writer))
 

@@ -16,9 +16,10 @@ from engines.openai.messages import Json
 from gateway.context import caller_of, gateway_of
 from gateway.edge.accounts import body_share_of
 from gateway.openai.stored_objects import StoredKind, query_of, shown_list
-from gateway.stored.objects import Objects, Page
-from gateway.stored.shelf import Entry, Item, Labels, Steps, label_of, stored_form
+from gateway.stored.forms import Entry, Item, Label, label_of, stored_form
+from gateway.stored.objects import ObjectList, Objects
 from gateway.stored.stored import Stored
+from gateway.stored.table import Steps
 
 router = APIRouter()
 _ALL = "/v1/chat/completions"
@@ -65,7 +66,7 @@ async def list_completions(request: Request) -> Response:
         await stored.ask(
             tenant,
             lambda objects: objects.listed(tenant, "completion", labels, query),
-            Page([], False),
+            ObjectList([], False),
             body_share_of(request.scope).add,
         )
     )
@@ -94,7 +95,7 @@ async def list_messages(request: Request) -> Response:
     return await COMPLETION.list_items(request, ascending=True)
 
 
-def _labels(request: Request) -> Labels:
+def _labels(request: Request) -> list[Label]:
     model = request.query_params.get("model")
     pairs = [(_LABEL.fullmatch(k), v) for k, v in request.query_params.items()]
     labels = [label_of(found[1], value) for found, value in pairs if found]

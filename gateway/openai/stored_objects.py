@@ -20,8 +20,10 @@ from engines.openai.requests import checked
 from gateway.body import parsed
 from gateway.context import caller_of, gateway_of, json_response, limit_of
 from gateway.edge.accounts import body_share_of
-from gateway.stored.objects import Objects, Page, Query
-from gateway.stored.shelf import Form, Kind, Steps, stored_form
+from gateway.stored.forms import Form, Kind, stored_form
+from gateway.stored.head import Object
+from gateway.stored.objects import ObjectList, Objects, Query
+from gateway.stored.table import Steps
 
 MAX_ROWS = 100
 T = TypeVar("T")
@@ -44,7 +46,7 @@ def query_of(request: Request, *, ascending: bool) -> Query:
     return Query(limit_of(request, 20, MAX_ROWS), given.get("after") or None, order == "asc")
 
 
-def shown_list(page: Page) -> Response:
+def shown_list(page: ObjectList) -> Response:
     """Answer with a page of bodies as they were stored."""
     ids = [x.id for x in page.rows]
     return json_response(
@@ -115,7 +117,7 @@ class StoredKind(NamedTuple):
 
     async def require(self, request: Request) -> None:
         """Raise ``InvalidRequest``, 404, if the object is not there."""
-        await self.ask(request, lambda objects, *of: objects.find(of[0], self.kind, of[1]))
+        await self.ask(request, partial(_found, kind=self.kind))
 
     async def show(self, request: Request) -> Response:
         return json_response(await self.body(request))
@@ -158,10 +160,15 @@ class StoredKind(NamedTuple):
         return shown_list(await self.ask(request, partial(_page, kind=self.kind, query=query)))
 
 
+def _found(objects: Objects, tenant: str, id: str, *, kind: Kind) -> Steps[Object | None]:
+    yield 0
+    return objects.find(tenant, kind, id)
+
+
 def _page(
     objects: Objects, tenant: str, id: str, *, kind: Kind, query: Query
-) -> Steps[Page | None]:
-    object = yield from objects.find(tenant, kind, id)
+) -> Steps[ObjectList | None]:
+    object = objects.find(tenant, kind, id)
     return None if object is None else (yield from objects.page(tenant, object, query))
 
 

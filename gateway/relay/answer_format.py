@@ -43,7 +43,7 @@ class NotStored(NamedTuple):
 
 # Stores what must outlive an answer. Called once, when the answer is whole and before its end goes
 # out, so that a client which has seen the end finds it. It must not raise: the answer goes on.
-Keep: TypeAlias = Callable[[SessionRef], Awaitable[NotStored | None]]
+StoreAnswer: TypeAlias = Callable[[SessionRef], Awaitable[NotStored | None]]
 
 
 class EventStream(Protocol):
@@ -88,14 +88,14 @@ class AnswerFormat(Protocol):
 
 
 @runtime_checkable
-class HearsOfPrompt(Protocol):
+class TakesPromptUsage(Protocol):
     """An ``AnswerFormat`` whose first event says how long the prompt is."""
 
     def prompt_taken(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Hear it from the head of the engine's answer, before any event is made."""
 
 
-class AsItIs:
+class PassThrough:
     """The engine's own bytes: it speaks what the client asked in."""
 
     def events(self) -> EventStream:
@@ -214,7 +214,7 @@ def asks_for_nothing(raw: Json) -> bool:
     return True
 
 
-class NothingSaid(_Around):
+class WithoutContent(_Around):
     """An ``AnswerFormat`` that empties the engine's answer before another writes it."""
 
     def events(self) -> _EmptiedEvents:

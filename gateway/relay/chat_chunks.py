@@ -136,7 +136,7 @@ class Logprobs(msgspec.Struct, frozen=True):
     content: list[Json] | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class AnswerChoice(msgspec.Struct, frozen=True):
     """One choice of a chunk (``delta``) or of a whole answer (``message``)."""
 
     delta: MessagePart | None = None
@@ -161,7 +161,7 @@ _NOTHING = MessagePart()
 class Chunk(msgspec.Struct, frozen=True):
     """A chunk of an answer, or all of it."""
 
-    choices: list[Choice] = []
+    choices: list[AnswerChoice] = []
     usage: Usage | None = None
     error: Any = None
 

@@ -184,7 +184,7 @@ def _failure_from(status: int, error: Json) -> Failure:
 
 
 @runtime_checkable
-class ShowsLife(Protocol):
+class KeepAlive(Protocol):
     """An ``AnswerFormat`` of a dialect that has an event for "still at it"."""
 
     def sign_of_life(self) -> bytes:
@@ -211,7 +211,7 @@ class StreamOut:
         self._send_body = send_body
         self._answer = answer
         self._clock = asyncio.get_running_loop().time
-        self._sign = answer.sign_of_life() if isinstance(answer, ShowsLife) else b""
+        self._sign = answer.sign_of_life() if isinstance(answer, KeepAlive) else b""
         self._head_sent = head_sent
         self._beginning = asyncio.Lock()
         self._last_sent = self._clock()

@@ -29,7 +29,7 @@ from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
 from gateway.identity.outline import Compared
 from gateway.models.served_model import ServedModel
-from gateway.relay.answer_format import AnswerFormat, HearsOfPrompt, Keep, NotStored
+from gateway.relay.answer_format import AnswerFormat, NotStored, StoreAnswer, TakesPromptUsage
 from gateway.relay.chat_chunks import parse_usage
 from gateway.relay.passthrough import (
     StreamOut,
@@ -84,7 +84,7 @@ class TurnResponse(Response):
         turn: TurnRequest,
         request_id: str,
         answer: AnswerFormat,
-        keep: Keep | None = None,
+        keep: StoreAnswer | None = None,
     ) -> None:
         super().__init__()
         self._gateway = gateway
@@ -94,7 +94,7 @@ class TurnResponse(Response):
         self._request_id = request_id
         self._answer = answer
         self._keep = keep
-        self.head_sent = False  # by ``WhileLoading``
+        self.head_sent = False  # by ``AwaitingModel``
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked, request = self._asked, self._model.live.request
@@ -185,7 +185,7 @@ class TurnResponse(Response):
         """Read what the engine says of its cache."""
         self._live.engine_answered(upstream.headers)
         prompt_tokens = self._live.reported_prompt_tokens
-        if isinstance(self._answer, HearsOfPrompt) and prompt_tokens is not None:
+        if isinstance(self._answer, TakesPromptUsage) and prompt_tokens is not None:
             self._answer.prompt_taken(prompt_tokens, self._live.reused_tokens)
 
     async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:

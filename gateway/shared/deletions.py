@@ -80,7 +80,7 @@ def opened_tombstone(names: TenantNames, id: str, raw: object) -> Tombstone | No
     return names.open(names.tombstone(id), raw, _tombstones)
 
 
-class Deletions:
+class SharedDeletions:
     """Says and hears deletions. Runs on the event loop."""
 
     def __init__(
@@ -153,7 +153,7 @@ class Deletions:
                     self._heard.set()
                     async for raw in messages:
                         await self._redis.look_at_clock()  # it may have jumped
-                        self.hear(raw)
+                        self.receive(raw)
             except TierUnavailable as error:
                 if self._heard.is_set():
                     log.warning("deletions at other servers are not heard of: %s", error)
@@ -161,7 +161,7 @@ class Deletions:
                 self._heard.clear()
             await asyncio.sleep(1.0)
 
-    def hear(self, raw: bytes) -> None:
+    def receive(self, raw: bytes) -> None:
         """Take a message; one that is not ours, or was sent before, means nothing."""
         message = self._names.open(self._names.channel, raw, _messages)
         now = self._redis.now() or 0.0

@@ -10,7 +10,7 @@ from typing import Final
 
 from engines.base import SessionRef
 from gateway.models.served_model import ServedModel
-from gateway.shared.deletions import NEAR_S, Deletions, OwnSession, opened_tombstone
+from gateway.shared.deletions import NEAR_S, OwnSession, SharedDeletions, opened_tombstone
 from gateway.shared.names import SharedNames
 from gateway.shared.redis_client import AsyncRedis, Command
 from gateway.shared.session_rows import KEPT_S, SessionRow, opened_row, removing, writing
@@ -47,7 +47,7 @@ class RowWriter:
         models: Sequence[ServedModel],
         redis: AsyncRedis,
         names: SharedNames,
-        deletions: Deletions,
+        deletions: SharedDeletions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._models = models

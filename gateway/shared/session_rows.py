@@ -68,7 +68,7 @@ def removing(names: TenantNames, model: str, session_id: str) -> list[Command]:
     return [("ZREM", names.index, mark), ("UNLINK", names.row(mark))]
 
 
-class SessionRows:
+class SharedSessionRows:
     """Reads rows. Every method may raise ``TierUnavailable``."""
 
     def __init__(self, redis: AsyncRedis, names: SharedNames) -> None:

@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple
 from engines.base import EngineError, SessionRef
 from gateway.keys import Tenants
 from gateway.models.served_model import ServedModel
-from gateway.shared.deletions import Deletions
+from gateway.shared.deletions import SharedDeletions
 from gateway.shared.names import SharedNames
 from gateway.shared.redis_client import AsyncRedis
 from gateway.shared.row_writer import RowWriter
-from gateway.shared.session_rows import RowPage, SessionRow, SessionRows
+from gateway.shared.session_rows import RowPage, SessionRow, SharedSessionRows
 from kvstore.errors import TierUnavailable
 
 log = logging.getLogger("thermocline.sessions")
@@ -51,8 +51,8 @@ class SharedSessions:
         self._redis = redis
         self._clock = clock
         names = SharedNames(tenants.key_of)
-        self._rows = SessionRows(redis, names)
-        self.deletions = Deletions(models, tenants, redis, names, clock)
+        self._rows = SharedSessionRows(redis, names)
+        self.deletions = SharedDeletions(models, tenants, redis, names, clock)
         self.writer = RowWriter(models, redis, names, self.deletions)
         for number, model in enumerate(models):
             model.sessions.check_deleted(partial(self.deletions.among, number))

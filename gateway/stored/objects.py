@@ -1,7 +1,7 @@
-"""Stored objects: entries and items, sealed for their tenant before they lie on a shelf.
+"""Stored objects: heads, bodies and items, sealed for their tenant before they lie in a table.
 
-What was changed there, or moved to another place, is not there (``seal``). Labels, by which
-objects are listed, lie on the shelf as keyed hashes.
+What was changed there, or moved to another place, is not there (``seal``). ``head`` has the forms
+in which objects lie.
 
 Methods are made of steps: between two of them another tenant has its turn (see ``stored``). A step
 that will hold bytes says how many before it reads them.
@@ -9,35 +9,20 @@ that will hold bytes says how many before it reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple, cast
 
 import msgspec
 
-from gateway.stored.recall import Object, Recall
-from gateway.stored.seal import EntrySeal, Head, KeyOf, NotOurs, Older, Seals, added
-from gateway.stored.shelf import (
-    SLICE_ITEMS,
-    Change,
-    Entry,
-    Form,
-    Found,
-    Item,
-    Kind,
-    Labels,
-    Misshapen,
-    Part,
-    Row,
-    Shelf,
-    Span,
-    Steps,
-    StoreFailed,
-    shown_form,
-)
+from gateway.stored.forms import Entry, Form, Item, Kind, Label, shown_form
+from gateway.stored.head import Head, Object, Page, PageDraft, slices
+from gateway.stored.seal import KeyOf, NotOurs, Seals
+from gateway.stored.table import SLICE_ITEMS, Steps, StoreFailed, Table, Write, size_of
 
 MAX_TRIES = 16  # of a change that others come between
 MAX_ITEMS = 16 << 10  # of one object
-PAGE_BYTES = 4 << 20  # of a list; a page may end before its limit
+PAGE_BYTES = 4 << 20  # of a list; it may end before its limit
 
 
 class Outgrown(Exception):
@@ -52,7 +37,7 @@ class Query(NamedTuple):
     ascending: bool = True
 
 
-class Page(NamedTuple):
+class ObjectList(NamedTuple):
     """A part of a list: ids and bodies, and whether more follows it."""
 
     rows: list[Item]
@@ -60,170 +45,160 @@ class Page(NamedTuple):
 
 
 class Objects:
-    """The objects of all tenants on one shelf. Used by several threads."""
+    """The objects of all tenants in one table. Used by several threads."""
 
-    def __init__(self, shelf: Shelf, key_of: KeyOf) -> None:
-        self.shelf = shelf
-        self._seals = Seals(shelf.place, key_of)
-        self._older = Older(shelf, self._seals)
-        self._recall = Recall(shelf, self._seals, self.find)
+    def __init__(self, table: Table, key_of: KeyOf) -> None:
+        self.table = table
+        self._seals = Seals(table.place, key_of)
 
-    def find(self, tenant: str, kind: Kind, id: str, *, uses: bool = True) -> Steps[Object | None]:
+    def find(self, tenant: str, kind: Kind, id: str, *, uses: bool = True) -> Object | None:
         """Find an object; note that it was used, if this is a use."""
-        found = self._found(tenant, kind, id, uses)
-        if found is not None and not found.head:
-            yield from self._older.seal(tenant, kind, id)
-            found = self._found(tenant, kind, id, uses)
-        if found is None or not found.head:
+        found = self.table.find(tenant, f"{kind}:{id}", uses=uses)
+        if found is None:
             return None
-        seal = self._seals.entry(tenant, kind, id)
         try:
-            return Object(kind, id, seal.open_head(found.head), found.head, found.body_bytes)
+            packed = self._seals.of(tenant, kind, id).open(found.head, "top")
         except NotOurs:
             return None
+        head = msgspec.msgpack.decode(packed, type=Head)
+        return Object(kind, id, head, found.head, found.number)
 
     def body(self, tenant: str, object: Object) -> bytes | None:
-        """Read an object's body; the caller has said that it will hold ``body_bytes``."""
-        try:
-            sealed = self.shelf.body(tenant, object.kind, object.id)
-            seal = self._seals.entry(tenant, object.kind, object.id)
-            return None if sealed is None else seal.open(sealed, "body")
-        except (NotOurs, Misshapen):
-            return None
+        """Read an object's body; the caller has said that it will hold it."""
+        return self._read(tenant, object, [object.head.body])[0]
 
     def show(self, tenant: str, kind: Kind, id: str) -> Steps[bytes | None]:
         """Return an object as it is shown."""
-        object = yield from self.find(tenant, kind, id)
+        object = self.find(tenant, kind, id)
         if object is None:
             return None
-        yield object.body_bytes + object.head.output_bytes
+        outputs = object.head.pages[len(object.head.own) :]
+        yield object.head.body.nbytes + sum(x.nbytes for x in outputs)
         body = self.body(tenant, object)
-        outputs = yield from self._outputs(tenant, object)
-        return None if body is None or outputs is None else shown_form(kind, body, outputs)
+        items = yield from self._items(tenant, object, outputs)
+        return None if body is None or items is None else shown_form(kind, body, items)
 
-    def page(self, tenant: str, object: Object, query: Query) -> Steps[Page]:
-        """List items that an object was made with; one that was changed is passed over.
-
-        A page holds ``PAGE_BYTES``, about, and may end before its limit.
-        """
-        seal = self._seals.entry(tenant, object.kind, object.id)
+    def page(self, tenant: str, object: Object, query: Query) -> Steps[ObjectList]:
+        """List items that an object was made with; those that were changed are passed over."""
+        places = [(x, i) for x in object.head.own for i in range(len(x.ids))]
+        if not query.ascending:
+            places.reverse()
+        if query.after is not None:
+            ids = [page.ids[i] for page, i in places]
+            places = places[ids.index(query.after) + 1 :] if query.after in ids else []
         rows: list[Item] = []
-        held, after = 0, query.after
-        num_outputs = object.head.outputs
-        while held < PAGE_BYTES:
-            limit = query.limit - len(rows) + 1  # one more says whether there is more
-            skip = num_outputs if after is None and not query.ascending else 0
-            parts = self._parts(tenant, object, Span(limit, after, skip, query.ascending))
-            nbytes = sum(len(x.body) for x in parts)
-            held += nbytes
-            yield nbytes
-            for part in parts:
-                number, body = seal.open_item(part)
-                if body is not None and number >= object.head.next - num_outputs:
-                    return Page(rows, False)
-                if len(rows) >= query.limit:
-                    return Page(rows, True)
-                after = part.id
-                if body is not None:
-                    rows.append(Item(part.id, body))
-            if not parts:
-                return Page(rows, False)
-        return Page(rows, True)
+        held = 0
+        for page, some in groupby(places[: query.limit], key=lambda x: x[0]):
+            if held > PAGE_BYTES - page.nbytes // 2 and rows:
+                return ObjectList(rows, True)
+            yield page.nbytes
+            held += page.nbytes
+            items = self._opened(page, self._read(tenant, object, [page])[0])
+            rows += [items[i] for _, i in some if items is not None]
+        return ObjectList(rows, len(places) > query.limit)
 
     def line(
         self, tenant: str, kind: Kind, id: str, take: Callable[[Head], None]
     ) -> Steps[list[Object] | None]:
-        """Find an object and all before it. See ``Recall``."""
-        return self._recall.line(tenant, kind, id, take)
+        """Find an object and all before it, the last one first; None if one is not there.
+
+        Args:
+            take: called with the head of each; an error that it raises ends the line.
+        """
+        line: list[Object] = []
+        following: str | None = id
+        while following is not None:
+            object = self.find(tenant, kind, following)
+            if object is None:
+                return None
+            take(object.head)
+            line.append(object)
+            following = object.head.about.get("previous")
+            yield 0
+        return line
 
     def read_all(self, tenant: str, object: Object) -> Steps[list[Item] | None]:
-        """Read all items of an object. See ``Recall``."""
-        return self._recall.read_all(tenant, object)
+        """Read all items; None if one was changed, moved, put back or taken away.
+
+        The caller has said that it will hold the ``nbytes`` of the object's head.
+        """
+        return self._items(tenant, object, object.head.pages)
 
     def item(self, tenant: str, object: Object, item: str) -> Steps[bytes | None]:
         """Return one item of an object."""
-        try:
-            sealed = self.shelf.part(tenant, object.kind, object.id, item)
-        except Misshapen:
+        page = _page_of(object.head, item)
+        if page is None:
             return None
-        if sealed is None:
-            return None
-        yield len(sealed)
-        return self._seals.entry(tenant, object.kind, object.id).open_item(Part(item, sealed))[1]
+        yield page.nbytes
+        items = self._opened(page, self._read(tenant, object, [page])[0])
+        return None if items is None else items[page.ids.index(item)].body
 
     def find_item(self, tenant: str, item: str) -> Steps[bytes | None]:
         """Find an item by its id in any object of the tenant, the latest if several have it."""
-        try:
-            owner = self.shelf.owner(tenant, item)
-        except Misshapen:
-            return None
-        if owner is None:
-            return None
-        object = yield from self.find(tenant, *owner)
-        return None if object is None else (yield from self.item(tenant, object, item))
+        for object in self._under(tenant, "item", item):
+            return (yield from self.item(tenant, object, item))
+        return None
 
-    def listed(self, tenant: str, kind: Kind, labels: Labels, query: Query) -> Steps[Page]:
+    def listed(
+        self, tenant: str, kind: Kind, labels: Sequence[Label], query: Query
+    ) -> Steps[ObjectList]:
         """List objects that have all of the labels, in the order in which they were stored."""
-        yield from self._older.seal_all(tenant, kind)
         beyond = None
         if query.after is not None:
-            beyond = self.shelf.number(tenant, kind, query.after)
-            if beyond is None:
-                return Page([], False)
-        tags = self._seals.tags_of_all(tenant, labels)
+            last = self.find(tenant, kind, query.after, uses=False)
+            if last is None:
+                return ObjectList([], False)
+            beyond = last.number
+        words = ("label", kind, *labels[0]) if labels else ("list", kind)
+        (term,) = self._seals.terms(tenant, words)
         rows: list[Item] = []
         held = 0
-        while True:
-            some = self.shelf.listed(tenant, kind, tags, beyond, query.ascending)
-            for id in some.ids:
-                if len(rows) >= query.limit or held >= PAGE_BYTES:
-                    return Page(rows, True)
-                object = yield from self.find(tenant, kind, id, uses=False)
-                if object is None:
+        while some := self._slice(tenant, term, beyond, ascending=query.ascending):
+            for beyond, name in some:
+                object = self._named(tenant, beyond, name)
+                if object is None or not set(labels) <= set(object.head.labels or ()):
                     continue
-                yield object.body_bytes
+                if len(rows) >= query.limit or held >= PAGE_BYTES:
+                    return ObjectList(rows, True)
+                yield object.head.body.nbytes
                 body = self.body(tenant, object)
                 if body is not None:
-                    rows.append(Item(id, body))
+                    rows.append(Item(object.id, body))
                     held += len(body)
-            if some.beyond is None:
-                return Page(rows, False)
-            beyond = some.beyond
             yield 0
-
-    def last_item(self, tenant: str, object: Object) -> str | None:
-        """Return the id of an object's last item."""
-        last = self._parts(tenant, object, Span(1, ascending=False))
-        return last[0].id if last else None
+        return ObjectList(rows, False)
 
     def latest(self, tenant: str, kind: Kind, session: str) -> str | None:
         """Return the id of a session's object that was stored last."""
-        try:
-            return self.shelf.latest(tenant, kind, session)
-        except Misshapen:
-            return None
+        return next((x.id for x in self._under(tenant, "session", session, kind)), None)
 
     def put(self, tenant: str, entry: Entry, items: Sequence[Item] = ()) -> Steps[bool]:
         """Store an object and its items, all or nothing; one of that id is replaced.
 
         Returns False if it is larger than all that the tenant may store.
         """
-        seal = self._seals.entry(tenant, entry.kind, entry.id)
-        form = entry.form
-        head, parts = seal.with_items(Head(entry.session, about=form.about), items)
-        head, outputs = seal.with_outputs(head, form.outputs)
-        row = Row(
-            entry.kind,
-            entry.id,
-            entry.session,
-            seal.close_head(head),
-            seal.close(form.body, "body"),
-            self._seals.tags(tenant, form.labels),
-        )
-        self._recall.memory.drop(tenant, entry.kind, entry.id)
-        stored = self.shelf.put(tenant, row, parts + outputs)
+        stored = self.put_now(tenant, entry, items)
         yield from self._tidy(tenant)
         return stored
+
+    def put_now(self, tenant: str, entry: Entry, items: Sequence[Item] = ()) -> bool:
+        """Do as ``put``, and leave a budget that is exceeded by it as it is."""
+        form = entry.form
+        draft = PageDraft(self._seals.of(tenant, entry.kind, entry.id), 0)
+        body = draft.page(form.body, len(form.body))
+        own, outputs = draft.items(items), draft.items(form.outputs)
+        labels = None if form.labels is None else tuple(form.labels)
+        head = Head(
+            entry.session, draft.next, body, own + outputs, len(outputs), form.about, labels
+        )
+        words = [("session", entry.session), ("session", entry.session, entry.kind)]
+        words += _listed_under(entry.kind, labels)
+        terms = self._seals.terms(tenant, *words)
+        terms += self._item_terms(tenant, entry.kind, [*items, *form.outputs])
+        write = draft.write(head, None, terms=terms)
+        if size_of(write.head, write.pages) > self.table.limits.tenant_bytes:
+            return False
+        return self.table.write(tenant, f"{entry.kind}:{entry.id}", write)
 
     def append(self, tenant: str, kind: Kind, id: str, items: Sequence[Item]) -> Steps[bool]:
         """Add items after the others; those whose id is there already are left out.
@@ -234,36 +209,38 @@ class Objects:
             Outgrown: it would have more than ``MAX_ITEMS``.
         """
 
-        def grown(object: Object, seal: EntrySeal) -> Change | None:
-            known = self.shelf.known(tenant, kind, id, [x.id for x in items])
+        def grown(object: Object, draft: PageDraft) -> Write | None:
+            known = {id for page in object.head.pages for id in page.ids}
             fresh = [x for x in items if x.id not in known]
             if object.head.num + len(fresh) > MAX_ITEMS:
                 raise Outgrown
-            head, parts = seal.with_items(object.head, fresh)
-            return Change(object.seen, seal.close_head(head), added=parts) if fresh else None
+            if not fresh:
+                return None
+            pages = object.head.pages + draft.items(fresh)
+            head = msgspec.structs.replace(object.head, pages=pages, next=draft.next)
+            return draft.write(head, object.seen, terms=self._item_terms(tenant, kind, fresh))
 
         if not (yield from self._change(tenant, kind, id, grown)):
             return False
         yield from self._tidy(tenant)
-        return self._found(tenant, kind, id) is not None
+        return self.find(tenant, kind, id) is not None
 
     def remove_item(self, tenant: str, kind: Kind, id: str, item: str) -> Steps[bool]:
-        """Remove one item of an object; returns False if there is no such object."""
+        """Remove one item, if it is there; returns False if there is no such object."""
 
-        def shrunk(object: Object, seal: EntrySeal) -> Change | None:
-            sealed = self.shelf.part(tenant, kind, id, item)
-            if sealed is None:
+        def shrunk(object: Object, draft: PageDraft) -> Write | None:
+            page = _page_of(object.head, item)
+            if page is None:
                 return None
-            number, body = seal.open_item(Part(item, sealed))
-            if body is None:
+            items = self._opened(page, self._read(tenant, object, [page])[0])
+            if items is None:
                 return None
-            head = msgspec.structs.replace(
-                object.head,
-                num=object.head.num - 1,
-                nbytes=object.head.nbytes - len(body),
-                sum=added(object.head.sum, seal.summand(item, number)),
-            )
-            return Change(object.seen, seal.close_head(head), removed=item)
+            rest = draft.items(x for x in items if x.id != item)
+            at = object.head.pages.index(page)
+            pages = (*object.head.pages[:at], *rest, *object.head.pages[at + 1 :])
+            head = msgspec.structs.replace(object.head, pages=pages, next=draft.next)
+            left = self._item_terms(tenant, kind, [Item(item, b"")])
+            return draft.write(head, object.seen, dropped=[page.number], left=left)
 
         return (yield from self._change(tenant, kind, id, shrunk))
 
@@ -276,106 +253,138 @@ class Objects:
         """
         made = b""
 
-        def changed(object: Object, seal: EntrySeal) -> Change | None:
+        def changed(object: Object, draft: PageDraft) -> Write | None:
             nonlocal made
             body = self.body(tenant, object)
             if body is None:
                 return None
             form = anew(body)
-            made, tags = form.body, self._seals.tags(tenant, form.labels)
-            head = seal.close_head(object.head)
-            return Change(object.seen, head, seal.close(made, "body"), tags)
+            made = form.body
+            labels = None if form.labels is None else tuple(form.labels)
+            terms, before = (
+                self._seals.terms(tenant, *_listed_under(kind, x))
+                for x in (labels, object.head.labels)
+            )
+            page = draft.page(made, len(made))
+            head = msgspec.structs.replace(object.head, body=page, labels=labels, next=draft.next)
+            left = [x for x in before if x not in terms]
+            dropped = [object.head.body.number]
+            return draft.write(head, object.seen, dropped=dropped, terms=terms, left=left)
 
-        object = yield from self.find(tenant, kind, id)
+        object = self.find(tenant, kind, id)
         if object is None:
             return None
-        yield object.body_bytes
+        yield object.head.body.nbytes
         there = yield from self._change(tenant, kind, id, changed)
         return made if there and made else None
 
     def delete(self, tenant: str, kind: Kind, id: str) -> Steps[bool]:
         """Remove an object and its items, for good; returns False if it is not there."""
-        self.shelf.drop_copies()
-        self._recall.memory.drop(tenant, kind, id)
-        try:
-            there = self.shelf.delete(tenant, kind, id)
-        except Misshapen:
-            return False
+        self.table.drop_copies()
+        there = self.table.delete(tenant, f"{kind}:{id}")
         yield from self._tidy(tenant)
         return there
 
     def forget(self, tenant: str, session: str) -> Steps[int]:
         """Remove all objects of a session; returns how many."""
-        number = 0
-        self.shelf.drop_copies()
-        while some := self.shelf.of_session(tenant, session):
-            for kind, id in some:
-                self._recall.memory.drop(tenant, kind, id)
-                number += self.shelf.delete(tenant, kind, id)
+        self.table.drop_copies()
+        (term,) = self._seals.terms(tenant, ("session", session))
+        number, beyond = 0, None
+        while some := self._slice(tenant, term, beyond):
+            beyond = some[-1][0]
+            for _, name in some:
+                number += self.table.delete(tenant, name)
                 yield 0
         yield from self._tidy(tenant)
         return number
 
     def chores(self) -> Steps[None]:
         """Do what no tenant's request does, a piece at each step."""
-        self._recall.memory.drop_old()
-        for old in self.shelf.chores():
-            yield from self._older.seal_some(old)
+        for _ in self.table.chores():
             yield 0
 
     def _change(
-        self,
-        tenant: str,
-        kind: Kind,
-        id: str,
-        change: Callable[[Object, EntrySeal], Change | None],
+        self, tenant: str, kind: Kind, id: str, change: Callable[[Object, PageDraft], Write | None]
     ) -> Steps[bool]:
         """Change an object as ``change`` says; None: it stays as it is.
 
         Others may come between: then it is said anew. Returns False if there is no such object.
         """
-        seal = self._seals.entry(tenant, kind, id)
+        seal = self._seals.of(tenant, kind, id)
         for _ in range(MAX_TRIES):
-            object = yield from self.find(tenant, kind, id)
+            object = self.find(tenant, kind, id)
             if object is None:
                 return False
-            wanted = change(object, seal)
-            if wanted is None or self.shelf.change(tenant, kind, id, wanted):
+            wanted = change(object, PageDraft(seal, object.head.next))
+            if wanted is None or self.table.write(tenant, object.name, wanted):
                 return True
             yield 0
         raise StoreFailed("too many change the same object at once", "busy")
 
     def _tidy(self, tenant: str) -> Steps[None]:
-        while self.shelf.tidy(tenant):
+        while self.table.tidy(tenant):
             yield 0
 
-    def _found(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
-        try:
-            return self.shelf.find(tenant, kind, [id], [id] if uses else ())[0]
-        except Misshapen:
-            return None
+    def _slice(
+        self, tenant: str, term: bytes, beyond: int | None, *, ascending: bool = True
+    ) -> list[tuple[int, str]]:
+        return self.table.listed(tenant, term, beyond, ascending=ascending, limit=SLICE_ITEMS)
 
-    def _parts(self, tenant: str, object: Object, span: Span) -> list[Part]:
-        try:
-            return self.shelf.parts(tenant, object.kind, object.id, span)
-        except Misshapen:
-            return []
+    def _under(self, tenant: str, *words: str) -> Iterator[Object]:
+        """Yield the objects under a term that are there, the latest first."""
+        (term,) = self._seals.terms(tenant, words)
+        for number, name in self._slice(tenant, term, None, ascending=False):
+            if (object := self._named(tenant, number, name)) is not None:
+                yield object
 
-    def _outputs(self, tenant: str, object: Object) -> Steps[list[Item] | None]:
-        """Read the items that an object was answered with; None if one is not as it was."""
-        seal = self._seals.entry(tenant, object.kind, object.id)
-        first, after = object.head.next - object.head.outputs, None
+    def _named(self, tenant: str, number: int, name: str) -> Object | None:
+        kind, _, id = name.partition(":")
+        object = self.find(tenant, cast(Kind, kind), id, uses=False)
+        return object if object is not None and object.number == number else None
+
+    def _item_terms(self, tenant: str, kind: Kind, items: Sequence[Item]) -> list[bytes]:
+        """Return the terms of items that requests may refer to by their ids."""
+        words = [("item", x.id) for x in items] if kind != "completion" else []
+        return self._seals.terms(tenant, *words)
+
+    def _read(self, tenant: str, object: Object, pages: Sequence[Page]) -> list[bytes | None]:
+        """Read and open pages; None for each that is not as it was."""
+        seal = self._seals.of(tenant, object.kind, object.id)
+        opened: list[bytes | None] = []
+        sealed = self.table.pages(tenant, object.name, [x.number for x in pages])
+        for page, content in zip(pages, sealed, strict=True):
+            try:
+                opened.append(None if content is None else seal.open(content, "page", page.number))
+            except NotOurs:
+                opened.append(None)
+        return opened
+
+    def _items(
+        self, tenant: str, object: Object, pages: Sequence[Page]
+    ) -> Steps[list[Item] | None]:
+        """Read items of whole pages; None if one of these is not as it was."""
         items: list[Item] = []
-        while len(items) < object.head.outputs:
-            skip = first if after is None else 0
-            parts = self._parts(tenant, object, Span(SLICE_ITEMS, after, skip))
-            for part in parts:
-                number, body = seal.open_item(part)
-                if body is None or number != first + len(items):
+        for some in slices(pages):
+            for page, content in zip(some, self._read(tenant, object, some), strict=True):
+                opened = self._opened(page, content)
+                if opened is None:
                     return None
-                items.append(Item(part.id, body))
-                after = part.id
-            if not parts:
-                return None
+                items += opened
             yield 0
         return items
+
+    def _opened(self, page: Page, content: bytes | None) -> list[Item] | None:
+        if content is None:
+            return None
+        bodies = msgspec.json.decode(content, type=list[msgspec.Raw])
+        return [Item(id, bytes(x)) for id, x in zip(page.ids, bodies, strict=True)]
+
+
+def _listed_under(kind: Kind, labels: Sequence[Label] | None) -> list[tuple[str, ...]]:
+    if labels is None:
+        return []
+    return [("list", kind), *(("label", kind, *x) for x in sorted(set(labels)))]
+
+
+def _page_of(head: Head, item: str) -> Page | None:
+    return next((x for x in head.pages if item in x.ids), None)

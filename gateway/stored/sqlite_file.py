@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from gateway.stored.shelf import StoreFailed, Trouble
+from gateway.stored.table import StoreFailed, Trouble
 
 log = logging.getLogger("thermocline.gateway")
 
@@ -64,9 +64,6 @@ class SqliteFile:
         """See one state of the file. Raises ``StoreFailed``."""
         with _failing():
             db = self._connection()
-            if db.in_transaction:
-                yield db
-                return
             db.execute("BEGIN")
             try:
                 yield db
@@ -76,9 +73,6 @@ class SqliteFile:
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
         """Run a block in one transaction, after those of other threads. Raises ``StoreFailed``."""
-        if self._connection().in_transaction:  # see ``in_one_go``
-            yield self._connection()
-            return
         if not self._writes.acquire(timeout=BUSY_S):
             raise StoreFailed("others write for too long", "busy")
         try:
@@ -86,12 +80,6 @@ class SqliteFile:
                 yield db
         finally:
             self._writes.release()
-
-    @contextmanager
-    def in_one_go(self) -> Iterator[None]:
-        """Run a block of this thread in one transaction, with all that it writes."""
-        with self.writing():
-            yield
 
     def remove(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Do ``work``, which removes something, in one transaction, on a full disk too.
@@ -178,7 +166,7 @@ class SqliteFile:
             db = self._connection()
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             with closing(db.executescript(schema)):
-                db.execute("SELECT seq FROM entries ORDER BY seq DESC LIMIT 1").fetchone()
+                db.execute("SELECT number FROM objects ORDER BY number DESC LIMIT 1").fetchone()
         except sqlite3.Error:
             self.close()
             self._mine = threading.local()

@@ -6,15 +6,15 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from gateway.stored.objects import Objects
-from gateway.stored.seal import KeyOf
-from gateway.stored.shelf import Misshapen, Shelf, Steps, StoreFailed
+from gateway.stored.table import Misshapen, Steps, StoreFailed
 
 T = TypeVar("T")
 log = logging.getLogger("thermocline.gateway")
@@ -30,27 +30,22 @@ class LineFull(Exception):
     """Too much of this tenant waits already."""
 
 
-class _Job(NamedTuple):
-    work: Callable[[], Any]
-    done: asyncio.Future[Any]
+class TenantThreads:
+    """Runs pieces of work on threads that tenants take in turns. Belongs to the event loop.
 
-
-class FairThreads:
-    """Runs pieces of work. Belongs to the event loop.
+    The threads take work in order; of one tenant's at most ``per_tenant`` pieces stand in their
+    line or run, so another's wait for few.
 
     Args:
-        per_tenant: of one tenant's, so many run at once.
-        max_waiting: of one tenant's, so many wait.
+        max_waiting: of one tenant's, so many wait besides.
     """
 
     def __init__(self, num_threads: int, per_tenant: int, max_waiting: int) -> None:
-        self._num_threads = num_threads
         self._per_tenant = per_tenant
-        self._max_waiting = max_waiting
+        self._most = max_waiting + per_tenant
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="stored")
-        self._lines: dict[str, deque[_Job]] = {}  # whose turn is next stands first
-        self._running: Counter[str] = Counter()
-        self._ending: set[asyncio.Future[Any]] = set()
+        self._asked: Counter[str] = Counter()
+        self._places: dict[str, asyncio.Semaphore] = {}
 
     async def do(self, tenant: str, work: Callable[[], T]) -> T:
         """Run ``work`` when it is its tenant's turn; what is cancelled before is not run.
@@ -58,53 +53,41 @@ class FairThreads:
         Raises:
             LineFull: too much of the tenant waits.
         """
-        line = self._lines.setdefault(tenant, deque())
-        if len(line) >= self._max_waiting:
+        if self._asked[tenant] >= self._most:
             raise LineFull
-        job = _Job(work, asyncio.get_running_loop().create_future())
-        line.append(job)
-        self._start()
-        done: T = await job.done
-        return done
+        place = self._places.setdefault(tenant, asyncio.Semaphore(self._per_tenant))
+        self._asked[tenant] += 1
+        try:
+            await place.acquire()
+        except asyncio.CancelledError:
+            self._leave(tenant)
+            raise
+        loop = asyncio.get_running_loop()
+        job = self._threads.submit(work)
+
+        def ended(job: Future[T]) -> None:  # on any thread, even if the caller waits no more
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._end, tenant, place)
+
+        job.add_done_callback(ended)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(job))
+        except asyncio.CancelledError:
+            job.cancel()
+            raise
 
     async def close(self) -> None:
         """Wait for the work that runs; nothing else is begun."""
-        self._lines.clear()
-        if self._ending:
-            await asyncio.wait(self._ending)
-        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
-    def _start(self) -> None:
-        while self._running.total() < self._num_threads and (tenant := self._next()) is not None:
-            line = self._lines.pop(tenant)
-            job = line.popleft()
-            if line:
-                self._lines[tenant] = line  # after the others
-            if job.done.cancelled():
-                continue
-            self._running[tenant] += 1
-            loop = asyncio.get_running_loop()
-            running = loop.run_in_executor(self._threads, job.work)
-            self._ending.add(running)
-            running.add_done_callback(partial(self._ended, tenant, job.done))
+    def _end(self, tenant: str, place: asyncio.Semaphore) -> None:
+        place.release()
+        self._leave(tenant)
 
-    def _next(self) -> str | None:
-        free = (x for x, line in self._lines.items() if line)
-        return next((x for x in free if self._running[x] < self._per_tenant), None)
-
-    def _ended(self, tenant: str, done: asyncio.Future[Any], ran: asyncio.Future[Any]) -> None:
-        self._ending.discard(ran)
-        self._running[tenant] -= 1
-        if not self._running[tenant]:
-            del self._running[tenant]
-        if not done.done():
-            if (error := ran.exception()) is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(ran.result())
-        else:
-            ran.exception()  # looked at, though its caller does not wait for it any more
-        self._start()
+    def _leave(self, tenant: str) -> None:
+        self._asked[tenant] -= 1
+        if not self._asked[tenant]:
+            del self._asked[tenant], self._places[tenant]
 
 
 class _Step(NamedTuple):
@@ -117,19 +100,12 @@ class _Step(NamedTuple):
 class Stored:
     """The stored objects of one gateway."""
 
-    def __init__(
-        self, open_shelf: Callable[[], Shelf] | None = None, key_of: KeyOf | None = None
-    ) -> None:
-        """
-        Args:
-            open_shelf: called on a thread at the first use; None: nothing is stored here.
-            key_of: makes tenants' keys; needed where something is stored.
-        """
-        self._open = open_shelf
-        self._key_of = key_of
+    def __init__(self, opened: Callable[[], Objects] | None = None) -> None:
+        """``opened`` is called on a thread at the first use; None: nothing is stored here."""
+        self._open = opened
         self._objects: Objects | None = None
         self._opening = threading.Lock()
-        self._threads = FairThreads(NUM_THREADS, THREADS_PER_TENANT, MAX_WAITING)
+        self._threads = TenantThreads(NUM_THREADS, THREADS_PER_TENANT, MAX_WAITING)
         self._chores: asyncio.Task[None] | None = None
 
     @property
@@ -151,14 +127,14 @@ class Stored:
     ) -> T:
         """Do ``work``, step by step; ``absent`` is the answer where nothing is stored.
 
-        It is the answer, too, where an entry is found that this code has not written. When this is
+        It is the answer, too, where something is found that this code has not written. When this is
         cancelled, the step that runs is the last one.
 
         Args:
             hold: hears how many bytes the next step will hold; an error it raises ends the work.
 
         Raises:
-            StoreFailed: the shelf cannot be read or written now.
+            StoreFailed: the table cannot be read or written now.
         """
         if self._open is None:
             return absent
@@ -199,7 +175,7 @@ class Stored:
             await asyncio.wait([self._chores])
         await self._threads.close()
         if self._objects is not None:
-            self._objects.shelf.close()
+            self._objects.table.close()
             self._objects = None
 
     def _go_on(self, steps: list[Steps[T]], work: Callable[[Objects], Steps[T]]) -> _Step:
@@ -218,8 +194,8 @@ class Stored:
     def _opened(self) -> Objects:
         with self._opening:
             if self._objects is None:
-                assert self._open is not None and self._key_of is not None
-                self._objects = Objects(self._open(), self._key_of)
+                assert self._open is not None
+                self._objects = self._open()
             return self._objects
 
     async def _do_chores(self) -> None:

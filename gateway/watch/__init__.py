@@ -1,7 +1,8 @@
-"""Keeps what users and operators watch: requests, sessions, memory and quality, as they change.
+"""Keeps what users and operators watch: requests, sessions, memory and quality.
 
-``shape`` is the data that goes out, described in ``docs/events.md``. ``live`` hears of everything
-that happens; ``scope`` is the part of it that one caller may see. Never the text of a chat.
+``shape`` is the data that goes out, described in ``docs/snapshot.md``. ``live`` keeps account
+of everything that happens; ``snapshots`` is the part of it that one caller may see, at a moment.
+Never the text of a chat.
 ``metrics`` and ``gauges`` are for Prometheus, ``telemetry`` has the log and traces, which ``otlp``
 sends to a collector.
 """

@@ -6,99 +6,64 @@ Figures of the whole machine would show a tenant how busy the others are.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping
-from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
 
 from engines.base import EngineReport, TierName
 from engines.calibration.gate.rules import Bound
 from engines.wire import CodecReport, TierStats
-from gateway.watch.rows import Key
 from gateway.watch.shape import (
-    BoundShown,
-    HotShown,
-    MemoryShown,
+    CodecVerdict,
+    HotMemory,
+    MemoryStatus,
+    QualityBound,
     QualityRow,
-    QualityShown,
-    RepackingShown,
-    TierShown,
-    VerdictShown,
+    QualityStatus,
+    RepackingStatus,
+    TierStatus,
 )
+from kvstore.codecs.names import EXACT
 from kvstore.codecs.quality import Quality
 from scheduler.session import Session, State
 
-K = TypeVar("K", bound=Hashable)
 Counts: TypeAlias = Mapping[str, Mapping[str, int]]
 MAX_VERDICTS: Final = 20
+# Of the presets that a first measurement chooses between.
+EXPECTED: Final = "about 1/5 to 1/11 of bf16"
 
 
-class _Share(NamedTuple):
-    """One session's part of the sums."""
-
-    state: str
-    tier: TierName | None
-    hot_bytes: int
-    idle_bytes: int
-    cold_bytes: int
-    bf16_bytes: int  # that what is cold would take
-
-
-class Sums(Generic[K]):
-    """The sums over the sessions of one scope."""
+class Sums:
+    """The sums over the sessions that a reader may see."""
 
     def __init__(self) -> None:
-        self._shares: dict[K, _Share] = {}
         self.states: Counter[str] = Counter()
         self.tier_sessions: Counter[TierName] = Counter()
         self.tier_bytes: Counter[TierName] = Counter()
+        self.num_sessions = 0
         self.hot_bytes = self.idle_bytes = self.cold_bytes = self.bf16_bytes = 0
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._shares)
-
-    def take(
-        self, name: K, session: Session | None, hot_bytes: int = 0, bf16_bytes: int = 0
-    ) -> None:
-        """Count a session as it is now; None if it is gone.
+    def add(self, session: Session, hot_bytes: int, bf16_bytes: int) -> None:
+        """Count a session.
 
         Args:
             hot_bytes: that it takes while it is hot.
             bf16_bytes: that its cold KV would take in bf16.
         """
-        before = self._shares.pop(name, None)
-        if before is not None:
-            self._count(before, -1)
-        if session is not None:
-            share = self._shares[name] = _share_of(session, hot_bytes, bf16_bytes)
-            self._count(share, 1)
-
-    def _count(self, share: _Share, by: int) -> None:
-        self.states[share.state] += by
-        if not self.states[share.state]:
-            del self.states[share.state]
-        self.hot_bytes += by * share.hot_bytes
-        self.idle_bytes += by * share.idle_bytes
-        self.cold_bytes += by * share.cold_bytes
-        self.bf16_bytes += by * share.bf16_bytes
-        if share.tier is not None:
-            self.tier_sessions[share.tier] += by
-            self.tier_bytes[share.tier] += by * share.cold_bytes
-
-
-def _share_of(session: Session, hot_bytes: int, bf16_bytes: int) -> _Share:
-    hot_bytes = hot_bytes if session.hot else 0
-    return _Share(
-        session.state.value,
-        session.tier,
-        hot_bytes,
-        hot_bytes if session.state is State.IDLE else 0,
-        session.cold_bytes,
-        bf16_bytes,
-    )
+        self.num_sessions += 1
+        self.states[session.state.value] += 1
+        if session.hot:
+            self.hot_bytes += hot_bytes
+        if session.state is State.IDLE:
+            self.idle_bytes += hot_bytes
+        self.cold_bytes += session.cold_bytes
+        self.bf16_bytes += bf16_bytes
+        if session.tier is not None:
+            self.tier_sessions[session.tier] += 1
+            self.tier_bytes[session.tier] += session.cold_bytes
 
 
 def memory_shown(
-    sums: Sums[Key],
+    sums: Sums,
     report: EngineReport | None,
     codec: CodecReport | None,
     outcomes: Counts,
@@ -106,7 +71,7 @@ def memory_shown(
     water: tuple[float, float],
     *,
     admin: bool,
-) -> MemoryShown:
+) -> MemoryStatus:
     """Show memory.
 
     Args:
@@ -114,8 +79,8 @@ def memory_shown(
         water: the scheduler's high and low mark.
     """
     tiers = report.tiers if report else []
-    return MemoryShown(
-        hot=_hot(sums, report, water, admin),
+    return MemoryStatus(
+        hot=_hot(sums, report, codec, water, admin),
         tiers=[_tier(x, sums, codec, admin) for x in tiers],
         cold_bytes=sums.cold_bytes,
         bf16_bytes=sums.bf16_bytes or (None if sums.cold_bytes else 0),
@@ -126,27 +91,33 @@ def memory_shown(
     )
 
 
-def _repacking(report: EngineReport) -> RepackingShown:
+def _repacking(report: EngineReport) -> RepackingStatus:
     now = report.repacking
-    return RepackingShown(now.sessions_left, now.bytes_left, now.sessions_done, now.freed_bytes)
+    return RepackingStatus(now.sessions_left, now.bytes_left, now.sessions_done, now.freed_bytes)
 
 
 def _hot(
-    sums: Sums[Key], report: EngineReport | None, water: tuple[float, float], admin: bool
-) -> HotShown:
+    sums: Sums,
+    report: EngineReport | None,
+    codec: CodecReport | None,
+    water: tuple[float, float],
+    admin: bool,
+) -> HotMemory:
     shown = report if admin else None
-    return HotShown(
+    measures = shown is not None and codec is not None and bool(codec.progress)
+    return HotMemory(
         bytes=shown.hot_bytes if shown else sums.hot_bytes,
         idle_bytes=shown.idle_hot_bytes if shown else sums.idle_bytes,
         capacity_bytes=report.hot_capacity_bytes if report else None,
         high_water=water[0],
         low_water=water[1],
         save_queue_bytes=shown.save_queue_bytes if shown else None,
+        measuring_bytes=max(0, shown.hot_bytes - sums.hot_bytes) if shown and measures else 0,
     )
 
 
-def _tier(tier: TierStats, sums: Sums[Key], codec: CodecReport | None, admin: bool) -> TierShown:
-    return TierShown(
+def _tier(tier: TierStats, sums: Sums, codec: CodecReport | None, admin: bool) -> TierStatus:
+    return TierStatus(
         name=tier.name,
         bytes=tier.nbytes if admin else sums.tier_bytes[tier.name],
         sessions=sums.tier_sessions[tier.name],
@@ -165,9 +136,9 @@ class Verdicts:
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._last: tuple[object, ...] | None = None
-        self._heard: deque[VerdictShown] = deque(maxlen=MAX_VERDICTS)
+        self._heard: deque[CodecVerdict] = deque(maxlen=MAX_VERDICTS)
 
-    def hear(self, codec: CodecReport | None) -> list[VerdictShown]:
+    def note(self, codec: CodecReport | None) -> list[CodecVerdict]:
         """Note the engine's report, if it is another verdict; return all that are known."""
         if codec is None or not codec.id:
             return list(self._heard)
@@ -175,7 +146,7 @@ class Verdicts:
         if verdict != self._last:
             self._last = verdict
             self._heard.append(
-                VerdictShown(
+                CodecVerdict(
                     at=round(self._wall(), 1),
                     codec=codec.id,
                     why=codec.why,
@@ -187,14 +158,16 @@ class Verdicts:
 
 
 def quality_shown(
-    codec: CodecReport | None, can_measure: bool, history: list[VerdictShown]
-) -> QualityShown | None:
+    codec: CodecReport | None, can_measure: bool, history: list[CodecVerdict]
+) -> QualityStatus | None:
     """Show the codec and what was measured; None while no engine reports it."""
     if codec is None:
         return None
-    return QualityShown(
+    return QualityStatus(
         name=codec.name,
         codec=codec.id,
+        exact=codec.name == EXACT,
+        expected=EXPECTED if codec.unmeasured and codec.progress else "",
         why=codec.why,
         measured=not codec.unmeasured,
         progress=codec.progress,
@@ -211,10 +184,10 @@ def prefill_speed(codec: CodecReport | None) -> float | None:
     return 1000 / max(timed) if timed else None
 
 
-def _bound(max_kl: float) -> BoundShown:
+def _bound(max_kl: float) -> QualityBound:
     bound = Bound(kl=max_kl)
     chain_kl = bound.chain_factor * bound.kl
-    return BoundShown(bound.kl, bound.top1, chain_kl, bound.chain_top1)
+    return QualityBound(bound.kl, bound.top1, chain_kl, bound.chain_top1)
 
 
 def _row(row: Quality, in_use: bool) -> QualityRow:

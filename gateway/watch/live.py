@@ -1,13 +1,11 @@
-"""Hears of everything that happens to requests and sessions, and lets readers see their part.
+"""Keeps account of everything that happens to requests and sessions, and shows readers their part.
 
 Without readers, all that this costs is a few sums and a bounded memory of each session's past.
-With readers, it looks for changes once a second.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,25 +21,23 @@ from gateway.watch.figures import Sums, Verdicts, memory_shown, prefill_speed, q
 from gateway.watch.metrics import Metrics
 from gateway.watch.requests import LiveRequest, of_tenant
 from gateway.watch.rows import Histories, Key, Rows
-from gateway.watch.scope import Parts, Scope
 from gateway.watch.shape import (
-    HourShown,
-    MoveShown,
-    NowShown,
+    Activity,
+    HourlySpeeds,
+    Move,
     Place,
-    RequestShown,
-    ServerShown,
+    RequestStatus,
+    ServerStatus,
     SessionDetail,
+    Snapshot,
 )
+from gateway.watch.snapshots import Snapshots
 from gateway.watch.tally import HOUR_S, STEP_S, PrefillSpeed, Tally
 from scheduler.session import Observer, Step
 from scheduler.sessions import SessionManager
 
-log = logging.getLogger("thermocline.live")
-
-LOOK_EVERY_S = 1.0
+ASK_S = 0.5  # that the engine may take to answer
 STALE_S = 3.0  # of the engine's figures
-LINGER_S = 60.0  # without a reader: one that comes back by then goes on where it was
 MAX_REQUESTS = 400  # shown
 DIALECTS = ("chat.completions", "completions", "responses", "messages")
 COARSE_BYTES = 64 << 20  # the machine's memory changes all the time; smaller steps mean nothing
@@ -94,11 +90,8 @@ class Live(Observer):
         self.report: EngineReport | None = None  # the latest
         self._verdicts = Verdicts(wall)
         self._reported_at = float("-inf")
-        self._scopes: dict[str | None, Scope] = {}
-        self._unread_since: dict[str | None, float] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self.snapshots = Snapshots(self._rows, self._snapshot, clock)
         self._ended = False
-        self._epoch = 0  # of the latest scope; no two have the same
         sessions.observe(self)
 
     # ---- requests
@@ -141,7 +134,6 @@ class Live(Observer):
         key = (request.ref.tenant, request.ref.id)
         if self._rows.session(key) is not None:
             self.histories.turned(key, request.turn(saved_s), request.title)
-            self.row_changed(request.ref)
 
     # ---- reports of the scheduler
 
@@ -163,7 +155,7 @@ class Live(Observer):
             return
         self._num_moves += 1
         hot_bytes = self._rows.hot_bytes(session)
-        moved = MoveShown(
+        moved = Move(
             number=self._num_moves,
             at=round(self._wall(), 3),
             id=session.ref.id,
@@ -179,18 +171,10 @@ class Live(Observer):
         self._tallies[None].moves.append(moved)
         own = msgspec.structs.replace(moved, tenant=UNSET)
         self._tallies[session.ref.tenant].moves.append(own)
-        for scope in self._scopes.values():
-            if scope.sees(session.ref.tenant):
-                scope.moved(moved if scope.tenant is None else own)
-
-    def row_changed(self, ref: SessionRef) -> None:
-        for scope in self._scopes.values():
-            if scope.sees(ref.tenant):
-                scope.mark((ref.tenant, ref.id))
 
     def engine_reported(self, report: EngineReport) -> None:
         self.report = report
-        self._verdicts.hear(self._engine.codec)
+        self._verdicts.note(self._engine.codec)
         self._reported_at = self._clock()
         reported = {(x.tenant, x.session): x for x in report.requests}
         for request in self._requests:
@@ -199,52 +183,9 @@ class Live(Observer):
 
     # ---- readers
 
-    @contextmanager
-    def reading(self, tenant: str | None) -> Iterator[Scope]:
-        """Read what a tenant may see, or everything for None, inside the context."""
-        scope = self._scopes.get(tenant)
-        if scope is None:
-            self._epoch = max(self._epoch + 1, int(self._wall() * 1000))
-            look, past = self._parts, self._past
-            scope = self._scopes[tenant] = Scope(tenant, self._rows, look, past, self._epoch)
-        scope.num_readers += 1
-        self._unread_since.pop(tenant, None)
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look_on(), name="live")
-        try:
-            yield scope
-        finally:
-            scope.num_readers -= 1
-            if not scope.num_readers:
-                self._unread_since[tenant] = self._clock()
-
-    @property
-    def ended(self) -> bool:
-        """True once readers are to leave."""
-        return self._ended
-
     def end(self) -> None:
-        """Let every reader leave: the server is shutting down."""
+        """Note that the server is shutting down."""
         self._ended = True
-        for scope in self._scopes.values():
-            scope.wake()
-
-    async def close(self) -> None:
-        """Stop looking."""
-        self.end()
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
-
-    async def _look_on(self) -> None:
-        while self._scopes:
-            await asyncio.sleep(LOOK_EVERY_S)
-            try:
-                await self._ask_engine()
-                self.look()
-            except Exception:  # the edge of this task: what is shown must not end for a defect
-                log.exception("the live view failed; looking again")
-        self._looking = None
 
     async def _ask_engine(self) -> None:
         """Ask the engine for its figures where the sweeps do not: it serves without sleep."""
@@ -252,20 +193,8 @@ class Live(Observer):
             self.report = None
         elif self._clock() - self._reported_at > STALE_S:
             with suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(LOOK_EVERY_S / 2):
+                async with asyncio.timeout(ASK_S):
                     self.engine_reported(await self._engine.stats())
-
-    def look(self) -> None:
-        """Look once for changes, for every scope that has readers; drop those without."""
-        for tenant, since in list(self._unread_since.items()):
-            if self._clock() - since > LINGER_S:
-                del self._scopes[tenant], self._unread_since[tenant]
-        for request in self._requests:
-            self._count(request)
-            if self._rows.session((request.ref.tenant, request.ref.id)) is not None:
-                self.row_changed(request.ref)
-        for scope in self._scopes.values():
-            scope.look()
 
     def title(self, tenant: str, id: str) -> str:
         """Return a session's title; "" if it has none, or titles are not kept."""
@@ -287,32 +216,39 @@ class Live(Observer):
 
     # ---- the parts of a moment
 
-    def _parts(self, tenant: str | None, sums: Sums[Key]) -> Parts:
-        admin, welcome = tenant is None, self._engine.welcome
-        return Parts(
+    async def _snapshot(self, tenant: str | None, sums: Sums) -> Snapshot:
+        """Show this moment, but for the sessions."""
+        await self._ask_engine()
+        for request in self._requests:
+            self._count(request)
+        codec, welcome = self._engine.codec, self._engine.welcome
+        tally, (hour, moves) = self._tallies[tenant], self._past(tenant)
+        return Snapshot(
             server=self._server(tenant),
             now=self._now(tenant),
             memory=memory_shown(
                 sums,
                 self.report,
-                self._engine.codec,
-                self._tallies[tenant].outcomes,
-                self._tallies[tenant].departures,
+                codec,
+                tally.outcomes,
+                tally.departures,
                 self._sessions.water_marks,
-                admin=admin,
+                admin=tenant is None,
             ),
             quality=quality_shown(
-                self._engine.codec,
-                welcome is not None and welcome.can_measure,
-                self._verdicts.hear(self._engine.codec),
+                codec, welcome is not None and welcome.can_measure, self._verdicts.note(codec)
             ),
+            hour=hour,
+            moves=moves,
+            num_sessions=sums.num_sessions,
+            sessions=[],
         )
 
-    def _past(self, tenant: str | None) -> tuple[HourShown, list[MoveShown]]:
-        """Show the last hour, which is in no change."""
+    def _past(self, tenant: str | None) -> tuple[HourlySpeeds, list[Move]]:
+        """Show the last hour."""
         tally, now, wall = self._tallies[tenant], self._clock(), self._wall()
         since, prompts, answers = tally.hour(now, self._started)
-        hour = HourShown(
+        hour = HourlySpeeds(
             since=round(wall - (now - since), 3),
             step_s=STEP_S,
             prompt_tokens_per_s=prompts,
@@ -320,9 +256,9 @@ class Live(Observer):
         )
         return hour, [x for x in tally.moves if x.at > wall - HOUR_S]
 
-    def _server(self, tenant: str | None) -> ServerShown:
+    def _server(self, tenant: str | None) -> ServerStatus:
         welcome = self._engine.welcome
-        return ServerShown(
+        return ServerStatus(
             model=self._name or (welcome.model if welcome else None),
             engine=welcome.engine if welcome else None,
             engine_version=welcome.engine_version if welcome else None,
@@ -340,13 +276,13 @@ class Live(Observer):
             tenant=tenant,
         )
 
-    def _now(self, tenant: str | None) -> NowShown:
+    def _now(self, tenant: str | None) -> Activity:
         mine, tally = of_tenant(self._requests, tenant), self._tallies[tenant]
         tokens, seconds, turns = tally.today
         waiting = sum(not x.in_engine for x in mine)
         speed = self._speed.tokens_per_s
         available = self._sessions.headroom.available_bytes if tenant is None else None
-        return NowShown(
+        return Activity(
             running=len(mine) - waiting,
             waiting=waiting,
             requests=[_shown(x, tenant is None) for x in mine[:MAX_REQUESTS]],
@@ -360,8 +296,8 @@ class Live(Observer):
         )
 
 
-def _shown(request: LiveRequest, admin: bool) -> RequestShown:
-    return RequestShown(
+def _shown(request: LiveRequest, admin: bool) -> RequestStatus:
+    return RequestStatus(
         id=request.id,
         tenant=request.ref.tenant if admin else UNSET,
         session=request.ref.id,

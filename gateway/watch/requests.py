@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from engines.http import CACHE_HEADER, PROMPT_HEADER, CacheOutcome
 from engines.wire import RequestProgress, SessionRef
-from gateway.identity.outline import Change, Compared
+from gateway.identity.outline import Compared, PromptChange
 from gateway.watch.metrics import Metrics, PromptDetails, Usage
-from gateway.watch.shape import Phase, TurnShown
+from gateway.watch.shape import Phase, TurnRecord
 
 log = logging.getLogger("thermocline.gateway")
 
@@ -26,7 +26,7 @@ class Stretch(NamedTuple):
     answered: int = 0
 
 
-class _Counted:
+class _TokenCount:
     """The tokens of one kind that were counted, and the moment until which."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class LiveRequest:
         self._began = clock()
         self._opened = self._began
         self._prefilled_s: float | None = None  # from there to the last word of the prefill
-        self._computed, self._answered = _Counted(), _Counted()
+        self._computed, self._answered = _TokenCount(), _TokenCount()
 
     def admitted(self) -> None:
         """Its slot was free: the engine has it from now on."""
@@ -121,7 +121,7 @@ class LiveRequest:
         if (pace := self.token_s) is not None:
             self._metrics.per_token(self.operation, self.model, pace)
 
-    def _diverged(self, compared: Compared, change: Change) -> None:
+    def _diverged(self, compared: Compared, change: PromptChange) -> None:
         """Count and log that the prompt left the one before it; numbers only, no content."""
         self._metrics.diverged(change.part)
         log.info(
@@ -295,12 +295,12 @@ class LiveRequest:
             )
             self._prefilled_s = self._clock() - self._opened
 
-    def turn(self, saved_s: float | None) -> TurnShown:
+    def turn(self, saved_s: float | None) -> TurnRecord:
         """Sum it up when it is over."""
         cache, usage = self.cache, self.usage
         change = self.compared.change if self.compared else None
         restored = cache is not None and cache.source.startswith("cold")
-        return TurnShown(
+        return TurnRecord(
             at=round(self.at, 3),
             client=self.client,
             operation=self.operation,

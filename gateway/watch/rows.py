@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from msgspec import UNSET
 
 from engines.wire import KVSize, Welcome
 from gateway.watch.requests import LiveRequest
-from gateway.watch.shape import GoneShown, Place, SessionShown, TransitionShown, TurnShown
+from gateway.watch.shape import Place, SessionStatus, Transition, TurnRecord
 from scheduler.session import Session, State, Step
 from scheduler.table import SessionTable
 
 MAX_TITLE = 60  # characters
 MAX_TURNS = 20
 MAX_STEPS = 60
+LEAST_RATIO = 1.05  # less is no packing: exact copies have headers, and fp32 takes twice bf16
 MAX_RECORDS = 150_000  # turns and steps of all sessions, some 40 MB
 Key = tuple[str, str]  # tenant and id
 _HOT = ("active", "idle", "hibernating")
@@ -48,24 +49,25 @@ def _first_words(text: str) -> str:
     return words[: MAX_TITLE - 1].rstrip() + "…"
 
 
-class Past:
+class SessionPast:
     """One session's past, as this server has seen it."""
 
-    __slots__ = ("num_turns", "place", "saved_s", "steps", "title", "turns")
+    __slots__ = ("num_turns", "place", "saved_s", "saved_tokens", "steps", "title", "turns")
 
     def __init__(self) -> None:
         self.place: Place = ""  # of its KV, since its last step
         self.title = ""
-        self.turns: deque[TurnShown] = deque(maxlen=MAX_TURNS)
-        self.steps: deque[TransitionShown] = deque(maxlen=MAX_STEPS)
+        self.turns: deque[TurnRecord] = deque(maxlen=MAX_TURNS)
+        self.steps: deque[Transition] = deque(maxlen=MAX_STEPS)
         self.num_turns = 0
-        self.saved_s = 0.0
+        self.saved_tokens = 0
+        self.saved_s: float | None = None  # until it is known of some
 
     @property
     def num_records(self) -> int:
         return 1 + len(self.turns) + len(self.steps)
 
-    def step(self, shown: TransitionShown) -> tuple[Place, Place]:
+    def step(self, shown: Transition) -> tuple[Place, Place]:
         """Take a step in; return where its KV was before, and where it is now."""
         before = self.place or self._place_before(shown)
         self.place = before
@@ -76,7 +78,7 @@ class Past:
         self.steps.append(shown)
         return before, self.place
 
-    def _place_before(self, first: TransitionShown) -> Place:
+    def _place_before(self, first: Transition) -> Place:
         """Say by its first step where a session was: one that was adopted is quiet then."""
         if first.before in _HOT:
             return "" if first.before == "active" else "hot"
@@ -90,9 +92,9 @@ class Histories:
         self._wall = wall
         self._max_records = max_records
         self._num_records = 0
-        self._pasts: OrderedDict[Key, Past] = OrderedDict()
+        self._pasts: OrderedDict[Key, SessionPast] = OrderedDict()
 
-    def of(self, key: Key) -> Past | None:
+    def of(self, key: Key) -> SessionPast | None:
         """Return a session's past; None if nothing of it is remembered."""
         return self._pasts.get(key)
 
@@ -103,13 +105,15 @@ class Histories:
         self._close(past)
         return places
 
-    def turned(self, key: Key, turn: TurnShown, title: str = "") -> None:
+    def turned(self, key: Key, turn: TurnRecord, title: str = "") -> None:
         """Note a turn that is over; ``title`` is the session's from then on."""
         past = self._open(key)
         past.title = title
         past.turns.append(turn)
         past.num_turns += 1
-        past.saved_s += turn.saved_s or 0.0
+        past.saved_tokens += turn.reused_tokens
+        if turn.reused_tokens and turn.saved_s is not None:
+            past.saved_s = (past.saved_s or 0.0) + turn.saved_s
         self._close(past)
 
     def forget(self, key: Key) -> None:
@@ -118,24 +122,24 @@ class Histories:
         if past is not None:
             self._num_records -= past.num_records
 
-    def _open(self, key: Key) -> Past:
+    def _open(self, key: Key) -> SessionPast:
         past = self._pasts.pop(key, None)
         if past is None:
-            past = Past()
+            past = SessionPast()
         else:
             self._num_records -= past.num_records
         self._pasts[key] = past
         return past
 
-    def _close(self, past: Past) -> None:
+    def _close(self, past: SessionPast) -> None:
         self._num_records += past.num_records
         while self._num_records > self._max_records and len(self._pasts) > 1:
             _, oldest = self._pasts.popitem(last=False)
             self._num_records -= oldest.num_records
 
 
-def _shown(step: Step, at: float) -> TransitionShown:
-    return TransitionShown(at, step.before, step.event, step.after, step.tier, step.why)
+def _shown(step: Step, at: float) -> Transition:
+    return Transition(at, step.before, step.event, step.after, step.tier, step.why)
 
 
 class Rows:
@@ -170,18 +174,10 @@ class Rows:
         session = self._table.row(*key)
         return None if session is None or session.state is State.LEAVING else session
 
-    def keys(self, tenant: str | None) -> list[Key]:
-        """List the names of a tenant's sessions; of all for None."""
-        return [(x.ref.tenant, x.ref.id) for x in self._of(tenant)]
-
-    def latest(self, tenant: str | None, most: int) -> list[Key]:
-        """List the names of those used last, the latest first."""
-        found = sorted(self._of(tenant), key=lambda x: -x.last_used)
-        return [(x.ref.tenant, x.ref.id) for x in found[:most]]
-
-    def _of(self, tenant: str | None) -> Iterable[Session]:
+    def sessions(self, tenant: str | None) -> list[Session]:
+        """List a tenant's sessions that may be shown; everybody's for None."""
         rows = self._table if tenant is None else self._table.of(tenant)
-        return (x for x in rows if x.state is not State.LEAVING)
+        return [x for x in rows if x.state is not State.LEAVING]
 
     # ---- sizes
 
@@ -209,7 +205,7 @@ class Rows:
 
     # ---- what is shown
 
-    def shown(self, session: Session, *, admin: bool) -> SessionShown:
+    def shown(self, session: Session, *, admin: bool) -> SessionStatus:
         """Show a row; with its tenant for an admin."""
         key = _key(session)
         past, serving = self._histories.of(key), list(self._serving(key))
@@ -218,7 +214,7 @@ class Rows:
         cache = now.cache if now else None
         title = (now.title if now else "") or (past.title if past else "")
         num_tokens, in_bf16 = self.tokens(session), self.bf16_bytes(session.cold_tokens)
-        return SessionShown(
+        return SessionStatus(
             id=session.ref.id,
             tenant=session.ref.tenant if admin else UNSET,
             title=title or UNSET,
@@ -231,20 +227,16 @@ class Rows:
             bytes=self.hot_bytes(session) if session.hot else session.cold_bytes,
             cold_bytes=session.cold_bytes,
             bf16_bytes=self.bf16_bytes(num_tokens),
-            ratio=(
-                round(in_bf16 / session.cold_bytes, 2) if in_bf16 and session.cold_bytes else None
-            ),
+            ratio=_ratio(in_bf16, session.cold_bytes),
             idle_since=None if session.num_turns else self._unix(session.last_used),
             pinned=session.pinned,
             last_source=cache.source if cache else last.source if last else None,
             last_reason=cache.reason if cache else last.reason if last else None,
-            saved_s=round(past.saved_s, 3) if past else 0.0,
+            saved_tokens=past.saved_tokens if past else 0,
+            saved_s=round(past.saved_s, 3) if past and past.saved_s is not None else None,
             turns=(past.num_turns if past else 0) + sum(x.in_engine for x in serving),
             retain_until=self._retained(session),
         )
-
-    def gone(self, key: Key, *, admin: bool) -> GoneShown:
-        return GoneShown(id=key[1], tenant=key[0] if admin else UNSET)
 
     def _retained(self, session: Session) -> float | None:
         wanted = session.retain_until > self._clock()
@@ -253,6 +245,13 @@ class Rows:
     def _unix(self, reading: float) -> float:
         """Turn a reading of the scheduler's clock into Unix time."""
         return round(self._wall() + reading - self._clock(), 1)
+
+
+def _ratio(in_bf16: int | None, cold_bytes: int) -> float | None:
+    """Return how much denser than bf16 it is packed; None if it is not."""
+    if not in_bf16 or not cold_bytes or in_bf16 < LEAST_RATIO * cold_bytes:
+        return None
+    return round(in_bf16 / cold_bytes, 2)
 
 
 def _key(session: Session) -> Key:

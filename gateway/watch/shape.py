@@ -1,8 +1,8 @@
-"""The shape of the data shown: that of ``GET /v1/events`` and of one session's detail.
+"""The shape of the data shown: that of ``GET /v1/snapshot`` and of one session's detail.
 
-``docs/events.md`` says the same in words, with examples. Times are Unix times in seconds, sizes are
-bytes, durations seconds; what is not known is null. No field ever holds the text of a chat, but a
-session's title where ``gateway.session_titles`` asks for it.
+``docs/snapshot.md`` says the same in words, with examples. Times are Unix times in seconds, sizes
+are bytes, durations seconds; what is not known is null. No field ever holds the text of a chat, but
+a session's title where ``gateway.session_titles`` asks for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_MOVES = 60  # of one tenant, or of all
 Place: TypeAlias = Literal["", "hot", "ram", "disk", "redis"]  # of a session's KV; "" = none yet
 
 
-class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The server, and who is looking."""
 
     model: str | None  # the name that clients use; null while the engine starts
@@ -39,7 +39,7 @@ class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | None  # whose sessions these are; null = all tenants'
 
 
-class RequestShown(msgspec.Struct, frozen=True, kw_only=True):
+class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is being served. Its id is also in the answer's ``x-request-id``."""
 
     id: str
@@ -56,23 +56,23 @@ class RequestShown(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None  # why not more of it was reused
 
 
-class NowShown(msgspec.Struct, frozen=True, kw_only=True):
+class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """This moment, as far as the caller may see it."""
 
     running: int
     waiting: int
-    requests: list[RequestShown]  # the oldest first, at most ``MAX_REQUESTS``
+    requests: list[RequestStatus]  # the oldest first, at most ``MAX_REQUESTS``
     # Over the last ten seconds, or since there is work again: prompts' computed ones, and answers'.
     prompt_tokens_per_s: float
     answer_tokens_per_s: float
     memory_available_bytes: int | None  # of the whole machine; for admins only
     prefill_tokens_per_s: float | None  # measured; savings are estimated by it
     saved_tokens_today: int  # restored or hot, since midnight UTC or the start
-    saved_s_today: float
+    saved_s_today: float | None  # null: the speed of prefill is not known yet
     turns_today: int
 
 
-class SessionShown(msgspec.Struct, frozen=True, kw_only=True):
+class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the table of sessions."""
 
     id: str
@@ -87,24 +87,18 @@ class SessionShown(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int | None  # hot bytes while hot (about, while it is served), packed bytes while cold
     cold_bytes: int
     bf16_bytes: int | None  # that the KV of its tokens would take in bf16
-    ratio: float | None  # of the packed KV: its bytes in bf16 over its packed bytes
+    ratio: float | None  # its bytes in bf16 over its packed bytes; null: it is not packed
     idle_since: float | None  # null while it is served
     pinned: bool
     last_source: str | None  # hot, cold-ram, cold-disk, cold-redis or miss
     last_reason: str | None  # why not more of its prompt was reused
-    saved_s: float  # estimated seconds of prefill that it was spared so far
+    saved_tokens: int  # of its prompts, not computed again
+    saved_s: float | None  # estimated, that these would have taken; null: not known
     turns: int  # that this server has seen, with the one that it serves
     retain_until: float | None  # its client asked to keep it until then
 
 
-class GoneShown(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that is no more."""
-
-    id: str
-    tenant: str | UnsetType = UNSET
-
-
-class HotShown(msgspec.Struct, frozen=True, kw_only=True):
+class HotMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Live KV against its budget."""
 
     bytes: int
@@ -113,9 +107,10 @@ class HotShown(msgspec.Struct, frozen=True, kw_only=True):
     high_water: float  # shares of the capacity between which idle sessions are put to sleep
     low_water: float
     save_queue_bytes: int | None
+    measuring_bytes: int  # of these, about, while the model is measured
 
 
-class TierShown(msgspec.Struct, frozen=True, kw_only=True):
+class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One tier of the cold store. A tenant sees its own bytes only."""
 
     name: TierName
@@ -129,7 +124,7 @@ class TierShown(msgspec.Struct, frozen=True, kw_only=True):
     codec: str | None
 
 
-class RepackingShown(msgspec.Struct, frozen=True):
+class RepackingStatus(msgspec.Struct, frozen=True):
     """The engine's progress in packing what was stored unpacked; it goes on in idle moments."""
 
     sessions_left: int
@@ -138,17 +133,17 @@ class RepackingShown(msgspec.Struct, frozen=True):
     freed_bytes: int
 
 
-class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The places of the sessions' KV, against their budgets."""
 
-    hot: HotShown
-    tiers: list[TierShown]  # fastest first
+    hot: HotMemory
+    tiers: list[TierStatus]  # fastest first
     cold_bytes: int  # packed bytes of all sessions, each counted once
     bf16_bytes: int | None  # that the same KV would take in bf16
     sessions: dict[str, int]  # how many are in each state
     outcomes: dict[str, dict[str, int]]  # turns by source, then by reason ("" = nothing missed)
     departures: dict[str, dict[str, int]]  # sessions that left a place, hot or a tier, by why
-    repacking: RepackingShown | None  # for admins only
+    repacking: RepackingStatus | None  # for admins only
 
 
 class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,7 +168,7 @@ class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
     restore_s: float | None
 
 
-class BoundShown(msgspec.Struct, frozen=True):
+class QualityBound(msgspec.Struct, frozen=True):
     """The most that a codec may cost to serve this model."""
 
     kl: float
@@ -182,7 +177,7 @@ class BoundShown(msgspec.Struct, frozen=True):
     chain_top1: float
 
 
-class VerdictShown(msgspec.Struct, frozen=True, kw_only=True):
+class CodecVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """A verdict of the gate, from then on until the next."""
 
     at: float  # when this server heard of it
@@ -192,21 +187,23 @@ class VerdictShown(msgspec.Struct, frozen=True, kw_only=True):
     worst_kl: float | None  # of those in use that lose something
 
 
-class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
+class QualityStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The gate: the codecs in use, and their measured cost."""
 
     name: str
     codec: str  # id; "" = the engine reports none
+    exact: bool  # what is stored is as it was computed
+    expected: str  # the size that a measurement will lead to, in words; "" = none is awaited
     why: str
     measured: bool  # false: what the settings ask for was never measured on this model
     progress: str  # of a measurement; "" = none runs
     can_measure: bool  # ``POST /admin/measure`` starts one
-    bound: BoundShown | None
+    bound: QualityBound | None
     rows: list[QualityRow]
-    history: list[VerdictShown]  # that this server has heard, the oldest first
+    history: list[CodecVerdict]  # that this server has heard, the oldest first
 
 
-class HourShown(msgspec.Struct, frozen=True, kw_only=True):
+class HourlySpeeds(msgspec.Struct, frozen=True, kw_only=True):
     """The speeds of the last hour, or since the server's start; means over each step."""
 
     since: float  # when the first step began
@@ -215,16 +212,16 @@ class HourShown(msgspec.Struct, frozen=True, kw_only=True):
     answer_tokens_per_s: list[float]
 
 
-class MoveShown(msgspec.Struct, frozen=True, kw_only=True):
+class Move(msgspec.Struct, frozen=True, kw_only=True):
     """A session's KV is in another place than before."""
 
-    number: int  # of all moves since the server's start; a reader may hear of one twice
+    number: int  # of all moves since the server's start
     at: float
     id: str
     tenant: str | UnsetType = UNSET  # for admins only
     before: Place  # "" = it began
     after: Place
-    event: str  # of ``TransitionShown``
+    event: str  # of ``Transition``
     why: str
     tokens: int
     bytes: int | None  # that it takes there
@@ -232,39 +229,19 @@ class MoveShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The first event of a stream: everything."""
+    """Everything that a reader may see, at one moment."""
 
-    server: ServerShown
-    now: NowShown
-    memory: MemoryShown
-    quality: QualityShown | None  # null while the engine starts
-    hour: HourShown
-    moves: list[MoveShown]  # of the last hour, the oldest first; the latest ``MAX_MOVES``
+    server: ServerStatus
+    now: Activity
+    memory: MemoryStatus
+    quality: QualityStatus | None  # null while the engine starts
+    hour: HourlySpeeds
+    moves: list[Move]  # of the last hour, the oldest first; the latest ``MAX_MOVES``
     num_sessions: int  # may be more than are listed
-    sessions: list[SessionShown]  # the most recently used first; the last field
+    sessions: list[SessionStatus]  # the most recently used first
 
 
-class More(msgspec.Struct, frozen=True, kw_only=True):
-    """More rows of a snapshot that is sent in pages."""
-
-    sessions: list[SessionShown]
-    left: int  # rows that are still to come
-
-
-class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An event after the first: only what is not as it was."""
-
-    server: ServerShown | UnsetType = UNSET
-    now: NowShown | UnsetType = UNSET
-    sessions: list[SessionShown] = []
-    gone: list[GoneShown] = []
-    moves: list[MoveShown] = []
-    num_sessions: int | UnsetType = UNSET
-    memory: MemoryShown | UnsetType = UNSET
-    quality: QualityShown | None | UnsetType = UNSET
-
-
-class TransitionShown(msgspec.Struct, frozen=True):
+class Transition(msgspec.Struct, frozen=True):
     """A step of a session's life."""
 
     at: float
@@ -275,7 +252,7 @@ class TransitionShown(msgspec.Struct, frozen=True):
     why: str  # its KV left the place where it was; "" if it did not
 
 
-class TurnShown(msgspec.Struct, frozen=True, kw_only=True):
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One turn that is over: where its prompt came from, and how long it took."""
 
     at: float  # when the request came
@@ -300,6 +277,6 @@ class TurnShown(msgspec.Struct, frozen=True, kw_only=True):
 class SessionDetail(msgspec.Struct, frozen=True, kw_only=True):
     """One session with its past, for ``GET /v1/sessions/{id}``."""
 
-    row: SessionShown
-    timeline: list[TransitionShown]  # the oldest first
-    last_turns: list[TurnShown]
+    row: SessionStatus
+    timeline: list[Transition]  # the oldest first
+    last_turns: list[TurnRecord]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from gateway.watch.requests import LiveRequest, Stretch
-from gateway.watch.shape import MAX_MOVES, MoveShown
+from gateway.watch.shape import MAX_MOVES, Move
 
 RATE_S = 10.0
 LEAST_RATE_S = 1.0  # a shorter time depends more on one step of the engine than on its speed
@@ -131,9 +131,9 @@ class Tally:
         self._wall = wall
         self._day = int(wall() // DAY_S)
         self._saved_tokens = self._turns = 0
-        self._saved_s = 0.0
+        self._saved_s: float | None = None  # until it is known of some
         self.prompts, self.answers = Pace(), Pace()
-        self.moves: deque[MoveShown] = deque(maxlen=MAX_MOVES)
+        self.moves: deque[Move] = deque(maxlen=MAX_MOVES)
         self.outcomes: dict[str, dict[str, int]] = {}
         self.departures: dict[str, dict[str, int]] = {}
 
@@ -142,7 +142,8 @@ class Tally:
         self._turn_day()
         self._turns += 1
         self._saved_tokens += request.reused_tokens
-        self._saved_s += saved_s or 0.0
+        if request.reused_tokens and saved_s is not None:
+            self._saved_s = (self._saved_s or 0.0) + saved_s
         if request.cache is not None:
             reasons = self.outcomes.setdefault(request.cache.source, {})
             reason = request.cache.reason or ""
@@ -169,12 +170,13 @@ class Tally:
         whys[why] = whys.get(why, 0) + 1
 
     @property
-    def today(self) -> tuple[int, float, int]:
+    def today(self) -> tuple[int, float | None, int]:
         """Tokens and seconds that were spared since midnight UTC, and the turns."""
         self._turn_day()
-        return self._saved_tokens, round(self._saved_s, 3), self._turns
+        saved_s = None if self._saved_s is None else round(self._saved_s, 3)
+        return self._saved_tokens, saved_s, self._turns
 
     def _turn_day(self) -> None:
         day = int(self._wall() // DAY_S)
         if day != self._day:
-            self._day, self._saved_tokens, self._saved_s, self._turns = day, 0, 0.0, 0
+            self._day, self._saved_tokens, self._saved_s, self._turns = day, 0, None, 0

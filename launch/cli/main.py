@@ -17,7 +17,6 @@ import typer
 
 from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
-from launch.cli.bench import bench
 from launch.cli.connect import connect
 from launch.cli.sessions import chat, top
 from launch.errors import LaunchError, UsageError
@@ -275,7 +274,7 @@ def calibrate(
 
 
 # In the order in which --help lists them.
-for command in (chat, top, bench, connect):
+for command in (chat, top, connect):
     app.command()(command)
 keys_app.command("list")(keys.list_keys)
 keys_app.command("revoke")(keys.revoke_key)

@@ -12,7 +12,7 @@ import typer
 from launch.calibrate.plot import drawing
 from launch.cli import options
 from launch.errors import UsageError
-from launch.plan.capacity_plan import ColdPlan, ContextPlan, Plan, plan_of
+from launch.plan.capacity_plan import CapacityPlan, ColdPlan, ContextPlan, plan_of
 from launch.plan.machines import MachinePlan, machine_plans
 from launch.printing import print_json, print_table, say
 from launch.settings.effective_settings import EffectiveSettings
@@ -59,7 +59,7 @@ def alive(alive: int, num_tokens: int, instead: int) -> str:
     return f"alive: {alive:,} sessions of {num_tokens:,} tokens instead of {instead:,}"
 
 
-def print_plan(plan: Plan) -> None:
+def print_plan(plan: CapacityPlan) -> None:
     for x in plan.contexts:
         say(alive(x.alive, x.context, x.without_sleep))
     say(
@@ -129,7 +129,7 @@ def _machine(row: MachinePlan) -> list[str]:
     ]
 
 
-def _usable(plan: Plan) -> str:
+def _usable(plan: CapacityPlan) -> str:
     words = f"usable context: {plan.usable_context} of {plan.wanted_context} tokens"
     if plan.usable_context == plan.wanted_context:
         return words
@@ -224,7 +224,7 @@ def _print_plan(effective: EffectiveSettings, given: PlanOptions) -> None:
         draw_bars(f"{names}: sessions on this machine", _bars(found), given.plot)
 
 
-def _bars(plans: Mapping[str, Plan]) -> Bars:
+def _bars(plans: Mapping[str, CapacityPlan]) -> Bars:
     """The bars of one plan, or of several, each with its name."""
     return [
         (f"{name}, {context}" if name else context, counts)
@@ -253,7 +253,7 @@ def _print_machines(effective: EffectiveSettings, given: PlanOptions) -> None:
         draw_bars(f"{name}: sessions kept alive (counted)", machine_bars(rows), given.plot)
 
 
-def bars_of(plan: Plan) -> Bars:
+def bars_of(plan: CapacityPlan) -> Bars:
     """The bars of a plan: one group for each length of session."""
     return [
         (

@@ -209,11 +209,11 @@ def top(
             raise UsageError(f"{option} {given}: it is one of {', '.join(known)}")
     screen, address = console(), Address(url, api_key)
     if as_json:
-        views = [view.as_json() for view in snapshots(address)]
-        print_json(views[0] if len(views) == 1 else views)
+        found = snapshots(address)
+        print_json(found[0] if len(found) == 1 else found)
     elif once or not screen.is_terminal:
-        for view in snapshots(address):
-            shown = frame(view, order=sort, kept=only, most_rows=ONCE_ROWS, width=screen.width)
+        for said in snapshots(address):
+            shown = frame(said, order=sort, kept=only, most_rows=ONCE_ROWS, width=screen.width)
             screen.print(shown)
     else:
         try:

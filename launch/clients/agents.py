@@ -8,7 +8,7 @@ from typing import Final
 
 import tomlkit
 
-from launch.clients.needs import Change, Connection, Server, exports
+from launch.clients.needs import Connection, FileChange, Server, exports
 from launch.clients.settings_file import yaml_line
 
 PROVIDER: Final = "thermocline"
@@ -31,7 +31,7 @@ def claude(server: Server, home: Path) -> Connection:
     }
     return Connection(
         exports(values),
-        Change(home / ".claude" / "settings.json", "json", {"env": values}),
+        FileChange(home / ".claude" / "settings.json", "json", {"env": values}),
         ["An ANTHROPIC_API_KEY in the environment would be sent as well: unset it."],
     )
 
@@ -55,7 +55,7 @@ def codex(server: Server, home: Path) -> Connection:
     kept = {key: value for key, value in provider.items() if value is not None}
     written = tomlkit.dumps({**values, "model_providers": {PROVIDER: kept}})
     shown = ["# ~/.codex/config.toml", *written.splitlines()]
-    change = Change(home / ".codex" / "config.toml", "toml", values)
+    change = FileChange(home / ".codex" / "config.toml", "toml", values)
     if not server.needs_key:
         return Connection(shown, change)
     shown += exports({"THERMOCLINE_API_KEY": server.key})
@@ -79,7 +79,7 @@ def opencode(server: Server, home: Path) -> Connection:
     }
     path = home / ".config" / "opencode" / "opencode.json"
     shown = ["// ~/.config/opencode/opencode.json", *json.dumps(values, indent=2).splitlines()]
-    return Connection(shown, Change(path, "json", values))
+    return Connection(shown, FileChange(path, "json", values))
 
 
 def cline(server: Server, home: Path) -> Connection:
@@ -101,7 +101,7 @@ def qwen_code(server: Server, home: Path) -> Connection:
         "OPENAI_API_KEY": server.key,
         "OPENAI_MODEL": server.model,
     }
-    return Connection(exports(values), Change(home / ".qwen" / ".env", "lines", values))
+    return Connection(exports(values), FileChange(home / ".qwen" / ".env", "lines", values))
 
 
 def aider(server: Server, home: Path) -> Connection:
@@ -112,4 +112,4 @@ def aider(server: Server, home: Path) -> Connection:
         "model": f"openai/{server.model}",
     }
     shown = ["# ~/.aider.conf.yml", *(yaml_line(*x) for x in values.items())]
-    return Connection(shown, Change(home / ".aider.conf.yml", "yaml", values))
+    return Connection(shown, FileChange(home / ".aider.conf.yml", "yaml", values))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from launch.clients.needs import Change, Connection, Server, exports
+from launch.clients.needs import Connection, FileChange, Server, exports
 from launch.clients.settings_file import yaml_line
 
 
@@ -78,7 +78,7 @@ def zed(server: Server, home: Path) -> Connection:
     shown = ["// ~/.config/zed/settings.json", *json.dumps(values, indent=2).splitlines()]
     shown += exports({"THERMOCLINE_API_KEY": server.key})
     note = "Zed reads the key from the environment, or from its dialog of providers."
-    return Connection(shown, Change(path, "json", values), [note])
+    return Connection(shown, FileChange(path, "json", values), [note])
 
 
 def vscode(server: Server, home: Path) -> Connection:

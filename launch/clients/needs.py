@@ -26,7 +26,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Change:
+class FileChange:
     """The values that are to stand in a client's own file."""
 
     path: Path
@@ -39,7 +39,7 @@ class Connection:
     """The needs of a client: lines for people, and a change for its file if it has one."""
 
     lines: list[str]
-    change: Change | None = None
+    change: FileChange | None = None
     notes: list[str] = field(default_factory=list)
 
 

@@ -15,7 +15,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from engines.files import replace_file
-from launch.clients.needs import Change, Format
+from launch.clients.needs import FileChange, Format
 from launch.errors import LaunchError
 
 BACKUP_SUFFIX: Final = ".before-thermocline"
@@ -24,7 +24,7 @@ _PRIVATE: Final = 0o600  # a key may stand in it
 _BARE: Final = re.compile(r"[A-Za-z0-9_./:@%+,=\\-]+")
 
 
-def write(change: Change) -> Path | None:
+def write(change: FileChange) -> Path | None:
     """Merge a change into its file; returns where the file's former content is, if it had any.
 
     Raises:
@@ -43,7 +43,7 @@ def write(change: Change) -> Path | None:
         raise LaunchError(f"{path} cannot be changed: {error}") from error
 
 
-def merged(text: str, change: Change) -> str:
+def merged(text: str, change: FileChange) -> str:
     """Return the file's new text.
 
     Raises:
@@ -57,7 +57,7 @@ def merged(text: str, change: Change) -> str:
         ) from error
 
 
-def _merged_json(text: str, change: Change) -> str:
+def _merged_json(text: str, change: FileChange) -> str:
     values = json.loads(text) if text.strip() else {}
     if not isinstance(values, dict):
         raise ValueError("it is no object")
@@ -65,7 +65,7 @@ def _merged_json(text: str, change: Change) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def _merged_toml(text: str, change: Change) -> str:
+def _merged_toml(text: str, change: FileChange) -> str:
     document = tomlkit.parse(text)
     _put(document, change.values)
     return tomlkit.dumps(document)
@@ -85,11 +85,11 @@ def _put(target: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
         _put(target[key], value)
 
 
-def _merged_yaml(text: str, change: Change) -> str:
+def _merged_yaml(text: str, change: FileChange) -> str:
     return _with_lines(text, {f"{key}:": yaml_line(key, x) for key, x in change.values.items()})
 
 
-def _merged_dotenv(text: str, change: Change) -> str:
+def _merged_dotenv(text: str, change: FileChange) -> str:
     return _with_lines(text, {f"{key}=": _dotenv_line(key, x) for key, x in change.values.items()})
 
 
@@ -134,7 +134,7 @@ def _printable(value: str) -> str:
     return value
 
 
-_MERGERS: Final[Mapping[Format, Callable[[str, Change], str]]] = {
+_MERGERS: Final[Mapping[Format, Callable[[str, FileChange], str]]] = {
     "json": _merged_json,
     "toml": _merged_toml,
     "yaml": _merged_yaml,

@@ -20,7 +20,7 @@ from launch.families.cache_shape import CacheShape, Config, NotUnderstood, Windo
 
 
 @dataclass(frozen=True)
-class State:
+class RecurrentState:
     """One layer's state: numbers in the engine's dtype, and numbers that are always float32.
 
     The latter are matrices with rows of ``width`` values.
@@ -31,7 +31,7 @@ class State:
     width: int = 0
 
 
-def between(growing: tuple[KVLayer, ...], state: State, num_states: int) -> CacheShape:
+def between(growing: tuple[KVLayer, ...], state: RecurrentState, num_states: int) -> CacheShape:
     """Put so many layers with this state between others that grow."""
     return CacheShape(
         growing=growing,
@@ -42,7 +42,7 @@ def between(growing: tuple[KVLayer, ...], state: State, num_states: int) -> Cach
     )
 
 
-def delta_net_state(config: Config) -> State:
+def delta_net_state(config: Config) -> RecurrentState:
     """A gated delta net: a short convolution's inputs, and a matrix for each head."""
     key_dim, value_dim = (
         config.integer("linear_key_head_dim"),
@@ -51,7 +51,7 @@ def delta_net_state(config: Config) -> State:
     num_keys, num_values = (config.integer(f"linear_num_{side}_heads") for side in ("key", "value"))
     channels = 2 * key_dim * num_keys + value_dim * num_values
     convolution = channels * (config.integer("linear_conv_kernel_dim") - 1)
-    return State(convolution, num_values * key_dim * value_dim, key_dim)
+    return RecurrentState(convolution, num_values * key_dim * value_dim, key_dim)
 
 
 def qwen_next(config: Config) -> CacheShape:
@@ -81,13 +81,17 @@ def olmo_hybrid(config: Config) -> CacheShape:
 def mamba(config: Config) -> CacheShape:
     """The first Mamba: no layer grows."""
     width = config.integer("intermediate_size")
-    state = State(width * (config.integer("conv_kernel") - 1 + config.integer("state_size")))
+    state = RecurrentState(
+        width * (config.integer("conv_kernel") - 1 + config.integer("state_size"))
+    )
     return between((), state, config.integer("num_hidden_layers"))
 
 
-def mamba2_state(heads: int, dim: int, size: int, groups: int, kernel: int, width: int) -> State:
+def mamba2_state(
+    heads: int, dim: int, size: int, groups: int, kernel: int, width: int
+) -> RecurrentState:
     """Mamba 2: ``width`` + 2 x ``groups`` x ``size`` channels, and a matrix for each head."""
-    return State((width + 2 * groups * size) * (kernel - 1), heads * dim * size, size)
+    return RecurrentState((width + 2 * groups * size) * (kernel - 1), heads * dim * size, size)
 
 
 def mamba2(config: Config) -> CacheShape:
@@ -108,7 +112,7 @@ def granite_hybrid(config: Config) -> CacheShape:
     types = config.layer_types([])
     full = (kv_layer(config, SHARED_WIDTH),) * types.count("attention")
     num_states = types.count("mamba")
-    return between(full, _mamba_fields(config) if num_states else State(0), num_states)
+    return between(full, _mamba_fields(config) if num_states else RecurrentState(0), num_states)
 
 
 def falcon_h1(config: Config) -> CacheShape:
@@ -118,7 +122,7 @@ def falcon_h1(config: Config) -> CacheShape:
     return between((kv_layer(config, STATED),) * num_layers, state, num_layers)
 
 
-def _mamba_fields(config: Config, width: int | None = None) -> State:
+def _mamba_fields(config: Config, width: int | None = None) -> RecurrentState:
     heads, dim = config.integer("mamba_n_heads"), config.integer("mamba_d_head")
     return mamba2_state(
         heads,
@@ -156,7 +160,7 @@ def jamba(config: Config) -> CacheShape:
     width = config.integer("mamba_expand") * config.integer("hidden_size")
     kept = config.integer("mamba_d_conv") - 1 + config.integer("mamba_d_state")
     full = (kv_layer(config),) * types.count("attention")
-    return between(full, State(width * kept), types.count("mamba"))
+    return between(full, RecurrentState(width * kept), types.count("mamba"))
 
 
 def plamo2(config: Config) -> CacheShape:
@@ -169,7 +173,7 @@ def plamo2(config: Config) -> CacheShape:
     num_states = sum(mambas) if config.flag("mamba_enabled") else 0
     dim, heads = config.integer("hidden_size_per_head"), config.integer("mamba_num_heads")
     kernel, size = config.integer("mamba_d_conv"), config.integer("mamba_d_state")
-    state = State(heads * dim * (kernel - 1), heads * dim * size, size)
+    state = RecurrentState(heads * dim * (kernel - 1), heads * dim * size, size)
     layer = KVLayer(config.integer("num_key_value_heads"), dim, dim)
     return between((layer,) * (num_layers - num_states), state, num_states)
 
@@ -183,7 +187,7 @@ def lfm2(config: Config) -> CacheShape:
         num_full, num_layers = types.count(FULL), len(types)
     else:
         raise NotUnderstood("its config.json has no layer_types")
-    state = State(config.integer("hidden_size") * (config.integer("conv_L_cache") - 1))
+    state = RecurrentState(config.integer("hidden_size") * (config.integer("conv_L_cache") - 1))
     return between((kv_layer(config),) * num_full, state, num_layers - num_full)
 
 
@@ -216,7 +220,7 @@ def latent_and_delta(
     config: Config, heads: int, dim: int, kernel: int, num_states: int
 ) -> CacheShape:
     """Three convolutions and a matrix for each head, between latents."""
-    state = State(3 * heads * dim * (kernel - 1), heads * dim * dim, dim)
+    state = RecurrentState(3 * heads * dim * (kernel - 1), heads * dim * dim, dim)
     num_full = config.integer("num_hidden_layers") - num_states
     shape = between((latent_layer(config),) * num_full, state, num_states)
     return replace(shape, has_latents=True)
@@ -233,7 +237,7 @@ def bailing_linear(config: Config) -> CacheShape:
     """Ling and Ring with linear attention: a matrix for each head."""
     heads, num_full = config.integer("num_attention_heads"), _num_global(config)
     dim = config.integer("head_dim", config.integer("hidden_size") // heads)
-    state = State(heads * dim * dim)
+    state = RecurrentState(heads * dim * dim)
     num_states = config.integer("num_hidden_layers") - num_full
     return between((kv_layer(config, USUAL),) * num_full, state, num_states)
 
@@ -243,7 +247,7 @@ def bailing_hybrid(config: Config) -> CacheShape:
     heads, dim = config.integer("num_attention_heads"), config.integer("head_dim")
     num_full = _num_global(config)
     num_states = config.integer("num_hidden_layers") - num_full
-    state = State(0, heads * dim * dim, dim)
+    state = RecurrentState(0, heads * dim * dim, dim)
     return replace(between((latent_layer(config),) * num_full, state, num_states), has_latents=True)
 
 
@@ -274,5 +278,5 @@ def recurrent_gemma(config: Config) -> CacheShape:
 def rwkv7(config: Config) -> CacheShape:
     """Two shifted tokens, and a matrix for each head, in the engine's dtype."""
     width, dim = config.integer("hidden_size"), config.integer("head_dim")
-    state = State(2 * width + width * dim)
+    state = RecurrentState(2 * width + width * dim)
     return between((), state, config.integer("num_hidden_layers"))

@@ -83,7 +83,7 @@ class ContextPlan(msgspec.Struct, frozen=True):
         return max([self.hot_sessions, *(x.sessions for x in self.served)])
 
 
-class Plan(msgspec.Struct, frozen=True):
+class CapacityPlan(msgspec.Struct, frozen=True):
     model: str
     model_type: str
     engine: str
@@ -102,7 +102,7 @@ class Plan(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
+def plan_of(effective: EffectiveSettings, contexts: str | None) -> CapacityPlan:
     """The plan for the model and budgets of these settings.
 
     Args:
@@ -196,7 +196,7 @@ def make_plan(
     chunk: int = CHUNK_TOKENS,
     *,
     shares_memory: bool = True,
-) -> Plan:
+) -> CapacityPlan:
     """The plan of a model for each length of session in ``contexts`` (tokens).
 
     Args:
@@ -215,7 +215,7 @@ def make_plan(
     planner = _Planner(
         hot, dtype, store, profile, choice, shape.states(dtype), chunk, shares_memory
     )
-    return Plan(
+    return CapacityPlan(
         model=name,
         model_type=str(content.get("model_type")),
         engine="",

@@ -98,7 +98,7 @@ class OnMachine(NamedTuple):
     hot_only: int  # sessions, if live KV had all memory, and nothing slept
 
 
-class Given(NamedTuple):
+class OtherBudgets(NamedTuple):
     """Budgets of the command line, in bytes; None = as ours is by default.
 
     Those of files and the environment are this machine's.
@@ -231,9 +231,9 @@ def _counted(
     return OnMachine(needs, choose_budgets(needs, rooms, MANY), rooms, hot.sessions(context))
 
 
-def _given(effective: EffectiveSettings) -> Given:
+def _given(effective: EffectiveSettings) -> OtherBudgets:
     named = effective.settings.budgets.items()
-    return Given(*(x if _is_asked(effective, name) else None for name, x in named))
+    return OtherBudgets(*(x if _is_asked(effective, name) else None for name, x in named))
 
 
 def _is_asked(effective: EffectiveSettings, name: str) -> bool:
@@ -241,7 +241,7 @@ def _is_asked(effective: EffectiveSettings, name: str) -> bool:
     return effective.resolved.origin(name).startswith("--")
 
 
-def _too_much(given: Given, available: int, gpu: int, weights: int) -> str:
+def _too_much(given: OtherBudgets, available: int, gpu: int, weights: int) -> str:
     """The reason why a machine has no room for these budgets; "" if it has."""
     hot, ram = given.hot or 0, given.ram or 0
     if gpu:
@@ -264,7 +264,7 @@ def _reserve(machine: Machine, model: _Weighed, rooms: Rooms) -> int:
     return (machine.gpu_gb or machine.memory_gb) * GB - model.weights - live
 
 
-def _rooms(given: Given, available: int, gpu: int, weights: int, disk_free: int) -> Rooms:
+def _rooms(given: OtherBudgets, available: int, gpu: int, weights: int, disk_free: int) -> Rooms:
     """The rooms of a machine: memory by our defaults, of the disk what ``--sessions`` may take."""
     layer = default_budgets(available, weights, disk_free, gpu)
     hot, ram = (int(layer[x].value) for x in ("engine.hot_bytes", "store.ram_bytes"))

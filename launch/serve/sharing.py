@@ -15,10 +15,12 @@ from gateway.keys import Tenants
 from gateway.models.served_model import ServedModel
 from gateway.shared.redis_client import AsyncRedis
 from gateway.shared.shared_sessions import SharedSessions
+from gateway.stored.objects import Objects
+from gateway.stored.older import bring_over
 from gateway.stored.seal import KeyOf
-from gateway.stored.shelf import Limits, Shelf, StoreFailed
-from gateway.stored.sqlite_shelf import SqliteShelf
+from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.stored import Stored
+from gateway.stored.table import StoredLimits, StoreFailed
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
 from launch.errors import LaunchError, UsageError
@@ -97,19 +99,35 @@ def stored_objects(
     """
     if not config.stored_bytes:
         return Stored()
-    limits = Limits(config.stored_bytes, config.stored_days * _DAY_S)
+    limits = StoredLimits(config.stored_bytes, config.stored_days * _DAY_S)
     if store.redis_url:
-        return Stored(partial(_redis_shelf, store, limits), key_of)
+        return Stored(partial(_in_redis, store, limits, key_of))
     folder = Path(config.stored_path).expanduser() if config.stored_path else data_dir / "stored"
-    shelf = partial(
-        SqliteShelf, folder / FILE, limits, mark=data_dir / MARK, keeps_damaged=not store.encrypt
-    )
-    return Stored(shelf, key_of)
+    mark = data_dir / MARK
+    return Stored(partial(in_sqlite, folder / FILE, limits, key_of, mark, not store.encrypt))
 
 
-def _redis_shelf(store: StoreConfig, limits: Limits) -> Shelf:
+def in_sqlite(
+    path: Path, limits: StoredLimits, key_of: KeyOf, mark: Path, keeps_damaged: bool = True
+) -> Objects:
+    """Open a file of stored objects, with all that earlier releases have left in it."""
+    table = SqliteTable(path, limits, keeps_damaged=keeps_damaged)
+    objects = Objects(table, key_of)
     try:
-        from gateway.stored.redis_shelf import RedisShelf  # redis-py is an extra
+        bring_over(objects, table, key_of, mark)
+    except StoreFailed as error:  # a full disk, perhaps; what is over already is there
+        log.warning("what an earlier release stored is not there yet: %s", error)
+    return objects
+
+
+def _in_redis(store: StoreConfig, limits: StoredLimits, key_of: KeyOf) -> Objects:
+    try:
+        from gateway.stored.redis_table import RedisTable  # redis-py is an extra
     except ImportError as error:
         raise StoreFailed(str(error)) from error
-    return RedisShelf(store.redis_url, limits, store.redis_deadline_s)
+
+    def hidden(tenant: str) -> str:
+        return key_of(tenant, b"names of keys").hex()[:32]
+
+    table = RedisTable(store.redis_url, limits, hidden, store.redis_deadline_s)
+    return Objects(table, key_of)

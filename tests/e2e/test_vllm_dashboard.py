@@ -59,33 +59,34 @@ def browser(stepping: Stack) -> Iterator[Browser]:
         yield Browser(launched, stepping.url, wait_ms=WAIT_S * 1000)
 
 
-class Events(threading.Thread):
-    """Reads a server's events until it ends; keeps the progress of prompts and measurements."""
+class Snapshots(threading.Thread):
+    """Asks for a server's snapshots until it ends; keeps progress of prompts and measurements."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
-        self._answer = urllib.request.urlopen(f"{url}/v1/events", timeout=WAIT_S)
+        self._url = f"{url}/v1/snapshot"
         self.prefilled: list[int] = []
         self.measuring: list[str] = []
         self.start()
 
     def run(self) -> None:
-        with self._answer, suppress(OSError, HTTPException):  # the server has ended
-            for line in self._answer:
-                if line.startswith(b"data: "):
-                    self._take(json.loads(line[6:]))
+        with suppress(OSError, HTTPException):  # the server has ended
+            while True:
+                with urllib.request.urlopen(self._url, timeout=WAIT_S) as answer:
+                    self._take(json.load(answer))
+                time.sleep(0.5)
 
     def _take(self, said: dict[str, Any]) -> None:
         for request in said.get("now", {}).get("requests", []):
             if request["prefilled_tokens"] is not None:
                 self.prefilled.append(request["prefilled_tokens"])
-        if words := said.get("quality", {}).get("progress"):
+        if words := (said.get("quality") or {}).get("progress"):
             self.measuring.append(words)
 
 
 @pytest.fixture
-def events(stepping: Stack) -> Events:
-    return Events(stepping.url)
+def events(stepping: Stack) -> Snapshots:
+    return Snapshots(stepping.url)
 
 
 def ask(url: str, num_words: int, session: str) -> int:
@@ -101,7 +102,7 @@ def ask(url: str, num_words: int, session: str) -> int:
         return int(json.load(answer)["usage"]["prompt_tokens"])
 
 
-def test_how_far_a_prompt_is_read(stepping: Stack, browser: Browser, events: Events):
+def test_how_far_a_prompt_is_read(stepping: Stack, browser: Browser, events: Snapshots):
     page = browser.open()
     page.get_by_role("tab", name=re.compile("^Now")).wait_for()
     lengths: list[int] = []
@@ -152,7 +153,7 @@ def test_what_sleeps_is_made_ready_for_its_next_turn(stepping: Stack, browser: B
     page.context.close()
 
 
-def test_a_measurement_is_begun_by_a_click(stepping: Stack, browser: Browser, events: Events):
+def test_a_measurement_is_begun_by_a_click(stepping: Stack, browser: Browser, events: Snapshots):
     page = browser.open("quality")
     page.get_by_role("button", name="Measure now").click()
     page.get_by_text("The engine measures in its idle moments").wait_for()

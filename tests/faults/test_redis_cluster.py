@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from gateway.stored.redis_shelf import RedisShelf
-from gateway.stored.shelf import Limits, Row, Span
+from gateway.stored.redis_table import RedisTable
+from gateway.stored.table import StoredLimits, Write
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import name_of
@@ -108,21 +108,22 @@ def test_a_bad_url_is_named_without_its_password(url: str) -> None:
 
 def test_a_tenants_stored_objects_lie_on_one_node_each(cluster: RedisCluster) -> None:
     tenants = [f"tenant{i}" for i in range(12)]
-    limits = Limits(tenant_bytes=1 << 20, max_age_s=3600.0)
-    shelf = RedisShelf(cluster.url, limits, deadline_s=20.0)
+    limits = StoredLimits(tenant_bytes=1 << 20, max_age_s=3600.0)
+    table = RedisTable(cluster.url, limits, str, deadline_s=20.0)
+    term = bytes(16)
     for tenant in tenants:
-        row = Row("response", "r1", "session", b"head", tenant.encode(), (b"",))
-        assert shelf.put(tenant, row, [])
+        write = Write(b"head", None, {0: tenant.encode()}, terms=[term])
+        assert table.write(tenant, "response:r1", write)
     assert min(numbers_of_keys(cluster)) > 0
-    other = RedisShelf(cluster.url, limits, deadline_s=20.0)
+    other = RedisTable(cluster.url, limits, str, deadline_s=20.0)
     for tenant in tenants:
-        assert other.body(tenant, "response", "r1") == tenant.encode()
-        assert other.listed(tenant, "response", [b""], None, True).ids == ["r1"]
-        assert other.parts(tenant, "response", "r1", Span(10)) == []
+        assert other.pages(tenant, "response:r1", [0, 1]) == [tenant.encode(), None]
+        listed = other.listed(tenant, term, None, ascending=True, limit=9)
+        assert listed == [(1, "response:r1")]
     for _ in other.chores():
         pass
     for tenant in tenants:
-        assert other.delete(tenant, "response", "r1")
-        assert shelf.body(tenant, "response", "r1") is None
-    shelf.close()
+        assert other.delete(tenant, "response:r1")
+        assert table.pages(tenant, "response:r1", [0]) == [None]
+    table.close()
     other.close()

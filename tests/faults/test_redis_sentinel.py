@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.stored.redis_shelf import RedisShelf
-from gateway.stored.shelf import Limits, StoreFailed
+from gateway.stored.redis_table import RedisTable
+from gateway.stored.table import StoredLimits, StoreFailed
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
@@ -83,20 +83,20 @@ def test_sessions_sleep_and_return_over_a_failover(master: RedisServer, sentinel
 
 
 def test_stored_objects_are_found_over_a_failover(master: RedisServer, sentinel: RedisSentinel):
-    shelf = RedisShelf(sentinel.url, Limits(1 << 20, 3600.0), 2.0)
+    table = RedisTable(sentinel.url, StoredLimits(1 << 20, 3600.0), str, 2.0)
 
     def is_gone() -> bool:
         try:
-            return shelf.find("t", "response", ["r"]) == [None]
+            return table.find("t", "response:r", uses=True) is None
         except StoreFailed:
             return False
 
     assert is_gone()
     master.kill()
     with pytest.raises(StoreFailed):
-        shelf.find("t", "response", ["r"])
+        table.find("t", "response:r", uses=True)
     until(is_gone)
-    shelf.close()
+    table.close()
 
 
 async def test_deletions_are_heard_of_again_with_the_next_master(

@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 
-from gateway.stored.objects import Objects
-from gateway.stored.shelf import Limits
+from gateway.stored.table import StoredLimits
 from tests.stored_objects import (
-    KEY_OF,
     fill,
+    objects_in,
     read_all,
     rows_of,
-    shelf_in,
     small_disk,
     stored_in,
 )
@@ -72,7 +70,7 @@ async def test_a_full_disk_takes_every_deletion(app: App, disk: Path) -> None:
         assert (await app.get(f"/v1/responses/{id}")).status == 404
     assert (await app.call("DELETE", f"/v1/conversations/{conversation}", b"", {})).status == 200
     assert (await app.get(f"/v1/conversations/{conversation}")).status == 404
-    assert rows_of(disk / "stored.sqlite", "SELECT count(*) FROM items") == [(0,)]
+    assert rows_of(disk / "stored.sqlite", "SELECT count(*) FROM pages") == [(0,)]
     filler.unlink()
     again = await respond(app, MIB)
     assert again.json["store"] is True and "x-thermocline-stored" not in again.headers
@@ -129,11 +127,10 @@ async def test_what_is_there_is_read_on_a_full_disk_after_a_restart(app: App, di
 KILLED = """
 import sys
 from pathlib import Path
-from gateway.stored.objects import Objects
-from gateway.stored.shelf import Limits
-from tests.stored_objects import KEY_OF, done, entry, items, put, shelf_in
+from gateway.stored.table import StoredLimits
+from tests.stored_objects import done, entry, items, objects_in, put
 
-objects = Objects(shelf_in(Path(sys.argv[1]), Limits(1 << 28, 1e6)), KEY_OF)
+objects = objects_in(Path(sys.argv[1]), StoredLimits(1 << 28, 1e6))
 put(objects, entry("kept"), items("first"))
 number = 0
 while True:
@@ -162,7 +159,7 @@ def test_a_kill_leaves_whole_objects_only(tmp_path: Path, life_s: float) -> None
         child.wait()
     stored = [int(x) for x in reported.read_text().split()]
     assert stored
-    objects = Objects(shelf_in(path, Limits(1 << 28, 1e6)), KEY_OF)
+    objects = objects_in(path, StoredLimits(1 << 28, 1e6))
     for number in stored[:-1]:  # the last one may be deleted, or not
         if number % 3 != 1:
             assert len(read_all(objects, str(number)) or []) == 50
@@ -170,6 +167,6 @@ def test_a_kill_leaves_whole_objects_only(tmp_path: Path, life_s: float) -> None
     assert kept[: len(stored)] == ["first", *(f"item-{i}" for i in stored[:-1])]
     for _ in objects.chores():
         pass
-    lost = "SELECT count(*) FROM items WHERE owner NOT IN (SELECT seq FROM entries)"
+    lost = "SELECT count(*) FROM pages WHERE object NOT IN (SELECT number FROM objects)"
     assert rows_of(path, lost) == [(0,)]
-    objects.shelf.close()
+    objects.table.close()

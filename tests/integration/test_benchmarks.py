@@ -17,10 +17,10 @@ PLAIN = {
     "attention_scores": "--methods tq3 --tokens 128 --dims 64 --queries 1,2",
     "chunk_size": "--codecs tq3 --rounds 1",
     "codec_speed": "--codec tq3 --dims 64 --threads 1 --seconds 0.1",
-    "events": "--seconds 1",
     "fuzz": "--count 200 --only tq3",
     "idle_connections": "--idle 50 --seconds 1",
     "relay": "--readers 2 --chunks 10 --answers 1 --rounds 1 --ttft-rounds 5",
+    "snapshots": "--seconds 1",
     "replicas": "--engines 20 --sessions 100",
 }
 OF_THE_SAMPLE_MODEL = {

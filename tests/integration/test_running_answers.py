@@ -74,11 +74,7 @@ class Server:
         return False
 
     def _num_running(self) -> int:
-        with self.open("GET", "/v1/events", ADMIN[0]) as events:
-            for line in events:
-                if line.startswith(b"data: "):
-                    return int(json.loads(line[6:])["now"]["running"])
-        raise AssertionError("no snapshot")
+        return int(self.ask("GET", "/v1/snapshot", ADMIN[0])[1]["now"]["running"])
 
     def answer(
         self, key: str, session: str, act: Callable[[], None] | None = None, **fields: Any
@@ -171,8 +167,7 @@ def test_a_session_that_was_forgotten_while_it_answered_is_gone_with_what_it_sav
     assert text_of(server.answer(key, "gone", act)) == text_of(undisturbed)
     end = time.monotonic() + WAIT_S
     while True:  # a sweep removes the blobs saved at its end
-        with server.open("GET", "/v1/events", ADMIN[0]) as events:
-            snapshot = next(json.loads(x[6:]) for x in events if x.startswith(b"data: "))
+        _, snapshot = server.ask("GET", "/v1/snapshot", ADMIN[0])
         if "gone" not in [x["id"] for x in snapshot["sessions"]]:
             break
         assert time.monotonic() < end

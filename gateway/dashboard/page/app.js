@@ -7,7 +7,7 @@ import { Tabs } from "./parts/tabs.js";
 import { ThemeSwitch } from "./parts/theme.js";
 import { call, keyOf, modelOf, setKey, setModel } from "./live/api.js";
 import { connection, findKey, now, reset, rowKey, server } from "./live/store.js";
-import { start } from "./live/stream.js";
+import { start } from "./live/poll.js";
 import { Memory } from "./views/memory.js";
 import { Now } from "./views/now.js";
 import { Quality } from "./views/quality.js";
@@ -19,7 +19,6 @@ const LABELS = { now: "Now", sessions: "Sessions", memory: "Memory", quality: "Q
 const PHASES = {
   connecting: "connecting",
   live: "live",
-  polling: "asking every 2 s",
   lost: "not connected",
   asking: "needs a key",
 };
@@ -99,7 +98,7 @@ function Head() {
     <h1><img src=${icon} alt="" width="26" height="26" /> Thermocline</h1>
     <p class="served"><${ModelPicker} /> ${it?.engine && html`<span class="faint">on ${it.engine}</span>`}</p>
     <p class="state ${phase}" title=${why} role="status"><i aria-hidden="true"></i>${PHASES[phase]}</p>
-    ${keyOf() && html`<button type="button" class="quiet" onClick=${leave}>Forget my key</button>`}
+    ${keyOf() && html`<button type="button" class="quiet" onClick=${leave}>Sign out</button>`}
     <${ThemeSwitch} />
   </header>`;
 }

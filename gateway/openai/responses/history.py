@@ -27,17 +27,17 @@ from gateway.keys import Tenant
 from gateway.openai.responses.items import kind_of
 from gateway.openai.responses.output import new_id
 from gateway.openai.responses.response import MAX_ITEMS, ResponseFields
+from gateway.stored.forms import Entry, Item, stored_form
+from gateway.stored.head import Head
 from gateway.stored.objects import Objects, Outgrown
-from gateway.stored.seal import Head
-from gateway.stored.shelf import Entry, Item, Steps, stored_form
 from gateway.stored.stored import Stored
+from gateway.stored.table import Steps
 
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
     "function_call": "fc",
     "custom_tool_call": "ctc",
-    "compaction": "cmp",
 }
 
 
@@ -45,7 +45,7 @@ _PREFIXES = {
 _MAX_ID_CHARS = 256
 
 
-class Past(NamedTuple):
+class EarlierItems(NamedTuple):
     """The items before a request, and the session that they belong to."""
 
     items: list[Json] = []
@@ -55,7 +55,7 @@ class Past(NamedTuple):
 class Context(NamedTuple):
     """All that a request is about: what was before, and its own items without references."""
 
-    past: Past
+    past: EarlierItems
     own: list[Json]
 
 
@@ -67,7 +67,7 @@ class _Recalled(NamedTuple):
     referred: dict[str, bytes]  # items that the request refers to, by their ids
 
 
-class _Room:
+class _RecallRoom:
     """The room that is left for the items that a request recalls."""
 
     def __init__(self, max_bytes: int, field: str) -> None:
@@ -137,9 +137,9 @@ async def context_of(
     named = fields.conversation_id or fields.previous_response_id
     refers = any(kind_of(x) == "item_reference" for x in fields.items)
     if not (named or refers):
-        return Context(Past(), fields.items)
+        return Context(EarlierItems(), fields.items)
     field = "conversation" if fields.conversation_id else "previous_response_id"
-    room = _Room(body.room, field if named else "input")
+    room = _RecallRoom(body.room, field if named else "input")
     read = partial(_read, tenant=tenant.name, fields=fields, room=room)
 
     async def ask() -> _Recalled | None:
@@ -156,7 +156,7 @@ async def context_of(
 def _parsed(found: _Recalled, own: Sequence[Json]) -> Context:
     bodies = [*(x.body for x in found.items), *found.referred.values()]
     check_weight(*bodies, what="What the request goes on from")
-    past = Past([msgspec.json.decode(x.body) for x in found.items], found.session)
+    past = EarlierItems([msgspec.json.decode(x.body) for x in found.items], found.session)
     known = {x.id for x in found.items}
     resolved: list[Json] = []
     for item in own:
@@ -168,7 +168,7 @@ def _parsed(found: _Recalled, own: Sequence[Json]) -> Context:
 
 
 def _read(
-    objects: Objects, *, tenant: str, fields: ResponseFields, room: _Room
+    objects: Objects, *, tenant: str, fields: ResponseFields, room: _RecallRoom
 ) -> Steps[_Recalled | None]:
     """Read all that a request recalls; None if what it goes on from is not there."""
     items: list[Item] | None = []
@@ -179,7 +179,7 @@ def _read(
     elif fields.previous_response_id:
         chain = yield from _chain(objects, tenant, fields.previous_response_id, room)
         items, session = chain or (None, None)
-        session = yield from _branch(objects, tenant, fields.previous_response_id, session)
+        session = _branch(objects, tenant, fields.previous_response_id, session)
     if items is None:
         return None
     known = {x.id for x in items}
@@ -198,18 +198,18 @@ def _read(
     return _Recalled(items, session, referred)
 
 
-def _branch(objects: Objects, tenant: str, id: str, session: str | None) -> Steps[str | None]:
+def _branch(objects: Objects, tenant: str, id: str, session: str | None) -> str | None:
     """Return the session to go on in: a response that another followed begins one of its own.
 
     Two conversations that began alike, and two branches of one, would else overwrite each other.
     """
-    if session is None or (yield from objects.find(tenant, "conversation", session)) is not None:
+    if session is None or objects.find(tenant, "conversation", session) is not None:
         return id
     return session if objects.latest(tenant, "response", session) == id else id
 
 
 def _chain(
-    objects: Objects, tenant: str, id: str, room: _Room
+    objects: Objects, tenant: str, id: str, room: _RecallRoom
 ) -> Steps[tuple[list[Item], str] | None]:
     """Read a response and all before it; None if one of them is not there."""
 
@@ -231,7 +231,7 @@ def _chain(
     items: list[Item] = []
     for object in reversed(line):
         if before := object.head.about.get("conversation"):
-            last = objects.last_item(tenant, object)
+            last = object.head.last_item
             turn = yield from _conversation(objects, tenant, before, last, room)
         else:
             turn = yield from objects.read_all(tenant, object)
@@ -242,10 +242,10 @@ def _chain(
 
 
 def _conversation(
-    objects: Objects, tenant: str, id: str, until: str | None, room: _Room
+    objects: Objects, tenant: str, id: str, until: str | None, room: _RecallRoom
 ) -> Steps[list[Item] | None]:
     """Read a conversation up to the item ``until``; all of it if that is None, or not in it."""
-    object = yield from objects.find(tenant, "conversation", id)
+    object = objects.find(tenant, "conversation", id)
     if object is None:
         return None
     room.take_all(object.head)

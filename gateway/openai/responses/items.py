@@ -1,8 +1,7 @@
 """Items of a response's input, written as the messages of a chat.
 
 What an assistant did in one go, thinking, speaking and calling, is several items and one message.
-So the same conversation gives the same messages, and the same tokens, as in a chat. A compaction
-is opened, and becomes a message of the user that introduces the summary.
+So the same conversation gives the same messages, and the same tokens, as in a chat.
 """
 
 from __future__ import annotations
@@ -15,21 +14,18 @@ import msgspec
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, SHOWN_BELOW, Json, Sight
 from gateway.openai.chat_fields import custom_arguments
-from gateway.stored.seal import NotOurs, Open
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _IMAGES = frozenset({"input_image", "computer_screenshot"})
 _NOT_TEXT = _IMAGES | {"input_file", "input_audio"}
 # Codex has called it by other names, too.
-_COMPACTIONS = frozenset({"compaction", "compaction_summary", "context_compaction"})
+_COMPACTIONS = frozenset(
+    {"compaction", "compaction_summary", "context_compaction", "compaction_trigger"}
+)
 MAX_DEPTH = 64
 MAX_VALUES = 16 << 10
 _NESTS = frozenset({dict, list})
-_STANDS_FOR = (
-    "(The earlier answers, tool calls and their results are not shown any more."
-    " This is a summary of them:)\n"
-)
 
 
 def check_nesting(items: Sequence[Json], where: str) -> None:
@@ -63,9 +59,7 @@ def kind_of(item: Json) -> str:
 class MessageWriter:
     """Writes messages, item by item. ``skipped`` has words for all that no chat can hold."""
 
-    def __init__(self, open_sealed: Open, sight: Sight) -> None:
-        """``open_sealed`` opens what was sealed for this tenant."""
-        self._open_sealed = open_sealed
+    def __init__(self, sight: Sight) -> None:
         self._sight = sight
         self._shown: list[Json] = []  # images that tools gave, until the last of their outputs
         self.skipped: list[str] = []
@@ -99,29 +93,9 @@ class MessageWriter:
         elif kind.endswith("_call") and isinstance(item.get("call_id"), str):
             self._add_call(kind, item, where)
         elif kind in _COMPACTIONS:
-            self._add_summary(item, f"{where}.encrypted_content")
-        elif kind == "compaction_trigger":
-            raise _wrong(where, "a compaction is made by POST /v1/responses/compact")
+            raise _wrong(where, f"{kind}: nothing is compacted here: send a summary as a message")
         else:
             self.skipped.append(kind)
-
-    def _add_summary(self, item: Json, where: str) -> None:
-        sealed = item.get("encrypted_content")
-        if not isinstance(sealed, str):
-            raise _wrong(where, "a compaction holds what POST /v1/responses/compact gave")
-        try:
-            summary = self._open_sealed(sealed)
-        except NotOurs:
-            message = (
-                "this compaction was not made here for this key, or was changed, or is older than"
-                " the server's secret: send the conversation itself, or compact it again"
-            )
-            raise InvalidRequest(
-                f"{where}: {message}", where, "invalid_encrypted_content"
-            ) from None
-        self._thought = ""
-        if summary:
-            self._messages.append({"role": "user", "content": _STANDS_FOR + summary})
 
     def _add_message(self, item: Json, where: str) -> None:
         role = item.get("role")

@@ -36,7 +36,6 @@ from gateway.openai.responses.response import ResponseFields
 from gateway.openai.responses.translation import (
     RENAMED,
     EventWriter,
-    Known,
     ResponseAnswer,
     translation,
     validate,
@@ -61,20 +60,18 @@ _WRITTEN = {
 
 async def _recall(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
     fields, context = await recalled(gateway, tenant, body)
-    return partial(_translate, gateway, body.model.sight, tenant, fields, context)
+    return partial(_translate, gateway, body.model.sight, fields, context)
 
 
 def _translate(
     gateway: Gateway,
     sight: Sight,
-    tenant: Tenant,
     fields: ResponseFields,
     context: Context,
     asked: Json,
 ) -> Translated:
     stores = fields.stores and gateway.stored.enabled
-    known = Known(gateway.sealed_texts(tenant).open, sight)
-    made = translation(fields, asked, context, known, stores)
+    made = translation(fields, asked, context, sight, stores)
     keep = None
     if stores or fields.conversation_id:
         # Written here: parsed, it would take many times as much while the engine computes.
@@ -218,6 +215,18 @@ async def count_input_tokens(request: Request) -> Response:
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
+@router.post("/v1/responses/compact")
+async def compact_conversation(request: Request) -> Response:
+    """Refuse: clients shorten their conversations themselves."""
+    caller_of(request)
+    await read_json_body(request, gateway_of(request).config)
+    message = (
+        "Conversations are not compacted here: ask for a summary in a response, and begin a new"
+        " conversation with it."
+    )
+    raise InvalidRequest(message, None, "not_supported", 404)
+
+
 async def _question(request: Request) -> tuple[ServedModel, bytes]:
     gateway, tenant = gateway_of(request), caller_of(request)
     async with body_for_engine(request, empty=b"{}") as body:
@@ -225,14 +234,13 @@ async def _question(request: Request) -> tuple[ServedModel, bytes]:
             body.json["model"] = body.model.served.model
         fields = await body.beside(lambda: checked(body.json, ResponseFields))
         context = await context_of(gateway.stored, tenant, fields, body)
-        known = Known(gateway.sealed_texts(tenant).open, body.model.sight)
-        asked = partial(translation, fields, body.json, context, known)
+        asked = partial(translation, fields, body.json, context, body.model.sight)
         keeps = gateway.config.keep_reasoning
-        made = await body.beside(lambda: _for_engine(body.model, keeps, asked().chat, known))
+        made = await body.beside(lambda: _for_engine(body.model, keeps, asked().chat))
         return body.model, made
 
 
-def _for_engine(model: ServedModel, keeps_reasoning: bool, chat: Json, known: Known) -> bytes:
-    validate(chat, known.sight)
+def _for_engine(model: ServedModel, keeps_reasoning: bool, chat: Json) -> bytes:
+    validate(chat, model.sight)
     chat["model"] = model.served.model
     return count_question(model.served.template, keeps_reasoning, chat)

@@ -17,8 +17,7 @@ from gateway.openai.responses.history import Context
 from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import Output
 from gateway.openai.responses.response import Draft, ResponseFields, cut_short, shown_error
-from gateway.relay.chat_chunks import DONE, KEEPALIVE, Choice, EventReader, read_chunk
-from gateway.stored.seal import Open
+from gateway.relay.chat_chunks import DONE, KEEPALIVE, AnswerChoice, EventReader, read_chunk
 from gateway.watch.metrics import Usage
 
 _encode = msgspec.json.Encoder().encode
@@ -172,7 +171,7 @@ class ResponseAnswer:
 
     def whole(self, body: bytes) -> bytes:
         said = read_chunk(body)
-        choice = said.choices[0] if said.choices else Choice()
+        choice = said.choices[0] if said.choices else AnswerChoice()
         reason = choice.finish_reason or ""
         output = Output(self._customs)
         for _ in output.add(choice.part, choice.scores):
@@ -186,13 +185,6 @@ class ResponseAnswer:
         return msgspec.structs.replace(failure, param=renamed(failure.param)).response()
 
 
-class Known(NamedTuple):
-    """Knowledge that items are read with: how sealed ones are opened, which images are taken."""
-
-    open_sealed: Open
-    sight: Sight
-
-
 class Translation(NamedTuple):
     """A request for a response as a chat, and who writes its answer."""
 
@@ -202,20 +194,20 @@ class Translation(NamedTuple):
 
 
 def translation(
-    fields: ResponseFields, asked: Json, context: Context, known: Known, stores: bool = False
+    fields: ResponseFields, asked: Json, context: Context, sight: Sight, stores: bool = False
 ) -> Translation:
     """Translate a request.
 
     Args:
         asked: the body, for fields that a chat has, too.
         context: the items of the turns before, and the request's own.
-        known: what opens the tenant's compactions, and which images are taken.
+        sight: which images are taken.
         stores: the response will be stored.
 
     Raises:
         InvalidRequest: it cannot be served; names the client's field.
     """
-    writer = MessageWriter(known.open_sealed, known.sight)
+    writer = MessageWriter(sight)
     writer.add_all(context.past.items, "conversation")
     check_nesting(context.own, "input")
     writer.add_all(context.own, "input")

@@ -78,8 +78,8 @@ def test_missed_means_a_return_that_found_nothing_wherever_it_stands(server, bro
     server.post("dora", "/v1/chat/completions", body, {"x-session-id": "missed-it"})
     page = browser.open("sessions", key=key)
     strip = page.get_by_role("region", name="Where conversations are")
-    strip.get_by_text("of 2 returns · 2 first turns").wait_for()
-    missed = cell(page, "Missed 1 return")
+    strip.get_by_text("2 first turns").wait_for()
+    missed = cell(page, "Missed 1 of 2 returns")
     missed.click()
     rows = page.get_by_role("region", name="Sessions").get_by_role("rowheader")
     expect(rows).to_have_text([re.compile("missed-it")])
@@ -150,7 +150,7 @@ def test_a_wrong_key_is_asked_for_again_and_a_right_one_stays_in_its_tab(server,
     page.get_by_role("tab", name="Sessions").wait_for()
     assert page.context.cookies() == []
     assert page.evaluate("Object.keys(localStorage)") == []
-    page.get_by_role("button", name="Forget my key").click()
+    page.get_by_role("button", name="Sign out").click()
     page.get_by_label("API key").wait_for()
     assert page.evaluate("Object.keys(sessionStorage)") == []
     page.context.close()

@@ -1,11 +1,10 @@
-"""Admins and tenants on a running server: events, keys, others' sessions, findings, the log."""
+"""Admins and tenants on a running server: snapshots, keys, others' sessions, findings, the log."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -25,7 +24,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
     folder = tmp_path_factory.mktemp("stack")
     file = folder / "keys"
     file.write_text(f"{ALICE[1]}\n{BOB[1]}\n")
-    gateway = {"api_keys_file": str(file), "admin_keys": [ROOT[1]], "max_event_streams": 2}
+    gateway = {"api_keys_file": str(file), "admin_keys": [ROOT[1]]}
     with FakeStack(folder, gateway=gateway) as running:
         yield running
 
@@ -46,44 +45,19 @@ class Server:
         status, answer = await self.ask(key, "POST", "/v1/chat/completions", body)
         assert status == 200, answer
 
-    @asynccontextmanager
-    async def events(self, key: str, last: str = "") -> AsyncIterator[Events]:
-        headers = {"authorization": f"Bearer {key}", "last-event-id": last}
-        async with self.http.get(self.url + "/v1/events", headers=headers) as answer:
-            assert answer.status == 200, await answer.text()
-            assert answer.content_type == "text/event-stream"
-            yield Events(answer.content)
+    async def snapshot(self, key: str) -> Any:
+        status, answer = await self.ask(key, "GET", "/v1/snapshot")
+        assert status == 200, answer
+        return answer
 
-
-class Events:
-    """A reader that remembers all bytes it was sent."""
-
-    def __init__(self, content: aiohttp.StreamReader) -> None:
-        self._content = content
-        self.seen = b""
-        self.last_id = ""
-
-    async def next(self) -> tuple[str, Any]:
-        """The next event and its data; comments are passed over."""
+    async def until(self, key: str, session: str, **fields: Any) -> Any:
+        """The row of a session, once a snapshot has it with these fields."""
         async with asyncio.timeout(WITHIN_S):
-            name = ""
             while True:
-                line = await self._content.readuntil(b"\n")
-                self.seen += line
-                if line.startswith(b"id: "):
-                    self.last_id = line[4:].decode().strip()
-                if line.startswith(b"event: "):
-                    name = line[7:].decode().strip()
-                if line.startswith(b"data: "):
-                    return name, json.loads(line[6:])
-
-    async def until(self, session: str, **fields: Any) -> Any:
-        """The row of a session, once an event has it with these fields."""
-        while True:
-            _, event = await self.next()
-            for row in event.get("sessions", ()):
-                if row["id"] == session and fields.items() <= row.items():
-                    return row
+                for row in (await self.snapshot(key))["sessions"]:
+                    if row["id"] == session and fields.items() <= row.items():
+                        return row
+                await asyncio.sleep(0.1)
 
 
 @pytest.fixture
@@ -93,43 +67,34 @@ async def server(stack: FakeStack) -> AsyncIterator[Server]:
 
 
 async def test_a_session_is_seen_from_its_first_turn_to_its_end(server: Server):
-    async with server.events(ALICE[0]) as events:
-        name, first = await events.next()
-        assert name == "snapshot"
-        assert (first["server"]["model"], first["server"]["admin"]) == (MODEL, False)
-        await server.chat(ALICE[0], "seen")
-        row = await events.until("seen", state="idle", turns=1)
-        assert (row["last_source"], row["client"]) == ("miss", "python")
-        assert "tenant" not in row
-        await server.ask(ALICE[0], "POST", "/v1/sessions/seen/demote", {})
-        assert (await events.until("seen", state="cold"))["tier"] == "ram"
-        await server.chat(ALICE[0], "seen")
-        assert (await events.until("seen", turns=2))["last_source"] == "cold-ram"
-        _, one = await server.ask(ALICE[0], "GET", "/v1/sessions/seen")
-        assert [x["source"] for x in one["last_turns"]] == ["miss", "cold-ram"]
-        assert one["last_turns"][1]["restored_tokens"] > 0
-        steps = [(x["before"], x["after"]) for x in one["timeline"]]
-        assert ("hibernating", "cold") in steps and ("cold", "waking") in steps
-        await server.ask(ALICE[0], "DELETE", "/v1/sessions/seen")
-        while not (event := (await events.next())[1]).get("gone"):
-            pass
-        assert event["gone"] == [{"id": "seen"}]
-        assert b"one two three" not in events.seen
+    first = await server.snapshot(ALICE[0])
+    assert (first["server"]["model"], first["server"]["admin"]) == (MODEL, False)
+    await server.chat(ALICE[0], "seen")
+    row = await server.until(ALICE[0], "seen", state="idle", turns=1)
+    assert (row["last_source"], row["client"]) == ("miss", "python")
+    assert "tenant" not in row
+    await server.ask(ALICE[0], "POST", "/v1/sessions/seen/demote", {})
+    assert (await server.until(ALICE[0], "seen", state="cold"))["tier"] == "ram"
+    await server.chat(ALICE[0], "seen")
+    assert (await server.until(ALICE[0], "seen", turns=2))["last_source"] == "cold-ram"
+    assert "one two three" not in json.dumps(await server.snapshot(ALICE[0]))
+    _, one = await server.ask(ALICE[0], "GET", "/v1/sessions/seen")
+    assert [x["source"] for x in one["last_turns"]] == ["miss", "cold-ram"]
+    assert one["last_turns"][1]["restored_tokens"] > 0
+    steps = [(x["before"], x["after"]) for x in one["timeline"]]
+    assert ("hibernating", "cold") in steps and ("cold", "waking") in steps
+    await server.ask(ALICE[0], "DELETE", "/v1/sessions/seen")
+    async with asyncio.timeout(WITHIN_S):
+        while any(x["id"] == "seen" for x in (await server.snapshot(ALICE[0]))["sessions"]):
+            await asyncio.sleep(0.1)
 
 
 async def test_a_hostile_reader_sees_nothing_of_others(server: Server):
-    async with server.events(ALICE[0]) as events, server.events(BOB[0]) as spy:
-        await spy.next()
-        await server.chat(ALICE[0], "alices-secret", "words of alice")
-        await events.until("alices-secret", turns=1)
-        await server.chat(BOB[0], "bobs-own")
-        await spy.until("bobs-own", turns=1)
-    for id in (spy.last_id, events.last_id, events.last_id.split(".")[0] + ".0", "0.0"):
-        async with server.events(BOB[0], last=id) as again:
-            name, _ = await again.next()
-            assert name == "snapshot" or id == spy.last_id
-            assert b"alice" not in again.seen
-    assert b"alice" not in spy.seen
+    await server.chat(ALICE[0], "alices-secret", "words of alice")
+    await server.until(ALICE[0], "alices-secret", turns=1)
+    await server.chat(BOB[0], "bobs-own")
+    await server.until(BOB[0], "bobs-own", turns=1)
+    assert "alice" not in json.dumps(await server.snapshot(BOB[0]))
     for method, path in (
         ("GET", "/v1/sessions?tenant=alice"),
         ("GET", "/v1/sessions/alices-secret?tenant=alice"),
@@ -148,36 +113,16 @@ async def test_a_hostile_reader_sees_nothing_of_others(server: Server):
 
 async def test_an_admin_sees_all_and_acts_for_a_tenant_that_it_names(server: Server):
     await server.chat(ALICE[0], "helped")
-    async with server.events(ROOT[0]) as events:
-        row = await events.until("helped", tenant="alice")
-        assert row["state"] == "idle"
-        status, _ = await server.ask(ROOT[0], "POST", "/v1/sessions/helped/demote", {})
-        assert status == 404, "without a tenant it means its own sessions"
-        path = "/v1/sessions/helped/demote?tenant=alice"
-        status, _ = await server.ask(ROOT[0], "POST", path, {})
-        assert status == 200
-        await events.until("helped", tenant="alice", state="cold")
+    row = await server.until(ROOT[0], "helped", tenant="alice")
+    assert row["state"] == "idle"
+    status, _ = await server.ask(ROOT[0], "POST", "/v1/sessions/helped/demote", {})
+    assert status == 404, "without a tenant it means its own sessions"
+    path = "/v1/sessions/helped/demote?tenant=alice"
+    status, _ = await server.ask(ROOT[0], "POST", path, {})
+    assert status == 200
+    await server.until(ROOT[0], "helped", tenant="alice", state="cold")
     _, mine = await server.ask(ALICE[0], "GET", "/v1/sessions/helped")
     assert mine["state"] == "cold"
-
-
-async def test_a_reader_resumes_with_what_it_missed(server: Server):
-    async with server.events(ALICE[0]) as events:
-        await events.next()
-        await server.chat(ALICE[0], "received")
-        await events.until("received", turns=1)
-    await server.chat(ALICE[0], "missed")
-    async with server.events(ALICE[0], last=events.last_id) as again:
-        name, _ = await again.next()
-        assert name == "change"
-
-
-async def test_streams_are_bounded_for_each_tenant(server: Server):
-    async with server.events(BOB[0]), server.events(BOB[0]):
-        status, answer = await server.ask(BOB[0], "GET", "/v1/events")
-        assert (status, answer["error"]["code"]) == (429, "too_many_streams")
-        async with server.events(ALICE[0]) as other:
-            assert (await other.next())[0] == "snapshot"
 
 
 async def test_a_key_is_made_used_and_revoked_while_the_server_runs(server: Server):
@@ -188,14 +133,12 @@ async def test_a_key_is_made_used_and_revoked_while_the_server_runs(server: Serv
     assert {x["tenant"] for x in listed["data"]} >= {"alice", "bob", "carol", "root"}
     text = json.dumps(listed)
     assert made["key"] not in text and ALICE[1].partition(":")[2] not in text
-    async with server.events(made["key"]) as events:
-        await events.next()
-        status, _ = await server.ask(ROOT[0], "DELETE", f"/admin/keys/{made['id']}")
-        assert status == 200
-        status, _ = await server.ask(made["key"], "GET", "/v1/sessions")
+    assert [x["id"] for x in (await server.snapshot(made["key"]))["sessions"]] == ["hers"]
+    status, _ = await server.ask(ROOT[0], "DELETE", f"/admin/keys/{made['id']}")
+    assert status == 200
+    for path in ("/v1/sessions", "/v1/snapshot"):
+        status, _ = await server.ask(made["key"], "GET", path)
         assert status == 401
-        while (await events.next())[0] != "end":
-            pass
     for body in ({"tenant": "no/name"}, {"tenant": "x", "sessions": -1}, {}):
         status, _ = await server.ask(ROOT[0], "POST", "/admin/keys", body)
         assert status == 400, body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import stat
 import urllib.error
 import urllib.request
@@ -21,22 +22,18 @@ from tests.integration.launch.test_serve import Server
 pytestmark = pytest.mark.slow
 
 
-async def first_event(path: Path) -> bytes:
-    """The first event on the socket, for a client with an unknown key."""
+async def snapshot_on(path: Path) -> bytes:
+    """The snapshot on the socket, for a client with an unknown key."""
     headers = {"authorization": "Bearer nonsense"}
     async with (
         aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http,
-        http.get("http://localhost/v1/events", headers=headers) as answer,
+        http.get("http://localhost/v1/snapshot", headers=headers) as answer,
     ):
         assert answer.status == 200
-        async with asyncio.timeout(30):
-            event = await answer.content.readuntil(b"data: ")
-            event += await answer.content.readline()
-            body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
-            async with http.post("http://localhost/v1/chat/completions", json=body) as said:
-                assert said.status == 200
-            await answer.content.readuntil(b"event: change")  # events go on
-            return event
+        body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
+        async with http.post("http://localhost/v1/chat/completions", json=body) as said:
+            assert said.status == 200
+        return await answer.read()
 
 
 def test_only_clients_of_the_socket_are_admins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -56,7 +53,7 @@ def test_only_clients_of_the_socket_are_admins(tmp_path: Path, monkeypatch: pyte
         assert "carol" in run("list").output and "carol:" in keys.read_text()
         for api_key in ("", key):
             assert run("list", url=server.url, api_key=api_key).exit_code == 1
-        assert b'"admin":true' in asyncio.run(first_event(path))
+        assert b'"admin":true' in asyncio.run(snapshot_on(path))
     finally:
         assert server.stop() == 0
     assert not path.exists()
@@ -83,8 +80,12 @@ def test_who_opens_the_socket_gets_into_a_server_that_is_full(
     monkeypatch.setenv("THERMOCLINE_GATEWAY__MAX_CONNECTIONS", "1")
     server = Server(tmp_path)
     try:
-        with urllib.request.urlopen(f"{server.url}/v1/events", timeout=30) as events:
-            assert events.readline()
+        said = {"role": "user", "content": "chunks=2000 delay_s=0.05"}
+        body = json.dumps({"model": "fake", "messages": [said], "stream": True}).encode()
+        headers = {"content-type": "application/json"}
+        asked = urllib.request.Request(f"{server.url}/v1/chat/completions", body, headers)
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            assert answer.readline()
             with pytest.raises(urllib.error.HTTPError, match="503"):
                 urllib.request.urlopen(f"{server.url}/livez", timeout=30)
             assert asyncio.run(status_on(path, "/livez")) == 200

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.stacks.fake_stack import FakeStack
 from launch.chat import PROMPT, Screen
-from launch.remote import Turn
+from launch.remote import RemoteTurn
 
 COMMAND = [sys.executable, "-m", "launch", "chat"]
 
@@ -102,7 +102,7 @@ def test_a_chat_at_a_terminal(stack):
 def test_control_characters_of_an_answer_do_nothing(capsys):
     screen = Screen()
     screen.piece("a\x1b[31mb\x07\n")
-    screen.turn(Turn(source="unknown"), {"id": "x\x1b[2J", "state": "idle"})
+    screen.turn(RemoteTurn(source="unknown"), {"id": "x\x1b[2J", "state": "idle"})
     out, err = capsys.readouterr()
     assert out == "a?[31mb?\n"
     assert "\x1b[2J" not in err

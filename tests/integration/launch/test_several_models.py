@@ -294,13 +294,11 @@ def test_metrics_name_the_model(fakes):
     assert text.count("# TYPE thermocline_engine_ready ") == 1
 
 
-def test_events_are_of_the_model_that_is_named(fakes):
+def test_a_snapshot_is_of_the_model_that_is_named(fakes):
     for query, model in [("", "one"), ("?model=two", "two")]:
         chat(fakes, model, "events", "hello")
-        with urllib.request.urlopen(f"{fakes.url}/v1/events{query}", timeout=30) as stream:
-            while not (line := stream.readline()).startswith(b"data:"):
-                pass
-        assert json.loads(line[5:])["server"]["model"] == model
+        with urllib.request.urlopen(f"{fakes.url}/v1/snapshot{query}", timeout=30) as answer:
+            assert json.load(answer)["server"]["model"] == model
 
 
 TAKING_TURNS = """

@@ -22,8 +22,7 @@ from gateway.keys import generate_key
 from launch.cli.main import app
 from launch.errors import LaunchError
 from launch.remote import Address
-from launch.top import EventReader
-from launch.top_frame import View
+from launch.top import Watched
 
 KEYS = {tenant: generate_key(tenant) for tenant in ("alice", "bob")}
 LINES = [line for _, line in KEYS.values()]
@@ -120,28 +119,23 @@ def drain(screen: int, process: subprocess.Popen[bytes], timeout_s: float = 60.0
 
 @pytest.mark.slow
 async def test_changes_arrive_and_a_lost_server_is_reported(tmp_path):
-    view, changed = View(), asyncio.Event()
     with FakeStack(tmp_path) as stack:
-        reader = EventReader(Address(stack.url), view, changed.set)
+        watched = Watched(Address(stack.url))
         async with aiohttp.ClientSession() as http, asyncio.timeout(60):
-            reading = asyncio.create_task(reader.keep(http))
-            await until_true(changed, lambda: view.known)
             async with http.post(
                 f"{stack.url}/v1/chat/completions",
                 json={"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]},
                 headers={"x-session-id": "new"},
             ) as answer:
                 assert answer.status == 200
-            await until_true(changed, lambda: any(x["id"] == "new" for x in view.rows.values()))
+            while [x["id"] for x in watched.said.get("sessions", ())] != ["new"]:
+                await watched.try_to_ask(http)
             async with http.delete(f"{stack.url}/v1/sessions/new") as answer:
                 assert answer.status == 200
-            await until_true(changed, lambda: not view.rows)
+            while watched.said["sessions"]:
+                await watched.try_to_ask(http)
+            assert not watched.trouble
             stack.terminate()
-            await until_true(changed, lambda: reader.trouble != "")
-            reading.cancel()
-
-
-async def until_true(changed: asyncio.Event, condition) -> None:
-    while not condition():
-        changed.clear()
-        await changed.wait()
+            while not watched.trouble:
+                await watched.try_to_ask(http)
+            assert "trying again" in watched.trouble

@@ -18,9 +18,9 @@ import pytest
 
 from engines.openai.requests import InvalidRequest
 from gateway.keys import Tenants, generate_key
-from gateway.stored.objects import Objects
-from gateway.stored.shelf import Kind, Limits
-from tests.stored_objects import KEY_OF, done, entry, items, put, shelf_in
+from gateway.stored.forms import Kind
+from gateway.stored.table import StoredLimits
+from tests.stored_objects import done, entry, items, objects_in, put
 from tests.unit.gateway.in_process import MODEL, App
 
 ROOT = Path(__file__).parents[3]
@@ -138,7 +138,7 @@ async def test_a_foreign_session_takes_the_same_steps_as_none_at_all(method: str
 
 @pytest.mark.parametrize("kind", ["response", "conversation", "completion"])
 def test_a_foreign_stored_object_takes_the_same_steps_as_none_at_all(tmp_path: Path, kind: Kind):
-    objects = Objects(shelf_in(tmp_path / "stored.sqlite", Limits(1 << 20, 1e6)), KEY_OF)
+    objects = objects_in(tmp_path / "stored.sqlite", StoredLimits(1 << 20, 1e6))
     put(objects, entry("secret-one", kind=kind), items("secret-item"), tenant="alice")
 
     def steps(id: str, item: str) -> Work:
@@ -154,4 +154,4 @@ def test_a_foreign_stored_object_takes_the_same_steps_as_none_at_all(tmp_path: P
     steps("absent-one", "absent-item")
     assert steps("secret-one", "secret-item") == steps("absent-one", "absent-item")
     assert done(objects.show("alice", kind, "secret-one")) is not None
-    objects.shelf.close()
+    objects.table.close()

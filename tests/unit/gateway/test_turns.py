@@ -16,7 +16,7 @@ from gateway.edge.accounts import LARGE_BODY_BYTES
 from gateway.errors import Failure
 from gateway.keys import generate_key
 from gateway.relay.turn_response import TurnResponse
-from gateway.turns import WhileLoading
+from gateway.turns import AwaitingModel
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 
 PRIVATE: dict[str, Any] = {
@@ -247,7 +247,7 @@ async def failing_after(seconds: float, every_s: float) -> list[Message]:
         sent.append(message)
 
     preparing = asyncio.create_task(prepare())
-    response = WhileLoading(preparing, lambda: "loading", Failure.event, every_s)
+    response = AwaitingModel(preparing, lambda: "loading", Failure.event, every_s)
     await response({"type": "http", "headers": [], "state": {}}, never, send)
     return sent
 

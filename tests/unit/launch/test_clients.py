@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.clients.needs import NO_KEY, Change, Format, Server
+from launch.clients.needs import NO_KEY, FileChange, Format, Server
 from launch.clients.settings_file import BACKUP_SUFFIX, merged, write
 from launch.clients.table import CLIENTS, connection
 from launch.errors import LaunchError, UsageError
@@ -211,7 +211,7 @@ def test_a_name_with_control_characters_is_refused(client: str, model: str, tmp_
 def test_a_value_with_a_line_break_is_never_written(format: Format, tmp_path: Path) -> None:
     """Not even one that comes from elsewhere, as a key does."""
     with pytest.raises(LaunchError):
-        write(Change(tmp_path / "file", format, {"key": "a\nb: c"}))
+        write(FileChange(tmp_path / "file", format, {"key": "a\nb: c"}))
     assert not (tmp_path / "file").exists()
 
 
@@ -240,7 +240,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     real.write_text("A=1\n")
     link = tmp_path / "link.env"
     link.symlink_to(real)
-    write(Change(link, "lines", {"B": "2"}))
+    write(FileChange(link, "lines", {"B": "2"}))
     assert link.is_symlink() and real.read_text() == "A=1\nB=2\n"
 
 

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import json
 from io import StringIO
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from launch.top_frame import FILTERS, ORDERS, Unreadable, View, chosen, frame
+from launch.top_frame import FILTERS, ORDERS, chosen, frame
 
 ROW = {
     "id": "s1",
@@ -57,21 +57,14 @@ JSON = st.recursive(
 LONG = {**ROW, "id": "refactor-the-stock-module/tests/and-more-of-it", "client": "openai-sdk"}
 
 
-def view_of(*events: tuple[str, object]) -> View:
-    view = View()
-    for number, (name, data) in enumerate(events):
-        view.apply(name, json.dumps(data).encode(), str(number))
-    return view
-
-
-def text_of(view: View, width: int = 200, **options) -> str:
+def text_of(said: Any, width: int = 200, **options) -> str:
     console = Console(width=width, file=StringIO())
-    console.print(frame(view, now=100.0, width=width, **options))
+    console.print(frame(said, now=100.0, width=width, **options))
     return console.file.getvalue()
 
 
 def test_a_frame_shows_server_memory_requests_and_sessions():
-    text = text_of(view_of(("snapshot", SNAPSHOT)), keys=True)
+    text = text_of(SNAPSHOT, keys=True)
     for words in (
         "m on mlx · thermocline 1 · ready · up 100 s · all tenants",
         "1 running, 2 waiting",
@@ -91,8 +84,8 @@ def test_a_frame_shows_server_memory_requests_and_sessions():
     ("quality", "words"),
     [
         (
-            {"name": "raw", "measured": False, "progress": "measuring: 2 of 9"},
-            "codec raw · not measured on this model · measuring: 2 of 9",
+            {"name": "tq3", "measured": False, "progress": "measuring: 2 of 9"},
+            "codec tq3 · not measured on this model · measuring: 2 of 9",
         ),
         (
             {
@@ -107,77 +100,78 @@ def test_a_frame_shows_server_memory_requests_and_sessions():
             },
             "codec dense3 · measured: KL 0.0094 of at most 0.01",
         ),
-        ({"name": "raw", "measured": True, "rows": []}, "codec raw"),
+        ({"name": "raw", "exact": True, "measured": True, "rows": []}, "exact"),
     ],
 )
 def test_a_frame_shows_the_gates_verdict(quality, words):
-    lines = text_of(view_of(("snapshot", {**SNAPSHOT, "quality": quality}))).splitlines()
+    lines = text_of({**SNAPSHOT, "quality": quality}).splitlines()
     assert words in [x.strip() for x in lines]
 
 
-def test_changes_replace_rows_and_gone_ones_go():
-    view = view_of(
-        ("snapshot", SNAPSHOT),
-        ("change", {"sessions": [{**ROW, "state": "idle"}], "gone": [{"id": "s2"}]}),
-        ("change", {"now": {"running": 5}}),
-        ("keep-alive", {"now": {"running": 9}}),
-    )
-    assert [row["state"] for row in view.rows.values()] == ["idle"]
-    assert "5 running" in text_of(view)
-    assert view.last_id == "2"
-    assert [x["id"] for x in view.as_json()["sessions"]] == ["s1"]
-
-
 def test_the_same_id_of_two_tenants_is_two_rows():
-    rows = [{**ROW, "tenant": "a"}, {**ROW, "tenant": "b"}]
-    view = view_of(("snapshot", {**SNAPSHOT, "sessions": rows}))
-    assert "a/s1" in text_of(view) and "b/s1" in text_of(view)
-    view.apply("change", b'{"gone": [{"id": "s1", "tenant": "a"}]}')
-    assert [x["tenant"] for x in view.rows.values()] == ["b"]
+    text = text_of({**SNAPSHOT, "sessions": [{**ROW, "tenant": "a"}, {**ROW, "tenant": "b"}]})
+    assert "a/s1" in text and "b/s1" in text
+
+
+def test_until_something_is_packed_no_density_is_shown():
+    quality = {"name": "raw", "exact": True, "measured": False, "expected": "about 1/5"}
+    memory = {
+        "hot": {"bytes": 61, "capacity_bytes": 100, "idle_bytes": 5, "measuring_bytes": 45},
+        "tiers": [{"name": "ram", "bytes": 20, "codec": "raw.v1"}],
+        "cold_bytes": 20,
+        "bf16_bytes": 10,
+    }
+    now = {"saved_s_today": None, "saved_tokens_today": 1581}
+    row = {**ROW, "ratio": None, "saved_s": None, "saved_tokens": 300}
+    said = {"quality": {**quality, "progress": "measuring: 9 of 24 cases"}, "memory": memory}
+    text = text_of({**SNAPSHOT, **said, "now": now, "sessions": [row]})
+    for words in (
+        "exact, not packed yet · measuring: 9 of 24 cases, then about 1/5",
+        "saved today 1,581 tokens of prefill",
+        "45 B for measuring the model",
+        "20 B, exact",
+        "300 tok",
+    ):
+        assert words in text
+    assert "raw" not in text and "x" not in text.partition("asleep")[2].splitlines()[0][7:20]
+
+
+def test_a_title_comes_first_and_the_end_of_its_id_after():
+    row = {**ROW, "id": "chat-0123456789abcdef", "title": "the stock of June"}
+    assert "the stock of June …abcdef" in text_of({**SNAPSHOT, "sessions": [row]})
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kept", FILTERS)
 def test_every_order_and_filter_takes_every_row(order, kept):
     rows = [ROW, {"id": "bare"}, {**ROW, "id": "x", "tokens": None, "saved_s": None}]
-    found = chosen(view_of(("snapshot", {**SNAPSHOT, "sessions": rows})), order, kept)
+    found = chosen({**SNAPSHOT, "sessions": rows}, order, kept)
     assert len(found) == {"all": 3, "awake": 0, "asleep": 2, "pinned": 2}[kept]
 
 
 def test_served_sessions_come_first_then_the_latest():
     rows = [{**ROW, "id": "old", "idle_since": 1.0}, {**ROW, "id": "new", "idle_since": 9.0}]
     rows.append({**ROW, "id": "busy", "idle_since": None})
-    found = chosen(view_of(("snapshot", {**SNAPSHOT, "sessions": rows})), "recent", "all")
+    found = chosen({**SNAPSHOT, "sessions": rows}, "recent", "all")
     assert [x["id"] for x in found] == ["busy", "new", "old"]
 
 
 def test_words_of_a_server_cannot_steer_the_terminal():
     rows = [{**ROW, "id": "\x1b[2J[red]x[/red]\n"}]
-    text = text_of(view_of(("snapshot", {**SNAPSHOT, "sessions": rows})))
+    text = text_of({**SNAPSHOT, "sessions": rows})
     assert "?[2J[red]x[/red]?" in text
-
-
-@settings(max_examples=25)
-@given(st.binary(max_size=200))
-def test_bytes_that_are_no_event_are_unreadable_and_nothing_else(data):
-    view = View()
-    try:
-        view.apply("snapshot", data)
-    except Unreadable:
-        return
-    text_of(view)
 
 
 @settings(max_examples=50)
 @given(st.dictionaries(st.sampled_from([*SNAPSHOT]), JSON))
 def test_a_frame_is_drawn_of_anything_that_another_version_may_send(fields):
-    text_of(view_of(("snapshot", {**SNAPSHOT, **fields})))
+    text_of({**SNAPSHOT, **fields})
 
 
 def test_one_session_is_one():
     alone = {**SNAPSHOT, "num_sessions": 1, "sessions": [ROW]}
     alone["memory"] = {"tiers": [{"name": "ram", "bytes": 1, "sessions": 1}]}
-    text = text_of(view_of(("snapshot", alone)))
+    text = text_of(alone)
     assert "1 of 1 session, all" in text
     assert "1 sessions" not in text
 
@@ -185,7 +179,7 @@ def test_one_session_is_one():
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_no_figure_is_cut_however_narrow_the_terminal_is(width):
     rows = [LONG, {**LONG, "id": "hot", "state": "idle", "last_source": "cold-redis"}]
-    text = text_of(view_of(("snapshot", {**SNAPSHOT, "sessions": rows})), width)
+    text = text_of({**SNAPSHOT, "sessions": rows}, width)
     lines = text.splitlines()
     head = next(i for i, x in enumerate(lines) if x.startswith("session"))
     table = lines[head : head + 3]
@@ -211,18 +205,8 @@ def test_no_figure_is_cut_however_narrow_the_terminal_is(width):
     ],
 )
 def test_a_row_says_the_fastest_place_and_calls_returns_missed_only(row, where, last):
-    text = text_of(view_of(("snapshot", {**SNAPSHOT, "sessions": [{**ROW, **row}]})))
+    text = text_of({**SNAPSHOT, "sessions": [{**ROW, **row}]})
     (line,) = [x for x in text.splitlines() if x.startswith("s1")]
     words = line.split()
     assert words[2] == where
     assert " ".join(words[words.index("pin") + 1 :]).startswith(last or "4.1 s")
-
-
-def test_moves_of_a_change_follow_those_of_the_snapshot():
-    view = view_of(
-        ("snapshot", {**SNAPSHOT, "moves": [{"number": 1}], "hour": {"step_s": 10}}),
-        ("change", {"moves": [{"number": 2}]}),
-        ("change", {"now": {}}),
-    )
-    assert [x["number"] for x in view.as_json()["moves"]] == [1, 2]
-    assert view.as_json()["hour"] == {"step_s": 10}

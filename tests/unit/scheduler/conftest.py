@@ -220,6 +220,6 @@ def talk(engine):
             engine.held.setdefault((ref.tenant, ref.id), Held()).hot = True
         report = engine.report(ref)
         await engine.queue.put(Notice(cause="saved", session=report))
-        manager.follower.hear(await engine.queue.get())
+        manager.follower.receive(await engine.queue.get())
 
     return turn

@@ -65,7 +65,7 @@ async def test_a_restarted_engine_takes_hot_sessions_with_it(manager, engine, re
 async def test_an_engine_that_evicts_on_its_own_is_believed(manager, engine, ref, talk):
     await talk(manager, ref("a"))
     dropped = Held(hot=False).report("alice", "a")
-    manager.follower.hear(Notice(cause="dropped", session=dropped))
+    manager.follower.receive(Notice(cause="dropped", session=dropped))
     assert manager.get(ref("a")).state == "cold"
 
 
@@ -134,7 +134,7 @@ async def test_a_session_that_the_engine_woke_is_hot(manager, ref, talk):
     """A notice of a turn without a client, which left while the KV was restored."""
     await talk(manager, ref("a"))
     await manager.demote(ref("a"))
-    manager.follower.hear(Notice(cause="restored", session=Held().report("alice", "a")))
+    manager.follower.receive(Notice(cause="restored", session=Held().report("alice", "a")))
     assert manager.get(ref("a")).state == "idle"
 
 
@@ -142,7 +142,7 @@ async def test_news_of_a_save_that_a_demote_has_overtaken_wake_no_session(manage
     await talk(manager, ref("a"))
     saved = Notice(cause="saved", session=Held().report("alice", "a"))  # still hot then
     await manager.demote(ref("a"))
-    manager.follower.hear(saved)
+    manager.follower.receive(saved)
     assert manager.get(ref("a")).state == "cold"
 
 
@@ -167,15 +167,15 @@ async def test_a_late_report_does_not_bring_a_forgotten_session_back(
     engine.forget_gate = asyncio.Event()
     forgetting = asyncio.create_task(manager.forget(ref("a")))
     await asyncio.sleep(0)
-    manager.follower.hear(gone)  # the engine's own news may come before its answer
-    manager.follower.hear(late)
+    manager.follower.receive(gone)  # the engine's own news may come before its answer
+    manager.follower.receive(late)
     engine.forget_gate.set()
     assert await forgetting
     assert manager.get(ref("a")) is None
-    manager.follower.hear(late)
+    manager.follower.receive(late)
     assert manager.get(ref("a")) is None
     clock.now += 60
-    manager.follower.hear(late)  # by now another client has brought it
+    manager.follower.receive(late)  # by now another client has brought it
     assert manager.get(ref("a")) is not None
 
 
@@ -194,7 +194,7 @@ async def test_a_list_written_before_a_turn_changes_nothing_of_it(clock, ref):
     engine = Overtaken()
     engine.held["alice", "a"] = Held(hot=False)
     manager = SessionManager(engine, SchedulerConfig(), salt_of=salt_of, clock=clock)
-    manager.follower.hear(Notice("saved", engine.held["alice", "a"].report("alice", "a")))
+    manager.follower.receive(Notice("saved", engine.held["alice", "a"].report("alice", "a")))
     assert manager.get(ref("a")).state == "cold"
 
     async def one_turn() -> None:

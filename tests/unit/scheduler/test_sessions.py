@@ -346,7 +346,7 @@ async def _live_through(steps) -> None:
             await manager.follower.ask()
         elif held and step == "evict":
             held.hot = False
-            manager.follower.hear(Notice(cause="dropped", session=held.report("alice", ref.id)))
+            manager.follower.receive(Notice(cause="dropped", session=held.report("alice", ref.id)))
         elif step == "lose":
             engine.held.pop(("alice", ref.id), None)
     await asyncio.gather(*running)
@@ -369,12 +369,12 @@ async def test_the_observer_hears_which_place_a_session_left_and_why(
         clock.now += 1
     await manager.demote(ref("asked"))
     engine.held[("alice", "dropped")].hot = False
-    manager.follower.hear(Notice("dropped", engine.report(ref("dropped"))))
+    manager.follower.receive(Notice("dropped", engine.report(ref("dropped"))))
     engine.held[("alice", "dropped")].tier = "disk"
-    manager.follower.hear(Notice("moved", engine.report(ref("dropped")), "budget"))
+    manager.follower.receive(Notice("moved", engine.report(ref("dropped")), "budget"))
     assert manager.get(ref("dropped")).tier == "disk"
     await manager.demote(ref("lapsed"))
-    manager.follower.hear(Notice("lost", absent(ref("lapsed")), "expired"))
+    manager.follower.receive(Notice("lost", absent(ref("lapsed")), "expired"))
     clock.now += 59
     await manager.sweeps.sweep()
     await manager.forget(ref("asked"))

@@ -51,7 +51,7 @@ export async function send(method, path, body, more = {}, signal = undefined) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server does not answer.", "unreachable");
   }
-  if (answer.ok) return answer;
+  if (answer.ok || answer.status === 304) return answer;
   let error = {};
   try {
     error = (await answer.json()).error ?? {};

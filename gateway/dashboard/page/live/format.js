@@ -29,7 +29,13 @@ export function ratio(x) {
 
 // Packed bytes are always compared with what the same KV takes in bf16.
 export function density(x) {
-  return known(x) && x > 0 ? `${ratio(x)} ${x < 1 ? "as dense as" : "denser than"} bf16` : UNKNOWN;
+  return known(x) && x > 0 ? `${ratio(x)} denser than bf16` : "exact";
+}
+
+// What was not computed again: its time, where the speed of prefill is known, else its tokens.
+export function saved(took, tokens) {
+  if (known(took)) return seconds(took);
+  return tokens ? plural(tokens, "token") : UNKNOWN;
 }
 
 export function percent(x) {

@@ -56,11 +56,11 @@ const marks = (name, report) =>
     ? [{ at: report.high_water * report.capacity_bytes, name: "high water" }]
     : [];
 
-const codec = (report) => (report?.codec ? ` · ${report.codec.split(".")[0]}` : "");
+const codec = (report) => (report?.codec ? ` · ${report.codec.startsWith("raw") ? "exact" : report.codec.split(".")[0]}` : "");
 
 function returns(name, back) {
   if (back === null) return "\u00a0";
-  return name === "hot" ? `${plural(back, "turn")} went on at once` : `${plural(back, "return")} from here`;
+  return name === "hot" ? `${plural(back, "turn")} continued hot` : `${plural(back, "return")} from here`;
 }
 
 // A first turn finds nothing stored and misses nothing: it is shown, but not counted as a return.
@@ -77,10 +77,10 @@ function Missed({ outcomes, chosen, choose }) {
     onClick=${() => choose(chosen ? "" : "miss")}
   >
     <span class="name">Missed</span>
-    <span class="figure"><b>${count(outcomes ? all : null)}</b> ${all === 1 ? "return" : "returns"}</span>
+    <span class="figure"><b>${count(outcomes ? all : null)}</b>${returns ? ` of ${plural(returns, "return")}` : ""}</span>
     <${Meter} parts=${[{ name: "computed anew", value: all, tone: "computed" }]} total=${returns || 1}
       words=${`${all} of ${returns} returns found nothing to reuse`} />
-    <span class="small">${returns ? `of ${plural(returns, "return")}` : "no return yet"}${fresh ? ` · ${plural(fresh, "first turn")}` : ""}</span>
+    <span class="small">${[returns ? "" : "no return yet", fresh ? plural(fresh, "first turn") : ""].filter(Boolean).join(" · ") || "\u00a0"}</span>
     <span class="small back">${worst ? `mostly: ${REASONS[worst[0]] ?? worst[0]}` : returns ? "each found something to reuse" : "\u00a0"}</span>
   </button>`;
 }

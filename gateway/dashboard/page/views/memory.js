@@ -4,7 +4,8 @@ import { html } from "../parts/html.js";
 import { Meter } from "../parts/meter.js";
 import { leftWords, REASONS, sourceWords, split, tierOf } from "../parts/badges.js";
 import { sum } from "../parts/strip.js";
-import { memory, places, TIER_NAMES, TIERS } from "../live/store.js";
+import { unpackedWords } from "./quality.js";
+import { memory, packed, places, quality, TIER_NAMES, TIERS } from "../live/store.js";
 import { bytes, count, density, percent, plural } from "../live/format.js";
 
 const RETURNS = ["hot", "cold-ram", "cold-disk", "cold-redis"];
@@ -47,6 +48,7 @@ function Hot({ hot }) {
     <p class="amount"><b>${bytes(hot.bytes)}</b>${hot.capacity_bytes ? ` of ${bytes(hot.capacity_bytes)}` : ""}</p>
     <${Meter} parts=${parts} total=${total} marks=${marks} tall words=${`Hot: ${parts.map((x) => x.name).join(", ")}`} />
     <p class="facts-line"><span><i class="hot"></i>in use ${bytes(busy)}</span><span><i class="hot pale"></i>idle ${bytes(hot.idle_bytes)}</span>
+      ${hot.measuring_bytes ? html`<span>of it for measuring the model ${bytes(hot.measuring_bytes)}</span>` : ""}
       ${hot.save_queue_bytes ? html`<span>waiting to be packed ${bytes(hot.save_queue_bytes)}</span>` : ""}
       ${hot.capacity_bytes ? html`<span>marks at ${percent(hot.low_water)} and ${percent(hot.high_water)}</span>` : ""}</p>
   </article>`;
@@ -56,13 +58,13 @@ function Cold({ tier }) {
   const own = places.value[tier.name];
   const total = tier.capacity_bytes || tier.bytes || 1;
   return html`<article class="budget ${tier.name}">
-    <h3><span class="mark ${tier.name}">${TIER_NAMES[tier.name]}</span> ${tier.codec && html`<span class="codec">${tier.codec}</span>`}
+    <h3><span class="mark ${tier.name}">${TIER_NAMES[tier.name]}</span> ${tier.codec && html`<span class="codec">${tier.codec.startsWith("raw") ? "exact" : tier.codec}</span>`}
       ${!tier.available && html`<span class="bad">down: sessions there are computed again meanwhile</span>`}</h3>
     <p class="amount"><b>${bytes(tier.bytes)}</b>${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}</p>
     <${Meter} parts=${[{ name: bytes(tier.bytes), value: tier.bytes, tone: tier.name }]} total=${total} tall
       words=${`${TIER_NAMES[tier.name]}: ${bytes(tier.bytes)}${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}`} />
     <p class="facts-line"><span>${plural(own.sessions, "session")} asleep here</span>
-      ${tier.blobs != null && html`<span>${plural(tier.blobs, "blob")}</span>`}
+      ${tier.blobs != null && html`<span>${plural(tier.blobs, "chunk")}</span>`}
       ${tier.evictions != null && html`<span class=${tier.evictions ? "warn" : ""}>${plural(tier.evictions, "eviction")}${tier.evictions ? ": it ran out of room" : ""}</span>`}
       ${tier.errors ? html`<span class="bad">${plural(tier.errors, "error")}</span>` : ""}</p>
   </article>`;
@@ -108,7 +110,9 @@ function InBf16({ it }) {
   const capacity = it.hot.capacity_bytes;
   return html`<section class="card" aria-labelledby="in-bf16">
     <h2 id="in-bf16">What it would take in bf16</h2>
-    ${whole
+    ${whole && !packed.value
+      ? html`<p class="amount"><b>${bytes(held)}</b> asleep, ${unpackedWords(quality.value)}.</p>`
+      : whole
       ? html`<p class="amount"><b>${bytes(whole)}</b> in bf16, 16 bits for each value; packed it is ${bytes(held)}${held ? html`, <b>${density(whole / held)}</b>` : ""}.</p>
           <div class="compare">
             <span>bf16</span><${Meter} parts=${[{ name: bytes(whole), value: whole, tone: "bf16" }]} total=${Math.max(whole, held)} tall

@@ -4,8 +4,8 @@ import { html } from "../parts/html.js";
 import { Chart } from "../parts/chart.js";
 import { Client, Since, Source } from "../parts/badges.js";
 import { Meter } from "../parts/meter.js";
-import { now, rows, rowsVersion } from "../live/store.js";
-import { bytes, count, plural, rate, seconds } from "../live/format.js";
+import { now, rows, rowsVersion, titleOf } from "../live/store.js";
+import { bytes, count, plural, rate, saved } from "../live/format.js";
 import { Moves } from "./moves.js";
 import { isTrying, OfferToTry, TryIt } from "./try_it.js";
 
@@ -24,7 +24,8 @@ export function Now({ open }) {
       <${Figure} name="Prompt" value=${rate(it.prompt_tokens_per_s)} unit="tokens/s" />
       <${Figure} name="Answers" value=${rate(it.answer_tokens_per_s)} unit="tokens/s" />
       ${it.memory_available_bytes != null && html`<${Figure} name="Memory free" value=${bytes(it.memory_available_bytes)} note="on this machine" />`}
-      <${Figure} name="Prefill saved today" value=${seconds(it.saved_s_today)} note=${`${count(it.saved_tokens_today)} tokens not computed again`} good />
+      <${Figure} name="Prefill saved today" value=${saved(it.saved_s_today, it.saved_tokens_today)} good
+        note=${it.saved_s_today == null ? "not computed again" : `${count(it.saved_tokens_today)} tokens not computed again`} />
     </dl>
     ${isTrying() || (rows.size === 0 && requests.length === 0) ? html`<${TryIt} open=${open} />` : ""}
     <section class="card" aria-labelledby="flight">
@@ -60,7 +61,7 @@ function Requests({ requests, open }) {
     <tbody>
       ${requests.map(
         (x) => html`<tr key=${x.id}>
-          <th scope="row"><button type="button" class="link" onClick=${() => open({ id: x.session, tenant: x.tenant })}>${x.session}</button></th>
+          <th scope="row"><button type="button" class="link" onClick=${() => open({ id: x.session, tenant: x.tenant })} title=${x.session}>${titleOf(x.tenant, x.session)}</button></th>
           <td class="low2"><${Client} name=${x.client} /></td>
           <td><${Phase} request=${x} /></td>
           <td class="low1"><${Source} source=${x.source} reason=${x.reason} /></td>

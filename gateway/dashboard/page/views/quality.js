@@ -17,17 +17,24 @@ export function Quality() {
     <section class="card" aria-labelledby="codecs">
       <h2 id="codecs">Codec in use</h2>
       <ul class="codecs">
-        <li><b>${it.name}</b> ${it.codec && html`<span class="codec">${it.codec}</span>`}</li>
+        <li>${isExact(it) ? html`<b>${unpackedWords(it)}</b>` : html`<b>${it.name}</b> ${it.codec && html`<span class="codec">${it.codec}</span>`}`}</li>
       </ul>
       ${it.why && html`<p class="why-codec">${it.why}</p>`}
       <${Measuring} it=${it} />
     </section>
-    ${it.rows.length ? html`<${Picture} rows=${it.rows} bound=${it.bound} /><${Measured} it=${it} />` : html`<p class="hint card">${isExact(it) ? "Sessions are packed exactly here: that costs no quality." : "What this codec costs this model was not measured, or loses nothing: the words above say which."}</p>`}
+    ${it.rows.length ? html`<${Picture} rows=${it.rows} bound=${it.bound} /><${Measured} it=${it} />` : html`<p class="hint card">${isExact(it) ? `Sessions are stored exactly${it.measured ? "" : " until then"}: that costs no quality.` : "What this codec costs this model was not measured, or loses nothing: the words above say which."}</p>`}
     <${Verdicts} history=${it.history ?? []} />
   `;
 }
 
-const isExact = (it) => it.name === "raw";
+const isExact = (it) => it.exact;
+
+// What is so while nothing is packed, and what is to be expected.
+export function unpackedWords(it) {
+  const next = it?.expected ? `, then ${it.expected}` : "";
+  const words = it?.progress ? `; ${it.progress}${next}` : "";
+  return it?.measured === false ? `exact, not packed yet${words}` : "exact";
+}
 
 function Measuring({ it }) {
   const [busy, setBusy] = useState(false);

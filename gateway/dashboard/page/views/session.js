@@ -7,7 +7,7 @@ import { say } from "../parts/said.js";
 import { Steps } from "./steps.js";
 import { call, sessionPath } from "../live/api.js";
 import { isHot, now, rowKey, TIER_NAMES } from "../live/store.js";
-import { bytes, count, density, plural, seconds } from "../live/format.js";
+import { bytes, count, density, plural, saved } from "../live/format.js";
 import { Journey } from "./journey.js";
 import { forgotten } from "./try_it.js";
 import { Turns } from "./turns.js";
@@ -17,7 +17,7 @@ const ASK_AGAIN_MS = 250; // after a change, so that several of them cost one qu
 export function Session({ row, close }) {
   const detail = useDetail(row);
   return html`
-    ${row.title && html`<p class="title">${row.title}</p>`}
+    ${row.title && html`<p class="end">${row.id}</p>`}
     <p class="tags"><${Whereabouts} row=${row} /> ${row.client && html`<${Client} name=${row.client} />`}
       ${row.pinned && html`<span class="pin">pinned</span>`}
       ${row.parent && html`<span class="faint">started by ${row.parent}</span>`}
@@ -25,11 +25,11 @@ export function Session({ row, close }) {
     <${Actions} row=${row} close=${close} />
     <dl class="facts">
       <dt>Tokens</dt><dd>${count(row.tokens)}</dd>
-      <dt>${isHot(row) ? "Hot bytes" : "Packed bytes"}</dt><dd>${bytes(row.bytes)}</dd>
+      <dt>${isHot(row) ? "Hot bytes" : row.ratio ? "Packed bytes" : "Bytes asleep"}</dt><dd>${bytes(row.bytes)}</dd>
       <dt>In bf16</dt><dd>${bytes(row.bf16_bytes)}</dd>
-      <dt>Cold copy</dt><dd>${row.tier ? TIER_NAMES[row.tier] : "none yet"}${row.cold_bytes ? html` <span class="faint">${bytes(row.cold_bytes)}${row.ratio ? `, ${density(row.ratio)}` : ""}</span>` : ""}</dd>
+      <dt>Cold copy</dt><dd>${row.tier ? TIER_NAMES[row.tier] : "none yet"}${row.cold_bytes ? html` <span class="faint">${bytes(row.cold_bytes)}, ${density(row.ratio)}</span>` : ""}</dd>
       <dt>Last return</dt><dd><${Source} source=${row.last_source} reason=${row.last_reason} /></dd>
-      <dt>Prefill saved</dt><dd>${seconds(row.saved_s)}${row.turns ? html` <span class="faint">in ${plural(row.turns, "turn")}</span>` : ""}</dd>
+      <dt>Prefill saved</dt><dd>${saved(row.saved_s, row.saved_tokens)}${row.turns ? html` <span class="faint">in ${plural(row.turns, "turn")}</span>` : ""}</dd>
     </dl>
     <${Journey} row=${row} began=${served(row)[0]?.started_at} steps=${detail?.timeline ?? []} turns=${detail?.last_turns ?? []} />
     <${Turns} turns=${detail?.last_turns ?? []} prefix=${detail?.prefix} known=${!!detail} serving=${served(row).length > 0} />

@@ -3,8 +3,8 @@
 import { computed, html, signal, useEffect, useRef } from "../parts/html.js";
 import { Client, clientName, isFirst, Since, Source, Whereabouts } from "../parts/badges.js";
 import { Rows } from "../parts/rows.js";
-import { changesSince, clients, idOf, numSessions, placeOf, rowKey, rows, rowsVersion, tenants, TIER_NAMES } from "../live/store.js";
-import { bytes, count, density, ratio, seconds } from "../live/format.js";
+import { clients, endOf, idOf, nameOf, numSessions, placeOf, rowKey, rows, rowsVersion, tenants, TIER_NAMES } from "../live/store.js";
+import { bytes, count, density, ratio, saved } from "../live/format.js";
 import { Session } from "./session.js";
 import { TryIt } from "./try_it.js";
 
@@ -22,25 +22,14 @@ const BY = {
   ratio: (x) => x.ratio ?? 0,
   idle: (x) => -(x.idle_since ?? Infinity),
   last: (x) => lastOf(x) ?? "",
-  saved: (x) => x.saved_s ?? 0,
+  saved: (x) => x.saved_tokens ?? 0,
   turns: (x) => x.turns ?? 0,
 };
 
-// The list that is shown. What changes between two versions is merged into it: sorting ten thousand
-// rows every second would cost more than all else.
-let last = { version: -1, rows: [] };
+// The list that is shown.
 const found = computed(() => {
-  const version = rowsVersion.value;
-  const wanted = filter.value;
-  const order = sort.value;
-  const known = last.wanted === wanted && last.order === order ? changesSince(last.version) : null;
-  const fits = fitting(wanted);
-  const compare = comparing(order);
-  const list = known
-    ? merged(known.gone.size ? last.rows.filter((x) => !known.gone.has(x)) : last.rows, [...known.come].filter(fits).sort(compare), compare)
-    : [...rows.values()].filter(fits).sort(compare);
-  last = { version, wanted, order, rows: list };
-  return list;
+  rowsVersion.value;
+  return [...rows.values()].filter(fitting(filter.value)).sort(comparing(sort.value));
 });
 
 function fitting({ words, place, client, last, pinned }) {
@@ -65,18 +54,6 @@ function comparing({ by, down }) {
   };
 }
 
-function merged(list, come, compare) {
-  if (come.length === 0) return list;
-  const all = [];
-  let i = 0;
-  for (const row of come) {
-    while (i < list.length && compare(list[i], row) <= 0) all.push(list[i++]);
-    all.push(row);
-  }
-  while (i < list.length) all.push(list[i++]);
-  return all;
-}
-
 const manyTenants = computed(() => (rowsVersion.value, tenants.size > 1));
 const clientNames = computed(() => (rowsVersion.value, [...clients.keys()].filter(Boolean).sort()));
 
@@ -91,16 +68,16 @@ const COLUMNS = [
   { name: "idle", label: "Idle", cell: (x) => (x.idle_since ? html`<${Since} at=${x.idle_since} />` : "busy") },
   { name: "tokens", label: "Tokens", number: true, low: 1, cell: (x) => count(x.tokens) },
   { name: "bytes", label: "Bytes", number: true, low: 1, cell: (x) => bytes(x.bytes) },
-  { name: "ratio", label: "vs bf16", number: true, low: 3, cell: (x) => html`<span title=${`packed ${density(x.ratio)}`}>${ratio(x.ratio)}</span>` },
+  { name: "ratio", label: "vs bf16", number: true, low: 3, cell: (x) => html`<span title=${density(x.ratio)}>${ratio(x.ratio)}</span>` },
   { name: "last", label: "Last return", low: 2, cell: (x) => html`<${Source} source=${x.last_source} reason=${x.last_reason} />` },
   { name: "turns", label: "Turns", number: true, low: 3, cell: (x) => count(x.turns) },
-  { name: "saved", label: "Saved", number: true, low: 2, cell: (x) => (x.saved_s ? seconds(x.saved_s) : html`<span class="faint">0 s</span>`) },
+  { name: "saved", label: "Saved", number: true, low: 2, cell: (x) => html`<span class=${x.saved_tokens ? "" : "faint"}>${saved(x.saved_s, x.saved_tokens)}</span>` },
 ];
 
 const OF_ONE_TENANT = COLUMNS.filter((x) => !x.many);
 
 function Marks({ row }) {
-  return html`${row.title && html`<span class="title" title=${row.title}>${row.title}</span>`}${row.pinned && html`<span class="pin" title="pinned">pinned</span>`}${(row.parent || row.kind === "child") &&
+  return html`${row.title && html`<span class="end" title=${row.id}>${endOf(row.id)}</span>`}${row.pinned && html`<span class="pin" title="pinned">pinned</span>`}${(row.parent || row.kind === "child") &&
   html`<span class="child" title=${row.parent ? `started by ${row.parent}` : "serves another session"}>child</span>`}`;
 }
 
@@ -116,7 +93,7 @@ export function Sessions({ chosen, open, close }) {
         ? html`<${TryIt} open=${open} />`
         : items.length === 0
           ? html`<p class="hint">No session is like that. <button type="button" class="link" onClick=${() => (filter.value = NO_FILTER)}>Show all</button></p>`
-          : html`<${Rows} columns=${columns} items=${items} keyOf=${rowKey} nameOf=${(x) => x.id} chosen=${chosen}
+          : html`<${Rows} columns=${columns} items=${items} keyOf=${rowKey} nameOf=${nameOf} chosen=${chosen}
               choose=${open} sort=${sort.value} setSort=${(x) => (sort.value = x)} label="Sessions" />`}
     </section>
     ${chosen ? html`<${Side} key=${chosen} row=${row} chosen=${chosen} open=${open} close=${close} />` : ""}
@@ -136,7 +113,7 @@ function Filters({ shown }) {
     <${Choice} label="Client" value=${it.client} set=${set("client")} any="any client"
       options=${Object.fromEntries(clientNames.value.map((x) => [x, clientName(x)]))} />
     <${Choice} label="Last return" value=${it.last} set=${set("last")} any="any last return"
-      options=${{ hot: "went on hot", "cold-ram": "from RAM", "cold-disk": "from disk", "cold-redis": "from Redis", miss: "missed", first: "first turn" }} />
+      options=${{ hot: "continued hot", "cold-ram": "from RAM", "cold-disk": "from disk", "cold-redis": "from Redis", miss: "missed", first: "first turn" }} />
     <label class="check"><input type="checkbox" checked=${it.pinned} onChange=${set("pinned")} /> pinned</label>
     <output aria-live="polite">${shown === all ? count(all) : `${count(shown)} of ${count(all)}`}${listed < all ? ` (the ${count(listed)} last used are listed)` : ""}</output>
   </form>`;
@@ -154,7 +131,7 @@ function Side({ row, chosen, open, close }) {
   useEffect(() => head.current?.focus(), [chosen]);
   return html`<aside class="card side" aria-labelledby="opened" onKeyDown=${(event) => event.key === "Escape" && close()}>
     <header>
-      <h2 id="opened" tabindex="-1" ref=${head}>${idOf(chosen)}</h2>
+      <h2 id="opened" tabindex="-1" ref=${head}>${row ? nameOf(row) : idOf(chosen)}</h2>
       <button type="button" class="quiet" onClick=${close} aria-label="Close this session">✕</button>
     </header>
     ${row ? html`<${Session} row=${row} open=${open} close=${close} />` : html`<p class="hint">This session is gone: a new turn under its id starts it anew.</p>`}

@@ -42,11 +42,11 @@ function inWords(presets, bound) {
 export function Verdicts({ history }) {
   if (history.length === 0) return "";
   return html`<section class="card" aria-labelledby="verdicts">
-    <h2 id="verdicts">Verdicts of the gate</h2>
+    <h2 id="verdicts">Codecs so far</h2>
     <ol class="verdicts">${[...history].reverse().map(
       (x, i) => html`<li key=${x.at}>
         <time class="faint">${day(x.at)} ${clock(x.at)}</time>
-        <span><b>${x.codec.split(".")[0]}</b>${i === 0 ? html` <span class="ok">now</span>` : ""}${x.worst_kl != null ? html` <span class="faint">KL at most ${fixed(x.worst_kl, 4)}</span>` : ""}
+        <span><b>${x.codec.startsWith("raw") ? "exact" : x.codec.split(".")[0]}</b>${i === 0 ? html` <span class="ok">now</span>` : ""}${x.worst_kl != null ? html` <span class="faint">KL at most ${fixed(x.worst_kl, 4)}</span>` : ""}
           <span class="reason">${x.why}</span></span>
       </li>`,
     )}</ol>

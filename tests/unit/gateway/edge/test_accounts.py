@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engines.openai.errors import InvalidRequest
 from gateway.edge.accounts import LARGE_BODY_BYTES, BodyBudget, BodyShare, check_weight
-from gateway.errors import Refused
+from gateway.errors import RequestRefused
 
 
 def share_of(budget: BodyBudget, tenant: str) -> BodyShare:
@@ -25,7 +25,7 @@ def test_one_tenant_leaves_a_quarter_to_others() -> None:
     first, second = share_of(budget, "one"), share_of(budget, "one")
     first.grow(60)
     second.grow(15)
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         second.grow(16)
     share_of(budget, "other").grow(25)
     first.give_back()
@@ -37,7 +37,7 @@ def test_shares_never_exceed_the_budget_and_come_back() -> None:
     one, other = share_of(budget, "one"), share_of(budget, "other")
     one.grow(60)
     one.grow(40)  # less than it has
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         other.grow(41)
     other.grow(40)
     assert budget.nbytes == 100

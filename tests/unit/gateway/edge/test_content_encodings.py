@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engines.openai.errors import InvalidRequest
 from gateway.edge.content_encodings import STEP_BYTES, encoding_of, unpacked
-from gateway.errors import Refused
+from gateway.errors import RequestRefused
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 
 if sys.version_info >= (3, 14):
@@ -147,5 +147,5 @@ async def test_other_encodings_are_415_and_say_which_are_taken(said: str) -> Non
 )
 def test_names_of_encodings(said: str, meant: str) -> None:
     assert encoding_of(said) == meant
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         encoding_of(f"{said or 'zstd'}, br")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.edge.accounts import ACCOUNTS, Account
 from gateway.edge.key_limits import Bucket, KeyLimits, KeyShare, key_share_of
-from gateway.errors import Refused
+from gateway.errors import RequestRefused
 from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
 from gateway.models.served_model import Models, ServedModel
 from scheduler.config import SchedulerConfig
@@ -33,8 +33,8 @@ def enter(limits: KeyLimits, tenant: Tenant = ALICE, account: Account = TURN) ->
     return share
 
 
-def refusal(limits: KeyLimits, tenant: Tenant = ALICE) -> Refused:
-    with pytest.raises(Refused) as caught:
+def refusal(limits: KeyLimits, tenant: Tenant = ALICE) -> RequestRefused:
+    with pytest.raises(RequestRefused) as caught:
         enter(limits, tenant)
     assert (caught.value.failure.status, caught.value.failure.code) == (429, "rate_limit_exceeded")
     return caught.value
@@ -82,7 +82,7 @@ def test_reads_cost_a_part_of_a_request_and_need_no_place():
     turn = enter(limits)
     for _ in range(10):
         enter(limits, account=READ).leave()
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         enter(limits, account=READ)
     assert caught.value.failure.retry_after_s == pytest.approx(3.0)
     refusal(limits)  # the reads that left gave back no place of the turn

@@ -15,7 +15,7 @@ from gateway.edge.accounts import ACCOUNTS
 from gateway.edge.key_limits import KeyLimits, KeyShare, give_back, key_share_of
 from gateway.edge.shared_limits import SharedLimits
 from gateway.edge.stock import LEASE_S, Command, Reply, read_number, read_places, read_taken
-from gateway.errors import Refused
+from gateway.errors import RequestRefused
 from gateway.keys import Limits, Tenant, Tenants
 from tests.redis_server import RedisServer
 from tests.unit.gateway.edge.conftest import asks
@@ -52,7 +52,7 @@ class OneGateway:
         scope["state"]["reserved"] = await self.shared.ready(tenant, self.keys.of(tenant))
         try:
             self.keys.enter(tenant, scope, TURN)
-        except Refused as error:
+        except RequestRefused as error:
             assert error.failure.status == 429
             assert error.failure.retry_after_s and error.failure.retry_after_s >= 1
             return None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.identity.outline import Change, PrefixWatch, change_between, outline_of
+from gateway.identity.outline import PrefixWatch, PromptChange, change_between, outline_of
 
 SALT = b"s" * 32
 
@@ -23,14 +23,14 @@ def chat(*texts: str, system: str = "s", **fields: Any) -> dict[str, Any]:
     [
         (chat("a", "b"), None),
         (chat("a", "b", "c"), None),
-        (chat("a", "x", "c"), Change("messages", 1)),
-        (chat("a"), Change("messages", 1)),
-        (chat("a", "b", system="t"), Change("system", 0)),
-        (chat("a", "b", tools=[]), Change("tools", 0)),
-        (chat("x", system="t", model="n"), Change("model", 0)),
+        (chat("a", "x", "c"), PromptChange("messages", 1)),
+        (chat("a"), PromptChange("messages", 1)),
+        (chat("a", "b", system="t"), PromptChange("system", 0)),
+        (chat("a", "b", tools=[]), PromptChange("tools", 0)),
+        (chat("x", system="t", model="n"), PromptChange("model", 0)),
     ],
 )
-def test_the_first_part_that_changed(now: dict[str, Any], change: Change | None) -> None:
+def test_the_first_part_that_changed(now: dict[str, Any], change: PromptChange | None) -> None:
     assert change_between(outline_of(chat("a", "b"), SALT), outline_of(now, SALT)) == change
 
 
@@ -42,7 +42,7 @@ def test_messages_differ_where_their_texts_do(before: list[str], now: list[str])
     else:
         pairs = zip(before, now, strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(now)))
-        assert found == Change("messages", same)
+        assert found == PromptChange("messages", same)
 
 
 def test_tenants_have_different_hashes() -> None:
@@ -55,7 +55,7 @@ def test_a_session_is_compared_with_its_own_latest_request() -> None:
         first = watch.compare("alice", text, outline_of(chat(text), SALT))
         assert first.change is None
     changed = watch.compare("alice", "a", outline_of(chat("x"), SALT))
-    assert changed.change == Change("messages", 0)
+    assert changed.change == PromptChange("messages", 0)
     assert watch.compare("bob", "a", outline_of(chat("y"), SALT)).change is None
     changed.prompt_tokens, changed.cached_tokens = 9, 4
     report = watch.report("alice", "a")

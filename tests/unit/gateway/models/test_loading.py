@@ -17,8 +17,8 @@ from gateway.models.loading import (
     STAY_S,
     UNLOAD_S,
     Loading,
+    LoadState,
     OnDemand,
-    State,
 )
 from scheduler.config import SchedulerConfig
 from scheduler.session import Event
@@ -97,7 +97,7 @@ class Rig:
     def begin(self, number: int, tenant: str = "t") -> asyncio.Task[None]:
         return asyncio.create_task(self.loading.enter(self.models[number], tenant))
 
-    async def until(self, number: int, state: State) -> None:
+    async def until(self, number: int, state: LoadState) -> None:
         async with asyncio.timeout(20):
             while self.models[number].state is not state:
                 await asyncio.sleep(0.01)
@@ -105,16 +105,16 @@ class Rig:
 
 async def test_a_model_is_loaded_when_it_is_asked_for_and_stays_while_it_is_used():
     async with Rig(places=2) as rig:
-        assert rig.models[0].state is State.UNLOADED
+        assert rig.models[0].state is LoadState.UNLOADED
         await asyncio.gather(rig.begin(0), rig.begin(0))
-        assert (rig.models[0].state, rig.models[0].num_uses) == (State.LOADED, 2)
+        assert (rig.models[0].state, rig.models[0].num_uses) == (LoadState.LOADED, 2)
         await rig.begin(1)
         assert [x.engine.num_starts for x in rig.models] == [1, 1]
         rig.now += 1000
         rig.loading.leave(rig.models[1])
         rig.now += 61
-        await rig.until(1, State.UNLOADED)
-        assert rig.models[0].state is State.LOADED
+        await rig.until(1, LoadState.UNLOADED)
+        assert rig.models[0].state is LoadState.LOADED
 
 
 async def test_one_place_is_given_to_the_first_in_line_once_nothing_uses_it():
@@ -126,11 +126,15 @@ async def test_one_place_is_given_to_the_first_in_line_once_nothing_uses_it():
         rig.now += PATIENCE_S
         later = rig.begin(0)  # does not keep the others out for ever
         await asyncio.sleep(0.05)
-        assert rig.models[0].state is State.LOADED and not (second.done() or later.done())
+        assert rig.models[0].state is LoadState.LOADED and not (second.done() or later.done())
         rig.loading.leave(rig.models[0])
         rig.loading.leave(rig.models[0])
         await second
-        assert [x.state for x in rig.models] == [State.UNLOADED, State.LOADED, State.UNLOADED]
+        assert [x.state for x in rig.models] == [
+            LoadState.UNLOADED,
+            LoadState.LOADED,
+            LoadState.UNLOADED,
+        ]
         rig.loading.leave(rig.models[1])
         await third
         assert not later.done()
@@ -171,7 +175,7 @@ async def test_a_model_that_loads_for_long_keeps_no_other_from_a_free_place():
     async with Rig(num_models=3, places=2) as rig:
         rig.models[0].engine.hangs = True
         slow = rig.begin(0)
-        await rig.until(0, State.LOADING)
+        await rig.until(0, LoadState.LOADING)
         await rig.begin(1)
         assert not slow.done()
         rig.now += 6  # its time to load is over
@@ -207,7 +211,7 @@ async def test_a_model_that_cannot_be_loaded_is_refused_with_its_reason_and_trie
         rig.loading.leave(rig.models[1])
         rig.now += RETRY_AFTER_S
         await rig.begin(0)
-        assert rig.models[0].state is State.LOADED
+        assert rig.models[0].state is LoadState.LOADED
 
 
 async def test_a_model_that_cannot_be_loaded_takes_others_places_ever_less_often():
@@ -216,7 +220,7 @@ async def test_a_model_that_cannot_be_loaded_takes_others_places_ever_less_often
         for failures in range(3):
             with pytest.raises(EngineUnavailable):
                 await rig.begin(0)
-            await rig.until(0, State.UNLOADED)
+            await rig.until(0, LoadState.UNLOADED)
             rig.now += RETRY_AFTER_S * 2**failures - 1
             with pytest.raises(EngineUnavailable):
                 await rig.begin(0)
@@ -291,7 +295,7 @@ async def test_sessions_of_an_unloaded_model_are_cold_on_the_tier_that_outlives_
         model.sessions.table.end(session)
         rig.loading.leave(model)
         rig.now += 61
-        await rig.until(0, State.UNLOADED)
+        await rig.until(0, LoadState.UNLOADED)
         (view,) = model.sessions.list("t")
         assert (view.state, view.tier) == ("cold", "disk")
         assert session.can(Event.TURN)
@@ -303,7 +307,7 @@ async def test_two_tenants_do_not_swap_models_at_each_turn():
         rig.loading.leave(rig.models[0])
         other = rig.begin(1, "two")
         await asyncio.sleep(0.05)
-        assert rig.models[0].state is State.LOADED and not other.done()
+        assert rig.models[0].state is LoadState.LOADED and not other.done()
         await rig.begin(0, "one")  # has it meanwhile
         rig.loading.leave(rig.models[0])
         rig.now += STAY_S[0]
@@ -332,9 +336,9 @@ async def test_an_engine_that_still_packs_is_not_ended():
         rig.loading.leave(model)
         model.engine.save_queue_bytes = 7
         rig.now += 61
-        await rig.until(0, State.UNLOADING)
+        await rig.until(0, LoadState.UNLOADING)
         looks = model.engine.num_looks
         await eventually(lambda: model.engine.num_looks >= looks + 3)
         assert model.engine.ready  # it was not ended
         model.engine.save_queue_bytes = 0
-        await rig.until(0, State.UNLOADED)
+        await rig.until(0, LoadState.UNLOADED)

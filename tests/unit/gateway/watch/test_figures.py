@@ -15,13 +15,13 @@ DENSE = CodecReport(name="dense3", id="dense3.1", why="within the bound", rows=(
 def test_each_verdict_is_remembered_once_with_its_time():
     now = [100.0]
     verdicts = Verdicts(lambda: now[0])
-    assert verdicts.hear(None) == []
+    assert verdicts.note(None) == []
     for _ in range(3):
-        verdicts.hear(RAW)
+        verdicts.note(RAW)
         now[0] += 60
     measuring = msgspec.structs.replace(RAW, progress="measuring: 3 of 12 cases")
-    assert len(verdicts.hear(measuring)) == 1, "that is no verdict"
-    before, after = verdicts.hear(DENSE)
+    assert len(verdicts.note(measuring)) == 1, "that is no verdict"
+    before, after = verdicts.note(DENSE)
     assert (before.at, before.measured, before.worst_kl) == (100.0, False, None)
     assert (after.at, after.measured, after.worst_kl) == (280.0, True, GOOD.kl)
     assert after.codec == "dense3.1"
@@ -30,5 +30,5 @@ def test_each_verdict_is_remembered_once_with_its_time():
 def test_the_oldest_verdicts_go():
     verdicts = Verdicts(lambda: 1.0)
     for i in range(MAX_VERDICTS + 5):
-        verdicts.hear(msgspec.structs.replace(RAW, why=str(i)))
-    assert [x.why for x in verdicts.hear(None)] == [str(i) for i in range(5, MAX_VERDICTS + 5)]
+        verdicts.note(msgspec.structs.replace(RAW, why=str(i)))
+    assert [x.why for x in verdicts.note(None)] == [str(i) for i in range(5, MAX_VERDICTS + 5)]

@@ -9,7 +9,7 @@ from engines.wire import SessionRef
 from gateway.watch.metrics import Metrics, PromptDetails, Usage
 from gateway.watch.requests import LiveRequest, Stretch
 from gateway.watch.rows import MAX_STEPS, MAX_TURNS, Histories, title_of
-from gateway.watch.shape import TurnShown
+from gateway.watch.shape import TurnRecord
 from gateway.watch.tally import Pace, PrefillSpeed, Tally
 from scheduler.session import Step
 from tests.clock import Clock
@@ -36,7 +36,7 @@ def request(clock: Clock, source: str, cached: int, prompt: int, first_s: float)
     return made
 
 
-def turn(clock: Clock) -> TurnShown:
+def turn(clock: Clock) -> TurnRecord:
     return request(clock, "hot", 10, 12, 0.1).turn(saved_s=2.0)
 
 
@@ -101,7 +101,7 @@ def test_sums_of_today_begin_again_at_midnight():
     assert tally.today == (30, 3.0, 1)
     assert tally.outcomes == {"hot": {"": 1}}
     clock.now += 86_400
-    assert tally.today == (0, 0.0, 0)
+    assert tally.today == (0, None, 0)
 
 
 def paced(made: LiveRequest, tally: Tally) -> None:

@@ -13,7 +13,7 @@ COMMAND = Path(sys.executable).with_name("thermocline")
 def test_a_shell_completes_commands_and_options():
     for typed, at, wanted in (
         ("thermocline ser", 1, "serve"),
-        ("thermocline bench --find", 2, "--find-capacity"),
+        ("thermocline chat --mod", 2, "--model"),
     ):
         asked = {
             "_THERMOCLINE_COMPLETE": "complete_bash",

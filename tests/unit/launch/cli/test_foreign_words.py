@@ -65,7 +65,6 @@ def url() -> Iterator[str]:
         ["sessions", "list", "--json"],
         ["sessions", "show", "s"],
         ["keys", "list"],
-        ["bench", "--workload", "chat"],
     ],
 )
 def test_no_control_character_of_a_server_is_printed(
@@ -82,8 +81,7 @@ def test_no_control_character_of_a_server_is_printed(
 
 def test_commands_print_by_say() -> None:
     """``print`` and ``typer.echo`` would pass on what a terminal obeys."""
-    for folder in ("cli", "bench"):
-        for path in (Path(launch.__file__).parent / folder).rglob("*.py"):
-            calls = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)]
-            names = {ast.unparse(x.func) for x in calls}
-            assert names.isdisjoint({"print", "typer.echo", "sys.stdout.write"}), path
+    for path in (Path(launch.__file__).parent / "cli").rglob("*.py"):
+        calls = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)]
+        names = {ast.unparse(x.func) for x in calls}
+        assert names.isdisjoint({"print", "typer.echo", "sys.stdout.write"}), path

@@ -10,7 +10,7 @@ from kvstore.shapes import NUMPY_DTYPES, KVLayer
 from launch.cli.plan import print_plan
 from launch.families.cache_shape import CacheShape
 from launch.families.table import cache_shape
-from launch.plan.capacity_plan import Plan, make_plan
+from launch.plan.capacity_plan import CapacityPlan, make_plan
 from launch.plan.hot_budget import HotBudget
 from tests.unit.launch.plan.published import DEEPSEEK_V3, LLAMA_8B, QWEN35_35B
 from tests.unit.launch.plan.test_families import GEMMA3_4B
@@ -21,7 +21,9 @@ STORE = StoreConfig(ram_bytes=4 * GIB, disk_bytes=16 * GIB)
 TINY = CacheShape((KVLayer(2, 64, 64),) * 3)
 
 
-def plan_of(config, contexts=(2048, 8192), store=STORE, dtype="bfloat16", choice=None) -> Plan:
+def plan_of(
+    config, contexts=(2048, 8192), store=STORE, dtype="bfloat16", choice=None
+) -> CapacityPlan:
     itemsize = NUMPY_DTYPES[dtype].itemsize
     hot = HotBudget(cache_shape(config), itemsize, 8 * GIB, 1 << 17, pays_for_work=False)
     return make_plan("m", config, hot, dtype, contexts, store, choice=choice)

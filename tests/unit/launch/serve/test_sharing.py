@@ -10,7 +10,7 @@ import redis
 
 from gateway.config import GatewayConfig
 from gateway.stored.objects import Objects
-from gateway.stored.shelf import Steps
+from gateway.stored.table import Steps
 from kvstore.config import StoreConfig
 from launch.serve.sharing import stored_objects
 from tests.old_stored import OldFile
@@ -58,6 +58,7 @@ async def test_redis_if_there_is_one(tmp_path: Path) -> None:
         assert await one.ask("a", put, False)
         assert MARKER.encode() in (await other.ask("a", found, None) or b"")
         assert MARKER.encode() not in all_of(server)
+        assert b"{a}" not in all_of(server)  # names of keys do not show tenants
         await one.close()
         await other.close()
     assert list(tmp_path.iterdir()) == []

@@ -10,13 +10,10 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.messages import BLIND
 from engines.openai.requests import validate_chat
 from gateway.openai.responses.items import MessageWriter
-from gateway.stored.seal import SealedText
-
-TENANT = SealedText(bytes(32))
 
 
 def written(*items: dict[str, Any]) -> list[dict[str, Any]]:
-    writer = MessageWriter(TENANT.open, BLIND)
+    writer = MessageWriter(BLIND)
     writer.add_all(items, "input")
     messages = writer.messages()
     validate_chat({"model": "m", "messages": messages})
@@ -69,7 +66,7 @@ def test_custom_calls_are_functions_with_one_argument() -> None:
 
 
 def test_unknown_kinds_are_skipped_and_named() -> None:
-    writer = MessageWriter(TENANT.open, BLIND)
+    writer = MessageWriter(BLIND)
     writer.add_all([{"type": "web_search_call", "id": "ws_1"}, {"type": "novelty"}], "input")
     assert (writer.messages(), writer.skipped) == ([], ["web_search_call", "novelty"])
 

@@ -15,7 +15,7 @@ from engines.http import ClientGone
 from gateway.openai.responses.history import full_items
 from gateway.openai.responses.items import MAX_DEPTH, MAX_VALUES
 from gateway.stored.objects import Objects
-from gateway.stored.sqlite_shelf import SqliteShelf
+from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.stored import Stored
 from tests.stored_objects import stored_in
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, Reply, chat_answer
@@ -49,7 +49,7 @@ async def respond(app: App, **fields: Any) -> Reply:
     return await app.post("/v1/responses", {"model": MODEL, "input": "x", **fields})
 
 
-PATHS = ["/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"]
+PATHS = ["/v1/responses", "/v1/responses/input_tokens"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -104,8 +104,8 @@ async def test_nothing_of_a_body_that_is_too_large_is_read(
     app = app_of(stored, max_body_bytes=LIMIT)
     id = await conversation(app, *("x" * 200 * KIB for _ in range(4)))
     read = []
-    parts = SqliteShelf.parts
-    monkeypatch.setattr(SqliteShelf, "parts", lambda *args: read.append(args) or parts(*args))
+    pages = SqliteTable.pages
+    monkeypatch.setattr(SqliteTable, "pages", lambda *args: read.append(args) or pages(*args))
     assert (await respond(app, conversation=id)).status == 400
     assert read == []
 

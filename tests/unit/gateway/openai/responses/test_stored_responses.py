@@ -13,11 +13,12 @@ from openai.types.conversations import Conversation, ConversationItemList
 from openai.types.responses import Response, ResponseItemList
 
 from gateway.keys import generate_key
-from gateway.stored.redis_shelf import RedisShelf
-from gateway.stored.shelf import Limits, StoreFailed
+from gateway.stored.objects import Objects
+from gateway.stored.redis_table import RedisTable
 from gateway.stored.stored import Stored
+from gateway.stored.table import StoredLimits, StoreFailed
 from tests.redis_server import RedisServer
-from tests.stored_objects import KEY_OF, stored_in
+from tests.stored_objects import KEY_OF, hidden, stored_in
 from tests.unit.gateway.in_process import (
     MODEL,
     App,
@@ -152,7 +153,7 @@ async def test_a_store_that_fails_costs_no_answer() -> None:
     def broken() -> Any:
         raise StoreFailed("no disk")
 
-    stored = Stored(broken, KEY_OF)
+    stored = Stored(broken)
     app = App(RecordingEngine(chat_answer("yo")), stored=stored)
     made = await respond(app)
     assert made.status == 200
@@ -186,7 +187,11 @@ async def test_the_second_turn_of_the_vercel_ai_sdk(tmp_path: Path, place: str) 
         made = stored_in(tmp_path / "x")
         if place == "redis":
             server = stack.enter_context(RedisServer())
-            made = Stored(lambda: RedisShelf(server.url, Limits(10**6, 1000.0), 5.0), KEY_OF)
+            made = Stored(
+                lambda: Objects(
+                    RedisTable(server.url, StoredLimits(10**6, 1000.0), hidden, 5.0), KEY_OF
+                )
+            )
         call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
         app = App(
             RecordingEngine(chat_answer("a look", reasoning="hm", tool_calls=[call])), stored=made

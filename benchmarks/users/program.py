@@ -18,8 +18,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from launch.bench.capacity import BY_TIME, Found, Search
-from launch.bench.figures import (
+from benchmarks.users.capacity import BY_TIME, Found, Search
+from benchmarks.users.figures import (
     Percentiles,
     PhaseFigures,
     Report,
@@ -27,7 +27,7 @@ from launch.bench.figures import (
     SourceFigures,
     report_of,
 )
-from launch.bench.workload import Workload, crowd_name
+from benchmarks.users.workload import Workload, crowd_name
 from launch.calibrate.plot import drawing, finish
 from launch.printing import print_table, say
 from launch.remote import Target

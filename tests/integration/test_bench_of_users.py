@@ -1,4 +1,4 @@
-"""``thermocline bench`` against the real gateway, and against a server that knows none of ours."""
+"""``benchmarks.users`` against the real gateway, and against a server that knows none of ours."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from typing import Any
 
 import aiohttp
 import pytest
+import typer
 from aiohttp import web
 from typer.testing import CliRunner
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
+from benchmarks.users.__main__ import bench as bench_command
+from benchmarks.users.capacity import Search
+from benchmarks.users.workload import STRESS_REQUESTS
 from gateway.keys import generate_key
-from launch.bench.capacity import Search
-from launch.bench.workload import STRESS_REQUESTS
-from launch.cli.main import app
 from launch.errors import LaunchError, UsageError
 from launch.remote import Address, Target, take_turn
 
 KEY, LINE = generate_key("alice")
+APP = typer.Typer()
+APP.command()(bench_command)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
 
 
 def bench(stack: FakeStack, *arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", stack.url, "--api-key", KEY, *arguments])
+    return CliRunner().invoke(APP, [stack.url, "--api-key", KEY, *arguments])
 
 
 def test_the_stress_table_is_whole_and_without_errors(stack, tmp_path):
@@ -94,14 +97,14 @@ def test_mistakes_are_reported_before_anything_is_measured(stack, arguments, wor
 
 
 def test_no_server_there():
-    ran = CliRunner().invoke(app, ["bench", "http://127.0.0.1:1"])
+    ran = CliRunner().invoke(APP, ["http://127.0.0.1:1"])
     assert "does not answer" in str(ran.exception)
-    assert isinstance(CliRunner().invoke(app, ["bench", "ftp://x"]).exception, UsageError)
+    assert isinstance(CliRunner().invoke(APP, ["ftp://x"]).exception, UsageError)
 
 
 @pytest.mark.slow
 def test_ctrl_c_prints_what_is_known(stack):
-    words = [sys.executable, "-m", "launch", "bench", stack.url, "--api-key", KEY]
+    words = [sys.executable, "-m", "benchmarks.users", stack.url, "--api-key", KEY]
     process = subprocess.Popen(
         [*words, "--think", "1h", "--users", "2"],
         stdout=subprocess.PIPE,

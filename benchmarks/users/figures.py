@@ -12,9 +12,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from launch.bench.workload import Conversation, Phase, Step, Workload, prose
+from benchmarks.users.workload import Conversation, Phase, Step, Workload, prose
 from launch.errors import LaunchError
-from launch.remote import MISS, Message, Target, Turn, take_turn
+from launch.remote import MISS, Message, RemoteTurn, Target, take_turn
 
 HOPELESS: Final = 8  # requests that all failed: the run ends
 NEW: Final = "new"  # first turns, of which nothing could be known
@@ -31,7 +31,7 @@ class Result(msgspec.Struct):
     step: int  # 0 = the first of its conversation
     expected_error: bool
     started_s: float  # since the run began
-    turn: Turn
+    turn: RemoteTurn
 
     @property
     def ok(self) -> bool:

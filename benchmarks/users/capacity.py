@@ -15,9 +15,9 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from launch.bench.workload import prose
+from benchmarks.users.workload import prose
 from launch.errors import LaunchError
-from launch.remote import Message, Target, Turn, take_turn
+from launch.remote import Message, RemoteTurn, Target, take_turn
 
 KEPT_SHARE: Final = 0.5  # of its beginning that a returning session has to reuse
 QUICK_SHARE: Final = (
@@ -58,7 +58,7 @@ class _Session:
         self.messages: list[Message] = [
             {"role": "user", "content": f"Notes {name}: {prose(name, words)}. One word, please."}
         ]
-        self.first = Turn()
+        self.first = RemoteTurn()
 
 
 class Search:
@@ -132,7 +132,7 @@ class Search:
                 break
         return Round(count, kept, sources, _median(first), _median(times))
 
-    def _is_kept(self, session: _Session, back: Turn) -> bool:
+    def _is_kept(self, session: _Session, back: RemoteTurn) -> bool:
         if self.found.judged_by == BY_TIME:
             return (back.ttft_s or 0.0) < QUICK_SHARE * (session.first.ttft_s or 0.0)
         # A server that reused nothing may leave the number out.
@@ -142,14 +142,14 @@ class Search:
         session.first = turn = await self._turn(http, session.name, session.messages, "open")
         session.messages.append({"role": "assistant", "content": turn.text})
 
-    async def _return(self, http: aiohttp.ClientSession, session: _Session) -> Turn:
+    async def _return(self, http: aiohttp.ClientSession, session: _Session) -> RemoteTurn:
         """Ask the same each time, so that sessions stay as long as they are."""
         asked = [*session.messages, {"role": "user", "content": "And another one?"}]
         return await self._turn(http, session.name, asked, "return")
 
     async def _turn(
         self, http: aiohttp.ClientSession, name: str, messages: list[Message], what: str
-    ) -> Turn:
+    ) -> RemoteTurn:
         turn = await take_turn(
             http,
             self._target.address,

@@ -1,14 +1,19 @@
-"""``thermocline bench``: how fast any OpenAI server answers, and how many sessions it keeps."""
+"""Simulated users: how fast any OpenAI server answers, and how many sessions it keeps.
+
+python -m benchmarks.users URL --preset users
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.cli.sessions import DEFAULT_URL, Key
-from launch.errors import UsageError
+from launch.cli.sessions import Key
+from launch.errors import LaunchError, UsageError
+from launch.printing import say
 
 if TYPE_CHECKING:
     from launch.remote import Target
@@ -22,7 +27,7 @@ def bench(
         typer.Argument(
             metavar="URL", envvar="THERMOCLINE_URL", help="Any server that speaks OpenAI's chat."
         ),
-    ] = DEFAULT_URL,
+    ] = "",
     preset: Annotated[
         str, typer.Option(help="Who asks what: chat, agents, users, stress or seeds (both).")
     ] = "chat",
@@ -57,8 +62,8 @@ def bench(
     run, so that nothing is reused by chance. The exit code is 1 if there were
     errors, and 130 after Ctrl-C, which still prints what is known.
     """
-    from launch.bench.program import draw_report, print_report, run_workload
-    from launch.bench.workload import Habits, workload_of
+    from benchmarks.users.program import draw_report, print_report, run_workload
+    from benchmarks.users.workload import Habits, workload_of
     from launch.calibrate.plot import check_outputs, write_json
     from launch.remote import Address, Target
 
@@ -82,7 +87,7 @@ def bench(
 def _find_capacity(
     target: Target, words: int, sessions: tuple[int, int], json: Path | None, plot: Path | None
 ) -> None:
-    from launch.bench.program import draw_found, print_found, run_search
+    from benchmarks.users.program import draw_found, print_found, run_search
     from launch.calibrate.plot import write_json
 
     first, most = sessions
@@ -105,3 +110,16 @@ def _seconds(option: str, text: str) -> float:
         return parse_duration(text)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
+
+
+def main() -> None:
+    """Run the command; what is wrong with it is said in one sentence."""
+    try:
+        typer.run(bench)
+    except LaunchError as error:
+        say(f"error: {error}", error=True)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,121 +1,70 @@
-"""GET /v1/events: readers that take nothing, and who is an admin where."""
+"""GET /v1/snapshot, and who is an admin where."""
 
 from __future__ import annotations
 
-import asyncio
+import gzip
 from typing import Any
 
 import msgspec
 import pytest
 from starlette.requests import Request
-from starlette.types import Message
 
 from engines.base import SessionRef
-from engines.http import ClientGone
 from engines.wire import KVSize
 from gateway.context import caller_of, sees_all
 from gateway.edge.accounts import BODY_SHARE, BodyShare
-from gateway.events import GOODBYE, LiveEvents, events, page_rows
-from gateway.keys import ANONYMOUS, Tenant, generate_key
+from gateway.keys import generate_key
+from gateway.snapshot import show_snapshot
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 
 ROOT = generate_key("root")
-CALLER = Tenant(ANONYMOUS, b"")
-
-
-class Reader:
-    """Takes so many messages, then nothing more."""
-
-    def __init__(self, takes: int) -> None:
-        self.takes = takes
-        self.body = b""
-
-    async def receive(self) -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(self, message: Message) -> None:
-        if self.takes == 0:
-            await asyncio.Event().wait()
-        self.takes -= 1
-        self.body += message.get("body", b"")
-
-
-@pytest.mark.parametrize("takes", [1, 2, 4, 5])
-async def test_a_reader_that_takes_nothing_is_cut_and_its_place_is_free(takes: int):
-    app = App(client_stall_s=0.05, max_event_streams=1)
-    for i in range(2000):
-        app.sessions.table.begin(SessionRef("local", f"s{i}", b""))
-    for _ in range(2):  # the second finds the place of the first
-        reader = Reader(takes)
-        with pytest.raises(ClientGone):
-            await LiveEvents(app.gateway, app.model, CALLER, None, "")(
-                {}, reader.receive, reader.send
-            )
-        assert len(reader.body) < 500_000, "events that it did not take were not even made"
-    await app.model.live.close()
-
-
-async def test_a_question_for_the_head_ends_at_once_and_holds_no_place():
-    app = App(max_event_streams=1)
-    async with asyncio.timeout(5):
-        for _ in range(3):
-            reply = await app.call("HEAD", "/v1/events", b"", {})
-            assert (reply.status, reply.body) == (200, b"")
-            assert reply.headers["content-type"].startswith("text/event-stream")
-            assert "content-length" not in reply.headers
-    with app.gateway.event_places.place(ANONYMOUS):
-        assert (await app.call("HEAD", "/v1/events", b"", {})).status == 200
-    keyed = App(api_keys=(ROOT[1],))
-    assert (await keyed.call("HEAD", "/v1/events", b"", {})).status == 401
-
-
-@pytest.mark.parametrize(
-    ("asked", "rows"), [("", 0), ("-1", 0), ("1", 50), ("250", 250), ("20000", 1000)]
-)
-def test_a_page_is_neither_tiny_nor_the_whole(asked: str, rows: int) -> None:
-    assert page_rows(asked) == rows
 
 
 ALICE, BOB = generate_key("alice"), generate_key("bob")
 
 
-def has_snapshot(reader: Reader) -> bool:
-    return b"event: snapshot" in reader.body and reader.body.endswith(b"\n\n")
+async def test_an_answer_is_empty_while_nothing_has_changed(app: App):
+    first = await app.get("/v1/snapshot")
+    tag = first.headers["etag"]
+    assert first.status == 200 and first.json["sessions"] == []
+    again = await app.get("/v1/snapshot", if_none_match=tag)
+    assert (again.status, again.body, again.headers["etag"]) == (304, b"", tag)
+    other = await app.get("/v1/snapshot", if_none_match='"another"')
+    assert (other.status, other.body) == (200, first.body)
 
 
-async def followed(app: App, caller: Tenant, tenant: str | None, keys: Any) -> bytes:
-    """The bytes that a reader gets from its snapshot on, if keys change before a session does."""
-    reader = Reader(-1)
-    events = LiveEvents(app.gateway, app.model, caller, tenant, "")
-    reading = asyncio.create_task(events({}, reader.receive, reader.send))
-    async with asyncio.timeout(20):
-        while not has_snapshot(reader):
-            await asyncio.sleep(0.001)
-        had = len(reader.body)
-        app.gateway.tenants.replace(*keys)
-        app.sessions.table.begin(SessionRef(tenant or "local", "s", b""))
-        app.model.live.look()
-        await reading
-    await app.model.live.close()
-    return reader.body[had:]
+async def test_a_large_snapshot_is_packed_for_those_who_can_unpack_it(app: App):
+    for i in range(200):
+        app.sessions.table.begin(SessionRef("local", f"s{i}", b""))
+    plain = await app.get("/v1/snapshot")
+    packed = await app.get("/v1/snapshot", accept_encoding="gzip, br")
+    assert packed.headers["content-encoding"] == "gzip" and len(packed.body) < len(plain.body) / 4
+    assert gzip.decompress(packed.body) == plain.body
+    assert len((await app.get("/v1/snapshot?limit=7")).json["sessions"]) == 7
+    for limit in ("0", "-1", "2001", "x"):
+        assert (await app.get(f"/v1/snapshot?limit={limit}")).status == 400
 
 
-async def test_a_revoked_key_gets_nothing_more():
+async def test_a_key_is_needed_where_there_are_keys():
     app = App(api_keys=(ALICE[1], BOB[1]))
-    caller = app.gateway.tenants.authenticate(f"Bearer {ALICE[0]}")
-    assert await followed(app, caller, "alice", ([BOB[1]],)) == GOODBYE
+    assert (await app.get("/v1/snapshot")).status == 401
+    shown = (await app.get("/v1/snapshot", authorization=f"Bearer {ALICE[0]}")).json["server"]
+    assert (shown["tenant"], shown["admin"]) == ("alice", False)
+    app.gateway.tenants.replace([BOB[1]])
+    assert (await app.get("/v1/snapshot", authorization=f"Bearer {ALICE[0]}")).status == 401
 
 
-async def test_who_saw_everything_without_a_key_leaves_when_admins_have_one(app: App):
-    assert await followed(app, CALLER, None, ([], [ROOT[1]])) == GOODBYE
+async def test_who_saw_everything_without_a_key_does_not_once_admins_have_one(app: App):
+    assert (await app.get("/v1/snapshot")).json["server"]["admin"]
+    app.gateway.tenants.replace([], [ROOT[1]])
+    assert not (await app.get("/v1/snapshot")).json["server"]["admin"]
 
 
 def request(app: App, port: int, **headers: str) -> Request:
     scope: dict[str, Any] = {
         "type": "http",
         "app": app.app,
-        "endpoint": events,
+        "endpoint": show_snapshot,
         "server": ("127.0.0.1", port),
         "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
         "state": {BODY_SHARE: BodyShare(app.gateway.bodies)},

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from gateway.stored.objects import Objects
-from gateway.stored.shelf import Steps, StoreFailed
-from gateway.stored.stored import MAX_WAITING, NUM_THREADS, FairThreads, LineFull, Stored
+from gateway.stored.stored import MAX_WAITING, NUM_THREADS, LineFull, Stored, TenantThreads
+from gateway.stored.table import Steps, StoreFailed
 from tests.stored_objects import entry, stored_in
 
 
 @pytest.fixture
-async def threads() -> AsyncIterator[FairThreads]:
-    made = FairThreads(num_threads=2, per_tenant=1, max_waiting=100)
+async def threads() -> AsyncIterator[TenantThreads]:
+    made = TenantThreads(num_threads=2, per_tenant=1, max_waiting=100)
     yield made
     await made.close()
 
@@ -41,7 +41,7 @@ class Gate:
         self._open.set()
 
 
-async def test_one_tenant_leaves_a_thread_for_others(threads: FairThreads) -> None:
+async def test_one_tenant_leaves_a_thread_for_others(threads: TenantThreads) -> None:
     gate = Gate()
     slow = [asyncio.create_task(threads.do("a", partial(gate.work, f"a{i}"))) for i in range(9)]
     await asyncio.to_thread(gate.begun.wait, 20)
@@ -51,7 +51,7 @@ async def test_one_tenant_leaves_a_thread_for_others(threads: FairThreads) -> No
     assert await asyncio.gather(*slow) == [f"a{i}" for i in range(9)]
 
 
-async def test_tenants_take_turns(threads: FairThreads) -> None:
+async def test_tenants_take_turns(threads: TenantThreads) -> None:
     gate, order = Gate(), []
 
     def note(name: str) -> None:
@@ -70,7 +70,7 @@ async def test_tenants_take_turns(threads: FairThreads) -> None:
     assert order.count("a") == 4
 
 
-async def test_work_that_is_cancelled_before_its_turn_is_not_done(threads: FairThreads) -> None:
+async def test_work_that_is_cancelled_before_its_turn_is_not_done(threads: TenantThreads) -> None:
     gate = Gate()
     held = asyncio.create_task(threads.do("a", partial(gate.work, "first")))
     await asyncio.to_thread(gate.begun.wait, 20)
@@ -85,7 +85,7 @@ async def test_work_that_is_cancelled_before_its_turn_is_not_done(threads: FairT
 
 
 async def test_a_line_has_an_end_for_each_tenant() -> None:
-    threads, gate = FairThreads(2, 1, max_waiting=3), Gate()
+    threads, gate = TenantThreads(2, 1, max_waiting=3), Gate()
     tasks = [asyncio.create_task(threads.do("a", partial(gate.work, "a"))) for _ in range(4)]
     await asyncio.to_thread(gate.begun.wait, 20)
     with pytest.raises(LineFull):
@@ -96,7 +96,7 @@ async def test_a_line_has_an_end_for_each_tenant() -> None:
     await threads.close()
 
 
-async def test_an_error_is_that_of_who_asked(threads: FairThreads) -> None:
+async def test_an_error_is_that_of_who_asked(threads: TenantThreads) -> None:
     def fails() -> None:
         raise ZeroDivisionError
 

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.bench.figures import Percentiles, Result, Run, label, percentiles, report_of
-from launch.bench.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, prose, workload_of
+from benchmarks.users.figures import Percentiles, Result, Run, label, percentiles, report_of
+from benchmarks.users.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, prose, workload_of
 from launch.errors import UsageError
-from launch.remote import Address, Target, Turn
+from launch.remote import Address, RemoteTurn, Target
 
 
 def result(source: str = "hot", step: int = 1, **fields) -> Result:
-    turn = Turn(status=200, source=source, prompt_tokens=100, answer_tokens=10, **fields)
+    turn = RemoteTurn(status=200, source=source, prompt_tokens=100, answer_tokens=10, **fields)
     return Result("one", 0, "c", step, False, 0.0, turn)
 
 

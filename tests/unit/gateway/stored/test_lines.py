@@ -1,0 +1,129 @@
+"""Lines of stored responses: followed to their beginning, within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.openai.responses import history
+from gateway.stored.head import Head
+from gateway.stored.objects import Objects
+from gateway.stored.table import StoredLimits
+from tests.clock import Clock
+from tests.stored_objects import KEY_OF, done, entry, items, objects_in, put, read_all, stored_in
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
+from tests.unit.gateway.stored.test_tables import BOTH, opened
+
+
+@pytest.fixture(params=BOTH)
+def objects(request: pytest.FixtureRequest) -> Iterator[Objects]:
+    made = opened(request, StoredLimits(1 << 28, 1000.0), Clock())
+    yield made
+    made.table.close()
+
+
+def put_line(objects: Objects, num: int) -> None:
+    """Store responses r0, r1, ..., each of which goes on from the one before it."""
+    for i in range(num):
+        before = f"r{i - 1}" if i else None
+        answer = [{"id": f"out-{i}"}]
+        made = entry(f"r{i}", kind="response", previous_response_id=before, output=answer)
+        put(objects, made, items(f"in-{i}"))
+
+
+def recalled(objects: Objects, id: str) -> list[str] | None:
+    line = done(objects.line("a", "response", id, lambda head: None))
+    if line is None:
+        return None
+    turns = [done(objects.read_all("a", x)) for x in reversed(line)]
+    assert None not in turns
+    return [item.id for turn in turns for item in turn or ()]
+
+
+def ids(num: int) -> list[str]:
+    return [x for i in range(num) for x in (f"in-{i}", f"out-{i}")]
+
+
+def test_a_line_is_read_from_its_beginning(objects: Objects) -> None:
+    put_line(objects, 40)
+    assert recalled(objects, "r38") == ids(39)
+    assert recalled(objects, "r39") == ids(40)
+
+
+def test_what_another_server_deleted_ends_the_line(objects: Objects) -> None:
+    put_line(objects, 5)
+    assert recalled(objects, "r4") == ids(5)
+    other = Objects(objects.table, KEY_OF)
+    assert done(other.delete("a", "response", "r1"))
+    assert recalled(objects, "r4") is None
+    assert recalled(objects, "r0") == ids(1)
+    assert done(objects.line("b", "response", "r0", lambda head: None)) is None
+
+
+def test_what_was_put_anew_is_read_anew(objects: Objects) -> None:
+    put(objects, entry("1"), items("i", text="old"))
+    assert read_all(objects, "1") == ["i"]
+    put(objects, entry("1"), items("i", text="new"))
+    object = objects.find("a", "conversation", "1")
+    assert object is not None
+    assert done(objects.read_all("a", object)) == items("i", text="new")
+
+
+def test_a_conversation_is_read_as_two_servers_have_changed_it(objects: Objects) -> None:
+    put(objects, entry("1"), items(*"abc"))
+    assert read_all(objects, "1") == [*"abc"]
+    other = Objects(objects.table, KEY_OF)
+    assert done(other.remove_item("a", "conversation", "1", "b"))
+    assert read_all(objects, "1") == [*"ac"]
+    assert done(other.remove_item("a", "conversation", "1", "c"))
+    assert done(objects.append("a", "conversation", "1", items("e")))
+    assert read_all(other, "1") == [*"ae"]
+
+
+def test_all_of_a_line_is_used(tmp_path: Path) -> None:
+    clock = Clock()
+    objects = objects_in(tmp_path / "stored.sqlite", StoredLimits(1 << 28, 1000.0), clock)
+    put_line(objects, 3)
+    put(objects, entry("aside"))
+    clock.now += 900.0
+    assert recalled(objects, "r2") == ids(3)
+    clock.now += 200.0
+    put(objects, entry("new"))  # then what is too old goes
+    assert recalled(objects, "r2") == ids(3)
+    assert read_all(objects, "aside") is None
+    objects.table.close()
+
+
+def test_a_line_ends_where_there_is_no_room(objects: Objects) -> None:
+    put_line(objects, 20)
+    taken: list[Head] = []
+
+    def take(head: Head) -> None:
+        taken.append(head)
+        if len(taken) == 3:
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        done(objects.line("a", "response", "r19", take))
+    assert len(taken) == 3
+
+
+async def test_the_number_of_turns_that_are_walked_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns that say nothing count, too: else a line of them would have no end."""
+    monkeypatch.setattr(history, "MAX_ITEMS", 5)
+    stored = stored_in(tmp_path / "stored.sqlite")
+    app = App(RecordingEngine(chat_answer("")), stored=stored)
+    before, statuses = None, []
+    for _ in range(7):
+        asked: dict[str, Any] = {"model": MODEL, "input": [], "previous_response_id": before}
+        reply = await app.post("/v1/responses", asked)
+        statuses.append(reply.status)
+        before = reply.json.get("id", before)
+    assert statuses == [200] * 6 + [400]
+    assert reply.error["code"] == "conversation_too_large"
+    await stored.close()

@@ -1,0 +1,241 @@
+"""Files of earlier releases: brought over once, sealed, and then never believed again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.stored.forms import label_of
+from gateway.stored.objects import Objects, Query
+from gateway.stored.older import bring_over
+from gateway.stored.sqlite_table import SqliteTable
+from gateway.stored.table import StoredLimits, StoreFailed
+from tests.old_stored import OldFile, seal_old_file, write_old_chats
+from tests.stored_objects import (
+    KEY_OF,
+    content_of,
+    done,
+    entry,
+    ids_of,
+    items,
+    mark_of,
+    objects_in,
+    put,
+    read_all,
+    rows_of,
+    shown,
+    stored_in,
+)
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
+
+LIMITS = StoredLimits(1 << 26, 1e6)
+SAID = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed"}
+ASKED = {"id": "msg_0", "type": "message", "role": "user"}
+FIRST = {
+    "id": "resp_1",
+    "object": "response",
+    "output": [SAID],
+    "previous_response_id": None,
+    "conversation": None,
+    "metadata": {},
+}
+SECOND = {**FIRST, "id": "resp_2", "output": [{**SAID, "id": "msg_3"}]}
+TALK = {"id": "conv_1", "object": "conversation", "metadata": {"a": "b"}}
+CHAT = {"id": "chat_1", "object": "chat.completion", "model": "m", "metadata": {"a": "b"}}
+
+
+SAID |= {"content": [{"type": "output_text", "text": "secret answer"}]}  # type: ignore[dict-item]
+ASKED |= {"content": [{"type": "input_text", "text": "secret question"}]}  # type: ignore[dict-item]
+SECOND |= {"previous_response_id": "resp_1"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "stored.sqlite"
+    old = OldFile(path)
+    old.put("a", "response", FIRST, [ASKED])
+    old.put("a", "response", SECOND, [{**ASKED, "id": "msg_2"}])
+    old.put("a", "conversation", TALK, [ASKED, SAID], session="conv_1")
+    old.put("a", "completion", CHAT, [{"id": "chat_1-0", "role": "user", "content": "secret"}])
+    old.put("b", "response", FIRST, [ASKED], session="of b")
+    old.close()
+    return path
+
+
+@pytest.fixture(params=["plain", "sealed"])
+def any_path(request: pytest.FixtureRequest, path: Path) -> Path:
+    """A file of one of the two older releases."""
+    if request.param == "sealed":
+        seal_old_file(path, KEY_OF)
+        mark_of(path).touch()
+    return path
+
+
+def reopened(path: Path) -> Objects:
+    return objects_in(path, LIMITS, lambda: 2e9)
+
+
+def test_all_of_it_is_there_as_it_was(any_path: Path) -> None:
+    objects = reopened(any_path)
+    assert b"secret" not in content_of(any_path.parent)
+    assert shown(objects, "resp_1", "response") == FIRST
+    assert read_all(objects, "resp_1", "response") == ["msg_0", "msg_1"]
+    assert read_all(objects, "resp_2", "response") == ["msg_2", "msg_3"]
+    line = done(objects.line("a", "response", "resp_2", lambda head: None))
+    assert [x.id for x in line or ()] == ["resp_2", "resp_1"]
+    assert shown(objects, "conv_1") == TALK
+    assert ids_of(objects, "conv_1") == read_all(objects, "conv_1") == ["msg_0", "msg_1"]
+    assert json.loads(done(objects.find_item("a", "msg_2")) or b"")["id"] == "msg_2"
+    found = done(objects.listed("a", "completion", [label_of("a", "b"), ("model", "m")], Query(9)))
+    assert [json.loads(x.body) for x in found.rows] == [CHAT]
+    assert objects.latest("a", "response", "s") == "resp_2"
+    assert done(objects.append("a", "conversation", "conv_1", items("new")))
+    assert done(objects.remove_item("a", "conversation", "conv_1", "msg_0"))
+    assert read_all(objects, "conv_1") == ["msg_1", "new"]
+    assert done(objects.show("b", "response", "resp_1")) is not None
+    assert done(objects.show("b", "response", "resp_2")) is None
+    assert done(objects.delete("a", "conversation", "conv_1"))
+    assert done(objects.forget("a", "s")) == 3
+    assert done(objects.forget("b", "of b")) == 1
+    assert rows_of(any_path, "SELECT sum(nbytes) FROM totals") == [(0,)]
+    objects.table.close()
+
+
+def test_after_a_kill_half_way_it_goes_on(path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    table = SqliteTable(path, LIMITS, lambda: 2e9)
+    objects = Objects(table, KEY_OF)
+    put_now, left = objects.put_now, iter(range(3))
+
+    def some(*args: object) -> bool:
+        if next(left, None) is None:
+            raise Killed
+        return put_now(*args)  # type: ignore[arg-type]
+
+    objects.put_now = some  # type: ignore[method-assign, assignment]
+    with pytest.raises(Killed):
+        bring_over(objects, table, KEY_OF, mark_of(path))
+    assert not mark_of(path).exists()
+    table.close()
+    again = reopened(path)
+    for id, kind in (("resp_1", "response"), ("conv_1", "conversation"), ("chat_1", "completion")):
+        assert shown(again, id, kind) is not None  # type: ignore[arg-type]
+    assert rows_of(path, "SELECT count(*) FROM objects") == [(5,)]
+    assert mark_of(path).exists()
+    again.table.close()
+
+
+def test_sealed_objects_that_were_changed_are_not_brought_over(path: Path) -> None:
+    seal_old_file(path, KEY_OF)
+    changed = json.dumps(FIRST).encode()
+    rows_of(path, "UPDATE entries SET body = ? WHERE id = 'resp_1'", changed)
+    rows_of(
+        path,
+        "DELETE FROM items WHERE id = 'msg_1' AND owner IN (SELECT seq FROM entries"
+        " WHERE id = 'conv_1')",
+    )
+    rows_of(
+        path,
+        "UPDATE heads SET head = x'01' WHERE owner IN (SELECT seq FROM entries"
+        " WHERE id = 'chat_1')",
+    )
+    objects = reopened(path)
+    assert shown(objects, "resp_1", "response") is shown(objects, "conv_1") is None
+    assert shown(objects, "chat_1", "completion") is None
+    assert shown(objects, "resp_2", "response") == SECOND
+    objects.table.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["changed", "replaced"])
+def test_once_all_is_sealed_a_file_that_looks_old_is_not_believed(
+    path: Path, replaced: bool
+) -> None:
+    reopened(path).table.close()
+    if replaced:
+        for name in path.parent.glob("stored.sqlite*"):
+            name.unlink()
+    old = OldFile(path)
+    planted = {**FIRST, "output": [{**SAID, "id": "planted", "role": "system"}]}
+    old.put("a", "response", planted)
+    old.close()
+    rows_of(path, "PRAGMA user_version = 0")
+    again = reopened(path)
+    assert (shown(again, "resp_1", "response") is None) == replaced
+    assert shown(again, "resp_1", "response") != planted
+    assert done(again.find_item("a", "planted")) is None
+    put(again, entry("new"), items("i"))
+    assert read_all(again, "new") == ["i"]
+    again.table.close()
+
+
+def test_a_new_file_is_marked_before_anything_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "stored.sqlite"
+    objects_in(path, LIMITS).table.close()
+    assert mark_of(path).exists()
+
+
+def test_a_file_of_the_release_that_marked_it_inside_is_sealed(path: Path) -> None:
+    rows_of(path, "PRAGMA user_version = 2")
+    objects = reopened(path)
+    assert shown(objects, "resp_1", "response") is None
+    objects.table.close()
+
+
+def test_a_mark_that_cannot_be_made_is_said_and_tried_again(path: Path, tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_bytes(b"")
+    mark = in_the_way / "stored.sealed"
+    table = SqliteTable(path, LIMITS, lambda: 2e9)
+    objects = Objects(table, KEY_OF)
+    with pytest.raises(StoreFailed, match=r"stored\.sealed cannot be written"):
+        bring_over(objects, table, KEY_OF, mark)
+    assert shown(objects, "resp_1", "response") == FIRST  # brought over by now
+    in_the_way.unlink()
+    bring_over(objects, table, KEY_OF, mark)
+    assert mark.exists()
+    table.close()
+
+
+@pytest.mark.parametrize("body", [b"nonsense", b"[1]", b'{"output": [{}]}', b"\xff"])
+def test_bodies_that_are_no_json_of_ours_are_removed(path: Path, body: bytes) -> None:
+    rows_of(path, "UPDATE entries SET body = ? WHERE id = 'resp_1'", body)
+    objects = reopened(path)
+    assert shown(objects, "resp_1", "response") is None
+    assert shown(objects, "conv_1") == TALK
+    assert rows_of(path, "SELECT 1 FROM sqlite_master WHERE name = 'entries'") == []
+    objects.table.close()
+
+
+def test_the_longest_unused_of_all_make_room(path: Path) -> None:
+    old = OldFile(path)
+    for i in range(3):
+        old.put("c", "conversation", {**TALK, "id": f"old-{i}", "x": "x" * 4000}, used=1e9 + i)
+    old.close()
+    objects = objects_in(path, StoredLimits(10_000, 1e10), lambda: 2e9)
+    assert done(objects.show("c", "conversation", "old-0"))  # used now
+    put(objects, entry("new"), tenant="c")
+    there = [i for i in range(3) if done(objects.show("c", "conversation", f"old-{i}"))]
+    assert there == [0, 2]
+    objects.table.close()
+
+
+async def test_requests_that_need_what_is_old_wait_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "stored.sqlite"
+    write_old_chats(path, "local", 2000)
+    old = OldFile(path)
+    old.put("local", "response", FIRST, [ASKED])
+    old.close()
+    stored = stored_in(path, 1 << 26)
+    app = App(RecordingEngine(chat_answer()), stored=stored)
+    stored.start()
+    assert (await app.chat()).status == 200  # this one needs nothing
+    body = {"model": MODEL, "input": "on", "previous_response_id": "resp_1"}
+    assert (await app.post("/v1/responses", body)).status == 200
+    listed = await app.get("/v1/chat/completions?metadata[number]=1999")
+    assert [x["metadata"]["number"] for x in listed.json["data"]] == ["1999"]
+    assert b"said said" not in content_of(tmp_path)
+    await stored.close()

@@ -1,0 +1,306 @@
+"""What one caller sees at a moment, made at most once a second."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from engines.base import EngineReport, SessionRef, SessionReport
+from engines.http import CacheOutcome
+from engines.wire import KVSize
+from gateway.watch.live import Live
+from gateway.watch.metrics import Metrics
+from gateway.watch.snapshots import LINGER_S, MAX_ROWS, Made
+from scheduler.config import SchedulerConfig
+from scheduler.session import Event
+from scheduler.sessions import SessionManager
+from tests.clock import Clock
+from tests.unit.gateway.in_process import WELCOME, RecordingEngine
+
+
+class Watched:
+    """A live view over a table of sessions that the test changes."""
+
+    def __init__(self) -> None:
+        self.clock = Clock(1000.0)
+        engine = self.engine = RecordingEngine()
+        self.sessions = SessionManager(
+            engine, SchedulerConfig(), salt_of=lambda name: b"", clock=self.clock
+        )
+        self.live = Live(engine, self.sessions, Metrics(), clock=self.clock, wall=self.clock)
+
+    def turn(self, id: str, tenant: str = "alice", tokens: int = 10) -> None:
+        """A turn from its begin to its end."""
+        table = self.sessions.table
+        row = table.begin(SessionRef(tenant, id, b""))
+        row.known = True
+        table.end(row)
+        table.take(row, report(tenant, id, tokens))
+
+    def knows_sizes(self) -> None:
+        """Have the engine report the size of its KV: 100 bytes a token, 50 of them in bf16."""
+        sizes = {"live_kv": KVSize(100), "bf16_kv": KVSize(50)}
+        self.engine.welcome = msgspec.structs.replace(WELCOME, **sizes)
+
+    def forget(self, id: str, tenant: str = "alice") -> None:
+        row = self.sessions.table.row(tenant, id)
+        assert row is not None
+        self.sessions.table.take(row, None)
+
+    async def made(self, tenant: str | None, most: int = MAX_ROWS) -> Made:
+        """The snapshot that a reader gets a second after the last one."""
+        self.clock.now += 1.0
+        return await self.live.snapshots.get(tenant, most)
+
+    async def seen(self, tenant: str | None, most: int = MAX_ROWS) -> dict[str, Any]:
+        return dict(json.loads((await self.made(tenant, most)).body))
+
+
+def report(tenant: str, id: str, tokens: int) -> SessionReport:
+    return SessionReport(
+        tenant=tenant,
+        id=id,
+        hot=True,
+        tier="ram",
+        tokens=tokens,
+        hot_bytes=tokens * 100,
+        cold_bytes=tokens * 20,
+        idle_s=0.0,
+        pinned=False,
+        busy=False,
+    )
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+async def test_a_tenant_gets_its_own_sessions_only(watched: Watched):
+    watched.turn("mine")
+    watched.turn("secret", "bob")
+    first = await watched.seen("alice")
+    assert [x["id"] for x in first["sessions"]] == ["mine"]
+    assert first["num_sessions"] == 1 and first["memory"]["hot"]["bytes"] == 1000
+    assert not first["server"]["admin"]
+    before = await watched.made("alice")
+    watched.turn("secret", "bob", tokens=99)
+    watched.turn("another secret", "bob")
+    watched.forget("secret", "bob")
+    after = await watched.made("alice")
+    assert after.tag == before.tag, "nothing of it is the tenant's"
+    assert b"secret" not in after.body and b"bob" not in after.body
+
+
+async def test_an_admin_gets_all_sessions_with_their_tenants(watched: Watched):
+    watched.turn("s", "alice")
+    watched.turn("s", "bob")
+    shown = (await watched.seen(None))["sessions"]
+    assert {(x["tenant"], x["id"]) for x in shown} == {("alice", "s"), ("bob", "s")}
+    watched.forget("s", "bob")
+    assert [x["tenant"] for x in (await watched.seen(None))["sessions"]] == ["alice"]
+
+
+async def test_all_readers_of_a_second_get_the_same(watched: Watched):
+    watched.turn("s")
+    first = await watched.made("alice")
+    watched.turn("s", tokens=77)
+    for _ in range(3):
+        assert (await watched.live.snapshots.get("alice", MAX_ROWS)).body is first.body
+    other = await watched.made("alice")
+    assert other.tag != first.tag and json.loads(other.body)["sessions"][0]["tokens"] == 77
+
+
+async def test_what_takes_long_to_make_is_made_less_often(watched: Watched):
+    made, rows = [], watched.live.snapshots._rows.sessions
+
+    def slow(tenant: str | None) -> Any:
+        made.append(watched.clock.now)
+        watched.clock.now += 0.5
+        return rows(tenant)
+
+    watched.live.snapshots._rows.sessions = slow  # type: ignore[method-assign]
+    for _ in range(40):
+        await watched.made("alice")
+    assert [int(b - a) for a, b in zip(made, made[1:], strict=False)][:2] == [10, 10]
+
+
+async def test_a_snapshot_without_readers_is_kept_for_a_while_only(watched: Watched):
+    await watched.made("alice")
+    assert len(watched.live.snapshots._made) == 1
+    watched.clock.now += LINGER_S + 1
+    await watched.made("bob")
+    assert [x for x, _ in watched.live.snapshots._made] == ["bob"]
+
+
+async def test_a_snapshot_lists_at_most_so_many_and_says_how_many_there_are(watched: Watched):
+    for i in range(600):
+        watched.turn(str(i))
+        watched.clock.now += 0.001
+    first = await watched.seen("alice", 550)
+    assert first["num_sessions"] == 600
+    assert [x["id"] for x in first["sessions"]] == [str(i) for i in range(599, 49, -1)]
+
+
+async def test_sums_follow_every_change(watched: Watched):
+    for i in range(4):
+        watched.turn(f"s{i}", tokens=10)
+    await watched.seen("alice")
+    watched.turn("s1", tokens=30)
+    watched.forget("s2")
+    memory = (await watched.seen("alice"))["memory"]
+    assert memory["hot"]["bytes"] == 5000 and memory["cold_bytes"] == 1000
+    assert memory["sessions"] == {"idle": 3}
+
+
+async def test_an_engine_that_serves_without_sleep_is_asked_for_its_figures(watched: Watched):
+    asked = []
+
+    async def stats() -> EngineReport:
+        asked.append(watched.clock.now)
+        return EngineReport(
+            hot_bytes=7,
+            idle_hot_bytes=0,
+            hot_capacity_bytes=100,
+            active_bytes=7,
+            num_running=0,
+            num_waiting=0,
+            save_queue_bytes=0,
+            tiers=[],
+            counters={},
+        )
+
+    watched.engine.stats = stats  # type: ignore[method-assign]
+    for _ in range(2):
+        assert (await watched.seen(None))["memory"]["hot"]["bytes"] == 7
+    assert asked == [1001.0], "fresh figures are not asked for again"
+
+
+async def test_a_ratio_compares_packed_tokens_with_themselves(watched: Watched):
+    """A session grows before its new tokens are packed: those save nothing yet.
+
+    The engine keeps live KV in float32, 100 bytes a token; packed tokens are compared with bf16.
+    """
+    watched.knows_sizes()
+    watched.turn("s", tokens=100)  # 5,000 bytes in bf16, 2,000 packed
+    row = watched.sessions.table.row("alice", "s")
+    assert row is not None
+    grown = msgspec.structs.replace(
+        report("alice", "s", 330), cold_bytes=2000, cold_tokens=100, busy=True
+    )
+    watched.sessions.table.learn(row, grown)
+    sent = await watched.seen(None)
+    (shown,) = sent["sessions"]
+    assert (shown["tokens"], shown["bf16_bytes"], shown["ratio"]) == (330, 16_500, 2.5)
+    memory = sent["memory"]
+    assert (memory["cold_bytes"], memory["bf16_bytes"]) == (2000, 5_000)
+
+
+async def test_what_is_stored_exactly_has_no_ratio(watched: Watched):
+    """In float32 it takes twice the room of bf16: that is no density."""
+    watched.knows_sizes()
+    watched.turn("s", tokens=100)
+    row = watched.sessions.table.row("alice", "s")
+    assert row is not None
+    exact = msgspec.structs.replace(report("alice", "s", 100), cold_bytes=10_000, cold_tokens=100)
+    watched.sessions.table.learn(row, exact)
+    assert (await watched.seen(None))["sessions"][0]["ratio"] is None
+
+
+async def test_a_session_is_listed_with_its_first_answer_while_that_comes(watched: Watched):
+    watched.knows_sizes()
+    ref = SessionRef("alice", "new", b"")
+    with watched.live.request(ref, "r", "chat", "codex") as it:
+        assert (await watched.seen("alice"))["sessions"] == [], "it waits, and has no row yet"
+        row = watched.sessions.table.begin(ref)
+        it.admitted()
+        it.cache, it.reported_prompt_tokens = CacheOutcome("miss", 0, "never-stored"), 90
+        for _ in range(2):
+            watched.clock.now += 1.0
+            it.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n' * 5)
+        sent = await watched.seen("alice")
+        (shown,) = sent["sessions"]
+        seen = {name: shown[name] for name in ("tokens", "bytes", "bf16_bytes", "client", "turns")}
+        assert seen["tokens"] >= 96
+        size = {"bytes": seen["tokens"] * 100, "bf16_bytes": seen["tokens"] * 50}
+        assert seen == {"tokens": seen["tokens"], **size, "client": "codex", "turns": 1}
+        assert (shown["last_source"], shown["last_reason"]) == ("miss", "never-stored")
+        assert shown["idle_since"] is None
+        assert sent["memory"]["hot"]["bytes"] == size["bytes"]
+        row.known = True
+        watched.sessions.table.end(row)
+    assert watched.live.detail(ref, admin=False).row.turns == 1  # type: ignore[union-attr]
+
+
+async def test_a_snapshot_has_the_last_hour_and_its_moves(watched: Watched):
+    watched.knows_sizes()
+    ref = SessionRef("alice", "s", b"")
+    with watched.live.request(ref, "r", "chat", "curl") as it:
+        row = watched.sessions.table.begin(ref)
+        it.admitted()
+        it.cache, it.reported_prompt_tokens = CacheOutcome("miss", 0, "never-stored"), 400
+        watched.clock.now += 20.0
+        it.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+        row.known, row.tokens = True, 401
+        watched.sessions.table.end(row)
+    watched.clock.now += 15.0  # no reader has come so far
+    watched.turn("secret", "bob")
+    sent = await watched.seen("alice")
+    assert sent["hour"]["since"] == 1000.0 and sent["hour"]["step_s"] == 10
+    assert sent["hour"]["prompt_tokens_per_s"] == [20.0, 20.0, 0.0]
+    (began,) = sent["moves"]
+    assert (began["id"], began["before"], began["after"]) == ("s", "", "hot")
+    assert (began["tokens"], began["bytes"]) == (401, 40_100) and "tenant" not in began
+    row.learn(report("alice", "s", 401))
+    row.apply(Event.HIBERNATE)
+    row.apply(Event.EVICTED, "asked")
+    _, moved = (await watched.seen("alice"))["moves"]
+    assert (moved["before"], moved["after"], moved["why"]) == ("hot", "ram", "asked")
+    assert (moved["bytes"], moved["bf16_bytes"]) == (401 * 20, 401 * 50)
+    assert moved["number"] > began["number"]
+    tenants = [x["tenant"] for x in (await watched.seen(None))["moves"]]
+    assert tenants == ["alice", "bob", "alice"]
+    watched.clock.now += 3600.0
+    sent = await watched.seen("alice")
+    assert sent["moves"] == [] and not any(sent["hour"]["prompt_tokens_per_s"])
+
+
+async def test_until_the_speed_of_prefill_is_known_tokens_are_shown_only(watched: Watched):
+    ref = SessionRef("alice", "s", b"")
+    for cached in (0, 300):
+        with watched.live.request(ref, "r", "chat", "curl") as it:
+            row = watched.sessions.table.begin(ref)
+            it.admitted()
+            it.cache, it.reported_prompt_tokens = CacheOutcome("hot", cached, None), 310
+            row.known = True
+            watched.sessions.table.end(row)
+    sent = await watched.seen("alice")
+    now, (shown,) = sent["now"], sent["sessions"]
+    assert (now["saved_s_today"], now["saved_tokens_today"]) == (None, 300)
+    assert (shown["saved_s"], shown["saved_tokens"]) == (None, 300)
+
+
+async def test_a_session_that_the_engine_refused_has_moved_nowhere(watched: Watched):
+    row = watched.sessions.table.begin(SessionRef("alice", "refused", b""))
+    watched.sessions.table.end(row)
+    assert (await watched.seen("alice"))["moves"] == []
+
+
+async def test_a_title_is_shown_to_its_tenant_and_goes_with_its_session(watched: Watched):
+    ref = SessionRef("alice", "s", b"")
+    with watched.live.request(ref, "r", "chat", "curl") as it:
+        it.title = "my secret plan"
+        row = watched.sessions.table.begin(ref)
+        it.admitted()
+        row.known = True
+        assert (await watched.seen("alice"))["sessions"][0]["title"] == "my secret plan"
+        watched.sessions.table.end(row)
+        assert "secret" not in str(it.attributes())
+    assert (await watched.seen("alice"))["sessions"][0]["title"] == "my secret plan"
+    assert b"secret" not in (await watched.made("bob")).body
+    watched.forget("s")
+    watched.turn("s")
+    assert "title" not in (await watched.seen("alice"))["sessions"][0]
