@@ -27,7 +27,7 @@ def test_an_address_is_understood_with_and_without_its_scheme(given, url):
 
 
 @pytest.mark.parametrize(
-    "given", ["", ":8080", "localhost:eighty", "ftp://host", "http://", "unix:/run/x", "a:70000"]
+    "given", [":8080", "localhost:eighty", "ftp://host", "http://", "unix:/run/x", "a:70000"]
 )
 def test_text_that_is_no_address_is_refused(given):
     with pytest.raises(UsageError, match="is no address; write http://host:port"):

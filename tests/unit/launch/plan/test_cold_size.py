@@ -53,7 +53,7 @@ def held_bytes(
             states=[x.position // store.chunk_tokens for x in states],
             state_bytes=sum(state_nbytes(x.tree) for x in states),
         )
-        assert store.flush(30)
+        assert store.flush(240)
         return tier.stats().nbytes
 
 
