@@ -39,6 +39,7 @@ from launch.machine.installation import (
     require_vllm,
 )
 from launch.machine.resources import COMFORTABLE, available_memory, free_disk, least_for, too_low
+from launch.machine.server_address import address_here
 from launch.model import find_gguf, find_model
 from launch.model import folder_in as sample_folder
 from launch.plan.cold_size import expected_choice, first_measurement, in_words
@@ -55,6 +56,8 @@ from launch.settings.units import show_bytes
 PINNED = ("mlx", "mlx-lm")
 REDIS_DEADLINE_S = 3.0
 ATTACH_DEADLINE_S = 3.0
+
+NONE_RUNS = "none runs here"
 
 Verdict: TypeAlias = Literal["ok", "warning", "failure"]
 
@@ -96,6 +99,25 @@ def _finding(
         return CheckResult(name, *check(effective, environ))
     except LaunchError as error:
         return CheckResult(name, "failure", str(error))
+
+
+def _server(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
+    """Ask the server that runs here, if there is one."""
+    from launch.cli.remote import Remote  # pulls in the HTTP client
+
+    url = address_here(environ)
+    remote = Remote(url, environ.get("THERMOCLINE_API_KEY", ""))
+    try:
+        models = ", ".join(str(x["id"]) for x in remote.models())
+        codec = remote.codec()
+    except LaunchError as error:
+        if "does not answer" in str(error):
+            return "ok", NONE_RUNS
+        return "warning", f"{url}: {error}"
+    packs = "its engine is away" if codec is None else f"packs with {codec.name}: {codec.why}"
+    if codec is not None and codec.progress:
+        packs = f"packs with {codec.name}; {codec.progress}"
+    return "ok", f"{url} serves {models}, and {packs}"
 
 
 def _python(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
@@ -258,6 +280,9 @@ def _disk(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 def _port(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     gateway = effective.settings.gateway
+    here = urlsplit(address_here(environ)).port == gateway.port
+    if here and _server(effective, environ)[1] != NONE_RUNS:
+        return "ok", f"{gateway.host} port {gateway.port} is that of the server which runs here"
     take_port(gateway).close()
     return "ok", f"{gateway.host} port {gateway.port} is free"
 
@@ -367,6 +392,7 @@ def _open_files(effective: EffectiveSettings, environ: Mapping[str, str]) -> Res
 
 
 CHECKS: Mapping[str, Check] = {
+    "server": _server,
     "python": _python,
     "package": _names,
     "engine": _engine,
@@ -384,4 +410,4 @@ CHECKS: Mapping[str, Check] = {
     "open files": _open_files,
 }
 # Checks of the machine, which run once for all engines.
-OF_THE_MACHINE = ("memory", "port", "redis")
+OF_THE_MACHINE = ("server", "memory", "port", "redis")
