@@ -104,7 +104,20 @@ def test_filters_leave_what_they_name(page):
     expect(said).to_have_text("60")
 
 
-@pytest.mark.parametrize(("client", "name"), [("claude", "Claude Code"), ("codex", "Codex")])
+@pytest.mark.parametrize(
+    ("client", "name"),
+    [
+        ("claude", "Claude Code"),
+        ("codex", "Codex"),
+        ("open-webui", "Open WebUI"),
+        ("librechat", "LibreChat"),
+        ("continue", "Continue"),
+        ("zed", "Zed"),
+        ("vscode", "VS Code"),
+        ("n8n", "n8n"),
+        ("home-assistant", "Home Assistant"),
+    ],
+)
 def test_the_lines_for_clients_are_those_of_the_command(page, tmp_path, client, name):
     page.evaluate("location.hash = 'setup'")
     page.get_by_role("tab", name=name).click()

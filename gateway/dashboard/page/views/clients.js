@@ -5,7 +5,10 @@ import { server } from "../live/store.js";
 
 // What stands in the lines for the reader's key; copied, they have the key itself.
 export const KEY = "YOUR-KEY";
-export const CLIENT_NAMES = ["Claude Code", "Codex", "OpenCode", "OpenAI SDK", "curl"];
+export const CLIENT_NAMES = [
+  "Claude Code", "Codex", "OpenCode", "Open WebUI", "LibreChat", "Continue", "Zed", "VS Code", "n8n", "Home Assistant",
+  "OpenAI SDK", "curl",
+];
 
 // What clients have to know of this server.
 export function thisServer() {
@@ -22,6 +25,7 @@ export function linesFor(name, { url, model, context, key }) {
   const quoted = (x) => `'${String(x).replaceAll("'", "'\\''")}'`;
   const exports = (values) => Object.entries(values).map(([k, v]) => `export ${k}=${quoted(v)}`).join("\n");
   const output = Math.max(1024, Math.floor(context / 4));
+  const entered = `${url}/v1\nAPI Key:         ${key}\nModel:           ${model}\nContext:         ${context}`;
   switch (name) {
     case "Claude Code":
       return exports({
@@ -67,6 +71,67 @@ ${JSON.stringify(
   null,
   2,
 )}`;
+    case "Open WebUI":
+      return exports({
+        OPENAI_API_BASE_URL: `${url}/v1`,
+        OPENAI_API_KEY: key,
+        DEFAULT_MODELS: model,
+        ENABLE_FORWARD_USER_INFO_HEADERS: "true",
+      });
+    case "LibreChat":
+      return `# librechat.yaml
+endpoints:
+  custom:
+    - name: "Thermocline"
+      baseURL: "${url}/v1"
+      apiKey: "${key}"
+      models:
+        default: [${JSON.stringify(model)}]
+      titleConvo: true
+      titleModel: ${JSON.stringify(model)}
+      headers:
+        X-Session-ID: "{{LIBRECHAT_BODY_CONVERSATIONID}}"`;
+    case "Continue":
+      return `# ~/.continue/config.yaml
+name: Thermocline
+version: 0.0.1
+schema: v1
+models:
+  - name: ${JSON.stringify(model)}
+    provider: openai
+    model: ${JSON.stringify(model)}
+    apiBase: "${url}/v1"
+    apiKey: "${key}"
+    roles: [chat, edit, apply]
+    defaultCompletionOptions:
+      contextLength: ${context}`;
+    case "Zed":
+      return `// ~/.config/zed/settings.json
+${JSON.stringify(
+  {
+    language_models: {
+      openai_compatible: {
+        Thermocline: {
+          api_url: `${url}/v1`,
+          available_models: [{ name: model, display_name: model, max_tokens: context, max_output_tokens: output }],
+        },
+      },
+    },
+  },
+  null,
+  2,
+)}
+${exports({ THERMOCLINE_API_KEY: key })}`;
+    case "VS Code":
+      return `Command:         Chat: Manage Language Models, then Add Models, OpenAI Compatible
+Group Name:      Thermocline
+URL:             ${entered}`;
+    case "n8n":
+      return `Credential:      OpenAI
+Base URL:        ${entered}`;
+    case "Home Assistant":
+      return `Integration:     Extended OpenAI Conversation (HACS)
+Base URL:        ${entered}`;
     case "OpenAI SDK":
       return `from openai import OpenAI
 
