@@ -119,7 +119,7 @@ ACCOUNTS: Final[dict[str, Account]] = {
     "pin": _VERB,
     "unpin": _VERB,
     "forget": _VERB,
-    "show_snapshot": Account(Work.SNAPSHOT),
+    "show_snapshot": Account(Work.SNAPSHOT, 0.01),
     "livez": _OPEN,
     "readyz": _OPEN,
     "health": _OPEN,
