@@ -44,6 +44,11 @@ class Owed(msgspec.Struct, frozen=True):
     record_key: bytes
     keys: list[bytes]
 
+    @property
+    def blob_keys(self) -> list[bytes]:
+        """The keys without the record's, which may be of a later life of the session."""
+        return [x for x in self.keys if x != self.record_key]
+
 
 class OwedDeletions:
     """The deletions that one tier still owes, oldest first. Not thread-safe.
@@ -64,13 +69,16 @@ class OwedDeletions:
     def __len__(self) -> int:
         return len(self._owed) + len(self.inherited)
 
-    def add(self, owed: Owed) -> None:
-        """Remember a deletion."""
+    def add(self, owed: Owed) -> list[Owed]:
+        """Remember a deletion; return those that are given up for it."""
+        dropped: list[Owed] = []
         self._owed.append(owed)
         self._num_keys += len(owed.keys)
         while self._num_keys > MAX_KEYS and len(self._owed) > 1:
-            self._num_keys -= len(self._owed.popleft().keys)
+            dropped.append(self._owed.popleft())
+            self._num_keys -= len(dropped[-1].keys)
         self._write([owed], append=True)
+        return dropped
 
     def take(self) -> list[Owed]:
         """Take those of this life; the file keeps them until ``settle``."""
@@ -265,6 +273,9 @@ class Deletions:
         self._clock = clock
         self._owed = [OwedDeletions(stack.owed_file(level)) for level in range(len(stack))]
         index.forgotten |= {x.record_key: x.at_s for owed in self._owed for x in owed.inherited}
+        for level, owed in enumerate(self._owed):
+            for x in owed.inherited:
+                stack.hide(level, x.blob_keys)
         self._lock = threading.Lock()
         self._retrying = threading.Lock()
 
@@ -274,7 +285,9 @@ class Deletions:
         for level in range(len(self._stack)):
             if not self._delete(level, owed.keys):
                 with self._lock:
-                    self._owed[level].add(owed)
+                    self._stack.hide(level, owed.blob_keys)
+                    for dropped in self._owed[level].add(owed):
+                        self._stack.show(level, dropped.keys)
                     self._index.forgotten[record_key] = owed.at_s
 
     def retry(self) -> None:
@@ -303,7 +316,9 @@ class Deletions:
             key = x.record_key
             newest = self._index.get(key) or self._index.find_in(level, key)
             again = newest is not None and newest.last_used_s > x.at_s
-            if not (again or self._delete(level, self._still(x.keys))):
+            if again or self._delete(level, self._still(x.keys)):
+                self._stack.show(level, x.keys)
+            else:
                 left.append(x)
         if len(left) < len(owed.inherited):
             with self._lock:
@@ -315,6 +330,7 @@ class Deletions:
             taken = owed.take()
         done = 0
         while done < len(taken) and self._delete(level, self._still(taken[done].keys)):
+            self._stack.show(level, taken[done].keys)
             done += 1
         with self._lock:
             owed.put_back(taken[done:])

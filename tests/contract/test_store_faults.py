@@ -105,9 +105,9 @@ def test_a_tier_that_is_down_costs_nothing_that_another_one_has(rig: Rig):
     below = FaultyTier(SlowRam(64 * MIB))
     store = rig.open([RamTier(64 * MIB), below])
     below.fails = lambda number, method: True
-    rig.save(store, ref(), LONG)
+    rig.save(store, ref(), LONG, is_down=True)
     assert store.demote(ref(), "disk") == "ram"
-    assert rig.back(store, ref(), LONG).num_tokens == 96
+    assert rig.back(store, ref(), LONG, is_down=True).num_tokens == 96
     below.fails = lambda number, method: False
     assert store.flush(20)  # the missed blobs are written again
     assert store.demote(ref(), "disk") == "disk"
