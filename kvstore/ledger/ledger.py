@@ -14,7 +14,8 @@ from kvstore.config import StoreConfig
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.notices import Notices
 from kvstore.ledger.pins import Pins
-from kvstore.ledger.reading import Promotion
+from kvstore.ledger.profiles import Profiles
+from kvstore.ledger.reading import CopyReader, Promotion
 from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
@@ -91,6 +92,10 @@ class Ledger:
         self.committer = Committer(self.stack, self._slower, self.index, self.pins)
         for record in self.index.all():
             self.committer.follow_pin(record)
+        copies = CopyReader(self.stack, self.counters)
+        fingerprint = packer.fingerprint
+        self.profiles = Profiles(self.stack, copies, fingerprint, self._read_too, monotonic)
+        self.profiles.keep(packer.codecs)
         self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
         self.notices = Notices(self.stack, self.index.restorable)
         self.upkeep = Upkeep(
@@ -120,6 +125,7 @@ class Ledger:
         for tier in self._slower:
             tier.start()
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
+        self.workers.later(self.profiles.renew)
 
     def _say_whose_blobs(self, records: Sequence[SessionRecord]) -> None:
         """Assign to tenants the blobs that an earlier run left in the tiers."""
@@ -137,6 +143,7 @@ class Ledger:
             self.upkeep.deletions.retry()
         else:
             self.upkeep.expire()
+            self.profiles.renew()
 
     def compare(self, likeness: Likeness) -> None:
         """Take reasons of misses from ``likeness``, which is closed with this ledger."""
@@ -194,6 +201,12 @@ class Ledger:
         with self._switching:
             self._packer.adopt(codecs, keep=keep)
         self.repacker.look_again()
+        self.profiles.keep(codecs)
+        self.workers.later(self.profiles.renew)
+
+    def _read_too(self, codecs: StoreCodecs) -> None:
+        with self._switching:
+            self._packer.read_too(codecs)
 
     # ---- the whole store
 
@@ -222,6 +235,7 @@ class Ledger:
         """Stop all threads and close the tiers; waiting work is dropped. Call once."""
         self.likeness.close()
         self.repacker.close()
+        self.profiles.close()
         if self._housekeeping is not None:
             self._housekeeping.close()
         for tier in self._slower:

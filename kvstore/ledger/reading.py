@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvstore.blobs.chain import CHUNK, chunk_before
-from kvstore.errors import ForeignCodec, TierUnavailable, Unusable
+from kvstore.errors import ForeignCodec, RefusedCodec, TierUnavailable, Unusable
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.stack import TierStack
 from kvstore.session import MissReason
@@ -63,10 +63,12 @@ class CopyReader:
                     return GoodCopy(blob, level, use(blob))
             except TierUnavailable:
                 reason = "unavailable" if reason == "evicted" else reason
-            except ForeignCodec as error:
+            except RefusedCodec as error:
                 reason = "fingerprint"
                 if level not in self._stack.shared:  # in a shared tier another engine may read it
                     self._drop(level, key, error)  # else no readable copy would be stored
+            except ForeignCodec:  # it is held, for those that can read it
+                reason = "fingerprint"
             except Unusable as error:
                 reason = "corrupt"
                 self._counters.add("corrupt")
