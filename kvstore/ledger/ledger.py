@@ -24,7 +24,7 @@ from kvstore.ledger.writing import Committer, WriteBehind
 from kvstore.likeness import Likeness
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
-from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
+from kvstore.tenant_bytes import NO_LIMITS, TenantLimits
 from kvstore.tiers.base import Tier
 from kvstore.workers import Periodic, Workers
 
@@ -177,13 +177,13 @@ class Ledger:
 
     def limit_tenants(
         self, limits: Mapping[TierName, TenantLimits]
-    ) -> dict[TierName, dict[str, TenantUse]]:
-        """Hold tenants to bytes of tiers; return the use of those with a limit, by tier.
+    ) -> dict[TierName, dict[str, int]]:
+        """Hold tenants to bytes of tiers; return the bytes of those with a limit, by tier.
 
         Tiers that do not answer, and a shared one, are left out: what their tenants hold is not
         known.
         """
-        found: dict[TierName, dict[str, TenantUse]] = {}
+        found: dict[TierName, dict[str, int]] = {}
         for i, name in enumerate(self.stack.names):
             uses = self.stack.limit_tenants(i, limits.get(name, NO_LIMITS))
             if uses is not None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvstore.errors import TierUnavailable
 from kvstore.session import SHARED_TIERS, TierName
 from kvstore.stats import Counters
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 T = TypeVar("T")
@@ -175,10 +175,6 @@ class TierStack:
         """Assign blobs to a tenant in one tier, unless they have an owner; see ``Tier.own``."""
         self._tiers[i].own(tenant, keys)
 
-    def drop_quarantine(self, i: int) -> bool:
-        """Remove data that a tier put aside as damaged; False if it is not available."""
-        return self._is_done(i, self._tiers[i].drop_quarantine)
-
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just restored, in every tier."""
         for i, tier in enumerate(self._tiers):
@@ -212,7 +208,7 @@ class TierStack:
                 return cause
         return None
 
-    def limit_tenants(self, i: int, limits: TenantLimits) -> dict[str, TenantUse] | None:
+    def limit_tenants(self, i: int, limits: TenantLimits) -> dict[str, int] | None:
         """Hold tenants to limits in one tier; None if it is not known what they hold there."""
         return self._if_up(i, lambda: self._tiers[i].limit_tenants(limits), None)
 

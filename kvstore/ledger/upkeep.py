@@ -283,7 +283,7 @@ class Deletions:
         """Delete some blobs of the session of ``record_key``, or its record."""
         owed = Owed(self._clock(), record_key, list(keys))
         for level in range(len(self._stack)):
-            if not self._delete(level, owed.keys):
+            if not self._stack.delete(level, owed.keys):
                 with self._lock:
                     self._stack.hide(level, owed.blob_keys)
                     for dropped in self._owed[level].add(owed):
@@ -316,7 +316,7 @@ class Deletions:
             key = x.record_key
             newest = self._index.get(key) or self._index.find_in(level, key)
             again = newest is not None and newest.last_used_s > x.at_s
-            if again or self._delete(level, self._still(x.keys)):
+            if again or self._stack.delete(level, self._still(x.keys)):
                 self._stack.show(level, x.keys)
             else:
                 left.append(x)
@@ -329,7 +329,7 @@ class Deletions:
         with self._lock:
             taken = owed.take()
         done = 0
-        while done < len(taken) and self._delete(level, self._still(taken[done].keys)):
+        while done < len(taken) and self._stack.delete(level, self._still(taken[done].keys)):
             self._stack.show(level, taken[done].keys)
             done += 1
         with self._lock:
@@ -339,7 +339,3 @@ class Deletions:
 
     def _still(self, keys: Sequence[bytes]) -> list[bytes]:
         return [x for x in self._index.unused(keys) if self._index.get(x) is None]
-
-    def _delete(self, level: int, keys: Sequence[bytes]) -> bool:
-        # In this order: a tier that finds its file damaged during the deletion puts it aside then.
-        return self._stack.delete(level, keys) and self._stack.drop_quarantine(level)

@@ -36,7 +36,7 @@ from kvstore.store.restored import Fetched, Match, Restored
 from kvstore.store.restorer import Restorer
 from kvstore.store.save_queue import Offered, OnDone, RowSource, SaveJob, SaveQueue
 from kvstore.store.saver import Saver
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 
@@ -313,7 +313,7 @@ class ColdStore:
 
     def limit_tenants(
         self, limits: Mapping[TierName, TenantLimits]
-    ) -> dict[TierName, dict[str, TenantUse]]:
+    ) -> dict[TierName, dict[str, int]]:
         """Hold tenants to bytes of tiers from now on; return what they hold there. Blocks.
 
         A tier that is not named has no limits. See ``Ledger.limit_tenants``.

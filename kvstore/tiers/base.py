@@ -19,7 +19,7 @@ from typing import Final, Literal, Protocol, TypeAlias
 import msgspec
 
 from kvstore.session import SHARED_TIERS, TierName
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 
 # "budget": there was no space for it. "limit": its tenant may hold no more.
 EvictionCause: TypeAlias = Literal["budget", "limit"]
@@ -142,8 +142,8 @@ class Tier(Protocol):
     def own(self, owner: str, keys: Sequence[bytes]) -> None:
         """Assign blobs that an earlier run left here to their owner; absent ones are ignored."""
 
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
-        """Hold tenants to these limits from now on; return the use of each that has one.
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, int] | None:
+        """Hold tenants to these limits from now on; return the bytes of each that has one.
 
         A tenant beyond its limit loses its least recent blobs now, pinned ones last. None: what
         tenants hold here is not known, and nothing was done.
@@ -172,13 +172,6 @@ class Tier(Protocol):
 
         Raises:
             TierUnavailable: they may still exist.
-        """
-
-    def drop_quarantine(self) -> None:
-        """Remove data put aside as damaged, since it may hold content that is to be forgotten.
-
-        Raises:
-            TierUnavailable: it still exists.
         """
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:

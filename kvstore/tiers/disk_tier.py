@@ -13,7 +13,7 @@ first, lets the pages come free, and tries again, evicting more each time.
 
 **Faults.** A full disk or map: the blobs are refused and the error is counted. Any other error of
 the file system is counted and raised as ``TierUnavailable``. If a tree is found damaged, at the
-start or while in use, the file is put aside and the tier continues empty. A medium error
+start or while in use, the file is deleted and the tier continues empty. A medium error
 *under* the map cannot be turned into a miss: it arrives as SIGBUS and ends the engine, whose next
 start verifies the file.
 
@@ -105,7 +105,7 @@ class DiskTier(IndexedTier):
             if not damaged:
                 return
             limit = file_bytes_limit(self._index.capacity_bytes)
-            self._env = self._folder.start_over_damaged(self._env, limit, why="found while in use")
+            self._env = self._folder.start_over(self._env, limit, why="damage found while in use")
             self._blobs = LmdbBlobs(self._env)
             self._env.set_mapsize(limit)
             with self._lock:  # pins stay
@@ -219,10 +219,6 @@ class DiskTier(IndexedTier):
             finally:
                 self._erasing = frozenset()
             return len(present)
-
-    def drop_quarantine(self) -> None:
-        with self._guard.call(), self._writing:
-            self._folder.drop_quarantine()
 
     def _place_of(self, key: bytes) -> bytes:
         """Return the key before a blob, b"" if it has none."""

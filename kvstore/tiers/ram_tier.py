@@ -86,9 +86,6 @@ class RamTier(IndexedTier):
                 del self._blobs[key]
             return len(wanted)
 
-    def drop_quarantine(self) -> None:
-        """Do nothing: damaged memory ends the process."""
-
     def _apply_limits(self, limits: TenantLimits) -> None:
         with self._lock:
             self._apply(Update([], self._index.limit(limits)), {})

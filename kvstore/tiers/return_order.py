@@ -23,7 +23,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
+from kvstore.tenant_bytes import NO_LIMITS, TenantLimits
 from kvstore.tiers.base import EvictionCause, EvictionCauses
 from kvstore.tiers.earlier_life import Found, Mark, parents_first, run_of
 from kvstore.tiers.runs import LINK, RECORD, Run, Runs
@@ -73,7 +73,6 @@ class ReturnOrder:
         self._lru: OrderedDict[bytes, int] = OrderedDict()  # the shadow: bytes by the first link
         self.pins: Counter[bytes] = Counter()  # of absent keys, too
         self._held: Counter[str] = Counter()  # bytes by tenant
-        self._missed: Counter[str] = Counter()  # bytes by tenant; see ``TenantUse``
         self._kept_bytes = self._lru_bytes = 0
         self._num_new = self._num_back = 0.0  # runs that began lately, and those that returned
         self._patience = PATIENCE[1]
@@ -211,18 +210,14 @@ class ReturnOrder:
     def limit(self, limits: TenantLimits) -> list[Evicted]:
         """Set the limits of tenants from now on, and evict what is beyond them; return that."""
         evicted: list[Evicted] = []
-        if not limits.counts_only:
-            self._limits, missed = limits, self._missed.copy()
-            for owner in list(self._held):
-                self._make_room(0, owner, [], evicted)
-            self._missed = missed
+        self._limits = limits
+        for owner in list(self._held):
+            self._make_room(0, owner, [], evicted)
         return evicted
 
-    def take_uses(self, limits: TenantLimits) -> dict[str, TenantUse]:
-        """Return the bytes of each tenant with one of these limits; count missed ones afresh."""
-        missed, self._missed = self._missed, Counter()
-        owners = {**(+self._held), **missed}
-        return {x: TenantUse(self._held[x], missed[x]) for x in owners if limits.of(x) is not None}
+    def uses(self, limits: TenantLimits) -> dict[str, int]:
+        """Return the bytes of each tenant with one of these limits."""
+        return {x: n for x, n in self._held.items() if n and limits.of(x) is not None}
 
     def own(self, owner: str, keys: Iterable[bytes]) -> None:
         """Assign runs of an earlier life to their owner, the longest unused first."""
@@ -366,10 +361,8 @@ class ReturnOrder:
                 return True
             run = self._oldest_of(owner) if is_over else self._victim()
             if run is None or own > (limit if is_over else self.capacity_bytes):
-                self._missed[owner] += nbytes * is_over
                 return False
-            lost = self._cut(run, "limit" if is_over else "budget", evicted)
-            self._missed[owner] += lost * is_over
+            self._cut(run, "limit" if is_over else "budget", evicted)
 
     def _oldest_of(self, owner: str) -> Run | None:
         runs, pinned = self._of[owner], self._orders[PINNED]

@@ -31,7 +31,7 @@ from crc32c import crc32c
 
 from kvstore.errors import Corrupt, TierUnavailable
 from kvstore.session import TierName
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob, EvictionCause, TierStats
 from kvstore.tiers.redis_server.bounds import ServerBounds, read_bounds
 from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
@@ -238,9 +238,6 @@ class RedisTier:
         replies = self._in_batches([("DEL", name_of(key)) for key in keys])
         return sum(self._answer(x) for x in replies)
 
-    def drop_quarantine(self) -> None:
-        """Do nothing: damaged blobs are deleted."""
-
     # Recency
 
     def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
@@ -271,7 +268,7 @@ class RedisTier:
     def own(self, owner: str, keys: Sequence[bytes]) -> None:
         """Do nothing: the server does not know tenants."""
 
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, int] | None:
         """Return None: what a tenant holds on the server is not known."""
         return None
 

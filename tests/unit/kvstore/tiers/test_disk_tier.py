@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.blobs.chain import FORMAT_VERSION
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.disk_budget import capacity_within, file_bytes_limit
 from kvstore.tiers.disk_tier import DiskTier
-from kvstore.tiers.lmdb_blobs import FRAGMENT_BYTES
+from kvstore.tiers.lmdb_blobs import DATABASES, FRAGMENT_BYTES
 from tests.clock import Clock
 
 MB = 1 << 20
@@ -283,6 +284,32 @@ def test_calls_after_close_are_refused(opened: Open):
     for call in (lambda: tier.get_many(keys(1)), lambda: tier.delete_many(keys(1)), tier.flush):
         with pytest.raises(TierUnavailable):
             call()
+
+
+def test_a_file_that_another_release_laid_out_is_swept(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    import lmdb
+
+    folder = tmp_path / "cold"
+    folder.mkdir()
+    with lmdb.Environment(str(folder), max_dbs=2) as env:
+        for name in (b"index.1", b"pieces.1"):
+            database = env.open_db(name)
+            with env.begin(write=True) as txn:
+                txn.put(b"key", b"an old blob", db=database)
+    tier = opened()
+    assert [x.getMessage().rpartition(": ")[2] for x in caplog.records] == [
+        "another release laid it out"
+    ]
+    assert b"an old blob" not in (folder / "data.mdb").read_bytes()
+    assert not (folder / "data.foreign").exists()
+    put(tier, range(1))
+
+
+def test_a_format_of_blobs_has_a_layout_of_its_own():
+    """Else blobs of the format before would fill the file until they are evicted."""
+    assert (FORMAT_VERSION, DATABASES) == (3, (b"index.2", b"pieces.1"))
 
 
 def test_a_file_of_another_program_is_moved_aside(opened: Open, tmp_path: Path):
