@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -32,19 +31,13 @@ LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the s
 HOUSEKEEPING_EVERY: Final = 5  # looks
 
 
-def _none_waits(record_key: bytes) -> bool:
-    return False
-
-
 class Ledger:
     """Thread-safe. Owns ``tiers`` (fastest first), the threads that write them, and the workers.
 
-    Before ``start`` there are no threads: a commit writes all tiers before it returns, and nothing
-    runs periodically. Matching
-    prompts, naming blobs and packing them is left to the store.
+    Matching prompts, naming blobs and packing them is left to the store.
 
     Args:
-        claims: those of the store's own queue of saves, if it has one.
+        claims: those of the store's own queue of saves.
         is_awaited: returns for a record key whether a save of that session is waiting.
         clock: seconds of the wall clock, for stored times.
         monotonic: seconds that never jump, for deadlines.
@@ -57,16 +50,16 @@ class Ledger:
         packer: Packer,
         tiers: Sequence[Tier],
         *,
-        claims: Claims | None = None,
-        is_awaited: Callable[[bytes], bool] = _none_waits,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
+        claims: Claims,
+        is_awaited: Callable[[bytes], bool],
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
     ) -> None:
         self.records = records
         self.likeness = Likeness()  # to the data on the Redis
         self.counters = Counters()
         self.workers = Workers(config.num_threads)
-        self.claims = claims or Claims()
+        self.claims = claims
         self.clock = clock
         self.monotonic = monotonic
         self._packer = packer
@@ -118,10 +111,6 @@ class Ledger:
             clock,
         )
         self._rounds = itertools.count(1)
-        self._housekeeping: Periodic | None = None
-
-    def start(self) -> None:
-        """Write slower tiers on their own threads from now on, and start upkeep. Call once."""
         for tier in self._slower:
             tier.start()
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
@@ -151,29 +140,9 @@ class Ledger:
 
     # ---- sessions between their turns
 
-    def find_anywhere(self, session: SessionRef) -> SessionRecord | None:
-        """Return the session's record from memory or a local tier, else from a shared tier."""
-        return self.index.find_anywhere(session.tenant, session.id)
-
-    def find(self, session: SessionRef) -> SessionRecord | None:
-        """Likewise: a save must know the pin and the blobs of the record that it replaces."""
-        return self.find_anywhere(session)
-
     def why_unknown(self, session: SessionRef) -> MissReason:
         """Explain why nothing of a session is stored."""
-        if self.index.has_lapsed(session.tenant, session.id):
-            return "ttl"
-        if self.index.was_short(session.tenant, session.id):
-            return "too-short"
-        return self.likeness.why_unknown()
-
-    def why_diverged(self) -> MissReason:
-        """Explain why a prompt has not even its first chunk in common with its session."""
-        return self.likeness.why_diverged()
-
-    def record_key(self, session: SessionRef) -> bytes:
-        """The key under which the session's record is stored."""
-        return self.records.key(session.tenant, session.id)
+        return self.index.why_gone(session) or self.likeness.why_unknown()
 
     def limit_tenants(
         self, limits: Mapping[TierName, TenantLimits]
@@ -236,8 +205,7 @@ class Ledger:
         self.likeness.close()
         self.repacker.close()
         self.profiles.close()
-        if self._housekeeping is not None:
-            self._housekeeping.close()
+        self._housekeeping.close()
         for tier in self._slower:
             tier.close()
         self.workers.close()

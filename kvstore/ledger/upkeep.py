@@ -166,7 +166,7 @@ class Upkeep:
 
     def tier_of(self, record: SessionRecord) -> TierName | None:
         """Return the slowest tier that a restore must read; None if even the beginning is gone."""
-        located = self._stack.locate(self._index.needed_keys(record))
+        located = self._stack.locate(self._index.records.needed_keys(record))
         levels = [x for x in located.levels[: located.num_leading] if x is not None]
         return self._stack.name(max(levels)) if levels else None
 
@@ -185,7 +185,7 @@ class Upkeep:
         """
         level = self._stack.level(tier)
         with self._claims.claim(self._index.key_of(session)):  # else an older record could be sent
-            record = self._index.find_anywhere(session.tenant, session.id)
+            record = self._index.find_anywhere(session)
             if record is None:
                 return None
             sent = None
@@ -208,7 +208,7 @@ class Upkeep:
     def pin(self, session: SessionRef, pinned: bool) -> None:
         """Evict the session's blobs last, or stop that; a session never saved stays as it is."""
         with self._claims.claim(self._index.key_of(session)):
-            record = self._index.find_anywhere(session.tenant, session.id)
+            record = self._index.find_anywhere(session)
             if record is None or record.pinned == pinned:
                 return
             self._committer.rewrite(msgspec.structs.replace(record, pinned=pinned))
@@ -237,7 +237,7 @@ class Upkeep:
             if record is None or not self._index.is_over(record) or self._is_awaited(key):
                 return
             self._remove(key)
-            self._index.note_lapse(key)
+            self._index.note(key, "ttl")
         self._notices.report(StoreNotice(SessionRef(record.tenant, record.id, b""), "expired"))
 
     def _remove(self, key: bytes) -> bool:
