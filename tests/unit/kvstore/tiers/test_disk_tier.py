@@ -4,7 +4,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -107,6 +107,30 @@ def test_recency_alone_is_saved_by_flush(opened: Open, tmp_path: Path):
     written_at = (tmp_path / "cold" / "data.mdb").stat().st_mtime_ns
     tier.flush()  # nothing new: nothing written
     assert (tmp_path / "cold" / "data.mdb").stat().st_mtime_ns == written_at
+
+
+def test_what_the_full_disk_let_nothing_delete_can_be_forgotten(opened: Open, tmp_path: Path):
+    import lmdb
+
+    tier = opened()
+    put(tier, range(20))
+    tier = opened(tier.stats().nbytes)
+    commit = tier._commit
+
+    def full(gone: Iterable[bytes], new: Mapping[bytes, memoryview]) -> None:
+        raise lmdb.MapFullError("no room")
+
+    tier._commit = full  # type: ignore[method-assign]
+    with pytest.raises(TierUnavailable):
+        tier.put_many([(keys(50)[0], text(50, 1000))])
+    tier._commit = commit  # type: ignore[method-assign]
+    held = tier.contains_many(keys(*range(20), 50))
+    assert held.count(False) >= 2 and not held[-1]
+    (gone, *_) = [i for i in range(20) if not held[i]]
+    assert text(gone, 1000) in (tmp_path / "cold" / "data.mdb").read_bytes()
+    tier.delete_many(keys(gone))
+    assert text(gone, 1000) not in (tmp_path / "cold" / "data.mdb").read_bytes()
+    assert tier.get_many(keys(gone)) == [None]
 
 
 def test_everything_is_private(opened: Open, tmp_path: Path):
