@@ -16,6 +16,7 @@ from tests.contract.store_rig import (
     LONG,
     LONGER,
     MIB,
+    WHOLE,
     Rig,
     SlowRam,
     Store,
@@ -111,6 +112,19 @@ def test_a_tier_that_is_down_costs_nothing_that_another_one_has(rig: Rig):
     assert store.flush(20)  # the missed blobs are written again
     assert store.demote(ref(), "disk") == "disk"
     assert rig.back(store, ref(), LONG).num_tokens == 96
+
+
+def test_a_damaged_chunk_is_mended_from_another_tier_and_what_continues_it_stays(
+    rig: Rig, tmp_path: Path
+):
+    near, far = RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)
+    store = rig.open([near, far])
+    rig.save(store, ref(), LONG)
+    whole, third = blobs_of(near), store.ledger.index.blob_keys(store.record(ref()))[2]
+    assert damage(near, lambda name: name == third) == 1
+    assert rig.back(store, ref(), LONGER).num_tokens == WHOLE
+    assert blobs_of(near) == whole
+    assert store.counters.as_dict()["corrupt"] == 1
 
 
 # ---- a tier that engines share
