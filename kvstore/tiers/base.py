@@ -11,10 +11,9 @@ returns; one that is handed out must not be changed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -23,30 +22,7 @@ from kvstore.tenant_bytes import TenantLimits
 
 # "budget": there was no space for it. "limit": its tenant may hold no more.
 EvictionCause: TypeAlias = Literal["budget", "limit"]
-MAX_REMEMBERED: Final = 1 << 14
 Blob = bytes | bytearray | memoryview
-
-
-class EvictionCauses:
-    """The last evictions, by key; older ones are forgotten."""
-
-    def __init__(self) -> None:
-        self._causes: OrderedDict[bytes, EvictionCause] = OrderedDict()
-
-    def remember(self, key: bytes, cause: EvictionCause) -> None:
-        """Record why a key was evicted."""
-        self._causes[key] = cause
-        self._causes.move_to_end(key)
-        if len(self._causes) > MAX_REMEMBERED:
-            self._causes.popitem(last=False)
-
-    def came_back(self, key: bytes) -> None:
-        """Record that the key is held again."""
-        self._causes.pop(key, None)
-
-    def of(self, keys: Iterable[bytes]) -> list[EvictionCause | None]:
-        """Return for each key why it was evicted; None: it was not, or too long ago."""
-        return [self._causes.get(key) for key in keys]
 
 
 class TierStats(msgspec.Struct, frozen=True):

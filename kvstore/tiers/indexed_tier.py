@@ -69,7 +69,7 @@ class IndexedTier(ABC):
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         with self._lock:
-            return self._index.causes.of(keys)
+            return [self._index.causes.get(key) for key in keys]
 
     @property
     def pins(self) -> dict[bytes, int]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvstore.tenant_bytes import NO_LIMITS, TenantLimits
-from kvstore.tiers.base import EvictionCause, EvictionCauses
+from kvstore.tiers.base import EvictionCause
 from kvstore.tiers.earlier_life import Found, Mark, parents_first, run_of
 from kvstore.tiers.runs import LINK, RECORD, Run, Runs
 
@@ -33,6 +33,7 @@ PATIENCE: Final = (0.02, 2.0)  # at least and at most, in gaps
 RATE: Final = 32.0  # doublings of patience for a room's worth of bytes
 LATE: Final = 1 / 32  # what returns too late for either order counts so much for patience
 LATELY: Final = 256  # new runs, after which older ones count half
+MAX_CAUSES: Final = 1 << 14
 ON_TRIAL, KEPT, PINNED = range(3)
 
 
@@ -67,7 +68,7 @@ class ReturnOrder:
         self._num_new = self._num_back = 0.0  # runs that began lately, and those that returned
         self._patience = PATIENCE[1]
         self._gap_s = math.inf  # on average lately
-        self.causes = EvictionCauses()
+        self.causes: OrderedDict[bytes, EvictionCause] = OrderedDict()  # of the last evictions
 
     def __len__(self) -> int:
         return len(self._runs.of)
@@ -308,7 +309,7 @@ class ReturnOrder:
     def _enter(self, run: Run, key: bytes, nbytes: int) -> None:
         self._runs.append(run, key, nbytes)
         self._count(run, nbytes)
-        self.causes.came_back(key)
+        self.causes.pop(key, None)
 
     def _count(self, run: Run, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -356,7 +357,9 @@ class ReturnOrder:
     def _cut(self, run: Run, cause: EvictionCause, evicted: list[bytes]) -> int:
         """Evict the last blob of a run."""
         evicted.append(run.last)
-        self.causes.remember(run.last, cause)
+        self.causes[run.last] = cause
+        if len(self.causes) > MAX_CAUSES:
+            self.causes.popitem(last=False)
         return self._pop(run.last)
 
     def _pop(self, key: bytes) -> int:

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from crc32c import crc32c
 
@@ -51,7 +51,6 @@ MAX_PROLONGED: Final = 65_536  # that are remembered; others are prolonged once 
 WATCH_S: Final = 5.0  # between looks at the server
 SCAN_COUNT: Final = 1000
 
-T = TypeVar("T")
 _HEAD: Final = struct.Struct("<4sI")
 _MAGIC: Final = b"TCR2"
 _log = logging.getLogger(__name__)
@@ -71,8 +70,6 @@ class RedisTier:
     """
 
     name: TierName = "redis"
-    overhead_bytes = _HEAD.size
-    prefix = PREFIX
 
     def __init__(
         self,
@@ -97,10 +94,6 @@ class RedisTier:
 
     def __repr__(self) -> str:
         return f"RedisTier({self._link.name})"
-
-    def call(self, use: Callable[[Any], T]) -> T:
-        """Use redis-py's own client of the same server; see ``RedisLink.call``."""
-        return self._link.call(use)
 
     # Reading
 
