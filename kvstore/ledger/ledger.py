@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.blobs.packer import Packer
@@ -21,9 +21,8 @@ from kvstore.ledger.stack import TierStack
 from kvstore.ledger.upkeep import Upkeep
 from kvstore.ledger.writing import Committer, WriteBehind
 from kvstore.likeness import Likeness
-from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.session import MissReason, SessionRef
 from kvstore.stats import Counters, StoreStats
-from kvstore.tenant_bytes import NO_LIMITS, TenantLimits
 from kvstore.tiers.base import Tier
 from kvstore.workers import Periodic, Workers
 
@@ -143,21 +142,6 @@ class Ledger:
     def why_unknown(self, session: SessionRef) -> MissReason:
         """Explain why nothing of a session is stored."""
         return self.index.why_gone(session) or self.likeness.why_unknown()
-
-    def limit_tenants(
-        self, limits: Mapping[TierName, TenantLimits]
-    ) -> dict[TierName, dict[str, int]]:
-        """Hold tenants to bytes of tiers; return the bytes of those with a limit, by tier.
-
-        Tiers that do not answer, and a shared one, are left out: what their tenants hold is not
-        known.
-        """
-        found: dict[TierName, dict[str, int]] = {}
-        for i, name in enumerate(self.stack.names):
-            uses = self.stack.limit_tenants(i, limits.get(name, NO_LIMITS))
-            if uses is not None:
-                found[name] = uses
-        return found
 
     # ---- codecs
 

@@ -7,7 +7,7 @@ may hold the same blob, and the fastest copy is the one to read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvstore.errors import TierUnavailable
 from kvstore.session import SHARED_TIERS, TierName
 from kvstore.stats import Counters
-from kvstore.tenant_bytes import TenantLimits
+from kvstore.tenant_bytes import NO_LIMITS, TenantLimits
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 T = TypeVar("T")
@@ -208,9 +208,21 @@ class TierStack:
                 return cause
         return None
 
-    def limit_tenants(self, i: int, limits: TenantLimits) -> dict[str, int] | None:
-        """Hold tenants to limits in one tier; None if it is not known what they hold there."""
-        return self._if_up(i, lambda: self._tiers[i].limit_tenants(limits), None)
+    def limit_tenants(
+        self, limits: Mapping[TierName, TenantLimits]
+    ) -> dict[TierName, dict[str, int]]:
+        """Hold tenants to bytes of tiers; return the bytes of those with a limit, by tier.
+
+        Tiers that do not answer, and a shared one, are left out: what their tenants hold is not
+        known.
+        """
+        found: dict[TierName, dict[str, int]] = {}
+        for i, tier in enumerate(self._tiers):
+            limit = partial(tier.limit_tenants, limits.get(tier.name, NO_LIMITS))
+            uses = self._if_up(i, limit, None)
+            if uses is not None:
+                found[tier.name] = uses
+        return found
 
     def stats(self) -> list[TierStats]:
         return [x.stats() for x in self._tiers]

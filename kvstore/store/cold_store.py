@@ -315,9 +315,9 @@ class ColdStore:
     ) -> dict[TierName, dict[str, int]]:
         """Hold tenants to bytes of tiers from now on; return what they hold there. Blocks.
 
-        A tier that is not named has no limits. See ``Ledger.limit_tenants``.
+        A tier that is not named has no limits. See ``TierStack.limit_tenants``.
         """
-        return {} if self._closed else self.ledger.limit_tenants(limits)
+        return {} if self._closed else self.ledger.stack.limit_tenants(limits)
 
     # ---- codecs
 
