@@ -20,7 +20,7 @@ A key in a tier is a byte for the kind of blob and a digest:
     record   H(tenant, session id, model): found without the salt, so that a change of weights is
              *detected* and reported as a miss instead of hiding the record
     page     the name of the last chunk that a page of a session's chain lists
-    profile  H(fingerprint, codec id): no blob, but the file of what a codec learned from the model
+    profile  H(fingerprint, codec id): no blob, but a file of the arrays that a codec learned
 
 The key does not depend on how KV is packed: the header of a blob names its codec.
 """

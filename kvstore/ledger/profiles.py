@@ -1,7 +1,7 @@
 """Profiles of learned codecs, by codec id, in the tiers that outlive the process.
 
-The header of a blob names its codec, and the id of a learned one contains a digest of what it
-learned from the model. So a blob is read by whoever has that codec. The store that packs with it
+The header of a blob names its codec, and the id of a learned one contains a digest of the arrays
+that it learned from the model. So a blob is read by whoever has that codec. The store that packs with it
 keeps the codec's profile beside the data, on disk and in a shared tier, sealed like every other
 value, and renews it. A store that meets a codec it does not know looks there for the profile,
 verifies that it gives a codec of that very id, keeps it, and reads on.
@@ -74,7 +74,7 @@ class Profiles:
         self._fetching = ThreadPoolExecutor(1, "kvstore-profiles")
 
     def keep(self, codecs: StoreCodecs) -> None:
-        """Have the profile of what packs now in the tiers, from the next ``renew`` on."""
+        """Have the profile of the written codecs in the tiers, from the next ``renew`` on."""
         if codecs.profile is not None:
             self._keep(codecs.written_ids, codecs.profile)
 
