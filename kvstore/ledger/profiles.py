@@ -1,9 +1,9 @@
 """Profiles of learned codecs, by codec id, in the tiers that outlive the process.
 
 The header of a blob names its codec, and the id of a learned one contains a digest of the arrays
-that it learned from the model. So a blob is read by whoever has that codec. The store that packs with it
-keeps the codec's profile beside the data, on disk and in a shared tier, sealed like every other
-value, and renews it. A store that meets a codec it does not know looks there for the profile,
+that it learned from the model. So any store that has the codec reads the blob. The store that packs
+with it keeps the codec's profile beside the data, on disk and in a shared tier, sealed like every
+other value, and renews it. A store that finds a codec it does not know looks there for the profile,
 verifies that it gives a codec of that very id, keeps it, and reads on.
 """
 
