@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.breaker import LONGEST_WAIT_S, Breaker, BreakerState
@@ -14,7 +14,7 @@ from kvstore.tiers.redis_server.client import RedisServers, masked, secrets_of
 
 try:
     import redis
-    from redis.exceptions import RedisClusterException
+    from redis.exceptions import AskError, RedisClusterException
 except ImportError as error:
     raise ImportError("the redis tier needs redis-py: pip install 'thermocline[redis]'") from error
 
@@ -23,6 +23,7 @@ Command: TypeAlias = tuple[bytes | str | int | memoryview, ...]
 # A reply as redis-py returns it; for a command that the server refused, the list has its error.
 Reply: TypeAlias = Any
 T = TypeVar("T")
+_KEYLESS: Final = frozenset({"PING", "TIME", "INFO"})
 
 
 class RedisLink:
@@ -113,6 +114,7 @@ class RedisLink:
             answered = self._answered = True
             raise self._unavailable(error) from None
         except (redis.RedisError, RedisClusterException, OSError, _TooLate) as error:
+            self._servers.forget()
             raise self._unavailable(error) from None
         except Exception as error:
             if not self._closed:
@@ -123,15 +125,39 @@ class RedisLink:
             (self._breaker.succeed if answered else self._breaker.fail)(permit)
 
     def _exchange(self, commands: Sequence[Command], until: float) -> list[Reply]:
-        client = self._servers.client() if commands else None
-        if client is None:
-            return []
+        replies: list[Reply] = [None] * len(commands)
+        for server, positions in self._by_server(commands):
+            self._check_time(until)
+            with server.pipeline(transaction=False) as asked:
+                for i in positions:
+                    asked.execute_command(*commands[i])
+                for i, reply in zip(positions, asked.execute(raise_on_error=False), strict=True):
+                    replies[i] = _plain(reply)
+        for i, reply in enumerate(replies):
+            if self._servers.is_cluster and isinstance(reply, AskError):  # or MOVED: it is undone
+                self._check_time(until)
+                replies[i] = self._redirected(commands[i])
+        return replies
+
+    def _by_server(self, commands: Sequence[Command]) -> Iterable[tuple[Any, Sequence[int]]]:
+        if not self._servers.is_cluster:
+            return [(self._servers.client(), range(len(commands)))] if commands else ()
+        found: dict[int, tuple[Any, list[int]]] = {}
+        for i, command in enumerate(commands):
+            server = self._servers.node_of(_key_of(command))
+            found.setdefault(id(server), (server, []))[1].append(i)
+        return found.values()
+
+    def _redirected(self, command: Command) -> Reply:
+        """Send a command to where the cluster says its key is by now."""
+        try:
+            return self._servers.client().execute_command(*command)
+        except redis.ResponseError as error:
+            return error
+
+    def _check_time(self, until: float) -> None:
         if self._monotonic() > until:
             raise _TooLate(f"no full answer within {self.deadline_s} s")
-        with client.pipeline(transaction=False) as asked:
-            for command in commands:
-                asked.execute_command(*command)
-            return [_plain(x) for x in asked.execute(raise_on_error=False)]
 
     def _unavailable(self, error: Exception) -> TierUnavailable:
         text = self._scrub(f"{type(error).__name__}: {error}")
@@ -159,6 +185,14 @@ class RedisLink:
 
 class _TooLate(Exception):
     pass
+
+
+def _key_of(command: Command) -> bytes | str | None:
+    """Return a command's first key; None if it has none."""
+    if command[0] in _KEYLESS:
+        return None
+    key = command[3] if command[0] == "EVAL" else command[1]
+    return key if isinstance(key, bytes | str) else bytes(key)
 
 
 def _plain(reply: Reply) -> Reply:
