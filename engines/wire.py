@@ -21,7 +21,7 @@ from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
 from kvstore.stats import Repacking
 from kvstore.stats import TierStats as TierStats
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 
 WIRE_VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
@@ -282,9 +282,9 @@ class Adopted(msgspec.Struct, frozen=True, tag="adopted"):
 
 
 class TenantUses(msgspec.Struct, frozen=True, tag="tenant_uses"):
-    """The answer to ``LimitTenants``: the use of each tenant with a limit, by tier and tenant."""
+    """The answer to ``LimitTenants``: the bytes of each tenant with a limit, by tier and tenant."""
 
-    tiers: dict[TierName, dict[str, TenantUse]]
+    tiers: dict[TierName, dict[str, int]]
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -7,5 +7,5 @@ no tensor library. From the bottom to the top:
     blobs                   one blob: key, header, checksum, codec
     likeness                what keeps a store from the data on its Redis
     ledger                  sessions as ordered blob keys, and every operation on them
-    store                   the stores: ``ColdStore`` (mlx), ``BlockStore`` (vLLM)
+    store                   the store of one engine, ``ColdStore``
 """

@@ -4,7 +4,8 @@
     +-- Unusable          this blob must not be offered; the caller recomputes
     |   +-- Corrupt       checksum, length or structure is wrong
     |   +-- Mismatch      whole, but for another model, layout or version
-    |       +-- ForeignCodec  in a codec, or by a profile, that is not known here
+    |       +-- ForeignCodec      in a codec, or by a profile, that is not known here
+    |           +-- RefusedCodec  in one that was known, and was taken back
     +-- TierUnavailable   the tier did not answer (down, deadline, breaker open)
     |   +-- TierInUse     its folder belongs to another process
     +-- StoreClosed       the store is shutting down
@@ -35,6 +36,14 @@ class Mismatch(Unusable):
 
 
 class ForeignCodec(Mismatch):
+    """``codec_id``: of the codec that is not known."""
+
+    def __init__(self, message: str, codec_id: str = "") -> None:
+        super().__init__(message)
+        self.codec_id = codec_id
+
+
+class RefusedCodec(ForeignCodec):
     pass
 
 

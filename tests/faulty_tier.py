@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvstore.errors import TierUnavailable
 from kvstore.session import TierName
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 
@@ -82,7 +82,7 @@ class FaultyTier:
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         return self.inner.why_evicted(keys)
 
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, int] | None:
         self._call("limit_tenants")
         return self.inner.limit_tenants(limits)
 
@@ -99,10 +99,6 @@ class FaultyTier:
     def delete_many(self, keys: Iterable[bytes]) -> int:
         self._call("delete_many")
         return self.inner.delete_many(keys)
-
-    def drop_quarantine(self) -> None:
-        self._call("drop_quarantine")
-        self.inner.drop_quarantine()
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         self._call("scan")

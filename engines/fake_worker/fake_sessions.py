@@ -6,7 +6,6 @@ A token is a word. A session's KV is its list of words, at a made-up number of b
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ from engines.wire import (
 )
 from kvstore.session import TIER_NAMES, SessionName
 from kvstore.stats import Repacking
-from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 
 HOT_BYTES_PER_TOKEN = 1000
 COLD_BYTES_PER_TOKEN = 200
@@ -74,7 +73,6 @@ class FakeSessions:
         self._num_unpacked = 0
         self._num_repacked = 0
         self._limits: dict[TierName, TenantLimits] = {}
-        self._missed: Counter[str] = Counter()  # bytes by tenant
         self._counters = {"turns": 0, "saves": 0, "restores": 0, "misses": 0, "evictions": 0}
 
     def listen(self, notify: Callable[[Notice], None]) -> None:
@@ -162,16 +160,11 @@ class FakeSessions:
         return Done(self._report(session))
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
-        counted = {x: self._limits.get(x, NO_LIMITS) for x, y in tiers.items() if y.counts_only}
-        self._limits = {**tiers, **counted}
-        for tenant in {x.ref.tenant for x in self._sessions.values()}:
+        self._limits = dict(tiers)
+        tenants = {x.ref.tenant for x in self._sessions.values()}
+        for tenant in tenants:
             self._keep_to_limits(tenant)
-        missed, self._missed = self._missed, Counter()
-        uses: dict[TierName, dict[str, TenantUse]] = {name: {} for name in TIER_NAMES}
-        for tenant in {x.ref.tenant for x in self._sessions.values()} | missed.keys():
-            for name, of_tier in uses.items():
-                of_tier[tenant] = TenantUse(self._held(tenant, name), missed[tenant])
-        return TenantUses(uses)
+        return TenantUses({x: {y: self._held(y, x) for y in tenants} for x in TIER_NAMES})
 
     def _held(self, tenant: str, tier: TierName) -> int:
         of_tenant = (x for x in self._sessions.values() if x.ref.tenant == tenant)
@@ -185,7 +178,6 @@ class FakeSessions:
             limit = limits.of(tenant)
             while cold and limit is not None and self._held(tenant, tier) > limit:
                 session = cold.pop(0)
-                self._missed[tenant] += session.cold_bytes
                 session.tier = None
                 self._notify(Notice("lost", self._report(session), "limit"))
 

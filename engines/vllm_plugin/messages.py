@@ -19,7 +19,6 @@ from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, CodecReport, KVSize, Verb,
 from kvstore.codecs.quality import Quality
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
-from kvstore.tenant_bytes import TenantUse
 
 ID_BYTES: Final = 4  # of a token's id among ``RankRests.ids``, little-endian
 
@@ -178,7 +177,7 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
     sessions: list[RankSession]
     stats: StoreStats | None = None
     codec: CodecReport | None = None  # in answers to ``GetStats``, ``Adopt`` and ``Measure``
-    tenants: dict[TierName, dict[str, TenantUse]] = {}  # in answers to ``LimitTenants``
+    tenants: dict[TierName, dict[str, int]] = {}  # in answers to ``LimitTenants``
     error: str = ""
     settled: bool = True  # False: the saves that a ``Look`` waits for are still under way
     more: bool = False  # more sessions come in the next message

@@ -135,15 +135,12 @@ class TierBytes:
 
     async def _ask(self, member: Member, rules: Rules) -> None:
         try:
-            uses = (await member.engine.limit_tenants(rules.tiers)).tiers
+            held = (await member.engine.limit_tenants(rules.tiers)).tiers
         except EngineError as error:
             log.debug("an engine does not hold tenants to their bytes yet: %s", error)
             return
         member.is_limited = bool(rules.tiers)
-        member.held = {
-            tier: {tenant: x.held for tenant, x in of_tier.items()}
-            for tier, of_tier in uses.items()
-        }
+        member.held = held
 
     def _report_full(self) -> None:
         for tier in {*self._rules.tiers, *self._shown}:

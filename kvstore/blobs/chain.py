@@ -20,6 +20,7 @@ A key in a tier is a byte for the kind of blob and a digest:
     record   H(tenant, session id, model): found without the salt, so that a change of weights is
              *detected* and reported as a miss instead of hiding the record
     page     the name of the last chunk that a page of a session's chain lists
+    profile  H(fingerprint, codec id): no blob, but a file of the arrays that a codec learned
 
 The key does not depend on how KV is packed: the header of a blob names its codec.
 """
@@ -43,6 +44,7 @@ WINDOW: Final = b"w"
 STATE: Final = b"s"
 RECORD: Final = b"r"
 PAGE: Final = b"p"
+PROFILE: Final = b"f"
 KINDS: Final = frozenset((CHUNK, WINDOW, STATE, RECORD, PAGE))
 
 Tokens: TypeAlias = NDArray[np.int32]
@@ -55,6 +57,7 @@ _LINK = b"thermocline link"
 _BLOCKS = b"thermoclineblock"
 _WINDOW = b"thermocline wind"
 _RECORD = b"thermocline sess"
+_PROFILE = b"thermocline prof"
 
 
 class Piece(NamedTuple):
@@ -193,6 +196,11 @@ def part_name(name: bytes, skipped: int) -> bytes:
 def record_key(tenant: str, session_id: str, model: str) -> bytes:
     """Name the record of a session; ids of any length and with any characters are safe."""
     return RECORD + hashed(_RECORD, *name_bytes(tenant, session_id, model))
+
+
+def profile_key(fingerprint: str, codec_id: str) -> bytes:
+    """Name the profile of a codec."""
+    return PROFILE + hashed(_PROFILE, fingerprint.encode(), codec_id.encode())
 
 
 def num_common(one: Chain, other: Chain) -> int:

@@ -18,7 +18,7 @@ from kvstore.blobs.state_tree import StateTree, decode_state, encode_state
 from kvstore.blobs.store_codecs import RAW, StoreCodecs, as_codecs
 from kvstore.codecs.base import Codec
 from kvstore.codecs.rows import sinks
-from kvstore.errors import ForeignCodec, Mismatch
+from kvstore.errors import ForeignCodec, Mismatch, RefusedCodec
 from kvstore.shapes import KVLayout, KVRun, StoredModel, tokens_in
 from kvstore.tiers.base import Blob
 
@@ -60,6 +60,7 @@ class Packer:
             WINDOW: blobs.layout_digest(model.windows or _NO_LAYERS),
         }
         self._known = self._checked(as_codecs(codecs))
+        self._refused: frozenset[bytes] = frozenset()
 
     # ---- which codecs
 
@@ -82,7 +83,14 @@ class Packer:
 
         Raises ``UnknownCodec``; then nothing has changed.
         """
+        before = self._known
         self._known = self._checked(codecs.with_readable(self.codecs) if keep else codecs)
+        if not keep:
+            self._refused = frozenset((*before.by_name, *before.windows_by_name))
+
+    def read_too(self, codecs: StoreCodecs) -> None:
+        """Read blobs in these codecs as well. Raises ``UnknownCodec``; nothing has changed then."""
+        self._known = self._checked(self.codecs.with_readable(codecs))
 
     def _checked(self, codecs: StoreCodecs) -> _Known:
         for codec in codecs.known:
@@ -177,7 +185,8 @@ class Packer:
         codec = self._known.of(kind).get(name)
         if codec is None:
             words = name.decode("ascii", "replace")
-            raise ForeignCodec(f"the blob is in codec {words!r}, which is not known here")
+            kind_of_error = RefusedCodec if name in self._refused else ForeignCodec
+            raise kind_of_error(f"the blob is in codec {words!r}, which is not known here", words)
         return codec
 
     # ---- states, and the headers of records

@@ -123,7 +123,7 @@ def _unpacked_matrix(node: StateTree, known: frozenset[str]) -> StateTree:
 
 def _codec(codec_id: str, known: frozenset[str]) -> AnyMatrixCodec:
     if codec_id not in known:
-        raise ForeignCodec(f"a state is in codec {codec_id!r}, which is not known here")
+        raise ForeignCodec(f"a state is in codec {codec_id!r}, which is not known here", codec_id)
     try:
         return matrix_codec_of(codec_id)
     except UnknownCodec as error:

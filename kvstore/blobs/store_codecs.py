@@ -8,10 +8,11 @@ with that one for as long as it is known.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from kvstore.codecs.base import Codec, RawCodec
+from kvstore.codecs.profile import Profile
 from kvstore.codecs.session_codec import SessionCodec
 
 RAW: Final = RawCodec()
@@ -28,12 +29,14 @@ class StoreCodecs:
             exactly.
         readable: codecs that are not written and can be read; the others are readable anyway.
         readable_sessions: likewise, of windows and matrices.
+        profile: all that the written codecs learned from the model, for servers that lack it.
     """
 
     rows: Codec
     session: SessionCodec | None = None
     readable: tuple[Codec, ...] = ()
     readable_sessions: tuple[SessionCodec, ...] = ()
+    profile: Profile | None = field(default=None, compare=False, repr=False)
 
     @property
     def windows(self) -> Codec:
@@ -51,12 +54,17 @@ class StoreCodecs:
 
     def with_readable(self, other: StoreCodecs) -> StoreCodecs:
         """Return the same writer with all that ``other`` writes or reads readable as well."""
-        return StoreCodecs(
-            self.rows,
-            self.session,
-            distinct((*self.readable, other.rows, *other.readable)),
-            distinct((*self.sessions, *other.sessions)),
+        return replace(
+            self,
+            readable=distinct((*self.readable, other.rows, *other.readable)),
+            readable_sessions=distinct((*self.sessions, *other.sessions)),
         )
+
+    @property
+    def written_ids(self) -> list[str]:
+        """Ids of the lossy codecs that pack now, as headers of blobs and states name them."""
+        parts = (self.rows, self.windows, *((self.session.matrices,) if self.session else ()))
+        return [x.id for x in parts if not x.exact]
 
     @property
     def known(self) -> tuple[Codec, ...]:

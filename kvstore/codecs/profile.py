@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -154,12 +154,11 @@ class Profile:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
-    def save(self, path: Path) -> None:
-        """Writes the file completely under another name, then renames it.
+    def to_bytes(self) -> bytes:
+        """Returns the content of the profile's file."""
+        return b"".join(self._blocks())
 
-        Raises:
-            OSError: it cannot be written; no partial file is left.
-        """
+    def _blocks(self) -> Iterator[bytes | memoryview]:
         arrays = {f"{p}/{n}": a for p, known in self.learned.items() for n, a in known.items()}
         entries = tuple(_ArrayEntry(name, a.dtype.str, a.shape) for name, a in arrays.items())
         header = _Header(
@@ -173,13 +172,22 @@ class Profile:
             self.window_ropes,
         )
         digest = blake2b(digest_size=DIGEST_BYTES)
+        for block in _file_blocks(msgspec.json.encode(header), list(arrays.values())):
+            digest.update(block)
+            yield block
+        yield digest.digest()
+
+    def save(self, path: Path) -> None:
+        """Writes the file completely under another name, then renames it.
+
+        Raises:
+            OSError: it cannot be written; no partial file is left.
+        """
         whole = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
         try:
             with whole.open("wb") as file:
-                for block in _file_blocks(msgspec.json.encode(header), list(arrays.values())):
-                    digest.update(block)
+                for block in self._blocks():
                     file.write(block)
-                file.write(digest.digest())
                 file.flush()
                 os.fsync(file.fileno())
             whole.replace(path)
@@ -199,21 +207,36 @@ def load_profile(path: Path, *, mapped: bool = False) -> Profile:
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size > MAX_BYTES:
-            raise Corrupt(f"{path}: larger than any profile")
-        end = size - DIGEST_BYTES
-        head = file.read(8)
-        if end < 8 or head[:4] != MAGIC:
-            raise Corrupt(f"{path}: not a profile")
-        if not _is_whole(file, end):
-            raise Corrupt(f"{path}: damaged; calibrate the model again")
-        length = int.from_bytes(head[4:], "little")
-        if length > min(MAX_HEADER_BYTES, end - 8):
-            raise Corrupt(f"{path}: a header of {length} bytes")
-        file.seek(8)
-        header = _header(file.read(length), path)
-        span = (_aligned(8 + length), end)
-        learned = _arrays(file, span, header.arrays, path, _mapped if mapped else _read)
+        return _loaded(file, size, path, _mapped if mapped else _read)
+
+
+def profile_in(content: bytes | bytearray | memoryview) -> Profile:
+    """Reads a profile from the content of its file, which it does not keep.
+
+    Raises:
+        Corrupt: it is not a profile, or damaged.
+        Mismatch: another release wrote it.
+    """
+    with BytesIO(content) as file:
+        return _loaded(file, len(content), Path("a shared profile"), _copied_out)
+
+
+def _loaded(file: _File, size: int, path: Path, take: _Take) -> Profile:
+    if size > MAX_BYTES:
+        raise Corrupt(f"{path}: larger than any profile")
+    end = size - DIGEST_BYTES
+    head = file.read(8)
+    if end < 8 or head[:4] != MAGIC:
+        raise Corrupt(f"{path}: not a profile")
+    if not _is_whole(file, end):
+        raise Corrupt(f"{path}: damaged; calibrate the model again")
+    length = int.from_bytes(head[4:], "little")
+    if length > min(MAX_HEADER_BYTES, end - 8):
+        raise Corrupt(f"{path}: a header of {length} bytes")
+    file.seek(8)
+    header = _header(file.read(length), path)
+    span = (_aligned(8 + length), end)
+    learned = _arrays(file, span, header.arrays, path, take)
     return Profile(
         header.fingerprint,
         header.layout,
@@ -225,7 +248,7 @@ def load_profile(path: Path, *, mapped: bool = False) -> Profile:
     )
 
 
-def _is_whole(file: BufferedReader, end: int) -> bool:
+def _is_whole(file: _File, end: int) -> bool:
     """Returns whether the digest matches, block by block: a profile may fill the free memory."""
     digest, block = blake2b(digest_size=DIGEST_BYTES), memoryview(bytearray(BLOCK_BYTES))
     file.seek(0)
@@ -247,13 +270,19 @@ def _header(text: bytes, path: Path) -> _Header:
         raise Corrupt(f"{path}: {error}") from error  # a bad header may have a valid digest
 
 
+_File: TypeAlias = BufferedReader | BytesIO
 # Reads values from a file; arguments: file, dtype, byte offset, number of values.
-_Take: TypeAlias = Callable[[BufferedReader, str, int, int], np.ndarray]
+_Take: TypeAlias = Callable[[Any, str, int, int], np.ndarray]
 
 
 def _read(file: BufferedReader, dtype: str, at: int, count: int) -> np.ndarray:
     file.seek(at)
     return np.fromfile(file, dtype, count)
+
+
+def _copied_out(file: BytesIO, dtype: str, at: int, count: int) -> np.ndarray:
+    file.seek(at)
+    return np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
 
 
 def _mapped(file: BufferedReader, dtype: str, at: int, count: int) -> np.ndarray:
@@ -263,7 +292,7 @@ def _mapped(file: BufferedReader, dtype: str, at: int, count: int) -> np.ndarray
 
 
 def _arrays(
-    file: BufferedReader,
+    file: _File,
     span: tuple[int, int],
     entries: tuple[_ArrayEntry, ...],
     path: Path,

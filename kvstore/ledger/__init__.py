@@ -1,6 +1,6 @@
 """Sessions as ordered blob keys: which exist, where they are stored, which are pinned or evicted.
 
-Both kinds of store use it. When a session's turn ends:
+When a session's turn ends:
 
 1. the store claims the session (``index``) and hands over a record and new blobs;
 2. ``writing`` writes them to the fastest tier (``stack``), blobs first, the record last;
@@ -9,5 +9,6 @@ Both kinds of store use it. When a session's turn ends:
 
 Between turns ``upkeep`` moves, pins (``pins``) and forgets sessions, and reports sessions that
 expired, were evicted or found (``notices``). On a return ``reading`` finds a good copy of each
-blob and promotes it. ``ledger`` holds all of these.
+blob and promotes it, and ``profiles`` fetches what a codec of another server learned. ``ledger``
+holds all of these.
 """

@@ -22,13 +22,13 @@ from kvstore.errors import Corrupt, Mismatch, Unusable
 from kvstore.ledger.notices import Restorable
 from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.stack import TierStack
-from kvstore.session import SessionRef
+from kvstore.session import MissReason, SessionRef
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob
 
 ENTRY_BYTES: Final = 512  # Python's memory for each session besides its record
 BLOB_KEY_BYTES: Final = KEY_BYTES + 152  # of a key as an object, and of its place in the counter
-MAX_LAPSED: Final = 4096  # sessions that are remembered as expired; as many as too short
+MAX_GONE: Final = 8192  # sessions that are remembered as expired, or as too short
 
 
 class Claims:
@@ -107,8 +107,7 @@ class SessionIndex:
         self.forgotten: dict[bytes, float] = {}
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # longest unused first
-        self._lapsed: OrderedDict[bytes, None] = OrderedDict()
-        self._short: OrderedDict[bytes, None] = OrderedDict()
+        self._why_gone: OrderedDict[bytes, MissReason] = OrderedDict()
         self._users: Counter[bytes] = Counter()  # number of sessions by blob
         self._nbytes = 0
         self._num_removals = 0
@@ -133,10 +132,6 @@ class SessionIndex:
         if entry is not None and entry.record is record:
             return list(entry.blob_keys)
         return self.records.blob_keys(record)
-
-    def needed_keys(self, record: SessionRecord) -> list[bytes]:
-        """Keys of the blobs that a turn needs if it continues where the session ended."""
-        return self.records.needed_keys(record)
 
     def owned(self, record: SessionRecord) -> list[bytes]:
         """Keys of all blobs of the session: those it needs, and those it no longer uses."""
@@ -167,9 +162,9 @@ class SessionIndex:
             entry = self._entries.get(key)
         return None if entry is None else entry.record
 
-    def find(self, tenant: str, session_id: str) -> SessionRecord | None:
+    def find(self, session: SessionRef) -> SessionRecord | None:
         """The session's record from memory, else from the local tiers."""
-        key = self.records.key(tenant, session_id)
+        key = self.key_of(session)
         with self._lock:
             entry, num_removals = self._entries.get(key), self._num_removals
         if entry is not None:
@@ -183,13 +178,13 @@ class SessionIndex:
                     self._insert(key, found, keys)
         return found
 
-    def find_anywhere(self, tenant: str, session_id: str) -> SessionRecord | None:
+    def find_anywhere(self, session: SessionRef) -> SessionRecord | None:
         """Return the session's record from memory or a local tier, else from a shared tier."""
-        return self.find(tenant, session_id) or self.find_shared(tenant, session_id)
+        return self.find(session) or self.find_shared(self.key_of(session))
 
-    def find_shared(self, tenant: str, session_id: str) -> SessionRecord | None:
-        """Return the session's record in a shared tier, where another engine may have put it."""
-        return self._newest(self.records.key(tenant, session_id), self._stack.shared)
+    def find_shared(self, key: bytes) -> SessionRecord | None:
+        """Return the record in a shared tier, where another engine may have put it."""
+        return self._newest(key, self._stack.shared)
 
     def everywhere(self, key: bytes) -> list[SessionRecord]:
         """Every copy of a record: a slow tier may hold an older one."""
@@ -251,29 +246,17 @@ class SessionIndex:
         age_s = self.clock() - record.last_used_s
         return bool(self._ttl_s) and age_s > self._ttl_s and not record.pinned
 
-    def note_lapse(self, key: bytes) -> None:
-        """Remember that a removed session had expired."""
+    def note(self, key: bytes, why: MissReason) -> None:
+        """Remember why a session is not stored."""
         with self._lock:
-            self._lapsed[key] = None
-            if len(self._lapsed) > MAX_LAPSED:
-                self._lapsed.popitem(last=False)
+            self._why_gone[key] = why
+            if len(self._why_gone) > MAX_GONE:
+                self._why_gone.popitem(last=False)
 
-    def has_lapsed(self, tenant: str, session_id: str) -> bool:
-        """True if the session was removed because it had expired."""
+    def why_gone(self, session: SessionRef) -> MissReason | None:
+        """Return why a session is not stored, as far as that is remembered."""
         with self._lock:
-            return self.records.key(tenant, session_id) in self._lapsed
-
-    def note_short(self, key: bytes) -> None:
-        """Remember that a session was too short to be saved."""
-        with self._lock:
-            self._short[key] = None
-            if len(self._short) > MAX_LAPSED:
-                self._short.popitem(last=False)
-
-    def was_short(self, tenant: str, session_id: str) -> bool:
-        """True if the session was not saved because it had less than a full chunk."""
-        with self._lock:
-            return self.records.key(tenant, session_id) in self._short
+            return self._why_gone.get(self.key_of(session))
 
     # ---- reading tiers
 
@@ -304,8 +287,7 @@ class SessionIndex:
     # ---- with the lock held
 
     def _insert(self, key: bytes, record: SessionRecord, blob_keys: Iterable[bytes]) -> None:
-        self._lapsed.pop(key, None)
-        self._short.pop(key, None)
+        self._why_gone.pop(key, None)
         before, keys = self._entries.get(key), tuple(blob_keys)
         num_same = 0 if before is None else _num_common(before.blob_keys, keys)
         self._take_out(key, num_same)

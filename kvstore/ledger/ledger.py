@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.blobs.packer import Packer
@@ -14,16 +13,16 @@ from kvstore.config import StoreConfig
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.notices import Notices
 from kvstore.ledger.pins import Pins
-from kvstore.ledger.reading import Promotion
+from kvstore.ledger.profiles import Profiles
+from kvstore.ledger.reading import CopyReader, Promotion
 from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.upkeep import Upkeep
 from kvstore.ledger.writing import Committer, WriteBehind
 from kvstore.likeness import Likeness
-from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.session import MissReason, SessionRef
 from kvstore.stats import Counters, StoreStats
-from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
 from kvstore.tiers.base import Tier
 from kvstore.workers import Periodic, Workers
 
@@ -31,19 +30,13 @@ LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the s
 HOUSEKEEPING_EVERY: Final = 5  # looks
 
 
-def _none_waits(record_key: bytes) -> bool:
-    return False
-
-
 class Ledger:
     """Thread-safe. Owns ``tiers`` (fastest first), the threads that write them, and the workers.
 
-    Before ``start`` there are no threads: a commit writes all tiers before it returns, and nothing
-    runs periodically. Matching
-    prompts, naming blobs and packing them is left to the store.
+    Matching prompts, naming blobs and packing them is left to the store.
 
     Args:
-        claims: those of the store's own queue of saves, if it has one.
+        claims: those of the store's own queue of saves.
         is_awaited: returns for a record key whether a save of that session is waiting.
         clock: seconds of the wall clock, for stored times.
         monotonic: seconds that never jump, for deadlines.
@@ -56,16 +49,16 @@ class Ledger:
         packer: Packer,
         tiers: Sequence[Tier],
         *,
-        claims: Claims | None = None,
-        is_awaited: Callable[[bytes], bool] = _none_waits,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
+        claims: Claims,
+        is_awaited: Callable[[bytes], bool],
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
     ) -> None:
         self.records = records
         self.likeness = Likeness()  # to the data on the Redis
         self.counters = Counters()
         self.workers = Workers(config.num_threads)
-        self.claims = claims or Claims()
+        self.claims = claims
         self.clock = clock
         self.monotonic = monotonic
         self._packer = packer
@@ -91,6 +84,10 @@ class Ledger:
         self.committer = Committer(self.stack, self._slower, self.index, self.pins)
         for record in self.index.all():
             self.committer.follow_pin(record)
+        copies = CopyReader(self.stack, self.counters)
+        fingerprint = packer.fingerprint
+        self.profiles = Profiles(self.stack, copies, fingerprint, self._read_too, monotonic)
+        self.profiles.keep(packer.codecs)
         self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
         self.notices = Notices(self.stack, self.index.restorable)
         self.upkeep = Upkeep(
@@ -113,13 +110,10 @@ class Ledger:
             clock,
         )
         self._rounds = itertools.count(1)
-        self._housekeeping: Periodic | None = None
-
-    def start(self) -> None:
-        """Write slower tiers on their own threads from now on, and start upkeep. Call once."""
         for tier in self._slower:
             tier.start()
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
+        self.workers.later(self.profiles.renew)
 
     def _say_whose_blobs(self, records: Sequence[SessionRecord]) -> None:
         """Assign to tenants the blobs that an earlier run left in the tiers."""
@@ -137,6 +131,7 @@ class Ledger:
             self.upkeep.deletions.retry()
         else:
             self.upkeep.expire()
+            self.profiles.renew()
 
     def compare(self, likeness: Likeness) -> None:
         """Take reasons of misses from ``likeness``, which is closed with this ledger."""
@@ -144,44 +139,9 @@ class Ledger:
 
     # ---- sessions between their turns
 
-    def find_anywhere(self, session: SessionRef) -> SessionRecord | None:
-        """Return the session's record from memory or a local tier, else from a shared tier."""
-        return self.index.find_anywhere(session.tenant, session.id)
-
-    def find(self, session: SessionRef) -> SessionRecord | None:
-        """Likewise: a save must know the pin and the blobs of the record that it replaces."""
-        return self.find_anywhere(session)
-
     def why_unknown(self, session: SessionRef) -> MissReason:
         """Explain why nothing of a session is stored."""
-        if self.index.has_lapsed(session.tenant, session.id):
-            return "ttl"
-        if self.index.was_short(session.tenant, session.id):
-            return "too-short"
-        return self.likeness.why_unknown()
-
-    def why_diverged(self) -> MissReason:
-        """Explain why a prompt has not even its first chunk in common with its session."""
-        return self.likeness.why_diverged()
-
-    def record_key(self, session: SessionRef) -> bytes:
-        """The key under which the session's record is stored."""
-        return self.records.key(session.tenant, session.id)
-
-    def limit_tenants(
-        self, limits: Mapping[TierName, TenantLimits]
-    ) -> dict[TierName, dict[str, TenantUse]]:
-        """Hold tenants to bytes of tiers; return the use of those with a limit, by tier.
-
-        Tiers that do not answer, and a shared one, are left out: what their tenants hold is not
-        known.
-        """
-        found: dict[TierName, dict[str, TenantUse]] = {}
-        for i, name in enumerate(self.stack.names):
-            uses = self.stack.limit_tenants(i, limits.get(name, NO_LIMITS))
-            if uses is not None:
-                found[name] = uses
-        return found
+        return self.index.why_gone(session) or self.likeness.why_unknown()
 
     # ---- codecs
 
@@ -194,6 +154,12 @@ class Ledger:
         with self._switching:
             self._packer.adopt(codecs, keep=keep)
         self.repacker.look_again()
+        self.profiles.keep(codecs)
+        self.workers.later(self.profiles.renew)
+
+    def _read_too(self, codecs: StoreCodecs) -> None:
+        with self._switching:
+            self._packer.read_too(codecs)
 
     # ---- the whole store
 
@@ -222,8 +188,8 @@ class Ledger:
         """Stop all threads and close the tiers; waiting work is dropped. Call once."""
         self.likeness.close()
         self.repacker.close()
-        if self._housekeeping is not None:
-            self._housekeeping.close()
+        self.profiles.close()
+        self._housekeeping.close()
         for tier in self._slower:
             tier.close()
         self.workers.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvstore.blobs.chain import CHUNK, chunk_before
-from kvstore.errors import ForeignCodec, TierUnavailable, Unusable
+from kvstore.errors import ForeignCodec, RefusedCodec, TierUnavailable, Unusable
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.stack import TierStack
 from kvstore.session import MissReason
@@ -30,7 +30,7 @@ class GoodCopy(Generic[T]):
 
 
 class CopyReader:
-    """Falls back from tier to tier, and removes copies that cannot be used. Thread-safe."""
+    """Falls back from tier to tier, and mends or removes copies that are bad. Thread-safe."""
 
     def __init__(self, stack: TierStack, counters: Counters) -> None:
         self._stack = stack
@@ -56,26 +56,30 @@ class CopyReader:
         """
         reason: MissReason = "evicted"
         get = asked or (lambda level: self._stack.get(level, [key])[0])
+        bad: list[int] = []
+        good: GoodCopy[T] | None = None
         for level in levels:
             try:
                 blob = get(level)
                 if blob is not None:
-                    return GoodCopy(blob, level, use(blob))
+                    good = GoodCopy(blob, level, use(blob))
+                    break
             except TierUnavailable:
                 reason = "unavailable" if reason == "evicted" else reason
-            except ForeignCodec as error:
+            except ForeignCodec as error:  # held, for those that can read it
                 reason = "fingerprint"
-                if level not in self._stack.shared:  # in a shared tier another engine may read it
-                    self._drop(level, key, error)  # else no readable copy would be stored
+                if isinstance(error, RefusedCodec) and level not in self._stack.shared:
+                    bad.append(level)  # else no readable copy would be stored
             except Unusable as error:
                 reason = "corrupt"
                 self._counters.add("corrupt")
-                self._drop(level, key, error)
-        return reason
-
-    def _drop(self, level: int, key: bytes, error: Unusable) -> None:
-        _log.warning("dropped a blob from %s: %s", self._stack.name(level), error)
-        self._stack.delete(level, [key])
+                _log.warning("a bad blob in %s: %s", self._stack.name(level), error)
+                bad.append(level)
+        for level in bad:
+            # In its place, since a tier would give up all that continues a chunk that is deleted.
+            if good is None or not self._stack.replace(level, key, good.blob):
+                self._stack.delete(level, [key])
+        return good or reason
 
 
 class Promotion:

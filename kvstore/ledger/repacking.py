@@ -215,7 +215,7 @@ class Repacker:
 
     def _goes_on_elsewhere(self, record: SessionRecord) -> bool:
         """True if another engine wrote a newer record of the session, which must be kept."""
-        there = self._index.find_shared(record.tenant, record.id)
+        there = self._index.find_shared(self._index.key(record))
         return (
             there is not None
             and there.last_used_s > record.last_used_s

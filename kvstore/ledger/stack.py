@@ -6,7 +6,8 @@ may hold the same blob, and the fastest copy is the one to read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TypeVar
 from kvstore.errors import TierUnavailable
 from kvstore.session import SHARED_TIERS, TierName
 from kvstore.stats import Counters
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import NO_LIMITS, TenantLimits
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 T = TypeVar("T")
@@ -41,6 +42,8 @@ class TierStack:
         self._tiers = tuple(tiers)
         self._counters = counters
         self._names: tuple[TierName, ...] = tuple(x.name for x in tiers)
+        self._hiding = threading.Lock()
+        self._hidden: list[frozenset[bytes]] = [frozenset()] * len(self._tiers)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -69,17 +72,38 @@ class TierStack:
     def level(self, name: TierName) -> int | None:
         return self._names.index(name) if name in self._names else None
 
+    # ---- deletions that a tier owes
+
+    def hide(self, i: int, keys: Iterable[bytes]) -> None:
+        """Take these blobs for gone in one tier, until they are written there again."""
+        with self._hiding:
+            self._hidden[i] = self._hidden[i].union(keys)
+
+    def show(self, i: int, keys: Iterable[bytes]) -> None:
+        """End ``hide``: they are gone, or may be found again."""
+        with self._hiding:
+            self._hidden[i] = self._hidden[i].difference(keys if self._hidden[i] else ())
+
+    def _unless_hidden(self, i: int, keys: Sequence[bytes], found: list[T], gone: T) -> list[T]:
+        if not (hidden := self._hidden[i]):
+            return found
+        return [gone if key in hidden else x for key, x in zip(keys, found, strict=True)]
+
+    # ---- blobs
+
     def get(self, i: int, keys: Sequence[bytes]) -> list[Blob | None]:
         """Read blobs from one tier; None for those it lacks. Raises ``TierUnavailable``."""
         try:
-            return self._tiers[i].get_many(keys)
+            return self._unless_hidden(i, keys, self._tiers[i].get_many(keys), None)
         except TierUnavailable:
             self._count_down(i)
             raise
 
     def lengths(self, i: int, keys: Sequence[bytes]) -> list[int | None]:
         """Return the lengths of blobs without reading them; None for those that one tier lacks."""
-        return self._if_up(i, lambda: self._tiers[i].lengths(keys), [None] * len(keys))
+        unknown: list[int | None] = [None] * len(keys)
+        found = self._if_up(i, lambda: self._tiers[i].lengths(keys), unknown)
+        return self._unless_hidden(i, keys, found, None)
 
     def find(self, i: int, keys: Sequence[bytes]) -> list[Blob | None]:
         try:
@@ -88,7 +112,8 @@ class TierStack:
             return [None] * len(keys)
 
     def holds(self, i: int, keys: Sequence[bytes]) -> list[bool]:
-        return self._if_up(i, lambda: self._tiers[i].contains_many(keys), [False] * len(keys))
+        held = self._if_up(i, lambda: self._tiers[i].contains_many(keys), [False] * len(keys))
+        return self._unless_hidden(i, keys, held, False)
 
     def may_hold(self, i: int, key: bytes) -> bool:
         """False only if the tier answers that it does not hold the blob."""
@@ -102,8 +127,9 @@ class TierStack:
             missing = [j for j, level in enumerate(levels) if level is None]
             if not missing:
                 break
+            asked = [keys[j] for j in missing]
             try:
-                held = self._tiers[i].contains_many([keys[j] for j in missing])
+                held = self._unless_hidden(i, asked, self._tiers[i].contains_many(asked), False)
             except TierUnavailable:
                 self._count_down(i)
                 down = True
@@ -124,7 +150,10 @@ class TierStack:
         ``after``: the chunk before them in their chain; b"" = they are its beginning.
         """
         put = partial(self._tiers[i].put_many, items, tenant, after)
-        return not items or self._if_up(i, put, -1) == len(items)
+        is_done = not items or self._if_up(i, put, -1) == len(items)
+        if is_done:
+            self.show(i, [key for key, _ in items])
+        return is_done
 
     def replace(self, i: int, key: bytes, blob: Blob, tenant: str = "", after: bytes = b"") -> bool:
         """Write a blob in place of the one of this key; False if the tier did not take it.
@@ -145,10 +174,6 @@ class TierStack:
     def own_in(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
         """Assign blobs to a tenant in one tier, unless they have an owner; see ``Tier.own``."""
         self._tiers[i].own(tenant, keys)
-
-    def drop_quarantine(self, i: int) -> bool:
-        """Remove data that a tier put aside as damaged; False if it is not available."""
-        return self._is_done(i, self._tiers[i].drop_quarantine)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just restored, in every tier."""
@@ -183,9 +208,21 @@ class TierStack:
                 return cause
         return None
 
-    def limit_tenants(self, i: int, limits: TenantLimits) -> dict[str, TenantUse] | None:
-        """Hold tenants to limits in one tier; None if it is not known what they hold there."""
-        return self._if_up(i, lambda: self._tiers[i].limit_tenants(limits), None)
+    def limit_tenants(
+        self, limits: Mapping[TierName, TenantLimits]
+    ) -> dict[TierName, dict[str, int]]:
+        """Hold tenants to bytes of tiers; return the bytes of those with a limit, by tier.
+
+        Tiers that do not answer, and a shared one, are left out: what their tenants hold is not
+        known.
+        """
+        found: dict[TierName, dict[str, int]] = {}
+        for i, tier in enumerate(self._tiers):
+            limit = partial(tier.limit_tenants, limits.get(tier.name, NO_LIMITS))
+            uses = self._if_up(i, limit, None)
+            if uses is not None:
+                found[tier.name] = uses
+        return found
 
     def stats(self) -> list[TierStats]:
         return [x.stats() for x in self._tiers]

@@ -44,6 +44,11 @@ class Owed(msgspec.Struct, frozen=True):
     record_key: bytes
     keys: list[bytes]
 
+    @property
+    def blob_keys(self) -> list[bytes]:
+        """The keys without the record's, which may be of a later life of the session."""
+        return [x for x in self.keys if x != self.record_key]
+
 
 class OwedDeletions:
     """The deletions that one tier still owes, oldest first. Not thread-safe.
@@ -64,13 +69,16 @@ class OwedDeletions:
     def __len__(self) -> int:
         return len(self._owed) + len(self.inherited)
 
-    def add(self, owed: Owed) -> None:
-        """Remember a deletion."""
+    def add(self, owed: Owed) -> list[Owed]:
+        """Remember a deletion; return those that are given up for it."""
+        dropped: list[Owed] = []
         self._owed.append(owed)
         self._num_keys += len(owed.keys)
         while self._num_keys > MAX_KEYS and len(self._owed) > 1:
-            self._num_keys -= len(self._owed.popleft().keys)
+            dropped.append(self._owed.popleft())
+            self._num_keys -= len(dropped[-1].keys)
         self._write([owed], append=True)
+        return dropped
 
     def take(self) -> list[Owed]:
         """Take those of this life; the file keeps them until ``settle``."""
@@ -158,7 +166,7 @@ class Upkeep:
 
     def tier_of(self, record: SessionRecord) -> TierName | None:
         """Return the slowest tier that a restore must read; None if even the beginning is gone."""
-        located = self._stack.locate(self._index.needed_keys(record))
+        located = self._stack.locate(self._index.records.needed_keys(record))
         levels = [x for x in located.levels[: located.num_leading] if x is not None]
         return self._stack.name(max(levels)) if levels else None
 
@@ -177,7 +185,7 @@ class Upkeep:
         """
         level = self._stack.level(tier)
         with self._claims.claim(self._index.key_of(session)):  # else an older record could be sent
-            record = self._index.find_anywhere(session.tenant, session.id)
+            record = self._index.find_anywhere(session)
             if record is None:
                 return None
             sent = None
@@ -200,7 +208,7 @@ class Upkeep:
     def pin(self, session: SessionRef, pinned: bool) -> None:
         """Evict the session's blobs last, or stop that; a session never saved stays as it is."""
         with self._claims.claim(self._index.key_of(session)):
-            record = self._index.find_anywhere(session.tenant, session.id)
+            record = self._index.find_anywhere(session)
             if record is None or record.pinned == pinned:
                 return
             self._committer.rewrite(msgspec.structs.replace(record, pinned=pinned))
@@ -229,7 +237,7 @@ class Upkeep:
             if record is None or not self._index.is_over(record) or self._is_awaited(key):
                 return
             self._remove(key)
-            self._index.note_lapse(key)
+            self._index.note(key, "ttl")
         self._notices.report(StoreNotice(SessionRef(record.tenant, record.id, b""), "expired"))
 
     def _remove(self, key: bytes) -> bool:
@@ -265,6 +273,9 @@ class Deletions:
         self._clock = clock
         self._owed = [OwedDeletions(stack.owed_file(level)) for level in range(len(stack))]
         index.forgotten |= {x.record_key: x.at_s for owed in self._owed for x in owed.inherited}
+        for level, owed in enumerate(self._owed):
+            for x in owed.inherited:
+                stack.hide(level, x.blob_keys)
         self._lock = threading.Lock()
         self._retrying = threading.Lock()
 
@@ -272,9 +283,11 @@ class Deletions:
         """Delete some blobs of the session of ``record_key``, or its record."""
         owed = Owed(self._clock(), record_key, list(keys))
         for level in range(len(self._stack)):
-            if not self._delete(level, owed.keys):
+            if not self._stack.delete(level, owed.keys):
                 with self._lock:
-                    self._owed[level].add(owed)
+                    self._stack.hide(level, owed.blob_keys)
+                    for dropped in self._owed[level].add(owed):
+                        self._stack.show(level, dropped.keys)
                     self._index.forgotten[record_key] = owed.at_s
 
     def retry(self) -> None:
@@ -303,7 +316,9 @@ class Deletions:
             key = x.record_key
             newest = self._index.get(key) or self._index.find_in(level, key)
             again = newest is not None and newest.last_used_s > x.at_s
-            if not (again or self._delete(level, self._still(x.keys))):
+            if again or self._stack.delete(level, self._still(x.keys)):
+                self._stack.show(level, x.keys)
+            else:
                 left.append(x)
         if len(left) < len(owed.inherited):
             with self._lock:
@@ -314,7 +329,8 @@ class Deletions:
         with self._lock:
             taken = owed.take()
         done = 0
-        while done < len(taken) and self._delete(level, self._still(taken[done].keys)):
+        while done < len(taken) and self._stack.delete(level, self._still(taken[done].keys)):
+            self._stack.show(level, taken[done].keys)
             done += 1
         with self._lock:
             owed.put_back(taken[done:])
@@ -323,7 +339,3 @@ class Deletions:
 
     def _still(self, keys: Sequence[bytes]) -> list[bytes]:
         return [x for x in self._index.unused(keys) if self._index.get(x) is None]
-
-    def _delete(self, level: int, keys: Sequence[bytes]) -> bool:
-        # In this order: a tier that finds its file damaged during the deletion puts it aside then.
-        return self._stack.delete(level, keys) and self._stack.drop_quarantine(level)

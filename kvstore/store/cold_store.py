@@ -36,7 +36,7 @@ from kvstore.store.restored import Fetched, Match, Restored
 from kvstore.store.restorer import Restorer
 from kvstore.store.save_queue import Offered, OnDone, RowSource, SaveJob, SaveQueue
 from kvstore.store.saver import Saver
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 
@@ -88,7 +88,6 @@ class ColdStore:
         self._restorer = Restorer(ledger, packer, keys, config.restore_deadline_s)
         self._saver = Saver(queue, ledger, packer, keys, needs_state=model.needs_state)
         self._closed = False
-        ledger.start()
         self._saver.start()
 
     @property
@@ -136,13 +135,13 @@ class ColdStore:
             False if the save was skipped, because too much is waiting or no tier can hold it; the
             source is released then, and ``on_done`` is not called.
         """
-        key = self.ledger.record_key(session)
+        key = self.ledger.index.key_of(session)
         nbytes = self._unsaved_bytes(chain) + state_bytes
         listeners = [] if on_done is None else [on_done]
         job = SaveJob(key, session, chain, source, nbytes, states, note, listeners)
         offered = Offered.REFUSED
         if not chain:
-            self.ledger.index.note_short(key)
+            self.ledger.index.note(key, "too-short")
         elif len(self.ledger.stack):
             offered = self._queue.offer(job, always=always)
         if offered is Offered.SUPERSEDED:
@@ -167,11 +166,11 @@ class ColdStore:
 
     def settled(self, session: SessionRef) -> bool:
         """True if no save of this session is waiting or running."""
-        return self._queue.settled(self.ledger.record_key(session))
+        return self._queue.settled(self.ledger.index.key_of(session))
 
     def wait_saved(self, session: SessionRef, within_s: float = WAIT_S) -> bool:
         """Wait until all saves of this session are done; False if time runs out."""
-        return self._queue.wait_settled(self.ledger.record_key(session), within_s)
+        return self._queue.wait_settled(self.ledger.index.key_of(session), within_s)
 
     def wait_all_saved(self, within_s: float = WAIT_S) -> bool:
         """Wait until no save waits or runs; False if time runs out."""
@@ -242,7 +241,7 @@ class ColdStore:
 
     def record(self, session: SessionRef) -> SessionRecord | None:
         """The record of the session, here or in a shared tier, if this engine can use it."""
-        record = None if self._closed else self.ledger.find_anywhere(session)
+        record = None if self._closed else self.ledger.index.find_anywhere(session)
         if record is None or not self.ledger.records.is_usable(record):
             return None
         return None if self.ledger.index.is_over(record) else record
@@ -261,7 +260,7 @@ class ColdStore:
 
     def pieces_of(self, session: SessionRef) -> tuple[SessionRecord, list[Piece]] | None:
         """Return the session's record and all its blobs, from memory; None if it is not known."""
-        record = self.ledger.index.get(self.ledger.record_key(session))
+        record = self.ledger.index.get(self.ledger.index.key_of(session))
         if record is None or not self.ledger.records.is_usable(record):
             return None
         return record, self.ledger.records.pieces(record)
@@ -285,7 +284,7 @@ class ColdStore:
 
     def is_pinned(self, session: SessionRef) -> bool:
         """True if its record is pinned by now. Asks memory only, so it does not wait."""
-        record = self.ledger.index.get(self.ledger.record_key(session))
+        record = self.ledger.index.get(self.ledger.index.key_of(session))
         return record is not None and record.pinned
 
     def forget(self, session: SessionRef) -> bool:
@@ -294,7 +293,7 @@ class ColdStore:
         Afterwards no tier holds any of it except blobs that another session here uses. A tier that
         is down deletes it when it is back.
         """
-        dropped = self._queue.drop(self.ledger.record_key(session))
+        dropped = self._queue.drop(self.ledger.index.key_of(session))
         was_known = not self._closed and self.ledger.upkeep.forget(session)
         for on_done in dropped.on_done if dropped else ():
             on_done(None)
@@ -313,12 +312,12 @@ class ColdStore:
 
     def limit_tenants(
         self, limits: Mapping[TierName, TenantLimits]
-    ) -> dict[TierName, dict[str, TenantUse]]:
+    ) -> dict[TierName, dict[str, int]]:
         """Hold tenants to bytes of tiers from now on; return what they hold there. Blocks.
 
-        A tier that is not named has no limits. See ``Ledger.limit_tenants``.
+        A tier that is not named has no limits. See ``TierStack.limit_tenants``.
         """
-        return {} if self._closed else self.ledger.limit_tenants(limits)
+        return {} if self._closed else self.ledger.stack.limit_tenants(limits)
 
     # ---- codecs
 

@@ -98,10 +98,10 @@ class Planner:
 
         An older one in a shared tier is this store's own, as long as the newer one is on its way.
         """
-        local = self._usable(session, self._index.find(session.tenant, session.id), chain)
+        local = self._usable(session, self._index.find(session), chain)
         if not self._stack.shared:
             return local
-        elsewhere = self._index.find_shared(session.tenant, session.id)
+        elsewhere = self._index.find_shared(self._index.key_of(session))
         shared = self._usable(session, elsewhere, chain)
         if shared.record is None or (
             local.record is not None
@@ -200,4 +200,4 @@ class Planner:
             return "unavailable" if found.down else "evicted"
         if known.common >= min(record.num_chunks, end):
             return "evicted" if self._needs_state and not found.reads else None
-        return "diverged" if known.common else self._ledger.why_diverged()
+        return "diverged" if known.common else self._ledger.likeness.why_diverged()

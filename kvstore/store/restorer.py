@@ -8,7 +8,7 @@ from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import ChainKeys
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.state_tree import StateTree
-from kvstore.errors import StoreClosed, Unusable
+from kvstore.errors import ForeignCodec, RefusedCodec, StoreClosed, Unusable
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import GoodCopy
 from kvstore.session import MissReason
@@ -34,6 +34,8 @@ class Restorer:
         self._deadline_s = deadline_s
         self._counters = ledger.counters
         self._reader = BlobReader(ledger)
+        self._profiles = ledger.profiles
+        self._monotonic = ledger.monotonic
 
     def restore(self, match: Match, deadline_s: float | None = None) -> Restored:
         """Read and unpack what ``match`` found, or the good beginning of it. Blocks.
@@ -57,6 +59,8 @@ class Restorer:
             return Restored(0, layout.empty(0), None, None, "disabled")
         try:
             state = self._state_of(match, good)
+        except ForeignCodec:
+            good, state, reason = [], None, "fingerprint"
         except Unusable:
             good, state, reason = [], None, "corrupt"
         rows = [x for x in match.reads[: len(good)] if x.piece.is_chunk]
@@ -101,8 +105,20 @@ class Restorer:
         use: Callable[[BlobRead, Blob], blobs.VerifiedBlob],
         deadline_s: float | None,
     ) -> tuple[list[GoodCopy[blobs.VerifiedBlob]], MissReason | None]:
-        wait_s = self._deadline_s if deadline_s is None else deadline_s
-        good, reason = self._reader.read(match.reads, use, wait_s)
+        end = self._monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
+        foreign: set[str] = set()
+
+        def noting(read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
+            try:
+                return use(read, blob)
+            except ForeignCodec as error:
+                if not isinstance(error, RefusedCodec):
+                    foreign.add(error.codec_id)
+                raise
+
+        good, reason = self._reader.read(match.reads, noting, end - self._monotonic())
+        if foreign and self._profiles.fetch(foreign, end - self._monotonic()):
+            good, reason = self._reader.read(match.reads, use, end - self._monotonic())
         has_state = any(x.piece.is_state for x in match.reads)
         if has_state and len(good) < len(match.reads):
             good = []  # without the state at its end, a run of tokens is unusable
@@ -125,4 +141,10 @@ class Restorer:
         state = next(((x.piece, y) for x, y in pairs if x.piece.is_state), None)
         if state is None:
             return None
-        return unpack_state(self._packer, state, [x for x in pairs if x[0].piece.is_window])
+        windows = [x for x in pairs if x[0].piece.is_window]
+        try:
+            return unpack_state(self._packer, state, windows)
+        except ForeignCodec as error:
+            if not self._profiles.fetch([error.codec_id], self._deadline_s):
+                raise
+            return unpack_state(self._packer, state, windows)

@@ -86,7 +86,7 @@ class Saver:
             _call(on_done, record)
 
     def _save(self, job: SaveJob) -> SessionRecord | None:
-        old = self._ledger.find(job.session)
+        old = self._index.find_anywhere(job.session)
         if old is not None and not self._ledger.records.is_usable(old):
             old = None
         chosen = self._select(job, old)

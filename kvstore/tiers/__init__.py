@@ -5,8 +5,8 @@ The store calls a tier from its own threads, and a tier may fail at any time:
 1. ``registry.open_usable_tiers`` opens the tiers that are enabled, fastest first.
 2. ``put_many`` and ``replace`` write; a blob that does not fit is refused, which is not an error.
 3. ``get_many`` reads; an absent blob is ``None``. The store verifies the others by checksum.
-4. ``touch``, ``pin`` and ``unpin`` mark blobs as in use; each tier evicts by itself (``lru``),
-   and Redis as its server is set up.
+4. ``touch``, ``pin`` and ``unpin`` mark blobs as in use; local tiers evict by themselves
+   (``return_order``), and Redis as its server is set up.
 5. ``delete_many`` overwrites or removes forgotten blobs, as far as the medium allows.
 
 Data that leaves the process is sealed with the server's secret (``seal``): without
@@ -16,10 +16,10 @@ Every error of the medium becomes ``kvstore.errors.TierUnavailable``, or ``TierI
 folder that another process owns, and never costs more than a prefill.
 
 A new tier is a module here, or a sub-package if it needs several. It implements ``Tier``, keeps
-a budget with ``lru.RecencyIndex``, is opened in ``registry.py``, and joins ``KINDS`` of
+a budget with ``ReturnOrder``, is opened in ``registry.py``, and joins ``KINDS`` of
 ``tests/contract/tier_rig.py``, so that ``test_tiers.py`` and ``test_tier_model.py`` run over it.
 Its name goes into ``kvstore.session.TierName``. The definitions particular to each tier (budget and
-codec in ``StoreConfig`` and ``CodecSet``, the cache header's word, the share of a prefill that a
+time to live in ``StoreConfig``, the cache header's word, the share of a prefill that a
 wake costs, the plan) can be found with
 ``git grep -E '"redis"|redis_ttl_s|[.]redis'``.
 """

@@ -11,42 +11,18 @@ returns; one that is handed out must not be changed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
 from kvstore.session import SHARED_TIERS, TierName
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 
 # "budget": there was no space for it. "limit": its tenant may hold no more.
 EvictionCause: TypeAlias = Literal["budget", "limit"]
-MAX_REMEMBERED: Final = 1 << 14
 Blob = bytes | bytearray | memoryview
-
-
-class EvictionCauses:
-    """The last evictions, by key; older ones are forgotten."""
-
-    def __init__(self) -> None:
-        self._causes: OrderedDict[bytes, EvictionCause] = OrderedDict()
-
-    def remember(self, key: bytes, cause: EvictionCause) -> None:
-        """Record why a key was evicted."""
-        self._causes[key] = cause
-        self._causes.move_to_end(key)
-        if len(self._causes) > MAX_REMEMBERED:
-            self._causes.popitem(last=False)
-
-    def came_back(self, key: bytes) -> None:
-        """Record that the key is held again."""
-        self._causes.pop(key, None)
-
-    def of(self, keys: Iterable[bytes]) -> list[EvictionCause | None]:
-        """Return for each key why it was evicted; None: it was not, or too long ago."""
-        return [self._causes.get(key) for key in keys]
 
 
 class TierStats(msgspec.Struct, frozen=True):
@@ -142,8 +118,8 @@ class Tier(Protocol):
     def own(self, owner: str, keys: Sequence[bytes]) -> None:
         """Assign blobs that an earlier run left here to their owner; absent ones are ignored."""
 
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
-        """Hold tenants to these limits from now on; return the use of each that has one.
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, int] | None:
+        """Hold tenants to these limits from now on; return the bytes of each that has one.
 
         A tenant beyond its limit loses its least recent blobs now, pinned ones last. None: what
         tenants hold here is not known, and nothing was done.
@@ -172,13 +148,6 @@ class Tier(Protocol):
 
         Raises:
             TierUnavailable: they may still exist.
-        """
-
-    def drop_quarantine(self) -> None:
-        """Remove data put aside as damaged, since it may hold content that is to be forgotten.
-
-        Raises:
-            TierUnavailable: it still exists.
         """
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:

@@ -4,17 +4,13 @@
     data.mdb      the LMDB file; lock.mdb is its reader table
     closed        written at a clean close: size and time of data.mdb then
     data.foreign  a data.mdb of another program, moved aside; at most one, under no limit
-    data.damaged  the last data.mdb that was damaged, kept for inspection; for a week, or
-                  until the first session is forgotten
 
 LMDB trusts its file: a wrong page number in a damaged tree, or a file that ends too early, is not
 an error there but an abort or a SIGBUS of the whole engine. So a file that we did not close with
 exactly its present size and time is first walked by py-lmdb's own verifier, which uses plain reads
-and trusts nothing (about 0.5 s per GB). A file that fails is put aside, and the tier starts empty.
-At most one file is put aside, never longer than the tier's own may be. It is removed at the first
-start after a week, and completely as soon as any session is forgotten, since its blobs cannot be
-assigned to owners. The verifier cannot check the blobs; the store verifies their checksums on every
-read.
+and trusts nothing (about 0.5 s per GB). A file that fails is deleted, as is one that another
+release laid out, and the tier starts empty. The verifier cannot check the blobs; the store verifies
+their checksums on every read.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -43,15 +40,8 @@ _DAMAGED = (
     lmdb.PageNotFoundError,
 )
 SPARE_MAP_BYTES = 64 << 20  # deletions need new pages, too
-KEEP_DAMAGED_S = 7 * 24 * 3600.0
-
-
-def left_behind(folder: Path) -> list[Path]:
-    """The paths in a tier's folder of files that the tier may leave there, unused and uncounted.
-
-    The first is another program's; the second was found damaged.
-    """
-    return [folder / "data.foreign", folder / "data.damaged"]
+FOREIGN = "data.foreign"  # name of another program's file, which is under no limit
+_OURS = re.compile(rb"(index|pieces)\.\d+")  # databases of any release
 
 
 class DiskFolder:
@@ -110,10 +100,8 @@ class DiskFolder:
         shutil.rmtree(self.path / "compact", ignore_errors=True)
         # The reader table of a dead process; only this process can have a live one.
         (self.path / "lock.mdb").unlink(missing_ok=True)
-        self._drop_old_quarantine()
-        damage = self._damage()
-        if damage:
-            self._quarantine(damage)
+        if damage := self._damage():
+            self._discard(damage)
         (self.path / "closed").unlink(missing_ok=True)
         try:
             try:
@@ -122,7 +110,7 @@ class DiskFolder:
                 self._set_aside(str(error))
                 env = self._open(map_bytes)
             except lmdb.Error as error:
-                self._quarantine(self._damage_of(error))
+                self._discard(self._damage_of(error))
                 env = self._open(map_bytes)
             self.data_fd = os.open(self.data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (lmdb.Error, OSError) as error:
@@ -146,6 +134,8 @@ class DiskFolder:
         try:
             with env.begin() as txn:
                 strange = [name for name, _ in txn.cursor() if name not in DATABASES]
+            if strange and all(map(_OURS.fullmatch, strange)):
+                raise lmdb.InvalidError("another release laid it out")
             if strange:
                 raise lmdb.VersionMismatchError(f"it holds {strange[0]!r}, which is not ours")
         except lmdb.Error:
@@ -192,30 +182,9 @@ class DiskFolder:
         log.warning("the disk tier starts empty: %s, %d bytes, deleted: %s", self.data, nbytes, why)
         self.data.unlink()
 
-    def _quarantine(self, why: str) -> None:
-        """Move a damaged file to a place where it is not read, in place of an older one."""
-        if not self.data.exists():  # an earlier attempt stopped at this point
-            return
-        aside = self.path / "data.damaged"
-        log.warning(
-            "the disk tier starts empty: %s is damaged, moved to data.damaged: %s", self.data, why
-        )
-        self.data.replace(aside)
-        aside.chmod(0o600)
-        os.utime(aside)  # the week of keeping it starts now
-
-    def drop_quarantine(self) -> None:
-        """Remove the file that was put aside, if there is one. Raises ``OSError``."""
-        (self.path / "data.damaged").unlink(missing_ok=True)
-
-    def _drop_old_quarantine(self) -> None:
-        with contextlib.suppress(OSError):  # usually there is none
-            if time.time() - (self.path / "data.damaged").lstat().st_mtime > KEEP_DAMAGED_S:
-                self.drop_quarantine()
-
     def _set_aside(self, why: str) -> None:
-        log.warning("the disk tier starts empty: %s moved to data.foreign: %s", self.data, why)
-        self.data.replace(self.path / "data.foreign")
+        log.warning("the disk tier starts empty: %s moved to %s: %s", self.data, FOREIGN, why)
+        self.data.replace(self.path / FOREIGN)
 
     def start_over_if_damaged(
         self, env: lmdb.Environment, map_bytes: int, error: lmdb.Error
@@ -226,22 +195,13 @@ class DiskFolder:
             lmdb.Error: ``error``; the file is whole.
         """
         env.close()
-        return self.start_over_damaged(env, map_bytes, why=self._damage_of(error))
+        return self.start_over(env, map_bytes, why=self._damage_of(error))
 
     def start_over(self, env: lmdb.Environment, map_bytes: int, why: str) -> lmdb.Environment:
         """Close ``env``, delete its file, and open an empty one."""
         env.close()
         self._close_data()
         self._discard(why)
-        return self.open(map_bytes)
-
-    def start_over_damaged(
-        self, env: lmdb.Environment, map_bytes: int, why: str
-    ) -> lmdb.Environment:
-        """Close ``env``, put its damaged file aside, and open an empty one."""
-        env.close()
-        self._close_data()
-        self._quarantine(why)
         return self.open(map_bytes)
 
     def compact(self, env: lmdb.Environment, map_bytes: int) -> lmdb.Environment:

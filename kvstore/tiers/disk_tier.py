@@ -13,7 +13,7 @@ first, lets the pages come free, and tries again, evicting more each time.
 
 **Faults.** A full disk or map: the blobs are refused and the error is counted. Any other error of
 the file system is counted and raised as ``TierUnavailable``. If a tree is found damaged, at the
-start or while in use, the file is put aside and the tier continues empty. A medium error
+start or while in use, the file is deleted and the tier continues empty. A medium error
 *under* the map cannot be turned into a miss: it arrives as SIGBUS and ends the engine, whose next
 start verifies the file.
 
@@ -39,7 +39,7 @@ from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder
 from kvstore.tiers.earlier_life import places
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lmdb_blobs import CallGuard, FileExtent, LmdbBlobs, erase, is_want_of_room
-from kvstore.tiers.return_order import Evicted, ReturnOrder, Update
+from kvstore.tiers.return_order import ReturnOrder, Update
 
 MAX_READS = 4
 MAX_EVICT_RETRIES = 4  # a slow reader keeps pages from coming free; do not evict all for it
@@ -69,6 +69,7 @@ class DiskTier(IndexedTier):
         self._index = ReturnOrder(capacity_bytes, monotonic)
         self._batch_bytes = batch_bytes(capacity_bytes)
         self._unsaved: set[bytes] = set()  # keys of runs whose uses are not in the file yet
+        self._stale: set[bytes] = set()  # keys in the file that the index has no more
         self._num_evictions = 0
         self._places: dict[bytes, bytes] = {}  # by the key of a blob to be written, the one before
         self._erasing: frozenset[bytes] = frozenset()  # being overwritten before they are deleted
@@ -105,12 +106,13 @@ class DiskTier(IndexedTier):
             if not damaged:
                 return
             limit = file_bytes_limit(self._index.capacity_bytes)
-            self._env = self._folder.start_over_damaged(self._env, limit, why="found while in use")
+            self._env = self._folder.start_over(self._env, limit, why="damage found while in use")
             self._blobs = LmdbBlobs(self._env)
             self._env.set_mapsize(limit)
             with self._lock:  # pins stay
                 self._index.remove(self._index.keys(b""))
                 self._unsaved.clear()
+                self._stale.clear()
                 self._num_erasures += 1
 
     def _load(self, limit: int) -> None:
@@ -121,7 +123,7 @@ class DiskTier(IndexedTier):
             entries = self._blobs.entries(txn)
         now_s = self._clock()
         self._index.load({key: self._blobs.found(entry, now_s) for key, entry in entries})
-        evicted = [key for key, _, _ in self._index.evict()]
+        evicted = self._index.evict()
         try:
             self._commit(evicted, {})
             self._force_commit()
@@ -196,18 +198,16 @@ class DiskTier(IndexedTier):
                 self._places = {key: self._index.link_at(after) if after else place}
                 update = self._index.replace(key, nbytes, owner, after)
                 self._unsaved.add(key)
-                if not update.added:
-                    self._index.undo(update)
-                    return False
             # The replaced blob counts as spared: it goes in the same commit, and was not evicted.
-            return self._write(update, blobs, remains)
+            return self._write(update, blobs, remains) and bool(update.added)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         self._mend()
         with self._guard.call(), self._writing:
             with self._lock:
-                present = [key for key in dict.fromkeys(keys) if key in self._index]
-                doomed = self._index.doomed(present)
+                keys = list(dict.fromkeys(keys))
+                present = [key for key in keys if key in self._index]
+                doomed = [*self._index.doomed(present), *self._stale.intersection(keys)]
                 self._erasing = frozenset(doomed)
                 self._num_erasures += 1
             try:
@@ -219,10 +219,6 @@ class DiskTier(IndexedTier):
             finally:
                 self._erasing = frozenset()
             return len(present)
-
-    def drop_quarantine(self) -> None:
-        with self._guard.call(), self._writing:
-            self._folder.drop_quarantine()
 
     def _place_of(self, key: bytes) -> bytes:
         """Return the key before a blob, b"" if it has none."""
@@ -238,7 +234,8 @@ class DiskTier(IndexedTier):
     ) -> bool:
         """Carry out an update of the index, batch by batch; False if something was refused.
 
-        Blobs that could not be written or deleted are undone in the index.
+        What could not be written leaves the index; what could not be deleted goes with a later
+        commit.
 
         Args:
             remains: extents of an evicted blob, to be overwritten once it is deleted; emptied.
@@ -253,18 +250,20 @@ class DiskTier(IndexedTier):
                 self._commit_batch(evicted, batch, blobs, remains)
                 del pending[: len(batch)]
         except lmdb.Error as error:
+            kept = {*pending}.intersection(evicted)  # the blob to be replaced is still there
             with self._lock:
-                lost = self._index.undo(update._replace(added=pending, evicted=evicted))
+                lost = self._index.remove(x for x in pending if x not in kept)
+                self._stale.update(lost, kept.symmetric_difference(evicted))
             if not is_want_of_room(error):
                 raise
             self._guard.count(error)
-            if lost:
-                self._commit(lost, {})
+            if self._stale:
+                self._commit([], {})
         return not pending
 
     def _commit_batch(
         self,
-        evicted: list[Evicted],
+        evicted: list[bytes],
         batch: Mapping[bytes, memoryview],
         spare: Mapping[bytes, memoryview],
         remains: list[FileExtent],
@@ -295,14 +294,14 @@ class DiskTier(IndexedTier):
 
     def _commit_and_erase(
         self,
-        evicted: list[Evicted],
+        evicted: list[bytes],
         batch: Mapping[bytes, memoryview],
         spare: Mapping[bytes, memoryview],
         remains: list[FileExtent],
     ) -> None:
-        self._commit([key for key, _, _ in evicted], batch)
+        self._commit(evicted, batch)
         with self._lock:
-            self._num_evictions += sum(key not in spare for key, _, _ in evicted)
+            self._num_evictions += sum(key not in spare for key in evicted)
             self._num_erasures += bool(
                 remains
             )  # after the commit: a read that starts now finds the new blob
@@ -318,12 +317,13 @@ class DiskTier(IndexedTier):
         now_s = self._clock()
         try:
             with self._env.begin(write=True, buffers=True) as txn:
-                for key in gone:
+                for key in {*gone, *self._stale}:
                     self._blobs.delete(txn, key)
                 for key, blob in new.items():
                     self._blobs.write(txn, key, blob, self._places[key])
                 for key, mark in marks.items():
                     self._blobs.mark(txn, key, mark, now_s)
+            self._stale.clear()
         except lmdb.Error:
             with self._lock:
                 self._unsaved |= changed

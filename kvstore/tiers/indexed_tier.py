@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvstore.session import TierName
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import EvictionCause, TierStats
 from kvstore.tiers.return_order import ReturnOrder
 
@@ -46,10 +46,10 @@ class IndexedTier(ABC):
         with self._lock:
             self._index.own(owner, keys)
 
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, int] | None:
         self._apply_limits(limits)
         with self._lock:
-            return self._index.take_uses(limits)
+            return self._index.uses(limits)
 
     @abstractmethod
     def _apply_limits(self, limits: TenantLimits) -> None:
@@ -69,7 +69,7 @@ class IndexedTier(ABC):
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         with self._lock:
-            return self._index.causes.of(keys)
+            return [self._index.causes.get(key) for key in keys]
 
     @property
     def pins(self) -> dict[bytes, int]:

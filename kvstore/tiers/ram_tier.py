@@ -56,19 +56,16 @@ class RamTier(IndexedTier):
         blobs = {key: _own(blob)}
         with self._lock:
             update = self._index.replace(key, _sizes(blobs)[key], owner, after)
-            if not update.added:
-                self._index.undo(update)
-                return False
             self._apply(update, blobs)
-            return True
+            return bool(update.added)
 
     def _apply(self, update: Update, blobs: dict[bytes, Blob]) -> None:
         """Make the changes of the index to the blobs. The caller holds the lock."""
-        for key, _, _ in update.evicted:
+        for key in update.evicted:
             del self._blobs[key]
         for key in update.added:
             self._blobs[key] = blobs[key]
-        self._num_evictions += sum(key not in self._blobs for key, _, _ in update.evicted)
+        self._num_evictions += sum(key not in self._blobs for key in update.evicted)
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -85,9 +82,6 @@ class RamTier(IndexedTier):
             for key in self._index.remove(wanted):
                 del self._blobs[key]
             return len(wanted)
-
-    def drop_quarantine(self) -> None:
-        """Do nothing: damaged memory ends the process."""
 
     def _apply_limits(self, limits: TenantLimits) -> None:
         with self._lock:

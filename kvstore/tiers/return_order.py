@@ -23,8 +23,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.tenant_bytes import NO_LIMITS, TenantLimits, TenantUse
-from kvstore.tiers.base import EvictionCause, EvictionCauses
+from kvstore.tenant_bytes import NO_LIMITS, TenantLimits
+from kvstore.tiers.base import EvictionCause
 from kvstore.tiers.earlier_life import Found, Mark, parents_first, run_of
 from kvstore.tiers.runs import LINK, RECORD, Run, Runs
 
@@ -33,27 +33,18 @@ PATIENCE: Final = (0.02, 2.0)  # at least and at most, in gaps
 RATE: Final = 32.0  # doublings of patience for a room's worth of bytes
 LATE: Final = 1 / 32  # what returns too late for either order counts so much for patience
 LATELY: Final = 256  # new runs, after which older ones count half
+MAX_CAUSES: Final = 1 << 14
 ON_TRIAL, KEPT, PINNED = range(3)
-
-
-class Evicted(NamedTuple):
-    """A blob that is no longer in the order, and where it was."""
-
-    key: bytes
-    run: Run
-    nbytes: int
 
 
 class Update(NamedTuple):
     """The changes that the order made and the tier must make to its blobs.
 
-    A key may be in both lists: evicted, then added afresh. ``in_place``: the only added one took
-    the place of the first evicted one.
+    A key may be in both lists: evicted, then added afresh.
     """
 
     added: list[bytes]  # now in the order, blobs still to be written
-    evicted: list[Evicted]  # no longer in the order, blobs still to be removed
-    in_place: bool = False
+    evicted: list[bytes]  # no longer in the order, blobs still to be removed
 
 
 class ReturnOrder:
@@ -73,12 +64,11 @@ class ReturnOrder:
         self._lru: OrderedDict[bytes, int] = OrderedDict()  # the shadow: bytes by the first link
         self.pins: Counter[bytes] = Counter()  # of absent keys, too
         self._held: Counter[str] = Counter()  # bytes by tenant
-        self._missed: Counter[str] = Counter()  # bytes by tenant; see ``TenantUse``
         self._kept_bytes = self._lru_bytes = 0
         self._num_new = self._num_back = 0.0  # runs that began lately, and those that returned
         self._patience = PATIENCE[1]
         self._gap_s = math.inf  # on average lately
-        self.causes = EvictionCauses()
+        self.causes: OrderedDict[bytes, EvictionCause] = OrderedDict()  # of the last evictions
 
     def __len__(self) -> int:
         return len(self._runs.of)
@@ -138,32 +128,18 @@ class ReturnOrder:
         """
         run = self._runs.of.get(key)
         if run is None or key[:1] == RECORD:
-            moved = [self._pop(key)] if run else []
+            moved = [key] if run else []
+            if run is not None:
+                self._pop(key)
             update = self.add({key: nbytes}, owner, after if after in self else b"")
             return Update(update.added, [*moved, *update.evicted])
-        evicted = [Evicted(key, run, run.keys[key])]
+        evicted = [key]
         line = self._busy(run)
         fits = self._fit(key, nbytes - run.keys[key], owner, line, evicted)
         if fits:
             self._count(run, run.resize(key, nbytes))
         self._settle(line)
-        return Update([key], evicted, True) if fits else Update([], evicted[1:])
-
-    def undo(self, update: Update) -> list[bytes]:
-        """Undo changes that could not be made to blobs; return keys that went as well."""
-        removed, evicted = list[bytes](), update.evicted
-        if update.in_place and update.added and evicted:
-            old, *evicted = evicted
-            self._count(old.run, old.run.resize(old.key, old.nbytes))
-        else:
-            removed = self.remove(update.added)
-        for key, run, nbytes in reversed(evicted):
-            self._runs.put_back(run, key, nbytes)
-            self._count(run, nbytes)
-            self.causes.came_back(key)
-            for each in filter(None, (run, run.parent)):
-                self._place(each, is_newest=False)
-        return [key for key in removed if key not in update.added]
+        return Update([key], evicted) if fits else Update([], evicted[1:])
 
     def doomed(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return those of these keys that are held, and all that continues a link among them."""
@@ -200,29 +176,25 @@ class ReturnOrder:
 
     # ---- budget and limits
 
-    def evict(self, nbytes: int = 0, spare: Container[bytes] = ()) -> list[Evicted]:
+    def evict(self, nbytes: int = 0, spare: Container[bytes] = ()) -> list[bytes]:
         """Evict until the budget holds, and ``nbytes`` or more; ends at a key in ``spare``."""
-        evicted: list[Evicted] = []
+        evicted: list[bytes] = []
         nbytes = max(nbytes, self.nbytes - self.capacity_bytes)
         while nbytes > 0 and (run := self._victim()) is not None and run.last not in spare:
             nbytes -= self._cut(run, "budget", evicted)
         return evicted
 
-    def limit(self, limits: TenantLimits) -> list[Evicted]:
+    def limit(self, limits: TenantLimits) -> list[bytes]:
         """Set the limits of tenants from now on, and evict what is beyond them; return that."""
-        evicted: list[Evicted] = []
-        if not limits.counts_only:
-            self._limits, missed = limits, self._missed.copy()
-            for owner in list(self._held):
-                self._make_room(0, owner, [], evicted)
-            self._missed = missed
+        evicted: list[bytes] = []
+        self._limits = limits
+        for owner in list(self._held):
+            self._make_room(0, owner, [], evicted)
         return evicted
 
-    def take_uses(self, limits: TenantLimits) -> dict[str, TenantUse]:
-        """Return the bytes of each tenant with one of these limits; count missed ones afresh."""
-        missed, self._missed = self._missed, Counter()
-        owners = {**(+self._held), **missed}
-        return {x: TenantUse(self._held[x], missed[x]) for x in owners if limits.of(x) is not None}
+    def uses(self, limits: TenantLimits) -> dict[str, int]:
+        """Return the bytes of each tenant with one of these limits."""
+        return {x: n for x, n in self._held.items() if n and limits.of(x) is not None}
 
     def own(self, owner: str, keys: Iterable[bytes]) -> None:
         """Assign runs of an earlier life to their owner, the longest unused first."""
@@ -337,7 +309,7 @@ class ReturnOrder:
     def _enter(self, run: Run, key: bytes, nbytes: int) -> None:
         self._runs.append(run, key, nbytes)
         self._count(run, nbytes)
-        self.causes.came_back(key)
+        self.causes.pop(key, None)
 
     def _count(self, run: Run, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -345,7 +317,7 @@ class ReturnOrder:
         self._kept_bytes += nbytes if run.is_kept else 0
 
     def _fit(
-        self, key: bytes, nbytes: int, owner: str, line: list[Run], evicted: list[Evicted]
+        self, key: bytes, nbytes: int, owner: str, line: list[Run], evicted: list[bytes]
     ) -> bool:
         """Make room for a blob; for a record the end of its own chain makes way, too."""
         while not self._make_room(nbytes, owner, line, evicted):
@@ -355,7 +327,7 @@ class ReturnOrder:
         return True
 
     def _make_room(
-        self, nbytes: int, owner: str, line: Sequence[Run], evicted: list[Evicted]
+        self, nbytes: int, owner: str, line: Sequence[Run], evicted: list[bytes]
     ) -> bool:
         """Evict until ``nbytes`` more fit beside the chain at hand; False if that cannot be."""
         limit = math.inf if (most := self._limits.of(owner)) is None else most
@@ -366,10 +338,8 @@ class ReturnOrder:
                 return True
             run = self._oldest_of(owner) if is_over else self._victim()
             if run is None or own > (limit if is_over else self.capacity_bytes):
-                self._missed[owner] += nbytes * is_over
                 return False
-            lost = self._cut(run, "limit" if is_over else "budget", evicted)
-            self._missed[owner] += lost * is_over
+            self._cut(run, "limit" if is_over else "budget", evicted)
 
     def _oldest_of(self, owner: str) -> Run | None:
         runs, pinned = self._of[owner], self._orders[PINNED]
@@ -384,17 +354,20 @@ class ReturnOrder:
         is_overdue = away_s > patience * (kept.gap_s or self._gap_s)
         return kept if is_overdue and kept.used_s < trial.used_s else trial
 
-    def _cut(self, run: Run, cause: EvictionCause, evicted: list[Evicted]) -> int:
+    def _cut(self, run: Run, cause: EvictionCause, evicted: list[bytes]) -> int:
         """Evict the last blob of a run."""
-        evicted.append(self._pop(run.last))
-        self.causes.remember(evicted[-1].key, cause)
-        return evicted[-1].nbytes
+        evicted.append(run.last)
+        self.causes[run.last] = cause
+        if len(self.causes) > MAX_CAUSES:
+            self.causes.popitem(last=False)
+        return self._pop(run.last)
 
-    def _pop(self, key: bytes) -> Evicted:
+    def _pop(self, key: bytes) -> int:
+        """Take a blob out; return its size."""
         run, nbytes = self._runs.pop(key)
         self._count(run, -nbytes)
         if not run.keys or (run.last in self.pins) != (run in self._orders[PINNED]):
             self._place(run)
         if not run.keys and run.parent is not None:
             self._place(run.parent)
-        return Evicted(key, run, nbytes)
+        return nbytes

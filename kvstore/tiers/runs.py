@@ -131,15 +131,6 @@ class Runs:
                 self.gone.popitem(last=False)
         return run, nbytes
 
-    def put_back(self, run: Run, key: bytes, nbytes: int) -> None:
-        """Undo the newest ``pop`` of a run."""
-        if not run.keys and run.parent is not None:
-            run.parent.children[run] = None
-        if not run.keys or key == run.first:
-            self.gone.pop(run.first, None)
-        run.lost -= nbytes
-        self.append(run, key, nbytes)
-
     def and_after(self, key: bytes) -> list[bytes]:
         """Return a held key and, if it is a link, all links that continue it; the last ones first.
 

@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvstore.errors import Corrupt
 from kvstore.session import TierName
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 NONCE_BYTES: Final = 12
@@ -215,15 +215,12 @@ class SealedTier:
     def delete_many(self, keys: Iterable[bytes]) -> int:
         return self._inner.delete_many(self._names(keys))
 
-    def drop_quarantine(self) -> None:
-        self._inner.drop_quarantine()
-
     # Recency
 
     def own(self, owner: str, keys: Sequence[bytes]) -> None:
         self._inner.own(owner, self._names(keys))
 
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, int] | None:
         return self._inner.limit_tenants(limits)
 
     def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:

@@ -21,6 +21,7 @@ from tests import kv_sessions
 from tests.kv_sessions import CHUNK
 
 SALT = b"pepper"
+PATIENCE_S = 120.0  # no test goes on with an unfinished save
 
 
 def ref(session_id: str = "s", tenant: str = "t") -> SessionRef:
@@ -47,15 +48,24 @@ class Rig:
     def open(self, tiers: Sequence[Tier], **more: Any) -> ColdStore:
         return self.opened.enter_context(closing(kv_sessions.open_store(tiers, **more)))
 
-    def save(self, store: ColdStore, session: SessionRef, tokens: Sequence[int]) -> None:
-        """Returns once every tier has all that it will take."""
+    def save(
+        self, store: ColdStore, session: SessionRef, tokens: Sequence[int], *, is_down: bool = False
+    ) -> None:
+        """Returns once every tier has all that it will take. ``is_down``: one cannot be flushed."""
         source = kv_sessions.Rows(store, kv_sessions.kv_of(tokens, store.model.layout))
         assert store.save(session, kv_sessions.chain_of(store, session, tokens), source)
-        store.flush(20)
+        assert store.flush(PATIENCE_S) is not is_down
 
-    def back(self, store: ColdStore, session: SessionRef | None, prompt: Sequence[int]) -> Back:
+    def back(
+        self,
+        store: ColdStore,
+        session: SessionRef | None,
+        prompt: Sequence[int],
+        *,
+        is_down: bool = False,
+    ) -> Back:
         match, restored = kv_sessions.come_back(store, session, prompt)
-        store.flush(20)
+        assert store.flush(PATIENCE_S) is not is_down
         return Back(restored.num_tokens, restored.tier, restored.reason or match.reason)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from kvstore.blobs.chain import CHUNK
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
 from kvstore.ledger.ledger import LOOK_S
@@ -16,7 +17,8 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.registry import open_tiers
 from kvstore.tiers.seal import Seal, SealedTier
-from tests.contract.store_rig import LONG, MIB, Rig, history, listed, ref
+from tests.contract.store_rig import LONG, MIB, Rig, blobs_of, history, listed, ref
+from tests.faulty_tier import FaultyTier
 from tests.redis_server import RedisServer
 from tests.waiting import until
 
@@ -119,7 +121,6 @@ def test_one_that_was_forgotten_before_the_end_stays_forgotten(
     assert store.record(ref("a")) is None
     until(lambda: store.record(ref("b")) is not None)
     assert store.record(ref("a")) is None
-    until(lambda: not (tmp_path / "redis-deletions").read_bytes())
     assert rig.back(store, ref("a"), [*history(100, 0), *history(20, 9)]).num_tokens == 0
     assert store.forget(ref("b"))
     until(lambda: not (tmp_path / "redis-deletions").read_bytes())
@@ -128,6 +129,23 @@ def test_one_that_was_forgotten_before_the_end_stays_forgotten(
     store.close()
     (file,) = tmp_path.glob("redis-deletions")
     assert file.read_bytes() == b""
+
+
+def test_what_a_tier_owes_to_delete_is_found_only_once_it_is_saved_again(rig: Rig):
+    shared = FaultyTier(RamTier(64 * MIB), "redis")
+    store = rig.open([RamTier(64 * MIB), shared])
+    rig.save(store, ref("a"), LONG)
+    shared.fails = lambda number, method: method == "delete_many"
+    assert store.forget(ref("a"))
+    held = [x for x in blobs_of(shared) if x[:1] == CHUNK]
+    assert len(held) == 6
+    assert rig.back(store, ref("b"), LONG).num_tokens == 0
+    assert store.ledger.stack.lengths(1, held) == [None] * 6
+    rig.save(store, ref("b"), LONG)
+    assert store.demote(ref("b"), "redis") == "redis"
+    assert blobs_of(store.ledger.stack.tiers[0]) == {}
+    back = rig.back(store, ref("b"), LONG)
+    assert (back.num_tokens, back.tier) == (96, "redis")
 
 
 def test_a_deletion_of_an_earlier_life_leaves_what_was_saved_since(

@@ -12,11 +12,11 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.redis_tier import RedisTier
-from tests.clock import Clock
 from tests.contract.store_rig import (
     LONG,
     LONGER,
     MIB,
+    WHOLE,
     Rig,
     SlowRam,
     Store,
@@ -105,13 +105,26 @@ def test_a_tier_that_is_down_costs_nothing_that_another_one_has(rig: Rig):
     below = FaultyTier(SlowRam(64 * MIB))
     store = rig.open([RamTier(64 * MIB), below])
     below.fails = lambda number, method: True
-    rig.save(store, ref(), LONG)
+    rig.save(store, ref(), LONG, is_down=True)
     assert store.demote(ref(), "disk") == "ram"
-    assert rig.back(store, ref(), LONG).num_tokens == 96
+    assert rig.back(store, ref(), LONG, is_down=True).num_tokens == 96
     below.fails = lambda number, method: False
     assert store.flush(20)  # the missed blobs are written again
     assert store.demote(ref(), "disk") == "disk"
     assert rig.back(store, ref(), LONG).num_tokens == 96
+
+
+def test_a_damaged_chunk_is_mended_from_another_tier_and_what_continues_it_stays(
+    rig: Rig, tmp_path: Path
+):
+    near, far = RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)
+    store = rig.open([near, far])
+    rig.save(store, ref(), LONG)
+    whole, third = blobs_of(near), store.ledger.index.blob_keys(store.record(ref()))[2]
+    assert damage(near, lambda name: name == third) == 1
+    assert rig.back(store, ref(), LONGER).num_tokens == WHOLE
+    assert blobs_of(near) == whole
+    assert store.counters.as_dict()["corrupt"] == 1
 
 
 # ---- a tier that engines share
@@ -194,55 +207,6 @@ def test_a_deletion_that_is_owed_spares_a_session_that_came_back(rig: Rig):
     store.expire()
     assert store.demote(ref(), "disk") == "disk"
     assert rig.back(store, ref(), LONG).num_tokens == 96
-
-
-# ---- files put aside as damaged
-
-
-def put_aside(folder: Path) -> Path:
-    aside = folder / "data.damaged"
-    aside.write_bytes(b"the session of this is unknown")
-    return aside
-
-
-def test_nothing_of_who_is_forgotten_stays_in_quarantine(rig: Rig, tmp_path: Path):
-    store = rig.open([RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)])
-    rig.save(store, ref(), LONG)
-    aside = put_aside(tmp_path / "cold")
-    rig.save(store, ref(), LONGER)
-    assert aside.exists()
-    assert store.forget(ref())
-    assert not aside.exists()
-    # What is damaged may be all that there was of a session.
-    aside = put_aside(tmp_path / "cold")
-    assert not store.forget(ref("unknown"))
-    assert not aside.exists()
-
-
-def test_whose_time_ran_out_does_not_stay_in_quarantine_either(rig: Rig, tmp_path: Path):
-    clock = Clock()
-    store = rig.open([DiskTier(tmp_path / "cold", 64 * MIB)], ttl_s=60.0, clock=clock)
-    rig.save(store, ref(), LONG)
-    aside = put_aside(tmp_path / "cold")
-    clock.now += 30
-    store.expire()
-    assert aside.exists()
-    clock.now += 31
-    store.expire()
-    assert not aside.exists()
-
-
-def test_a_quarantine_that_cannot_be_removed_now_is_removed_later(rig: Rig, tmp_path: Path):
-    disk = FaultyTier(DiskTier(tmp_path / "cold", 64 * MIB))
-    store = rig.open([disk])
-    rig.save(store, ref(), LONG)
-    aside = put_aside(tmp_path / "cold")
-    disk.fails = lambda number, method: method == "drop_quarantine"
-    assert store.forget(ref())
-    assert aside.exists()
-    disk.fails = lambda number, method: False
-    store.expire()
-    assert not aside.exists()
 
 
 def test_a_pin_is_not_undone_by_a_demotion_that_began_before(rig: Rig, tmp_path: Path):

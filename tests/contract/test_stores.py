@@ -170,7 +170,7 @@ def test_a_session_that_is_used_while_it_lapses_is_kept(rig: Rig, tiers: list[Ti
     store = rig.open(tiers, ttl_s=60.0, clock=clock)
     rig.save(store, ref(), LONG)
     clock.now += 61
-    key = store.ledger.record_key(ref())
+    key = store.ledger.index.key_of(ref())
     with store.ledger.claims.claim(key):
         looking = expiring(store)
         store.ledger.index.use(key)
@@ -183,7 +183,7 @@ def test_a_session_whose_save_waits_does_not_lapse(rig: Rig, tiers: list[Tier]):
     store = rig.open(tiers, ttl_s=60.0, clock=clock)
     rig.save(store, ref(), LONG)
     clock.now += 61
-    with store.ledger.claims.claim(store.ledger.record_key(ref())):
+    with store.ledger.claims.claim(store.ledger.index.key_of(ref())):
         looking = expiring(store)
         done: list[object] = []
         source = Rows(store, kv_of(LONGER))

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import TierName
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
@@ -70,7 +70,7 @@ def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(
     rig.save(store, QUIET, LONG)
     for number, session in enumerate(GREEDY):
         rig.save(store, session, history(100, 50 + number))
-        assert store.limit_tenants(limits)[name]["greedy"].held <= 4 * of_one
+        assert store.limit_tenants(limits)[name]["greedy"] <= 4 * of_one
     for _ in range(2):  # a missing session is looked for twice
         store.expire()
     assert {(x.session.tenant, x.why) for x in notices} == {("greedy", "limit")}
@@ -78,7 +78,7 @@ def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(
     assert back[-1] and not back[0] and 2 <= sum(back) <= 5
     assert rig.back(store, QUIET, LONG).num_tokens == 96
     limits[name] = TenantLimits({"greedy": 0})
-    assert not store.limit_tenants(limits)[name].get("greedy", TenantUse(0)).held
+    assert not store.limit_tenants(limits)[name].get("greedy")
     rig.save(store, GREEDY[0], history(100, 50))  # kept nowhere, and no failure
     assert rig.back(store, GREEDY[0], history(100, 50)).num_tokens == 0
     assert rig.back(store, QUIET, LONG).num_tokens == 96

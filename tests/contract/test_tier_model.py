@@ -46,14 +46,11 @@ class Model:
 
     def replace(self, name: bytes, blob: bytes) -> bool:
         update = self.order.replace(name, self.costs[len(blob)])
-        if not update.added:
-            self.order.undo(update)
-            return False
         self._apply(update, {name: blob})
-        return True
+        return bool(update.added)
 
     def _apply(self, update: Update, blobs: dict[bytes, bytes]) -> None:
-        for gone, _, _ in update.evicted:
+        for gone in update.evicted:
             del self.blobs[gone]
         self.blobs |= {name: blobs[name] for name in update.added}
 

@@ -29,7 +29,7 @@ CALLS = (
     *("openat", "mkdir", "flock", "fcntl", "ftruncate", "mmap", "write", "pwrite64", "writev"),
     *("pwritev", "fsync", "fdatasync", "rename", "unlink", "unlinkat"),
 )
-FILES = ("", "data.mdb", "lock.mdb", "closed", "owner.lock", "data.damaged")
+FILES = ("", "data.mdb", "lock.mdb", "closed", "owner.lock")
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def test_blobs_cut_at_every_length(kind, opened):
     (key, good), *_ = tier.scan(kind)
     for length in range(0, len(good), 37):
         tier.replace(key, good[:length])
-        store.ledger.index.remove(store.ledger.record_key(ref()))
+        store.ledger.index.remove(store.ledger.index.key_of(ref()))
         come_back(store, ref(), HISTORY[:20])
         tier.replace(key, good)
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 16
@@ -214,7 +214,7 @@ def test_a_record_under_another_sessions_name_is_refused(opened):
     store = opened([tier])
     save(store, ref("a"), HISTORY)
     (key, blob) = next(iter(tier.scan(RECORD)))
-    stolen = store.ledger.record_key(ref("b", tenant="other"))
+    stolen = store.ledger.index.key_of(ref("b", tenant="other"))
     tier.put_many([(stolen, blob)])
     theirs = ref("b", tenant="other", salt=b"other")
     assert store.match(theirs, chain_of(store, theirs, HISTORY)).num_tokens == 0

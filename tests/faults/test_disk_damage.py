@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.disk_folder import KEEP_DAMAGED_S
 from kvstore.tiers.disk_tier import DiskTier
 from tests.faults.disk_files import (
     MB,
@@ -71,7 +70,6 @@ def test_a_damaged_reader_table_or_mark_does_not_matter(folder: Path) -> None:
 FLIPS = """
 import pathlib, random, shutil, sys
 from kvstore.tiers.disk_tier import DiskTier
-from kvstore.tiers.disk_folder import KEEP_DAMAGED_S
 source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 whole = (source / "data.mdb").read_bytes()
 tree = [i for i in range(0, len(whole), 4096) if whole[i + 10] & 0x0B]  # branch, leaf, meta
@@ -103,7 +101,6 @@ ROT = """
 import contextlib, pathlib, random, shutil, sys
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.disk_tier import DiskTier
-from kvstore.tiers.disk_folder import KEEP_DAMAGED_S
 source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 whole = (source / "data.mdb").read_bytes()
 tree = [i for i in range(0, len(whole), 4096) if whole[i + 10] & 0x0B]  # branch, leaf, meta
@@ -193,10 +190,8 @@ def test_who_is_forgotten_in_a_damaged_file_is_gone_with_it(folder: Path) -> Non
     with pytest.raises(TierUnavailable):
         tier.get_many(list(blobs))
     tier.delete_many(list(blobs)[:1])
-    assert (folder / "data.damaged").exists()
-    tier.drop_quarantine()
-    assert not (folder / "data.damaged").exists()
-    tier.drop_quarantine()
+    assert nothing_left(folder)
+    assert not any(blob[:64] in (folder / "data.mdb").read_bytes() for blob in blobs.values())
     tier.close()
 
 
@@ -240,18 +235,3 @@ def test_a_damaged_file_is_replaced_beside_a_call_that_has_yet_to_write(folder: 
     assert not late.is_alive()
     assert tier.get_many([b"new"]) == [b"blob"]
     tier.close()
-
-
-def test_a_damaged_file_is_kept_aside_for_a_week(folder: Path) -> None:
-    blobs = fill(folder)
-    flip_in_file(folder, b"c%032d" % 5, offset=33 + 8)
-    rotten = (folder / "data.mdb").read_bytes()
-    assert check_usable(folder, blobs) == 0
-    aside = folder / "data.damaged"
-    assert aside.read_bytes() == rotten
-    check_usable(folder, blobs)
-    assert aside.exists()
-    old = aside.stat().st_mtime - KEEP_DAMAGED_S - 60
-    os.utime(aside, (old, old))
-    check_usable(folder, blobs)
-    assert not aside.exists()

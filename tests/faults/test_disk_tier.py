@@ -129,7 +129,6 @@ def test_closing_waits_for_those_inside(folder: Path) -> None:
 FULL_DISK = """
 import pathlib, resource, sys
 from kvstore.tiers.disk_tier import DiskTier
-from kvstore.tiers.disk_folder import KEEP_DAMAGED_S
 tier = DiskTier(pathlib.Path(sys.argv[1]), 64 << 20)
 blobs = [(b"c%032d" % i, bytes([i]) * 200_000) for i in range(60)]
 assert tier.put_many(blobs[:4]) == 4

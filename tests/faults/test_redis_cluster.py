@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,17 @@ def test_a_lost_node_costs_misses_until_its_replica_has_taken_over(cluster: Redi
         assert not all_there()
         until(all_there, what="taken over")
         assert tier.put_many(list(STORED.items())) == len(STORED)
+
+
+def test_a_node_that_hangs_is_waited_for_once_and_not_for_each_key(cluster: RedisCluster) -> None:
+    with tier_at(cluster.url, deadline_s=2.0) as (tier, _):
+        assert tier.put_many(list(STORED.items())) == len(STORED)
+        cluster.nodes[0].stop()
+        began = time.monotonic()
+        with pytest.raises(TierUnavailable):
+            tier.contains_many([b"c%032d" % i for i in range(300)])
+        assert time.monotonic() - began < 30.0  # about 100 of the keys are there
+        cluster.nodes[0].cont()
 
 
 def test_a_server_that_is_no_cluster_is_refused_with_a_reason() -> None:

@@ -24,7 +24,7 @@ from engines.calibration.gate.profiles import profile_path
 from engines.calibration.gate.rules import is_disturbed
 from engines.wire import CodecReport
 from kvstore.blobs.store_codecs import StoreCodecs
-from kvstore.codecs.names import OWN, first_part
+from kvstore.codecs.names import EXACT, OWN, first_part
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import BEFORE, UNFINISHED, Profile, load_profile
 from kvstore.codecs.quality import Quality
@@ -103,6 +103,7 @@ class _Chosen:
     choice: Choice
     measured: tuple[Quality, ...] = ()  # all rows of the model's profile
     earlier: tuple[Choice, ...] = ()  # packed before, and may still be read
+    profile: Profile | None = None  # of the choice, for other servers
 
     @functools.cached_property
     def codecs(self) -> StoreCodecs:
@@ -112,7 +113,8 @@ class _Chosen:
         # From before the measurement, and from before other measurements.
         sessions = [x for x in map(_lossy_session, self.earlier) if x is not None]
         rows = (exact("").codec, *(x.codec for x in self.earlier))
-        return replace(codecs, readable=rows, readable_sessions=tuple(sessions))
+        own = self.profile
+        return replace(codecs, readable=rows, readable_sessions=tuple(sessions), profile=own)
 
 
 def _lossy_session(choice: Choice) -> SessionCodec | None:
@@ -223,13 +225,34 @@ class ServedCodecs:
         if profile is not None and self._data is not None:
             rows = tuple(x for x in profile.rows if not x.preset.startswith(BEFORE))
             earlier = self._earlier(chosen, profile)
-            chosen = replace(chosen, measured=rows, earlier=earlier)
+            own = profile.only(chosen.choice.name)
+            chosen = replace(chosen, measured=rows, earlier=earlier, profile=own)
         for choice in (chosen.choice, *chosen.earlier):
-            if choice.session is not None and self._states is not None:
-                choice.session.warm(self.layout, self._states)
-            elif self.layout.layers:
-                warm(choice.codec, self.layout)
+            self._warm(choice)
         return chosen
+
+    def _warm(self, choice: Choice) -> None:
+        if choice.session is not None and self._states is not None:
+            choice.session.warm(self.layout, self._states)
+        elif self.layout.layers:
+            warm(choice.codec, self.layout)
+
+    def opened(self, profile: Profile) -> StoreCodecs | None:
+        """Open the codecs of another server's profile, if they may serve here.
+
+        Where this server has measured them itself, its own figures count, and it can read them if
+        they keep the bound.
+        """
+        own = self.profile()
+        ids = dict.fromkeys(x.codec_id for x in profile.rows)
+        is_known = own is not None and any(x.codec_id in ids for x in own.rows)
+        if is_known or self._config.codec == EXACT or not self.is_of_this_model(profile):
+            return None
+        found = earlier_codecs(list(ids), self._config, self.layout, profile, self._states)
+        if not found:
+            return None
+        self._warm(found[0])
+        return StoreCodecs(found[0].codec, _lossy_session(found[0]))
 
     def _choice_by(self, profile: Profile | None) -> Choice:
         """The codec by this profile of the model. Raises ``CodecRefused`` and ``UnknownCodec``."""

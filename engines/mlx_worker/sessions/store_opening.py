@@ -197,6 +197,7 @@ def store_opener(
         )
         store = ColdStore(config, model, codecs.codecs, tiers)
         store.ledger.compare(likeness_of(config, stored))
+        store.ledger.profiles.opened = codecs.opened
         return OpenedStore(store, codecs)
 
     return open_store

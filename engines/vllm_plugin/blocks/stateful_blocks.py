@@ -18,7 +18,7 @@ from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK
 from kvstore.blobs.chain import Piece
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.state_tree import StateTree
-from kvstore.errors import Unusable
+from kvstore.errors import ForeignCodec, Unusable
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.planner import BlobRead
 from kvstore.store.states import StateAt, TakenState, unpack_state
@@ -117,6 +117,8 @@ class StatefulBlocks:
             tree = unpack_state(self._store.packer, state, windows)
             with self._stream.after(ready):
                 self._states.write(boundary, block_ids, tree)
+        except ForeignCodec:  # others can read it
+            return set()
         except Unusable as error:
             logger.warning("a verified state cannot be used: %s", error)
             self._store.discard(state[0].key)

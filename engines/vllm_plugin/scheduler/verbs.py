@@ -41,7 +41,7 @@ from engines.wire import (
 )
 from kvstore.session import TIER_NAMES, SessionName, SessionRef, TierName
 from kvstore.stats import Counters, Repacking, StoreStats
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 
 LOOK_S: Final = 10.0
 MOVE_S: Final = 80.0
@@ -272,16 +272,12 @@ def _divided(limits: TenantLimits, num_ranks: int) -> TenantLimits:
         return None if nbytes is None else nbytes // num_ranks
 
     named = {tenant: part(nbytes) for tenant, nbytes in limits.named.items()}
-    return TenantLimits(named, part(limits.others), limits.counts_only)
+    return TenantLimits(named, part(limits.others))
 
 
-def _added(ranks: Sequence[Mapping[str, TenantUse]]) -> dict[str, TenantUse]:
-    """Add up what tenants use in one tier of each rank."""
-    of_each = {x: [y[x] for y in ranks if x in y] for x in {z for y in ranks for z in y}}
-    return {
-        tenant: TenantUse(sum(x.held for x in uses), sum(x.missed for x in uses))
-        for tenant, uses in of_each.items()
-    }
+def _added(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Add up what tenants hold in one tier of each rank."""
+    return {x: sum(y.get(x, 0) for y in ranks) for x in {z for y in ranks for z in y}}
 
 
 def _codec(ranks: list[CodecReport | None]) -> CodecReport:

@@ -197,6 +197,7 @@ def open_worker_side(
     )
     store = ColdStore(config, model, codecs.codecs, tiers, chunk_tokens=size)
     store.ledger.compare(likeness_of(config, stored))
+    store.ledger.profiles.opened = codecs.opened
     staging = StagingArea()
     blocks = choose_blocks(cache, store, config.save_queue_bytes // SPARE_SHARE)
     stateful = None

@@ -25,13 +25,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from crc32c import crc32c
 
 from kvstore.errors import Corrupt, TierUnavailable
 from kvstore.session import TierName
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob, EvictionCause, TierStats
 from kvstore.tiers.redis_server.bounds import ServerBounds, read_bounds
 from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
@@ -51,7 +51,6 @@ MAX_PROLONGED: Final = 65_536  # that are remembered; others are prolonged once 
 WATCH_S: Final = 5.0  # between looks at the server
 SCAN_COUNT: Final = 1000
 
-T = TypeVar("T")
 _HEAD: Final = struct.Struct("<4sI")
 _MAGIC: Final = b"TCR2"
 _log = logging.getLogger(__name__)
@@ -71,8 +70,6 @@ class RedisTier:
     """
 
     name: TierName = "redis"
-    overhead_bytes = _HEAD.size
-    prefix = PREFIX
 
     def __init__(
         self,
@@ -97,10 +94,6 @@ class RedisTier:
 
     def __repr__(self) -> str:
         return f"RedisTier({self._link.name})"
-
-    def call(self, use: Callable[[Any], T]) -> T:
-        """Use redis-py's own client of the same server; see ``RedisLink.call``."""
-        return self._link.call(use)
 
     # Reading
 
@@ -238,9 +231,6 @@ class RedisTier:
         replies = self._in_batches([("DEL", name_of(key)) for key in keys])
         return sum(self._answer(x) for x in replies)
 
-    def drop_quarantine(self) -> None:
-        """Do nothing: damaged blobs are deleted."""
-
     # Recency
 
     def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
@@ -271,7 +261,7 @@ class RedisTier:
     def own(self, owner: str, keys: Sequence[bytes]) -> None:
         """Do nothing: the server does not know tenants."""
 
-    def limit_tenants(self, limits: TenantLimits) -> dict[str, TenantUse] | None:
+    def limit_tenants(self, limits: TenantLimits) -> dict[str, int] | None:
         """Return None: what a tenant holds on the server is not known."""
         return None
 

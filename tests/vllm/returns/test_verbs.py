@@ -15,7 +15,7 @@ from engines.wire import (
     TenantUses,
     Unpin,
 )
-from kvstore.tenant_bytes import TenantLimits, TenantUse
+from kvstore.tenant_bytes import TenantLimits
 from tests.vllm.rig.engine import BLOCK, RealEngine, ref
 
 pytestmark = pytest.mark.vllm
@@ -98,7 +98,7 @@ def test_a_tenant_that_may_hold_nothing_keeps_its_answers_and_no_copies(engine, 
     engine.wait_saved("bounded")
     uses = engine.control(everything)
     assert isinstance(uses, TenantUses)
-    assert {tier: x.get("t", TenantUse(0)).held for tier, x in uses.tiers.items()} == {
+    assert {tier: x.get("t", 0) for tier, x in uses.tiers.items()} == {
         "ram": 0,
         "disk": 0,
     }

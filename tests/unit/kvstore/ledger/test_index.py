@@ -68,7 +68,7 @@ def test_of_two_copies_of_a_record_the_one_whose_pages_are_there_counts(opened):
     long = tokens((PAGE_CHUNKS + 3) * CHUNK)
     save(store, ref(), long)
     near.delete_many([b"p" + chain_of(store, ref(), long)[PAGE_CHUNKS - 1]])
-    store.ledger.index.remove(store.ledger.record_key(ref()))
+    store.ledger.index.remove(store.ledger.index.key_of(ref()))
     assert store.record(ref()).num_tokens == len(long)
     again = opened([near, far])
     assert again.record(ref()).num_tokens == len(long)

@@ -118,7 +118,7 @@ def test_a_pin_holds_new_chunks_in_the_new_codec(tmp_path, opened):
     assert near.pins == far.pins == {}
 
 
-def test_a_blob_in_an_unknown_codec_is_a_miss_and_no_error(tiers, opened):
+def test_a_blob_in_an_unknown_codec_is_a_miss_and_is_held(tiers, opened):
     """Another server may have put it there, under the same name."""
     theirs = open_store([their_tier := ram()], codecs=StoreCodecs(WornCodec("theirs.1", 3)))
     save(theirs, ref(), HISTORY)
@@ -128,12 +128,13 @@ def test_a_blob_in_an_unknown_codec_is_a_miss_and_no_error(tiers, opened):
     save(store, ref(), HISTORY)
     name = CHUNK_KIND + chain_of(store, ref(), HISTORY)[2]
     for tier in tiers:
-        tier.delete_many([name])
-        tier.put_many([(name, foreign[name])])
+        assert tier.replace(name, foreign[name])
     restored = wake(store, ref(), HISTORY)
     assert (restored.reason, restored.num_tokens) == ("fingerprint", 2 * CHUNK)
     assert store.stats().counters.get("corrupt", 0) == 0
-    save(store, ref(), HISTORY)  # the foreign blob does not keep ours out
+    assert save(store, ref(), HISTORY).packed == []
+    assert all(tier.get_many([name])[0] == foreign[name] for tier in tiers)
+    store.adopt(StoreCodecs(FAST, readable=(WornCodec("theirs.1", 3),)))
     assert wake(store, ref(), HISTORY).num_tokens == WHOLE
 
 

@@ -152,7 +152,7 @@ def test_a_restore_that_ends_after_forget_brings_nothing_back(store, by_content)
     use = store.ledger.promotion.used
     store.forget(ref())
     # For another session with the same beginning, or for this one.
-    use(None if by_content else store.ledger.record_key(ref()), keys, slow)
+    use(None if by_content else store.ledger.index.key_of(ref()), keys, slow)
     assert [x.num_blobs for x in store.stats().tiers] == [0, 0]
 
 

@@ -4,15 +4,16 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from kvstore.blobs.chain import FORMAT_VERSION
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.disk_budget import capacity_within, file_bytes_limit
 from kvstore.tiers.disk_tier import DiskTier
-from kvstore.tiers.lmdb_blobs import FRAGMENT_BYTES
+from kvstore.tiers.lmdb_blobs import DATABASES, FRAGMENT_BYTES
 from tests.clock import Clock
 
 MB = 1 << 20
@@ -106,6 +107,30 @@ def test_recency_alone_is_saved_by_flush(opened: Open, tmp_path: Path):
     written_at = (tmp_path / "cold" / "data.mdb").stat().st_mtime_ns
     tier.flush()  # nothing new: nothing written
     assert (tmp_path / "cold" / "data.mdb").stat().st_mtime_ns == written_at
+
+
+def test_what_the_full_disk_let_nothing_delete_can_be_forgotten(opened: Open, tmp_path: Path):
+    import lmdb
+
+    tier = opened()
+    put(tier, range(20))
+    tier = opened(tier.stats().nbytes)
+    commit = tier._commit
+
+    def full(gone: Iterable[bytes], new: Mapping[bytes, memoryview]) -> None:
+        raise lmdb.MapFullError("no room")
+
+    tier._commit = full  # type: ignore[method-assign]
+    with pytest.raises(TierUnavailable):
+        tier.put_many([(keys(50)[0], text(50, 1000))])
+    tier._commit = commit  # type: ignore[method-assign]
+    held = tier.contains_many(keys(*range(20), 50))
+    assert held.count(False) >= 2 and not held[-1]
+    (gone, *_) = [i for i in range(20) if not held[i]]
+    assert text(gone, 1000) in (tmp_path / "cold" / "data.mdb").read_bytes()
+    tier.delete_many(keys(gone))
+    assert text(gone, 1000) not in (tmp_path / "cold" / "data.mdb").read_bytes()
+    assert tier.get_many(keys(gone)) == [None]
 
 
 def test_everything_is_private(opened: Open, tmp_path: Path):
@@ -283,6 +308,32 @@ def test_calls_after_close_are_refused(opened: Open):
     for call in (lambda: tier.get_many(keys(1)), lambda: tier.delete_many(keys(1)), tier.flush):
         with pytest.raises(TierUnavailable):
             call()
+
+
+def test_a_file_that_another_release_laid_out_is_swept(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    import lmdb
+
+    folder = tmp_path / "cold"
+    folder.mkdir()
+    with lmdb.Environment(str(folder), max_dbs=2) as env:
+        for name in (b"index.1", b"pieces.1"):
+            database = env.open_db(name)
+            with env.begin(write=True) as txn:
+                txn.put(b"key", b"an old blob", db=database)
+    tier = opened()
+    assert [x.getMessage().rpartition(": ")[2] for x in caplog.records] == [
+        "another release laid it out"
+    ]
+    assert b"an old blob" not in (folder / "data.mdb").read_bytes()
+    assert not (folder / "data.foreign").exists()
+    put(tier, range(1))
+
+
+def test_a_format_of_blobs_has_a_layout_of_its_own():
+    """Else blobs of the format before would fill the file until they are evicted."""
+    assert (FORMAT_VERSION, DATABASES) == (3, (b"index.2", b"pieces.1"))
 
 
 def test_a_file_of_another_program_is_moved_aside(opened: Open, tmp_path: Path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.earlier_life import Found
-from kvstore.tiers.return_order import Evicted, ReturnOrder, Update
+from kvstore.tiers.return_order import ReturnOrder
 
 
 class Clock:
@@ -50,20 +50,14 @@ def turn(order: ReturnOrder, keys: dict[bytes, int], owner: str = "", record: by
     order.add(keys, owner)
     last = list(keys)[held(order, keys) - 1] if held(order, keys) else b""
     if record:
-        update = order.replace(record, 3, owner, last)
-        if not update.added:
-            order.undo(update)
+        order.replace(record, 3, owner, last)
     order.touch([record, *keys], restored=False)
     return back
 
 
-def resized(order: ReturnOrder, capacity_bytes: int) -> list[Evicted]:
+def resized(order: ReturnOrder, capacity_bytes: int) -> list[bytes]:
     order.capacity_bytes = capacity_bytes
     return order.evict()
-
-
-def evicted(update: Update) -> list[bytes]:
-    return [x.key for x in update.evicted]
 
 
 def names(name: str, *numbers: int) -> list[bytes]:
@@ -75,17 +69,17 @@ def names(name: str, *numbers: int) -> list[bytes]:
 
 def test_add_says_which_keys_come_and_go():
     order = order_of(50)
-    assert order.add(chain("a", 3)) == (names("a", 0, 1, 2), [], False)
+    assert order.add(chain("a", 3)) == (names("a", 0, 1, 2), [])
     update = order.add(chain("b", 4))
     assert update.added == names("b", 0, 1, 2, 3)
-    assert evicted(update) == names("a", 2, 1)
+    assert update.evicted == names("a", 2, 1)
     assert order.nbytes == 50
 
 
 def test_a_chain_loses_its_end_first():
     order = order_of(100)
     order.add(chain("a", 10))
-    assert evicted(order.add(chain("b", 4))) == names("a", 9, 8, 7, 6)
+    assert order.add(chain("b", 4)).evicted == names("a", 9, 8, 7, 6)
 
 
 def test_a_chain_never_evicts_its_own_blobs():
@@ -113,7 +107,7 @@ def test_a_chain_may_be_entered_piece_by_piece():
     order.add(dict.fromkeys(keys[5:], 10), after=keys[4])
     assert held(order, chain("a", 8)) == 8
     assert len(set(order._runs.of.values())) == 1
-    assert order.add(chain("b", 1), after=b"c absent") == ([], [], False)
+    assert order.add(chain("b", 1), after=b"c absent") == ([], [])
 
 
 def test_what_several_chains_share_outlives_each_of_them():
@@ -128,7 +122,7 @@ def test_what_several_chains_share_outlives_each_of_them():
 def test_a_blob_that_cannot_fit_evicts_nothing():
     order = order_of(50)
     order.add(chain("a", 5))
-    assert order.add({b"c large": 51}) == ([], [], False)
+    assert order.add({b"c large": 51}) == ([], [])
     assert held(order, chain("a", 5)) == 5
 
 
@@ -188,7 +182,7 @@ def test_a_state_goes_with_the_links_after_which_it_was_entered():
     order.add({b"s 4": 5}, after=keys[3])
     order.add(dict.fromkeys(keys[4:], 10), after=keys[3])
     order.add({b"s 6": 5}, after=keys[5])
-    assert evicted(order.add(chain("b", 2))) == [b"s 6", keys[5]]
+    assert order.add(chain("b", 2)).evicted == [b"s 6", keys[5]]
     assert len(set(map(id, map(order._runs.of.get, keys[:5])))) == 1  # a state parts no run
     assert order.remove(keys[4:5]) == keys[4:5]
     assert b"s 4" in order  # it may be of use with what is left
@@ -266,7 +260,7 @@ def test_pinned_keys_and_all_before_them_go_last():
     order.pin(pinned)
     order.add(pinned)
     order.add(chain("b", 3))
-    assert evicted(order.add(chain("d", 3))) == names("b", 2, 1, 0)
+    assert order.add(chain("d", 3)).evicted == names("b", 2, 1, 0)
     assert held(order, pinned) == 3
     order.pin(pinned)
     order.unpin(pinned)
@@ -285,8 +279,8 @@ def test_pinned_keys_go_when_nothing_else_is_left():
     order.pin([*chain("a", 3), *chain("b", 3)])
     order.add(chain("a", 3))
     order.add(chain("b", 3))
-    assert evicted(order.add(chain("d", 2))) == names("a", 2, 1)
-    assert evicted(order.add(chain("e", 2))) == names("d", 1, 0)
+    assert order.add(chain("d", 2)).evicted == names("a", 2, 1)
+    assert order.add(chain("e", 2)).evicted == names("d", 1, 0)
     assert held(order, chain("b", 3)) == 3
 
 
@@ -309,10 +303,7 @@ def test_a_tenant_never_holds_more_than_its_limit():
     assert held(order, chain("steady", 10)) == 10
     assert order.nbytes == 150
     assert len(order.add(chain("long", 9), "flood").added) == 5
-    uses = order.take_uses(TenantLimits({"flood": 50}))
-    assert uses["flood"].held == 50
-    assert uses["flood"].missed > 0
-    assert order.take_uses(TenantLimits({"flood": 50}))["flood"].missed == 0
+    assert order.uses(TenantLimits({"flood": 50})) == {"flood": 50}
 
 
 def test_a_lower_limit_evicts_at_once_and_pinned_blobs_last():
@@ -321,10 +312,10 @@ def test_a_lower_limit_evicts_at_once_and_pinned_blobs_last():
     order.add(chain("a", 3), "t")
     order.add(chain("b", 3), "t")
     order.add(chain("d", 3), "u")
-    assert [x.key for x in order.limit(TenantLimits({"t": 30}))] == names("b", 2, 1, 0)
-    assert [x.key for x in order.limit(TenantLimits({"t": 10}))] == names("a", 2, 1)
-    assert order.causes.of(names("b", 2)) == ["limit"]
-    assert not order.take_uses(TenantLimits({"t": 10}))["t"].missed
+    assert order.limit(TenantLimits({"t": 30})) == names("b", 2, 1, 0)
+    assert order.limit(TenantLimits({"t": 10})) == names("a", 2, 1)
+    assert order.causes[names("b", 2)[0]] == "limit"
+    assert order.uses(TenantLimits({"t": 10})) == {"t": 10}
     assert held(order, chain("d", 3)) == 3
 
 
@@ -343,21 +334,13 @@ def test_remove_takes_what_continues_a_link_and_leaves_what_comes_before():
     assert order.nbytes == 0
 
 
-def test_an_update_that_failed_is_undone():
+def test_what_could_not_be_written_leaves_the_books():
     order = order_of(100)
     turn(order, chain("a", 4), "t", b"r a")
-    turn(order, chain("b", 4), "t", b"r b")
-    before = {key: order._runs.of[key].keys[key] for key in order._runs.of}
     update = order.add(chain("d", 9), "u")
-    assert len(update.evicted) > 5
-    assert order.undo(update) == []
-    check(order)
-    assert {key: order._runs.of[key].keys[key] for key in order._runs.of} == before
-    assert order.causes.of(names("a", 3)) == [None]
-    update = order.add(chain("d", 9), "u")
-    written, rest = update.added[:4], update.added[4:]
-    assert order.undo(Update(rest, [])) == []
-    assert held(order, chain("d", 9)) == len(written)
+    rest = update.added[4:]
+    assert order.remove(rest) == rest[::-1]
+    assert held(order, chain("d", 9)) == 4
     check(order)
 
 
@@ -368,13 +351,11 @@ def test_a_blob_of_another_size_takes_the_place_of_one_in_the_middle():
     (key,) = names("a", 2)
     update = order.replace(key, 25)
     assert update.added == [key]
-    assert update.in_place
-    assert evicted(update) == [key, b"c b 2"]
-    assert order.undo(update) == []
+    assert update.evicted == [key, b"c b 2"]
     assert held(order, chain("a", 6)) == 6
-    assert held(order, chain("b", 3)) == 3
+    assert held(order, chain("b", 3)) == 2
     order.replace(key, 5)
-    assert order.nbytes == 85
+    assert order.nbytes == 75
     assert order.remove([key])[-1:] == [key]
     check(order)
     assert order.replace(names("a", 0)[0], 200).added == []
@@ -384,10 +365,10 @@ def test_a_blob_of_another_size_takes_the_place_of_one_in_the_middle():
 def test_a_smaller_budget_evicts_at_once():
     order = order_of(100)
     order.add(chain("a", 10))
-    assert [x.key for x in resized(order, 50)] == names("a", 9, 8, 7, 6, 5)
+    assert resized(order, 50) == names("a", 9, 8, 7, 6, 5)
     order.pin(chain("a", 5))
     assert len(resized(order, 20)) == 3
-    assert [x.key for x in order.evict(5, ())] == names("a", 1)
+    assert order.evict(5, ()) == names("a", 1)
     assert order.evict(5, names("a", 0)) == []
 
 
@@ -436,7 +417,7 @@ def test_blobs_of_an_earlier_life_go_before_those_of_this_one_and_get_their_owne
     order.add(chain("new", 4), "t")
     order.load({key: Found(10) for key in chain("old", 4)})
     order.own("quiet", chain("old", 2))
-    assert order.take_uses(TenantLimits(others=1))["quiet"].held == 20
+    assert order.uses(TenantLimits(others=1))["quiet"] == 20
     assert held(order, chain("new", 4)) == 4
     order.add(chain("more", 4), "t")
     assert held(order, chain("new", 4)) == 4
@@ -511,11 +492,9 @@ def test_any_sequence_of_uses_keeps_the_books(uses, capacity_bytes):
         elif verb == "fail":
             update = order.add(keys, owner)
             written = update.added[: num % 3]
-            order.undo(Update(update.added[len(written) :], [] if written else update.evicted))
+            order.remove(update.added[len(written) :])
         elif verb == "put" and last in order:
-            update = order.replace(last, num * 3, owner)
-            if num % 2 or not update.added:
-                order.undo(update)
+            order.replace(last, num * 3, owner)
         elif verb == "state":
             order.add({f"s {session} {num}".encode(): 4}, owner, last)
         held(order, keys)
@@ -524,7 +503,5 @@ def test_any_sequence_of_uses_keeps_the_books(uses, capacity_bytes):
     again.load(told(order))
     check(again)
     assert set(again.keys(b"")) == set(order.keys(b""))
-    assert isinstance(again.evict(1, ()), list) and all(
-        isinstance(x, Evicted) for x in again.evict(10**9, ())
-    )
+    again.evict(10**9, ())
     assert (again.nbytes, len(again)) == (0, 0)

@@ -13,7 +13,7 @@ from engines.calibration.gate.profiles import profile_path, save
 from engines.calibration.gate.served_codecs import MOST, PackedBy, ServedCodecs
 from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.presets import open_codec
-from kvstore.codecs.profile import Profile
+from kvstore.codecs.profile import Profile, profile_in
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused
 from tests.unit.engines.calibration.gate.test_choice import LAYOUT, all_timed, measured, row, timed
@@ -173,6 +173,23 @@ def test_a_codec_that_packed_before_is_not_read_out_of_the_bound(tmp_path: Path)
     save(learned_anew(1.01, kl=0.004), tmp_path)
     assert len(served(tmp_path).codecs.readable) == 2
     assert len(served(tmp_path, max_kl=0.005).codecs.readable) == 1
+
+
+def test_what_another_server_learned_is_read_within_this_ones_bound(tmp_path: Path):
+    (tmp_path / "there").mkdir()
+    write(learned_anew(1.01, kl=0.009), tmp_path / "there")
+    theirs = served(tmp_path / "there").codecs
+    assert theirs.profile is not None and theirs.written_ids == [theirs.rows.id]
+    fetched = profile_in(theirs.profile.to_bytes())
+    here = served(tmp_path)  # has measured nothing yet
+    opened = here.opened(fetched)
+    assert opened is not None and opened.written_ids == theirs.written_ids
+    assert served(tmp_path, max_kl=0.005).opened(fetched) is None
+    assert served(tmp_path, codec="raw").opened(fetched) is None
+    assert here.opened(dataclasses.replace(fetched, fingerprint="another model")) is None
+    # Its own figures of the same codec count for more.
+    write(learned_anew(1.01, kl=0.5), tmp_path)
+    assert here.opened(fetched) is None
 
 
 def test_the_list_of_codecs_that_packed_is_short_and_survives_damage(tmp_path: Path):

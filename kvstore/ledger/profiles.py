@@ -1,0 +1,160 @@
+"""Profiles of learned codecs, by codec id, in the tiers that outlive the process.
+
+The header of a blob names its codec, and the id of a learned one contains a digest of the arrays
+that it learned from the model. So any store that has the codec reads the blob. The store that packs
+with it keeps the codec's profile beside the data, on disk and in a shared tier, sealed like every
+other value, and renews it. A store that finds a codec it does not know looks there for the profile,
+verifies that it gives a codec of that very id, keeps it, and reads on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Final, TypeAlias
+
+from kvstore.blobs.chain import profile_key
+from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.codecs.profile import Profile, profile_in
+from kvstore.errors import Corrupt, ForeignCodec, Mismatch, UnknownCodec
+from kvstore.ledger.reading import CopyReader, GoodCopy
+from kvstore.ledger.stack import TierStack
+from kvstore.tiers.base import Blob
+
+MAX_PROFILE_BYTES: Final = 256 << 20
+MOST: Final = 8  # profiles that are kept; each takes memory for its learned arrays
+AGAIN_S: Final = 60.0  # until a profile that was not found is looked for again
+MAX_ASKED: Final = 64  # that are remembered as asked for
+
+# Opens the codecs of a profile that may serve here, compiled; None: none may.
+OpenProfile: TypeAlias = Callable[[Profile], StoreCodecs | None]
+_log = logging.getLogger(__name__)
+
+
+def _none_may_serve(profile: Profile) -> StoreCodecs | None:
+    return None
+
+
+class Profiles:
+    """Thread-safe.
+
+    Args:
+        fingerprint: of the model; a part of every key.
+        read_too: makes codecs readable; raises ``UnknownCodec`` for those of another layout.
+
+    Attributes:
+        opened: see ``OpenProfile``. Until it is set, no profile is fetched.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        copies: CopyReader,
+        fingerprint: str,
+        read_too: Callable[[StoreCodecs], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stack = stack
+        self._copies = copies
+        self._fingerprint = fingerprint
+        self._read_too = read_too
+        self._monotonic = monotonic
+        self.opened: OpenProfile = _none_may_serve
+        self._levels = [i for i, name in enumerate(stack.names) if name != "ram"]
+        self._local = [i for i in self._levels if i not in stack.shared]
+        self._lock = threading.Lock()
+        self._renewing = threading.Lock()
+        # By key, the newest last; None: another store's, whose life is prolonged while it is read.
+        self._kept: dict[bytes, Profile | None] = {}
+        self._asked: dict[str, tuple[Future[bool], float]] = {}  # by codec id, and when
+        self._fetching = ThreadPoolExecutor(1, "kvstore-profiles")
+
+    def keep(self, codecs: StoreCodecs) -> None:
+        """Have the profile of the written codecs in the tiers, from the next ``renew`` on."""
+        if codecs.profile is not None:
+            self._keep(codecs.written_ids, codecs.profile)
+
+    def _keep(self, codec_ids: Iterable[str], profile: Profile | None) -> None:
+        with self._lock:
+            for key in (profile_key(self._fingerprint, x) for x in codec_ids):
+                if key not in self._kept:
+                    self._stack.pin([key])
+                self._kept.pop(key, None)
+                self._kept[key] = profile
+            while len(self._kept) > MOST:
+                oldest = next(iter(self._kept))
+                del self._kept[oldest]
+                self._stack.unpin([oldest])
+
+    def renew(self) -> None:
+        """Write the kept profiles to tiers that lack them, and prolong their lives elsewhere."""
+        with self._renewing:
+            with self._lock:
+                kept = dict(self._kept)
+            for level in self._levels if kept else ():
+                held = self._stack.holds(level, list(kept))
+                for (key, profile), there in zip(kept.items(), held, strict=True):
+                    if there and level in self._stack.shared:
+                        self._stack.saved_by(level, "", [key])
+                    elif not there and profile is not None:
+                        self._stack.put(level, [(key, profile.to_bytes())])
+
+    # ---- those of other stores
+
+    def fetch(self, codec_ids: Iterable[str], wait_s: float) -> bool:
+        """Fetch profiles of unknown codecs; True if one of them can be read now.
+
+        What takes longer than ``wait_s`` (its kernels may have to be compiled) goes on, for the
+        next return.
+        """
+        done, _ = wait([self._ask(x) for x in codec_ids], max(wait_s, 0.0))
+        return any(x.result() for x in done)
+
+    def _ask(self, codec_id: str) -> Future[bool]:
+        now = self._monotonic()
+        with self._lock:
+            future, since = self._asked.get(codec_id, (None, 0.0))
+            if future is None or (future.done() and (future.result() or now - since > AGAIN_S)):
+                future = self._fetching.submit(self._fetch, codec_id)
+                self._asked[codec_id] = future, now
+                while len(self._asked) > MAX_ASKED:
+                    del self._asked[next(iter(self._asked))]
+            return future
+
+    def _fetch(self, codec_id: str) -> bool:
+        key = profile_key(self._fingerprint, codec_id)
+        lengths = ((i, self._stack.lengths(i, [key])[0]) for i in self._levels)
+        levels = [i for i, n in lengths if n is not None and n <= MAX_PROFILE_BYTES]
+        try:
+            found = self._copies.read(key, levels, partial(self._use, codec_id))
+        except Exception:  # the outermost frame of this thread: a bad profile is a miss
+            _log.exception("a profile could not be used")
+            return False
+        return isinstance(found, GoodCopy)
+
+    def _use(self, codec_id: str, content: Blob) -> None:
+        try:
+            profile = profile_in(content)
+            codecs = self.opened(profile)
+        except (Mismatch, UnknownCodec) as error:
+            raise ForeignCodec(str(error)) from error
+        if codecs is None:
+            raise ForeignCodec(f"codec {codec_id!r} may not serve here")
+        if codec_id not in codecs.written_ids:
+            raise Corrupt(f"the profile of {codec_id!r} is another codec's")
+        try:
+            self._read_too(codecs)
+        except UnknownCodec as error:
+            raise ForeignCodec(str(error)) from error
+        self._keep([codec_id], None)
+        for level in self._local:
+            self._stack.put(level, [(profile_key(self._fingerprint, codec_id), content)])
+        _log.info("codec %s of another server can be read from now on", codec_id)
+
+    def close(self) -> None:
+        """End what is being fetched."""
+        self._fetching.shutdown(wait=True, cancel_futures=True)
