@@ -5,6 +5,7 @@ Nothing is started and nothing is downloaded. ``CHECKS`` at the end is the list.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import platform
@@ -103,21 +104,20 @@ def _finding(
 
 def _server(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     """Ask the server that runs here, if there is one."""
-    from launch.cli.remote import Remote  # pulls in the HTTP client
+    from launch.remote import Address  # pulls in the HTTP client
 
     url = address_here(environ)
-    remote = Remote(url, environ.get("THERMOCLINE_API_KEY", ""))
+    address = Address(url, environ.get("THERMOCLINE_API_KEY", ""))
     try:
-        models = ", ".join(str(x["id"]) for x in remote.models())
-        codec = remote.codec()
+        models, sessions = asyncio.run(address.get_all("/v1/models", "/v1/sessions?limit=1"))
     except LaunchError as error:
         if "does not answer" in str(error):
             return "ok", NONE_RUNS
-        return "warning", f"{url}: {error}"
-    packs = "its engine is away" if codec is None else f"packs with {codec.name}: {codec.why}"
-    if codec is not None and codec.progress:
-        packs = f"packs with {codec.name}; {codec.progress}"
-    return "ok", f"{url} serves {models}, and {packs}"
+        return "warning", str(error)
+    names = ", ".join(str(x["id"]) for x in models["data"])
+    codec = sessions.get("codec") or {"name": "nothing", "why": "its engine is away"}
+    why = codec.get("progress") or codec["why"]
+    return "ok", f"{url} serves {names}, and packs with {codec['name']}: {why}"
 
 
 def _python(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
