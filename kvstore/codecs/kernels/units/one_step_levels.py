@@ -12,9 +12,11 @@ from numba import njit, types
 
 from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
 from kvstore.codecs.kernels.units.kernel_parts import GROUP, HOST, OFFSET, tile_of_rows
-from kvstore.codecs.loops.numba_functions import NBYTES, SOURCES, address_of, array_of, tuple_of
+from kvstore.codecs.loops.numba_functions import NBYTES, address_of, array_of, sources_of, tuple_of
 from kvstore.codecs.stages.integer_rows import BYTE
 from kvstore.codecs.stages.uniform import LARGEST_CODE, LARGEST_EXPECTED, LARGEST_LEVEL
+
+SOURCES = sources_of(__file__)
 
 # Columns of the properties of a coded component; the three after them are added to levels.
 UNIT, COMPONENT, LARGEST, ESCAPE, LOW_BITS, PER_STEP = range(6)
