@@ -24,6 +24,7 @@ class Compilations:
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._lock = threading.Lock()
         self._num = 0
+        self._num_cached = 0
         self._seconds = 0.0
         self._patience_s = patience_s
         self._said = False
@@ -44,8 +45,10 @@ class Compilations:
             yield cached
         finally:
             timer.cancel()
-            if not any(cached):
-                with self._lock:
+            with self._lock:
+                if any(cached):
+                    self._num_cached += 1
+                else:
                     self._num += 1
                     self._seconds += time.thread_time() - begun
 
@@ -54,6 +57,12 @@ class Compilations:
         """The processor time of all compilations so far."""
         with self._lock:
             return self._seconds
+
+    @property
+    def num_functions(self) -> int:
+        """The number of functions that were compiled or taken from a cache so far."""
+        with self._lock:
+            return self._num + self._num_cached
 
     def as_counters(self) -> dict[str, int]:
         """Return the number of compilations, and their milliseconds of processor time."""

@@ -14,8 +14,13 @@ from numba import types
 
 from kvstore.codecs.loops import numba_functions
 from kvstore.codecs.loops.array_places import places_of
-from kvstore.codecs.loops.compilations import Compilations
+from kvstore.codecs.loops.compilations import COMPILATIONS, Compilations
 from kvstore.codecs.loops.numba_functions import array_of, compiled
+from kvstore.codecs.presets import codec_by_name, warm
+from tests.unit.kvstore.codecs.fixed_rate.integer_models import codec_of, layout_with, rope_of
+from tests.unit.kvstore.codecs.one_step.step_models import codec_of as learned_codec
+from tests.unit.kvstore.codecs.one_step.step_models import parts_of, profile_of
+from tests.unit.kvstore.codecs.samples import run_of
 
 
 @pytest.fixture
@@ -64,6 +69,32 @@ def test_long_compilations_are_said_once(caplog):
                 while not caplog.records and time.monotonic() < deadline:
                     time.sleep(0.001)
     assert [x.args for x in caplog.records] == [("first", " (kept in /folder)")]
+
+
+LAYOUT = layout_with((64, 64), (64, 64))
+ROPE = rope_of(64)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: codec_by_name("tq3"),
+        lambda: codec_of(LAYOUT, ROPE),
+        lambda: learned_codec(parts_of(profile_of(LAYOUT, ROPE))),
+    ],
+    ids=["tq3", "dense3", "max"],
+)
+def test_after_a_warm_up_nothing_is_compiled(make):
+    codec = make()
+    warm(codec, LAYOUT)
+    before = COMPILATIONS.num_functions
+    for num_tokens, first_token in ((1, 0), (32, 0), (128, 4096), (300, 7)):
+        run = run_of(LAYOUT, num_tokens)
+        for array in (x for pair in run for x in pair):
+            array[:, -1] = 0x7F80  # infinite: no kernel packs such a row
+        payload = codec.encode(run, LAYOUT, first_token)
+        codec.decode(memoryview(payload), LAYOUT, first_token, LAYOUT.empty(num_tokens))
+    assert COMPILATIONS.num_functions == before
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
