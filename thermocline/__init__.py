@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from thermocline.method import Method as Method
     from thermocline.method import NoScores as NoScores
     from thermocline.packed import Packed as Packed
+    from thermocline.pair import simple as simple
 
 # Each public name, and the module that has it.
 NAMES: Final = {
@@ -60,6 +61,7 @@ NAMES: Final = {
     "learn": "thermocline.measuring",
     "per_layer": "thermocline.by_layer",
     "register": "kvstore.codecs.registration",
+    "simple": "thermocline.pair",
 }
 __all__ = sorted(NAMES)
 

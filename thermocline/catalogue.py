@@ -65,6 +65,8 @@ def codec(
             says which there are.
         ValueError: no such backend, or this method has no choice of it.
     """
+    if not isinstance(name, str):
+        raise UnknownCodec(f"codec {name!r}: a name is wanted; thermocline.codecs() lists them")
     if backend not in ("auto", "numpy"):
         raise ValueError(f"backend {backend!r} is neither 'auto' nor 'numpy'")
     try:
@@ -89,6 +91,8 @@ def codebook(bits: int, dim: int | None = None) -> np.ndarray:
     Raises:
         ValueError: ``bits`` is not 1 to 8, or ``dim`` below 4.
     """
+    if not isinstance(bits, int):
+        raise ValueError(f"{bits!r} bits; a whole number from 1 to {MOST_BITS} is wanted")
     if not 1 <= bits <= MOST_BITS:
         raise ValueError(f"{bits} bits; 1 to {MOST_BITS} are possible")
     table = gauss_table(1 << bits) if dim is None else sphere_table(1 << bits, dim)

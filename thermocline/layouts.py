@@ -22,15 +22,32 @@ def layout_of(model: Any) -> KVLayout:
         OSError: the folder has no config.json that can be read.
     """
     if isinstance(model, str | Path):
-        model = json.loads((Path(model) / "config.json").read_text("utf-8"))
+        model = _config_in(Path(model))
     config = getattr(model, "config", model)
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     if isinstance(config, Mapping) and "model_type" in config:  # mlx's modules are mappings, too
         return _of_config(config)
+    if not hasattr(model, "layers"):
+        raise ValueError(
+            f"no layout of a {type(model).__name__}: a model of mlx_lm or transformers, a"
+            " configuration, or the folder of a model is wanted"
+        )
     from thermocline.mlx import layout_of as layout_of_mlx
 
     return layout_of_mlx(model)
+
+
+def _config_in(folder: Path) -> Any:
+    """Read a folder's config.json. Raises ``OSError``, which names the remedy."""
+    file = folder / "config.json"
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"there is no {file}; nothing is downloaded here: give the folder of a model, or fetch"
+            f" its config.json first (hf download {folder} config.json --local-dir FOLDER)"
+        ) from error
 
 
 def _of_config(content: Mapping[str, Any]) -> KVLayout:

@@ -27,9 +27,17 @@ def learn(samples: Samples, *names: str) -> Profile:
 
     Raises:
         UnknownCodec: there is no such method, or it learns nothing.
-        ValueError: a text has no token after the first four, which no method packs.
+        ValueError: ``samples`` are none, or a text has no token after the first four, which no
+            method packs.
     """
     from kvstore.codecs.calibrated import learn_profile
+    from kvstore.codecs.learning.samples import Samples
+
+    if not isinstance(samples, Samples):
+        raise ValueError(
+            f"samples are a {type(samples).__name__}; thermocline.Samples are wanted, as"
+            " thermocline.mlx.capture(model, texts) returns them"
+        )
 
     try:
         wanted = [canonical(name) for name in names] or list(CALIBRATED)
@@ -72,7 +80,7 @@ def judge(
 
     Raises:
         UnknownCodec: there is no such method, or it cannot pack this model.
-        ValueError: a text is too short, or the model's cache cannot be packed.
+        ValueError: a text is too short, the model's cache cannot be packed, or it is no model.
     """
     from engines.calibration.measuring.cases import Case, chain_cases
     from engines.calibration.measuring.measure import measure
@@ -93,6 +101,8 @@ def judge(
 def _instrument_of(model: Any) -> Any:
     if hasattr(model, "log_probs"):
         return model
+    if not hasattr(model, "layers"):
+        raise ValueError(f"a {type(model).__name__} is no model of mlx_lm, and no instrument")
     from thermocline.mlx import instrument
 
     return instrument(model)

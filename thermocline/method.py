@@ -70,16 +70,26 @@ class Method:
         session: tokens 0 to 3 are kept in 16 bits, as attention leans on them most.
 
         Raises:
-            ValueError: the array has another shape or dtype, or the side is neither.
+            ValueError: it is no array, or of another shape or dtype, or has values that are no
+                numbers; or the side is neither.
             UnknownCodec: the method learned all layers of a model; use ``pack_run``.
         """
         layout = _layout_of_rows(rows, side)
+        if not self.exact:
+            _require_numbers(rows)
         run = [_pair(np.ascontiguousarray(rows), side)]
         return self._packed(run, layout, first_token)
 
     def pack_run(self, run: KVRun, first_token: int = 0) -> Packed:
-        """Packs all layers of a model: K and V, (heads, tokens, dim) each, for every layer."""
-        return self._packed(run, layout_of_run(run), first_token)
+        """Packs all layers of a model: K and V, (heads, tokens, dim) each, for every layer.
+
+        Raises as ``pack``.
+        """
+        layout = layout_of_run(run)
+        if not self.exact:
+            for array in (x for pair in run for x in pair):
+                _require_numbers(array)
+        return self._packed(run, layout, first_token)
 
     def restore(self, packed: Packed, out: np.ndarray | None = None) -> np.ndarray:
         """Returns the rows that ``pack`` was given, as nearly as the method kept them.
@@ -90,6 +100,7 @@ class Method:
             Mismatch: they were packed by another method, or are layers of a model.
             Corrupt: the payload is not one of this method's.
         """
+        self._require_own(packed)
         side = _side_of(packed.layout)
         (pair,) = self.restore_run(packed)
         rows = pair[SIDES.index(side)]
@@ -176,7 +187,10 @@ class Method:
         num_tokens = tokens_in(run)
         return self._with_arrays(Packed(self.id, layout, first_token, num_tokens, payload))
 
-    def _require_own(self, packed: Packed) -> None:
+    def _require_own(self, packed: object) -> None:
+        if not isinstance(packed, Packed):
+            words = "a Packed is wanted (bytes: frombytes)"
+            raise ValueError(f"a {type(packed).__name__} was given; {words}")
         if packed.codec_id != self.id:
             raise Mismatch(f"packed by {packed.codec_id}, not by {self.id}")
 
@@ -201,6 +215,8 @@ def layout_of_run(run: KVRun) -> KVLayout:
     """Returns the layout of the arrays of a run. Raises ``ValueError`` if they have none."""
     if not run:
         raise ValueError("a run without layers")
+    for array in (x for pair in run for x in pair):
+        _require_array(array)
     layers = tuple(KVLayer(k.shape[0], k.shape[2], v.shape[2]) for k, v in run)
     return KVLayout(_dtype_of(run[0][0]), layers)
 
@@ -208,11 +224,25 @@ def layout_of_run(run: KVRun) -> KVLayout:
 def _layout_of_rows(rows: np.ndarray, side: Side) -> KVLayout:
     if side not in SIDES:
         raise ValueError(f"side {side!r} is neither 'key' nor 'value'")
+    _require_array(rows)
     if rows.ndim != 3 or not rows.shape[2]:
         raise ValueError(f"rows of shape {rows.shape}; (heads, tokens, dim) is wanted")
     heads, _, dim = rows.shape
     layer = KVLayer(heads, dim, 0) if side == "key" else KVLayer(heads, 0, dim)
     return KVLayout(_dtype_of(rows), (layer,))
+
+
+def _require_array(rows: object) -> None:
+    if not isinstance(rows, np.ndarray):
+        raise ValueError(f"a {type(rows).__name__} was given; a numpy array is wanted")
+
+
+def _require_numbers(rows: np.ndarray) -> None:
+    """Refuses NaN and infinite values, of which no lossy method makes anything."""
+    found = (rows & 0x7F80) != 0x7F80 if rows.dtype == np.uint16 else np.isfinite(rows)
+    if not found.all():
+        at = tuple(int(x) for x in np.argwhere(~found)[0])
+        raise ValueError(f"rows have NaN or infinite values, the first at {at}; mend them first")
 
 
 def _pair(rows: np.ndarray, side: Side) -> KVPair:

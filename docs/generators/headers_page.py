@@ -25,6 +25,7 @@ REQUEST = {
     "X-Claude-Code-Parent-Agent-Id": "the helper that started the helper",
     "X-Session-Affinity": "OpenCode's session",
     "Session-Id": "Codex' session (older releases: `session_id`)",
+    "X-OpenWebUI-Chat-Id": "Open WebUI's chat: the session",
     "X-Request-ID": "an id for log lines, taken if it is short and plain; else one is made",
     "Anthropic-Beta": "taken, whatever it says; what is not known is counted",
     "Content-Encoding": "of the body: `gzip`, `deflate`, `zstd` or none",

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -23,15 +24,22 @@ import msgspec
 from engines.calibration.agreement import Partners
 from engines.calibration.first_order import further_order
 from engines.calibration.footprint import large_arrays_apart, one_thread, return_freed_memory
-from engines.calibration.gate.profiles import locked, profile_path
-from engines.calibration.gate.rules import Bound, was_learned_on, worth_adopting
+from engines.calibration.gate.profiles import locked, profile_path, save
+from engines.calibration.gate.rules import Bound, is_disturbed, was_learned_on, worth_adopting
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
-from engines.calibration.survey import CannotCalibrate, check_contexts, survey_report
+from engines.calibration.measuring.times import timed_again
+from engines.calibration.survey import (
+    CannotCalibrate,
+    check_contexts,
+    codecs_to_measure,
+    survey_report,
+)
 from engines.calibration.unfinished import Unfinished
 from engines.config import CalibrationOrder
 from engines.wire import CodecReport, MeasurementEnd
-from kvstore.codecs.profile import Profile, load_profile
+from kvstore.codecs.profile import BEFORE, Profile, load_profile
+from kvstore.codecs.quality import Quality
 from kvstore.errors import Corrupt, Mismatch, UnknownCodec
 from kvstore.workers import lower_priority
 
@@ -40,6 +48,8 @@ logger = logging.getLogger(__name__)
 CLOSE_S: Final = 2.0
 LOG_EVERY_S: Final = 60.0  # in the log; ``progress`` always says the latest
 LOOK_EVERY_S: Final = 2.0
+# Until the next attempt to time a model on a quiet machine; doubled each time, up to the second.
+TIMED_AGAIN_S: Final = (60.0, 3600.0)
 REPORT_BYTES: Final = 1 << 20  # more than a report has
 
 
@@ -51,10 +61,13 @@ class Wanted(NamedTuple):
             measured the same model.
         learns_on: whether more is to be learned; asked once there is a verdict. Only of a
             measurement that ``resumes``.
+        times_again: whether the verdict hangs on times that other work disturbed; asked last, and
+            after each attempt to time it on a quieter machine. Only of one that ``resumes``.
     """
 
     is_needed: Callable[[], bool] = lambda: True
     learns_on: Callable[[], bool] = lambda: False
+    times_again: Callable[[], bool] = lambda: False
 
 
 ALL: Final = Wanted()  # what is asked for by hand
@@ -134,6 +147,7 @@ class SelfMeasurement:
         self._ended: MeasurementEnd | None = None
         self._logged_s = float("-inf")
         self._closing = threading.Event()
+        self._is_waiting = False
         self._thread = threading.Thread(target=self._run, name="thermocline-measure", daemon=True)
         self._thread.start()
 
@@ -144,7 +158,8 @@ class SelfMeasurement:
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive()
+        """True while it measures; one that only waits for a quiet machine may be closed."""
+        return self._thread.is_alive() and not self._is_waiting
 
     @property
     def has_verdict(self) -> bool:
@@ -204,6 +219,8 @@ class SelfMeasurement:
             self._has_verdict, self._progress = True, ""
             if self._resumes and self._wanted.learns_on():
                 self._learn_on(instrument)
+        if self._resumes:
+            self._time_again(instrument)
 
     def _carry_out(
         self,
@@ -233,6 +250,44 @@ class SelfMeasurement:
         except Exception as error:  # no failure here takes the verdict back
             words = " ".join(str(error).split()) or type(error).__name__
             logger.warning("no more is learned of the model: %s", words, exc_info=True)
+
+    def _time_again(self, instrument: Instrument) -> None:
+        """Time the presets again until it is known how long they take on a quiet machine."""
+        wait_s, longest_s = TIMED_AGAIN_S
+        while self._wanted.times_again():
+            self._progress = ""
+            self._is_waiting = True
+            self._closing.wait(wait_s)
+            self._check()
+            self._is_waiting = False
+            wait_s = min(2 * wait_s, longest_s)
+            self._progress = "timing again what was timed on a busy machine"
+            data = Path(self._order.data_path)
+            with locked(data, instrument.fingerprint, self._wait_for_another):
+                profile = self._known(instrument)
+                if profile is None:
+                    return
+                rows = self._timed(instrument, profile)
+                if rows:
+                    save(replace(profile.in_memory(), rows=rows), data)
+            if rows:
+                self._adopt()
+
+    def _timed(self, instrument: Instrument, profile: Profile) -> tuple[Quality, ...]:
+        """Return all rows of the profile if some have better times now, else none."""
+        current = [x for x in profile.rows if not x.preset.startswith(BEFORE)]
+        names = [x.preset for x in current if is_disturbed(x)]
+        again = timed_again(
+            instrument,
+            codecs_to_measure(instrument, names, profile),
+            current,
+            chunk_tokens=self._order.chunk_tokens,
+            num_threads=self._order.num_threads,
+        )
+        if not again:
+            return ()
+        better = {(x.preset, x.context): x for x in again}
+        return tuple(better.get((x.preset, x.context), x) for x in profile.rows)
 
     def _better_than_known(self, instrument: Instrument) -> Callable[[Profile], Profile]:
         """Return what keeps tables that more texts taught where a few find hardly better ones."""

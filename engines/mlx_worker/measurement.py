@@ -228,8 +228,8 @@ class Measuring:
 
         If it was, what was not learned yet is learned.
         """
-        wanted = self._config.store.calibrate and (self._is_needed() or self._learns_on())
-        if wanted and self._folder:
+        asks = self._is_needed() or self._learns_on() or self._times_again()
+        if self._config.store.calibrate and asks and self._folder:
             self._begin(again=False)
 
     def begin_again(self, order: CalibrationOrder | None = None) -> None:
@@ -257,13 +257,15 @@ class Measuring:
         except TooShort as error:
             logger.warning("the model is not measured: %s", error)
             return
+        if self._running is not None:
+            self._running.close()
         self._running = SelfMeasurement(
             wanted,
             self._instrument,
             self._adopt,
             engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
             resumes=order is None,
-            wanted=ALL if again else Wanted(self._is_needed, self._learns_on),
+            wanted=ALL if again else Wanted(self._is_needed, self._learns_on, self._times_again),
         )
 
     async def close(self) -> None:
@@ -283,6 +285,10 @@ class Measuring:
     def _learns_on(self) -> bool:
         codecs = self._owner.codecs
         return codecs is not None and self._owner.held is not None and codecs.learns_on
+
+    def _times_again(self) -> bool:
+        codecs = self._owner.codecs
+        return codecs is not None and self._owner.held is not None and codecs.times_again
 
     def _instrument(self) -> ServingInstrument:
         owner = self._owner

@@ -35,6 +35,7 @@ OTHER = "other"
 _BY_HEADER = {
     "x-claude-code-session-id": "claude-code",
     "x-session-affinity": "opencode",
+    "x-openwebui-chat-id": "open-webui",
 }
 # Beginnings or parts of User-Agent, in lower case; the first that is found counts.
 _BY_AGENT = (
@@ -70,8 +71,8 @@ TYPE_HEADER = "x-session-type"
 _CLAUDE = "x-claude-code-session-id"
 _CLAUDE_AGENT = "x-claude-code-agent-id"
 _CLAUDE_PARENT = "x-claude-code-parent-agent-id"
-# Headers that hold a whole id: OpenCode's, and Codex' in its newer and its older spelling.
-_WHOLE_IDS = ("x-session-affinity", "session-id", "session_id")
+# Headers that hold a whole id: OpenCode's, Codex' in both spellings, Open WebUI's.
+_WHOLE_IDS = ("x-session-affinity", "session-id", "session_id", "x-openwebui-chat-id")
 _CHILDREN = ("child", "subagent")
 _OLD_CLAUDE = re.compile(r"_session_([A-Za-z0-9][A-Za-z0-9._-]{0,127})$")
 SUFFIX: Final = "/beside"

@@ -162,10 +162,13 @@ def parameters_of(name: str) -> dict[str, float]:
 def with_parameters(name: str, parameters: Mapping[str, float]) -> str:
     """Return the name of a codec with parameters, in the form of ``canonical``.
 
-    Raises ``ValueError`` as ``canonical``.
+    Raises ``ValueError`` as ``canonical``, and for a value that is no number.
     """
     if not parameters:
         return canonical(name)
+    for key, value in parameters.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"codec {name!r}: {key}={value!r} is no number")
     given = ",".join(f"{key}={value:g}" for key, value in parameters.items())
     return canonical(f"{name}{',' if '=' in name else ':'}{given}")
 

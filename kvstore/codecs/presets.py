@@ -88,6 +88,9 @@ def codec_by_name(name: str) -> Codec:
     return found
 
 
+_MEMBERS = ("id", "exact", "check", "packed_nbytes", "least_nbytes", "encode", "decode")
+
+
 def _imported(name: str, target: MakeCodec, parameters: dict[str, float]) -> Codec:
     """Returns the object that ``target`` names, or the result of a call with ``parameters``."""
     found = imported(name, target) if isinstance(target, str) else target
@@ -96,7 +99,11 @@ def _imported(name: str, target: MakeCodec, parameters: dict[str, float]) -> Cod
     except Exception as error:  # third-party code, perhaps named by mistake
         raise UnknownCodec(f"codec {name!r} cannot be made: {error}") from error
     if not isinstance(codec, Codec):
-        raise UnknownCodec(f"codec {name!r} is a {type(codec).__name__}, which is no codec")
+        missing = ", ".join(x for x in _MEMBERS if not hasattr(codec, x))
+        raise UnknownCodec(
+            f"codec {name!r} is a {type(codec).__name__}, which is no codec: it has no {missing}"
+            " (kvstore.codecs.base.Codec says what these do)"
+        )
     return codec
 
 

@@ -57,6 +57,9 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     # Seconds for 1,000 tokens of this context on the measuring machine, in its fastest run.
     prefill_s: float | None = None
     restore_s: float | None = None  # to unpack them, with the threads of a cold store
+    # The share of these times in which a thread was ready to run and had no processor, since other
+    # work had it. None: not counted.
+    waited: float | None = None
 
     @property
     def restore_share(self) -> float | None:

@@ -108,6 +108,8 @@ def _described(name: str, entry: CodecEntry, parameters: Sequence[Parameter] | N
     past_sinks = 1 << 20
     nbytes = codec.packed_nbytes(layout, SIZED_DIM, past_sinks)
     bits = 8 * nbytes / (SIZED_DIM * layout.elements_per_token)
+    if bits <= 0:
+        raise UnknownCodec(f"method {name!r} packs {SIZED_DIM} tokens into no bytes")
     return entry._replace(bits=round(bits, 4), exact=codec.exact)
 
 

@@ -1,4 +1,4 @@
-"""``thermocline connect``: what an agent needs to use a running server."""
+"""``thermocline connect``: what a client needs to use a running server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from launch.printing import say
 
 def connect(
     client: Annotated[
-        str, typer.Argument(help="claude, codex, opencode, cline, qwen-code or aider.")
+        str,
+        typer.Argument(
+            help="claude, codex, opencode, cline, qwen-code, aider, open-webui, librechat,"
+            " continue, zed, vscode, n8n or home-assistant."
+        ),
     ],
     url: Url = DEFAULT_URL,
     api_key: Key = "",
@@ -22,10 +26,11 @@ def connect(
         bool, typer.Option("--write", help="Merge it into the client's own file of settings.")
     ] = False,
 ) -> None:
-    """Show what a coding agent needs to use a running server."""
-    from launch import clients
+    """Show what an agent, a chat page or an editor needs to use a running server."""
     from launch.cli.remote import Remote  # pulls in the HTTP client
-    from launch.clients import NO_KEY, Server, connection
+    from launch.clients import settings_file
+    from launch.clients.needs import NO_KEY, Server
+    from launch.clients.table import connection
     from launch.errors import UsageError
     from launch.remote import server_url
 
@@ -48,7 +53,7 @@ def connect(
     elif needs.change is None:
         raise UsageError(f"{client} has no file to write to. {' '.join(needs.notes)}")
     else:
-        backup = clients.write(needs.change)
+        backup = settings_file.write(needs.change)
         kept = f" (as it was: {backup})" if backup else ""
         say(f"wrote {needs.change.path}{kept}", error=True)
     for note in needs.notes:

@@ -160,6 +160,15 @@ def plan(
         str | None,
         typer.Option(metavar="SIZE", help="For --machines; default: counted."),
     ] = None,
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=32,
+            help="For --machines: the weights quantised to so many bits; default: as they are.",
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Draw it; .svg and .pdf work, too.")
     ] = None,
@@ -175,7 +184,7 @@ def plan(
     """Say beforehand how many sessions fit, from config.json alone."""
     from launch.cli.plan import PlanOptions, run_plan
 
-    given = PlanOptions(named, sessions, lengths, machines, weights, plot, as_json)
+    given = PlanOptions(named, sessions, lengths, machines, weights, bits, plot, as_json)
     run_plan(context, given, os.environ)
 
 

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SERVED: Final = ("tokens", "tier", "codec", "bytes", "states", "vs live", "sessions")
-MACHINES: Final = ("machine", "tokens", "for KV", "no sleep", "awake", "in RAM", "on disk", "codec")
+MACHINES: Final = (
+    "machine", "tokens", "alive", "instead of", "reserve", "for KV", "awake", "in RAM", "on disk",
+    "codec",
+)  # fmt: skip
 BAR_WIDTH: Final = 40
 BAR: Final = "█"
 RATIOS: Final = ("KV vs bf16", "all vs bf16")
@@ -43,6 +46,7 @@ class PlanOptions:
     lengths: str | None
     machines: bool
     weights: str | None
+    bits: float | None
     plot: Path | None
     as_json: bool
 
@@ -50,7 +54,14 @@ class PlanOptions:
 Bars = Sequence[tuple[str, dict[str, int]]]  # a name, and sessions by tier
 
 
+def alive(alive: int, num_tokens: int, instead: int) -> str:
+    """Say in one sentence how many sessions stay alive, and how many would without sleep."""
+    return f"alive: {alive:,} sessions of {num_tokens:,} tokens instead of {instead:,}"
+
+
 def print_plan(plan: Plan) -> None:
+    for x in plan.contexts:
+        say(alive(x.alive, x.context, x.without_sleep))
     say(
         f"{plan.model} ({plan.model_type}): {plan.growing_layers} growing layers,"
         f" {show_bytes(plan.live_bytes_per_token)} per token live in {plan.dtype}"
@@ -92,24 +103,26 @@ def print_bars(bars: Bars) -> None:
 def print_machines(model: str, rows: Sequence[MachinePlan]) -> None:
     """Print what several machines would keep of a model's sessions."""
     say(f"{model}: sessions that other machines would keep alive (counted, not measured)")
-    if rows and rows[0].weights_estimated:
-        say(f"weights: {show_bytes(rows[0].weights_bytes)}, estimated from config.json")
-    print_table(MACHINES, [_machine(row) for row in rows], right=MACHINES[1:7])
+    if rows:
+        estimated = ", estimated from config.json" if rows[0].weights_estimated else ""
+        say(f"weights: {show_bytes(rows[0].weights_bytes)}{estimated}")
+    print_table(MACHINES, [_machine(row) for row in rows], right=MACHINES[1:9])
     say(
-        "no sleep: all memory for KV holds live bf16, without a cold store. awake, in RAM: the same"
-        "\nmemory shared between sessions that are answered and sleepers."
+        "alive: sessions that come back, awake or asleep. instead of: all memory for KV holds live"
+        "\nbf16, without a cold store. reserve: beside weights and KV, for the system and for work."
     )
-    if disk := max((row.disk_bytes for row in rows), default=0):
-        say(f"on disk: in {show_bytes(disk)}.")
 
 
 def _machine(row: MachinePlan) -> list[str]:
     if row.refused:
-        return [row.machine, str(row.context), "", "", "", "", "", row.refused]
-    counts = [str(x) for x in (row.hot_only, row.hot, row.ram, row.disk)]
+        return [row.machine, str(row.context), *("" for _ in range(7)), row.refused]
+    counts = [f"{x:,}" for x in (row.hot, row.ram, row.disk)]
     return [
         row.machine,
         str(row.context),
+        f"{row.alive:,}",
+        f"{row.hot_only:,}",
+        show_bytes(row.reserve_bytes),
         show_bytes(row.kv_bytes),
         *counts,
         row.codec,
@@ -172,8 +185,12 @@ def run_plan(context: typer.Context, given: PlanOptions, environ: Mapping[str, s
         raise UsageError("--sessions counts for this machine; leave it out with --machines")
     if given.sessions is not None:
         context.params["session_context"] = _one_length(given.lengths)
-    if given.weights and not given.machines:
-        raise UsageError("--weights is for --machines; this machine's files say what they take")
+    if (given.weights or given.bits) and not given.machines:
+        raise UsageError(
+            "--weights and --bits are for --machines; this machine's files say what they take"
+        )
+    if given.weights and given.bits:
+        raise UsageError("--weights says what the weights take; leave --bits out")
     if given.machines:
         _print_machines(options.chosen(context, environ), given)
     else:
@@ -226,7 +243,7 @@ def _print_machines(effective: EffectiveSettings, given: PlanOptions) -> None:
         raise UsageError(f"--weights or --context: {error}") from None
     if lengths is not None and min(lengths) < 1:
         raise UsageError("--context: a session has one token or more")
-    rows = machine_plans(effective, lengths, weights)
+    rows = machine_plans(effective, lengths, weights, given.bits)
     name = Path(effective.settings.engine.model or "the sample model").name
     if given.as_json:
         print_json(rows)

@@ -113,7 +113,7 @@ def _bits(content: Mapping[str, Any]) -> tuple[float, float]:
     dtype = next((x[y] for x in (content, inner) for y in ("torch_dtype", "dtype") if y in x), "")
     whole = _DTYPE_BITS.get(str(dtype), 16)
     if isinstance(mlx := content.get("quantization"), dict):  # as mlx_lm writes it
-        packed = int(mlx.get("bits", 4)) + _SCALE_BITS / int(mlx.get("group_size", 64))
+        packed = float(mlx.get("bits", 4)) + _SCALE_BITS / int(mlx.get("group_size", 64))
         return packed, packed
     if not isinstance(method := content.get("quantization_config"), dict):
         return whole, whole

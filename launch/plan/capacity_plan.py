@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -12,20 +13,20 @@ from engines.calibration.gate.choice import Choice
 from engines.kv_budget import stated_context
 from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import CODECS, READY, family_of, first_part, for_session
+from kvstore.codecs.names import CODECS, READY, USUAL, family_of, first_part, for_session
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.session_codec import SessionCodec, open_session_codec
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.session import STATES_PER_SESSION, TierName
-from kvstore.shapes import DType, StateLayout
+from kvstore.shapes import DType, KVLayout, StateLayout
 from launch.calibrate.profile_notes import find_profile
 from launch.errors import LaunchError, UsageError
-from launch.families.cache_shape import NotUnderstood
+from launch.families.cache_shape import CacheShape, NotUnderstood
 from launch.families.weights import estimated_weights
 from launch.model import find_model
-from launch.plan.cold_size import chunk_of, cold_size, expected_choice
+from launch.plan.cold_size import chunk_of, cold_size, expected_choice, first_measurement
 from launch.plan.hot_budget import HotBudget, hot_budget_of, served_cache, served_dtype
 from launch.plan.serve_checks import check_family, check_hot_codec
 from launch.settings.budgets import weights_bytes
@@ -72,8 +73,14 @@ class ContextPlan(msgspec.Struct, frozen=True):
     context: int
     hot_bytes_per_session: int  # between turns
     hot_sessions: int  # while one of them is being answered
+    without_sleep: int  # sessions, if live KV had the memory of sleepers, too, and none slept
     served: list[TierPlan]  # what ``serve`` will do
     cold: list[ColdPlan]  # what each codec would do
+
+    @property
+    def alive(self) -> int:
+        """The sessions that come back, awake or asleep in the tier that holds most of them."""
+        return max([self.hot_sessions, *(x.sessions for x in self.served)])
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -116,7 +123,7 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
         shape = served_cache(effective, content)
     except NotUnderstood as error:
         raise LaunchError(f"{model.name} cannot be planned: {error}") from error
-    choice, note = _choice(effective)
+    choice, note = _choice(effective, shape, served_dtype(effective, content))
     plan = make_plan(
         settings.engine.served_model_name or model.name,
         content,
@@ -127,6 +134,7 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
         find_profile(effective),
         choice,
         chunk_of(effective),
+        shares_memory=not effective.hot_on_gpu,
     )
     if model.folder is not None and weights_bytes(model.folder, widened=False) is None:
         note = [*note, _weights_note(content)]
@@ -141,13 +149,24 @@ def _weights_note(content: Mapping[str, Any]) -> str:
     return "the weights are not here, and cannot be estimated: half of the memory is set aside"
 
 
-def _choice(effective: EffectiveSettings) -> tuple[Choice | None, list[str]]:
-    """The codec that ``serve`` will use, and the notes on it."""
+def _choice(
+    effective: EffectiveSettings, shape: CacheShape, dtype: DType
+) -> tuple[Choice | None, list[str]]:
+    """The codec that ``serve`` will use, and the notes on it.
+
+    For a model that the first start will measure it is the one that most models get.
+    """
     given = effective.settings.store.codec
     try:
         choice = expected_choice(effective)
     except (CodecRefused, UnknownCodec) as error:
         return None, [f"serve will refuse codec {given}: {error}"]
+    if choice.unmeasured and given == AUTO and first_measurement(effective).will_be:
+        with suppress(UnknownCodec):
+            codec = open_codec(USUAL)
+            codec.check(KVLayout(dtype, shape.growing))
+            why = "until the first start has measured this model, sessions sleep exactly"
+            return Choice(USUAL, codec, why), [f"counted with {USUAL}, as most models get; {why}"]
     return choice, [f"codec {given} is {choice.name} here: {choice.why}"]
 
 
@@ -175,6 +194,8 @@ def make_plan(
     profile: Profile | None = None,
     choice: Choice | None = None,
     chunk: int = CHUNK_TOKENS,
+    *,
+    shares_memory: bool = True,
 ) -> Plan:
     """The plan of a model for each length of session in ``contexts`` (tokens).
 
@@ -187,10 +208,13 @@ def make_plan(
         profile: what was measured of the model; None = nothing.
         choice: the codec that will serve; None = none may.
         chunk: tokens of a chunk.
+        shares_memory: live KV and sleepers in memory are in the same memory.
     """
     shape, itemsize = hot.shape, hot.itemsize
     longest = max((w.longest for w in shape.windows), default=0)
-    planner = _Planner(hot, dtype, store, profile, choice, shape.states(dtype), chunk)
+    planner = _Planner(
+        hot, dtype, store, profile, choice, shape.states(dtype), chunk, shares_memory
+    )
     return Plan(
         model=name,
         model_type=str(content.get("model_type")),
@@ -237,6 +261,7 @@ class _Planner:
     choice: Choice | None
     states: StateLayout | None  # that the engine packs
     chunk: int
+    shares_memory: bool
 
     @property
     def cold_budgets(self) -> dict[TierName, int]:
@@ -255,6 +280,10 @@ class _Planner:
             context=num_tokens,
             hot_bytes_per_session=self.hot.idle_bytes(num_tokens),
             hot_sessions=self.hot.sessions(num_tokens),
+            without_sleep=replace(
+                self.hot,
+                hot_bytes=self.hot.hot_bytes + (store.ram_bytes if self.shares_memory else 0),
+            ).sessions(num_tokens),
             served=[x for tier in self.cold_budgets if (x := self._tier(tier, num_tokens))],
             cold=[self._cold(x, num_tokens) for x in dict.fromkeys([*READY, *named, *learned])],
         )

@@ -28,36 +28,40 @@ from launch.plan.cold_size import cold_size
 from launch.plan.fit import Budgets, Rooms, choose_budgets
 from launch.plan.hot_budget import HotBudget
 from launch.plan.needs import Asleep, Needs
-from launch.settings.budgets import default_budgets, weights_bytes
+from launch.settings.budgets import DISK_SHARE, default_budgets, weights_bytes
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import show_bytes
 
 GB: Final = 10**9
 BF16_BYTES: Final = 2
 FREE: Final = 0.9  # of the machine's memory, beside its system
-DISK_FREE: Final = 64 << 30  # of which half is used
+DISK_FREE: Final = 0.8  # of the machine's disk
 MANY: Final = 10_000_000  # sessions, more than any of them keeps
 INDEX: Final = "model.safetensors.index.json"
 
 
 class Machine(NamedTuple):
-    """``gpu_gb``: memory of its own that a GPU has; 0 = it shares the machine's."""
+    """A machine as it is usually sold, with the smallest disk.
+
+    ``gpu_gb``: memory of its own that a GPU has; 0 = it shares the machine's.
+    """
 
     name: str
     engine: Literal["mlx", "vllm"]
     memory_gb: int
+    disk_gb: int
     gpu_gb: int = 0
 
 
 MACHINES: Final = (
-    Machine("GB10 (DGX Spark), 128 GB unified", "vllm", 128),
-    Machine("GPU of 24 GB, 64 GB of memory", "vllm", 64, 24),
-    Machine("GPU of 48 GB, 128 GB of memory", "vllm", 128, 48),
-    Machine("GPU of 80 GB, 256 GB of memory", "vllm", 256, 80),
-    Machine("GPU of 96 GB, 256 GB of memory", "vllm", 256, 96),
-    Machine("Mac, 32 GB unified", "mlx", 32),
-    Machine("Mac, 64 GB unified", "mlx", 64),
-    Machine("Mac, 128 GB unified", "mlx", 128),
+    Machine("GB10 (DGX Spark), 128 GB unified", "vllm", 128, 1000),
+    Machine("GPU of 24 GB, 64 GB of memory", "vllm", 64, 1000, 24),
+    Machine("GPU of 48 GB, 128 GB of memory", "vllm", 128, 1000, 48),
+    Machine("GPU of 80 GB, 256 GB of memory", "vllm", 256, 2000, 80),
+    Machine("GPU of 96 GB, 256 GB of memory", "vllm", 256, 2000, 96),
+    Machine("Mac, 32 GB unified", "mlx", 32, 500),
+    Machine("Mac, 64 GB unified", "mlx", 64, 1000),
+    Machine("Mac, 128 GB unified", "mlx", 128, 1000),
 )
 
 
@@ -74,9 +78,15 @@ class MachinePlan(msgspec.Struct, frozen=True):
     disk: int = 0  # asleep on disk
     codec: str = ""
     refused: str = ""
+    reserve_bytes: int = 0  # of the memory with the weights: for the system and for working
     disk_bytes: int = 0
     weights_bytes: int = 0
     weights_estimated: bool = False  # from config.json
+
+    @property
+    def alive(self) -> int:
+        """The sessions that come back, awake or asleep in the tier that holds most of them."""
+        return max(self.hot, self.ram, self.disk)
 
 
 class OnMachine(NamedTuple):
@@ -100,17 +110,21 @@ class Given(NamedTuple):
 
 
 def machine_plans(
-    effective: EffectiveSettings, contexts: list[int] | None = None, weights: int | None = None
+    effective: EffectiveSettings,
+    contexts: list[int] | None = None,
+    weights: int | None = None,
+    bits: float | None = None,
 ) -> list[MachinePlan]:
     """The rows of every machine, for each length of session.
 
     Args:
         weights: bytes of the model's weights; None = what its folder says.
+        bits: of a weight, to which they are quantised; None = as config.json says.
 
     Raises:
         UsageError, LaunchError: no such model, or its size or cache is not known.
     """
-    model = _weighed(effective, weights)
+    model = _weighed(effective, weights, bits)
     if not model.weights:
         raise UsageError(
             f"{model.name} is here without weights, and what they take cannot be estimated from its"
@@ -134,10 +148,14 @@ class _Weighed(NamedTuple):
     is_estimated: bool  # from config.json
 
 
-def _weighed(effective: EffectiveSettings, weights: int | None = None) -> _Weighed:
+def _weighed(
+    effective: EffectiveSettings, weights: int | None = None, bits: float | None = None
+) -> _Weighed:
     model = find_model(effective.settings.engine.model, effective.folders.cache)
     content = model.config()
-    known = weights or known_weights(model)
+    if bits is not None:
+        content = {**content, "quantization": {"bits": bits}}
+    known = weights or (known_weights(model) if bits is None else None)
     longest = stated_context(content) or UNSTATED_CONTEXT
     found = known or estimated_weights(content) or 0
     return _Weighed(model.name, content, longest, found, is_estimated=not known)
@@ -160,26 +178,6 @@ def _indexed(file: Path) -> int | None:
     return int(total) if isinstance(total, int | float) and total > 0 else None
 
 
-def budgets_on(effective: EffectiveSettings, named: str, context: int) -> OnMachine:
-    """Count what a machine would give sessions of one length of the model.
-
-    Args:
-        named: a machine by the beginning of its name, or a word of it: GB10, "Mac, 64".
-
-    Raises:
-        UsageError, LaunchError: no such machine, or the model does not fit there.
-    """
-    machine = next((x for x in MACHINES if named.casefold() in x.name.casefold()), None)
-    if machine is None:
-        raise UsageError(
-            f"no machine is called {named!r}; there are: {'; '.join(x.name for x in MACHINES)}"
-        )
-    found = _counted(effective, _weighed(effective), machine, context)
-    if isinstance(found, str):
-        raise UsageError(f"{machine.name}: {found}")
-    return found
-
-
 def _row(
     effective: EffectiveSettings, model: _Weighed, machine: Machine, context: int
 ) -> MachinePlan:
@@ -197,6 +195,7 @@ def _row(
     return msgspec.structs.replace(
         row,
         kv_bytes=rooms.shared,
+        reserve_bytes=_reserve(machine, model, rooms),
         hot_only=found.hot_only,
         hot=budgets.num_hot,
         ram=budgets.num_held.get("ram", 0),
@@ -215,12 +214,14 @@ def _counted(
     except NotUnderstood as error:
         return str(error)
     available, gpu = int(machine.memory_gb * GB * FREE), int(machine.gpu_gb * GB * FREE)
-    if model.weights >= (gpu or available):
-        return "the weights do not fit"
+    if model.weights >= _room(machine):
+        weights = f"{show_bytes(model.weights)} of weights"
+        return f"does not fit: {weights}, {show_bytes(_room(machine))} here"
     given = _given(effective)
     if refused := _too_much(given, available, gpu, model.weights):
         return refused
-    rooms = _rooms(given, available, gpu, model.weights)
+    disk = int(machine.disk_gb * GB * DISK_FREE)
+    rooms = _rooms(given, available, gpu, model.weights, disk)
     hot = HotBudget(shape, BF16_BYTES, rooms.hot, model.longest, machine.engine == "mlx")
     if not hot.sessions(context):
         return f"{context} tokens do not fit beside the weights"
@@ -253,12 +254,20 @@ def _too_much(given: Given, available: int, gpu: int, weights: int) -> str:
     return ""
 
 
-def _rooms(given: Given, available: int, gpu: int, weights: int) -> Rooms:
-    """The rooms of a machine, by our defaults where nothing is given."""
-    layer = default_budgets(available, weights, DISK_FREE, gpu)
-    hot, ram, disk = (
-        int(layer[x].value) for x in ("engine.hot_bytes", "store.ram_bytes", "store.disk_bytes")
-    )
+def _room(machine: Machine) -> int:
+    """Return the bytes in which the weights have to be, beside the system."""
+    return int((machine.gpu_gb or machine.memory_gb) * GB * FREE)
+
+
+def _reserve(machine: Machine, model: _Weighed, rooms: Rooms) -> int:
+    live = rooms.hot if machine.gpu_gb else rooms.shared
+    return (machine.gpu_gb or machine.memory_gb) * GB - model.weights - live
+
+
+def _rooms(given: Given, available: int, gpu: int, weights: int, disk_free: int) -> Rooms:
+    """The rooms of a machine: memory by our defaults, of the disk what ``--sessions`` may take."""
+    layer = default_budgets(available, weights, disk_free, gpu)
+    hot, ram = (int(layer[x].value) for x in ("engine.hot_bytes", "store.ram_bytes"))
     hot = hot if given.hot is None else given.hot
     if given.ram is not None:
         ram = given.ram
@@ -268,7 +277,7 @@ def _rooms(given: Given, available: int, gpu: int, weights: int) -> Rooms:
         hot=hot if given.ram is not None else max(hot, together),
         ram=ram if given.hot is not None else max(ram, together),
         shared=hot + ram,
-        disk=disk,
+        disk=int(disk_free * DISK_SHARE),
         given_hot=given.hot,
         given_ram=given.ram,
         given_disk=given.disk,

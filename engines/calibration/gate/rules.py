@@ -25,6 +25,9 @@ from kvstore.shapes import is_latent
 logger = logging.getLogger(__name__)
 WORTH: Final = 0.9  # of the KL of before: less is no reason to give a preset another form
 TOKENS: Final = 2000  # of the restore that is held against its prefill
+QUIET: Final = (
+    0.1  # the share of its time that a thread may wait for a processor on a quiet machine
+)
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -133,6 +136,11 @@ def _is_worth(
     if any(refusal(old_rows, x.preset, bound) and not refusal(rows, x.preset, bound) for x in own):
         return True
     return not known or sum(x.kl for x, _ in known) < WORTH * sum(x.kl for _, x in known)
+
+
+def is_disturbed(row: Quality) -> bool:
+    """Say whether other work had the processors while a row was timed."""
+    return row.restore_share is not None and (row.waited or 0.0) > QUIET
 
 
 class Preferred(NamedTuple):

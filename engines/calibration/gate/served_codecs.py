@@ -21,9 +21,10 @@ import msgspec
 from engines.calibration.first_order import DENSEST
 from engines.calibration.gate.choice import Choice, choose, exact
 from engines.calibration.gate.profiles import profile_path
+from engines.calibration.gate.rules import is_disturbed
 from engines.wire import CodecReport
 from kvstore.blobs.store_codecs import StoreCodecs
-from kvstore.codecs.names import first_part
+from kvstore.codecs.names import OWN, first_part
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import BEFORE, UNFINISHED, Profile, load_profile
 from kvstore.codecs.quality import Quality
@@ -254,6 +255,19 @@ class ServedCodecs:
         has_rows = bool(self.layout.layers) or (states is not None and states.windows is not None)
         measured = {first_part(x.preset) for x in self._chosen.measured}
         return has_rows and store.codec == AUTO and DENSEST not in measured
+
+    @property
+    def times_again(self) -> bool:
+        """True if ``auto`` chose by times that other work on the machine disturbed."""
+        if not (self._config.calibrate and self._config.codec == AUTO) or self._unmeasurable:
+            return False
+        rows = [x for x in self._chosen.measured if first_part(x.preset) in OWN]
+        return any(map(is_disturbed, rows))
+
+    @property
+    def has_open_questions(self) -> bool:
+        """True if a measurement would tell more about this model than its profile does."""
+        return self.choice.unmeasured or self.learns_on or self.times_again
 
     def _stands(self, after: _Chosen) -> bool:
         """True if the codec that packed before may still serve.

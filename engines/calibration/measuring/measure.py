@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,8 @@ from engines.calibration.measuring.metrics import (
     loss,
     quality_of,
 )
-from engines.calibration.measuring.trials import AnyCodec, Trials, Trip, trials
+from engines.calibration.measuring.stopwatch import Stopwatch
+from engines.calibration.measuring.trials import AnyCodec, Speed, Trials, Trip, trials
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVLayout
@@ -70,7 +70,7 @@ def measure(
     folder: Path | None = None,
     *,
     num_threads: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
+    stopwatch: Callable[[], Stopwatch] = Stopwatch,
 ) -> list[Quality]:
     """Measure every case with every codec; returns a row for each preset and context length.
 
@@ -86,7 +86,7 @@ def measure(
         folder: of a file in which a case's KV rests between codecs; None = in memory.
         num_threads: of the cold store, to time what a restore takes; 0 = its default.
     """
-    how = trials(instrument, chunk_tokens, num_threads, folder, clock)
+    how = trials(instrument, chunk_tokens, num_threads, folder, stopwatch)
     trial = _Trial(instrument.layout, how, codecs, yardsticks, kept or _Nowhere())
     found: defaultdict[tuple[int, str], list[CaseResult]] = defaultdict(list)
     ordered = in_reading_order(cases)
@@ -155,8 +155,9 @@ class _Trial:
             text=case.name,
             context=len(case.prefix),
             codec_id=codec.id,
-            prefill_s=self._trials.prefill_s,
-            restore_s=trip.rows.restore_s,
+            restore_s=trip.rows.restore.seconds,
+            restore_waited=trip.rows.restore.waited,
+            **_prefill_times(self._trials.prefill),
             **_answered(case, exact, packed),
             **(self._losses(name, session, trip) if case.is_text else {}),
         )
@@ -177,6 +178,13 @@ class _Trial:
             if own is not None and error > 0:
                 found["above_bound"] = trip.rows.bits_per_element - own.bits(error)
         return found
+
+
+def _prefill_times(prefill: Speed | None) -> dict[str, Any]:
+    """The fields of a result that are times of its prompt's prefill."""
+    if prefill is None:
+        return {}
+    return {"prefill_s": prefill.seconds, "prefill_waited": prefill.waited}
 
 
 def _answered(case: Case, exact: np.ndarray, packed: np.ndarray) -> dict[str, Any]:

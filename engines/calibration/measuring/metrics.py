@@ -126,7 +126,9 @@ class CaseResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     chains: dict[str, Drift] = {}  # of chains: at the answers, by kind of problem
     # For 1,000 tokens; None if it could not be timed.
     prefill_s: float | None = None
+    prefill_waited: float = 0.0  # see ``Stopwatch``
     restore_s: float | None = None
+    restore_waited: float = 0.0
     # Of a text alone:
     moved: Drift | None = None
     bits: float = 0.0
@@ -183,10 +185,18 @@ def quality_of(preset: str, results: Sequence[CaseResult]) -> Quality:
         chain_top1=_mean([x.same_top for x in answers], 0) if answers else None,
         chain_delta_p=_root_mean_square(answers) if answers else None,
         chains=tuple(_of_text(kind, found) for kind, found in chains.items()),
-        # Others may have had the machine meanwhile: the quickest is the least disturbed.
-        prefill_s=min((x.prefill_s for x in results if x.prefill_s is not None), default=None),
-        restore_s=min((x.restore_s for x in results if x.restore_s is not None), default=None),
+        **_times(results),
     )
+
+
+def _times(results: Sequence[CaseResult]) -> dict[str, float]:
+    """The fields of a row that are times. Others may have had the machine: the quickest counts."""
+    prefills = [(x.prefill_s, x.prefill_waited) for x in results if x.prefill_s is not None]
+    restores = [(x.restore_s, x.restore_waited) for x in results if x.restore_s is not None]
+    if not (prefills and restores):
+        return {}
+    (prefill_s, first), (restore_s, second) = min(prefills), min(restores)
+    return {"prefill_s": prefill_s, "restore_s": restore_s, "waited": max(first, second)}
 
 
 def _of_text(name: str, drifts: list[Drift]) -> TextQuality:

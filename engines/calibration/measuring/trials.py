@@ -12,17 +12,17 @@ judged.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from engines.calibration.footprint import Scratch
 from engines.calibration.instrument import HeldSession, Instrument, StatefulInstrument, states_of
+from engines.calibration.measuring.stopwatch import Stopwatch
 from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.state_packer import (
     pack_matrices,
@@ -44,6 +44,27 @@ TURN_TOKENS: Final = 16  # between two of them
 AnyCodec: TypeAlias = Codec | SessionCodec
 
 
+class Speed(NamedTuple):
+    """The time that 1,000 tokens took.
+
+    Attributes:
+        seconds: of the wall clock.
+        waited: see ``Stopwatch``.
+    """
+
+    seconds: float
+    waited: float = 0.0
+
+    @classmethod
+    def of(cls, watch: Stopwatch, num_tokens: int) -> Speed:
+        """The speed of the work that ``watch`` has timed, on so many tokens."""
+        return cls(1000 * watch.seconds / num_tokens, watch.waited)
+
+    def plus(self, other: Speed) -> Speed:
+        """The speed of doing both, one after the other."""
+        return Speed(self.seconds + other.seconds, max(self.waited, other.waited))
+
+
 class Prefixes:
     """Keeps the KV of the last prompt, and of no other."""
 
@@ -51,21 +72,23 @@ class Prefixes:
         self,
         instrument: Instrument,
         folder: Path | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        stopwatch: Callable[[], Stopwatch] = Stopwatch,
     ) -> None:
         """``folder``: the KV rests in a file there (see ``Scratch``); None = in memory."""
         self._instrument = instrument
         self._folder = folder
-        self._clock = clock
+        self._stopwatch = stopwatch
         self._tokens: Sequence[int] = ()
         self._run: KVRun = ()
         # Seconds that all tokens of the last prompt took; None if some were of another prompt.
-        self._spent_s: float | None = None
+        self._spent: Speed | None = None
 
     @property
-    def prefill_s(self) -> float | None:
-        """Seconds for 1,000 tokens of the last prompt that was prefilled; None if not known."""
-        return None if self._spent_s is None else 1000 * self._spent_s / len(self._tokens)
+    def prefill(self) -> Speed | None:
+        """The speed of the last prompt's prefill; None if not known."""
+        if self._spent is None:
+            return None
+        return self._spent._replace(seconds=1000 * self._spent.seconds / len(self._tokens))
 
     def run(self, tokens: Sequence[int]) -> KVRun:
         """The KV of ``tokens``, as ``Instrument.prefill`` returns it; must not be written to.
@@ -75,12 +98,12 @@ class Prefixes:
         shared = common_length(self._tokens, tokens)
         if shared < len(tokens):
             past = slice_tokens(self._run, 0, shared) if shared >= LEAST_SHARED else ()
-            before = self._spent_before(shared) if past else 0.0
-            began = self._clock()
-            computed = self._instrument.prefill(tokens, past)
-            took = self._clock() - began
+            before = self._spent_before(shared) if past else Speed(0.0)
+            with self._stopwatch() as watch:
+                computed = self._instrument.prefill(tokens, past)
             self._run = self._kept(computed)
-            self._spent_s = None if before is None else before + took
+            took = Speed(watch.seconds, watch.waited)
+            self._spent = None if before is None else before.plus(took)
             self._tokens = tuple(tokens)
         return slice_tokens(self._run, 0, len(tokens))
 
@@ -90,9 +113,9 @@ class Prefixes:
         with Scratch(self._folder) as scratch:
             return [(scratch.keep(k), scratch.keep(v)) for k, v in run]
 
-    def _spent_before(self, shared: int) -> float | None:
-        """Seconds that the first tokens of the last prompt took; known of all of them only."""
-        return self._spent_s if shared == len(self._tokens) else None
+    def _spent_before(self, shared: int) -> Speed | None:
+        """Return what the first tokens of the last prompt took; known of all of them only."""
+        return self._spent if shared == len(self._tokens) else None
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
@@ -108,7 +131,7 @@ class RoundTrip:
     run: KVRun
     nbytes: int  # of all blobs, headers included
     num_elements: int
-    restore_s: float  # of unpacking 1,000 tokens
+    restore: Speed
 
     @property
     def bits_per_element(self) -> float:
@@ -123,7 +146,7 @@ def round_trip(
     *,
     start: int = 0,
     num_threads: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
+    stopwatch: Callable[[], Stopwatch] = Stopwatch,
 ) -> RoundTrip:
     """Pack and unpack ``run`` as a sleep and a wake would, the last, shorter chunk as well.
 
@@ -149,15 +172,13 @@ def round_trip(
 
     with ThreadPoolExecutor(usable_cores()) as pool:
         payloads = list(pool.map(pack, spans))
-    with ThreadPoolExecutor(num_threads or default_threads()) as pool:
-        began = clock()
+    with ThreadPoolExecutor(num_threads or default_threads()) as pool, stopwatch() as watch:
         list(pool.map(unpack, spans, payloads))
-        took = clock() - began
     return RoundTrip(
         run=out,
         nbytes=sum(HEADER_BYTES + len(x) for x in payloads),
         num_elements=layout.elements_per_token * num_tokens,
-        restore_s=1000 * took / num_tokens,
+        restore=Speed.of(watch, num_tokens),
     )
 
 
@@ -182,8 +203,8 @@ class Trials(Protocol):
     """Does with an instrument and its sessions what a measurement needs."""
 
     @property
-    def prefill_s(self) -> float | None:
-        """Seconds for 1,000 tokens of the last prompt that was prefilled; None if not known."""
+    def prefill(self) -> Speed | None:
+        """The speed of the last prompt's prefill; None if not known."""
 
     def session(self, tokens: Sequence[int]) -> HeldSession:
         """The session of a prompt; must not be written to."""
@@ -200,10 +221,10 @@ def trials(
     chunk_tokens: int,
     num_threads: int,
     folder: Path | None,
-    clock: Callable[[], float] = time.perf_counter,
+    stopwatch: Callable[[], Stopwatch] = Stopwatch,
 ) -> Trials:
     """Make what suits the instrument; for arguments see ``measure``."""
-    how = _Chunks(instrument, chunk_tokens, num_threads, clock)
+    how = _Chunks(instrument, chunk_tokens, num_threads, stopwatch)
     if states_of(instrument) is not None:
         assert isinstance(instrument, StatefulInstrument)
         return _WholeSessions(instrument, how)
@@ -217,16 +238,23 @@ class _Chunks:
     instrument: Instrument
     chunk_tokens: int
     num_threads: int
-    clock: Callable[[], float]
+    stopwatch: Callable[[], Stopwatch]
 
     def trip(self, codec: Codec, session: HeldSession) -> RoundTrip:
         if not session.run:
-            return RoundTrip(run=[], nbytes=0, num_elements=0, restore_s=0.0)
+            return RoundTrip(run=[], nbytes=0, num_elements=0, restore=Speed(0.0))
         return self.trip_of(codec, session.run, self.instrument.layout)
 
     def trip_of(self, codec: Codec, run: KVRun, layout: KVLayout, start: int = 0) -> RoundTrip:
-        threads, clock, size = self.num_threads, self.clock, self.chunk_tokens
-        return round_trip(codec, run, layout, size, start=start, num_threads=threads, clock=clock)
+        return round_trip(
+            codec,
+            run,
+            layout,
+            self.chunk_tokens,
+            start=start,
+            num_threads=self.num_threads,
+            stopwatch=self.stopwatch,
+        )
 
 
 class _Rows:
@@ -235,11 +263,11 @@ class _Rows:
     def __init__(self, instrument: Instrument, how: _Chunks, folder: Path | None) -> None:
         self._instrument = instrument
         self._how = how
-        self._prefixes = Prefixes(instrument, folder, how.clock)
+        self._prefixes = Prefixes(instrument, folder, how.stopwatch)
 
     @property
-    def prefill_s(self) -> float | None:
-        return self._prefixes.prefill_s
+    def prefill(self) -> Speed | None:
+        return self._prefixes.prefill
 
     def session(self, tokens: Sequence[int]) -> HeldSession:
         return HeldSession(self._prefixes.run(tokens), len(tokens))
@@ -262,15 +290,15 @@ class _WholeSessions:
         self._tokens: tuple[int, ...] = ()
         self._session = HeldSession((), 0)
         self._first = self._session  # as it was before the first sleep
-        self.prefill_s: float | None = None
+        self.prefill: Speed | None = None
 
     def session(self, tokens: Sequence[int]) -> HeldSession:
         if self._tokens != tuple(tokens):
             self._session = self._first = HeldSession((), 0)  # two would be one too many
             asleep = self._first_sleep(len(tokens))
-            began = self._how.clock()
-            self._first = self._instrument.prefill_whole(tokens[:asleep])
-            self.prefill_s = 1000 * (self._how.clock() - began) / asleep
+            with self._how.stopwatch() as watch:
+                self._first = self._instrument.prefill_whole(tokens[:asleep])
+            self.prefill = Speed.of(watch, asleep)
             self._session = self._instrument.prefill_whole(tokens, self._first)
             self._tokens = tuple(tokens)
         return self._session
@@ -306,16 +334,17 @@ class _WholeSessions:
         if not codec.matrices.exact:
             tree = pack_matrices(tree, codec.matrices)
         payload = encode_state(tree)
-        began = self._how.clock()
-        came = unpack_matrices(decode_state(memoryview(payload)), [codec.matrices.id])
-        came = with_windows(came, parts[1].run) if len(parts) > 1 else came
-        took = self._how.clock() - began
+        with self._how.stopwatch() as watch:
+            came = unpack_matrices(decode_state(memoryview(payload)), [codec.matrices.id])
+            came = with_windows(came, parts[1].run) if len(parts) > 1 else came
+        restore = Speed.of(watch, session.num_tokens)
+        for part in parts:
+            restore = restore.plus(_for_each(part, session.num_tokens))
         whole = RoundTrip(
             run=rows.run,
             nbytes=sum(x.nbytes for x in parts) + HEADER_BYTES + len(payload),
             num_elements=rows.num_elements + state_elements(exact.state),
-            restore_s=sum(_seconds(x) for x in parts) * 1000 / session.num_tokens
-            + 1000 * took / session.num_tokens,
+            restore=restore,
         )
         return Trip(HeldSession(rows.run, session.num_tokens, came), whole)
 
@@ -335,6 +364,6 @@ class _WholeSessions:
         return came
 
 
-def _seconds(trip: RoundTrip) -> float:
-    """The seconds of unpacking all of it."""
-    return trip.restore_s * tokens_in(trip.run) / 1000
+def _for_each(trip: RoundTrip, num_tokens: int) -> Speed:
+    """The time of unpacking all of it, for 1,000 of the session's ``num_tokens``."""
+    return trip.restore._replace(seconds=trip.restore.seconds * tokens_in(trip.run) / num_tokens)

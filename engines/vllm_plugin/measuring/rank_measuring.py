@@ -96,6 +96,8 @@ class RankMeasuring:
             return
         # One rank may have kept results of an interrupted measurement that another rank lacks.
         several = self._config.parallel_config.world_size > 1
+        if self._measurement is not None:
+            self._measurement.close()
         self._measurement = SelfMeasurement(
             self._prepared.order() if order is None else self._prepared.within(order),
             self.open_instrument,

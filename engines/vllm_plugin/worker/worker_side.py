@@ -244,8 +244,9 @@ def open_worker_side(
         paths = settings.runtime_dir, str(data), rank
         prepared = Prepared(order, lambda x: x.within(*paths), groups, identity, link.adopt)
         measuring.prepare(prepared)
-    if config.calibrate and (codecs.report.unmeasured or (is_alone and codecs.learns_on)):
-        measuring.begin(Wanted(lambda: codecs.report.unmeasured, lambda: codecs.learns_on))
+    if config.calibrate and (codecs.has_open_questions if is_alone else codecs.report.unmeasured):
+        wanted = (lambda: codecs.report.unmeasured, lambda: codecs.learns_on)
+        measuring.begin(Wanted(*wanted, lambda: codecs.times_again))
     resting = (
         RestingWatch(store, cache.block_tokens, rank, link.send)
         if wants_events(vllm_config)

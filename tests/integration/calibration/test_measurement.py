@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from engines.calibration.instrument import HeldSession
 from engines.calibration.measuring.cases import Case
 from engines.calibration.measuring.measure import measure
+from engines.calibration.measuring.stopwatch import Stopwatch
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from kvstore.codecs.presets import codec_by_name
@@ -93,7 +95,8 @@ def test_restores_are_held_against_prefills(instrument: MlxInstrument):
     """By a clock that ticks once for each look."""
     ticks = itertools.count()
     codecs = {name: codec_by_name(name) for name in ("raw", "tq4")}
-    rows = measure(instrument, codecs, [case(250)], 128, clock=lambda: float(next(ticks)))
+    stopwatch = partial(Stopwatch, lambda: float(next(ticks)), dict)
+    rows = measure(instrument, codecs, [case(250)], 128, stopwatch=stopwatch)
     assert [(x.prefill_s, x.restore_s, x.restore_share) for x in rows] == [(4.0, 4.0, 1.0)] * 2
     for row in measure(instrument, codecs, [case(250)], 128):
         assert row.prefill_s is not None and row.restore_s is not None

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from launch.clients import Server as Connected
-from launch.clients import connection
+from launch.clients.needs import Server as Connected
+from launch.clients.table import connection
 from tests.integration.dashboard.conftest import KEYS
 
 pytestmark = pytest.mark.slow

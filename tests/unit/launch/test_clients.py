@@ -12,19 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.clients import (
-    BACKUP_SUFFIX,
-    CLIENTS,
-    NO_KEY,
-    Change,
-    Format,
-    Server,
-    connection,
-    merged,
-    write,
-)
+from launch.clients.needs import NO_KEY, Change, Format, Server
+from launch.clients.settings_file import BACKUP_SUFFIX, merged, write
+from launch.clients.table import CLIENTS, connection
 from launch.errors import LaunchError, UsageError
 
+# The others keep their settings in a database, or in a file with lists, and have lines to enter.
+WITH_FILES = ["aider", "claude", "codex", "opencode", "qwen-code", "zed"]
 SERVER = Server("http://127.0.0.1:8080", "org/model-1", 32768, "tc-key")
 
 
@@ -35,7 +29,7 @@ def test_the_shown_lines_name_address_model_and_key(client: str, tmp_path: Path)
         assert word in text
 
 
-@pytest.mark.parametrize("client", sorted(set(CLIENTS) - {"cline"}))
+@pytest.mark.parametrize("client", WITH_FILES)
 def test_a_file_that_is_not_there_is_made_private(client: str, tmp_path: Path) -> None:
     change = connection(client, SERVER, tmp_path).change
     assert change is not None
@@ -70,6 +64,34 @@ def test_a_context_that_is_too_short_for_the_first_prompt_is_noted(
     notes = connection(client, replace(SERVER, max_context=4096), tmp_path).notes
     assert f"about {tokens} tokens, and this server's context is 4,096" in notes[-1]
     assert not any("context" in x for x in connection(client, SERVER, tmp_path).notes)
+
+
+def test_lists_in_yaml_are_read_as_they_are_meant(tmp_path: Path) -> None:
+    of_continue = yaml.safe_load("\n".join(connection("continue", SERVER, tmp_path).lines))
+    (model,) = of_continue["models"]
+    assert (model["model"], model["apiBase"]) == (SERVER.model, f"{SERVER.url}/v1")
+    assert model["defaultCompletionOptions"] == {"contextLength": SERVER.max_context}
+    librechat = yaml.safe_load("\n".join(connection("librechat", SERVER, tmp_path).lines))
+    (endpoint,) = librechat["endpoints"]["custom"]
+    assert endpoint["models"] == {"default": [SERVER.model]}
+    assert endpoint["headers"] == {"X-Session-ID": "{{LIBRECHAT_BODY_CONVERSATIONID}}"}
+
+
+def test_open_webui_is_asked_to_name_its_chats(tmp_path: Path) -> None:
+    lines = connection("open-webui", SERVER, tmp_path).lines
+    assert "export ENABLE_FORWARD_USER_INFO_HEADERS='true'" in lines
+
+
+def test_zed_keeps_its_other_providers(tmp_path: Path) -> None:
+    change = connection("zed", SERVER, tmp_path).change
+    assert change is not None
+    own = {"theme": "One", "language_models": {"openai_compatible": {"Mine": {"api_url": "x"}}}}
+    now = json.loads(merged(json.dumps(own), change))
+    assert now["theme"] == "One"
+    providers = now["language_models"]["openai_compatible"]
+    assert (
+        providers["Mine"] == {"api_url": "x"} and SERVER.url in providers["Thermocline"]["api_url"]
+    )
 
 
 def test_json_keeps_its_own_values(tmp_path: Path) -> None:

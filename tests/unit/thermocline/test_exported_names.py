@@ -14,6 +14,7 @@ import thermocline
 PUBLIC = """
 CodecInfo Corrupt KVLayer KVLayout Method Mismatch NoScores Packed Parameter Profile Quality Samples
 UnknownCodec codebook codec codecs judge layout_of learn per_layer register
+simple
 """
 
 

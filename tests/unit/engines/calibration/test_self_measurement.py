@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from engines.calibration import first_order as orders
+from engines.calibration import self_measurement
 from engines.calibration.first_order import FIRST_PRESETS, first_order
 from engines.calibration.gate import rules
 from engines.calibration.gate.profiles import locked, profile_path
@@ -27,6 +29,7 @@ from tests.unit.engines.calibration.test_learn import Blind
 from tests.waiting import until
 
 WITHIN_S = 240.0
+TIMELESS = {"prefill_s": None, "restore_s": None, "waited": None}
 
 
 class Talking(Blind):
@@ -93,7 +96,10 @@ class Engine:
 
 def untimed(profile: Profile) -> list[Quality]:
     """The rows without times, which differ between any two runs."""
-    return [msgspec.structs.replace(x, prefill_s=None, restore_s=None) for x in profile.rows]
+    return [
+        msgspec.structs.replace(x, prefill_s=None, restore_s=None, waited=None)
+        for x in profile.rows
+    ]
 
 
 def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path):
@@ -216,6 +222,42 @@ def test_one_process_measures_a_model_at_a_time(tmp_path: Path):
         until(lambda: "another process" in one.report.progress)
     one.ended()
     assert instrument.num_prefills == 0 and one.adopted == 1
+
+
+def busy(profile: Profile) -> Profile:
+    """The same profile as if it had been timed on a busy machine."""
+    rows = (msgspec.structs.replace(x, waited=1.0, prefill_s=1e6) for x in profile.rows)
+    return replace(profile, rows=tuple(rows))
+
+
+def test_what_was_timed_on_a_busy_machine_is_timed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(self_measurement, "TIMED_AGAIN_S", (0.01, 0.02))
+    instrument = Talking()
+    path = profile_path(tmp_path, instrument.fingerprint)
+    assert Engine(tmp_path, instrument).ended() == ""
+    profile = busy(load_profile(path))
+    profile.save(path)
+
+    def times_again() -> bool:
+        return any(x.prefill_s == 1e6 for x in load_profile(path).rows)
+
+    wanted = Wanted(lambda: False, times_again=times_again)
+    again = Engine(tmp_path, Talking(), wanted=wanted)
+    assert again.ended() == "" and again.adopted >= 1
+    found = load_profile(path)
+    assert found.ids == profile.ids and len(found.rows) == len(profile.rows)
+    assert all(x.waited is not None and x.waited < 1 for x in found.rows)
+    assert untimed(found) == untimed(profile)
+
+
+def test_one_that_waits_for_a_quiet_machine_does_not_count_as_running(tmp_path: Path):
+    wanted = Wanted(lambda: False, times_again=lambda: True)
+    one = Engine(tmp_path, Talking(), wanted=wanted)
+    until(lambda: one.measurement.has_verdict and not one.measurement.is_running)
+    one.measurement.close()
+    assert one.ended() is None and one.adopted == 0
 
 
 def test_a_failure_ends_the_measurement_only(tmp_path: Path, caplog: pytest.LogCaptureFixture):

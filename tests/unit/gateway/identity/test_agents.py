@@ -32,6 +32,7 @@ MINE, LESSER = Row("s"), Row("s/beside", True)
             NamedSession("s1/7", "s1/6", True),
         ),
         ({"x-session-affinity": "o", "session_id": "x"}, NamedSession("o")),
+        ({"x-openwebui-chat-id": "c1", "x-openwebui-user-id": "u"}, NamedSession("c1")),
         (
             {"x-session-affinity": "o", "x-parent-session-id": "p"},
             NamedSession("o", "p", True),

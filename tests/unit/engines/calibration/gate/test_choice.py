@@ -74,7 +74,11 @@ def timed(preset: str, share: float, **changes: object) -> Quality:
 
 
 SHARES = {"dense3": 0.04, "balanced": 0.09, "max": 0.2, "tq4": 0.3, "safe": 0.3}
-TIMED = tuple(timed(preset, share) for preset, share in SHARES.items())
+
+
+def all_timed() -> tuple[Quality, ...]:
+    """Rows of all presets, of a profile that takes seconds to learn."""
+    return tuple(timed(preset, share) for preset, share in SHARES.items())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ TIMED = tuple(timed(preset, share) for preset, share in SHARES.items())
 )
 def test_one_codec_serves_that_restores_quickly(settings: dict[str, Any], wanted: str):
     config = StoreConfig(**settings)
-    choice = choose(config.codec, config, LAYOUT, measured(*TIMED))
+    choice = choose(config.codec, config, LAYOUT, measured(*all_timed()))
     assert (choice.name, choice.unmeasured) == (wanted, False)
 
 
@@ -104,7 +108,7 @@ def test_denser_codecs_that_are_out_of_bounds_are_named():
 
 def test_a_packed_live_cache_sleeps_as_it_is():
     layout = PackedLayout(dtype="bfloat16", layers=model_profile().layout.layers, num_bits=4)
-    profile = measured(timed("tq4", 0.04), *TIMED)
+    profile = measured(timed("tq4", 0.04), *all_timed())
     assert choose("auto", StoreConfig(), layout, profile).name == "tq4"
 
 

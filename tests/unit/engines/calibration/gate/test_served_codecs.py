@@ -16,7 +16,7 @@ from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused
-from tests.unit.engines.calibration.gate.test_choice import LAYOUT, TIMED, measured, row, timed
+from tests.unit.engines.calibration.gate.test_choice import LAYOUT, all_timed, measured, row, timed
 from tests.unit.kvstore.codecs.learning.calibration import FINGERPRINT
 
 
@@ -92,7 +92,7 @@ def test_a_named_codec_that_is_refused_while_it_serves_gives_way(
 
 
 def test_auto_says_why(tmp_path: Path):
-    write(measured(*TIMED), tmp_path)
+    write(measured(*all_timed()), tmp_path)
     codecs = served(tmp_path)
     report = codecs.report
     assert (report.name, report.id) == ("balanced", codecs.codecs.rows.id)
@@ -103,7 +103,7 @@ def test_auto_says_why(tmp_path: Path):
 
 
 def test_a_codec_that_is_only_too_slow_now_is_read_on(tmp_path: Path):
-    write(measured(*TIMED), tmp_path)
+    write(measured(*all_timed()), tmp_path)
     codecs, store = served(tmp_path), Store()
     slower = (timed("dense3", 0.05), timed("balanced", 0.15), timed("max", 0.3))
     write(measured(*slower), tmp_path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from engines.calibration.instrument import HeldSession
 from engines.calibration.measuring.cases import Case, in_reading_order
+from engines.calibration.measuring.stopwatch import Stopwatch
 from engines.calibration.measuring.trials import (
     LEAST_SHARED,
     SLEEPS,
@@ -167,16 +169,17 @@ def test_a_few_tokens_are_computed_again() -> None:
 
 def test_a_prompt_is_timed_where_all_of_it_was_computed_for_it() -> None:
     times = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0, 30.0, 34.0])
-    prefixes, long = Prefixes(Counting(), clock=lambda: next(times)), list(range(1000))
-    assert prefixes.prefill_s is None
+    stopwatch = partial(Stopwatch, lambda: next(times), dict)
+    prefixes, long = Prefixes(Counting(), stopwatch=stopwatch), list(range(1000))
+    assert prefixes.prefill is None
     prefixes.run(long[:400])
-    assert prefixes.prefill_s == 2 / 0.4
+    assert prefixes.prefill == (2 / 0.4, 0)
     prefixes.run(long)  # goes on from all of it
-    assert prefixes.prefill_s == 2 + 3
+    assert prefixes.prefill == (2 + 3, 0)
     prefixes.run([*long[:600], *range(9000, 9300)])  # from a part of it
-    assert prefixes.prefill_s is None
+    assert prefixes.prefill is None
     prefixes.run([5] * 500)
-    assert prefixes.prefill_s == 8
+    assert prefixes.prefill == (8, 0)
 
 
 def test_the_length_of_the_common_prefix() -> None:

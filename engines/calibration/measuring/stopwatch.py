@@ -1,0 +1,70 @@
+"""Times work, and how long the threads of its process waited for a processor meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, TypeAlias
+
+TASKS: Final = Path("/proc/self/task")
+# Seconds that each thread was ready to run and had no processor, by thread id.
+Waits: TypeAlias = Mapping[int, float]
+
+
+def processor_waits(tasks: Path = TASKS) -> dict[int, float]:
+    """Read how long each thread of this process has waited for a processor so far, in seconds.
+
+    Empty where the system does not count it: only Linux does.
+    """
+    found: dict[int, float] = {}
+    try:
+        threads = list(tasks.iterdir())
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            found[int(thread.name)] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            continue  # it has just ended, or the system does not count
+    return found
+
+
+class Stopwatch:
+    """Measures the block of a ``with`` statement.
+
+    Threads that end within the block are not seen: keep a pool's threads until the block's end.
+
+    Attributes:
+        seconds: of the wall clock.
+        waited: the share of them in which the thread that waited longest had no processor. On a
+            machine that nothing else uses it is about 0; then the seconds are those of the work.
+    """
+
+    seconds = 0.0
+    waited = 0.0
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        waits: Callable[[], Waits] = processor_waits,
+    ) -> None:
+        self._clock = clock
+        self._waits = waits
+
+    def __enter__(self) -> Stopwatch:
+        self._before = self._waits()
+        self._began = self._clock()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.seconds = self._clock() - self._began
+        lost = [x - self._before.get(thread, 0.0) for thread, x in self._waits().items()]
+        if lost and self.seconds > 0:
+            self.waited = min(max(lost) / self.seconds, 1.0)

@@ -1,0 +1,112 @@
+"""Times that are taken again where other work had the processors at the first time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engines.calibration.gate.rules import QUIET, is_disturbed
+from engines.calibration.measuring.stopwatch import Stopwatch, processor_waits
+from engines.calibration.measuring.times import TRIES, timed_again
+from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.quality import Quality
+from kvstore.workers import usable_cores
+from tests.unit.engines.calibration.test_learn import Blind
+
+CODECS = {name: codec_by_name(name) for name in ("tq3", "tq4")}
+
+
+def row(preset: str, waited: float | None, context: int = 64) -> Quality:
+    return Quality(
+        preset=preset,
+        codec_id=CODECS[preset].id,
+        context=context,
+        bits_per_element=3.1,
+        perplexity_change_pct=0.1,
+        kl=0.001,
+        top1=0.99,
+        needle_found=0,
+        needle_total=0,
+        cos_k=0.99,
+        cos_v=0.99,
+        prefill_s=9.0,
+        restore_s=0.9,
+        waited=waited,
+    )
+
+
+def stopwatch_of(*waited: float) -> Callable[[], Stopwatch]:
+    """Make stopwatches whose blocks take a second; of each this share was waited, then none."""
+    ticks, shares = count(), iter(waited)
+    waits = iter(y for x in shares for y in (0.0, x))
+    return partial(Stopwatch, lambda: float(next(ticks)), lambda: {1: next(waits, 0.0)})
+
+
+def timed(rows: list[Quality], *waited: float) -> list[Quality]:
+    how = {"chunk_tokens": 32, "num_threads": 1}
+    return timed_again(Blind(), CODECS, rows, **how, stopwatch=stopwatch_of(*waited))  # type: ignore[arg-type]
+
+
+def test_only_rows_that_were_disturbed_are_timed_again():
+    rows = [row("tq3", 0.5), row("tq4", QUIET), row("tq4", None, context=32)]
+    (found,) = timed(rows)
+    per_1000 = 1000 / 64
+    assert found == msgspec.structs.replace(
+        rows[0], prefill_s=per_1000, restore_s=per_1000, waited=0.0
+    )
+
+
+def test_the_least_disturbed_attempt_counts():
+    shares = [0.6, 0.0, 0.2, 0.3, 0.4, 0.4]  # of the prefill and the restore of each attempt
+    (found,) = timed([row("tq3", 0.5)], *shares)
+    assert found.waited == pytest.approx(0.3) and is_disturbed(found)
+    assert len(shares) == 2 * TRIES
+
+
+def test_times_that_are_no_better_change_nothing():
+    assert timed([row("tq3", 0.5)], *[0.7] * 2 * TRIES) == []
+
+
+def test_a_row_of_another_codec_stays_as_it_is():
+    other = msgspec.structs.replace(row("tq3", 0.5), codec_id="earlier")
+    assert timed([other]) == []
+
+
+def test_a_thread_that_had_no_processor_is_seen(tmp_path: Path):
+    for thread, waited in ((7, 2_000_000_000), (8, 500_000_000)):
+        (tmp_path / str(thread)).mkdir()
+        (tmp_path / str(thread) / "schedstat").write_text(f"5 {waited} 1\n")
+    (tmp_path / "9").mkdir()  # it has just ended
+    assert processor_waits(tmp_path) == {7: 2.0, 8: 0.5}
+    assert processor_waits(tmp_path / "none") == {}
+
+
+@pytest.mark.skipif(not processor_waits(), reason="this system does not count waits")
+def test_work_beside_others_has_waited():
+    """Twice as many processes spin as there are cores: this thread has half of one at most."""
+    others = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(2 * usable_cores())
+    ]
+    try:
+        with Stopwatch() as watch:
+            _spin(1.0)
+        assert watch.waited > QUIET
+    finally:
+        for x in others:
+            x.kill()
+            x.wait()
+
+
+def _spin(cpu_s: float) -> None:
+    end = time.thread_time() + cpu_s
+    while time.thread_time() < end:
+        pass

@@ -1,0 +1,214 @@
+"""A method made of a pair of functions: a quantiser and its way back.
+
+payload: of each layer K, then V (num_kv_heads x num_tokens rows each): the first tokens of a
+session in 16 bits | of each array that ``quantise`` returned its values of all other rows, whole
+numbers in ``bits`` bits, floats as they are
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvstore.codecs.base import NUM_SINKS, Payload, check_run
+from kvstore.codecs.floats import from_stored, narrow, to_stored, widen
+from kvstore.codecs.reader import Reader
+from kvstore.errors import UnknownCodec
+from kvstore.shapes import KVLayout, KVRun
+from thermocline.method import Method
+
+# fp32 rows (num_rows, dim) -> arrays whose first axis is the rows, and back.
+Quantise: TypeAlias = Callable[[Any], Any]
+Dequantise: TypeAlias = Callable[..., Any]
+MOST_BITS: Final = 16
+MOST_DIM: Final = 8192
+ID: Final = "simple"
+
+
+def simple(
+    quantise: Quantise, dequantise: Dequantise, *, bits: int, torch: bool = False, id: str = ID
+) -> Method:
+    """Makes a method of two functions, which can be measured, plotted and served as any other.
+
+        def quantise(rows):                     # fp32 (num_rows, dim)
+            scale = abs(rows).max(1, keepdims=True) / 7 + 1e-9
+            return (rows / scale).round() + 7, scale.astype("float16")
+
+        def dequantise(codes, scale):
+            return (codes - 7) * scale
+
+        method = thermocline.simple(quantise, dequantise, bits=4)
+
+    Each row is quantised by itself: an array's first axis is the rows. The first array, and others
+    of whole numbers, are codes from 0 to ``2 ** bits - 1``, and are packed to ``bits`` bits; arrays
+    of floats are stored as they are. To serve it: ``register("mine", lambda: method.codec)``.
+
+    Args:
+        quantise: from rows to an array, or a tuple of arrays.
+        dequantise: from these arrays (codes as fp32) to rows.
+        bits: of a code.
+        torch: the functions take and return tensors of PyTorch.
+        id: names the arithmetic; the same id has to mean the same bytes.
+
+    Raises:
+        ValueError: ``bits`` is not 1 to 16, or the functions do not fit.
+    """
+    for name, function in (("quantise", quantise), ("dequantise", dequantise)):
+        if not callable(function):
+            raise ValueError(f"{name} is {function!r}; a function is wanted")
+    if not isinstance(bits, int) or not 1 <= bits <= MOST_BITS:
+        raise ValueError(f"bits={bits!r}; a whole number from 1 to {MOST_BITS} is wanted")
+    codec = SimpleCodec(id, bits, quantise, dequantise, torch)
+    rows = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    codec.restored(codec.quantised(rows), rows.shape)
+    return Method(codec)
+
+
+class _Part(NamedTuple):
+    """One of the arrays of ``quantise``, without its rows."""
+
+    shape: tuple[int, ...]
+    dtype: str  # little-endian; "" = codes
+
+    def nbytes(self, num_rows: int, bits: int) -> int:
+        count = num_rows * int(np.prod(self.shape, dtype=int))
+        return count * np.dtype(self.dtype).itemsize if self.dtype else -(-count * bits // 8)
+
+
+@dataclass(frozen=True)
+class SimpleCodec:
+    """Packs rows by a pair of functions. Implements ``kvstore.codecs.base.Codec``."""
+
+    id: str
+    bits: int
+    quantise: Quantise = field(repr=False)
+    dequantise: Dequantise = field(repr=False)
+    torch: bool = False
+    exact: bool = field(default=False, init=False)
+
+    def check(self, layout: KVLayout) -> None:
+        for dim in {x for layer in layout.layers for x in (layer.head_dim, layer.value_dim)}:
+            if dim > MOST_DIM:
+                raise UnknownCodec(f"codec {self.id} packs vectors of {MOST_DIM} values at most")
+            if dim:
+                self._parts(dim)
+
+    def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        self.check(layout)
+        num_sinks = min(max(NUM_SINKS - first_token, 0), num_tokens)
+        total = num_sinks * layout.elements_per_token * 2
+        for layer in layout.layers:
+            num_rows = layer.num_kv_heads * (num_tokens - num_sinks)
+            for dim in filter(None, (layer.head_dim, layer.value_dim)):
+                total += sum(x.nbytes(num_rows, self.bits) for x in self._parts(dim))
+        return total
+
+    least_nbytes = packed_nbytes
+
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
+        num_tokens = check_run(run, layout)
+        num_sinks = min(max(NUM_SINKS - first_token, 0), num_tokens)
+        pieces: list[bytes] = []
+        for array in (x for pair in run for x in pair if x.shape[2]):
+            stored = to_stored(array, layout.dtype)
+            pieces.append(np.ascontiguousarray(stored[:, :num_sinks]).tobytes())
+            rows = widen(np.ascontiguousarray(stored[:, num_sinks:]), layout.dtype)
+            if rows.size:
+                pieces += self._packed(self.quantised(rows.reshape(-1, rows.shape[2])))
+        return b"".join(pieces)
+
+    def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
+        num_tokens = check_run(out, layout)
+        num_sinks = min(max(NUM_SINKS - first_token, 0), num_tokens)
+        reader = Reader(payload)
+        for array in (x for pair in out for x in pair if x.shape[2]):
+            heads, _, dim = array.shape
+            sinks = reader.take("<u2", heads, num_sinks, dim)
+            array[:, :num_sinks] = from_stored(sinks, layout.dtype)
+            shape = (heads * (num_tokens - num_sinks), dim)
+            if not shape[0]:
+                continue
+            parts = [self._unpacked(reader, x, shape[0]) for x in self._parts(dim)]
+            rows = self.restored(parts, shape).reshape(heads, num_tokens - num_sinks, dim)
+            array[:, num_sinks:] = narrow(rows, layout.dtype)
+        reader.expect_end()
+
+    def quantised(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Returns the arrays of ``quantise``: codes as uint16, others in their dtype of floats.
+
+        ``rows``: fp32 (num_rows, dim). Raises ``ValueError`` for codes out of range.
+        """
+        found = self.quantise(self._tensor(rows))
+        arrays = [np.asarray(x) for x in (found if isinstance(found, tuple | list) else (found,))]
+        if not arrays or any(not x.ndim or len(x) != len(rows) for x in arrays):
+            shapes = [x.shape for x in arrays]
+            raise ValueError(f"quantise returned {shapes}; arrays of {len(rows)} rows are wanted")
+        return [self._checked(x, is_codes=not i) for i, x in enumerate(arrays)]
+
+    def restored(self, arrays: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """Returns the fp32 rows of ``dequantise``. Raises ``ValueError``: of another shape."""
+        given = [x.astype(np.float32) if x.dtype == np.uint16 else x for x in arrays]
+        rows = np.asarray(self.dequantise(*map(self._tensor, given)), np.float32)
+        if rows.shape != shape:
+            raise ValueError(f"dequantise returned rows of {rows.shape}; {shape} are wanted")
+        return rows
+
+    def _tensor(self, array: np.ndarray) -> Any:
+        if not self.torch:
+            return array
+        import torch
+
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+    def _checked(self, array: np.ndarray, *, is_codes: bool) -> np.ndarray:
+        if not is_codes and array.dtype.kind == "f":
+            return np.ascontiguousarray(array)
+        least, most = (array.min(), array.max()) if array.size else (0, 0)
+        if not (least >= 0 and most < 1 << self.bits and np.all(array == np.round(array))):
+            raise ValueError(
+                f"quantise returned codes from {least} to {most}; whole numbers from 0 to"
+                f" {(1 << self.bits) - 1} are wanted, for bits={self.bits}"
+            )
+        return array.astype(np.uint16)
+
+    def _parts(self, dim: int) -> tuple[_Part, ...]:
+        return _parts_of(self, dim)
+
+    def _packed(self, arrays: list[np.ndarray]) -> Iterator[bytes]:
+        for array in arrays:
+            if array.dtype != np.uint16:
+                yield array.astype(array.dtype.newbyteorder("<")).tobytes()
+                continue
+            places = np.arange(self.bits, dtype=np.uint16)
+            bits = (array.reshape(-1, 1) >> places) & np.uint16(1)
+            yield np.packbits(bits.astype(np.uint8), bitorder="little").tobytes()
+
+    def _unpacked(self, reader: Reader, part: _Part, num_rows: int) -> np.ndarray:
+        shape = (num_rows, *part.shape)
+        if part.dtype:
+            return reader.take(part.dtype, *shape)
+        count = int(np.prod(shape))
+        packed = reader.take("|u1", part.nbytes(num_rows, self.bits))
+        bits = np.unpackbits(packed, count=count * self.bits, bitorder="little")
+        places = np.uint16(1) << np.arange(self.bits, dtype=np.uint16)
+        codes: np.ndarray = (bits.reshape(-1, self.bits) * places).sum(1, dtype=np.uint16)
+        return codes.reshape(shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _parts_of(codec: SimpleCodec, dim: int) -> tuple[_Part, ...]:
+    """Returns the shapes of the arrays that ``quantise`` makes of rows of this width.
+
+    Raises ``UnknownCodec``: it does not take them.
+    """
+    rows = np.random.default_rng(0).standard_normal((2, dim)).astype(np.float32)
+    try:
+        arrays = codec.quantised(rows)
+    except Exception as error:  # a user's own code
+        raise UnknownCodec(f"codec {codec.id} takes no vectors of {dim} values: {error}") from error
+    kinds = ["" if x.dtype == np.uint16 else x.dtype.newbyteorder("<").str for x in arrays]
+    return tuple(_Part(x.shape[1:], kind) for x, kind in zip(arrays, kinds, strict=True))
