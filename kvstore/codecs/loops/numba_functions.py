@@ -95,6 +95,8 @@ class CompiledFunction:
             folder = str(lazy.stats.cache_path)
         except RuntimeError:  # numba found no folder in which it may write its cache
             lazy, folder = njit(**options)(self._function), ""
+        for context in (lazy.typingctx, lazy.targetctx):
+            context.refresh()  # half a second of numba's, the first time; not a compilation
         with COMPILATIONS.look(self._function.__name__.strip("_"), folder) as cached:
             lazy.compile(self._signature)
             cached.append(bool(lazy.stats.cache_hits))
