@@ -5,15 +5,17 @@ So it also answers what tokens a prompt has.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from engines.host.control_tokens import ControlTokens
+from engines.host.segment_cache import SegmentCache
 from engines.mlx_worker.generation import ModelFacts
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.tools import (
@@ -48,7 +50,11 @@ class ChatPrompt:
 
 
 class PromptWriter:
-    """Writes prompts for one model. Not thread-safe: one call at a time."""
+    """Writes prompts for one model. Not thread-safe: one call at a time.
+
+    Attributes:
+        segments: the ids of parts of prompts that were written before.
+    """
 
     def __init__(self, vocabulary: Vocabulary, max_context: int) -> None:
         self._vocabulary = vocabulary
@@ -56,6 +62,8 @@ class PromptWriter:
         self._max_context = max_context
         self._knows_tools = template_knows_tools(self._tokenizer)
         self._controls = ControlTokens(self._tokenizer, vocabulary.markers)
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        self.segments = SegmentCache(backend, str(self._tokenizer.chat_template or ""))
 
     def text(self, text: str) -> list[int]:
         """Token ids of a text completion's prompt, at least one.
@@ -82,8 +90,12 @@ class PromptWriter:
             raise InvalidRequest(f"Token id {max(ids)} is outside the vocabulary of {size}.", param)
         return ids
 
-    def chat(self, request: ChatRequest, plan: ToolPlan) -> ChatPrompt:
+    def chat(self, request: ChatRequest, plan: ToolPlan, key: bytes | None = None) -> ChatPrompt:
         """Write a chat's prompt.
+
+        Args:
+            key: the tenant's, by which parts of its earlier prompts are known; None = all of the
+                prompt is encoded.
 
         Raises:
             InvalidRequest: the template refuses the messages, or they exceed the context.
@@ -98,9 +110,10 @@ class PromptWriter:
         options = self._controls.marked_value({"tools": tools, **_options(request)})
         text = self._render(messages, True, options)
         self._check_size(text, "messages")
-        ids = self.checked(self._encode(text), "messages")
-        marker = text[len(_shared(text, self._render(messages, False, options))) :]
-        ends = {self._system_end(messages, options, text, ids), self._marker_start(marker, ids)}
+        ids = self.checked(self._encode(text, key), "messages")
+        marker = text[_num_shared(text, self._render(messages, False, options)) :]
+        system_end = self._system_end(messages, options, text, ids, key)
+        ends = {system_end, self._marker_start(marker, ids)}
         boundaries = tuple(sorted(x for x in ends if 0 < x < len(ids)))
         return ChatPrompt(ids, boundaries, self._opens_thinking(marker))
 
@@ -123,9 +136,11 @@ class PromptWriter:
                 f"The model's chat template cannot take these messages: {why}", "messages"
             ) from error
 
-    def _encode(self, text: str) -> list[int]:
-        encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        return self._controls.encode(text, encode)
+    def _encode(self, text: str, key: bytes | None = None) -> list[int]:
+        whole = partial(self._tokenizer.encode, add_special_tokens=False)
+        if key is None:
+            return self._controls.encode(text, whole)
+        return self._controls.encode(text, partial(self.segments.encode, key=key, whole=whole))
 
     def _check_size(self, text: str, param: str) -> None:
         """Refuse what cannot fit, before the tokenizer spends seconds on it."""
@@ -151,7 +166,12 @@ class PromptWriter:
         return len(ids) - (len(tail) if tail and ids[-len(tail) :] == tail else 1)
 
     def _system_end(
-        self, messages: Sequence[ChatMessage], options: dict[str, Any], text: str, ids: list[int]
+        self,
+        messages: Sequence[ChatMessage],
+        options: dict[str, Any],
+        text: str,
+        ids: list[int],
+        key: bytes | None,
     ) -> int:
         """Count the tokens that any prompt with the same system message and tools begins with."""
         head = [x for x in messages[:1] if x["role"] == "system"]
@@ -161,7 +181,9 @@ class PromptWriter:
             other = self._render([*head, {"role": "user", "content": ""}], False, options)
         except InvalidRequest:
             return 0  # this template wants more than that; the request itself was fine
-        return len(os.path.commonprefix([ids, self._encode(_shared(text, other))]))
+        head_ids = self._encode(text[: _num_shared(text, other)], key)
+        pairs = zip(ids, head_ids, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _opens_thinking(self, marker: str) -> bool:
         if not self._tokenizer.has_thinking:
@@ -170,8 +192,16 @@ class PromptWriter:
         return last > marker.rfind(self._tokenizer.think_end)
 
 
-def _shared(a: str, b: str) -> str:
-    return os.path.commonprefix([a, b])
+def _num_shared(a: str, b: str) -> int:
+    """Count the first characters that two long texts have in common."""
+    if a.startswith(b):
+        return len(b)
+    size = min(len(a), len(b))
+    one, other = (
+        np.frombuffer(x[:size].encode("utf-32-le", "surrogatepass"), np.uint32) for x in (a, b)
+    )
+    differ = one != other
+    return int(differ.argmax()) if differ.any() else size
 
 
 def _options(request: ChatRequest) -> dict[str, Any]:

@@ -226,7 +226,7 @@ class RequestPlanner:
         """
         self._check_bias(request)
         tools = plan_tools(request, self._vocabulary, grammar)
-        prompt = self._prompts.chat(request, tools)
+        prompt = self._prompts.chat(request, tools, session.salt if session else None)
         plan = RequestPlan(request.num_choices)
         processors = self._grammars(plan, tools.grammar, prompt)
         limit = self._limit(request.answer_tokens, len(prompt.token_ids))
