@@ -71,7 +71,7 @@ def _modules(node: ast.AST) -> Iterator[str]:
 
 
 class CompiledFunction:
-    """A function for given numba types: compiled, or read from numba's cache, when first called."""
+    """Compiles a function for given numba types, or reads it from numba's cache, when called."""
 
     def __init__(self, signature: Any, function: Callable[..., Any]) -> None:
         self._signature, self._function = signature, function

@@ -89,7 +89,7 @@ class IntegerRows(WithoutNote):
 
     @property
     def forward_tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What a kernel takes to compute components: panels, values of a one, components in use."""
+        """The arguments of a kernel: panels, values of a one, components in use."""
         return self._products.panels, self._rates, np.array(self._live, np.int64)
 
     @property
